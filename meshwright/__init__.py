@@ -1,0 +1,1 @@
+"""meshwright: a declarative graph compiler that parallelizes an unmodified PyTorch model."""

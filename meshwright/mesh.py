@@ -1,0 +1,108 @@
+"""A mesh: named axes over the ranks, row-major, the last axis nearest.
+
+An *axis* is a mesh axis. Rank r of a mesh with axes (dp=2, tp=4) has the coordinates {dp: r // 4, tp: r % 4}. The ranks
+that differ only in some axes form a *group* of those axes: the ranks a collective over them talks to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+class MeshError(ValueError):
+    """A mesh that cannot be, or an axis that it does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named axes and their sizes, major axis first.
+
+    >>> mesh = Mesh(("dp", "tp"), (2, 4))
+    >>> mesh.world, mesh.coordinates(6)
+    (8, {'dp': 1, 'tp': 2})
+    >>> print(mesh)
+    dp=2 x tp=4
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.axes) != len(self.sizes):
+            raise MeshError(f"mesh has {len(self.axes)} axis names {self.axes} but {len(self.sizes)} sizes {self.sizes}")
+        if len(set(self.axes)) != len(self.axes):
+            raise MeshError(f"mesh axis names repeat: {self.axes}")
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            if not _NAME.fullmatch(axis):
+                raise MeshError(f"mesh axis {axis!r} is not an identifier")
+            if size < 1:
+                raise MeshError(f"mesh axis {axis!r} has size {size}; sizes are at least 1")
+
+    @classmethod
+    def of(cls, **sizes: int) -> Mesh:
+        """``Mesh.of(dp=2, tp=4)``."""
+        return cls(tuple(sizes), tuple(sizes.values()))
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.sizes)
+
+    def size(self, axes: str | Iterable[str]) -> int:
+        """Number of ranks along one axis, or along several together (1 for none)."""
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        for name in names:
+            if name not in self.axes:
+                raise MeshError(f"mesh {self} has no axis {name!r}")
+        return math.prod(self.sizes[self.axes.index(name)] for name in names)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's index along every axis."""
+        result: dict[str, int] = {}
+        for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
+            rank, result[axis] = divmod(rank, size)
+        if rank:
+            raise MeshError(f"rank is outside mesh {self}")
+        return {axis: result[axis] for axis in self.axes}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at these coordinates; an axis not given counts as 0."""
+        rank = 0
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            rank = rank * size + coordinates.get(axis, 0)
+        return rank
+
+    def index(self, coordinates: Mapping[str, int], axes: Iterable[str]) -> int:
+        """Position within the group of ``axes`` (major axis first) of the rank at ``coordinates``."""
+        index = 0
+        for axis in axes:
+            index = index * self.size(axis) + coordinates[axis]
+        return index
+
+    def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks that differ only in ``axes``, each ordered by its index along ``axes``."""
+        axes = tuple(axes)
+        rest = [axis for axis in self.axes if axis not in axes]
+        result = []
+        for outer in itertools.product(*(range(self.size(axis)) for axis in rest)):
+            fixed = dict(zip(rest, outer, strict=True))
+            inner = itertools.product(*(range(self.size(axis)) for axis in axes))
+            result.append(tuple(self.rank({**fixed, **dict(zip(axes, at, strict=True))}) for at in inner))
+        return tuple(result)
+
+    def strides(self) -> dict[str, int]:
+        """Distance in ranks between neighbours along each axis."""
+        result, stride = {}, 1
+        for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
+            result[axis] = stride
+            stride *= size
+        return {axis: result[axis] for axis in self.axes}
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True)) or "one device"
