@@ -35,7 +35,7 @@ class Stored:
     ``tensor``: placement over the axes that the program's own collectives handle (no marks); ``data_axes``: axes over which
     it is read differently (``~``) and FSDP2 reduces its gradient (a sum) - empty for buffers and frozen parameters;
     ``shard_axes``: the inner ones of ``data_axes`` over which it is also split at rest (ZeRO; the others are replicas: HSDP).
-    Inside a segment the value has the ``tensor`` placement. ``blocks``: how many equal fused parts lie along the split
+    Inside a segment the value has the ``tensor`` placement. ``fused``: how many equal fused parts lie along the split
     dim, each split on its own (fused qkv: 3; plain: 1).
     """
 
@@ -85,6 +85,7 @@ class Port:
 class Program:
     """Everything one rank needs to run. ``output_tree`` has ``Ref``s to output ports; ``loss`` names the scalar output that
     ``backward`` starts from; ``mutations``: (stored buffer value, environment value that replaces it after the step).
+    ``cuts``: (value computed by the prologue, local dim along which every micro-batch reads its piece).
     ``signature``: how a call binds to ``inputs`` (see ``meshwright.compiler.capture``). ``compute_dtype``: None, or the
     dtype parameters are cast to when gathered or read (bf16), gradients being reduced in fp32.
     """
@@ -99,5 +100,6 @@ class Program:
     loss: str | None
     mutations: tuple[tuple[str, str], ...]
     microbatches: int = 1
+    cuts: tuple[tuple[str, int], ...] = ()
     compute_dtype: torch.dtype | None = None
     signature: Mapping[str, Any] | None = None

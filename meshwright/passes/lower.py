@@ -1,0 +1,421 @@
+"""From the plan to one rank's program: shapes become local, placements become collectives.
+
+Walk the graph in order. For every operator the rule and the plan's assignment say what each operand must be
+(``rule.place``); a value that is not so yet is resharded by the steps of ``reshard`` - the same steps that were priced -
+first to the sharding its readers share (``plan.copies``), then to what this reader needs, each form once per segment. The
+call is then localized by its rule. Runs of operators of one block become a segment, what lies between them root segments;
+operators of the prologue come first, in a segment of their own.
+
+A parameter enters a segment in its tensor placement, read differently (``~``) over the group's data axes: FSDP2 gathers it
+and sums its gradient. Over another axis that wants ``~`` the segment itself varies it (a norm weight under sequence
+parallelism); over a data axis where an operator reads it as invariant, ``unvary`` shares its gradient out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from meshwright.graph import Graph, Op, Param, Ref, Value, map_refs, refs
+from meshwright.mesh import Mesh
+from meshwright.plan import TIME, Plan, PlanError
+from meshwright.program import SEED, Port, Program, Segment, Stored
+from meshwright.reshard import Step, reshard
+from meshwright.rule import Local, OpRule, Placed, place
+from meshwright.sharding import Sharding, format_sharding
+
+PROLOGUE = -2
+ROOT = -1
+
+
+@dataclass
+class _Draft:
+    """A segment being written: its ops, and for each graph value the local names it has in each sharding."""
+
+    block: int
+    ops: list[Op] = field(default_factory=list)
+    forms: dict[str, dict[Sharding, str]] = field(default_factory=dict)
+
+
+def lower(plan: Plan, rules: Mapping[str, OpRule], rank: int) -> Program:
+    """The program of one rank.
+
+    ``rules``: the rule of every operator of ``plan.graph`` by op name. Raises PlanError where the plan does not fit them.
+    """
+    return _Lowering(plan, rules, rank).run()
+
+
+class _Lowering:
+    """The state of one walk: what every value has become so far."""
+
+    def __init__(self, plan: Plan, rules: Mapping[str, OpRule], rank: int) -> None:
+        self.plan, self.rules, self.rank = plan, rules, rank
+        self.graph, self.mesh = plan.graph, plan.mesh
+        count = plan.schedule.microbatches
+        self.timed = Mesh((*self.mesh.axes, TIME), (*self.mesh.sizes, count)) if count > 1 else self.mesh
+        self.here = self.mesh.coordinates(rank)
+        self.values: dict[str, Value] = {}
+        self.produced: dict[str, Sharding] = {}
+        self.time_dim: dict[str, int | str | None] = {}
+        self.home: dict[str, _Draft] = {}
+        self.drafts: list[_Draft] = []
+        self.prologue = _Draft(PROLOGUE)
+        self.cuts: dict[str, int] = {}
+        self.cut_names: dict[tuple[str, Sharding, int], str] = {}
+        self.owner = _owners(plan)
+        self.ports: dict[str, Port] = {}
+        self.names: set[str] = set(self.graph.values)
+
+    def run(self) -> Program:
+        self._inputs()
+        self._parameters()
+        for index, op in enumerate(self.graph.ops):
+            self._op(op, self._draft(index, op))
+        outputs = self._outputs()
+        mutations = tuple((old, self._mutation(new)) for old, new in self.graph.mutations)
+        drafts = [draft for draft in (self.prologue, *self.drafts) if draft.ops]
+        segments = tuple(self._segment(draft, drafts, outputs, mutations) for draft in drafts)
+        used = {name for segment in segments for name in segment.graph.inputs} | {port.name for port in outputs}
+        ports = tuple(replace(port, name=port.name) for port in self.ports.values())
+        dtype = torch.bfloat16 if self.plan.precision == "bf16" else None
+        return Program(
+            mesh=self.mesh, rank=self.rank, segments=segments, inputs=ports, outputs=outputs,
+            stored=tuple(self.stored.values()),
+            output_tree=map_refs(self.graph.output_tree, lambda ref: Ref(self.out_names[ref.name])),
+            loss=None if self.graph.loss is None else self.out_names[self.graph.loss],
+            mutations=mutations, microbatches=self.plan.schedule.microbatches,
+            cuts=tuple((name, dim) for name, dim in self.cuts.items() if name in used),
+            compute_dtype=dtype, signature=self.graph.signature,
+        )
+
+    # what enters
+
+    def _inputs(self) -> None:
+        for name in self.graph.inputs:
+            value = self.graph.values[name]
+            sharding = self.plan.copies.get(name, Sharding.whole(len(value.shape)))
+            self.values[name] = replace(value, shape=sharding.local_shape(value.shape, self.mesh, self.here))
+            self.produced[name] = sharding
+            self.home[name] = self.prologue
+            self.prologue.forms[name] = {sharding: name}
+            self.ports[name] = Port(name, value.shape, value.dtype, sharding)
+
+    def _parameters(self) -> None:
+        needs: dict[str, list[Sharding]] = {}
+        for op in self.graph.ops:
+            placed = self._placed(op)
+            for name, need in zip(op.inputs, placed.operands, strict=True):
+                needs.setdefault(name, []).append(need)
+        self.stored: dict[str, Stored] = {}
+        for param in self.graph.params:
+            value = self.graph.values[param.value]
+            group = self.plan.groups[self.owner[param.value]]
+            tensor = _tensor_placement(param, value, needs.get(param.value, []))
+            data = group.data_axes if param.trainable else ()
+            clash = [axis for axis in data if axis in tensor.split_axes]
+            if clash:
+                raise PlanError(f"parameter {param.fqn!r} is split over {clash}, which its block sums gradients over")
+            shard = group.shard_axes if param.trainable and group.zero else ()
+            self.stored[param.value] = Stored(
+                param.value, param.fqns, value.shape, value.dtype, param.trainable, param.buffer, param.persistent,
+                tensor, data, shard,
+            )
+            self.values[param.value] = replace(value, shape=tensor.local_shape(value.shape, self.mesh, self.here))
+            self.produced[param.value] = replace(tensor, varying=frozenset(data))
+
+    # one operator
+
+    def _draft(self, index: int, op: Op) -> _Draft:
+        if op.name in self.plan.schedule.prologue:
+            return self.prologue
+        block = next((i for i, b in enumerate(self.graph.blocks) if b.start <= index < b.stop), ROOT)
+        if not self.drafts or self.drafts[-1].block != block:
+            self.drafts.append(_Draft(block))
+        return self.drafts[-1]
+
+    def _placed(self, op: Op) -> Placed:
+        rule = self.rules[op.name]
+        differentiable = [self._takes_gradient(name) for name in op.inputs]
+        return place(rule, self.plan.assignments.get(op.name, {}), self.mesh, differentiable)
+
+    def _takes_gradient(self, name: str) -> bool:
+        return self.graph.values[name].differentiable
+
+    def _op(self, op: Op, draft: _Draft) -> None:
+        rule, placed = self.rules[op.name], self._placed(op)
+        time = self.plan.schedule.time.get(op.name)
+        names = []
+        for position, (name, need) in enumerate(zip(op.inputs, placed.operands, strict=True)):
+            dims = rule.operands[position]
+            cut = dims.index(time) if time in dims else None
+            names.append(self._operand(name, need, cut, draft))
+        assignment = dict(self.plan.assignments.get(op.name, {}))
+        timed = place(rule, {**assignment, **({TIME: time} if time else {})}, self.timed, [True] * len(op.inputs))
+        local = Local(
+            self.timed, {**self.here, TIME: 0}, {**assignment, **({TIME: time} if time else {})}, timed,
+            tuple(self.graph.values[name].shape for name in op.inputs),
+            tuple(self.graph.values[name].shape for name in op.outputs),
+        )
+        queue = iter(names)
+        renamed = replace(
+            op,
+            args=map_refs(op.args, lambda ref: Ref(next(queue))),
+            kwargs=map_refs(op.kwargs, lambda ref: Ref(next(queue))),
+        )
+        if rule.localize is not None:
+            target, args, kwargs = rule.localize(renamed, local)
+            renamed = replace(renamed, target=target, args=args, kwargs=kwargs)
+        draft.ops.append(renamed)
+        for index, (name, sharding) in enumerate(zip(op.outputs, placed.results, strict=True)):
+            value = self.graph.values[name]
+            self.values[name] = replace(value, shape=local.result_shape(index))
+            self.produced[name] = sharding
+            self.home[name] = draft
+            draft.forms[name] = {sharding: name}
+            kind = timed.results[index].kind(TIME) if time else None
+            self.time_dim[name] = "sum" if kind == "+" else kind if isinstance(kind, int) else None
+
+    def _operand(self, name: str, need: Sharding, cut: int | None, draft: _Draft) -> str:
+        """The local name of a value in the sharding a reader needs; ``cut``: the dim of which it reads a micro-batch."""
+        if name in self.stored:
+            return self._stored_operand(name, need, draft)
+        home = self.home[name]
+        if home is self.prologue and draft is not self.prologue:
+            local = self._form(name, need, self.prologue)
+            if cut is None:
+                return local
+            return self._cut(name, local, need, cut)
+        return self._form(name, need, draft)
+
+    def _form(self, name: str, need: Sharding, draft: _Draft) -> str:
+        if name not in draft.forms:
+            draft.forms[name] = {self.produced[name]: name}
+        forms = draft.forms[name]
+        if need in forms:
+            return forms[need]
+        shared = self.plan.copies.get(name)
+        if shared is not None and shared not in forms and need != self.produced[name]:
+            forms[shared] = self._steps(name, self.produced[name], shared, draft)
+            if need in forms:
+                return forms[need]
+        source = shared if shared is not None and _reachable(shared, need) else self.produced[name]
+        forms[need] = self._steps(forms[source], source, need, draft)
+        return forms[need]
+
+    def _cut(self, name: str, local: str, need: Sharding, dim: int) -> str:
+        """A prologue value of which every micro-batch reads a piece: the piece's name."""
+        key = (name, need, dim)
+        if key not in self.cut_names:
+            count = self.plan.schedule.microbatches
+            value = self.values[local]
+            size = value.shape[dim]
+            if size % count:
+                raise PlanError(f"microbatches={count} does not divide the local batch {size} of %{name}")
+            if local in self.ports and len(self.prologue.forms[name]) == 1:
+                self.ports[local] = replace(self.ports[local], time=None)
+            piece = self._fresh(name)
+            self.prologue.ops.append(Op(piece, "mw.identity", (Ref(local),), (), (piece,)))
+            shape = (*value.shape[:dim], size // count, *value.shape[dim + 1 :])
+            self.values[piece] = replace(value, name=piece, shape=shape)
+            self.cuts[piece] = dim
+            self.cut_names[key] = piece
+        return self.cut_names[key]
+
+    def _stored_operand(self, name: str, need: Sharding, draft: _Draft) -> str:
+        forms = draft.forms.setdefault(name, {self.produced[name]: name})
+        if need not in forms:
+            source, local = self.produced[name], name
+            if not self._takes_gradient(name):
+                source = source.at_rest()
+            for axis in sorted(source.varying - need.varying):
+                after = replace(source, varying=source.varying - {axis})
+                local = self._emit(local, "mw.unvary", (), {"axis": axis}, self.values[local].shape, draft, front=True)
+                source = after
+            forms[need] = self._steps(local, source, need, draft, front=True)
+        return forms[need]
+
+    # resharding
+
+    def _steps(self, local: str, source: Sharding, target: Sharding, draft: _Draft, front: bool = False) -> str:
+        value = self.values[local]
+        shape = _unsplit(value.shape, source, self.mesh, self.graph, local)
+        del shape
+        for step in reshard(source, target):
+            local = self._step(local, step, draft, front)
+        return local
+
+    def _step(self, local: str, step: Step, draft: _Draft, front: bool) -> str:
+        shape = list(self.values[local].shape)
+        kwargs: dict[str, object] = {"axis": step.axis}
+        args: tuple[object, ...] = ()
+        parts = self.mesh.size(step.axis)
+        if step.kind in ("slice", "reduce_scatter"):
+            args, kwargs["size"] = (step.dim,), shape[step.dim]
+            shape[step.dim] = self._piece(shape[step.dim], step.axis)
+        elif step.kind in ("all_gather", "gather_vary"):
+            full = self._joined(local, step, shape[step.dim] * parts)
+            args, kwargs["size"] = (step.dim,), full
+            shape[step.dim] = full
+        elif step.kind == "all_to_all":
+            full = self._joined(local, step, shape[step.dim] * parts)
+            args = (step.dim, step.to_dim)
+            kwargs["size"], kwargs["to_size"] = full, shape[step.to_dim]
+            shape[step.dim] = full
+            shape[step.to_dim] = self._piece(shape[step.to_dim], step.axis)
+        return self._emit(local, f"mw.{step.kind}", args, kwargs, tuple(shape), draft, front)
+
+    def _piece(self, size: int, axis: str) -> int:
+        parts, at = self.mesh.size(axis), self.here[axis]
+        each = -(-size // parts)
+        return max(0, min(each, size - each * at))
+
+    def _joined(self, local: str, step: Step, even: int) -> int:
+        """Length of a dim after a gather: exact also where the split was uneven."""
+        base = self.origin.get(local, local)
+        whole = self.body_shape(base)
+        return step.after.local_shape(whole, self.mesh, self.here)[step.dim] if whole is not None else even
+
+    def body_shape(self, name: str) -> tuple[int, ...] | None:
+        """GLOBAL shape of a value within one micro-batch."""
+        if name not in self.graph.values:
+            return None
+        shape = self.graph.values[name].shape
+        dim = self.time_dim.get(name)
+        if isinstance(dim, int):
+            count = self.plan.schedule.microbatches
+            shape = (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
+        return shape
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """{local name: the graph value it is a form of}."""
+        return self.__dict__.setdefault("_origin", {})
+
+    def _emit(
+        self, local: str, target: str, args: tuple[object, ...], kwargs: dict[str, object], shape: tuple[int, ...],
+        draft: _Draft, front: bool = False,
+    ) -> str:
+        base = self.origin.get(local, local)
+        name = self._fresh(base)
+        self.origin[name] = base
+        self.values[name] = replace(self.values[local], name=name, shape=shape)
+        producer = self.graph.producers.get(base)
+        module = self.graph.ops[producer].module if producer is not None else ""
+        op = Op(name, target, (Ref(local), *args), tuple(kwargs.items()), (name,), module)
+        if front:
+            at = next((i for i, other in enumerate(draft.ops) if local in other.outputs), -1) + 1
+            draft.ops.insert(at, op)
+        else:
+            draft.ops.append(op)
+        return name
+
+    def _fresh(self, base: str) -> str:
+        count = 1
+        while f"{base}_{count}x" in self.names:
+            count += 1
+        self.names.add(f"{base}_{count}x")
+        return f"{base}_{count}x"
+
+    # what leaves
+
+    def _outputs(self) -> tuple[Port, ...]:
+        self.out_names: dict[str, str] = {}
+        ports = []
+        for name in dict.fromkeys(ref.name for ref in refs(self.graph.output_tree)):
+            value = self.graph.values[name]
+            sharding = Sharding.whole(0) if not value.shape else replace(
+                self.produced[name], partial=frozenset(), varying=frozenset()
+            )
+            if name in self.stored:
+                local = self._stored_operand(name, sharding, self._last())
+            elif self.home[name] is self.prologue:
+                local = self._form(name, sharding, self.prologue)
+            else:
+                local = self._form(name, sharding, self._last())
+            if name in self.graph.inputs and local == name:
+                local = self._emit(local, "mw.identity", (), {}, self.values[local].shape, self.prologue)
+            self.out_names[name] = local
+            ports.append(Port(local, value.shape, value.dtype, sharding, self.time_dim.get(name)))
+        return tuple(ports)
+
+    def _last(self) -> _Draft:
+        if not self.drafts or self.drafts[-1].block != ROOT:
+            self.drafts.append(_Draft(ROOT))
+        return self.drafts[-1]
+
+    def _mutation(self, new: str) -> str:
+        whole = Sharding.whole(len(self.graph.values[new].shape))
+        draft = self.prologue if self.home[new] is self.prologue else self._last()
+        return self._form(new, whole, draft)
+
+    def _segment(
+        self, draft: _Draft, drafts: list[_Draft], outputs: tuple[Port, ...], mutations: tuple[tuple[str, str], ...]
+    ) -> Segment:
+        inside = {name for op in draft.ops for name in op.outputs}
+        read = list(dict.fromkeys(name for op in draft.ops for name in op.inputs if name not in inside))
+        owned = [name for name in read if name in self.stored and self._owned_by(name, draft)]
+        later = {name for other in drafts if other is not draft for op in other.ops for name in op.inputs}
+        later |= {port.name for port in outputs} | {new for _, new in mutations}
+        leaves = [name for op in draft.ops for name in op.outputs if name in later]
+        params = {param.value: param for param in self.graph.params}
+        group = self.plan.groups[draft.block if draft.block >= 0 else -1]
+        values = {name: self.values[name] for name in (*read, *(n for op in draft.ops for n in op.outputs)) if name != SEED}
+        if SEED in read:
+            values[SEED] = Value(SEED, (), torch.int64)
+        graph = Graph(
+            values, tuple(name for name in read if name not in owned), tuple(params[name] for name in owned), tuple(draft.ops),
+            tuple(Ref(name) for name in leaves),
+        )
+        graph.verify()
+        path = self.graph.blocks[draft.block].path if draft.block >= 0 else ""
+        recompute = "none" if draft.block == PROLOGUE else group.recompute
+        return Segment(path, graph, draft.block == PROLOGUE, group.zero, recompute, group.stage)
+
+    def _owned_by(self, name: str, draft: _Draft) -> bool:
+        owner = self.owner[name]
+        root = len(self.plan.groups) - 1
+        return owner == (draft.block if draft.block >= 0 else root)
+
+
+def _owners(plan: Plan) -> dict[str, int]:
+    """{parameter value: index of its group}: the block that alone reads it, else the root."""
+    graph, root = plan.graph, len(plan.groups) - 1
+    owners: dict[str, int] = {}
+    stored = {param.value for param in graph.params}
+    for index, op in enumerate(graph.ops):
+        block = next((i for i, b in enumerate(graph.blocks) if b.start <= index < b.stop), root)
+        if op.name in plan.schedule.prologue:
+            block = root
+        for name in op.inputs:
+            if name in stored:
+                owners[name] = block if owners.get(name, block) == block else root
+    return {name: owners.get(name, root) for name in stored}
+
+
+def _tensor_placement(param: Param, value: Value, needs: list[Sharding]) -> Sharding:
+    """How a parameter is split by the program itself: the splits that all its readers share."""
+    if not needs:
+        return Sharding.whole(len(value.shape))
+    dims = []
+    for dim in range(len(value.shape)):
+        common = needs[0].dims[dim]
+        for need in needs[1:]:
+            length = 0
+            while length < min(len(common), len(need.dims[dim])) and common[length] == need.dims[dim][length]:
+                length += 1
+            common = common[:length]
+        dims.append(common)
+    return Sharding(tuple(dims))
+
+
+def _reachable(source: Sharding, target: Sharding) -> bool:
+    return source.varying <= target.varying and target.partial <= source.partial
+
+
+def _unsplit(shape: tuple[int, ...], source: Sharding, mesh: Mesh, graph: Graph, local: str) -> tuple[int, ...]:
+    """Check that the tensor has the dims its sharding speaks of."""
+    if len(shape) != source.ndim:
+        raise PlanError(f"%{local} has {len(shape)} dims but is said to be {format_sharding(source)}")
+    return shape

@@ -1,0 +1,83 @@
+"""The plan: every decision about one model on one mesh, as a value.
+
+A plan holds the captured graph and, for each operator, the factor that every mesh axis splits; for values with several
+readers the sharding they share; for each block its ZeRO level, the axes its gradients are summed over, the axes its
+parameters are split over at rest, and what is recomputed; the micro-batches; and what all that is predicted to cost.
+Nothing else is needed to run it, and nothing in it refers to the solver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.graph import Graph
+from meshwright.mesh import Mesh
+from meshwright.sharding import Sharding
+
+TIME = "mb"
+"""The micro-batch axis: splitting the batch over it is gradient accumulation. Not an axis of the device mesh."""
+
+
+class PlanError(ValueError):
+    """A plan that cannot be made, read or run."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupChoice:
+    """How the parameters of one block (``path``; "" is everything outside the blocks) are kept.
+
+    ``zero``: 0 replicas, 1 optimizer state split, 2 and gradients, 3 and parameters. ``data_axes``: axes whose ranks read
+    the parameters on different data, so gradients are summed over them. ``shard_axes``: those of them over which the state
+    is split (fewer than all: HSDP). ``recompute``: "none", "selective" or "full".
+    """
+
+    path: str
+    zero: int = 0
+    data_axes: tuple[str, ...] = ()
+    shard_axes: tuple[str, ...] = ()
+    recompute: str = "none"
+    stage: int = 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Micro-batches and what they mean for the graph.
+
+    ``time``: for every operator that a micro-batch touches the factor the time axis splits, or "+k"; ``prologue``: operators
+    that run once per step on the whole batch; ``reductions``: prologue values that replace a per-micro-batch value (the count
+    of valid labels): {value: replacement}.
+    """
+
+    microbatches: int = 1
+    time: Mapping[str, str] = field(default_factory=dict)
+    prologue: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything decided. ``assignments``: {op name: {axis: factor}}; ``copies``: {value: the sharding its readers share};
+    ``groups``: one per block of the graph in order, then the root's; ``predicted``: numbers with units in their names;
+    ``certificate``: objective, lower bound and gap of the solve; ``notes``: what a reader should know (unknown operators,
+    dims that could not be split)."""
+
+    graph: Graph
+    mesh: Mesh
+    assignments: Mapping[str, Mapping[str, str]]
+    copies: Mapping[str, Sharding]
+    groups: tuple[GroupChoice, ...]
+    schedule: Schedule = field(default_factory=Schedule)
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    cluster: str = ""
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+    certificate: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def group_of(self, op_index: int) -> GroupChoice:
+        """The parameter group of the op at this position in the graph."""
+        for block, group in zip(self.graph.blocks, self.groups, strict=False):
+            if block.start <= op_index < block.stop:
+                return group
+        return self.groups[-1]
