@@ -1,0 +1,95 @@
+"""Pins: the parts of a plan that a person decides; what is not pinned is searched."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "zb", "zbv", "dualpipev")
+RECOMPUTE = ("none", "selective", "full")
+ATTENTION = ("allgather", "ulysses", "ring")
+
+
+class PinError(ValueError):
+    """Pins that contradict each other, the devices or the model."""
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Degrees of parallelism and other decisions taken by hand; None is searched.
+
+    ``dp`` data, ``shard`` the ZeRO group within dp (dp/shard replicas: HSDP), ``tp`` tensor, ``cp`` context, ``pp`` pipeline,
+    ``ep`` experts; ``zero`` 0 to 3; ``sequence_parallel`` (Megatron's: activations between blocks split over tp along the
+    sequence); ``microbatches``; ``recompute``; ``tensors``: {pattern of a parameter name: sharding in the notation}.
+
+    >>> Pins(dp=2, tp=2).degrees()
+    {'dp': 2, 'tp': 2}
+    """
+
+    dp: int | None = None
+    shard: int | None = None
+    tp: int | None = None
+    cp: int | None = None
+    pp: int | None = None
+    ep: int | None = None
+    zero: int | None = None
+    sequence_parallel: bool | None = None
+    schedule: str | None = None
+    virtual_stages: int | None = None
+    microbatches: int | None = None
+    recompute: str | None = None
+    attention: str | None = None
+    stage_cuts: tuple[str, ...] | None = None
+    tensors: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "shard", "tp", "cp", "pp", "ep", "virtual_stages", "microbatches"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise PinError(f"pin {name}={value!r} is not a positive integer")
+        if self.zero is not None and (isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3)):
+            raise PinError(f"pin zero={self.zero!r}: the levels are 0 (replicas), 1, 2 and 3")
+        for name, known in (("schedule", SCHEDULES), ("recompute", RECOMPUTE), ("attention", ATTENTION)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise PinError(f"pin {name}={value!r} is unknown; choose one of {', '.join(known)}")
+        if self.shard is not None:
+            if self.dp is not None and self.dp % self.shard:
+                raise PinError(f"pin shard={self.shard} must divide dp={self.dp}: it is the ZeRO group within the data ranks")
+            if self.zero == 0 and self.shard > 1:
+                raise PinError(f"pins shard={self.shard} and zero=0 contradict: zero=0 keeps whole replicas; drop one")
+        if self.sequence_parallel and self.tp == 1:
+            raise PinError("pin sequence_parallel=True needs tp > 1: the sequence is split over the tensor-parallel ranks")
+
+    @classmethod
+    def of(cls, pins: Pins | Mapping[str, Any] | None) -> Pins:
+        """From a dict, checking its keys; None is no pins."""
+        if pins is None:
+            return cls()
+        if isinstance(pins, Pins):
+            return pins
+        known = [f.name for f in fields(cls)]
+        for key in pins:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise PinError(f"unknown pin {key!r}{hint} Known pins: {', '.join(known)}")
+        return cls(**pins)
+
+    def degrees(self) -> dict[str, int]:
+        """The pinned degrees, outermost axis first."""
+        names = ("pp", "dp", "cp", "ep", "tp")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def check_world(self, world: int) -> None:
+        """Raise PinError if the degrees cannot make up ``world`` devices. ep lies within dp x cp x tp and takes none of its own."""
+        degrees = {name: size for name, size in self.degrees().items() if name != "ep"}
+        product = math.prod(degrees.values())
+        shown = " x ".join(f"{name}={size}" for name, size in degrees.items())
+        if world % product:
+            raise PinError(f"pins {shown} make {product} devices, which does not divide the {world} there are")
+        if product != world and self.dp is not None and self.tp is not None:
+            raise PinError(f"pins {shown} make {product} devices but there are {world}; change one or leave one to the search")
