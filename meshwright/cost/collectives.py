@@ -1,0 +1,254 @@
+"""What a collective costs on the groups of a mesh axis: latency-bandwidth prices on the topology.
+
+Every algorithm moves S bytes (the full buffer of the group on one rank) in
+
+    T(S) = b S + l + 2 sqrt(k b l S)                  seconds
+
+b: seconds per byte, l: the latencies of the hops that follow each other, and the last term what filling the pipeline of
+chunks costs (k = 1 would be the optimally chunked pipeline, (sqrt(b S) + sqrt(l))^2, k = 0 none; NCCL's all-reduces between
+1 MB and 16 GB in ``hardware.csv`` give k = 0.18). A collective takes the algorithm that is faster at S.
+
+A group has P ranks on n nodes, d on each. With W the bandwidth of one device into its node's fabric (a ring's share of it
+w), R the in-switch reduction's, X the bandwidth with which the group leaves a node, and hops of a_l in the node, a_x out:
+
+    all-gather, reduce-scatter   ring     b = (P-1)/P max(1/w, 1/X)      l = (n-1) a_x + (P-n) a_l
+    all-reduce                   ring     twice that, both
+                                 tree     b = max(in node, 2 (n-1)/n / (0.85 X))   l = 2 log2(n) a_x + 2 (d-1) a_l
+                                          in node: 2 (d-1)/d / w, or (d+1)/d / R where the switch reduces
+    all-to-all                            b = max((d-1)/P / w, (P-d)/P d / X)      l = log2(n) a_x + log2(d) a_l
+    broadcast                             b = max(1/w, 1/X)              l = log2(n) a_x + log2(d) a_l
+    point to point                        b = 1/w, or d/X across nodes   l = a_l or a_x
+
+and a start of l0 for each. All groups of the axes communicate at the same time and share their nodes' NICs evenly, so
+X = d x (NICs of the node) / (its ranks). In the limit of large S the traffic is the textbook's: 2 S (P-1)/P for all-reduce,
+S (P-1)/P for all-gather and reduce-scatter. On a torus the rings run along every dim the group extends over, both ways
+where it closes: w is the sum, and groups that interleave on the same links share them.
+
+Sources: NCCL's algorithms (ring, double binary tree, NVLS); Thakur et al. 2005 for the closed forms; the factor 0.85 of the
+tree is measured / ideal on GB200 NVL4 and NVL8 over InfiniBand and on AWS p4de (``hardware.csv``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, overload
+
+import numpy as np
+import sympy
+
+from meshwright.cost.cluster import Cluster, Island
+from meshwright.mesh import Mesh
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
+FILL = 0.18
+TREE = 0.85
+_NEVER = 1e-30  # bytes/s of a way that is not there
+
+S, P, N, D = sympy.symbols("S P n d", positive=True)
+W, R, X = sympy.symbols("w R X", positive=True)
+A_L, A_X, L0 = sympy.symbols("a_l a_x l0", nonnegative=True)
+_ARGUMENTS = (P, N, D, W, R, X, A_L, A_X, L0)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way to run a collective: seconds per byte of the full buffer, and latency in seconds."""
+
+    name: str
+    per_byte: sympy.Expr
+    latency: sympy.Expr
+
+    @property
+    def seconds(self) -> sympy.Expr:
+        """T(S)."""
+        fill = 2 * sympy.sqrt(sympy.Float(FILL) * self.per_byte * self.latency * S)
+        return self.per_byte * S + self.latency + fill
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where a group lies: ``ranks`` on ``nodes``, ``per_node`` on each; bandwidths in bytes/s, latencies in seconds."""
+
+    ranks: int
+    nodes: int
+    per_node: int
+    ring: float
+    reduce: float
+    out: float
+    link_latency: float
+    out_latency: float
+    start: float
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """In the order of the formulas' symbols."""
+        return (
+            self.ranks, self.nodes, self.per_node, self.ring, self.reduce, self.out,
+            self.link_latency, self.out_latency, self.start,
+        )
+
+
+def traffic(kind: str) -> sympy.Expr:
+    """Bytes that each rank sends, in S and P.
+
+    >>> traffic("all_reduce"), traffic("all_gather")
+    (2*S*(P - 1)/P, S*(P - 1)/P)
+    """
+    _check(kind)
+    once = S * (P - 1) / P
+    return {"all_reduce": 2 * once, "broadcast": S, "p2p": S}.get(kind, once)
+
+
+@lru_cache(maxsize=len(KINDS))
+def algorithms(kind: str) -> tuple[Algorithm, ...]:
+    """The ways to run a collective, as sympy expressions."""
+    _check(kind)
+    ring = (P - 1) / P * sympy.Max(1 / W, 1 / X)
+    hops = (N - 1) * A_X + (P - N) * A_L
+    depth = sympy.log(N, 2) * A_X + sympy.log(D, 2) * A_L
+    if kind in ("all_gather", "reduce_scatter"):
+        return (Algorithm("ring", ring, L0 + hops),)
+    if kind == "all_reduce":
+        out = 2 * (N - 1) / N / (TREE * X)
+        chain = Algorithm("tree", sympy.Max(2 * (D - 1) / D / W, out), L0 + 2 * sympy.log(N, 2) * A_X + 2 * (D - 1) * A_L)
+        switch = Algorithm("switch", sympy.Max((D + 1) / D / R, out), L0 + 2 * depth)
+        return Algorithm("ring", 2 * ring, L0 + 2 * hops), chain, switch
+    if kind == "all_to_all":
+        return (Algorithm("direct", sympy.Max((D - 1) / P / W, (P - D) / P * D / X), L0 + depth),)
+    if kind == "broadcast":
+        return (Algorithm("chain", sympy.Max(1 / W, 1 / X), L0 + depth),)
+    across = sympy.Heaviside(N - sympy.Rational(3, 2), 0)
+    return (Algorithm("direct", (1 - across) / W + across * D / X, L0 + (1 - across) * A_L + across * A_X),)
+
+
+def expression(kind: str) -> sympy.Expr:
+    """Seconds of the fastest algorithm, in S, the group's P, n, d and the topology's w, R, X, a_l, a_x, l0."""
+    return sympy.Min(*(algorithm.seconds for algorithm in algorithms(kind)))
+
+
+@lru_cache(maxsize=len(KINDS))
+def _numeric(kind: str) -> Callable[..., Any]:
+    """(P, n, d, w, R, X, a_l, a_x, l0) -> ((seconds per byte, latency) of each algorithm); arrays broadcast."""
+    pairs = [(algorithm.per_byte, algorithm.latency) for algorithm in algorithms(kind)]
+    return sympy.lambdify(_ARGUMENTS, pairs, modules="numpy", cse=True)  # type: ignore[no-any-return]
+
+
+class Network:
+    """Prices of collectives over the groups of a mesh's axes, the ranks of the mesh filling the cluster in order.
+
+    >>> network = Network(Cluster.parse("h100:2x8"), Mesh.of(dp=2, tp=8))
+    >>> network.seconds("all_reduce", "tp", 1e9) < network.seconds("all_reduce", "dp", 1e9)
+    True
+    """
+
+    def __init__(self, cluster: Cluster, mesh: Mesh) -> None:
+        if mesh.world > cluster.world:
+            raise ValueError(f"mesh {mesh} has {mesh.world} ranks, cluster {cluster} only {cluster.world} devices")
+        self.cluster, self.mesh = cluster, mesh
+        self._terms: dict[tuple[str, frozenset[str]], tuple[tuple[float, float], ...]] = {}
+
+    @overload
+    def seconds(self, kind: str, axes: str | tuple[str, ...], bytes_: float) -> float: ...
+    @overload
+    def seconds(self, kind: str, axes: str | tuple[str, ...], bytes_: np.ndarray) -> np.ndarray: ...
+    def seconds(self, kind: str, axes: str | tuple[str, ...], bytes_: float | np.ndarray) -> float | np.ndarray:
+        """Seconds of one collective of ``kind`` over ``axes`` together; ``bytes_`` is the group's full buffer on one rank
+        (what an all-gather returns; what the others read). Groups of one rank cost nothing."""
+        best: Any = None
+        for per_byte, latency in self.terms(kind, axes):
+            stream = per_byte * bytes_
+            if isinstance(bytes_, np.ndarray):
+                now = stream + latency + 2 * np.sqrt(FILL * latency * stream)
+                best = now if best is None else np.minimum(best, now)
+            else:
+                now = stream + latency + 2 * math.sqrt(FILL * latency * stream)
+                best = now if best is None or now < best else best
+        return best  # type: ignore[no-any-return]
+
+    def terms(self, kind: str, axes: str | tuple[str, ...]) -> tuple[tuple[float, float], ...]:
+        """(seconds per byte, latency seconds) of every algorithm: worst group of these axes."""
+        names = frozenset((axes,) if isinstance(axes, str) else axes)
+        key = (kind, names)
+        if key not in self._terms:
+            _check(kind)
+            self._terms[key] = self._price(kind, names)
+        return self._terms[key]
+
+    def _price(self, kind: str, names: frozenset[str]) -> tuple[tuple[float, float], ...]:
+        if self.mesh.size(names) == 1:
+            return ((0.0, 0.0),)
+        found = scopes(self.cluster.island, self.mesh, names)
+        priced = [tuple((float(b), float(l)) for b, l in _numeric(kind)(*scope.numbers)) for scope in found]
+        if self.cluster.island.torus and kind == "all_to_all":
+            priced = [tuple((_torus_exchange(self.cluster.island, self.mesh, names), l) for _, l in terms) for terms in priced]
+        return max(priced, key=lambda terms: min(b * 1e8 + l for b, l in terms))
+
+
+def scopes(island: Island, mesh: Mesh, names: frozenset[str]) -> tuple[Scope, ...]:
+    """Every different way in which the groups of these axes lie on the nodes (usually one)."""
+    groups = _groups(mesh, names)
+    if island.torus:
+        return (_torus_scope(island, groups),)
+    node, used = island.node, min(island.per_node, mesh.world)
+    boxes = np.sort(groups // island.per_node, axis=1)
+    shares = island.nics * node.nic_bandwidth * node.nic_efficiency / used
+    result = []
+    for row in np.unique(boxes - boxes[:, :1], axis=0):
+        _, counts = np.unique(row, return_counts=True)
+        spread = len(counts) > 1
+        reduce = node.link_bandwidth * node.reduce_efficiency
+        result.append(
+            Scope(
+                ranks=len(row), nodes=len(counts), per_node=int(counts.max()),
+                ring=node.link_bandwidth * node.ring_efficiency, reduce=reduce or _NEVER,
+                out=max(shares * float(counts.min()), _NEVER) if spread else math.inf,
+                link_latency=node.link_latency, out_latency=node.nic_latency, start=node.start_latency,
+            )
+        )
+    return tuple(dict.fromkeys(result))
+
+
+def _groups(mesh: Mesh, names: frozenset[str]) -> np.ndarray:
+    """[number of groups, ranks of a group]."""
+    ranks = np.arange(mesh.world).reshape(mesh.sizes)
+    last = [index for index, axis in enumerate(mesh.axes) if axis in names]
+    first = [index for index in range(len(mesh.axes)) if index not in last]
+    return np.transpose(ranks, first + last).reshape(-1, mesh.size(names))
+
+
+def _extents(island: Island, group: np.ndarray) -> list[tuple[int, int, bool]]:
+    """For every torus dim the group extends over: (ranks along it, distance between them, whether the ring closes)."""
+    result = []
+    for size, at in zip(island.torus, np.unravel_index(group, island.torus), strict=True):
+        places = np.unique(at)
+        if len(places) > 1:
+            gap = int(np.diff(places).min())
+            result.append((len(places), gap, len(places) * gap == size))
+    return result
+
+
+def _torus_scope(island: Island, groups: np.ndarray) -> Scope:
+    """A torus group as one node: its rings run along all of its dims at once."""
+    node, extents = island.node, _extents(island, groups[0])
+    lanes = sum((2.0 if closed else 1.0) / gap for _, gap, closed in extents)
+    hops = sum(gap * (ranks / 2 if closed else ranks - 1) for ranks, gap, closed in extents)
+    size = groups.shape[1]
+    return Scope(
+        ranks=size, nodes=1, per_node=size, ring=node.link_bandwidth * node.ring_efficiency * lanes, reduce=_NEVER,
+        out=math.inf, link_latency=node.link_latency * hops / max(size - 1, 1), out_latency=0.0, start=node.start_latency,
+    )
+
+
+def _torus_exchange(island: Island, mesh: Mesh, names: frozenset[str]) -> float:
+    """Seconds per byte of an all-to-all: mean distance along the longest dim over the links that carry it."""
+    node, group = island.node, _groups(mesh, names)[0]
+    worst = max(ranks * gap * (1 / 8 if closed else 1 / 4) for ranks, gap, closed in _extents(island, group))
+    return worst / (node.link_bandwidth * node.ring_efficiency)
+
+
+def _check(kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"unknown collective {kind!r}; known: {', '.join(KINDS)}")
