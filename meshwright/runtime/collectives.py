@@ -1,0 +1,100 @@
+"""Collectives on plain tensors, without autograd, over one process group and along any dim, equal pieces or not.
+
+Pieces are by ceiling (``sharding.piece``): of n rows over p ranks each has ceil(n / p), the last ones fewer, perhaps none. A
+collective pads every piece to ceil(n / p) and cuts afterwards, which leaves the whole exact: only the end of the joined
+pieces is padding. All are the functional collectives (``torch.ops._c10d_functional``): they start at once and end in
+``wait_tensor``; ``start_*``/``end_*`` leave room for work between the two.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.sharding import ceil_div
+
+_FUNCOL = torch.ops._c10d_functional
+
+
+class Group(NamedTuple):
+    """This rank's process group along one axis (or several together): its name, this rank's index in it, its size."""
+
+    name: str
+    rank: int
+    size: int
+
+
+def own(size: int, group: Group) -> tuple[int, int]:
+    """(offset, length) of this rank's piece of a dim."""
+    step = ceil_div(size, group.size)
+    start = min(size, step * group.rank)
+    return start, min(step, size - start)
+
+
+def padded(x: Tensor, dim: int, length: int) -> Tensor:
+    """``x`` with zeros at the end of ``dim`` up to ``length``."""
+    if x.shape[dim] == length:
+        return x
+    return torch.cat([x, x.new_zeros([*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :]])], dim)
+
+
+def cut(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
+    return x.narrow(dim, *own(size, group))
+
+
+def reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+    return _FUNCOL.wait_tensor(_FUNCOL.all_reduce(x.contiguous(), op, group.name))
+
+
+def start_gather(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
+    mine = padded(x, dim, ceil_div(size, group.size)).contiguous()
+    return _FUNCOL.all_gather_into_tensor(mine, group.size, group.name)
+
+
+def end_gather(pending: Tensor, shape: torch.Size, dim: int, size: int, group: Group) -> Tensor:
+    """``shape``: that of the local tensor that was gathered."""
+    step = ceil_div(size, group.size)
+    parts = _FUNCOL.wait_tensor(pending).view(group.size, *shape[:dim], step, *shape[dim + 1 :])
+    return _joined(parts, dim).narrow(dim, 0, size)
+
+
+def gather(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
+    return end_gather(start_gather(x, dim, size, group), x.shape, dim, size, group)
+
+
+def start_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+    step = ceil_div(x.shape[dim], group.size)
+    parts = _parted(padded(x, dim, step * group.size), dim, group.size)
+    return _FUNCOL.reduce_scatter_tensor(parts.flatten(0, 1), "sum", group.size, group.name)
+
+
+def end_scatter(pending: Tensor, shape: torch.Size, dim: int, group: Group) -> Tensor:
+    """``shape``: that of the whole tensor that was scattered."""
+    step = ceil_div(shape[dim], group.size)
+    mine = _FUNCOL.wait_tensor(pending).view(*shape[:dim], step, *shape[dim + 1 :])
+    return mine.narrow(dim, 0, own(shape[dim], group)[1])
+
+
+def scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+    return end_scatter(start_scatter(x, dim, group), x.shape, dim, group)
+
+
+def exchange(x: Tensor, dim: int, to_dim: int, size: int, to_size: int, group: Group) -> Tensor:
+    """Split on ``dim`` -> split on ``to_dim``."""
+    step, to_step = ceil_div(size, group.size), ceil_div(to_size, group.size)
+    parts = _parted(padded(padded(x, dim, step), to_dim, to_step * group.size), to_dim, group.size)
+    ones = [1] * group.size
+    received = _FUNCOL.wait_tensor(_FUNCOL.all_to_all_single(parts, ones, ones, group.name))
+    return _joined(received, dim).narrow(dim, 0, size).narrow(to_dim, 0, own(to_size, group)[1])
+
+
+def _parted(x: Tensor, dim: int, parts: int) -> Tensor:
+    """[..., parts * n, ...] -> contiguous [parts, ..., n, ...]."""
+    return x.unflatten(dim, (parts, x.shape[dim] // parts)).movedim(dim, 0).contiguous()
+
+
+def _joined(parts: Tensor, dim: int) -> Tensor:
+    """[parts, ..., n, ...] -> [..., parts * n, ...]; a view when ``dim`` is the first."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1)

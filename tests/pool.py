@@ -1,0 +1,114 @@
+"""A pool of worker processes for distributed tests, started once per pytest session.
+
+Starting a process and importing torch costs seconds, a process group some hundredths of one: so the processes live on, and
+every job gets a fresh default process group (gloo, a store of its own) over the first ``world`` of them. A job is a
+module-level function, called as ``fn(rank, *args)`` on each rank; it, its arguments and its result travel pickled.
+
+A rank that raises ends the job: the first error comes back with its traceback. A job that does not end in time, and one of
+which some ranks failed while the others may still wait for them, is cut by replacing the processes.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+LARGEST = 4
+TIMEOUT = 60.0
+
+
+class WorkerError(RuntimeError):
+    """A job failed on a rank; the message holds the rank's traceback."""
+
+
+def _serve(rank: int, jobs: Any, results: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while (job := jobs.get()) is not None:
+        number, world, store, fn, args, timeout = job
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+            )
+            torch.manual_seed(0)
+            results.put((number, rank, fn(rank, *args), None))
+        except BaseException:
+            results.put((number, rank, None, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class Pool:
+    """Worker processes, one per rank, started when first needed."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._workers: list[tuple[Any, Any]] = []
+        self._results: Any = None
+        self._number = 0
+        self._folder = tempfile.TemporaryDirectory()
+
+    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+        """``[fn(rank, *args) for rank in range(world)]``, each on a process of its own, in one process group."""
+        self._start(world)
+        self._number += 1
+        store = os.path.join(self._folder.name, f"store{self._number}")
+        for _, jobs in self._workers[:world]:
+            jobs.put((self._number, world, store, fn, args, timeout))
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < world:
+            try:
+                number, rank, value, error = self._results.get(timeout=max(0.1, deadline - time.monotonic()))
+            except queue.Empty:
+                missing = sorted(set(range(world)) - set(answers))
+                self.close()
+                raise WorkerError(f"{fn.__name__} did not end within {timeout} s on ranks {missing} of {world}") from None
+            if number != self._number:
+                continue
+            if error is not None:
+                self._settle(world, {*answers, rank})
+                raise WorkerError(f"{fn.__name__} failed on rank {rank} of {world}:\n{error}")
+            answers[rank] = value
+        return [answers[rank] for rank in range(world)]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, _ in self._workers:
+            process.kill()
+        for process, _ in self._workers:
+            process.join()
+        self._workers, self._results = [], None
+
+    def _settle(self, world: int, done: set[int], patience: float = 2.0) -> None:
+        """After an error: wait a little for the other ranks; replace the processes if one is stuck."""
+        deadline = time.monotonic() + patience
+        while len(done) < world:
+            try:
+                number, rank, _, _ = self._results.get(timeout=max(0.01, deadline - time.monotonic()))
+            except queue.Empty:
+                self.close()
+                return
+            if number == self._number:
+                done.add(rank)
+
+    def _start(self, world: int) -> None:
+        if self._results is None:
+            self._results = self._context.Queue()
+        os.environ["OMP_NUM_THREADS"] = "1"  # inherited: must be set before torch is imported there
+        while len(self._workers) < max(world, LARGEST):
+            jobs = self._context.Queue()
+            process = self._context.Process(target=_serve, args=(len(self._workers), jobs, self._results), daemon=True)
+            process.start()
+            self._workers.append((process, jobs))
