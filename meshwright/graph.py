@@ -108,8 +108,9 @@ class Graph:
     """A captured model at the GLOBAL batch.
 
     ``inputs``: names of the user's tensors in order; ``output_tree``: nested tuple/dict/None/number structure whose tensor
-    leaves are ``Ref``; ``output_type``: how to rebuild the user's container (see ``meshwright.compiler.capture``);
-    ``loss``: the scalar to differentiate, if any; ``mutations``: (buffer value, the value that replaces it).
+    leaves are ``Ref`` (``signature["output"]``: how to rebuild the user's container, see ``meshwright.signature``);
+    ``loss``: the scalar to differentiate, if any; ``mutations``: (buffer value, the value that replaces it); ``constants``:
+    the contents, by value name, of buffers that are no registered buffers of the model (literals, plain attributes).
     """
 
     values: Mapping[str, Value]
@@ -120,7 +121,8 @@ class Graph:
     loss: str | None = None
     mutations: tuple[tuple[str, str], ...] = ()
     blocks: tuple[Block, ...] = ()
-    signature: Any = None  # JSON-able description of the call: see meshwright.compiler.capture
+    signature: Any = None  # JSON-able description of the call: see meshwright.signature
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     producers: Mapping[str, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
