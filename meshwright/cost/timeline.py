@@ -1,0 +1,311 @@
+"""When every action of a pipeline schedule runs: makespan, bubble, and a bound that needs no table.
+
+With the durations F, I, W of every stage (B = I + W), an action starts when its rank is free and its operand has arrived::
+
+    start(a)   = max(end of the action before a on its rank, arrival(operand of a))
+    end(a)     = start(a) + duration(a)
+    arrival(a) = max(end(a), arrival of the transfer before it on the same link) + transfer seconds
+    makespan   = max end(a)                         busy = sum of durations        bubble = makespan - busy
+
+Transfers: values go from stage s to s + 1 after F, gradients from s + 1 to s after B or I; nothing is sent between stages on
+the same rank. Each ordered pair of ranks is one link, which carries one transfer at a time in the order of the producers. With
+``overlap`` a transfer runs beside both ranks' computation; without, the sender computes nothing until the transfer is over (a
+blocking send: what torch's 1F1B does with its gradients). Receiving never occupies the receiver.
+
+The recurrence is one numpy pass over the levels of ``Order``, over K cases side by side (``makespans``): the search over cuts
+prices its neighbours together. ``lower_bound`` holds for any times, overlap or not; for uniform stages without transfers it is
+exact for gpipe, 1f1b and interleaved1f1b, where the bubble over the ideal M V (F + B) is (P - 1) / (M V).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from meshwright.cost.schedules import SPLIT_BACKWARD, interleaved_warmup, stage_rank
+from meshwright.cost.table import Action, Table
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of K cases: float [stages, K] per stage, [stages - 1, K] per boundary (``value`` down, ``gradient`` up)."""
+
+    forward: np.ndarray
+    backward_input: np.ndarray
+    backward_weight: np.ndarray
+    value: np.ndarray
+    gradient: np.ndarray
+
+
+def times(
+    stages: int,
+    forward: ArrayLike,
+    backward_input: ArrayLike,
+    backward_weight: ArrayLike,
+    p2p: ArrayLike | tuple[ArrayLike, ArrayLike] = 0.0,
+) -> Times:
+    """Brings numbers into one shape: each a scalar (the same everywhere), one per stage (boundary), or [stages, K]. ``p2p`` is
+    one of these for both directions, or a pair (value, gradient)."""
+    value, gradient = p2p if isinstance(p2p, tuple) else (p2p, p2p)
+    given = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
+    given |= {"p2p value": value, "p2p gradient": gradient}
+    arrays = []
+    for name, number in given.items():
+        rows = stages - name.startswith("p2p")
+        array = np.asarray(number, dtype=np.float64)
+        array = np.full((rows, 1), array) if array.ndim == 0 else array.reshape(len(array), -1 if array.size else 1)
+        if len(array) != rows:
+            raise ValueError(f"{name}: expected a number or {rows} of them for {stages} stages, got {len(array)}")
+        if not np.all(array >= 0):
+            raise ValueError(f"{name}: seconds must be non-negative numbers, got {array.min()}")
+        arrays.append(array)
+    cases = max(array.shape[1] for array in arrays)
+    return Times(*(np.broadcast_to(array, (len(array), cases)) for array in arrays))
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The outcome for one set of times. ``start[r][i]``, ``end[r][i]``: seconds of the i-th action of rank r."""
+
+    table: Table
+    start: tuple[np.ndarray, ...]
+    end: tuple[np.ndarray, ...]
+    makespan: float
+    busy: np.ndarray
+
+    @property
+    def bubble(self) -> np.ndarray:
+        """Idle seconds of every rank."""
+        return self.makespan - self.busy
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of all ranks' time."""
+        return float(self.bubble.sum() / (self.makespan * len(self.busy))) if self.makespan else 0.0
+
+    @property
+    def peak_per_stage(self) -> np.ndarray:
+        """The most micro-batches each stage holds at once (from F to B, or to W where the backward is split)."""
+        peak = np.zeros(self.table.stages, dtype=np.int64)
+        for rank, counts in enumerate(self.table.in_flight):
+            peak[list(self.table.stages_of(rank))] = counts.sum(axis=1).max(axis=0)
+        return peak
+
+    @property
+    def peak_per_rank(self) -> np.ndarray:
+        """The most (stage, micro-batch) pairs each rank holds at once."""
+        return np.array([counts.sum(axis=(1, 2)).max() for counts in self.table.in_flight])
+
+    def spans(self) -> Iterator[tuple[int, Action, float, float]]:
+        """(rank, action, start, end) in each rank's order."""
+        for rank, actions in enumerate(self.table.ranks):
+            for action, start, end in zip(actions, self.start[rank], self.end[rank], strict=True):
+                yield rank, action, float(start), float(end)
+
+
+def _run(table: Table, given: Times, overlap: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(end, duration) of every row of ``table.order``, [rows, K]."""
+    order = table.order
+    inputs, weights = given.backward_input, given.backward_weight
+    duration = np.concatenate([given.forward, inputs + weights, inputs, weights])[order.duration]
+    duration[0] = 0.0
+    send = np.zeros((2 * (table.stages - 1) + 1, duration.shape[1]))
+    send[:-1:2], send[1::2] = given.value, given.gradient
+    transfers = bool(send.any())
+    transfer = send[order.boundary] if transfers else duration
+    end = np.zeros_like(duration)
+    arrival = np.zeros_like(duration) if transfers else end
+    free = end if overlap else arrival
+    levels, previous, needs, link = order.levels.tolist(), order.previous, order.needs, order.link
+    for low, high in pairwise(levels):
+        now = np.maximum(free[previous[low:high]], arrival[needs[low:high]])
+        now += duration[low:high]
+        end[low:high] = now
+        if transfers:  # what sends nothing has link row 0 and takes no time
+            arrival[low:high] = np.maximum(now, arrival[link[low:high]])
+            arrival[low:high] += transfer[low:high]
+    return end, duration
+
+
+def makespans(table: Table, given: Times, *, overlap: bool = True) -> np.ndarray:
+    """Seconds from the first start to the last end, of K cases at once: float [K]."""
+    return np.asarray(_run(table, given, overlap)[0].max(axis=0))
+
+
+def simulate(
+    table: Table,
+    forward: ArrayLike,
+    backward_input: ArrayLike,
+    backward_weight: ArrayLike,
+    p2p: ArrayLike | tuple[ArrayLike, ArrayLike] = 0.0,
+    *,
+    overlap: bool = True,
+) -> Simulation:
+    """Runs a table on stage times (seconds; numbers or one per stage). Raises ScheduleError on a deadlock.
+
+    >>> from meshwright.cost.schedules import schedule_table
+    >>> simulate(schedule_table("1f1b", 4, 1, 8), 1, 1, 1).makespan     # ideal 24, bubble (P - 1) / M of it
+    33.0
+    """
+    end, duration = _run(table, times(table.stages, forward, backward_input, backward_weight, p2p), overlap)
+    rows = table.order.row_of
+    ends = tuple(end[r, 0] for r in rows)
+    starts = tuple(end[r, 0] - duration[r, 0] for r in rows)
+    busy = np.array([duration[r, 0].sum() for r in rows])
+    return Simulation(table, starts, ends, float(end.max()), busy)
+
+
+def peak_bytes(table: Table, saved: ArrayLike, pending: ArrayLike | None = None) -> np.ndarray:
+    """The most bytes of saved activations a rank holds at once: float [pp] or [pp, K].
+
+    ``saved``: bytes per micro-batch of every stage ([stages] or [stages, K]) from F to B or I; ``pending``: what is left of
+    them from I to W (all, if not given).
+    """
+    held = np.asarray(saved, dtype=np.float64)
+    left = held if pending is None else np.asarray(pending, dtype=np.float64)
+    peaks = []
+    for rank, counts in enumerate(table.in_flight):
+        own = list(table.stages_of(rank))
+        peaks.append((counts[:, 0] @ held[own] + counts[:, 1] @ left[own]).max(axis=0))
+    return np.array(peaks)
+
+
+# ------------------------------------------------------------------------------------------------------------- bounds
+
+
+def warmup_forwards(name: str, pp: int, virtual_stages: int, microbatches: int) -> np.ndarray:
+    """Forwards of every stage before its rank's first backward, int [stages]; what ``Table.warmup`` counts, without a table."""
+    counts = np.zeros(pp * virtual_stages, dtype=np.int64)
+    for rank in range(pp):
+        after = pp - 1 - rank
+        if name == "gpipe":
+            counts[rank] = microbatches
+        elif name == "1f1b":
+            counts[rank] = min(microbatches, after + 1)
+        elif name in ("interleaved1f1b", "zb"):
+            ahead = interleaved_warmup(rank, pp, virtual_stages, microbatches, split=name == "zb") + 1
+            ahead = min(ahead, microbatches * virtual_stages)
+            per_round = microbatches // max(1, microbatches // pp)
+            rounds, rest = divmod(ahead, per_round * virtual_stages)
+            for v in range(virtual_stages):
+                counts[v * pp + rank] = rounds * per_round + min(per_round, max(0, rest - v * per_round))
+        else:  # V-shaped
+            first = 2 * pp - rank - 1 + (name == "dualpipev" and after == 0)
+            counts[rank] = min(microbatches, first)
+            counts[2 * pp - 1 - rank] = min(microbatches, rank + 1)
+    return counts
+
+
+def lower_bound(
+    name: str,
+    pp: int,
+    virtual_stages: int,
+    microbatches: int,
+    forward: ArrayLike,
+    backward_input: ArrayLike,
+    backward_weight: ArrayLike,
+    p2p: ArrayLike | tuple[ArrayLike, ArrayLike] = 0.0,
+) -> float:
+    """Seconds that no run of the schedule can beat, in closed form (see ``lower_bounds``).
+
+    >>> lower_bound("interleaved1f1b", 4, 2, 8, 0.5, 0.5, 0.5)          # ideal 24, bubble (P - 1) / (M V) of it
+    28.5
+    """
+    given = times(pp * virtual_stages, forward, backward_input, backward_weight, p2p)
+    return float(lower_bounds(name, pp, virtual_stages, microbatches, given)[0])
+
+
+def lower_bounds(name: str, pp: int, virtual_stages: int, microbatches: int, given: Times) -> np.ndarray:
+    """``lower_bound`` of K cases: float [K], without a table.
+
+    The largest of (M micro-batches; head, tail = what the first micro-batch needs before, the last one after, a stage):
+
+    - path:   one micro-batch through everything, and M - 1 more through its slowest stage or link;
+    - rank:   head + all work of the rank + tail;
+    - return: the first backward on a rank waits for a whole forward and the backwards behind it; by then the rank has done at
+      most its warm-up forwards; all its other work and the tail follow.
+
+    For a split backward weight gradients may fill the tail, so there the work is counted with them, or the tail with inputs.
+    """
+    ranks = np.array(stage_rank(name, pp, virtual_stages))
+    split = name in SPLIT_BACKWARD
+    local = (ranks[1:] == ranks[:-1])[:, None]
+    value, gradient = np.where(local, 0.0, given.value), np.where(local, 0.0, given.gradient)
+    ahead = given.forward
+    back = given.backward_input if split else given.backward_input + given.backward_weight
+    work = ahead + given.backward_input + given.backward_weight
+    last_weight = given.backward_weight[0] * split
+    head, tail = _before(ahead, value), _before(back, gradient) + last_weight
+    all_ahead, all_back = head[-1] + ahead[-1], tail[-1] + back[-1]
+    down = np.concatenate([ahead, value]).max(axis=0)
+    up = np.concatenate([back, gradient]).max(axis=0)
+    bound = all_ahead + all_back + (microbatches - 1) * (down + up if name == "gpipe" else np.maximum(down, up))
+    warmup = warmup_forwards(name, pp, virtual_stages, microbatches)
+    for rank in range(pp):
+        own = np.flatnonzero(ranks == rank)
+        first, last = own[0], own[-1]
+        all_work = microbatches * work[own].sum(axis=0)
+        turned = microbatches * (ahead[own] + back[own]).sum(axis=0)
+        returned = all_ahead + all_back - tail[last] - back[last]  # the earliest first backward of the rank
+        done = np.tensordot(warmup[own].astype(float), ahead[own], axes=1)
+        for begin, spent in ((head[first], 0.0), (returned, done)):
+            bound = np.maximum(bound, begin - spent + all_work + (0.0 if split else tail[first]))
+            if split:
+                bound = np.maximum(bound, begin - spent + turned + tail[first])
+    return np.asarray(bound)
+
+
+def _before(stage: np.ndarray, boundary: np.ndarray) -> np.ndarray:
+    """Sums over everything before each stage."""
+    return np.concatenate([np.zeros((1, stage.shape[1])), np.cumsum(stage[:-1] + boundary, axis=0)])
+
+
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+
+def render(what: Table | Simulation, *, tick: float | None = None, columns: int = 160) -> str:
+    """A schedule as text: a row per stage, a column per tick of the clock, in each cell the action that runs in the middle of
+    the tick (``==``: it goes on). A table is drawn with F = I = W = 1 tick, B = 2. ``tick``: seconds (default: the shortest
+    action, longer if there would be more than ``columns``); actions shorter than a tick may fall between two cells.
+
+    >>> from meshwright.cost.schedules import schedule_table
+    >>> print(render(schedule_table("1f1b", 2, 1, 3)))
+    clock          0  1  2  3  4  5  6  7  8  9  10 11
+    rank 0 stage 0 F0 F1       B0 == F2 B1 ==    B2 ==
+    rank 1 stage 1    F0 B0 == F1 B1 == F2 B2 ==
+    """
+    run = what if isinstance(what, Simulation) else simulate(what, 1.0, 1.0, 1.0)
+    spans = [span for span in run.spans() if span[3] > span[2]]
+    step = tick or max(min((end - start for *_, start, end in spans), default=1.0), run.makespan / columns)
+    ticks = max(1, round(run.makespan / step))
+    cells = [[""] * ticks for _ in range(run.table.stages)]
+    for _, action, start, end in spans:
+        low, high = (int(np.ceil(edge / step - 0.5 - 1e-9)) for edge in (start, end))
+        for clock in range(low, min(high, ticks)):
+            cells[action.stage][clock] = "==" if clock > low else f"{action.kind}{action.microbatch}"
+    width = max(2, *(len(cell) for row in cells for cell in row), len(str(ticks - 1)))
+    heads = [f"rank {rank} stage {stage}" for stage, rank in enumerate(run.table.stage_rank)]
+    margin = max(map(len, heads))
+    lines = [("clock", [str(clock) for clock in range(ticks)]), *zip(heads, cells, strict=True)]
+    return "\n".join((f"{head:<{margin}} " + " ".join(f"{cell:<{width}}" for cell in row)).rstrip() for head, row in lines)
+
+
+_NAMES = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weight"}
+
+
+def chrome_trace(run: Simulation) -> dict[str, Any]:
+    """The simulation in Chrome's trace event format (Perfetto opens it): a thread per rank, times in microseconds."""
+    events: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
+        for rank in range(run.table.pp)
+    ]
+    for rank, action, start, end in run.spans():
+        where = {"stage": action.stage, "microbatch": action.microbatch}
+        kind = {"name": str(action), "cat": _NAMES[action.kind], "ph": "X", "pid": 0, "tid": rank}
+        events.append(kind | {"ts": start * 1e6, "dur": (end - start) * 1e6, "args": where})
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": run.table.name}}
