@@ -1,0 +1,211 @@
+"""Independent answers for a chain: enumeration, and one mixed-integer program of everything.
+
+``brute_force`` walks all assignments of each position, then all chains of the undominated ones. ``flow_mip`` is the flow form of
+the unfolded factor graph (local polytope): node variables ``x[p, v, i, a]`` and edge variables ``y[p, v, e, a, b]`` with
+``sum_b y[a, b] = x[a]``, ``sum_a y[a, b] = x[b]``; the maximum over time rows and the peak by epigraph variables. Small chains
+only; they check ``solve`` in tests, and ``flow_mip`` stands in where elimination's tables would be too large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import product
+
+import numpy as np
+from ortools.math_opt.python import mathopt
+
+from meshwright.compiler.chain import Array, BlockModel, Chain, Infeasible, Solution, evaluate
+
+
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """The first positions of a chain: what they cost and how they were chosen."""
+
+    time: float
+    bytes_: float
+    transient: float
+    shared: tuple[tuple[int, int], ...]
+    variants: tuple[int, ...]
+    choices: tuple[tuple[int, ...], ...]
+
+
+def brute_force(chain: Chain, objective: str = "time") -> Solution:
+    """The exact optimum by enumeration (``objective`` "time" within the capacity, or "memory" without it).
+
+    Raises Infeasible if nothing fits, with the exact least memory.
+    """
+    options = [list(_options(chain, k)) for k in range(len(chain.kinds))]
+    front: dict[tuple, list[_Partial]] = {((), -1): [_Partial(chain.fixed_time, chain.fixed_bytes, 0.0, (), (), ())]}
+    for p, k in enumerate(chain.sequence):
+        kind, grown = chain.kinds[k], {}
+        for (_, state), partials in front.items():
+            for v, x, cost in options[k]:
+                if p and kind.state(kind.entry, x) != state:
+                    continue
+                for partial in partials:
+                    shared = dict(partial.shared)
+                    if all(shared.setdefault(s, x[var]) == x[var] for s, var in kind.shared):
+                        more = _Partial(
+                            partial.time + chain.time(cost),
+                            partial.bytes_ + float(chain.bytes_row @ cost),
+                            max(partial.transient, float(chain.transient_row @ cost)),
+                            tuple(sorted(shared.items())),
+                            (*partial.variants, v),
+                            (*partial.choices, x),
+                        )
+                        grown.setdefault((more.shared, kind.state(kind.exit, x)), []).append(more)
+        front = {key: _undominated(partials) for key, partials in grown.items()}
+    ends = [p for partials in front.values() for p in partials]
+    if not ends:
+        raise Infeasible("forbidden choices leave no assignment of the chain", np.inf, np.inf, None)
+    least = min(ends, key=lambda p: (p.bytes_ + p.transient, p.time))
+    fits = [p for p in ends if p.bytes_ + p.transient <= chain.capacity]
+    if objective == "time" and not fits:
+        need = least.bytes_ + least.transient
+        raise Infeasible(f"least memory is {need}", need, need, _solution(chain, least.variants, least.choices, least.time))
+    best = least if objective == "memory" else min(fits, key=lambda p: p.time)
+    return _solution(chain, best.variants, best.choices, best.time)
+
+
+def _options(chain: Chain, k: int):  # type: ignore[no-untyped-def]
+    kind = chain.kinds[k]
+    for v, block in enumerate(kind.variants):
+        for x in product(*(range(n) for n in block.sizes)):
+            cost = block.cost(x) + kind.variant_costs[v]
+            if np.isfinite(cost).all():
+                yield v, x, cost
+
+
+def _undominated(partials: list[_Partial]) -> list[_Partial]:
+    kept: list[_Partial] = []
+    for p in sorted(partials, key=lambda p: (p.time, p.bytes_, p.transient)):
+        if not any(q.bytes_ <= p.bytes_ and q.transient <= p.transient for q in kept):
+            kept.append(p)
+    return kept
+
+
+def _solution(chain: Chain, variants: tuple[int, ...], choices: tuple[tuple[int, ...], ...], bound: float) -> Solution:
+    time, bytes_, transient = evaluate(chain, variants, choices)
+    gap = max(0.0, time - bound) / time if time else 0.0
+    status = "optimal" if gap <= 1e-3 else "gap"
+    return Solution(variants, choices, time, bytes_, transient, min(bound, time), gap, 0, 0, status)
+
+
+class _Mip:
+    """The model while it is built: objective terms per position, indicator variables to read the answer from."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.model = mathopt.Model()
+        self.pick: list[list[mathopt.Variable]] = []
+        self.nodes: list[list[list[list[mathopt.Variable]]]] = []
+
+    def add(self, terms: Mapping[mathopt.Variable, Array]) -> list[list[mathopt.LinearTerm]]:
+        """Terms per resource of the non-zero costs."""
+        out: list[list[mathopt.LinearTerm]] = [[] for _ in range(self.chain.time_rows.shape[1])]
+        for z, cost in terms.items():
+            for r in np.flatnonzero(cost):
+                out[r].append(float(cost[r]) * z)
+        return out
+
+    def position(self, k: int) -> dict[mathopt.Variable, Array]:
+        """Variables of one position with their resources."""
+        kind, terms = self.chain.kinds[k], {}
+        picks, nodes = [], []
+        for block, cost in zip(kind.variants, kind.variant_costs, strict=True):
+            pick = self.model.add_binary_variable()
+            picks.append(pick)
+            terms[pick] = cost
+            nodes.append(self._block(block, pick, terms))
+        self.model.add_linear_constraint(mathopt.fast_sum(picks) == 1)
+        self.pick.append(picks)
+        self.nodes.append(nodes)
+        return terms
+
+    def _block(
+        self, block: BlockModel, pick: mathopt.Variable, terms: dict[mathopt.Variable, Array]
+    ) -> list[list[mathopt.Variable]]:
+        xs = []
+        for size, unary in zip(block.sizes, block.unary, strict=True):
+            x = [self.model.add_binary_variable() for _ in range(size)]
+            self.model.add_linear_constraint(mathopt.fast_sum(x) == pick)
+            for a, z in enumerate(x):
+                self._cost(z, unary[a], terms)
+            xs.append(x)
+        for e in block.edges:
+            n, m = e.shape
+            y = [[self.model.add_variable(lb=0, ub=1) for _ in range(m)] for _ in range(n)]
+            for a in range(n):
+                self.model.add_linear_constraint(mathopt.fast_sum(y[a]) == xs[e.i][a])
+            for b in range(m):
+                self.model.add_linear_constraint(mathopt.fast_sum([row[b] for row in y]) == xs[e.j][b])
+            for a, b in product(range(n), range(m)):
+                self._cost(y[a][b], e.cost(a, b), terms)
+        return xs
+
+    def _cost(self, z: mathopt.Variable, cost: Array, terms: dict[mathopt.Variable, Array]) -> None:
+        if np.isfinite(cost).all():
+            terms[z] = cost
+        else:
+            z.upper_bound = 0.0
+
+    def state(self, p: int, boundary: tuple[int, ...]) -> list[mathopt.LinearSum]:
+        """Indicators of the boundary's single-variable choices, variable after variable."""
+        variants = self.nodes[p]
+        sizes = self.chain.kinds[self.chain.sequence[p]].variants[0].sizes
+        return [mathopt.fast_sum([nodes[v][a] for nodes in variants]) for v in boundary for a in range(sizes[v])]
+
+
+def flow_mip(chain: Chain, *, objective: str = "time", time_limit: float = 60.0, precision: float = 1e-6) -> Solution:
+    """The optimum by one mixed-integer program over the unfolded chain (HiGHS); ``bound`` is the program's own.
+
+    Boundary variables of neighbours are matched one by one, so they must correspond in number and size. Raises Infeasible if
+    nothing fits or nothing was found in ``time_limit`` seconds.
+    """
+    mip = _Mip(chain)
+    peak = mip.model.add_variable(lb=0)
+    times, memory, shared = [], [], {}
+    for p, k in enumerate(chain.sequence):
+        cost = mip.add(mip.position(k))
+        t = mip.model.add_variable(lb=0)
+        times.append(t)
+        for row in chain.time_rows:
+            mip.model.add_linear_constraint(t >= _dot(row, cost))
+        memory.append(_dot(chain.bytes_row, cost))
+        mip.model.add_linear_constraint(peak >= _dot(chain.transient_row, cost))
+        kind = chain.kinds[k]
+        if p:
+            before = mip.state(p - 1, chain.kinds[chain.sequence[p - 1]].exit)
+            for a, b in zip(before, mip.state(p, kind.entry), strict=True):
+                mip.model.add_linear_constraint(a == b)
+        for s, var in kind.shared:
+            here = mip.state(p, (var,))
+            for a, b in zip(shared.setdefault(s, here), here, strict=True):
+                if a is not b:
+                    mip.model.add_linear_constraint(a == b)
+    used = mathopt.fast_sum(memory) + peak + chain.fixed_bytes
+    if objective == "time" and np.isfinite(chain.capacity):
+        mip.model.add_linear_constraint(used <= chain.capacity)
+    mip.model.minimize(mathopt.fast_sum(times) + chain.fixed_time if objective == "time" else used)
+    params = mathopt.SolveParameters(random_seed=0, relative_gap_tolerance=precision, time_limit=timedelta(seconds=time_limit))
+    result = mathopt.solve(mip.model, mathopt.SolverType.HIGHS, params=params)
+    if not result.has_primal_feasible_solution():
+        raise Infeasible("the flow program found no assignment within the capacity", -np.inf, np.inf, None)
+    return _read(mip, result, objective)
+
+
+def _dot(row: Array, cost: list[list[mathopt.LinearTerm]]) -> mathopt.LinearSum:
+    return mathopt.fast_sum([float(w) * term for w, terms in zip(row, cost, strict=True) if w for term in terms])
+
+
+def _read(mip: _Mip, result: mathopt.SolveResult, objective: str) -> Solution:
+    values = result.variable_values()
+    variants, choices = [], []
+    for picks, nodes in zip(mip.pick, mip.nodes, strict=True):
+        v = max(range(len(picks)), key=lambda i: values[picks[i]])
+        variants.append(v)
+        choices.append(tuple(max(range(len(x)), key=lambda a: values[x[a]]) for x in nodes[v]))
+    bound = result.best_objective_bound() if objective == "time" else -np.inf
+    return _solution(mip.chain, tuple(variants), tuple(choices), bound)
