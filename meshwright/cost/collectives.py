@@ -181,10 +181,11 @@ class Network:
         if self.mesh.size(names) == 1:
             return ((0.0, 0.0),)
         found = scopes(self.cluster.island, self.mesh, names)
-        priced = [tuple((float(b), float(l)) for b, l in _numeric(kind)(*scope.numbers)) for scope in found]
+        priced = [tuple((float(b), float(delay)) for b, delay in _numeric(kind)(*scope.numbers)) for scope in found]
         if self.cluster.island.torus and kind == "all_to_all":
-            priced = [tuple((_torus_exchange(self.cluster.island, self.mesh, names), l) for _, l in terms) for terms in priced]
-        return max(priced, key=lambda terms: min(b * 1e8 + l for b, l in terms))
+            exchange = _torus_exchange(self.cluster.island, self.mesh, names)
+            priced = [tuple((exchange, delay) for _, delay in terms) for terms in priced]
+        return max(priced, key=lambda terms: min(b * 1e8 + delay for b, delay in terms))
 
 
 def scopes(island: Island, mesh: Mesh, names: frozenset[str]) -> tuple[Scope, ...]:
