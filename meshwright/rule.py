@@ -8,7 +8,10 @@ dim that carries it:
 * a factor in the operands only is a reduction: every rank holds a term, the result is a pending sum (``+``);
 * a factor in the results only is created (expand, arange): the operands are read differently on each rank (``~``).
 
-``place`` derives every sharding from the rule and an *assignment* {mesh axis: factor}; nothing else knows operators.
+* an *internal* factor is communicated inside the operator: results without it are complete on every rank.
+
+``place`` derives every sharding from the rule and an *assignment* {mesh axis: factor}; nothing else knows operators. How an
+operator's rule is declared as a line is ``meshwright.notation``.
 """
 
 from __future__ import annotations
@@ -19,16 +22,13 @@ from typing import Any
 
 from meshwright.graph import Op
 from meshwright.mesh import Mesh
+from meshwright.notation import RuleError as RuleError
 from meshwright.sharding import Sharding, ceil_div, piece
 
 Factor = str
 Assignment = Mapping[str, str]
 """{mesh axis: factor it splits}, or {axis: "+k"}: the operator passes a pending sum through its k-th linear group. An axis
 not named is idle: everything invariant over it."""
-
-
-class RuleError(ValueError):
-    """A rule that cannot be read, or that does not fit its operator."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class OpRule:
     hidden dim of 32 heads x 128 has 32 units). ``whole``: factors that may not be split. ``linear``: groups of operand
     positions in which the operator is jointly linear: these may be pending sums together, the result is then one too.
     ``internal``: factors whose split needs communication inside the operator, with that traffic. ``localize``: rewrites
-    the call for one rank's shapes; None: the call is right as it stands on local tensors.
-    ``known``: False for an operator without a rule, which is replicated.
+    the call for one rank's shapes; None: the call is right as it stands on local tensors. ``known``: False for an operator
+    without a rule, which is replicated. ``even``: factors whose pieces must be equal, because some dim is a multiple of them.
     """
 
     operands: tuple[tuple[Factor | None, ...], ...]
@@ -65,6 +65,7 @@ class OpRule:
     internal: Mapping[Factor, tuple[Traffic, ...]] = field(default_factory=dict)
     localize: Localize | None = None
     known: bool = True
+    even: frozenset[Factor] = frozenset()
 
     @property
     def splittable(self) -> tuple[Factor, ...]:
@@ -83,11 +84,21 @@ class OpRule:
             if factor not in self.sizes or factor in self.whole:
                 return False
             parts[factor] = parts.get(factor, 1) * mesh.size(axis)
-        if even:
-            return all(self.sizes[factor] % count == 0 for factor, count in parts.items())
         return all(
-            self.sizes[f] % n == 0 or (self.sizes[f] > (n - 1) * ceil_div(self.sizes[f], n)) for f, n in parts.items()
+            self.sizes[f] % n == 0
+            or (not even and f not in self.even and self.sizes[f] > (n - 1) * ceil_div(self.sizes[f], n))
+            for f, n in parts.items()
         )
+
+    def __str__(self) -> str:
+        """The rule in the notation of ``meshwright.notation``, every dim written out."""
+
+        def term(dims: tuple[Factor | None, ...]) -> str:
+            return " ".join("." if f is None else f + "!" * (f in self.whole) for f in dims) or "()"
+
+        groups = "".join(" +" + ",".join(map(str, sorted(group))) for group in self.linear)
+        text = f"{', '.join(map(term, self.operands))} -> {', '.join(map(term, self.results))}".strip()
+        return text + (f" ;{groups}" if groups else "")
 
 
 @dataclass(frozen=True)
@@ -158,7 +169,8 @@ def place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Sequ
             elif factor in dims:
                 split[dims.index(factor)] += (axis,)
             elif is_result:
-                partial.add(axis)
+                if factor not in rule.internal:
+                    partial.add(axis)
             elif differentiable[position]:
                 varying.add(axis)
         return Sharding(tuple(split), frozenset(partial), frozenset(varying))

@@ -1,0 +1,115 @@
+"""Operators that join tensors, or take a part of one along a dim.
+
+The dim that is joined or cut stays whole: a piece of it would lie across the border of two parts. The others pass. Every
+operator here is linear, in all joined operands together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwright.compiler.rules.book import Declaration, declare
+from meshwright.compiler.rules.call import Call, dims_of
+from meshwright.rule import OpRule
+
+
+def _along(call: Call, whole: bool = True) -> OpRule:
+    """Same dims in and out, whole along ``dim``; every result alike."""
+    x = call.operands[0]
+    dims = dims_of(x, call["dim"]) if whole else dims_of(x)
+    return call.rule([dims], [dims] * len(call.results), linear=[[0]])
+
+
+def _cat(call: Call) -> OpRule:
+    """Joined along ``dim``. Empty one-dimensional tensors are skipped, as torch does."""
+    ndim = len(call.shape)
+    dims = dims_of(call.results[0], call["dim"])
+    operands = [dims if x.ndim == ndim else [None] * x.ndim for x in call.operands]
+    return call.rule(operands, [dims], linear=[range(len(operands))])
+
+
+def _stack(call: Call) -> OpRule:
+    dims = dims_of(call.results[0])
+    at = call["dim"] % len(dims)
+    dims[at] = None
+    operand = dims[:at] + dims[at + 1 :]
+    return call.rule([operand] * len(call.operands), [dims], linear=[range(len(call.operands))])
+
+
+def _slice(call: Call) -> OpRule:
+    """A slice that takes everything passes its dim."""
+    x = call["self"]
+    return _along(call, whole=x.shape != call.shape or call["step"] != 1)
+
+
+def _select(call: Call) -> OpRule:
+    """One index of a dim, or each (unbind): the dim is gone."""
+    x = call.operands[0]
+    at = call["dim"] % x.ndim
+    dims = dims_of(x, at)
+    return call.rule([dims], [dims[:at] + dims[at + 1 :]] * len(call.results), linear=[[0]])
+
+
+def _slice_scatter(call: Call) -> OpRule:
+    """Another tensor written over a slice."""
+    dims = dims_of(call.results[0], call["dim"])
+    return call.rule([dims, dims], [dims], linear=[[0, 1]])
+
+
+def _select_scatter(call: Call) -> OpRule:
+    at = call["dim"] % len(call.shape)
+    dims = dims_of(call.results[0], at)
+    return call.rule([dims, dims[:at] + dims[at + 1 :]], [dims], linear=[[0, 1]])
+
+
+def _flip(call: Call) -> OpRule:
+    dims = dims_of(call.operands[0], *call["dims"])
+    return call.rule([dims], [dims], linear=[[0]])
+
+
+def _roll(call: Call) -> OpRule:
+    x = call.operands[0]
+    dims = dims_of(x, *(call["dims"] or range(x.ndim)))
+    return call.rule([dims], [dims], linear=[[0]])
+
+
+def _pad(call: Call) -> OpRule:
+    """Pairs of (before, after) from the last dim backwards; linear when what is padded is zeros or of the tensor."""
+    x, pad = call["self"], call["pad"]
+    padded = [-1 - i // 2 for i in range(len(pad)) if pad[i]]
+    dims = dims_of(x, *padded)
+    zeros = call.arguments.get("mode", "constant") != "constant" or not call["value"]
+    return call.rule([dims], [dims], linear=[[0]] if zeros else [])
+
+
+def _unfold(call: Call) -> OpRule:
+    """Windows of a dim, as a new last dim."""
+    dims = dims_of(call.operands[0], call["dimension"])
+    return call.rule([dims], [[*dims, None]], linear=[[0]])
+
+
+def _diff(call: Call) -> OpRule:
+    """Differences of neighbours along ``dim``, with what is put before and after."""
+    dims = dims_of(call.operands[0], call["dim"])
+    return call.rule([dims] * len(call.operands), [dims], linear=[range(len(call.operands))])
+
+
+RULES: Mapping[str, Declaration] = {
+    "aten.cat.default": declare(_cat),
+    "aten.stack.default": declare(_stack),
+    "aten.slice.Tensor": declare(_slice),
+    "aten.narrow.default": declare(_along),
+    "aten.split.Tensor": declare(_along),
+    "aten.split_with_sizes.default": declare(_along),
+    "aten.chunk.default": declare(_along),
+    "aten.select.int": declare(_select),
+    "aten.unbind.int": declare(_select),
+    "aten.slice_scatter.default": declare(_slice_scatter),
+    "aten.select_scatter.default": declare(_select_scatter),
+    "aten.flip.default": declare(_flip),
+    "aten.roll.default": declare(_roll),
+    "aten.pad.default": declare(_pad),
+    "aten.constant_pad_nd.default": declare(_pad),
+    "aten.unfold.default": declare(_unfold),
+    "aten.diff.default": declare(_diff),
+}

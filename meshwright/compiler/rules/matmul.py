@@ -1,0 +1,121 @@
+"""Matrix products: the summed factor leaves a pending sum.
+
+A term added to a product (a bias, ``addmm``'s first operand) must be added once although every rank holds a term of the
+sum: each rank adds its n-th part, which keeps the call, and the gradients, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwright.compiler.rules.book import Declaration, declare
+from meshwright.compiler.rules.call import Call, Rewritten, RuleFunction, argument, broadcast_dims, dims_of, rewrite
+from meshwright.graph import Op
+from meshwright.notation import RuleError, parse_line
+from meshwright.rule import Factor, Local, OpRule
+
+
+def _linear(op: Op, local: Local) -> Rewritten:
+    """With k split over n ranks the bias counts for an n-th on each: ``mw.linear(x, weight, bias, n)``."""
+    terms = local.mesh.size(local.axes_of("k"))
+    bias = argument(op, "bias")
+    if terms == 1 or bias is None:
+        return rewrite(op)
+    return "mw.linear", (argument(op, "input"), argument(op, "weight"), bias, terms), ()
+
+
+def _scaled_beta(op: Op, local: Local) -> Rewritten:
+    """``beta * self + product``, self's share divided by the number of terms."""
+    terms = local.mesh.size(local.axes_of("k"))
+    return rewrite(op) if terms == 1 else rewrite(op, beta=argument(op, "beta") / terms)
+
+
+def _product_plus(line: str) -> RuleFunction:
+    """``beta * self + alpha * (x @ y)``: self broadcasts to the product."""
+    product = parse_line(line)
+
+    def rule(call: Call) -> OpRule:
+        added, x, y = call.slots
+        assert added is not None and x is not None and y is not None
+        names: list[Factor | None] = [dim.name for dim in product.results[0].dims]
+        operands = [[dim.name for dim in term.dims] for term in product.operands]
+        return call.rule([broadcast_dims(added.shape, call.shape, names), *operands], [names])
+
+    return rule
+
+
+def _matmul(call: Call) -> OpRule:
+    """``torch.matmul``: a vector on either side loses its matrix dim."""
+    left, right = call["self"].ndim, call["other"].ndim
+    if left == 1 or right == 1:
+        line = {(1, 1): "k, k -> ()", (1, 2): "k, k n -> n", (2, 1): "m k, k -> m"}.get((left, right))
+        return call.line(line or ("k, *b k n -> *b n" if left == 1 else "*b m k, k -> *b m"))
+    return call.line("... m k, ... k n -> ... m n")
+
+
+def _einsum(call: Call) -> OpRule:
+    """Letters are factors; the dims of an ellipsis align at the right."""
+    left, arrow, right = call["equation"].replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow:
+        letters = [letter for letter in left if letter.isalpha()]
+        right = "..." * ("..." in left) + "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
+    sizes: dict[str, int] = {}
+    operands = [_letters(term, operand.shape, sizes) for term, operand in zip(terms, call.operands, strict=True)]
+    if any(len(set(dims)) != len(dims) for dims in operands):
+        return call.whole()  # a diagonal
+    result = _letters(right, call.shape, sizes)
+    free = [
+        [None if size != sizes[letter] else letter for letter, size in zip(dims, operand.shape, strict=True)]
+        for dims, operand in zip(operands, call.operands, strict=True)
+    ]
+    return call.rule(free, [list[Factor | None](result)])
+
+
+def _letters(term: str, shape: tuple[int, ...], sizes: dict[str, int]) -> list[str]:
+    """One factor per dim; notes each factor's size (a size of 1 broadcasts)."""
+    before, dots, after = term.partition("...")
+    extent = len(shape) - len(before) - len(after)
+    if extent < 0 or (extent and not dots):
+        raise RuleError(f"einsum term {term!r} does not fit a tensor of shape {list(shape)}")
+    dims = [*before, *(f"e{extent - i}" for i in range(extent)), *after]
+    for factor, size in zip(dims, shape, strict=True):
+        sizes[factor] = max(size, sizes.get(factor, size))
+    return dims
+
+
+def _tensordot(call: Call) -> OpRule:
+    """Contracted dims share a factor; the others follow each other."""
+    x, y = call["self"], call["other"]
+    left, right = dims_of(x), [f"n{i}" if f else f for i, f in enumerate(dims_of(y))]
+    for i, (a, b) in enumerate(zip(call["dims_self"], call["dims_other"], strict=True)):
+        left[a] = right[b] = f"k{i}"
+    result = [f for f in (*left, *right) if not (f or "").startswith("k")]
+    return call.rule([left, right], [result])
+
+
+def _grouped_mm(call: Call) -> OpRule:
+    """Rows in groups, a matrix per group: the rows and the groups stay whole."""
+    x, weight = call["self"], call["mat2"]
+    if x.ndim != 2 or weight.ndim != 3:
+        return call.whole()
+    operands: list[list[Factor | None]] = [[None, "k"], [None, "k", "n"]]
+    operands += [[None] * operand.ndim for operand in call.operands[2:]]
+    return call.rule(operands, [[None, "n"]], whole=["k", "n"] if call["bias"] is not None else [])
+
+
+RULES: Mapping[str, Declaration] = {
+    "aten.linear.default": declare("*b k, n k, n? -> *b n", _linear),
+    "aten.mm.default": declare("m k, k n -> m n"),
+    "aten.bmm.default": declare("b m k, b k n -> b m n"),
+    "aten.mv.default": declare("m k, k -> m"),
+    "aten.dot.default": declare("k, k -> ()"),
+    "aten.outer.default": declare("m, n -> m n"),
+    "aten.addmm.default": declare(_product_plus("m k, k n -> m n"), _scaled_beta),
+    "aten.baddbmm.default": declare(_product_plus("b m k, b k n -> b m n"), _scaled_beta),
+    "aten.addmv.default": declare(_product_plus("m k, k -> m"), _scaled_beta),
+    "aten.matmul.default": declare(_matmul),
+    "aten.einsum.default": declare(_einsum),
+    "aten.tensordot.default": declare(_tensordot),
+    "aten._grouped_mm.default": declare(_grouped_mm),
+}

@@ -1,0 +1,86 @@
+"""Normalizations and softmax: the dims that are normalized stay whole, the others pass.
+
+Batch norm in training is the exception: its batch may be split, and the statistics, being of the whole batch, are summed
+inside ``mw.batch_norm`` (forward: sum, sum of squares and count; backward: the two sums of its gradient).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwright.compiler.rules.book import Declaration, declare
+from meshwright.compiler.rules.call import Call, Rewritten, argument, dims_of, numel, rewrite
+from meshwright.graph import Op
+from meshwright.rule import Factor, Local, OpRule, Traffic
+
+
+def _softmax(call: Call) -> OpRule:
+    dims = dims_of(call.operands[0], call["dim"])
+    return call.rule([dims], [dims])
+
+
+def _layer_norm(call: Call) -> OpRule:
+    """Normalized over the last dims; the statistics that native forms return keep them as size 1."""
+    x = call["input"]
+    kept = x.ndim - len(call["normalized_shape"])
+    dims: list[Factor | None] = [f"dim{i}" if i < kept else None for i in range(x.ndim)]
+    affine = [[None] * operand.ndim for operand in call.operands[1:]]
+    return call.rule([dims, *affine], [dims] * len(call.results))
+
+
+def _group_norm(call: Call) -> OpRule:
+    """Samples pass, and channels in whole groups."""
+    x = call["input"]
+    groups = call["num_groups"] if "num_groups" in call.arguments else call["group"]
+    rest: list[Factor | None] = [None] * (x.ndim - 2)
+    affine = [["c"] for _ in call.operands[1:]]
+    statistics: list[list[Factor | None]] = [["n", "c"] for _ in call.results[1:]]
+    return call.rule([["n", "c", *rest], *affine], [["n", "c", *rest], *statistics], units={"c": groups})
+
+
+def _group_norm_local(op: Op, local: Local) -> Rewritten:
+    parts = local.mesh.size(local.axes_of("c"))
+    if op.target == "aten.group_norm.default":
+        return rewrite(op, num_groups=argument(op, "num_groups") // parts)
+    samples, channels = local.operand_shape(0)[:2]
+    return rewrite(op, N=samples, C=channels, group=argument(op, "group") // parts)
+
+
+def _batch_norm(call: Call) -> OpRule:
+    """Channels pass. Samples pass too: with given statistics freely, in training with traffic inside."""
+    x = call["x"]
+    rest: list[Factor | None] = [None] * (x.ndim - 2)
+    channel = [["c"] for _ in call.operands[1:]]
+    elements = 2 * x.shape[1]
+    traffic = Traffic("all_reduce", elements + 1, 4), Traffic("all_reduce", elements, 4, backward=True)
+    return call.rule(
+        [["n", "c", *rest], *channel],
+        [["n", "c", *rest], *([["c"]] * (len(call.results) - 1))],
+        internal={"n": traffic} if call["training"] else {},
+        localize=_batch_norm_local if call["training"] else None,
+    )
+
+
+def _batch_norm_local(op: Op, local: Local) -> Rewritten:
+    """The count is that of the whole batch; the sums are over the axes that split it."""
+    axes = local.axes_of("n")
+    if not axes:
+        return rewrite(op)
+    shape = local.operand_shapes[0]
+    return rewrite(op, count=shape[0] * numel(shape[2:]), axes=axes)
+
+
+RULES: Mapping[str, Declaration] = {
+    "aten.softmax.int": declare(_softmax),
+    "aten._softmax.default": declare(_softmax),
+    "aten._safe_softmax.default": declare(_softmax),
+    "aten.log_softmax.int": declare(_softmax),
+    "aten._log_softmax.default": declare(_softmax),
+    "aten.layer_norm.default": declare(_layer_norm),
+    "aten.native_layer_norm.default": declare(_layer_norm),
+    "aten.rms_norm.default": declare(_layer_norm),
+    "aten._fused_rms_norm.default": declare(_layer_norm),
+    "aten.group_norm.default": declare(_group_norm, _group_norm_local),
+    "aten.native_group_norm.default": declare(_group_norm, _group_norm_local),
+    "mw.batch_norm": declare(_batch_norm),
+}

@@ -1,0 +1,46 @@
+"""Operators that draw random numbers.
+
+Dropout passes every dim; its mask comes from (seed, salt), where the salt is made of the operator's name and the index of this
+rank's piece: replicas draw the same mask, pieces different ones. Other draws are made in full on every rank from torch's
+default generator, which the ranks must seed alike.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+from meshwright.compiler.rules.book import Declaration, declare
+from meshwright.compiler.rules.call import Call, Rewritten, argument
+from meshwright.graph import Op, Ref
+from meshwright.program import SEED
+from meshwright.rule import Local, OpRule
+
+WHOLE = (
+    "rand.default rand_like.default randn.default randn_like.default randint.default randint.low randperm.default "
+    "bernoulli.default bernoulli.p normal.Tensor_float multinomial.default uniform.default native_dropout.default "
+    "alpha_dropout.default feature_dropout.default exponential.default"
+).split()
+
+
+def salt(op: Op, local: Local) -> int:
+    """A number that tells this operator and this piece of its result from all others."""
+    index = local.mesh.index(local.coordinates, local.placed.results[0].split_axes)
+    return zlib.crc32(f"{op.name}/{index}".encode())
+
+
+def _dropout(op: Op, local: Local) -> Rewritten:
+    p, train = argument(op, "p"), argument(op, "train")
+    if not train or not p:
+        return op.target, op.args, op.kwargs
+    return "mw.dropout", (argument(op, "input"), p, Ref(SEED), salt(op, local)), ()
+
+
+def _whole(call: Call) -> OpRule:
+    return call.whole()
+
+
+RULES: Mapping[str, Declaration] = {
+    "aten.dropout.default": declare("... -> ...", _dropout),
+    **{f"aten.{name}": declare(_whole) for name in WHOLE},
+}
