@@ -363,11 +363,11 @@ def _draw(graph: nx.Graph, island: Island, index: int, first: int) -> None:
             graph.add_edges_from(ring, bandwidth=node.link_bandwidth, latency=node.link_latency)
         for rank in ranks:
             graph.add_edge(rank, hub, bandwidth=node.link_bandwidth, latency=node.link_latency)
-        for nic in range(island.nics):
-            name = ("nic", index, box, nic)
-            graph.add_node(name, kind="nic")
-            graph.add_edge(hub, name, bandwidth=node.nic_bandwidth, latency=0.0)
-            graph.add_edge(name, ("network",), bandwidth=node.nic_bandwidth, latency=node.nic_latency)
+        for number in range(island.nics):
+            nic = ("nic", index, box, number)
+            graph.add_node(nic, kind="nic")
+            graph.add_edge(hub, nic, bandwidth=node.nic_bandwidth, latency=0.0)
+            graph.add_edge(nic, ("network",), bandwidth=node.nic_bandwidth, latency=node.nic_latency)
     if ("network",) in graph:
         graph.nodes[("network",)]["kind"] = "switch"
 

@@ -56,23 +56,21 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "": "add sub neg _to_copy to rsub clone_dtype bitwise_and bitwise_or bitwise_not bitwise_xor logical_and logical_or "
         "logical_not logical_xor eq ne lt le gt ge isnan isinf ceil floor round sign add_ floor_divide remainder "
         "roll flip type_as all any",
-        "0": "masked_fill_mask",
         "1": "masked_fill",
     },
     "pointwise": {
         "0:1 1:0": "mul",
-        "0:1 1": "div",
-        "0": "silu gelu pow cos sin log sqrt_input abs clamp clamp_min clamp_max hardtanh leaky_relu softplus mish erf log1p "
-        "log2 hardswish hardsigmoid square atan2 logit",
+        "0:1 1:0,1": "div",
+        "0": "silu gelu pow cos sin log abs clamp clamp_min clamp_max hardtanh leaky_relu softplus mish erf log1p "
+        "log2 hardswish hardsigmoid square logit where",
         "r0": "relu tanh sigmoid exp rsqrt sqrt reciprocal elu tanh_ expm1",
         "0 1": "maximum minimum",
         "0 1:0 2:0": "addcmul",
-        "0:": "where",
     },
     "reduce": {
         "": "sum mean cumsum argmax argmin count_nonzero histc bincount",
-        "0": "var std var_mean prod norm linalg_vector_norm",
-        "0 r0": "amax amin logsumexp",
+        "0": "var var_mean prod",
+        "0 r0": "std norm linalg_vector_norm amax amin logsumexp",
         "r1": "max min topk",
         "r0": "_softmax softmax _log_softmax log_softmax",
     },
@@ -85,9 +83,9 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
     },
     "copy": {
         "": "cat stack clone sort repeat repeat_interleave constant_pad_nd pad _pad_circular tril triu nonzero argsort "
-        "slice_scatter select_scatter copy copy_ upsample_nearest2d",
+        "slice_scatter select_scatter copy copy_ upsample_nearest2d adaptive_avg_pool2d adaptive_avg_pool1d",
         "0 r1": "max_pool2d max_pool2d_with_indices max_pool1d adaptive_max_pool2d",
-        "0": "avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d adaptive_avg_pool1d avg_pool1d",
+        "0": "avg_pool2d avg_pool1d _adaptive_avg_pool2d",
     },
     "matmul": {
         "0:1 1:0": "linear mm bmm matmul dot mv conv1d conv2d conv3d convolution _grouped_mm einsum",
@@ -114,7 +112,7 @@ _OWN: Mapping[str, tuple[str, str]] = {
     "mw.all_reduce": ("copy", ""),
     "mw.all_to_all": ("copy", ""),
     "mw.embedding": ("gather", "1"),
-    "mw.cross_entropy": ("loss", "1"),
+    "mw.cross_entropy": ("loss", "0 1"),
     "mw.mean": ("reduce", ""),
     "mw.batch_norm": ("norm", "0 1:0"),
     "mw.dropout": ("pointwise", ""),
