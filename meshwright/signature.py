@@ -84,6 +84,11 @@ def bind(
     return leaves
 
 
+def name_arguments(signature: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """{parameter name: argument} of a call."""
+    return _bind_names(signature["parameters"], args, kwargs, "the call")
+
+
 def rebuild_arguments(signature: Mapping[str, Any], leaves: Iterable[torch.Tensor], example: Mapping[str, Any]) -> Any:
     """``example`` ({name: argument}) with its tensors replaced in order by ``leaves``."""
     stream = iter(leaves)

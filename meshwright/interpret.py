@@ -1,0 +1,54 @@
+"""Run a ``Graph`` eagerly, operator by operator: what it means, and the oracle of the tests.
+
+``aten.*`` targets are torch's own overloads, ``mw.*`` targets come from ``operators`` (by default ``meshwright.runtime.ops``).
+Autograd works through it as through any eager code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from meshwright.graph import Graph, Ref, map_refs
+from meshwright.runtime.ops import OPS
+
+
+def run(
+    graph: Graph, env: Mapping[str, torch.Tensor], operators: Mapping[str, Callable[..., Any]] = OPS
+) -> dict[str, torch.Tensor]:
+    """{value name: tensor} of the outputs, the loss and the mutated buffers' new values.
+
+    ``env`` holds the tensors of ``graph.inputs`` and ``graph.params`` by value name. Intermediate values are freed after
+    their last use.
+    """
+    wanted = set(graph.outputs) | ({graph.loss} if graph.loss else set())
+    last = {name: index for index, op in enumerate(graph.ops) for name in op.inputs}
+    values: dict[str, Any] = dict(graph.constants) | dict(env)
+    for index, op in enumerate(graph.ops):
+        def read(ref: Ref) -> Any:
+            return values[ref.name]
+
+        args = [_listed(map_refs(arg, read)) for arg in op.args]
+        kwargs = {key: _listed(map_refs(value, read)) for key, value in op.kwargs}
+        result = resolve(op.target, operators)(*args, **kwargs)
+        results = result if isinstance(result, tuple | list) else (result,)
+        values.update(zip(op.outputs, results, strict=False))
+        for name in op.inputs:
+            if last[name] == index and name not in wanted:
+                values.pop(name, None)
+    return {name: values[name] for name in wanted}
+
+
+def resolve(target: str, operators: Mapping[str, Callable[..., Any]] = OPS) -> Callable[..., Any]:
+    """The callable of an op's target."""
+    if target in operators:
+        return operators[target]
+    namespace, packet, overload = target.split(".")
+    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    return found
+
+
+def _listed(arg: Any) -> Any:
+    return list(arg) if isinstance(arg, tuple) else arg
