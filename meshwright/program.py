@@ -14,7 +14,7 @@ per micro-batch. An output over the micro-batches is summed, joined along a dim,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -86,7 +86,8 @@ class Program:
     """Everything one rank needs to run. ``output_tree`` has ``Ref``s to output ports; ``loss`` names the scalar output that
     ``backward`` starts from; ``mutations``: (stored buffer value, environment value that replaces it after the step).
     ``cuts``: (value computed by the prologue, local dim along which every micro-batch reads its piece).
-    ``signature``: how a call binds to ``inputs`` (see ``meshwright.compiler.capture``). ``compute_dtype``: None, or the
+    ``constants``: contents of stored buffers that the model does not register, by value name.
+    ``signature``: how a call binds to ``inputs`` (see ``meshwright.signature``). ``compute_dtype``: None, or the
     dtype parameters are cast to when gathered or read (bf16), gradients being reduced in fp32.
     """
 
@@ -101,5 +102,6 @@ class Program:
     mutations: tuple[tuple[str, str], ...]
     microbatches: int = 1
     cuts: tuple[tuple[str, int], ...] = ()
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     compute_dtype: torch.dtype | None = None
     signature: Mapping[str, Any] | None = None

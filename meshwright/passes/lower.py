@@ -24,7 +24,7 @@ from meshwright.plan import TIME, Plan, PlanError
 from meshwright.program import SEED, Port, Program, Segment, Stored
 from meshwright.reshard import Step, reshard
 from meshwright.rule import Local, OpRule, Placed, place
-from meshwright.sharding import Sharding, format_sharding
+from meshwright.sharding import Sharding
 
 PROLOGUE = -2
 ROOT = -1
@@ -67,6 +67,8 @@ class _Lowering:
         self.owner = _owners(plan)
         self.ports: dict[str, Port] = {}
         self.names: set[str] = set(self.graph.values)
+        self.origin: dict[str, str] = {}  # local name -> the graph value it is a form of
+        self.whole: dict[str, tuple[int, ...]] = {name: value.shape for name, value in self.graph.values.items()}
 
     def run(self) -> Program:
         self._inputs()
@@ -78,7 +80,7 @@ class _Lowering:
         drafts = [draft for draft in (self.prologue, *self.drafts) if draft.ops]
         segments = tuple(self._segment(draft, drafts, outputs, mutations) for draft in drafts)
         used = {name for segment in segments for name in segment.graph.inputs} | {port.name for port in outputs}
-        ports = tuple(replace(port, name=port.name) for port in self.ports.values())
+        ports = tuple(self.ports.values())
         dtype = torch.bfloat16 if self.plan.precision == "bf16" else None
         return Program(
             mesh=self.mesh, rank=self.rank, segments=segments, inputs=ports, outputs=outputs,
@@ -87,7 +89,7 @@ class _Lowering:
             loss=None if self.graph.loss is None else self.out_names[self.graph.loss],
             mutations=mutations, microbatches=self.plan.schedule.microbatches,
             cuts=tuple((name, dim) for name, dim in self.cuts.items() if name in used),
-            compute_dtype=dtype, signature=self.graph.signature,
+            constants=self.graph.constants, compute_dtype=dtype, signature=self.graph.signature,
         )
 
     # what enters
@@ -176,6 +178,9 @@ class _Lowering:
             draft.forms[name] = {sharding: name}
             kind = timed.results[index].kind(TIME) if time else None
             self.time_dim[name] = "sum" if kind == "+" else kind if isinstance(kind, int) else None
+            if isinstance(kind, int):
+                count = self.plan.schedule.microbatches
+                self.whole[name] = (*value.shape[:kind], value.shape[kind] // count, *value.shape[kind + 1 :])
 
     def _operand(self, name: str, need: Sharding, cut: int | None, draft: _Draft) -> str:
         """The local name of a value in the sharding a reader needs; ``cut``: the dim of which it reads a micro-batch."""
@@ -213,12 +218,13 @@ class _Lowering:
             size = value.shape[dim]
             if size % count:
                 raise PlanError(f"microbatches={count} does not divide the local batch {size} of %{name}")
-            if local in self.ports and len(self.prologue.forms[name]) == 1:
-                self.ports[local] = replace(self.ports[local], time=None)
             piece = self._fresh(name)
             self.prologue.ops.append(Op(piece, "mw.identity", (Ref(local),), (), (piece,)))
             shape = (*value.shape[:dim], size // count, *value.shape[dim + 1 :])
             self.values[piece] = replace(value, name=piece, shape=shape)
+            whole = self.whole[local]
+            self.whole[piece] = (*whole[:dim], whole[dim] // count, *whole[dim + 1 :])
+            self.origin[piece] = self.origin.get(local, local)
             self.cuts[piece] = dim
             self.cut_names[key] = piece
         return self.cut_names[key]
@@ -239,59 +245,23 @@ class _Lowering:
     # resharding
 
     def _steps(self, local: str, source: Sharding, target: Sharding, draft: _Draft, front: bool = False) -> str:
-        value = self.values[local]
-        shape = _unsplit(value.shape, source, self.mesh, self.graph, local)
-        del shape
         for step in reshard(source, target):
             local = self._step(local, step, draft, front)
         return local
 
     def _step(self, local: str, step: Step, draft: _Draft, front: bool) -> str:
         shape = list(self.values[local].shape)
+        after = step.after.local_shape(self.whole[local], self.mesh, self.here)
         kwargs: dict[str, object] = {"axis": step.axis}
         args: tuple[object, ...] = ()
-        parts = self.mesh.size(step.axis)
         if step.kind in ("slice", "reduce_scatter"):
             args, kwargs["size"] = (step.dim,), shape[step.dim]
-            shape[step.dim] = self._piece(shape[step.dim], step.axis)
         elif step.kind in ("all_gather", "gather_vary"):
-            full = self._joined(local, step, shape[step.dim] * parts)
-            args, kwargs["size"] = (step.dim,), full
-            shape[step.dim] = full
+            args, kwargs["size"] = (step.dim,), after[step.dim]
         elif step.kind == "all_to_all":
-            full = self._joined(local, step, shape[step.dim] * parts)
             args = (step.dim, step.to_dim)
-            kwargs["size"], kwargs["to_size"] = full, shape[step.to_dim]
-            shape[step.dim] = full
-            shape[step.to_dim] = self._piece(shape[step.to_dim], step.axis)
-        return self._emit(local, f"mw.{step.kind}", args, kwargs, tuple(shape), draft, front)
-
-    def _piece(self, size: int, axis: str) -> int:
-        parts, at = self.mesh.size(axis), self.here[axis]
-        each = -(-size // parts)
-        return max(0, min(each, size - each * at))
-
-    def _joined(self, local: str, step: Step, even: int) -> int:
-        """Length of a dim after a gather: exact also where the split was uneven."""
-        base = self.origin.get(local, local)
-        whole = self.body_shape(base)
-        return step.after.local_shape(whole, self.mesh, self.here)[step.dim] if whole is not None else even
-
-    def body_shape(self, name: str) -> tuple[int, ...] | None:
-        """GLOBAL shape of a value within one micro-batch."""
-        if name not in self.graph.values:
-            return None
-        shape = self.graph.values[name].shape
-        dim = self.time_dim.get(name)
-        if isinstance(dim, int):
-            count = self.plan.schedule.microbatches
-            shape = (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
-        return shape
-
-    @property
-    def origin(self) -> dict[str, str]:
-        """{local name: the graph value it is a form of}."""
-        return self.__dict__.setdefault("_origin", {})
+            kwargs["size"], kwargs["to_size"] = after[step.dim], shape[step.to_dim]
+        return self._emit(local, f"mw.{step.kind}", args, kwargs, after, draft, front)
 
     def _emit(
         self, local: str, target: str, args: tuple[object, ...], kwargs: dict[str, object], shape: tuple[int, ...],
@@ -299,7 +269,7 @@ class _Lowering:
     ) -> str:
         base = self.origin.get(local, local)
         name = self._fresh(base)
-        self.origin[name] = base
+        self.origin[name], self.whole[name] = base, self.whole[local]
         self.values[name] = replace(self.values[local], name=name, shape=shape)
         producer = self.graph.producers.get(base)
         module = self.graph.ops[producer].module if producer is not None else ""
@@ -412,10 +382,3 @@ def _tensor_placement(param: Param, value: Value, needs: list[Sharding]) -> Shar
 
 def _reachable(source: Sharding, target: Sharding) -> bool:
     return source.varying <= target.varying and target.partial <= source.partial
-
-
-def _unsplit(shape: tuple[int, ...], source: Sharding, mesh: Mesh, graph: Graph, local: str) -> tuple[int, ...]:
-    """Check that the tensor has the dims its sharding speaks of."""
-    if len(shape) != source.ndim:
-        raise PlanError(f"%{local} has {len(shape)} dims but is said to be {format_sharding(source)}")
-    return shape

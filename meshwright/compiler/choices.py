@@ -1,0 +1,155 @@
+"""The legal choices of every operator: which factor each mesh axis splits.
+
+An axis has a *role*: "any" (the solver decides), "dp" (it splits the batch and nothing else) or "tp" (it splits anything but
+the batch, and splits every weight that is contracted where it divides). Roles come from pins; without pins every axis is free.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.compiler.dims import Dim, DimClasses
+from meshwright.graph import Graph, Op
+from meshwright.mesh import Mesh
+from meshwright.pins import PinError, Pins
+from meshwright.plan import TIME
+from meshwright.rule import OpRule
+from meshwright.sharding import parse_sharding
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What the choices of a graph depend on, besides the operator itself."""
+
+    graph: Graph
+    mesh: Mesh
+    roles: Mapping[str, str]
+    pins: Pins
+    classes: DimClasses
+    batch: frozenset[Dim]
+    sequence: frozenset[Dim]
+    handed_on: frozenset[str]
+    microbatches: int
+
+
+def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[str, str]]:
+    """All assignments of ``op`` that can run and that the pins allow, idle ones first; never empty."""
+    kinds = _factor_kinds(op, rule, scope)
+    weights = _contracted_weights(op, rule, scope)
+    on_gradient = any(scope.graph.values[name].differentiable for name in op.outputs)
+    per_axis = []
+    for axis in scope.mesh.axes:
+        role = scope.roles[axis]
+        allowed: list[str | None] = [None]
+        for factor in rule.splittable:
+            batch, sequence = factor in kinds["batch"], factor in kinds["sequence"]
+            if (role == "dp" and not batch) or (role == "tp" and batch):
+                continue
+            if role == "tp" and sequence and scope.pins.sequence_parallel is False:
+                continue
+            allowed.append(factor)
+        per_axis.append(allowed if scope.mesh.size(axis) > 1 else [None])
+    found = []
+    timed = Mesh((*scope.mesh.axes, TIME), (*scope.mesh.sizes, scope.microbatches))
+    for combination in itertools.product(*per_axis):
+        assignment = {axis: factor for axis, factor in zip(scope.mesh.axes, combination, strict=True) if factor is not None}
+        if rule.legal({**assignment, **({TIME: time} if time else {})}, timed):
+            found.append(assignment)
+    found = _forced(found, kinds["batch"], scope, "dp") if on_gradient else found
+    if weights:
+        found = _forced(found, weights, scope, "tp")
+    if scope.pins.sequence_parallel:
+        found = _sequence_between_blocks(op, rule, found, scope)
+    return _pinned_tensors(op, rule, found, scope)
+
+
+def _factor_kinds(op: Op, rule: OpRule, scope: Scope) -> dict[str, set[str]]:
+    kinds: dict[str, set[str]] = {"batch": set(), "sequence": set()}
+    pairs = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
+    for name, dims in pairs:
+        for dim, factor in enumerate(dims):
+            if factor is None:
+                continue
+            root = scope.classes.find((name, dim))
+            if root in scope.batch:
+                kinds["batch"].add(factor)
+            if root in scope.sequence:
+                kinds["sequence"].add(factor)
+    return kinds
+
+
+def _contracted_weights(op: Op, rule: OpRule, scope: Scope) -> set[str]:
+    """Factors of the trainable weights that the operator contracts or looks rows up in."""
+    trainable = {param.value for param in scope.graph.params if param.trainable}
+    results = {factor for dims in rule.results for factor in dims}
+    factors: set[str] = set()
+    for name, dims in zip(op.inputs, rule.operands, strict=True):
+        if name in trainable and any(factor is not None and factor not in results for factor in dims):
+            factors.update(factor for factor in dims if factor is not None)
+    return factors
+
+
+def _forced(found: list[dict[str, str]], factors: set[str], scope: Scope, role: str) -> list[dict[str, str]]:
+    """Only the assignments in which as many axes of a role as possible split one of ``factors``."""
+    axes = [axis for axis in scope.mesh.axes if scope.roles[axis] == role and scope.mesh.size(axis) > 1]
+
+    def count(assignment: dict[str, str]) -> int:
+        return sum(assignment.get(axis) in factors for axis in axes)
+
+    most = max((count(assignment) for assignment in found), default=0)
+    return [assignment for assignment in found if count(assignment) == most]
+
+
+def _sequence_between_blocks(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:
+    """Sequence parallelism pinned: what blocks hand on is split over tp along the sequence."""
+    axes = [axis for axis in scope.mesh.axes if scope.roles[axis] == "tp"]
+    for name, dims in zip(op.outputs, rule.results, strict=True):
+        if name not in scope.handed_on or len(dims) < 3 or not axes:
+            continue
+        kept = [a for a in found if all(dims[1] is not None and a.get(axis) == dims[1] for axis in axes)]
+        if not kept:
+            shape = scope.graph.values[name].shape
+            raise PinError(
+                f"pin sequence_parallel=True: the sequence of length {shape[1]} that {op.target} of {op.module or 'the model'} "
+                f"hands on cannot be split over tp={scope.mesh.size(axes)}; use a length that tp divides, or drop the pin"
+            )
+        found = kept
+    return found
+
+
+def _pinned_tensors(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:
+    """Only the assignments that read a pinned parameter in its pinned split."""
+    if not scope.pins.tensors:
+        return found
+    owners = {param.value: param for param in scope.graph.params}
+    for name, dims in zip(op.inputs, rule.operands, strict=True):
+        if name not in owners:
+            continue
+        for pattern, text in scope.pins.tensors.items():
+            if not any(fnmatch.fnmatch(fqn, pattern) for fqn in owners[name].fqns):
+                continue
+            want = _parse_pin(text, len(dims))
+            for axis in {axis for axes in want for axis in axes} - set(scope.mesh.axes):
+                raise PinError(f"pin {pattern!r}: {text!r} names axis {axis!r}, the mesh has {', '.join(scope.mesh.axes)}")
+            kept = [a for a in found if _splits(a, dims, scope.mesh) == want]
+            if not kept:
+                raise PinError(f"pin {pattern!r}: {text!r} cannot be: {op.target} of {op.module} has no such legal split of "
+                               f"{owners[name].fqn} {scope.graph.values[name].shape} over mesh {scope.mesh}")
+            found = kept
+    return found
+
+
+def _splits(assignment: dict[str, str], dims: tuple[str | None, ...], mesh: Mesh) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(a for a in mesh.axes if f is not None and assignment.get(a) == f) for f in dims)
+
+
+def _parse_pin(text: str, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """Read "[h, f@tp]": names of dims are free, only the axes count."""
+    sharding = parse_sharding(re.sub(r"([\[,]\s*)[A-Za-z]\w*(?=\s*[@,\]])", r"\1_", text))
+    if sharding.ndim != ndim:
+        raise PinError(f"pin {text!r} has {sharding.ndim} dims, the parameter has {ndim}")
+    return sharding.dims

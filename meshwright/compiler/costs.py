@@ -1,0 +1,180 @@
+"""Prices of one graph on one mesh, as resource vectors.
+
+Every choice of the problem is priced in the same resources:
+
+    FORWARD, BACKWARD      seconds of compute
+    SEND, SEND_BACK        seconds of communication on the critical path (activations, and gradients the program reduces)
+    GATHER, REDUCE         seconds of communication that overlaps compute (parameters gathered forward; gathered and reduced
+                           backward)
+    STATE                  bytes held over the step: parameters, gradients, optimizer state, buffers
+    SAVED                  bytes of activations held from forward to backward
+    TRANSIENT              bytes held while a block runs: gathered parameters, what recomputation brings back
+
+The time of a block is FORWARD + SEND + max(0, GATHER - e FORWARD) + the same of the backward: communication of parameters
+counts only as what stays exposed behind the compute that hides it (e < 1, the part of compute that can run beside it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost import compute
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.collectives import Network
+from meshwright.graph import Graph, Op, Value
+from meshwright.mesh import Mesh
+from meshwright.reshard import KINDS, reshard
+from meshwright.rule import OpRule, Placed
+from meshwright.sharding import Sharding, ShardingError
+
+FORWARD, BACKWARD, SEND, SEND_BACK, GATHER, REDUCE, STATE, SAVED, TRANSIENT = range(9)
+RESOURCES = 9
+HIDING = 0.9
+"""Part of a block's compute behind which parameter communication can hide (the first gather and the last reduction cannot)."""
+
+TIME_ROWS = np.array(
+    [
+        [1 - f * HIDING, 1 - b * HIDING, 1, 1, f, b, 0, 0, 0]
+        for f in (0, 1)
+        for b in (0, 1)
+    ],
+    dtype=float,
+)
+BYTES_ROW = np.array([0, 0, 0, 0, 0, 0, 1, 1, 0], dtype=float)
+TRANSIENT_ROW = np.array([0, 0, 0, 0, 0, 0, 0, 0, 1], dtype=float)
+
+Vector = NDArray[np.float64]
+
+_CAST_BYTES = 4  # gradients and master weights are fp32
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How the parameters of a block are kept, and whether its activations are recomputed."""
+
+    zero: int = 0
+    data_axes: tuple[str, ...] = ()
+    shard_axes: tuple[str, ...] = ()
+    recompute: str = "none"
+
+
+class Costs:
+    """Memoized prices. ``itemsize``: bytes per element of what the compute reads (2 under bf16); ``state_bytes``: optimizer
+    state per parameter in bytes."""
+
+    def __init__(self, cluster: Cluster, mesh: Mesh, *, microbatches: int, itemsize: int, state_bytes: float) -> None:
+        self.mesh, self.device = mesh, cluster.device
+        self.network = Network(cluster, mesh)
+        self.microbatches, self.itemsize, self.state_bytes = microbatches, itemsize, state_bytes
+        self._collective: dict[tuple[str, tuple[str, ...], float], float] = {}
+        self._op: dict[object, tuple[float, float]] = {}
+        self._pair: dict[tuple[Sharding, Sharding], tuple[tuple[tuple[str, str, float], ...], ...] | None] = {}
+
+    def collective(self, kind: str, axes: Sequence[str], bytes_: float) -> float:
+        """Seconds of one collective over ``axes``; ``bytes_`` is its full buffer on one rank."""
+        axes = tuple(axis for axis in axes if self.mesh.size(axis) > 1)
+        if not axes or not bytes_:
+            return 0.0
+        key = (kind, axes, bytes_)
+        if key not in self._collective:
+            self._collective[key] = float(self.network.seconds(kind, axes, bytes_))
+        return self._collective[key]
+
+    def op(
+        self, op: Op, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], graph: Graph,
+        fused: compute.Fused | None,
+    ) -> tuple[float, float]:
+        """Seconds (forward, backward) of one call on LOCAL shapes; ``fused``: what its fused kernel reads and writes."""
+        dtype = graph.values[op.outputs[0]].dtype
+        needs = tuple(graph.values[name].differentiable for name in op.inputs)
+        literals = tuple(arg for arg in op.args if isinstance(arg, bool | int | float))
+        key = (op.target, tuple(operands), tuple(results), dtype, literals, needs, fused)
+        if key not in self._op:
+            self._op[key] = compute.seconds(
+                op.target, operands, results, dtype, self.device, op.args, op.kwargs, fused, needs
+            )
+        return self._op[key]
+
+    def internal(self, rule: OpRule, assignment: Mapping[str, str]) -> tuple[float, float]:
+        """Seconds (forward, backward) of the collectives inside an operator."""
+        seconds = [0.0, 0.0]
+        for factor, traffic in rule.internal.items():
+            axes = tuple(axis for axis in self.mesh.axes if assignment.get(axis) == factor)
+            if axes:
+                others = self.mesh.size([axis for axis, other in assignment.items() if other != factor and other[0] != "+"])
+                for item in traffic:
+                    seconds[item.backward] += self.collective(item.kind, axes, item.elements / others * item.itemsize)
+        return seconds[0], seconds[1]
+
+    def reshard(self, source: Sharding, target: Sharding, bytes_: float, differentiable: bool) -> tuple[float, float] | None:
+        """Seconds (forward, backward) of turning ``source`` into ``target``; None if that cannot be.
+
+        ``bytes_``: of the GLOBAL value.
+        """
+        key = (source, target)
+        if key not in self._pair:
+            try:
+                steps = reshard(source, target)
+            except ShardingError:
+                self._pair[key] = None
+            else:
+                sides: tuple[list[tuple[str, str, float]], list[tuple[str, str, float]]] = ([], [])
+                for step in steps:
+                    for side, kind in zip(sides, KINDS[step.kind], strict=True):
+                        if kind:
+                            side.append((kind, step.axis, step.scale(self.mesh)))
+                self._pair[key] = (tuple(sides[0]), tuple(sides[1]))
+        sides_ = self._pair[key]
+        if sides_ is None:
+            return None
+        forward = sum(self.collective(kind, (axis,), scale * bytes_) for kind, axis, scale in sides_[0])
+        if not differentiable:
+            return forward, 0.0
+        return forward, sum(self.collective(kind, (axis,), scale * bytes_) for kind, axis, scale in sides_[1])
+
+    def parameter(self, value: Value, need: Sharding, trainable: bool, variant: Variant) -> Vector | None:
+        """What one use of a parameter or buffer costs a block kept as ``variant``; None if the variant cannot hold it so.
+
+        Follows FSDP2: with ZeRO the parameter lives split over ``shard_axes``, is gathered in the compute dtype (3: before
+        every forward and backward of a micro-batch; 1, 2: once per step) and its gradient reduce-scattered (1: once per
+        step; 2, 3: every micro-batch), then all-reduced over the other data axes; without, gradients are all-reduced once.
+        """
+        vector = np.zeros(RESOURCES)
+        numel = value.numel / self.mesh.size(need.split_axes)
+        if not trainable:
+            vector[STATE] = numel * value.dtype.itemsize
+            return vector
+        if set(variant.data_axes) & set(need.split_axes):
+            return None
+        master, count = numel * _CAST_BYTES, self.microbatches
+        own = tuple(axis for axis in need.varying if axis not in variant.data_axes)
+        vector[SEND_BACK] += count * sum(self.collective("all_reduce", (axis,), master) for axis in sorted(own))
+        parts = self.mesh.size(variant.shard_axes) if variant.zero else 1
+        vector[STATE] = (2 * master + numel * self.state_bytes) / parts
+        replicas = tuple(axis for axis in variant.data_axes if axis not in (variant.shard_axes if variant.zero else ()))
+        reductions = count if variant.zero >= 2 else 1
+        vector[REDUCE] += reductions * self.collective("all_reduce", replicas, master / parts)
+        gathered = numel * self.itemsize
+        if variant.zero:
+            vector[REDUCE] += reductions * self.collective("reduce_scatter", variant.shard_axes, master)
+            gather = self.collective("all_gather", variant.shard_axes, gathered)
+            vector[GATHER] += gather * (count if variant.zero == 3 else 1)
+            vector[REDUCE] += gather * count if variant.zero == 3 else 0.0
+            # FSDP2 keeps this block's and the next one's gathered parameters, and this block's unreduced gradient
+            vector[TRANSIENT] += 2 * gathered + master if variant.zero == 3 else master
+            vector[STATE] += gathered if variant.zero < 3 else 0.0
+            vector[STATE] += master if variant.zero == 1 and count > 1 else 0.0
+        elif self.itemsize < _CAST_BYTES:
+            vector[STATE] += gathered
+        moved = 3 * (2 * master + numel * self.state_bytes) / parts
+        vector[BACKWARD] += moved / (self.device.memory_bandwidth * self.device.memory_efficiency)
+        return vector
+
+
+def local_shapes(placed: Placed, shapes: Sequence[tuple[int, ...]], mesh: Mesh, results: bool) -> list[tuple[int, ...]]:
+    """Local shapes of an operator's operands or results; ``shapes`` are those of the whole micro-batch."""
+    return [s.local_shape(shape, mesh) for s, shape in zip(placed.results if results else placed.operands, shapes, strict=True)]

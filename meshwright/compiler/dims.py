@@ -1,0 +1,73 @@
+"""What the dims of a graph are: batch, sequence - by where they come from, never by name.
+
+Dims that one factor joins inside an operator belong together; the classes of that relation follow a dim through the whole
+graph. The *batch* is the class of dim 0 of the inputs, the *sequence* the class of dim 1 of what blocks hand on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from meshwright.graph import Graph
+from meshwright.rule import OpRule
+
+Dim = tuple[str, int]
+
+
+class DimClasses:
+    """Union-find over (value, dim), joined by the factors of every operator's rule."""
+
+    def __init__(self, graph: Graph, rules: Mapping[str, OpRule]) -> None:
+        self._parent: dict[Dim, Dim] = {}
+        for op in graph.ops:
+            rule = rules[op.name]
+            seen: dict[str, Dim] = {}
+            pairs = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
+            for name, dims in pairs:
+                for dim, factor in enumerate(dims):
+                    if factor is not None:
+                        self._join(seen.setdefault(factor, (name, dim)), (name, dim))
+
+    def find(self, dim: Dim) -> Dim:
+        """The class of a dim, by its representative."""
+        root = dim
+        while self._parent.get(root, root) != root:
+            root = self._parent[root]
+        while self._parent.get(dim, dim) != root:
+            self._parent[dim], dim = root, self._parent.get(dim, dim)
+        return root
+
+    def of(self, dims: Iterable[Dim]) -> frozenset[Dim]:
+        """The classes of several dims."""
+        return frozenset(self.find(dim) for dim in dims)
+
+    def _join(self, a: Dim, b: Dim) -> None:
+        a, b = self.find(a), self.find(b)
+        if a != b:
+            self._parent[max(a, b)] = min(a, b)
+
+
+def batch_inputs(graph: Graph) -> dict[str, int]:
+    """{input: its batch dim}: dim 0 of every input as long as the first input that has dims."""
+    sizes = [graph.values[name].shape[0] for name in graph.inputs if graph.values[name].shape]
+    return {name: 0 for name in graph.inputs if graph.values[name].shape and graph.values[name].shape[0] == sizes[0]}
+
+
+def batch_size(graph: Graph) -> int:
+    """The global batch, 1 if no input has dims."""
+    return next((graph.values[name].shape[0] for name in batch_inputs(graph)), 1)
+
+
+def handed_on(graph: Graph) -> list[str]:
+    """Values with a gradient that leave a block: what layers hand to the next."""
+    where: dict[str, int] = {}
+    for index, block in enumerate(graph.blocks):
+        for op in graph.ops[block.start : block.stop]:
+            where.update(dict.fromkeys(op.outputs, index))
+    result = []
+    for position, op in enumerate(graph.ops):
+        inside = next((i for i, b in enumerate(graph.blocks) if b.start <= position < b.stop), -1)
+        for name in op.inputs:
+            if name in where and where[name] != inside and graph.values[name].differentiable:
+                result.append(name)
+    return list(dict.fromkeys(result))

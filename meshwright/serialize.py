@@ -1,0 +1,145 @@
+"""Graphs and plans as JSON: nothing pickled, nothing executed on reading.
+
+Tensors' uses are {"%": name}; dtypes, memory formats, layouts and devices are {"torch": name}; small constant tensors are
+lists of numbers. Infinite and missing numbers are JSON's Infinity and NaN.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from meshwright.graph import Block, Graph, Op, Param, Ref, Value
+from meshwright.mesh import Mesh
+from meshwright.plan import GroupChoice, Plan, PlanError, Schedule
+from meshwright.sharding import DTYPE_NAMES, DTYPES, format_sharding, parse_sharding
+
+VERSION = 1
+
+
+def graph_to_dict(graph: Graph) -> dict[str, Any]:
+    """A graph as JSON-able values."""
+    return {
+        "values": [[v.name, list(v.shape), DTYPE_NAMES[v.dtype], v.differentiable] for v in graph.values.values()],
+        "inputs": list(graph.inputs),
+        "params": [asdict(param) for param in graph.params],
+        "ops": [
+            [op.name, op.target, _pack(op.args), _pack(dict(op.kwargs)), list(op.outputs), op.module, op.source]
+            for op in graph.ops
+        ],
+        "output_tree": _pack(graph.output_tree),
+        "loss": graph.loss,
+        "mutations": [list(pair) for pair in graph.mutations],
+        "blocks": [[b.path, b.kind, b.start, b.stop] for b in graph.blocks],
+        "signature": graph.signature,
+        "constants": {name: [DTYPE_NAMES[t.dtype], list(t.shape), t.flatten().tolist()] for name, t in graph.constants.items()},
+    }
+
+
+def graph_from_dict(data: Mapping[str, Any]) -> Graph:
+    """The graph that ``graph_to_dict`` wrote."""
+    return Graph(
+        values={n: Value(n, tuple(shape), DTYPES[dtype], diff) for n, shape, dtype, diff in data["values"]},
+        inputs=tuple(data["inputs"]),
+        params=tuple(Param(**{**param, "fqns": tuple(param["fqns"])}) for param in data["params"]),
+        ops=tuple(
+            Op(name, target, _unpack(args), tuple(_unpack(kwargs).items()), tuple(outputs), module, source)
+            for name, target, args, kwargs, outputs, module, source in data["ops"]
+        ),
+        output_tree=_unpack(data["output_tree"]),
+        loss=data["loss"],
+        mutations=tuple((old, new) for old, new in data["mutations"]),
+        blocks=tuple(Block(*block) for block in data["blocks"]),
+        signature=data["signature"],
+        constants={
+            name: torch.tensor(numbers, dtype=DTYPES[dtype]).reshape(shape)
+            for name, (dtype, shape, numbers) in data["constants"].items()
+        },
+    )
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON-able values."""
+    return {
+        "meshwright": VERSION,
+        "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)),
+        "cluster": plan.cluster, "precision": plan.precision, "optimizer": plan.optimizer,
+        "predicted": _pack(plan.predicted), "certificate": _pack(plan.certificate), "notes": list(plan.notes),
+        "groups": [asdict(group) for group in plan.groups],
+        "schedule": {
+            "microbatches": plan.schedule.microbatches, "time": dict(plan.schedule.time),
+            "prologue": sorted(plan.schedule.prologue),
+        },
+        "assignments": {name: dict(assignment) for name, assignment in plan.assignments.items() if assignment},
+        "copies": {name: format_sharding(sharding) for name, sharding in plan.copies.items()},
+        "graph": graph_to_dict(plan.graph),
+    }
+
+
+def plan_from_dict(data: Mapping[str, Any]) -> Plan:
+    """The plan that ``plan_to_dict`` wrote; PlanError if it is none, or of another version."""
+    if not isinstance(data, Mapping) or "meshwright" not in data:
+        raise PlanError("this file holds no meshwright plan; write one with plan.save(path)")
+    if data["meshwright"] != VERSION:
+        raise PlanError(f"the plan is of format {data['meshwright']}, this version reads format {VERSION}; make the plan anew")
+    try:
+        return Plan(
+            graph=graph_from_dict(data["graph"]),
+            mesh=Mesh(tuple(data["mesh"]), tuple(data["mesh"].values())),
+            assignments=data["assignments"],
+            copies={name: parse_sharding(text) for name, text in data["copies"].items()},
+            groups=tuple(
+                GroupChoice(**{**g, "data_axes": tuple(g["data_axes"]), "shard_axes": tuple(g["shard_axes"])})
+                for g in data["groups"]
+            ),
+            schedule=Schedule(
+                data["schedule"]["microbatches"], data["schedule"]["time"], frozenset(data["schedule"]["prologue"])
+            ),
+            precision=data["precision"], optimizer=data["optimizer"], cluster=data["cluster"],
+            predicted=_unpack(data["predicted"]), certificate=_unpack(data["certificate"]), notes=tuple(data["notes"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanError(f"the plan is damaged: {type(error).__name__} {error}") from error
+
+
+def plan_hash(plan: Plan) -> str:
+    """What every rank must agree on: a digest of all decisions and of the graph, not of predictions."""
+    data = plan_to_dict(plan)
+    for key in ("predicted", "certificate", "notes"):
+        data.pop(key)
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _pack(tree: Any) -> Any:
+    if isinstance(tree, Ref):
+        return {"%": tree.name}
+    if isinstance(tree, torch.dtype | torch.memory_format | torch.layout):
+        return {"torch": str(tree).removeprefix("torch.")}
+    if isinstance(tree, torch.device):
+        return {"device": str(tree)}
+    if isinstance(tree, tuple | list):
+        return [_pack(item) for item in tree]
+    if isinstance(tree, Mapping):
+        return {"map": [[_pack(key), _pack(item)] for key, item in tree.items()]}
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return tree
+    raise PlanError(f"cannot write {tree!r} of type {type(tree).__name__} into a plan")
+
+
+def _unpack(tree: Any) -> Any:
+    if isinstance(tree, list):
+        return tuple(_unpack(item) for item in tree)
+    if isinstance(tree, Mapping):
+        if "%" in tree:
+            return Ref(tree["%"])
+        if "torch" in tree:
+            return getattr(torch, tree["torch"])
+        if "device" in tree:
+            return torch.device(tree["device"])
+        return {_unpack(key): _unpack(item) for key, item in tree["map"]}
+    return tree
