@@ -1,0 +1,227 @@
+"""The way through: a module, a mesh and an example become a plan, and the plan a running module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.cost.cluster import Cluster
+from meshwright.errors import InputError
+from meshwright.graph import Graph
+from meshwright.pins import PinError, Pins
+from meshwright.plan import Plan, PlanError
+from meshwright.planner import OPTIMIZERS, Timing, capture_model, make_plan, rules_of
+from meshwright.serialize import plan_from_dict, plan_hash, plan_to_dict
+
+AXES = ("dp", "tp", "cp", "pp", "ep")
+PRECISIONS = ("fp32", "bf16")
+
+
+def plan(
+    model: nn.Module, cluster: Cluster | str, example_inputs: Any = None, *, loss_fn: Callable[..., Any] | None = None,
+    optimizer: str | float = "adamw", precision: str = "fp32", pins: Pins | Mapping[str, Any] | None = None,
+    strict: bool = False, progress: bool = False, timing: Timing | None = None,
+) -> Plan:
+    """Plan ``model`` on ``cluster`` ("h100:8x8", a Cluster): no processes, no GPU, any size; meta parameters are enough.
+
+    ``example_inputs``: (args, kwargs), args or kwargs at the GLOBAL batch, with the loss function's targets as a third
+    item; None takes ``model.dummy_inputs``. ``optimizer``: a name or the bytes of state per parameter. ``strict``: refuse
+    operators without a sharding rule instead of replicating them. Raises InputError, CaptureError, PinError, PlanError.
+    """
+    timing = timing or Timing()
+    checked = _check_options(optimizer, precision, pins)
+    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    args, kwargs, targets = _example(model, example_inputs)
+    graph = capture_model(model, args, kwargs, targets, loss_fn, precision)
+    timing.mark("capture")
+    with _progress(progress) as report:
+        return make_plan(graph, where, checked, optimizer=optimizer, precision=precision, strict=strict, timing=timing,
+                         progress=report)
+
+
+def autoparallel(
+    model: nn.Module, mesh: DeviceMesh | Cluster | str, example_inputs: Any = None, *,
+    loss_fn: Callable[..., Any] | None = None, optimizer: str | float = "adamw", precision: str = "fp32",
+    pins: Pins | Mapping[str, Any] | None = None, plan: Plan | str | Path | None = None, progress: bool = True,
+    strict: bool = False,
+) -> nn.Module:
+    """Parallelize ``model`` over ``mesh``: an ``nn.Module`` whose loss, gradients and steps equal the single device's.
+
+    Call on every rank with the same arguments. A DeviceMesh whose axes are named dp, tp, cp, pp, ep pins those degrees; any
+    other is only a set of devices. ``plan``: a Plan or its file, skips the search. Without an example the first call is the
+    example. See ``plan`` for the other arguments and the errors.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise InputError(f"autoparallel runs on a torch DeviceMesh, got {type(mesh).__name__}; to plan for a cluster without "
+                         "its devices use meshwright.plan(model, cluster, ...)")
+    checked = _mesh_pins(mesh, _check_options(optimizer, precision, pins))
+    if example_inputs is None and plan is None and getattr(model, "dummy_inputs", None) is None:
+        from meshwright.runtime.deferred import Deferred
+
+        def build(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module:
+            return autoparallel(model, mesh, (args, kwargs), loss_fn=loss_fn, optimizer=optimizer, precision=precision,
+                                pins=pins, progress=progress, strict=strict)
+
+        return Deferred(build)
+    if plan is not None:
+        found = plan if isinstance(plan, Plan) else Plan.load(plan)
+        found = _agree(lambda: found, None)
+        _check_plan(found, model, mesh)
+    else:
+        args, kwargs, targets = _example(model, example_inputs)
+        graph = capture_model(model, args, kwargs, targets, loss_fn, precision)
+
+        def search() -> Plan:
+            with _progress(progress) as report:
+                return make_plan(graph, _cluster_of(mesh), checked, optimizer=optimizer, precision=precision, strict=strict,
+                                 progress=report)
+
+        found = _agree(search, graph)
+    return _build(found, model, mesh)
+
+
+def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """The rank's program, checked, and the module that runs it."""
+    from meshwright.passes import rank_program
+    from meshwright.runtime.module import build
+
+    rules, _ = rules_of(plan.graph)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    program = rank_program(plan, rules, rank)
+    parallel = build(program, model, device=torch.device(mesh.device_type, torch.cuda.current_device())
+                     if mesh.device_type == "cuda" else torch.device(mesh.device_type))
+    parallel.plan = plan
+    return parallel
+
+
+def _agree(search: Callable[[], Plan], graph: Graph | None) -> Plan:
+    """Rank 0's plan on every rank. What rank 0 raises, every rank raises; a rank that captured another graph says so."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return search()
+    message: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            message = [("plan", plan_to_dict(search()))]
+        except Exception as error:
+            message = [("error", error)]
+    dist.broadcast_object_list(message, src=0)
+    kind, content = message[0]
+    if kind == "error":
+        raise content
+    found = plan_from_dict(content)
+    mine = found if graph is None else _with_graph(found, graph)
+    hashes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hashes, plan_hash(mine))
+    if len(set(hashes)) > 1:
+        odd = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
+        raise PlanError(f"ranks {odd} captured another model than rank 0 (or read another plan); build the same model with the "
+                        "same example inputs on every rank")
+    return found
+
+
+def _with_graph(plan: Plan, graph: Graph) -> Plan:
+    from dataclasses import replace
+
+    return replace(plan, graph=graph)
+
+
+def _check_plan(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
+    if plan.mesh.world != mesh.size():
+        raise PlanError(f"the plan is for {plan.mesh.world} devices ({plan.mesh}), the mesh has {mesh.size()}; plan again, or "
+                        f"start {plan.mesh.world} processes")
+    shapes = {name: tuple(p.shape) for name, p in (*model.named_parameters(remove_duplicate=False),)}
+    for param in plan.graph.params:
+        if param.buffer:
+            continue
+        for fqn in param.fqns:
+            want = plan.graph.values[param.value].shape
+            if shapes.get(fqn) != want:
+                raise PlanError(f"the plan was made for a model with parameter {fqn!r} of shape {want}; this model has "
+                                f"{shapes.get(fqn, 'none of that name')}")
+
+
+def _check_options(optimizer: str | float, precision: str, pins: Pins | Mapping[str, Any] | None) -> Pins:
+    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+        raise InputError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)} or give the bytes of state "
+                         "per parameter as a number")
+    if precision not in PRECISIONS:
+        raise InputError(f"precision {precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
+    return Pins.of(pins)
+
+
+def _mesh_pins(mesh: DeviceMesh, pins: Pins) -> Pins:
+    """The pins with the degrees that a named mesh gives."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if mesh.size() != world:
+        raise InputError(f"the mesh has {mesh.size()} devices but {world} processes run; make the mesh over all of them")
+    names = mesh.mesh_dim_names or ()
+    if not names or not set(names) <= set(AXES):
+        return pins
+    from dataclasses import replace
+
+    for name, size in zip(names, mesh.shape, strict=True):
+        pinned = getattr(pins, name)
+        if pinned not in (None, size):
+            raise PinError(f"pin {name}={pinned} contradicts the mesh, whose axis {name!r} has size {size}; change one")
+        pins = replace(pins, **{name: size})
+    return pins
+
+
+def _cluster_of(mesh: DeviceMesh) -> Cluster:
+    """The topology behind a DeviceMesh: its kind of device, in nodes of as many as run on this host."""
+    import os
+
+    world = mesh.size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    local = local if local and world % local == 0 else world
+    if mesh.device_type == "cpu":
+        return Cluster.parse(f"cpu:{world // local}x{local}")
+    from meshwright.cost.cluster import device_for
+
+    name = device_for(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
+    return Cluster.parse(f"{name}:{world // local}x{local}")
+
+
+def _example(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    """(args, kwargs, targets) from what a user may give."""
+    if example is None:
+        example = getattr(model, "dummy_inputs", None)
+        if example is None:
+            raise InputError("no example inputs: pass example_inputs=(args, kwargs) at the global batch")
+    if isinstance(example, Mapping):
+        return (), dict(example), ()
+    if not isinstance(example, tuple | list):
+        return (example,), {}, ()
+    if len(example) in (2, 3) and isinstance(example[0], tuple | list) and isinstance(example[1], Mapping):
+        return tuple(example[0]), dict(example[1]), tuple(example[2]) if len(example) == 3 else ()
+    return tuple(example), {}, ()
+
+
+class _progress:  # noqa: N801 - reads as a statement
+    """A spinner with the layouts tried, on rank 0's stderr."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on and (not dist.is_initialized() or dist.get_rank() == 0)
+
+    def __enter__(self) -> Callable[[str, float], None] | None:
+        if not self.on:
+            return None
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("planning"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self.bar = Progress(*columns, console=Console(stderr=True), transient=False)
+        self.bar.start()
+        self.task = self.bar.add_task("capture", total=None)
+        return lambda what, done: self.bar.update(self.task, description=what, total=1.0, completed=done)
+
+    def __exit__(self, *_: object) -> None:
+        if self.on:
+            self.bar.update(self.task, total=1.0, completed=1.0)
+            self.bar.stop()
