@@ -148,8 +148,8 @@ def _check_plan(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _check_options(optimizer: str | float, precision: str, pins: Pins | Mapping[str, Any] | None) -> Pins:
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
-        raise InputError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)} or give the bytes of state "
-                         "per parameter as a number")
+        raise InputError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)} or give the bytes of "
+                         "state per parameter as a number")
     if precision not in PRECISIONS:
         raise InputError(f"precision {precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
     return Pins.of(pins)

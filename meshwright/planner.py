@@ -29,7 +29,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
 from meshwright.mesh import Mesh
 from meshwright.pins import PinError, Pins
-from meshwright.plan import Plan, PlanError, Schedule
+from meshwright.plan import Plan, PlanError
 from meshwright.rule import OpRule
 
 OPTIMIZERS: Mapping[str, float] = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "momentum": 4.0, "adagrad": 4.0, "lion": 4.0}
@@ -185,7 +185,7 @@ def _microbatches(graph: Graph, layout: Layout, pins: Pins) -> list[int]:
     batch = batch_size(graph)
     data = layout.mesh.size([axis for axis in layout.mesh.axes if layout.roles[axis] == "dp"])
     if batch % data:
-        raise PinError(f"the batch of {batch} samples is not divisible by dp={data}; use a batch that dp divides, or pin another dp")
+        raise PinError(f"the batch of {batch} samples is not divisible by dp={data}; use a batch that it divides, or another dp")
     if pins.microbatches is not None:
         if (batch // data) % pins.microbatches:
             raise PinError(
@@ -199,7 +199,9 @@ def _microbatches(graph: Graph, layout: Layout, pins: Pins) -> list[int]:
 def _unsupported(pins: Pins) -> None:
     for name in ("cp", "pp", "ep"):
         if (getattr(pins, name) or 1) > 1:
-            raise PinError(f"pin {name}={getattr(pins, name)}: this version plans dp, tp, sequence parallelism and ZeRO; drop the pin")
+            raise PinError(
+                f"pin {name}={getattr(pins, name)}: this version plans dp, tp, sequence parallelism and ZeRO; drop the pin"
+            )
 
 
 def _solve_layout(
@@ -262,6 +264,3 @@ def _does_not_fit(error: Infeasible, cluster: Cluster, capacity: float, layout: 
         f"nothing fits {cluster}: the least memory any plan needs on mesh {layout.mesh} with microbatches={microbatches} is "
         f"{error.least / gib:.2f} GiB per device, {capacity / gib:.2f} GiB are there"
     )
-
-
-__all__ = ["GAP", "OPTIMIZERS", "Layout", "OutOfMemoryError", "Plan", "Schedule", "Timing", "capture_model", "layouts", "make_plan"]

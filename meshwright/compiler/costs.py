@@ -136,8 +136,13 @@ class Costs:
             return forward, 0.0
         return forward, sum(self.collective(kind, (axis,), scale * bytes_) for kind, axis, scale in sides_[1])
 
-    def parameter(self, value: Value, need: Sharding, trainable: bool, variant: Variant) -> Vector | None:
+    def parameter(
+        self, value: Value, need: Sharding, trainable: bool, variant: Variant, group: float
+    ) -> Vector | None:
         """What one use of a parameter or buffer costs a block kept as ``variant``; None if the variant cannot hold it so.
+
+        FSDP2 moves all parameters of a block in one collective, so a parameter pays its share of one over ``group``, the
+        number of the block's trainable elements.
 
         Follows FSDP2: with ZeRO the parameter lives split over ``shard_axes``, is gathered in the compute dtype (3: before
         every forward and backward of a micro-batch; 1, 2: once per step) and its gradient reduce-scattered (1: once per
@@ -150,18 +155,21 @@ class Costs:
             return vector
         if set(variant.data_axes) & set(need.split_axes):
             return None
-        master, count = numel * _CAST_BYTES, self.microbatches
+        master, gathered, count = numel * _CAST_BYTES, numel * self.itemsize, self.microbatches
         own = tuple(axis for axis in need.varying if axis not in variant.data_axes)
         vector[SEND_BACK] += count * sum(self.collective("all_reduce", (axis,), master) for axis in sorted(own))
+
+        def share(kind: str, axes: tuple[str, ...], itemsize: float) -> float:
+            return self.collective(kind, axes, group * itemsize) * numel / group
+
         parts = self.mesh.size(variant.shard_axes) if variant.zero else 1
         vector[STATE] = (2 * master + numel * self.state_bytes) / parts
         replicas = tuple(axis for axis in variant.data_axes if axis not in (variant.shard_axes if variant.zero else ()))
         reductions = count if variant.zero >= 2 else 1
-        vector[REDUCE] += reductions * self.collective("all_reduce", replicas, master / parts)
-        gathered = numel * self.itemsize
+        vector[REDUCE] += reductions * share("all_reduce", replicas, _CAST_BYTES / parts)
         if variant.zero:
-            vector[REDUCE] += reductions * self.collective("reduce_scatter", variant.shard_axes, master)
-            gather = self.collective("all_gather", variant.shard_axes, gathered)
+            vector[REDUCE] += reductions * share("reduce_scatter", variant.shard_axes, _CAST_BYTES)
+            gather = share("all_gather", variant.shard_axes, self.itemsize)
             vector[GATHER] += gather * (count if variant.zero == 3 else 1)
             vector[REDUCE] += gather * count if variant.zero == 3 else 0.0
             # FSDP2 keeps this block's and the next one's gathered parameters, and this block's unreduced gradient

@@ -259,7 +259,7 @@ class Problem:
         for variant in self.block_variants:
             unary = [array.copy() for array in model.unary]
             for var, name, needs in model.parameter_uses:
-                unary[var] += self._parameter_costs(name, needs, variant)
+                unary[var] += self._parameter_costs(name, needs, variant, model)
             edges = model.edges
             if variant.recompute == "full":
                 unary, edges = self._recomputed(model, unary)
@@ -286,14 +286,18 @@ class Problem:
                 unary[var] = unary[var] + np.outer(held, np.eye(RESOURCES)[SAVED])
         return unary, [Edge(e.i, e.j, through(e.table), e.rows, e.cols) for e in model.edges]
 
-    def _parameter_costs(self, name: str, needs: Sequence[Sharding], variant: Variant) -> np.ndarray:
-        key = ("param", self.graph.values[name].shape, tuple(needs), self.params[name].trainable, variant)
+    def _parameter_costs(self, name: str, needs: Sequence[Sharding], variant: Variant, model: _Model) -> np.ndarray:
+        trainable = dict.fromkeys(use for _, use, _ in model.parameter_uses if self.params[use].trainable)
+        group = float(sum(self.graph.values[use].numel for use in trainable))
+        key = ("param", self.graph.values[name].shape, tuple(needs), self.params[name].trainable, variant, group)
         if key not in self.tables:
             rows = []
             seen: dict[Sharding, np.ndarray] = {}
             for need in needs:
                 if need not in seen:
-                    cost = self.costs.parameter(self.graph.values[name], need, self.params[name].trainable, variant)
+                    cost = self.costs.parameter(
+                        self.graph.values[name], need, self.params[name].trainable, variant, group
+                    )
                     seen[need] = np.full(RESOURCES, np.inf) if cost is None else cost
                 rows.append(seen[need])
             self.tables[key] = np.array(rows)
@@ -474,7 +478,8 @@ class Problem:
         have = [placed.results[k] for placed in model.placed[i]]
         whole = self._bytes(name, Sharding.whole(len(self.graph.values[name].shape)))
         for row, state in zip(model.unary[i], have, strict=True):
-            row[SEND] += self.costs.collective("all_reduce", tuple(sorted(state.partial)), whole / self.mesh.size(state.split_axes))
+            local = whole / self.mesh.size(state.split_axes)
+            row[SEND] += self.costs.collective("all_reduce", tuple(sorted(state.partial)), local)
 
     # parameters
 
@@ -513,7 +518,7 @@ class Problem:
         var = model.add(np.zeros((len(self.root_variants), RESOURCES)))
         model.shared.append(("", var))
         for i, name, needs in model.parameter_uses:
-            columns = [self._parameter_costs(name, needs, variant) for variant in self.root_variants]
+            columns = [self._parameter_costs(name, needs, variant, model) for variant in self.root_variants]
             model.edges.append(Edge(i, var, np.stack(columns, axis=1)))
 
     # reading the solution
