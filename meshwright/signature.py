@@ -173,8 +173,9 @@ def _describe(value: Any, path: str, leaves: list[torch.Tensor]) -> dict[str, An
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         items_ = {f.name: _describe(getattr(value, f.name), f"{path}.{f.name}", leaves) for f in dataclasses.fields(value)}
         return {"mapping": _class_path(type(value)), "items": items_}
-    raise InputError(f"argument {path!r} is a {type(value).__name__}; arguments may be tensors, None, bool, int, float, str, and "
-                     f"lists, tuples, dicts and dataclasses of these. Leave it out, or wrap the model in a module that makes it")
+    raise InputError(f"argument {path!r} is a {type(value).__name__}; arguments may be tensors, None, bool, int, float, str, "
+                     f"and lists, tuples, dicts and dataclasses of these. Leave it out, or wrap the model in a module that "
+                     f"makes it")
 
 
 def _match(spec: Spec, value: Any, path: str, leaves: list[torch.Tensor]) -> None:
@@ -183,13 +184,13 @@ def _match(spec: Spec, value: Any, path: str, leaves: list[torch.Tensor]) -> Non
         if not isinstance(value, torch.Tensor):
             raise InputError(f"argument {path!r} is {_show_value(value)}; the plan was made with {_show(spec)}")
         if list(value.shape) != spec["shape"] or DTYPE_NAMES.get(value.dtype) != spec["dtype"]:
-            raise InputError(f"argument {path!r} is {_show_value(value)}; the plan was made with {_show(spec)}. Pass that shape and "
-                             f"dtype (the GLOBAL batch), or plan again for this one")
+            raise InputError(f"argument {path!r} is {_show_value(value)}; the plan was made with {_show(spec)}. Pass that "
+                             f"shape and dtype (the GLOBAL batch), or plan again for this one")
         leaves.append(value)
     elif "constant" in spec:
         if type(value) is not type(spec["constant"]) or value != spec["constant"]:
-            raise InputError(f"argument {path!r} is {_show_value(value)}; the plan was made with {_show(spec)}, which is fixed in "
-                             f"its graph. Pass the same, or plan again")
+            raise InputError(f"argument {path!r} is {_show_value(value)}; the plan was made with {_show(spec)}, which is "
+                             f"fixed in its graph. Pass the same, or plan again")
     elif "sequence" in spec:
         if not isinstance(value, list | tuple) or len(value) != len(spec["items"]):
             raise InputError(f"argument {path!r} is {_show_value(value)}; the plan was made with a {spec['sequence']} of "

@@ -21,8 +21,11 @@ from typing import Any
 
 from meshwright.graph import Block, Graph, Op, Ref, map_refs
 
-CONTRACTIONS = frozenset("linear addmm mm bmm matmul baddbmm einsum _grouped_mm tensordot conv1d conv2d conv3d convolution "
-                         "conv_transpose1d conv_transpose2d conv_transpose3d".split())
+CONTRACTIONS = frozenset({
+    "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "_grouped_mm", "tensordot", "conv1d", "conv2d", "conv3d",
+    "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+})
+TRANSPOSES = frozenset({"aten.t.default", "aten.transpose.int"})
 
 
 @dataclass
@@ -65,7 +68,7 @@ def find_blocks(graph: Graph) -> Graph:
 def _module_tree(graph: Graph) -> _Run:
     """The tree of the modules that made ops, each with its run."""
     weights = {param.value for param in graph.params if not param.buffer}
-    weights |= {op.outputs[0] for op in graph.ops if op.target in ("aten.t.default", "aten.transpose.int") and op.inputs[0] in weights}
+    weights |= {op.outputs[0] for op in graph.ops if op.target in TRANSPOSES and op.inputs[0] in weights}
     root = _Run("")
     for index, op in enumerate(graph.ops):
         contracts = op.target.split(".")[1] in CONTRACTIONS and any(name in weights for name in op.inputs)

@@ -78,8 +78,8 @@ def _with_loss(graph: Graph, traced: Traced, loss_fn: Callable[..., Any] | None)
     scalar = isinstance(loss, Ref) and graph.values[loss.name].shape == () and graph.values[loss.name].dtype.is_floating_point
     if loss_fn is not None and (not scalar or not isinstance(tree, Ref)):
         found = str(graph.values[tree.name]) if isinstance(tree, Ref) else f"a {type(tree).__name__}"
-        raise CaptureError(f"loss_fn must return a scalar floating tensor (the loss), but gives {found}; reduce it, for example "
-                           f"by .mean()")
+        raise CaptureError(f"loss_fn must return a scalar floating tensor (the loss), but gives {found}; reduce it, for "
+                           f"example by .mean()")
     return replace(graph, loss=loss.name) if scalar else graph
 
 

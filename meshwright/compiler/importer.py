@@ -174,8 +174,8 @@ class _Importer:
             return
         module, source = _module_path(node), self._source(node)
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise CaptureError(f"module {module!r} ({source}) uses {node.target}, which has no place in a static graph; replace it "
-                               f"by tensor operations", module=module, source=source)
+            raise CaptureError(f"module {module!r} ({source}) uses {node.target}, which has no place in a static graph; "
+                               f"replace it by tensor operations", module=module, source=source)
         val = node.meta.get("val")
         if isinstance(val, torch.Tensor):
             name = self._unique(node.name)
@@ -190,11 +190,12 @@ class _Importer:
         elif val is None:
             return  # an assertion: computes nothing
         else:
-            raise CaptureError(f"module {module!r} ({source}): {node.target} gives a number that depends on the data, and a static "
-                               f"graph has fixed shapes; use torch.where or a mask", module=module, source=source)
+            raise CaptureError(f"module {module!r} ({source}): {node.target} gives a number that depends on the data, and a "
+                               f"static graph has fixed shapes; use torch.where or a mask", module=module, source=source)
         kwargs = tuple((key, self._argument(value)) for key, value in node.kwargs.items())
         args = tuple(self._argument(arg) for arg in node.args)
-        self.ops.append(Op(outputs[0] if len(outputs) == 1 else node.name, str(node.target), args, kwargs, outputs, module, source))
+        name = outputs[0] if len(outputs) == 1 else node.name
+        self.ops.append(Op(name, str(node.target), args, kwargs, outputs, module, source))
 
     def _argument(self, arg: Any) -> Any:
         if isinstance(arg, fx.Node):
@@ -239,12 +240,19 @@ class _Importer:
 
 
 def _module_path(node: fx.Node) -> str:
-    """Path of the innermost module in the original model; a second call of it ends in "@1"."""
+    """Path of the innermost module in the original model; where a module is called again, its name ends in "@1", "@2"..."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
     path = str(next(reversed(stack.values()))[0])
-    return path.removeprefix(WRAPPED).removeprefix(".") if path.split(".")[0].split("@")[0] == WRAPPED else ""
+    if any("@" in key for key in stack):
+        parts = path.split(".")
+        for key, (prefix, _) in stack.items():
+            if "@" in key:
+                parts[prefix.count(".")] += key[key.rindex("@"):]
+        path = ".".join(parts)
+    head, _, rest = path.partition(".")
+    return rest if head.partition("@")[0] == WRAPPED else ""
 
 
 def _identifier(name: str) -> str:

@@ -23,21 +23,25 @@ from torch import Tensor
 
 from meshwright.compiler.patterns import ATTENTION
 from meshwright.compiler.rewrite import Edit, eliminate_dead_code, rewrite
-from meshwright.graph import Graph, Op, Ref, map_refs
+from meshwright.graph import Graph, Op, map_refs
 
 MAX_ELEMENTS = 1 << 31
 """A mask with more elements than this, constant dims not counted, is left as it is."""
 _EAGER = 1 << 22
 _BLOCK = 1 << 23
 
-ELEMENTWISE = frozenset(
-    "add sub rsub mul div neg abs le lt ge gt eq ne logical_and logical_or logical_not logical_xor bitwise_and bitwise_or "
-    "bitwise_not bitwise_xor where masked_fill _to_copy clamp clamp_min clamp_max minimum maximum floor_divide remainder pow "
-    "log sqrt exp".split()
-)
-VIEWS = frozenset("expand unsqueeze select slice transpose permute t squeeze".split())
-FILLS = frozenset("full ones zeros new_ones new_zeros new_full full_like ones_like zeros_like scalar_tensor".split())
-OTHERS = frozenset("arange cumsum index tril triu diff reshape cat flip".split())
+ELEMENTWISE = frozenset({
+    "add", "sub", "rsub", "mul", "div", "neg", "abs", "lt", "le", "gt", "ge", "eq", "ne", "where", "masked_fill", "_to_copy",
+    "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor",
+    "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "floor_divide", "remainder", "pow", "log", "sqrt", "exp",
+})
+FILLS = frozenset({
+    "full", "ones", "zeros", "scalar_tensor", "full_like", "ones_like", "zeros_like", "new_full", "new_ones", "new_zeros",
+})
+OTHERS = frozenset({
+    "arange", "cumsum", "index", "tril", "triu", "diff", "reshape", "cat", "flip",
+    "expand", "unsqueeze", "select", "slice", "transpose", "permute", "t", "squeeze",
+})
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,8 @@ class _Lazy:
         return self.function(*(_rows(operand, start, stop) for operand in self.operands))
 
 
-class _TooLarge(Exception):
-    pass
+class _TooLargeError(Exception):
+    """The value is not worth making."""
 
 
 def simplify_masks(graph: Graph) -> Graph:
@@ -88,7 +92,7 @@ class _Evaluator:
         try:
             mask = self.value(name)
             return "unknown" if mask is None else _compare(mask, queries, keys)
-        except _TooLarge:
+        except _TooLargeError:
             return "unknown"
 
     def value(self, name: str) -> Tensor | _Lazy | None:
@@ -117,7 +121,7 @@ class _Evaluator:
         name = op.target.split(".")[1]
         operands = [self.known[operand] for operand in op.inputs]
         shape = self.graph.values[op.outputs[0]].shape
-        supported = op.target.startswith("aten.") and name in ELEMENTWISE | VIEWS | FILLS | OTHERS and len(op.outputs) == 1
+        supported = op.target.startswith("aten.") and name in ELEMENTWISE | FILLS | OTHERS and len(op.outputs) == 1
         shape_only = name in FILLS
         if not supported or (not shape_only and any(operand is None for operand in operands)):
             return None
@@ -128,7 +132,7 @@ class _Evaluator:
         if name == "index":
             return _index(op, [_materialize(operand) for operand in operands], shape)
         if math.prod(_compressed_shape([_materialize(operand) for operand in operands], shape)) > MAX_ELEMENTS >> 3:
-            raise _TooLarge
+            raise _TooLargeError
         return _collapse(_call(op, [_materialize(operand) for operand in operands]))
 
 
@@ -150,7 +154,8 @@ def _fill(op: Op, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 def _elementwise(op: Op, operands: list[Any], shape: tuple[int, ...]) -> Tensor | _Lazy:
     if op.target.startswith("aten.expand"):
-        return replace(operands[0], shape=shape, compressed=(1,) * (len(shape) - len(operands[0].shape)) + operands[0].compressed)
+        lead = (1,) * (len(shape) - len(operands[0].shape))
+        return replace(operands[0], shape=shape, compressed=lead + operands[0].compressed)
     small = [_squeeze_constant(operand) if isinstance(operand, Tensor) else operand for operand in operands]
     shapes = [operand.shape if isinstance(operand, Tensor) else operand.compressed for operand in small]
     compressed = torch.broadcast_shapes(*shapes)
@@ -168,14 +173,14 @@ def _index(op: Op, operands: list[Tensor], shape: tuple[int, ...]) -> Tensor:
     source, *indices = operands
     compressed = torch.broadcast_shapes(*(_squeeze_constant(index).shape for index in indices))
     if len(indices) != source.ndim or len(compressed) != len(shape) or math.prod(compressed) > _EAGER:
-        raise _TooLarge
+        raise _TooLargeError
     return _collapse(_call(op, [source, *map(_squeeze_constant, indices)])).expand(shape)
 
 
 def _materialize(value: Any) -> Tensor:
     if isinstance(value, _Lazy):
         if math.prod(value.compressed) > MAX_ELEMENTS >> 5:
-            raise _TooLarge
+            raise _TooLargeError
         rows = value.compressed[-2] if len(value.compressed) > 1 else 1
         return _collapse(value.rows(0, rows).expand(value.compressed)).expand(value.shape)
     return value  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
     linear_nd                 reshape [b, s, k] -> [b*s, k]; addmm or linear   =>   linear on [b, s, k]
     absorb_repeat_kv          k, v expanded to the query heads before attention   =>   attention with enable_gqa on the kv heads
-    normalize_batch_norm      any batch norm in training   =>   (out, mean, var) = mw.batch_norm(...), new statistics as mutations
+    normalize_batch_norm      any batch norm in training   =>   (out, mean, var) = mw.batch_norm(...), the statistics mutated
     normalize_cross_entropy   cross_entropy_loss, nll_loss of log_softmax on class indices, mean or sum
                               =>   (sum, count) = mw.cross_entropy(logits [*b, v], labels [*b], ignore, smoothing); sum / count
 """
@@ -187,16 +187,17 @@ def _cross_entropy(op: Op, edit: Edit) -> Iterable[Op] | None:
     wide = torch.promote_types(edit.dtype(logits), torch.float32)
     out = edit.values[op.outputs[0]]
     total, count = edit.new(f"{op.name}_sum", (), wide), edit.new(f"{op.name}_count", (), torch.float32)
-    ops.append(Op(f"{op.name}_sum", "mw.cross_entropy", (logits, labels, ignore, float(smoothing)), (), (total, count), op.module,
-                  op.source))
+    ops.append(Op(f"{op.name}_sum", "mw.cross_entropy", (logits, labels, ignore, float(smoothing)), (), (total, count),
+                  op.module, op.source))
+    result = Ref(total)
+    if reduction == 1:
+        ops.append(edit.op(op, "aten.div.Tensor", (result, Ref(count)), (), wide))
+        result = Ref(ops[-1].outputs[0])
     if out.dtype != wide:
-        result = edit.op(op, "aten.div.Tensor", (Ref(total), Ref(count)), (), wide) if reduction == 1 else ops[-1]
-        ops += [result] if reduction == 1 else []
-        return (*ops, replace(op, target="aten._to_copy.default", args=(Ref(result.outputs[0]),), kwargs=(("dtype", out.dtype),)))
-    if reduction == 2:
-        edit.replace(op.outputs[0], total)
-        return ops
-    return (*ops, replace(op, target="aten.div.Tensor", args=(Ref(total), Ref(count)), kwargs=()))
+        ops.append(edit.op(op, "aten._to_copy.default", (result,), (), out.dtype, dtype=out.dtype))
+        result = Ref(ops[-1].outputs[0])
+    edit.replace(op.outputs[0], result.name)
+    return ops
 
 
 def _classes_last(logits: Ref, labels: Ref, op: Op, edit: Edit) -> tuple[Ref, Ref, list[Op]]:

@@ -126,8 +126,10 @@ def mark_differentiable(graph: Graph) -> Graph:
     for op in graph.ops:
         if op.target.split(".")[1] not in _CUT and any(name in through for name in op.inputs):
             through.update(name for name in op.outputs if _continuous(graph.values[name].dtype))
-    values = {name: value if value.differentiable == (name in through) else replace_fields(value, differentiable=name in through)
-              for name, value in graph.values.items()}
+    values = dict(graph.values)
+    for name, value in graph.values.items():
+        if value.differentiable != (name in through):
+            values[name] = replace_fields(value, differentiable=name in through)
     return replace_fields(graph, values=values)
 
 

@@ -69,7 +69,9 @@ def held_tensors(model: nn.Module) -> list[Held]:
             for key, (tensor, buffer, persistent, plain) in first.items()]
 
 
-def make_shadow(model: nn.Module, held: Sequence[Held], mode: FakeTensorMode, dtype: torch.dtype | None, training: bool) -> nn.Module:
+def make_shadow(
+    model: nn.Module, held: Sequence[Held], mode: FakeTensorMode, dtype: torch.dtype | None, training: bool
+) -> nn.Module:
     """The model with fake CPU tensors; floating parameters in ``dtype`` if given. In ``training`` mode or not; a model that
     already is keeps the modes of its sub-modules."""
     memo: dict[int, Any] = {}
