@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -357,3 +359,11 @@ def test_chrome_trace_holds_every_action_once() -> None:
     assert sorted(e["name"] for e in spans) == sorted(str(a) for rank in run.table.ranks for a in rank)
     assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(run.makespan * 1e6)
     assert all(e["tid"] == run.table.stage_rank[e["args"]["stage"]] for e in spans)
+
+
+def test_the_pictures_of_the_documentation_are_the_tables() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "pipelines.md").read_text()
+    pictures = re.findall(r"```schedule (\w+) pp=(\d+) virtual_stages=(\d+) microbatches=(\d+)\n(.*?)\n```", text, re.DOTALL)
+    assert {name for name, *_ in pictures} == set(SCHEDULES)
+    for name, *numbers, picture in pictures:
+        assert picture == render(schedule_table(name, *map(int, numbers)))

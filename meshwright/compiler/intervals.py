@@ -1,0 +1,190 @@
+"""Stages as intervals of a sequence: their sums, what each costs at least, and dynamic programs over them.
+
+A stage is an interval [i, j) of n units, run one of several ways (options). With prefix sums every interval's seconds and
+bytes are a difference (``Intervals``). A *stage matrix* [n + 1, n + 1] holds a number for every interval of one stage (inf: not
+allowed); over S of them::
+
+    smallest_bottleneck     min over cuts of max over stages of matrix[s][i, j]
+    narrow_cuts             the cut of smallest sum of squares among those that stay under a bottleneck
+
+``stage_bounds`` are the terms of ``cost.timeline.lower_bounds`` that one stage a rank leaves to the stage alone: what lies
+before and behind it depends on i and j only, and of other boundaries the cheapest is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from meshwright.cost.schedules import SPLIT_BACKWARD
+from meshwright.cost.timeline import warmup_forwards
+
+Matrix = np.ndarray
+
+
+class UnitLike(Protocol):
+    """What is read of a unit; see ``meshwright.compiler.stages.Unit``."""
+
+    @property
+    def forward(self) -> float: ...
+    @property
+    def backward_input(self) -> float: ...
+    @property
+    def backward_weight(self) -> float: ...
+    @property
+    def state(self) -> float: ...
+    @property
+    def saved(self) -> float: ...
+    @property
+    def pending(self) -> float | None: ...
+    @property
+    def transient(self) -> float: ...
+    @property
+    def value(self) -> float: ...
+    @property
+    def gradient(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """``prefix``: sums of forward, backward_input, backward_weight, state, saved, pending before each position,
+    [6, ways, n + 1]; ``transient``: the largest of an interval, [ways, n + 1, n + 1]; ``value``, ``gradient``: seconds to cross
+    a position, [n + 1]."""
+
+    prefix: np.ndarray
+    transient: np.ndarray
+    value: np.ndarray
+    gradient: np.ndarray
+
+    @classmethod
+    def of(cls, ways: Sequence[Sequence[UnitLike]], positions: Sequence[int]) -> Intervals:
+        """``positions``: where cuts are allowed, from 0 to the number of units; what lies between two becomes one unit."""
+        per_unit = np.array(
+            [
+                [
+                    (
+                        u.forward,
+                        u.backward_input,
+                        u.backward_weight,
+                        u.state,
+                        u.saved,
+                        u.saved if u.pending is None else u.pending,
+                    )
+                    for u in way
+                ]
+                for way in ways
+            ],
+            dtype=np.float64,
+        ).transpose(2, 0, 1)
+        sums = np.concatenate([np.zeros((6, len(ways), 1)), np.cumsum(per_unit, axis=2)], axis=2)[:, :, positions]
+        peak = np.maximum.reduceat(np.array([[u.transient for u in way] for way in ways]), positions[:-1], axis=1)
+        n = len(positions) - 1
+        transient = np.zeros((len(ways), n + 1, n + 1))
+        for i in range(n):
+            transient[:, i, i + 1 :] = np.maximum.accumulate(peak[:, i:], axis=1)
+        crossing = np.zeros((2, n + 1))
+        crossing[:, 1:-1] = [[getattr(ways[0][p - 1], way) for p in positions[1:-1]] for way in ("value", "gradient")]
+        return cls(sums, transient, crossing[0], crossing[1])
+
+    @property
+    def count(self) -> int:
+        return int(self.prefix.shape[2]) - 1
+
+    @property
+    def ways(self) -> int:
+        return int(self.prefix.shape[1])
+
+    def sums(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
+        """The six sums of every stage of K cuts: boundaries int [K, S + 1], options int [K, S] -> float [6, S, K]."""
+        stage = self.prefix[:, options, cuts[:, 1:]] - self.prefix[:, options, cuts[:, :-1]]
+        return np.asarray(np.maximum(stage, 0.0).transpose(0, 2, 1))
+
+    def matrices(self) -> np.ndarray:
+        """The six sums of every interval, [6, ways, n + 1, n + 1]."""
+        return np.asarray(self.prefix[:, :, None, :] - self.prefix[:, :, :, None])
+
+    def cheapest(self) -> np.ndarray:
+        """Prefix sums of the six when every unit runs in the way that is best for that sum: [6, n + 1]."""
+        least = np.diff(self.prefix, axis=2).min(axis=1)
+        return np.concatenate([np.zeros((6, 1)), np.cumsum(least, axis=1)], axis=1)
+
+
+def stage_bounds(units: Intervals, name: str, pp: int, microbatches: int) -> list[Matrix]:
+    """Seconds that no run can beat if stage s is [i, j) run in way o, one stage a rank: per stage [ways, n + 1, n + 1]."""
+    split = name in SPLIT_BACKWARD
+    forward, inputs, weights = units.matrices()[:3]
+    least = units.cheapest()
+    ahead, back = least[0], least[1] if split else least[1] + least[2]
+    turn = inputs if split else inputs + weights
+    work = forward + inputs + weights
+    last_weight = np.diff(least[2]).min() * split
+    cheap = [x[1:-1].min() if units.count > 1 else 0.0 for x in (units.value, units.gradient)]
+    warmup = warmup_forwards(name, pp, 1, microbatches)
+    out = []
+    for s in range(pp):
+        # Crossings: this stage's own two boundaries as they are, all others the cheapest there is.
+        down_before = units.value[:, None] + max(0, s - 1) * cheap[0]
+        up_before = units.gradient[:, None] + max(0, s - 1) * cheap[1]
+        after = max(0, pp - 2 - s)
+        down = down_before + units.value[None, :] + after * cheap[0]
+        up_after = units.gradient[None, :] + after * cheap[1]
+        head, tail = ahead[:, None] + down_before, back[:, None] + up_before + last_weight
+        ahead_all = ahead[:, None] + forward + ahead[-1] - ahead[None, :] + down
+        returned = ahead_all + back[-1] - back[None, :] + up_after
+        path = returned + turn + tail
+        slow = forward + turn if name == "gpipe" else np.maximum(forward, turn)
+        bound = path + (microbatches - 1) * slow
+        for begin in (head, returned - warmup[s] * forward):
+            turned = begin + microbatches * (forward + turn) + tail
+            bound = np.maximum(bound, np.maximum(turned, begin + microbatches * work) if split else turned)
+        out.append(_allowed(bound, s, pp))
+    return out
+
+
+def _allowed(matrix: np.ndarray, stage: int, stages: int) -> np.ndarray:
+    """inf where stage ``stage`` of ``stages`` cannot be [i, j): every other stage needs a unit, the ends are fixed."""
+    n = matrix.shape[-1] - 1
+    i, j = np.ogrid[: n + 1, : n + 1]
+    fine = (i < j) & (i >= stage) & (j <= n - (stages - 1 - stage))
+    fine &= (i == 0) if stage == 0 else (i > 0)
+    fine &= (j == n) if stage == stages - 1 else (j < n)
+    return np.where(fine, matrix, np.inf)
+
+
+def stage_memory(units: Intervals, in_flight: np.ndarray) -> np.ndarray:
+    """Bytes of every interval as a stage alone: [ways, n + 1, n + 1]. ``in_flight``: int [k, 2], see ``Table.in_flight``."""
+    state, saved, pending = units.matrices()[3:]
+    held = [state + full * saved + half * pending for full, half in in_flight]
+    return np.asarray(np.max(held, axis=0) + units.transient)
+
+
+def stage_work(units: Intervals, stage: int, stages: int) -> np.ndarray:
+    """Seconds per micro-batch of every interval: [ways, n + 1, n + 1]."""
+    return _allowed(units.matrices()[:3].sum(axis=0), stage, stages)
+
+
+def smallest_bottleneck(matrices: Sequence[Matrix]) -> float:
+    """The smallest largest entry over all cuts, inf if there is no cut."""
+    best = np.full(len(matrices[0]), np.inf)
+    best[0] = -np.inf
+    for matrix in matrices:
+        best = np.maximum(best[:, None], matrix).min(axis=0)
+    return float(best[-1])
+
+
+def narrow_cuts(matrices: Sequence[Matrix], bottleneck: float) -> np.ndarray:
+    """Boundaries int [S + 1] of the cut with the smallest sum of squares whose entries are all at most ``bottleneck``."""
+    best = np.full(len(matrices[0]), np.inf)
+    best[0] = 0.0
+    came = []
+    for matrix in matrices:
+        total = best[:, None] + np.where(matrix <= bottleneck * (1 + 1e-12), matrix, np.inf) ** 2
+        came.append(total.argmin(axis=0))
+        best = total.min(axis=0)
+    cuts = [len(best) - 1]
+    for origin in reversed(came):
+        cuts.append(int(origin[cuts[-1]]))
+    return np.array(cuts[::-1])

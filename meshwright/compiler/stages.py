@@ -1,0 +1,399 @@
+"""Where to cut the sequence of units into pipeline stages, so that the simulated step is shortest and every rank fits.
+
+Units are what is not cut (blocks, the embedding, the head and loss, or single operators). S = pp x virtual_stages stages are
+the intervals between S - 1 boundaries. The objective is the makespan of the schedule's own table (``cost.timeline``), transfers
+included; the constraint, for every rank::
+
+    state of its stages + max over the order of (micro-batches in flight x saved bytes) + largest transient <= capacity
+
+How: few enough cuts are all priced, in the order of their lower bound, until the bound passes the best (exact). Otherwise
+
+1. a dynamic program over intervals minimizes the largest *stage bound* (``stage_bounds``: what any run of the schedule needs if
+   stage s is units i..j) - with one stage a rank memory is an interval's own affair, so its value is a certified bound;
+2. its cuts, with ties broken towards balance at several thresholds, are simulated side by side;
+3. the best is refined: one unit from stage a to stage b (everything between shifts), one stage to another option; neighbours
+   whose bound is no better are never simulated (``_refine``).
+
+With several stages a rank the bound is the better of packing and a linear program (``compiler.stage_bound``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.compiler.intervals import (
+    Intervals,
+    Matrix,
+    narrow_cuts,
+    smallest_bottleneck,
+    stage_bounds,
+    stage_memory,
+    stage_work,
+)
+from meshwright.compiler.stage_bound import fractional_bound, packing_bound
+from meshwright.cost.schedules import schedule_table
+from meshwright.cost.table import Table
+from meshwright.cost.timeline import Times, lower_bounds, makespans, peak_bytes
+
+_EXHAUSTIVE, _PRICED, _BATCH = 5_000, 2_500, 128
+"""Up to so many cuts (times options) are enumerated; so many are simulated when searching; so many side by side."""
+_SLACK = (0.0, 0.01, 0.03, 0.1)
+"""Relative slack over the smallest bottleneck at which balanced cuts are tried."""
+
+
+class StageError(ValueError):
+    """No cut exists: more stages than units, or a rank that cannot fit."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One indivisible piece of the model, per micro-batch on one rank of its stage.
+
+    Seconds: ``forward``, ``backward_input``, ``backward_weight``. Bytes: ``state`` (parameters, gradients, optimizer),
+    ``saved`` (activations kept from F to B), ``pending`` (kept from I to W where the backward is split; None: all of
+    ``saved``), ``transient`` (the most that is alive only while the unit runs). ``value``, ``gradient``: seconds to send what
+    crosses a boundary right after this unit, down and up; ``math.inf`` forbids a cut there.
+    """
+
+    name: str
+    forward: float
+    backward_input: float
+    backward_weight: float
+    state: float = 0.0
+    saved: float = 0.0
+    transient: float = 0.0
+    value: float = 0.0
+    gradient: float = 0.0
+    pending: float | None = None
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """``boundaries``: S + 1 unit indices, stage s = units boundaries[s]..boundaries[s + 1] - 1, on rank ``stage_rank[s]`` with
+    option ``options[s]``. Seconds per stage and micro-batch; ``memory``: bytes per rank; ``makespan``: seconds of the simulated
+    step; ``bound``: seconds that no cut can beat; ``candidates``: cuts simulated."""
+
+    boundaries: tuple[int, ...]
+    options: tuple[int, ...]
+    stage_rank: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    memory: tuple[float, ...]
+    makespan: float
+    bound: float
+    candidates: int
+
+    @property
+    def gap(self) -> float:
+        """(makespan - bound) / makespan: 0 is proven optimal."""
+        return max(0.0, 1.0 - self.bound / self.makespan) if self.makespan else 0.0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Units per stage."""
+        return tuple(b - a for a, b in itertools.pairwise(self.boundaries))
+
+    def stage_of(self, unit: int) -> int:
+        return next(s for s, end in enumerate(self.boundaries[1:]) if unit < end)
+
+
+def cut(
+    units: Sequence[Unit],
+    pp: int,
+    virtual_stages: int,
+    schedule: str,
+    microbatches: int,
+    capacity: float | Sequence[float] = math.inf,
+    *,
+    options: Sequence[Sequence[Unit]] = (),
+    overlap: bool = True,
+    table: Table | None = None,
+) -> Cuts:
+    """The best cut of ``units`` for a schedule.
+
+    ``capacity``: bytes per rank, one number or one per rank. ``options``: further ways to run the same units (recomputation,
+    ZeRO: other seconds and bytes, the same boundaries), of which every stage takes one; option 0 is ``units`` itself.
+    ``overlap``: see ``simulate``. ``table``: the schedule's table, if there already is one. Raises ScheduleError for a setting
+    that torch refuses, StageError if there are fewer units than stages or no cut found fits (which stage, by how much).
+
+    >>> blocks = [Unit(f"block {i}", 1.0, 1.0, 1.0) for i in range(7)]
+    >>> cut([Unit("embedding", 0.5, 0.5, 0.5), *blocks, Unit("head", 1.0, 1.0, 1.0)], 4, 1, "1f1b", 16).sizes
+    (3, 2, 2, 2)
+    """
+    ways = (tuple(units), *map(tuple, options))
+    if len({len(way) for way in ways}) != 1:
+        raise StageError(f"every option must list the same {len(units)} units, got {[len(way) for way in ways[1:]]}")
+    table = table or schedule_table(schedule, pp, virtual_stages, microbatches)
+    positions = [0, *(i + 1 for i, u in enumerate(units[:-1]) if math.isfinite(u.value + u.gradient)), len(units)]
+    if table.stages > len(positions) - 1:
+        raise StageError(
+            f"{schedule} with pp={pp} and virtual_stages={virtual_stages} needs {table.stages} stages, but the model has "
+            f"{len(positions) - 1} units to cut between; use fewer stages, at most {len(positions) - 1}"
+        )
+    room = np.broadcast_to(np.asarray(capacity, dtype=np.float64), (pp,))
+    problem = _Problem(table, virtual_stages, Intervals.of(ways, positions), room, overlap, tuple(positions))
+    found = _all_cuts(problem) if _count(problem) <= _EXHAUSTIVE else _search(problem)
+    return _result(problem, found)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    table: Table
+    virtual_stages: int
+    units: Intervals
+    capacity: np.ndarray
+    overlap: bool
+    positions: tuple[int, ...]
+
+    def times(self, cuts: np.ndarray, options: np.ndarray) -> Times:
+        """Stage times of K cuts: boundaries int [K, S + 1], options int [K, S]."""
+        forward, inputs, weights = self.units.sums(cuts, options)[:3]
+        at = cuts[:, 1:-1].T
+        return Times(forward, inputs, weights, self.units.value[at], self.units.gradient[at])
+
+    def memory(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
+        """Bytes of every rank at its peak: float [pp, K]."""
+        state, saved, pending = self.units.sums(cuts, options)[3:]
+        transient = self.units.transient[options, cuts[:, :-1], cuts[:, 1:]].T
+        out = peak_bytes(self.table, saved, pending)
+        for rank in range(self.table.pp):
+            own = list(self.table.stages_of(rank))
+            out[rank] += state[own].sum(axis=0) + transient[own].max(axis=0)
+        return out
+
+    def excess(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
+        """Bytes by which the ranks exceed their capacities, summed, [K]; 0 if all fit."""
+        return np.asarray(np.maximum(self.memory(cuts, options) - self.capacity[:, None], 0.0).sum(axis=0))
+
+    def bounds(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
+        name, m = self.table.name, self.table.microbatches
+        return lower_bounds(name, self.table.pp, self.virtual_stages, m, self.times(cuts, options))
+
+    def seconds(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
+        return makespans(self.table, self.times(cuts, options), overlap=self.overlap)
+
+
+@dataclass(frozen=True)
+class _Found:
+    cuts: np.ndarray
+    options: np.ndarray
+    makespan: float
+    bound: float
+    candidates: int
+
+
+def _result(problem: _Problem, found: _Found) -> Cuts:
+    cuts, options = found.cuts[None], found.options[None]
+    stage = problem.times(cuts, options)
+    memory = problem.memory(cuts, options)[:, 0]
+    return Cuts(
+        tuple(problem.positions[i] for i in found.cuts),
+        tuple(map(int, found.options)),
+        problem.table.stage_rank,
+        tuple(map(float, stage.forward[:, 0])),
+        tuple(map(float, stage.backward_input[:, 0])),
+        tuple(map(float, stage.backward_weight[:, 0])),
+        tuple(map(float, memory)),
+        found.makespan,
+        min(found.bound, found.makespan),
+        found.candidates,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- exhaustive
+
+
+def _count(problem: _Problem) -> int:
+    n, stages = problem.units.count, problem.table.stages
+    return math.comb(n - 1, stages - 1) * int(problem.units.ways**stages)
+
+
+def _all_cuts(problem: _Problem) -> _Found:
+    n, stages = problem.units.count, problem.table.stages
+    inner = list(itertools.combinations(range(1, n), stages - 1))
+    rows = np.array([(0, *c, n) for c in inner], dtype=np.int64)
+    ways = np.array(list(itertools.product(range(problem.units.ways), repeat=stages)), dtype=np.int64)
+    cuts, options = np.repeat(rows, len(ways), axis=0), np.tile(ways, (len(rows), 1))
+    excess = problem.excess(cuts, options)
+    fits = excess <= 0
+    if not fits.any():
+        raise _does_not_fit(problem, cuts[excess.argmin()], options[excess.argmin()], proven=True)
+    cuts, options = cuts[fits], options[fits]
+    best, where, priced = _cheapest(problem, cuts, options, math.inf, len(cuts))
+    return _Found(cuts[where], options[where], best, best, priced)
+
+
+def _cheapest(problem: _Problem, cuts: np.ndarray, options: np.ndarray, limit: float, budget: int) -> tuple[float, int, int]:
+    """(makespan, index, cuts simulated) of the best one under ``limit``, simulating at most about ``budget`` of them, those
+    with the smallest bound first; (limit, -1, n) if there is none."""
+    bounds = problem.bounds(cuts, options)
+    order = np.argsort(bounds, kind="stable")
+    best, where, priced = limit, -1, 0
+    for low in range(0, min(len(order), budget), _BATCH):
+        batch = order[low : low + _BATCH]
+        batch = batch[bounds[batch] < best * (1 - 1e-12)]
+        if not len(batch):
+            break
+        seconds = problem.seconds(cuts[batch], options[batch])
+        priced += len(batch)
+        if seconds.min() < best * (1 - 1e-12):
+            best, where = float(seconds.min()), int(batch[seconds.argmin()])
+    return best, where, priced
+
+
+# ------------------------------------------------------------------------------------------------------------- search
+
+
+def _search(problem: _Problem) -> _Found:
+    table, units = problem.table, problem.units
+    costs, best_option = _stage_matrices(problem)
+    top = smallest_bottleneck(costs)
+    if problem.virtual_stages == 1:
+        if not math.isfinite(top):
+            raise _tightest(problem)
+        bound = top
+        cuts = np.unique([narrow_cuts(costs, top * (1 + slack)) for slack in _SLACK], axis=0)
+        options = np.array([[o[i, j] for o, i, j in zip(best_option, c[:-1], c[1:], strict=True)] for c in cuts])
+    else:
+        bound = packing_bound(units, table.name, table.pp, table.microbatches)
+        bound = max(bound, fractional_bound(units, table, problem.capacity))
+        if not math.isfinite(bound):
+            raise _too_much(problem)
+        even = np.linspace(0, units.count, table.stages + 1).astype(np.int64)
+        rows = (
+            np.unique([narrow_cuts(costs, top * (1 + slack)) for slack in _SLACK], axis=0) if math.isfinite(top) else even[None]
+        )
+        cuts = np.tile(rows, (units.ways, 1))
+        options = np.repeat(np.arange(units.ways), len(rows))[:, None] + np.zeros((1, table.stages), dtype=np.int64)
+        fitted = [_make_fit(problem, c, o) for c, o in zip(cuts, options, strict=True)]
+        cuts, options = (np.array(part) for part in zip(*fitted, strict=True))
+    fits = problem.excess(cuts, options) <= 0
+    if not fits.any():
+        raise _does_not_fit(problem, cuts[0], options[0], proven=False)
+    cuts, options = cuts[fits], options[fits]
+    best, where, priced = _cheapest(problem, cuts, options, math.inf, len(cuts))
+    return _refine(problem, _Found(cuts[where], options[where], best, bound, priced))
+
+
+def _refine(problem: _Problem, start: _Found) -> _Found:
+    """Follows improving neighbours (priced by simulation) until there is none."""
+    now = start
+    while now.makespan > now.bound and now.candidates < _PRICED:
+        cuts, options = _neighbours(problem, now.cuts, now.options)
+        fits = problem.excess(cuts, options) <= 0
+        cuts, options = cuts[fits], options[fits]
+        if not len(cuts):
+            break
+        best, where, priced = _cheapest(problem, cuts, options, now.makespan, 4 * _BATCH)
+        if where < 0:
+            return _Found(now.cuts, now.options, now.makespan, now.bound, now.candidates + priced)
+        now = _Found(cuts[where], options[where], best, now.bound, now.candidates + priced)
+    return now
+
+
+def _neighbours(problem: _Problem, cuts: np.ndarray, options: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """One unit from stage a to stage b, everything between shifted; or one stage to another option."""
+    stages = len(options)
+    # Boundary k (between stages k - 1 and k) moves down where a < k <= b, up where b < k <= a.
+    a, b, k = np.ogrid[:stages, :stages, : stages + 1]
+    shift = ((b < k) & (k <= a)).astype(int) - ((a < k) & (k <= b)).astype(int)
+    moved = cuts + shift.reshape(-1, stages + 1)
+    moved = moved[(np.diff(moved, axis=1) > 0).all(axis=1) & (moved != cuts).any(axis=1)]
+    flips = np.array(
+        [
+            [*options[:s], way, *options[s + 1 :]]
+            for s in range(stages)
+            for way in range(problem.units.ways)
+            if way != options[s]
+        ],
+        dtype=np.int64,
+    ).reshape(-1, stages)
+    both = np.concatenate([moved, np.tile(cuts, (len(flips), 1))])
+    return both, np.concatenate([np.tile(options, (len(moved), 1)), flips])
+
+
+def _make_fit(problem: _Problem, cuts: np.ndarray, options: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Follows the neighbours that overflow less until all fits or none does; options change before units move, and of those
+    changes first the one that frees the most bytes per second it adds."""
+    excess = float(problem.excess(cuts[None], options[None])[0])
+    while excess > 0:
+        moved, ways = _neighbours(problem, cuts, options)
+        flips = (moved == cuts).all(axis=1)
+        for some in (flips, ~flips):
+            if not some.any():
+                continue
+            left = problem.excess(moved[some], ways[some])
+            stage = problem.units.sums(moved[some], ways[some])[:3].sum(axis=(0, 1))
+            added = np.maximum(stage - problem.units.sums(cuts[None], options[None])[:3].sum(), 1e-12 * stage)
+            gain = np.where(left < excess, (excess - left) / added, -1.0)
+            if gain.max() > 0:
+                pick = int(gain.argmax())
+                cuts, options, excess = moved[some][pick], ways[some][pick], float(left[pick])
+                break
+        else:
+            break
+    return cuts, options
+
+
+# ------------------------------------------------------------------------------------------- per stage, infeasibility
+
+
+def _stage_matrices(problem: _Problem) -> tuple[list[Matrix], list[Matrix]]:
+    """(per stage what it costs at least, the option that does), [n + 1, n + 1] each; inf where no option fits.
+
+    With one stage a rank: the stage bound, in seconds of the whole step. With several: the work of one micro-batch.
+    """
+    table, units, alone = problem.table, problem.units, problem.virtual_stages == 1
+    bounds = stage_bounds(units, table.name, table.pp, table.microbatches) if alone else None
+    costs, options = [], []
+    for stage in range(table.stages):
+        cost = bounds[stage] if bounds else stage_work(units, stage, table.stages)
+        room = problem.capacity[table.stage_rank[stage]]
+        cost = np.where(stage_memory(units, _in_flight(table, stage)) <= room, cost, np.inf)
+        options.append(cost.argmin(axis=0))
+        costs.append(cost.min(axis=0))
+    return costs, options
+
+
+def _in_flight(table: Table, stage: int) -> np.ndarray:
+    """The largest numbers of micro-batches that one stage holds: int [k, 2]."""
+    rank = table.stage_rank[stage]
+    return table.in_flight[rank][:, :, table.stages_of(rank).index(stage)]
+
+
+def _tightest(problem: _Problem) -> StageError:
+    """Proof that no cut fits, one stage a rank: the cut whose fullest stage overflows least still does."""
+    table, units = problem.table, problem.units
+    memory = [stage_memory(units, _in_flight(table, s)) - problem.capacity[s] for s in range(table.stages)]
+    fine = [np.isfinite(stage_work(units, s, table.stages)) for s in range(table.stages)]
+    excess = [np.where(ok, np.maximum(over, 0.0), np.inf) for ok, over in zip(fine, memory, strict=True)]
+    cuts = narrow_cuts([e.min(axis=0) for e in excess], smallest_bottleneck([e.min(axis=0) for e in excess]))
+    options = np.array([e[:, i, j].argmin() for e, (i, j) in zip(excess, itertools.pairwise(cuts), strict=True)])
+    return _does_not_fit(problem, cuts, options, proven=True)
+
+
+def _too_much(problem: _Problem) -> StageError:
+    """Proof that no cut fits, several stages a rank: not even divided units do."""
+    even = np.linspace(0, problem.units.count, problem.table.stages + 1).astype(np.int64)
+    return _does_not_fit(problem, *_make_fit(problem, even, np.zeros(problem.table.stages, dtype=np.int64)), proven=True)
+
+
+def _does_not_fit(problem: _Problem, cuts: np.ndarray, options: np.ndarray, *, proven: bool) -> StageError:
+    table = problem.table
+    over = problem.memory(cuts[None], options[None])[:, 0] - problem.capacity
+    rank = int(over.argmax())
+    at = [problem.positions[i] for i in cuts]
+    own = " and ".join(f"stage {s} (units {at[s]}..{at[s + 1] - 1})" for s in table.stages_of(rank))
+    need, room = (x / 2**30 for x in (over[rank] + problem.capacity[rank], problem.capacity[rank]))
+    found = "no cut fits" if proven else "no cut was found that fits"
+    return StageError(
+        f"{table.name} on {table.pp} ranks, {table.microbatches} micro-batches: {found}. The closest one leaves rank {rank}, "
+        f"{own}, at {need:.3g} GiB of {room:.3g} GiB: {need - room:.3g} GiB too much. Recompute activations, shard the state "
+        "further, make micro-batches smaller or the pipeline longer."
+    )

@@ -1,0 +1,252 @@
+"""Stage cuts against brute force over every cut, and the shapes that published runs have."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshwright.compiler import stages
+from meshwright.compiler.stages import StageError, Unit, cut
+from meshwright.cost.schedules import ScheduleError, schedule_table
+from meshwright.cost.timeline import peak_bytes, simulate
+
+SETTINGS = [
+    ("gpipe", 3, 1, 5),
+    ("1f1b", 2, 1, 4),
+    ("1f1b", 4, 1, 7),
+    ("1f1b", 6, 1, 12),
+    ("interleaved1f1b", 2, 2, 4),
+    ("interleaved1f1b", 2, 3, 6),
+    ("zb", 3, 1, 6),
+    ("zb", 2, 2, 4),
+    ("zbv", 2, 2, 5),
+    ("dualpipev", 2, 2, 6),
+]
+Option = tuple[tuple[int, ...], tuple[int, ...], float]
+
+
+def random_units(n: int, seed: int) -> list[Unit]:
+    rng = np.random.default_rng(seed)
+    columns = rng.random((9, n))
+    return [Unit(f"u{i}", *columns[:6, i], 0.5 * columns[6, i], 0.1 * columns[7, i], 0.1 * columns[8, i]) for i in range(n)]
+
+
+def brute_force(ways: list[list[Unit]], name: str, pp: int, v: int, m: int, capacity: float) -> list[Option]:
+    """(boundaries, options, makespan) of every cut whose every rank fits, cheapest first; sums by hand, one run each."""
+    table, n = schedule_table(name, pp, v, m), len(ways[0])
+    found = []
+    for inner in itertools.combinations(range(1, n), pp * v - 1):
+        at = (0, *inner, n)
+        for options in itertools.product(range(len(ways)), repeat=pp * v):
+            parts = [ways[o][a:b] for o, (a, b) in zip(options, itertools.pairwise(at), strict=True)]
+            saved = [sum(u.saved for u in part) for part in parts]
+            pending = [sum(u.saved if u.pending is None else u.pending for u in part) for part in parts]
+            memory = peak_bytes(table, saved, pending)
+            for rank in range(pp):
+                own = table.stages_of(rank)
+                memory[rank] += sum(u.state for s in own for u in parts[s]) + max(u.transient for s in own for u in parts[s])
+            if max(memory) > capacity:
+                continue
+            seconds = [
+                [sum(getattr(u, k) for u in part) for part in parts] for k in ("forward", "backward_input", "backward_weight")
+            ]
+            crossing = [[getattr(ways[0][i - 1], k) for i in inner] for k in ("value", "gradient")]
+            found.append((at, options, simulate(table, *seconds, tuple(crossing)).makespan))
+    return sorted(found, key=lambda option: option[2])
+
+
+def tight_memory(units: list[Unit], setting: tuple[str, int, int, int]) -> float:
+    """A capacity under which the best unconstrained cut just does not fit."""
+    return 0.95 * max(cut(units, setting[1], setting[2], setting[0], setting[3]).memory)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s)))
+@pytest.mark.parametrize("n", [8, 10, 12])
+def test_equals_brute_force(setting: tuple[str, int, int, int], n: int) -> None:
+    name, pp, v, m = setting
+    units = random_units(n, seed=n + pp)
+    for capacity in (math.inf, tight_memory(units, setting)):
+        every = brute_force([units], name, pp, v, m, capacity)
+        if not every:
+            with pytest.raises(StageError, match="no cut fits"):
+                cut(units, pp, v, name, m, capacity)
+            continue
+        got = cut(units, pp, v, name, m, capacity)
+        assert got.makespan == pytest.approx(every[0][2], rel=1e-12)
+        assert got.gap == 0
+        assert max(got.memory) <= capacity
+        assert got.makespan == pytest.approx(next(s for at, _, s in every if at == got.boundaries), rel=1e-12)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s)))
+def test_search_is_bounded_and_close_where_brute_force_can_tell(
+    setting: tuple[str, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path for large instances, forced on small ones: a true bound, a feasible cut, and rarely far from the best."""
+    name, pp, v, m = setting
+    monkeypatch.setattr(stages, "_EXHAUSTIVE", 0)
+    ratios, missed = [], []
+    for seed in range(4):
+        units = random_units(10, seed)
+        for capacity in (math.inf, tight_memory(units, setting)):
+            every = brute_force([units], name, pp, v, m, capacity)
+            if not every:
+                with pytest.raises(StageError, match="no cut"):
+                    cut(units, pp, v, name, m, capacity)
+                continue
+            try:
+                got = cut(units, pp, v, name, m, capacity)
+            except StageError as error:
+                missed.append((v, str(error)))
+                continue
+            assert got.bound <= every[0][2] * (1 + 1e-9)
+            assert every[0][2] <= got.makespan * (1 + 1e-9)
+            assert max(got.memory) <= capacity
+            ratios.append(got.makespan / every[0][2])
+    # Only with several stages a rank may a tight fit be missed, and then nothing is claimed to be proven.
+    assert all(stages_per_rank > 1 and "no cut was found" in said for stages_per_rank, said in missed)
+    assert len(ratios) >= 4
+    assert np.mean(ratios) < 1.02
+
+
+@pytest.mark.parametrize("setting", [("1f1b", 3, 1, 6), ("interleaved1f1b", 2, 2, 4)], ids=["1f1b", "interleaved"])
+def test_options_are_chosen_with_the_cut(setting: tuple[str, int, int, int]) -> None:
+    name, pp, v, m = setting
+    units = random_units(7, seed=3)
+    recomputed = [replace(u, backward_input=u.backward_input + u.forward, saved=0.1 * u.saved) for u in units]
+    plain = cut(units, pp, v, name, m)
+    free = cut(units, pp, v, name, m, options=[recomputed])
+    assert set(free.options) == {0}
+    assert free.makespan == pytest.approx(plain.makespan)
+    capacity = 0.8 * max(plain.memory)
+    got = cut(units, pp, v, name, m, capacity, options=[recomputed])
+    best = brute_force([units, recomputed], name, pp, v, m, capacity)[0]
+    assert got.makespan == pytest.approx(best[2], rel=1e-12)
+    assert 1 in got.options
+    assert max(got.memory) <= capacity
+
+
+# ------------------------------------------------------------------------------------------------ realistic instances
+
+
+def llama_405b(*, recompute: bool = False) -> list[Unit]:
+    """126 blocks, embedding, head + loss on 8-way tensor parallel H100 at about 400 TFLOP/s, one sequence of 8,192.
+
+    A block has 3.19e9 parameters (6.4e9 FLOP a token forward), embedding and head 2.1e9 each. State: 2 + 4 bytes a parameter
+    (weights, fp32 gradients; the optimizer is sharded 128-fold); saved: about 24 s h bytes a block, split by tp.
+    """
+    rate, tokens, hidden, tp = 8 * 400e12, 8192, 16384, 8
+    block, vocabulary = 3.19e9, 128_256 * hidden
+
+    def unit(name: str, matmul: float, parameters: float, saved: float, transient: float = 0.0) -> Unit:
+        f = 2 * matmul * tokens / rate
+        send = 2 * tokens * hidden / tp / 50e9
+        again = f if recompute else 0.0
+        kept = 2 * tokens * hidden / tp if recompute else saved
+        return Unit(name, f, f + again, f, 6.1 * parameters / tp, kept, transient, send, send)
+
+    blocks = [unit(f"block {i}", block, block, 24 * tokens * hidden / tp) for i in range(126)]
+    boundary = 2 * tokens * hidden / tp
+    logits = 6 * tokens * 128_256 / tp
+    return [
+        unit("embedding", 0.01 * block, vocabulary, boundary),
+        *blocks,
+        unit("head", vocabulary, vocabulary, boundary, logits),
+    ]
+
+
+def test_llama_405b_first_and_last_stage_are_lighter() -> None:
+    """As in the published run (arXiv 2407.21783, section 3.3.2): one block less on the first and the last of 16 stages."""
+    units = llama_405b()
+    began = time.process_time()
+    got = cut(units, 16, 1, "1f1b", 128, 72e9)
+    assert time.process_time() - began < 3
+    blocks = list(got.sizes)
+    blocks[0] -= 1
+    blocks[-1] -= 1
+    assert blocks == [7, *[8] * 14, 7]
+    assert got.gap < 0.02
+    assert max(got.memory) <= 72e9
+    table = schedule_table("1f1b", 16, 1, 128)
+    again = simulate(table, got.forward, got.backward_input, got.backward_weight, 2 * 8192 * 16384 / 8 / 50e9)
+    assert again.makespan == pytest.approx(got.makespan)
+
+
+@pytest.mark.parametrize(("name", "v"), [("interleaved1f1b", 2), ("interleaved1f1b", 4), ("zbv", 2), ("zb", 1)])
+def test_large_instances_are_cut_well(name: str, v: int) -> None:
+    units = llama_405b(recompute=True)
+    got = cut(units, 16, v, name, 64, 72e9)
+    assert sum(got.sizes) == 128
+    assert max(got.memory) <= 72e9
+    assert got.gap < 0.06
+    even = np.linspace(0, 128, 16 * v + 1).astype(int)
+    parts = [units[a:b] for a, b in itertools.pairwise(even)]
+    seconds = [[sum(getattr(u, k) for u in part) for part in parts] for k in ("forward", "backward_input", "backward_weight")]
+    send = 2 * 8192 * 16384 / 8 / 50e9
+    assert got.makespan <= simulate(schedule_table(name, 16, v, 64), *seconds, send).makespan * (1 + 1e-9)
+
+
+def test_options_at_scale_recompute_only_where_memory_asks() -> None:
+    units = llama_405b()
+    got = cut(units, 16, 1, "1f1b", 64, 50e9, options=[llama_405b(recompute=True)])
+    assert max(got.memory) <= 50e9
+    # 1F1B holds most micro-batches on the first ranks, so those recompute and the last ones do not.
+    assert got.options[0] == 1
+    assert got.options[-1] == 0
+    everywhere = cut(llama_405b(recompute=True), 16, 1, "1f1b", 64, 50e9)
+    assert got.makespan < everywhere.makespan
+
+
+# ----------------------------------------------------------------------------------------------------- price and errors
+
+
+def test_an_expensive_boundary_is_avoided_and_a_forbidden_one_never_cut() -> None:
+    units = [Unit(f"b{i}", 1.0, 1.0, 1.0) for i in range(8)]
+    assert cut(units, 2, 1, "1f1b", 4).boundaries == (0, 4, 8)
+    dear = [replace(u, value=9.0, gradient=9.0) if i == 3 else u for i, u in enumerate(units)]
+    assert 4 not in cut(dear, 2, 1, "1f1b", 4).boundaries
+    forbidden = [replace(u, value=math.inf) if i in (2, 3, 4) else u for i, u in enumerate(units)]
+    assert set(cut(forbidden, 2, 1, "1f1b", 4).boundaries) <= {0, 1, 2, 6, 7, 8}
+    with pytest.raises(StageError, match=r"5 stages, but the model has 2 units.*at most 2"):
+        cut([replace(u, value=math.inf) if i else u for i, u in enumerate(units)], 5, 1, "1f1b", 8)
+
+
+def test_more_stages_than_units_is_refused() -> None:
+    with pytest.raises(StageError, match="needs 8 stages, but the model has 6 units"):
+        cut(random_units(6, 0), 4, 2, "interleaved1f1b", 4)
+
+
+def test_a_schedule_that_torch_refuses_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="microbatches=4"):
+        cut(random_units(6, 0), 4, 1, "1f1b", 3)
+
+
+@pytest.mark.parametrize("blocks", [6, 48])
+def test_a_stage_that_cannot_fit_is_named_with_the_overflow(blocks: int) -> None:
+    gib = 2**30
+    units = [Unit(f"b{i}", 1.0, 1.0, 1.0, state=gib) for i in range(blocks)]
+    units.append(Unit("head", 1.0, 1.0, 1.0, state=16 * gib, transient=4 * gib))
+    with pytest.raises(
+        StageError, match=rf"no cut fits.*rank 3, stage 3 \(units {blocks}..{blocks}\), at 20 GiB of 17 GiB: 3 GiB"
+    ):
+        cut(units, 4, 1, "1f1b", 8, 17 * gib)
+    assert cut(units, 4, 1, "1f1b", 8, 20 * gib + 1).sizes[-1] == 1
+
+
+def test_capacity_may_differ_by_rank_and_one_stage_is_a_cut() -> None:
+    units = [Unit(f"b{i}", 1.0, 1.0, 1.0, state=1.0) for i in range(8)]
+    assert cut(units, 2, 1, "gpipe", 4, [2.0, 6.0]).sizes == (2, 6)
+    whole = cut(units, 1, 1, "1f1b", 4)
+    assert whole.sizes == (8,)
+    assert whole.makespan == pytest.approx(8 * 3 * 4)
+
+
+def test_options_must_list_the_same_units() -> None:
+    units = random_units(6, 0)
+    with pytest.raises(StageError, match="same 6 units"):
+        cut(units, 2, 1, "1f1b", 4, options=[units[:5]])
