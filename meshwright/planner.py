@@ -31,6 +31,7 @@ from meshwright.mesh import Mesh
 from meshwright.pins import PinError, Pins
 from meshwright.plan import Plan, PlanError
 from meshwright.rule import OpRule
+from meshwright.sharding import ceil_div
 
 OPTIMIZERS: Mapping[str, float] = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "momentum": 4.0, "adagrad": 4.0, "lion": 4.0}
 """Bytes of optimizer state per parameter, fp32 states."""
@@ -184,13 +185,13 @@ def _microbatches(graph: Graph, layout: Layout, pins: Pins) -> list[int]:
     """Micro-batch counts to try: the pin, or powers of two that the batch allows."""
     batch = batch_size(graph)
     data = layout.mesh.size([axis for axis in layout.mesh.axes if layout.roles[axis] == "dp"])
-    if batch % data:
-        raise PinError(f"the batch of {batch} samples is not divisible by dp={data}; use a batch that it divides, or another dp")
+    if batch <= (data - 1) * ceil_div(batch, data):
+        raise PinError(f"the batch of {batch} samples leaves some of dp={data} ranks without any; use a larger batch or less dp")
     if pins.microbatches is not None:
-        if (batch // data) % pins.microbatches:
+        if batch % (data * pins.microbatches) and pins.microbatches > 1:
             raise PinError(
-                f"pin microbatches={pins.microbatches} does not divide the {batch // data} samples of each data rank "
-                f"(batch {batch}, dp={data})"
+                f"the batch of {batch} samples does not divide into dp={data} ranks x microbatches={pins.microbatches}; pin counts "
+                "whose product divides it"
             )
         return [pins.microbatches]
     return [1]

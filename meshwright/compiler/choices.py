@@ -57,7 +57,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     timed = Mesh((*scope.mesh.axes, TIME), (*scope.mesh.sizes, scope.microbatches))
     for combination in itertools.product(*per_axis):
         assignment = {axis: factor for axis, factor in zip(scope.mesh.axes, combination, strict=True) if factor is not None}
-        if rule.legal({**assignment, **({TIME: time} if time else {})}, timed):
+        if _legal(op, rule, {**assignment, **({TIME: time} if time else {})}, timed, scope):
             found.append(assignment)
     found = _forced(found, kinds["batch"], scope, "dp") if on_gradient else found
     if weights:
@@ -65,6 +65,29 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     if scope.pins.sequence_parallel:
         found = _sequence_between_blocks(op, rule, found, scope)
     return _pinned_tensors(op, rule, found, scope)
+
+
+def _legal(op: Op, rule: OpRule, assignment: Mapping[str, str], mesh: Mesh, scope: Scope) -> bool:
+    """Whether an assignment can run: evenly, or with a shorter last piece.
+
+    Pieces may differ only where one axis alone splits the factor and every dim that carries it has exactly its units, so that
+    all these dims are cut at the same places; the micro-batch axis splits evenly.
+    """
+    if rule.legal(assignment, mesh):
+        return True
+    if not rule.legal(assignment, mesh, even=False):
+        return False
+    split: dict[str, list[str]] = {}
+    for axis, factor in assignment.items():
+        split.setdefault(factor, []).append(axis)
+    pairs = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
+    for factor, axes in split.items():
+        if factor.startswith("+") or rule.sizes[factor] % mesh.size(axes) == 0:
+            continue
+        lengths = {scope.graph.values[name].shape[dims.index(factor)] for name, dims in pairs if factor in dims}
+        if len(axes) > 1 or axes == [TIME] or lengths != {rule.sizes[factor]}:
+            return False
+    return True
 
 
 def _factor_kinds(op: Op, rule: OpRule, scope: Scope) -> dict[str, set[str]]:

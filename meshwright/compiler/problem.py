@@ -46,7 +46,7 @@ from meshwright.cost.operators import operator
 from meshwright.graph import Graph, Op
 from meshwright.plan import TIME, GroupChoice, Schedule
 from meshwright.rule import OpRule, Placed, place
-from meshwright.sharding import Sharding
+from meshwright.sharding import Sharding, ceil_div
 
 
 @dataclass
@@ -375,7 +375,8 @@ class Problem:
                     continue
                 for dim in range(len(shape)):
                     parts = self.mesh.size(state.dims[dim]) * size
-                    if shape[dim] % parts == 0 and shape[dim] > 1:
+                    uneven = not state.dims[dim] and shape[dim] > (size - 1) * ceil_div(shape[dim], size)
+                    if shape[dim] > 1 and (shape[dim] % parts == 0 or uneven):
                         dims = (*state.dims[:dim], (*state.dims[dim], axis), *state.dims[dim + 1 :])
                         more.append(Sharding(dims, state.partial))
                 more.append(Sharding(state.dims, state.partial | {axis}))

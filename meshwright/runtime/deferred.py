@@ -1,0 +1,66 @@
+"""A parallel module that waits for its example: the first call is it, as with torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from meshwright.errors import InputError
+
+Build = Callable[[tuple[Any, ...], Mapping[str, Any]], nn.Module]
+
+
+class Deferred(nn.Module):
+    """Built on the first call; until then it has no parameters to ask for."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        self.__dict__["_build"], self.__dict__["_built"] = build, None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The parallel module's output; plans and builds it first if this is the first call."""
+        if self.__dict__["_built"] is None:
+            built = self.__dict__["_build"](args, kwargs)
+            built.train(self.training)
+            self.__dict__["_built"] = built
+        return self.__dict__["_built"](*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Deferred:
+        """Also before the first call."""
+        super().train(mode)
+        if self.__dict__["_built"] is not None:
+            self.__dict__["_built"].train(mode)
+        return self
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of the parallel module."""
+        return iter(self._module("its parameters").named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Of the parallel module."""
+        return iter(self._module("its buffers").named_buffers(*args, **kwargs))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the parallel module."""
+        return self._module("its state dict").state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the parallel module."""
+        return self._module("to load a state dict").load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._module(repr(name)), name)
+
+    def _module(self, what: str) -> nn.Module:
+        built = self.__dict__["_built"]
+        if built is None:
+            raise InputError(f"the parallel module was asked for {what} before its first call, and there was no example to plan "
+                             "with; pass example_inputs=(args, kwargs) to autoparallel, or call it once first")
+        return built  # type: ignore[no-any-return]

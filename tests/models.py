@@ -1,0 +1,152 @@
+"""The models that equality is tested on: real architectures, tiny, random. Each function returns (model, kwargs at batch B)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+BATCH, LENGTH, VOCAB = 4, 8, 64
+Case = tuple[nn.Module, dict[str, torch.Tensor]]
+
+
+def _tokens(batch: int = BATCH, length: int = LENGTH, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.randint(1, vocab, (batch, length))
+
+
+def llama() -> Case:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCAB, max_position_embeddings=32, use_cache=False,
+    )
+    ids = _tokens()
+    return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
+
+
+def gpt2() -> Case:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=16, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, bos_token_id=1, eos_token_id=1,
+    )
+    ids = _tokens()
+    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids.clone()}
+
+
+def bert() -> Case:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=VOCAB,
+        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )
+    ids = _tokens()
+    labels = torch.where(torch.rand(ids.shape) < 0.4, ids, -100)
+    labels[0] = ids[0]
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    return BertForMaskedLM(config), {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def t5() -> Case:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=VOCAB, dropout_rate=0.0, use_cache=False,
+        decoder_start_token_id=0, pad_token_id=0, relative_attention_num_buckets=8,
+    )
+    return T5ForConditionalGeneration(config), {"input_ids": _tokens(), "labels": _tokens(length=6)}
+
+
+def vit() -> Case:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=4,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=5,
+    )
+    return ViTForImageClassification(config), {"pixel_values": torch.randn(BATCH, 3, 16, 16), "labels": torch.randint(0, 5, (BATCH,))}
+
+
+class _ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
+        self.body = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.stem(images)
+        x = x + self.body(x)
+        logits = self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def convnet() -> Case:
+    return _ConvNet(), {"images": torch.randn(BATCH, 3, 8, 8), "labels": torch.randint(0, 5, (BATCH,))}
+
+
+class _MaskedMean(nn.Module):
+    """A regression whose loss is the mean over the unmasked positions only; a residual reads one tensor twice."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.spare = nn.Linear(width, width)  # never called: its parameters take no gradient
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = F.gelu(self.inside(x))
+        y = self.out(h * h) + x
+        error = ((y - target) ** 2).mean(-1) * mask
+        return {"loss": error.sum() / mask.sum(), "prediction": y}
+
+
+def masked_mean() -> Case:
+    mask = (torch.rand(BATCH, LENGTH) < 0.5).float()
+    mask[0] = 1.0
+    return _MaskedMean(), {"x": torch.randn(BATCH, LENGTH, 16), "target": torch.randn(BATCH, LENGTH, 16), "mask": mask}
+
+
+def odd() -> Case:
+    """Nothing divides: 3 heads of 5, ffn 21, vocabulary 37, length 7."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=30, head_dim=10, intermediate_size=21, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=3,
+        vocab_size=37, max_position_embeddings=32, use_cache=False,
+    )
+    ids = _tokens(length=7, vocab=37)
+    return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
+
+
+class _Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(32, 7)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.encoder(x))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def encoder() -> Case:
+    return _Encoder(), {"x": torch.randn(BATCH, LENGTH, 32), "labels": torch.randint(0, 7, (BATCH, LENGTH))}
+
+
+MODELS: dict[str, Callable[[], Case]] = {
+    f.__name__: f for f in (llama, gpt2, bert, t5, vit, convnet, masked_mean, odd, encoder)
+}
+
+
+def make(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The named case, the same on every call and rank."""
+    torch.manual_seed(1)
+    return MODELS[name]()
