@@ -14,11 +14,11 @@ Grammar (``parse_line`` reads it, ``str`` of a ``Line`` prints it):
     term    := ("()" | dim+) ["?"]                  "?": the operand may be absent
     dim     := ["*"] NAME ["!"] | "..." ["!"] | "."
 
-A *factor* is an index letter: a NAME, one per dim that ``*NAME`` stands for (``b0 b1 ..``: the same number of dims wherever it
-occurs), or one per broadcast dim of ``...`` (``dim0 dim1 ..``, aligned at the right, an operand's dims of size 1 free). A factor
-of the operands that no result has is summed: the result is a pending sum over the axes that split it. ``!`` anywhere keeps
-the factor whole. A group lists operand positions (0 is the first) in which the operator is jointly linear; a group with an
-absent operand does not count.
+A *factor* is an index letter: a NAME, one per dim that ``*NAME`` stands for (``b0 b1 ..``: the same number of dims wherever
+it occurs), or one per broadcast dim of ``...`` (``dim0 dim1 ..``, aligned at the right, an operand's dims of size 1 free). A
+factor of the operands that no result has is summed: the result is a pending sum over the axes that split it. ``!`` anywhere
+keeps the factor whole. A group lists operand positions (0 is the first) in which the operator is jointly linear; a group with
+an absent operand does not count.
 '''
 
 from __future__ import annotations

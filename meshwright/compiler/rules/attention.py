@@ -1,9 +1,9 @@
 """Scaled dot product attention: batch dims and heads pass.
 
-Query ``[*b, h, s, d]``, key ``[*b, g, t, d]``, value ``[*b, g, t, e]``, mask broadcasting to ``[*b, h, s, t]``. With grouped queries
-(``enable_gqa``) consecutive query heads share a key head, so heads are split in units of key heads. The sequence and the
-head dim are whole: a split sequence is not a local call but an algorithm (ring, all-gather, Ulysses), which a rule states by
-making ``s`` an internal factor and localizing to that algorithm's operator.
+Query ``[*b, h, s, d]``, key ``[*b, g, t, d]``, value ``[*b, g, t, e]``, mask broadcasting to ``[*b, h, s, t]``. With grouped
+queries (``enable_gqa``) consecutive query heads share a key head, so heads are split in units of key heads. The sequence and
+the head dim are whole: a split sequence is not a local call but an algorithm (ring, all-gather, Ulysses), which a rule states
+by making ``s`` an internal factor and localizing to that algorithm's operator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.rule import Factor, Local, OpRule
 def _attention(call: Call) -> OpRule:
     """Heads are ``h``, with as many units as there are key heads (a single key head serves any split of the query heads)."""
     leading = call.shape[:-2]
-    factors: list[Factor | None] = [f"b{i}" for i in range(len(leading) - 1)] + ["h"] * bool(leading)
+    factors: list[Factor | None] = [*(f"b{i}" for i in range(len(leading) - 1)), *["h"] * bool(leading)]
     key = call["key"].shape[:-2]
     shared = bool(leading) and call["enable_gqa"] and 1 < key[-1] < leading[-1]
 

@@ -25,9 +25,10 @@ Rewritten = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]
 """What a localizer returns: target, args, kwargs."""
 
 MW_SCHEMAS: Mapping[str, str] = {
+    "mw.valid_count": "Tensor labels, ignore_index=-100",
     "mw.cross_entropy": "Tensor logits, Tensor labels, ignore_index=-100, label_smoothing=0.0, offset, vocab, axes",
-    "mw.batch_norm": "Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, training, momentum, eps,"
-    " count, axes",
+    "mw.batch_norm": "Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, training, momentum, "
+    "eps, count, axes",
 }
 """Arguments of meshwright's own operators that a captured graph may hold."""
 
@@ -161,7 +162,7 @@ def dims_of(tensor: Operand, *whole: int) -> list[Factor | None]:
 
 
 def broadcast_dims(shape: Sequence[int], result: Sequence[int], factors: Dims) -> list[Factor | None]:
-    """The factors of an operand that broadcasts, aligned at the right, to a result with ``factors``; its dims of size 1 free."""
+    """The factors of an operand that broadcasts to a result with ``factors``, aligned at the right; dims of size 1 are free."""
     shift = len(result) - len(shape)
     return [factors[i + shift] if size == result[i + shift] else None for i, size in enumerate(shape)]
 
@@ -171,11 +172,13 @@ def bind_line(line: Line, call: Call, **extra: Any) -> OpRule:
     terms = _present(line, call)
     stars: dict[str, int] = {}
     ranks = []
-    for term, tensor in (*((t, o) for t, o in terms if o is not None), *zip(line.results, call.results, strict=True)):
+    present = [(term, tensor) for term, tensor in terms if tensor is not None]
+    for term, tensor in (*present, *zip(line.results, call.results, strict=True)):
         many = next((dim for dim in term.dims if dim.many), None)
         extent = tensor.ndim - sum(not dim.many for dim in term.dims)
         if extent < 0 or (many is None and extent):
-            raise _misfit(line, call, f"{term} has {tensor.ndim - extent} dims, the tensor {list(tensor.shape)} has {tensor.ndim}")
+            fixed = tensor.ndim - extent
+            raise _misfit(line, call, f"{term} has {fixed} dims, the tensor {list(tensor.shape)} has {tensor.ndim}")
         if many is not None and many.kind == "star" and stars.setdefault(many.name, extent) != extent:
             raise _misfit(line, call, f"*{many.name} stands for {stars[many.name]} dims and for {extent}")
         if many is not None and many.kind == "ellipsis":
@@ -195,10 +198,10 @@ def bind_line(line: Line, call: Call, **extra: Any) -> OpRule:
 
     operands: list[Dims] = [()] * len(call.operands)
     places: dict[int, int] = {}
-    for slot, (term, tensor) in enumerate(terms):
-        if tensor is not None:
-            operands[tensor.position] = factors(term, tensor)
-            places[slot] = tensor.position
+    for slot, (term, operand) in enumerate(terms):
+        if operand is not None:
+            operands[operand.position] = factors(term, operand)
+            places[slot] = operand.position
     linear = [[places[slot] for slot in sorted(group)] for group in line.linear if group <= places.keys()]
     results = [factors(term, tensor) for term, tensor in zip(line.results, call.results, strict=True)]
     try:
@@ -236,7 +239,7 @@ def _misfit(line: Line, call: Call, why: str) -> RuleError:
     return RuleError(f"the rule of {call.target} does not fit: {why}\n  rule: {line}\n  call: {shapes} -> {results}")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def schema(target: str) -> tuple[Argument, ...] | None:
     """The arguments of an operator, or None when this process knows no such operator."""
     if target in MW_SCHEMAS:
@@ -322,6 +325,11 @@ def argument(op: Op, name: str) -> Any:
         if formal.name == name:
             return op.args[index] if index < len(op.args) else dict(op.kwargs).get(name, formal.default)
     raise RuleError(f"{op.target} has no argument {name!r}")
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Names in a row, for the tables."""
+    return tuple(text.split())
 
 
 def numel(shape: Sequence[int]) -> int:

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshwright.compiler.rules.book import Declaration, declare
-from meshwright.compiler.rules.call import Call
+from meshwright.compiler.rules.call import Call, words
 from meshwright.rule import Factor, OpRule
 
 
 def _convolution(call: Call) -> OpRule:
     """Input ``[n, i, *s]`` or ``[i, *s]``, weight ``[o, i / groups, *k]``; a transposed weight is ``[i, o / groups, *k]``."""
-    x, weight, bias = call.slots
-    assert x is not None and weight is not None
+    x, weight, bias = call["input"], call["weight"], call["bias"]
     space = weight.ndim - 2
     spatial: list[Factor | None] = [None] * space
     samples: list[Factor | None] = ["n"] * (x.ndim - space - 1)
@@ -27,10 +26,10 @@ def _convolution(call: Call) -> OpRule:
     return call.rule(operands, [[*samples, o, *spatial]], whole=["i"] if bias is not None else [])
 
 
-CONVOLUTIONS = (
+CONVOLUTIONS = words(
     "convolution.default conv1d.default conv2d.default conv3d.default conv1d.padding conv2d.padding conv3d.padding "
     "conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"
-).split()
+)
 
 
 def _line(space: int, results: int = 1) -> str:

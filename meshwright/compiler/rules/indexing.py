@@ -60,7 +60,8 @@ def _index_put(call: Call) -> OpRule:
     target: list[Factor | None] = [d for d in dims[:at] if d] + [None] * len(common) + [d for d in dims[at:] if d]
     shape = [x.shape[dims.index(d)] for d in dims[:at] if d] + list(common) + [x.shape[dims.index(d)] for d in dims[at:] if d]
     written = broadcast_dims(values.shape, shape, target)
-    operands = [dims, *([None] * index.ndim for index in present), written]
+    whole: list[list[Factor | None]] = [[None] * index.ndim for index in present]
+    operands = [dims, *whole, written]
     return call.rule(operands, [dims], linear=[[0, values.position]])
 
 
@@ -68,19 +69,28 @@ def _index_select(call: Call) -> OpRule:
     x = call["self"]
     at = call["dim"] % max(x.ndim, 1)
     dims = dims_of(x, at)
-    result = ["i" if i == at else f for i, f in enumerate(dims)]
+    result: list[Factor | None] = ["i" if i == at else f for i, f in enumerate(dims)]
     return call.rule([dims, ["i"] * call["index"].ndim], [result], linear=[[0]])
 
 
 def _gather(call: Call) -> OpRule:
+    return _gathered(call, call["self"], call["index"])
+
+
+def _take_along_dim(call: Call) -> OpRule:
+    return call.whole() if call["dim"] is None else _gathered(call, call["self"], call["indices"])
+
+
+def _gathered(call: Call, x: Operand, index: Operand) -> OpRule:
     """``out[i, j] = x[index[i, j], j]``: the dims other than ``dim`` pass where index and table have the same size."""
-    x, index = call["self"], call["index"]
     if x.ndim == 0 or index.ndim == 0:
         return call.whole()
     at = call["dim"] % x.ndim
     same = [i for i in range(x.ndim) if x.shape[i] == index.shape[i] and i != at]
     table: list[Factor | None] = [f"dim{i}" if i in same else None for i in range(x.ndim)]
     found: list[Factor | None] = [f"dim{i}" if i in same else "i" if i == at else None for i in range(x.ndim)]
+    if index.shape != call.shape:  # take_along_dim broadcasts
+        return call.whole()
     return call.rule([table, found], [found], linear=[[0]])
 
 
@@ -113,7 +123,7 @@ RULES: Mapping[str, Declaration] = {
     "aten.index_put.default": declare(_index_put),
     "aten.index_select.default": declare(_index_select),
     "aten.gather.default": declare(_gather),
-    "aten.take_along_dim.default": declare(_gather),
+    "aten.take_along_dim.default": declare(_take_along_dim),
     "aten.scatter.src": declare(_scatter),
     "aten.scatter.value": declare(_scatter),
     "aten.scatter_add.default": declare(_scatter),

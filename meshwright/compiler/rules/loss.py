@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshwright.compiler.rules.book import Declaration, declare
-from meshwright.compiler.rules.call import Call, Rewritten, dims_of, numel, rewrite
-from meshwright.graph import Op
-from meshwright.rule import Local, OpRule, Traffic
+import torch
 
-NONE, MEAN, SUM = 0, 1, 2
-"""aten's numbers for a loss's reduction."""
+from meshwright.compiler.rules.book import Declaration, declare
+from meshwright.compiler.rules.call import Call, Rewritten, broadcast_dims, numel, rewrite, words
+from meshwright.graph import Op
+from meshwright.rule import Factor, Local, OpRule, Traffic
+
+NONE, MEAN = 0, 1
+"""aten's numbers for a loss's reduction; 2 is the sum."""
 
 
 def _cross_entropy(call: Call) -> OpRule:
@@ -34,24 +36,26 @@ def _cross_entropy_local(op: Op, local: Local) -> Rewritten:
 
 def _elementwise_loss(call: Call) -> OpRule:
     """A loss per element, or their sum; a mean in one operator stays whole."""
-    terms = ", ".join(["..."] * len(call.operands))
     if call["reduction"] == NONE:
-        return call.line(f"{terms} -> ...")
-    if call["reduction"] == MEAN or len({operand.shape for operand in call.operands}) > 1:
+        return call.line(", ".join(["...?"] * len(call.slots)) + " -> ...")
+    if call["reduction"] == MEAN:
         return call.whole()
-    return call.rule([dims_of(operand) for operand in call.operands], [[]])
+    shape = torch.broadcast_shapes(*(operand.shape for operand in call.operands))
+    factors: list[Factor | None] = [f"dim{i}" for i in range(len(shape))]
+    return call.rule([broadcast_dims(operand.shape, shape, factors) for operand in call.operands], [[]])
 
 
 def _whole(call: Call) -> OpRule:
     return call.whole()
 
 
-ELEMENTWISE = (
+ELEMENTWISE = words(
     "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div"
-).split()
+)
 
 RULES: Mapping[str, Declaration] = {
     "mw.cross_entropy": declare(_cross_entropy),
+    "mw.valid_count": declare("*b -> ()"),
     "aten.cross_entropy_loss.default": declare(_whole),
     "aten.nll_loss_forward.default": declare(_whole),
     "aten.nll_loss2d_forward.default": declare(_whole),

@@ -35,11 +35,9 @@ def _product_plus(line: str) -> RuleFunction:
     product = parse_line(line)
 
     def rule(call: Call) -> OpRule:
-        added, x, y = call.slots
-        assert added is not None and x is not None and y is not None
-        names: list[Factor | None] = [dim.name for dim in product.results[0].dims]
-        operands = [[dim.name for dim in term.dims] for term in product.operands]
-        return call.rule([broadcast_dims(added.shape, call.shape, names), *operands], [names])
+        result: list[Factor | None] = [dim.name for dim in product.results[0].dims]
+        factors = [[dim.name for dim in term.dims] for term in product.operands]
+        return call.rule([broadcast_dims(call["self"].shape, call.shape, result), *factors], [result])
 
     return rule
 
@@ -95,13 +93,16 @@ def _tensordot(call: Call) -> OpRule:
 
 
 def _grouped_mm(call: Call) -> OpRule:
-    """Rows in groups, a matrix per group: the rows and the groups stay whole."""
+    """Rows in groups, a matrix per group: the rows and the groups stay whole. The kernel wants strides of 16 bytes."""
     x, weight = call["self"], call["mat2"]
     if x.ndim != 2 or weight.ndim != 3:
         return call.whole()
     operands: list[list[Factor | None]] = [[None, "k"], [None, "k", "n"]]
     operands += [[None] * operand.ndim for operand in call.operands[2:]]
-    return call.rule(operands, [[None, "n"]], whole=["k", "n"] if call["bias"] is not None else [])
+    units = {f: max(1, size * x.dtype.itemsize // 16) for f, size in zip("kn", weight.shape[1:], strict=True)}
+    aligned = all(size % units[f] == 0 for f, size in zip("kn", weight.shape[1:], strict=True))
+    whole = [] if aligned and call["bias"] is None else ["k", "n"]
+    return call.rule(operands, [[None, "n"]], units=units if aligned else None, whole=whole)
 
 
 RULES: Mapping[str, Declaration] = {

@@ -47,7 +47,8 @@ def _group_norm_local(op: Op, local: Local) -> Rewritten:
 
 
 def _batch_norm(call: Call) -> OpRule:
-    """Channels pass. Samples pass too: with given statistics freely, in training with traffic inside."""
+    """Channels pass. Samples pass too: with given statistics freely, in training with traffic inside. Either way the new
+    statistics are complete on every rank, which is what makes ``n`` internal."""
     x = call["x"]
     rest: list[Factor | None] = [None] * (x.ndim - 2)
     channel = [["c"] for _ in call.operands[1:]]
@@ -56,7 +57,7 @@ def _batch_norm(call: Call) -> OpRule:
     return call.rule(
         [["n", "c", *rest], *channel],
         [["n", "c", *rest], *([["c"]] * (len(call.results) - 1))],
-        internal={"n": traffic} if call["training"] else {},
+        internal={"n": traffic if call["training"] else ()},
         localize=_batch_norm_local if call["training"] else None,
     )
 

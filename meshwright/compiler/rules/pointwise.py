@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshwright.compiler.rules.book import Declaration, declare
-from meshwright.compiler.rules.call import Call, Operand
+from meshwright.compiler.rules.call import Call, Operand, words
 from meshwright.rule import OpRule
 
-UNARY = (
+UNARY = words(
     "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu "
     "hardsigmoid hardswish hardtanh isfinite isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 log_sigmoid "
     "logical_not logit mish nan_to_num reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh "
     "softplus sqrt square tan tanh trunc clamp clamp_min clamp_max threshold hardshrink softshrink celu"
-).split()
-UNARY_LINEAR = "neg positive clone contiguous alias detach conj resolve_conj resolve_neg".split()
+)
+UNARY_LINEAR = words("neg positive clone contiguous alias detach conj resolve_conj resolve_neg")
 CASTS = ("_to_copy.default", "to.dtype", "to.device", "to.dtype_layout")
-BINARY = (
+BINARY = words(
     "atan2.default bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor "
     "bitwise_xor.Scalar bitwise_left_shift.Tensor bitwise_right_shift.Tensor copysign.Tensor __and__.Tensor __and__.Scalar "
     "__or__.Tensor __or__.Scalar __xor__.Tensor __xor__.Scalar eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar "
@@ -30,11 +30,11 @@ BINARY = (
     "logical_and.default logical_or.default logical_xor.default maximum.default minimum.default pow.Tensor_Tensor "
     "pow.Tensor_Scalar pow.Scalar remainder.Tensor remainder.Scalar rsub.Scalar xlogy.Tensor clamp_min.Tensor "
     "clamp_max.Tensor add.Scalar sub.Scalar div.Tensor_mode div.Scalar_mode"
-).split()
-IN_PLACE = (
+)
+IN_PLACE = words(
     "add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor add_.Scalar mul_.Scalar div_.Scalar pow_.Scalar fill_.Scalar"
-).split()
-IN_PLACE_UNARY = "relu silu sigmoid tanh exp neg clamp clamp_min zero".split()
+)
+IN_PLACE_UNARY = words("relu silu sigmoid tanh exp neg clamp clamp_min zero")
 
 
 def _sum_of_two(call: Call) -> OpRule:
@@ -103,7 +103,7 @@ def _rules() -> dict[str, Declaration]:
         "aten.lerp.Scalar": declare("..., ... -> ... ; +0,1"),
         "aten.lerp.Tensor": declare("..., ..., ... -> ... ; +0,1"),
         "aten.complex.default": declare("..., ... -> ... ; +0,1"),
-        "aten.polar.default": declare("..., ... -> ... ; +0"),
+        "aten.polar.default": declare("..., ... -> ..."),
         "aten.expand_as.default": declare("..., ... -> ... ; +0"),
         "aten.view_as_complex.default": declare("*b . -> *b ; +0"),
         "aten.view_as_real.default": declare("*b -> *b . ; +0"),

@@ -11,16 +11,16 @@ import zlib
 from collections.abc import Mapping
 
 from meshwright.compiler.rules.book import Declaration, declare
-from meshwright.compiler.rules.call import Call, Rewritten, argument
+from meshwright.compiler.rules.call import Call, Rewritten, argument, words
 from meshwright.graph import Op, Ref
 from meshwright.program import SEED
 from meshwright.rule import Local, OpRule
 
-WHOLE = (
+WHOLE = words(
     "rand.default rand_like.default randn.default randn_like.default randint.default randint.low randperm.default "
     "bernoulli.default bernoulli.p normal.Tensor_float multinomial.default uniform.default native_dropout.default "
     "alpha_dropout.default feature_dropout.default exponential.default"
-).split()
+)
 
 
 def salt(op: Op, local: Local) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshwright.compiler.rules.book import Declaration, declare
-from meshwright.compiler.rules.call import Call, Rewritten, argument, dims_of
+from meshwright.compiler.rules.call import Call, Rewritten, argument, dims_of, words
 from meshwright.graph import Op
 from meshwright.rule import Factor, Local, OpRule
 
@@ -70,16 +70,16 @@ def _cumulative_sum(call: Call) -> OpRule:
     return call.rule([dims], [dims], linear=[[0]])
 
 
-WHOLE_DIMS = (
+WHOLE_DIMS = words(
     "amax.default amin.default max.default min.default max.dim min.dim argmax.default argmin.default all.default all.dim "
     "any.default any.dim prod.default prod.dim_int logsumexp.default median.default median.dim norm.Scalar "
     "norm.ScalarOpt_dim linalg_vector_norm.default var.correction var.dim std.correction std.dim var_mean.correction "
     "std_mean.correction aminmax.default kthvalue.default mode.default histc.default bincount.default"
-).split()
-ALONG = (
+)
+ALONG = words(
     "cumprod.default cummax.default cummin.default logcumsumexp.default sort.default sort.stable argsort.default topk.default "
     "glu.default"
-).split()
+)
 
 RULES: Mapping[str, Declaration] = {
     "aten.sum.default": declare(_sum),

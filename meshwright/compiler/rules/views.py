@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Rewritten, broadcast_dims, dims_of, rewrite
@@ -54,7 +55,8 @@ def _sized(name: str) -> Localize:
     """A localizer that sets an argument to this rank's result shape."""
 
     def localize(op: Op, local: Local) -> Rewritten:
-        return rewrite(op, **{name: local.result_shape()})
+        changes: dict[str, Any] = {name: local.result_shape()}
+        return rewrite(op, **changes)
 
     return localize
 

@@ -1,0 +1,271 @@
+"""Sample calls of normalizations, attention, indexing, reductions, losses, convolutions, factories and random draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.samples import F64, I64, Maker, Sample, b, i, n, r, s
+
+
+def _normalization() -> dict[str, Maker]:
+    def along() -> list[Sample]:
+        return [s(n(4, 2, 8), -1), s(n(4, 8), 0)]
+
+    def batch_norm() -> list[Sample]:
+        state = n(4), n(4), n(4), r(4)
+        return [
+            s(n(8, 4, 2), *state, True, 0.1, 1e-5, fixed=(3, 4)),
+            s(n(8, 4), *state, True, 0.1, 1e-5, fixed=(3, 4)),
+            s(n(8, 4, 2, 2), *state, False, 0.1, 1e-5, fixed=(3, 4)),
+            s(n(8, 4), None, None, n(4), r(4), True, 0.1, 1e-5, fixed=(1, 2)),
+        ]
+
+    return {
+        **dict.fromkeys(("softmax.int", "log_softmax.int", "_safe_softmax.default"), along),
+        "_softmax.default": lambda: [s(n(4, 2, 8), -1, False)],
+        "_log_softmax.default": lambda: [s(n(4, 2, 8), 1, False)],
+        "layer_norm.default": lambda: [s(n(4, 2, 8), (8,), n(8), n(8)), s(n(4, 2, 8), (2, 8), n(2, 8)), s(n(4, 8), (8,))],
+        "native_layer_norm.default": lambda: [s(n(4, 2, 8), (8,), n(8), n(8), 1e-5), s(n(4, 8), (8,), None, None, 1e-5)],
+        "rms_norm.default": lambda: [s(n(4, 2, 8), (8,), n(8), 1e-5)],
+        "_fused_rms_norm.default": lambda: [s(n(4, 2, 8), (8,), n(8), 1e-5)],
+        "group_norm.default": lambda: [s(n(4, 8, 3), 4, n(8), n(8)), s(n(4, 8), 2)],
+        "native_group_norm.default": lambda: [s(n(4, 8, 3), n(8), n(8), 4, 8, 3, 4, 1e-5)],
+        "mw.batch_norm": batch_norm,
+    }
+
+
+def _attention() -> dict[str, Maker]:
+    def qkv(heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        return n(2, heads, 3, 4), n(2, key_heads, 5, 4), n(2, key_heads, 5, 4)
+
+    return {
+        "scaled_dot_product_attention.default": lambda: [
+            s(*qkv(4, 4)),
+            s(*qkv(8, 4), enable_gqa=True),
+            s(*qkv(4, 1), enable_gqa=True),
+            s(*qkv(4, 4), n(1, 4, 3, 5)),
+            s(*qkv(4, 4), n(2, 1, 3, 5)),
+            s(*qkv(4, 4), b(3, 5) | True, fixed=()),
+            s(*qkv(8, 4), n(2, 8, 3, 5), enable_gqa=True),
+            s(n(4, 3, 4), n(4, 3, 4), n(4, 3, 4), is_causal=True),
+        ],
+    }
+
+
+def _indexing() -> dict[str, Maker]:
+    return {
+        "embedding.default": lambda: [
+            s(n(8, 4), i(8, 4, 6)),
+            s(n(8, 4), i(8, 4), 3),
+            s(n(8, 4), i(8, 4, 2), -1, True),
+            s(n(8, 4), i(8, 6), 7, True),
+        ],
+        "index.Tensor": lambda: [
+            s(n(4, 8, 2), (i(4, 6),)),
+            s(n(4, 8, 2), (None, i(8, 4, 2))),
+            s(n(4, 8, 2), (i(4, 6), i(8, 6))),
+            s(n(4, 8, 2), (i(4, 6), None, i(2, 6))),
+            s(n(4, 8), (i(4, 6, 1), i(8, 1, 4))),
+            s(n(4), (b(4) | True,)),
+        ],
+        "index_put.default": lambda: [
+            s(n(8, 4), (torch.tensor([1, 5, 2]),), n(3, 4)),
+            s(n(8, 4), (i(8, 6),), n(6, 4), True),
+            s(n(4, 8), (None, i(8, 2)), n(), True),
+            s(n(4, 2), (b(4, 2),), torch.zeros((), dtype=F64)),
+        ],
+        "index_select.default": lambda: [s(n(4, 8), 1, i(8, 6)), s(n(4, 8), 0, i(4, 4))],
+        "gather.default": lambda: [s(n(4, 8), 1, i(8, 4, 6)), s(n(4, 8), 0, i(4, 2, 4)), s(n(4, 2, 8), -1, i(8, 4, 2, 1))],
+        "take_along_dim.default": lambda: [s(n(4, 8), i(8, 4, 6), 1)],
+        "scatter.src": lambda: [
+            s(n(4, 8), 1, torch.tensor([[1, 5]] * 4), n(4, 2)),
+            s(n(4, 8), 1, torch.tensor([[1, 5]] * 2), n(2, 2)),
+        ],
+        "scatter.value": lambda: [s(n(4, 8), 1, i(8, 4, 2), 1.0), s(n(4, 8), 1, i(8, 4, 2), 0)],
+        "scatter_add.default": lambda: [s(n(4, 8), 1, i(8, 4, 6), n(4, 6))],
+        "scatter_reduce.two": lambda: [s(n(4, 8), 1, i(8, 4, 6), n(4, 6), "sum"), s(n(4, 8), 1, i(8, 4, 6), n(4, 6), "amax")],
+        "index_add.default": lambda: [s(n(4, 8), 1, i(8, 6), n(4, 6))],
+        "index_copy.default": lambda: [s(n(4, 8), 1, torch.tensor([1, 4, 2]), n(4, 3))],
+        "index_fill.int_Scalar": lambda: [s(n(4, 8), 1, i(8, 3), 0), s(n(4, 8), 1, i(8, 3), 2.0)],
+        "one_hot.default": lambda: [s(i(8, 4, 6), 8)],
+    }
+
+
+def _reductions() -> dict[str, Maker]:
+    def everything() -> list[Sample]:
+        return [s(n(4, 8))]
+
+    def dim() -> list[Sample]:
+        return [s(n(4, 2, 8), 1), s(n(4, 8), -1, True)]
+
+    def dims() -> list[Sample]:
+        return [s(n(4, 2, 8), (0, 2)), s(n(4, 8), (1,), True)]
+
+    def corrected() -> list[Sample]:
+        return [s(n(4, 2, 8), (0, 2), correction=1), s(n(4, 8), (1,), keepdim=True)]
+
+    return {
+        "sum.default": lambda: [s(n(4, 8)), s(b(4, 8)), s(n())],
+        "sum.dim_IntList": lambda: [*dims(), s(n(4, 8), None), s(i(5, 4, 8), (0,))],
+        "mean.default": everything,
+        "mean.dim": lambda: [*dims(), s(n(4, 8), None), s(n(4, 8).float(), (1,), dtype=F64)],
+        "count_nonzero.default": lambda: [s(i(2, 4, 8))],
+        "count_nonzero.dim_IntList": lambda: [s(i(2, 4, 8), (0,))],
+        "cumsum.default": dim_only,
+        **{f"{name}.default": dims for name in ("amax", "amin")},
+        **{f"{name}.default": everything for name in ("max", "min", "prod", "median")},
+        **{f"{name}.dim": dim for name in ("max", "min", "median")},
+        **{f"{name}.default": dim for name in ("argmax", "argmin", "mode")},
+        **{f"{name}.default": lambda: [s(b(4, 8))] for name in ("all", "any")},
+        **{f"{name}.dim": lambda: [s(b(4, 8), 1), s(b(4, 8), 0, True)] for name in ("all", "any")},
+        "prod.dim_int": dim,
+        "logsumexp.default": dims,
+        "norm.Scalar": lambda: [s(n(4, 8), 2)],
+        "norm.ScalarOpt_dim": lambda: [s(n(4, 8), 2, (1,)), s(n(4, 8), 3, (0,), True)],
+        "linalg_vector_norm.default": lambda: [s(n(4, 8), 2, (1,)), s(n(4, 8)), s(n(4, 8), 1, (0,), True)],
+        **{f"{name}.correction": corrected for name in ("var", "std", "var_mean", "std_mean")},
+        **{f"{name}.dim": lambda: [s(n(4, 2, 8), (0, 2)), s(n(4, 8), (1,), True, True)] for name in ("var", "std")},
+        "aminmax.default": lambda: [s(n(4, 8), dim=1), s(n(4, 8))],
+        "kthvalue.default": lambda: [s(n(4, 8), 3, 1), s(n(4, 8), 2, 0, True)],
+        "histc.default": lambda: [s(r(8), 4, 0, 1, fixed=(0,))],
+        "bincount.default": lambda: [s(i(4, 8), None, 4)],
+        **{f"{name}.default": dim_only for name in ("cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "glu")},
+        "sort.stable": lambda: [s(n(4, 8), stable=True, dim=0)],
+        "topk.default": lambda: [s(n(4, 8), 3), s(n(4, 8), 4, 0)],
+    }
+
+
+def dim_only() -> list[Sample]:
+    return [s(n(4, 2, 8), 1), s(n(4, 8), -1)]
+
+
+def _loss() -> dict[str, Maker]:
+    def elementwise() -> list[Sample]:
+        return [s(r(4, 8), r(4, 8), reduction=how, fixed=(1,)) for how in (0, 1, 2)]
+
+    def with_weight() -> list[Sample]:
+        weight = r(8)
+        return [s(r(4, 8), r(4, 8), *more, reduction=how, fixed=(2,)) for how in (0, 2) for more in ((), (weight,))]
+
+    labels = torch.tensor([[1, 7, -100, 3, 0, 2], [-100, 6, 6, 5, 4, 3]])
+    return {
+        "mw.cross_entropy": lambda: [
+            s(n(2, 6, 8), labels, -100, 0.0),
+            s(n(2, 6, 8), labels, -100, 0.1),
+            s(n(8, 8), i(8, 8), 3, 0.0),
+            s(n(2, 6, 7), i(7, 2, 6), -1, 0.2),
+        ],
+        "cross_entropy_loss.default": lambda: [s(n(4, 8), i(8, 4))],
+        "nll_loss_forward.default": lambda: [s(n(4, 8), i(8, 4), None, 1, -100)],
+        "nll_loss2d_forward.default": lambda: [s(n(4, 8, 2, 2), i(8, 4, 2, 2), None, 1, -100)],
+        **{
+            f"{name}.default": elementwise
+            for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div")
+        },
+        "binary_cross_entropy.default": with_weight,
+        "binary_cross_entropy_with_logits.default": with_weight,
+    }
+
+
+def _convolution() -> dict[str, Maker]:
+    def conv(space: int, transposed: bool = False) -> Maker:
+        size = (5,) * space
+        kernel = (3,) * space
+        weight = (4, 2) if transposed else (2, 4)
+        x = (2, 4, *size)
+
+        def make() -> list[Sample]:
+            padding = () if transposed else ((1,) * space, (1,) * space, (1,) * space, 2)
+            grouped = s(
+                n(*x), n(4, 2, *kernel), None, *(((1,) * space, (0,) * space, (0,) * space, 2) if transposed else padding)
+            )
+            return [
+                s(n(*x), n(*weight, *kernel)),
+                s(n(*x), n(*weight, *kernel), n(2)),
+                s(n(*x[1:]), n(*weight, *kernel)),
+                grouped,
+            ]
+
+        return make
+
+    def pool(space: int, *extra: Any) -> Maker:
+        return lambda: [s(n(2, 4, *(4,) * space), *extra)]
+
+    table: dict[str, Maker] = {
+        "convolution.default": lambda: [
+            s(n(2, 4, 5, 5), n(2, 4, 3, 3), n(2), (1, 1), (1, 1), (1, 1), False, (0, 0), 1),
+            s(n(2, 4, 5, 5), n(4, 2, 3, 3), None, (2, 2), (0, 0), (1, 1), True, (0, 0), 1),
+        ],
+    }
+    for space in (1, 2, 3):
+        two = (2,) * space
+        table[f"conv{space}d.default"] = conv(space)
+        table[f"conv{space}d.padding"] = lambda space=space: [
+            s(n(2, 4, *(5,) * space), n(2, 4, *(3,) * space), n(2), (1,) * space, "same")
+        ]
+        table[f"conv_transpose{space}d.{'default' if space == 1 else 'input'}"] = conv(space, True)
+        for name in ("avg_pool", "max_pool"):
+            table[f"{name}{space}d.default"] = pool(space, two)
+        table[f"max_pool{space}d_with_indices.default"] = pool(space, two)
+        for name in ("adaptive_avg_pool", "adaptive_max_pool"):
+            table[f"{name}{space}d.default"] = pool(space, two)
+        table[f"upsample_nearest{space}d.vec"] = pool(space, (6,) * space, None)
+    for name, space in (("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)):
+        table[f"upsample_{name}{space}d.vec"] = pool(space, (6,) * space, False, None)
+    return table | {
+        "_adaptive_avg_pool2d.default": pool(2, (2, 2)),
+        "pixel_shuffle.default": lambda: [s(n(2, 4, 2, 2), 2)],
+        "pixel_unshuffle.default": lambda: [s(n(2, 1, 4, 4), 2)],
+        "im2col.default": lambda: [s(n(2, 2, 4, 4), (2, 2), (1, 1), (0, 0), (1, 1))],
+    }
+
+
+def _factories() -> dict[str, Maker]:
+    table: dict[str, Maker] = {}
+    for name in ("zeros", "ones", "full", "empty"):
+        value = (2.5,) if name == "full" else ()
+        known = name != "empty"
+        overload = "default" if known else "memory_format"
+        table[f"{name}.{overload}"] = lambda v=value, k=known: [s((4, 8), *v, values=k, dtype=F64), s((), *v, values=k)]
+        table[f"new_{name}.default"] = lambda v=value, k=known: [
+            s(n(4, 8), (4, 8), *v, fixed=(0,), values=k),
+            s(n(6), (4, 8), *v, fixed=(0,), values=k),
+        ]
+        table[f"{name}_like.default"] = lambda v=value, k=known: [s(n(4, 8), *v, fixed=(0,), values=k)]
+    return table | {
+        "arange.default": lambda: [s(8), s(4.0)],
+        "arange.start": lambda: [s(2, 10), s(0, 4, dtype=I64)],
+        "arange.start_step": lambda: [s(1, 13, 3), s(8, 0, -1), s(0, 1, 0.25)],
+        "scalar_tensor.default": lambda: [s(2.0)],
+        "linspace.default": lambda: [s(0, 1, 8)],
+        "eye.default": lambda: [s(4)],
+        "eye.m": lambda: [s(4, 8)],
+    }
+
+
+def _random() -> dict[str, Maker]:
+    def like() -> list[Sample]:
+        return [s(r(4, 8), fixed=(0,), values=False)]
+
+    return {
+        "dropout.default": lambda: [s(n(4, 8), 0.5, False), s(n(4, 8), 0.0, True)],
+        **{f"{name}.default": lambda: [s((4, 8), values=False)] for name in ("rand", "randn")},
+        **{f"{name}.default": like for name in ("rand_like", "randn_like", "bernoulli", "uniform", "exponential")},
+        "randint.default": lambda: [s(8, (4,), values=False)],
+        "randint.low": lambda: [s(2, 8, (4,), values=False)],
+        "randperm.default": lambda: [s(8, values=False)],
+        "bernoulli.p": lambda: [s(r(4, 8), 0.5, fixed=(0,), values=False)],
+        "normal.Tensor_float": lambda: [s(n(4, 8), 1.0, fixed=(0,), values=False)],
+        "multinomial.default": lambda: [s(r(4, 8), 2, fixed=(0,), values=False)],
+        "native_dropout.default": lambda: [s(n(4, 8), 0.5, True, fixed=(0,), values=False)],
+        **{
+            f"{name}.default": lambda: [s(n(4, 8), 0.5, True, fixed=(0,), values=False)]
+            for name in ("alpha_dropout", "feature_dropout")
+        },
+    }
+
+
+TABLES = _normalization, _attention, _indexing, _reductions, _loss, _convolution, _factories, _random

@@ -1,0 +1,240 @@
+"""Run one operator as its rule shards it, on simulated ranks in one process, and put the pieces together again.
+
+``check`` is the oracle of every rule: for an assignment it gives each simulated rank its pieces of the operands (a pending sum
+as random terms), runs the localized call, and compares what the pieces make together with the whole run, forward and
+backward. Ranks are threads where an operator communicates inside; a rendezvous stands in for the all-reduce.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.graph import Graph, Op, Ref, Value, map_refs
+from meshwright.mesh import Mesh
+from meshwright.program import SEED
+from meshwright.rule import Local, OpRule, Placed, place
+from meshwright.runtime import ops
+from meshwright.runtime.collectives import Group
+from meshwright.sharding import Sharding, piece
+
+Coordinates = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One operator run whole: the op in a graph of its own, its operands, results and gradients."""
+
+    op: Op
+    graph: Graph
+    operands: tuple[torch.Tensor, ...]
+    results: tuple[torch.Tensor, ...]
+    differentiable: tuple[bool, ...]
+    result_gradients: tuple[torch.Tensor | None, ...]
+    gradients: tuple[torch.Tensor | None, ...]
+
+
+def call(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The results of one operator; an in-place one works on a copy."""
+    if target.startswith("mw."):
+        found: Any = ops.OPS[target](*args, **kwargs)
+    else:
+        namespace, name, overload = target.split(".")
+        if name.endswith("_") and not name.endswith("__"):
+            args = (args[0].clone(), *args[1:])
+        found = getattr(getattr(getattr(torch.ops, namespace), name), overload)(*args, **kwargs)
+    return tuple(found) if isinstance(found, tuple | list) else (found,)
+
+
+def whole_run(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], fixed: Sequence[int] = ()) -> Run:
+    """Run ``target`` on these arguments. Float operands that the result depends on are differentiated, except ``fixed``."""
+    operands: list[torch.Tensor] = []
+
+    def operand(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            smooth = (value.is_floating_point() or value.is_complex()) and len(operands) not in fixed
+            operands.append(value.detach().requires_grad_(smooth))
+            return Ref(f"x{len(operands) - 1}")
+        if isinstance(value, tuple | list):
+            return tuple(operand(item) for item in value)
+        return value
+
+    references = operand(tuple(args)), tuple((name, operand(value)) for name, value in kwargs.items())
+    names = {f"x{i}": tensor for i, tensor in enumerate(operands)}
+    results = call(target, *_filled(references, names))
+    op = Op("op", target, *references, tuple(f"y{i}" for i in range(len(results))))
+    torch.manual_seed(1)
+    outgoing = tuple(torch.randn_like(y) if y.requires_grad else None for y in results)
+    gradients = _gradients(results, outgoing, operands)
+    values = {f"x{i}": Value(f"x{i}", tuple(x.shape), x.dtype) for i, x in enumerate(operands)}
+    values |= {f"y{i}": Value(f"y{i}", tuple(y.shape), y.dtype) for i, y in enumerate(results)}
+    graph = Graph(values, tuple(names), (), (op,), None)
+    return Run(
+        op, graph, tuple(x.detach() for x in operands), tuple(y.detach() for y in results),
+        tuple(g is not None for g in gradients), outgoing, gradients,
+    )
+
+
+def _filled(tree: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
+    args, kwargs = map_refs(tree, lambda ref: tensors[ref.name])
+    return args, dict(kwargs)
+
+
+def _gradients(results: Any, outgoing: Any, operands: Any) -> tuple[torch.Tensor | None, ...]:
+    pairs = [(y, dy) for y, dy in zip(results, outgoing, strict=True) if dy is not None]
+    leaves = [x for x in operands if x.requires_grad]
+    if not pairs or not leaves:
+        return (None,) * len(operands)
+    found = iter(torch.autograd.grad([y for y, _ in pairs], leaves, [dy for _, dy in pairs], allow_unused=True))
+    return tuple(next(found) if x.requires_grad else None for x in operands)
+
+
+def assignments(rule: OpRule, mesh: Mesh, even: bool = True) -> Iterator[dict[str, str]]:
+    """Every legal assignment that uses every axis of the mesh."""
+    choices = [*rule.splittable, *(f"+{k}" for k in range(len(rule.linear)))]
+    for chosen in itertools.product(choices, repeat=len(mesh.axes)):
+        assignment = dict(zip(mesh.axes, chosen, strict=True))
+        if rule.legal(assignment, mesh, even):
+            yield assignment
+
+
+def cut(x: torch.Tensor, sharding: Sharding, mesh: Mesh, at: Coordinates) -> torch.Tensor:
+    """This rank's piece of a tensor; of a pending sum, its term: random, the terms adding up."""
+    axes = sorted(sharding.partial)
+    if axes:
+        count, index = mesh.size(axes), mesh.index(at, axes)
+        torch.manual_seed(x.numel())
+        smooth = x.is_floating_point() or x.is_complex()
+        terms = [torch.randn_like(x) if smooth else torch.full_like(x, i) for i in range(count)]
+        x = terms[index] if index else x - sum(terms[1:])
+    for dim, over in enumerate(sharding.dims):
+        x = x.narrow(dim, *piece(x.shape[dim], mesh, over, at)) if over else x
+    return x.clone()
+
+
+def joined(parts: Sequence[torch.Tensor], shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> torch.Tensor:
+    """The whole value of the ranks' pieces: split dims joined, pending sums added; replicas must be equal."""
+    summed = sorted(sharding.partial)
+    free = [axis for axis in mesh.axes if axis not in summed]
+    copies: dict[tuple[int, ...], torch.Tensor] = {}
+    for rank, part in enumerate(parts):
+        at = mesh.coordinates(rank)
+        key = tuple(at[axis] for axis in free)
+        copies[key] = copies[key] + part if key in copies else part
+    whole = parts[0].new_zeros(tuple(shape))
+    written = torch.zeros(tuple(shape), dtype=torch.bool)
+    for key, part in copies.items():
+        at = dict(zip(free, key, strict=True))
+        window, seen = whole, written
+        for dim, over in enumerate(sharding.dims):
+            if over:
+                offset, length = piece(shape[dim], mesh, over, at)
+                window, seen = window.narrow(dim, offset, length), seen.narrow(dim, offset, length)
+        assert part.shape == window.shape, f"a piece has shape {tuple(part.shape)}, not {tuple(window.shape)}"
+        old = torch.where(seen, window, part)
+        torch.testing.assert_close(part, old, equal_nan=True, msg=lambda text: f"replicas differ: {text}")
+        window.copy_(part)
+        seen.fill_(True)
+    assert written.all()
+    return whole
+
+
+class Rendezvous:
+    """All-reduce among threads: ``reduce`` has the signature of ``runtime.collectives.reduce``."""
+
+    def __init__(self, world: int) -> None:
+        self.barrier = threading.Barrier(world, timeout=20)
+        self.lock = threading.Lock()
+        self.shared: dict[Any, dict[int, torch.Tensor]] = {}
+        self.turn = threading.local()
+
+    def reduce(self, x: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
+        turn = self.turn.value = getattr(self.turn, "value", 0) + 1
+        with self.lock:
+            parts = self.shared.setdefault((turn, group.name), {})
+            parts[group.rank] = x.detach()
+        self.barrier.wait()
+        stacked = torch.stack([parts[rank] for rank in range(group.size)])
+        return stacked.amax(0) if op == "max" else stacked.sum(0)
+
+
+def check(
+    run: Run, rule: OpRule, assignment: Mapping[str, str], mesh: Mesh, monkeypatch: Any = None, values: bool = True
+) -> None:
+    """Assert that the operator sharded by ``assignment`` equals the whole run, results and gradients (else shapes alone)."""
+    placed = place(rule, assignment, mesh, run.differentiable)
+    communicates = any(factor in rule.internal for factor in assignment.values())
+    if communicates:
+        monkeypatch.setattr(ops.comm, "reduce", Rendezvous(mesh.world).reduce)
+    ranks = _on_ranks(lambda rank: _rank(run, rule, assignment, mesh, placed, rank), mesh.world, communicates)
+    if not values:
+        return
+    for i, whole in enumerate(run.results):
+        together = joined([results[i] for results, _ in ranks], whole.shape, placed.results[i], mesh)
+        torch.testing.assert_close(together, whole, equal_nan=True, msg=lambda text, i=i: f"result {i}: {text}")
+    for i, gradient in enumerate(run.gradients):
+        if gradient is not None:
+            sharding = placed.operands[i].gradient()
+            parts = [gradients[i] for _, gradients in ranks]
+            together = joined(parts, gradient.shape, sharding, mesh)
+            torch.testing.assert_close(together, gradient, equal_nan=True, msg=lambda text, i=i: f"gradient {i}: {text}")
+
+
+def _on_ranks(work: Callable[[int], Any], world: int, together: bool) -> list[Any]:
+    if not together:
+        return [work(rank) for rank in range(world)]
+    found: list[Any] = [None] * world
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = work(rank)
+        except BaseException as error:  # raised again by the thread that waits
+            found[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for item in found:
+        if isinstance(item, BaseException):
+            raise item
+    return found
+
+
+def _rank(run: Run, rule: OpRule, assignment: Mapping[str, str], mesh: Mesh, placed: Placed, rank: int) -> Any:
+    """One rank: its results, and the gradients of its operands."""
+    at = mesh.coordinates(rank)
+    operands = [cut(x, sharding, mesh, at) for x, sharding in zip(run.operands, placed.operands, strict=True)]
+    for x, differentiable in zip(operands, run.differentiable, strict=True):
+        x.requires_grad_(differentiable)
+    local = Local(
+        mesh, at, assignment, placed, tuple(tuple(x.shape) for x in run.operands), tuple(tuple(y.shape) for y in run.results)
+    )
+    op = run.op
+    target, args, kwargs = rule.localize(op, local) if rule.localize else (op.target, op.args, op.kwargs)
+    tensors = {f"x{i}": x for i, x in enumerate(operands)} | {SEED: torch.tensor(7)}
+    filled = _filled((args, kwargs), tensors)
+    filled[1].update({key: _group(mesh, at, value) for key, value in filled[1].items() if key == "axes" and value})
+    results = call(target, *filled)
+    for i, result in enumerate(results):
+        assert tuple(result.shape) == local.result_shape(i), f"{target} on rank {rank} returns {tuple(result.shape)}"
+    outgoing = [
+        None if dy is None else cut(dy, placed.results[i].gradient(), mesh, at) for i, dy in enumerate(run.result_gradients)
+    ]
+    gradients = _gradients(results, outgoing, operands)
+    filled_in = [
+        torch.zeros_like(x) if g is None and differentiable else g
+        for g, x, differentiable in zip(gradients, operands, run.differentiable, strict=True)
+    ]
+    return [result.detach() for result in results], filled_in
+
+
+def _group(mesh: Mesh, at: Coordinates, axes: tuple[str, ...]) -> Group:
+    rest = ",".join(f"{axis}={at[axis]}" for axis in mesh.axes if axis not in axes)
+    return Group(rest, mesh.index(at, axes), mesh.size(axes))

@@ -1,0 +1,287 @@
+"""Every operator's rule: what it says, and that running the pieces equals running the whole.
+
+``test_every_sharding_equals_the_whole`` is the mechanical test: for each sample call and every legal assignment that the rule
+derives over one axis, over two, and unevenly over three ranks. The others state what the rules of the operators that
+matter most must allow, so that a rule that splits nothing does not pass for a right one.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.compiler.rules import Call, Operand, RuleBook, argument, builtin_rules, default_rules, register_rule, rewrite
+from meshwright.compiler.rules.call import schema
+from meshwright.graph import Graph, Op, Ref, Value
+from meshwright.mesh import Mesh
+from meshwright.notation import RuleError
+from meshwright.program import SEED
+from meshwright.rule import Local, OpRule, place
+from meshwright.runtime.ops import OPS
+from tests.rule_samples import SAMPLES
+from tests.sharded import assignments, check, whole_run
+
+MESHES = ((Mesh.of(a=2), True), (Mesh.of(a=2, b=2), True), (Mesh.of(a=3), False), (Mesh.of(a=2, b=3), False))
+
+
+@pytest.mark.parametrize("target", sorted(SAMPLES))
+def test_every_sharding_equals_the_whole(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    for sample in SAMPLES[target]():
+        run = whole_run(target, sample.args, sample.kwargs, sample.fixed)
+        rule = builtin_rules().rule_for(run.op, run.graph)
+        assert rule.known
+        for mesh, even in MESHES:
+            for assignment in assignments(rule, mesh, even):
+                try:
+                    check(run, rule, assignment, mesh, monkeypatch, sample.values)
+                except AssertionError as error:
+                    raise AssertionError(f"{run.op}\n  rule {rule}\n  on {mesh} under {assignment}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "line", "assignment"),
+    [
+        ("aten.relu.default", (torch.randn(4, 8),), "a b -> a b ; +0", {"a": "+0"}),
+        ("aten.softmax.int", (torch.randn(4, 8), 1), "a b -> a b", {"a": "b"}),
+        ("aten.amax.default", (torch.randn(4, 8), (1,)), "a b -> a", {"a": "b"}),
+        ("aten.mean.dim", (torch.randn(4, 8), (1,)), "a b -> a", {"a": "b"}),
+        ("aten.transpose.int", (torch.randn(4, 4), 0, 1), "a b -> a b", {"a": "a"}),
+        ("aten.cumsum.default", (torch.randn(4, 8), 1), "a b -> a b", {"a": "b"}),
+        ("aten.addmm.default", (torch.randn(4), torch.randn(2, 8), torch.randn(8, 4)), "n, m k, k n -> m n", {"a": "k"}),
+        ("aten.layer_norm.default", (torch.randn(4, 8), (8,), torch.randn(8)), "a b, b -> a b", {"a": "b"}),
+    ],
+)
+def test_a_wrong_rule_is_caught(target: str, args: tuple[Any, ...], line: str, assignment: dict[str, str]) -> None:
+    run = whole_run(target, args, {})
+    operands = [Operand(i, tuple(x.shape), x.dtype) for i, x in enumerate(run.operands)]
+    results = [Operand(i, tuple(y.shape), y.dtype) for i, y in enumerate(run.results)]
+    rule = Call(target, {}, tuple(operands), tuple(results), tuple(operands)).line(line)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check(run, rule, assignment, Mesh.of(a=2))
+
+
+def test_every_rule_has_a_sample_and_every_operator_exists() -> None:
+    assert set(SAMPLES) == set(builtin_rules().declarations)
+    assert [target for target in SAMPLES if schema(target) is None] == []
+
+
+EXPECTED = {
+    "aten.linear.default": "b0 b1 k, n k -> b0 b1 n",
+    "aten.matmul.default": "dim0 dim1 m k, dim1 k n -> dim0 dim1 m n",
+    "aten.add.Tensor": "dim0 dim1, dim0 dim1 -> dim0 dim1 ; +0,1",
+    "aten.mul.Tensor": "dim0 dim1, dim0 dim1 -> dim0 dim1 ; +0 +1",
+    "aten.pow.Tensor_Scalar": "dim0 dim1 -> dim0 dim1",
+    "aten.relu.default": "dim0 dim1 -> dim0 dim1",
+    "aten.reshape.default": "dim0 dim1 dim2 -> dim0 dim1 dim2 . ; +0",
+    "aten.transpose.int": "dim0 dim1 dim2 -> dim0 dim2 dim1 ; +0",
+    "aten.expand.default": "dim0 . dim2 -> dim0 dim1 dim2 ; +0",
+    "aten.cat.default": "dim0 ., dim0 . -> dim0 . ; +0,1",
+    "aten.slice.Tensor": "dim0 . -> dim0 . ; +0",
+    "aten.softmax.int": "dim0 dim1 . -> dim0 dim1 .",
+    "aten.layer_norm.default": "dim0 dim1 ., ., . -> dim0 dim1 .",
+    "aten.scaled_dot_product_attention.default": "b0 h . ., b0 h . ., b0 h . . -> b0 h . .",
+    "aten.embedding.default": "v d, b0 b1 -> b0 b1 d",
+    "aten.index.Tensor": ". dim1 dim2, i0 -> i0 dim1 dim2 ; +0",
+    "aten.gather.default": "dim0 ., dim0 i -> dim0 i ; +0",
+    "aten.topk.default": "dim0 . -> dim0 ., dim0 .",
+    "aten.mean.dim": "dim0 dim1 dim2 -> dim1 ; +0",
+    "aten.var.correction": ". dim1 . -> dim1",
+    "aten.conv2d.default": "n i . ., o i . . -> n o . .",
+    "aten.max_pool2d.default": "b0 b1 . . -> b0 b1 . .",
+    "aten.arange.default": "-> dim0",
+    "aten.dropout.default": "dim0 dim1 -> dim0 dim1",
+    "mw.cross_entropy": "b0 b1 v, b0 b1 -> (), ()",
+    "mw.batch_norm": "n c ., c, c, c, c -> n c ., c, c",
+}
+
+
+@pytest.mark.parametrize("target", sorted(EXPECTED))
+def test_what_a_rule_says(target: str) -> None:
+    sample = SAMPLES[target]()[0]
+    run = whole_run(target, sample.args, sample.kwargs, sample.fixed)
+    assert str(builtin_rules().rule_for(run.op, run.graph)) == EXPECTED[target]
+
+
+def rule_of(target: str, *args: Any, **kwargs: Any) -> OpRule:
+    run = whole_run(target, args, kwargs, fixed=range(len(args) + len(kwargs)))
+    return default_rules().rule_for(run.op, run.graph)
+
+
+def test_hidden_dims_split_in_heads() -> None:
+    rule = rule_of("aten.reshape.default", torch.zeros(2, 3, 32), (2, 3, 8, 4))
+    assert rule.sizes["dim2"] == 8
+    assert rule.even == {"dim2"}
+    merged = rule_of("aten.reshape.default", torch.zeros(2, 3, 32), (6, 32))
+    assert str(merged) == "dim0 . dim2 -> dim0 dim2 ; +0"
+    assert merged.sizes["dim0"] == 2
+
+
+def test_grouped_queries_split_in_key_heads() -> None:
+    q, k = torch.zeros(2, 8, 3, 4), torch.zeros(2, 2, 3, 4)
+    grouped = rule_of("aten.scaled_dot_product_attention.default", q, k, k, enable_gqa=True)
+    assert grouped.sizes["h"] == 2
+    assert str(grouped) == "b0 h . ., b0 h . ., b0 h . . -> b0 h . ."
+    single = rule_of("aten.scaled_dot_product_attention.default", q, k[:, :1], k[:, :1], enable_gqa=True)
+    assert str(single) == "b0 h . ., b0 . . ., b0 . . . -> b0 h . ."
+    assert single.sizes["h"] == 8
+
+
+def test_vocabulary_split_costs_traffic_and_loses_no_result() -> None:
+    rule = rule_of("mw.cross_entropy", torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64), -100, 0.0)
+    assert [(t.kind, t.elements, t.itemsize) for t in rule.internal["v"]] == [("all_reduce", 4, 4), ("all_reduce", 8, 4)]
+
+
+def test_an_affine_operator_is_not_linear() -> None:
+    x = torch.zeros(4)
+    assert rule_of("aten.add.Tensor", x, 1.0).linear == ()
+    assert rule_of("aten.masked_fill.Scalar", x, x > 0, -1.0).linear == ()
+    assert rule_of("aten.masked_fill.Scalar", x, x > 0, 0).linear == (frozenset({0}),)
+    assert rule_of("aten.mul.Tensor", x, x > 0).linear == (frozenset({0}),)
+    assert rule_of("aten._to_copy.default", x, dtype=torch.int64).linear == ()
+
+
+def test_an_operand_used_twice_is_two_operands() -> None:
+    values = {"x": Value("x", (4, 8), torch.float32), "y": Value("y", (4, 8), torch.float32)}
+    op = Op("square", "aten.mul.Tensor", (Ref("x"), Ref("x")), (), ("y",))
+    rule = default_rules().rule_for(op, Graph(values, ("x",), (), (op,), None))
+    placed = place(rule, {"a": "+0"}, Mesh.of(a=2), [True, True])
+    assert [str(sharding) for sharding in placed.operands] == ["[_, _] +a", "[_, _] ~a"]
+
+
+def test_tensor_keywords_are_operands_in_order_of_appearance() -> None:
+    q, mask = torch.zeros(2, 4, 3, 4), torch.zeros(2, 1, 3, 3)
+    rule = rule_of("aten.scaled_dot_product_attention.default", q, q, q, dropout_p=0.0, attn_mask=mask)
+    assert str(rule) == "b0 h . ., b0 h . ., b0 h . ., b0 . . . -> b0 h . ."
+
+
+def test_an_unknown_operator_is_whole() -> None:
+    rule = rule_of("aten.linalg_inv.default", torch.eye(4)) if not default_rules().known("aten.linalg_inv.default") else None
+    assert rule is not None
+    assert not rule.known
+    assert str(rule) == ". . -> . ."
+    assert rule.splittable == ()
+
+
+# the calls of one rank
+
+
+def local_call(target: str, assignment: dict[str, str], mesh: Mesh, rank: int, *args: Any, **kwargs: Any) -> Any:
+    run = whole_run(target, args, kwargs, fixed=range(len(args) + len(kwargs)))
+    rule = default_rules().rule_for(run.op, run.graph)
+    assert rule.localize is not None
+    assert rule.legal(assignment, mesh)
+    local = Local(
+        mesh, mesh.coordinates(rank), assignment, place(rule, assignment, mesh, run.differentiable),
+        tuple(tuple(x.shape) for x in run.operands), tuple(tuple(y.shape) for y in run.results),
+    )
+    return rule.localize(run.op, local)
+
+
+def _salts(make: Callable[[int], Any]) -> list[int]:
+    calls = [make(rank) for rank in range(4)]
+    assert all(Ref(SEED) in args for _, args, _ in calls)
+    return [args[-1] for _, args, _ in calls]
+
+
+def test_dropout_differs_between_pieces_and_agrees_between_replicas() -> None:
+    mesh, x = Mesh.of(a=2, b=2), torch.zeros(4, 8)
+    salts = _salts(lambda rank: local_call("aten.dropout.default", {"a": "dim0"}, mesh, rank, x, 0.5, True))
+    assert salts[0] == salts[1] != salts[2] == salts[3]
+    both = {"a": "dim0", "b": "dim1"}
+    assert len(set(_salts(lambda rank: local_call("aten.dropout.default", both, mesh, rank, x, 0.5, True)))) == 4
+    target, args, _ = local_call("aten.dropout.default", {}, mesh, 0, x, 0.5, True)
+    assert (target, args[:2]) == ("mw.dropout", (Ref("x0"), 0.5))
+    q = torch.zeros(2, 4, 3, 4)
+    attention = "aten.scaled_dot_product_attention.default"
+    salts = _salts(lambda rank: local_call(attention, {"b": "h"}, mesh, rank, q, q, q, dropout_p=0.5))
+    assert salts[0] == salts[2] != salts[1] == salts[3]
+
+
+def test_literals_become_those_of_the_piece() -> None:
+    mesh = Mesh.of(a=2)
+    assert local_call("aten.arange.start_step", {"a": "dim0"}, mesh, 1, 1, 13, 3)[1] == (7, 13, 3)
+    assert local_call("aten.full.default", {"a": "dim1"}, mesh, 1, (4, 8), 2.0)[1] == ((4, 4), 2.0)
+    assert local_call("aten.tril.default", {"a": "m"}, mesh, 1, torch.zeros(4, 8))[2] == (("diagonal", 2),)
+    table, ids = torch.zeros(8, 4), torch.zeros(2, dtype=torch.int64)
+    assert local_call("aten.embedding.default", {"a": "v"}, mesh, 1, table, ids, 3) == (
+        "mw.embedding", (Ref("x0"), Ref("x1"), 4, 4, 3, False, False), (),
+    )
+    assert local_call("aten.mean.dim", {"a": "dim0"}, mesh, 1, table, (0,)) == ("mw.mean", (Ref("x0"), (0,), False, 8, None), ())
+    assert local_call("aten.mean.dim", {"a": "dim1"}, mesh, 1, table, (0,))[0] == "aten.mean.dim"
+
+
+LOCAL_FORMS = ("mw.linear", "mw.embedding", "mw.mean", "mw.dropout", "mw.sdpa", "mw.cross_entropy", "mw.batch_norm")
+
+
+@pytest.mark.parametrize("name", LOCAL_FORMS)
+def test_what_localizers_call_exists(name: str) -> None:
+    assert name in OPS
+
+
+# users' operators and the book
+
+
+def test_users_register_lines_and_functions() -> None:
+    @torch.library.custom_op("meshwright_test::shift", mutates_args=())
+    def shift(x: torch.Tensor, by: float) -> torch.Tensor:
+        return x + by
+
+    def function(call: Call) -> OpRule:
+        assert call["by"] == 2.0
+        return call.line("*b . -> *b .")
+
+    def scenario() -> None:
+        x = torch.zeros(4, 8)
+        assert not rule_of("meshwright_test.shift.default", x, 2.0).known
+        register_rule(shift, "*b k! -> *b k")
+        assert str(rule_of("meshwright_test.shift.default", x, 2.0)) == "b0 k! -> b0 k!"
+        register_rule("meshwright_test.shift", function, localize=lambda op, local: rewrite(op, by=argument(op, "by") * 2))
+        assert str(rule_of("meshwright_test.shift.default", x, 2.0)) == "b0 . -> b0 ."
+        assert local_call("meshwright_test.shift.default", {}, Mesh.of(a=2), 0, x, 2.0)[1] == (Ref("x0"), 4.0)
+        register_rule("aten.relu.default", "a! b -> a b")
+        assert str(rule_of("aten.relu.default", x)) == "a! b -> a! b"
+
+    contextvars.copy_context().run(scenario)
+    assert not default_rules().known("meshwright_test.shift.default")
+    assert str(rule_of("aten.relu.default", torch.zeros(4, 8))) == "dim0 dim1 -> dim0 dim1"
+
+
+def test_bad_registrations_are_refused() -> None:
+    with pytest.raises(RuleError, match=r"column 6:"):
+        register_rule("mylib.op.default", "a -> $")
+    with pytest.raises(RuleError, match="namespace.name.overload"):
+        register_rule("op", "a -> a")
+
+
+def test_a_rule_that_does_not_fit_names_the_operator() -> None:
+    def scenario() -> None:
+        register_rule("aten.relu.default", "a -> a")
+        with pytest.raises(RuleError, match=r"(?s)a has 1 dims, the tensor \[4, 8\] has 2.*operator: %y0 = aten.relu.default"):
+            rule_of("aten.relu.default", torch.zeros(4, 8))
+
+    contextvars.copy_context().run(scenario)
+
+
+def test_equal_calls_share_one_instance_and_unequal_ones_do_not() -> None:
+    x = torch.zeros(4, 8)
+    assert rule_of("aten.softmax.int", x, 1) is rule_of("aten.softmax.int", x, 1)
+    assert rule_of("aten.softmax.int", x, 1) is not rule_of("aten.softmax.int", x, 0)
+    assert rule_of("aten.add.Tensor", x, 1) is not rule_of("aten.add.Tensor", x, True)
+
+
+def test_ten_thousand_operators_take_less_than_a_second() -> None:
+    values = {f"v{i}": Value(f"v{i}", (4, 8 + i % 50), torch.float32) for i in range(10_001)}
+    kinds = ("aten.relu.default", "aten.neg.default", "aten.silu.default")
+    ops = [Op(f"o{i}", kinds[i % 3], (Ref(f"v{i - i % 50}"),), (), (f"v{i - i % 50}",)) for i in range(10_000)]
+    graph = Graph(values, ("v0",), (), (), None)
+    book = RuleBook(builtin_rules().declarations)
+    start = time.process_time()
+    for op in ops:
+        book.rule_for(op, graph)
+    assert time.process_time() - start < 1.0
