@@ -241,6 +241,8 @@ def test_a_stage_that_cannot_fit_is_named_with_the_overflow(blocks: int) -> None
 def test_capacity_may_differ_by_rank_and_one_stage_is_a_cut() -> None:
     units = [Unit(f"b{i}", 1.0, 1.0, 1.0, state=1.0) for i in range(8)]
     assert cut(units, 2, 1, "gpipe", 4, [2.0, 6.0]).sizes == (2, 6)
+    with pytest.raises(StageError, match="greater than 0 on every rank"):
+        cut(units, 2, 1, "gpipe", 4, [2.0, 0.0])
     whole = cut(units, 1, 1, "1f1b", 4)
     assert whole.sizes == (8,)
     assert whole.makespan == pytest.approx(8 * 3 * 4)

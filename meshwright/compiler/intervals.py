@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -25,27 +24,26 @@ from meshwright.cost.timeline import warmup_forwards
 Matrix = np.ndarray
 
 
-class UnitLike(Protocol):
-    """What is read of a unit; see ``meshwright.compiler.stages.Unit``."""
+@dataclass(frozen=True)
+class Unit:
+    """One indivisible piece of the model, per micro-batch on one rank of its stage.
 
-    @property
-    def forward(self) -> float: ...
-    @property
-    def backward_input(self) -> float: ...
-    @property
-    def backward_weight(self) -> float: ...
-    @property
-    def state(self) -> float: ...
-    @property
-    def saved(self) -> float: ...
-    @property
-    def pending(self) -> float | None: ...
-    @property
-    def transient(self) -> float: ...
-    @property
-    def value(self) -> float: ...
-    @property
-    def gradient(self) -> float: ...
+    Seconds: ``forward``, ``backward_input``, ``backward_weight``. Bytes: ``state`` (parameters, gradients, optimizer),
+    ``saved`` (activations kept from F to B), ``pending`` (kept from I to W where the backward is split; None: all of
+    ``saved``), ``transient`` (the most that is alive only while the unit runs). ``value``, ``gradient``: seconds to send what
+    crosses a boundary right after this unit, down and up; ``math.inf`` forbids a cut there.
+    """
+
+    name: str
+    forward: float
+    backward_input: float
+    backward_weight: float
+    state: float = 0.0
+    saved: float = 0.0
+    transient: float = 0.0
+    value: float = 0.0
+    gradient: float = 0.0
+    pending: float | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Intervals:
     gradient: np.ndarray
 
     @classmethod
-    def of(cls, ways: Sequence[Sequence[UnitLike]], positions: Sequence[int]) -> Intervals:
+    def of(cls, ways: Sequence[Sequence[Unit]], positions: Sequence[int]) -> Intervals:
         """``positions``: where cuts are allowed, from 0 to the number of units; what lies between two becomes one unit."""
         per_unit = np.array(
             [

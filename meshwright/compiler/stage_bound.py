@@ -4,8 +4,8 @@ Both drop the order of the units, so equal units are one number ("how many of th
 
 - ``packing_bound`` keeps units whole: of the k P + 1 longest, some rank has k + 1.
 - ``fractional_bound`` lets them be divided, and keeps what the schedule and memory say. With x[s, c, o] units of class c run in
-  way o in stage s, all rows of ``cost.timeline.lower_bounds`` (path, rank, return) and the memory of every rank at every
-  maximal in-flight vector are linear in x; GLOP minimizes the step T.
+  way o in stage s, all rows of ``cost.timeline.lower_bounds`` (path, rank, return) and the memory of every rank at its
+  largest in-flight vectors are linear in x; GLOP minimizes the step T.
 
 Of crossings the cheapest are assumed, transients are left out, both are relaxations.
 """
@@ -20,6 +20,9 @@ from ortools.math_opt.python import mathopt
 from meshwright.compiler.intervals import Intervals
 from meshwright.cost.schedules import SPLIT_BACKWARD
 from meshwright.cost.table import Table
+
+_VECTORS = 6
+"""In-flight vectors a rank is held to in the linear program, the largest ones; fewer rows only relax it."""
 
 
 def packing_bound(units: Intervals, name: str, pp: int, microbatches: int) -> float:
@@ -67,13 +70,13 @@ def fractional_bound(units: Intervals, table: Table, capacity: np.ndarray) -> fl
         weights = np.einsum("sk,kco->sco", coefficients, classes[:3]) / unit_seconds
         model.add_linear_constraint(step >= total(weights) + constant / unit_seconds)
     for rank in range(table.pp):
-        if not math.isfinite(capacity[rank]):
-            continue
         own = list(table.stages_of(rank))
-        for full, half in table.in_flight[rank]:
+        counts = table.in_flight[rank]
+        for full, half in counts[np.argsort(-counts.sum(axis=(1, 2)), kind="stable")[:_VECTORS]]:
             held = np.zeros(shape)
             held[own] = classes[3] + full[:, None, None] * classes[4] + half[:, None, None] * classes[5]
-            model.add_linear_constraint(total(held / capacity[rank]) <= 1.0)
+            if (held.max(axis=(0, 2)) * members).sum() > capacity[rank]:
+                model.add_linear_constraint(total(held / capacity[rank]) <= 1.0)
     model.minimize(step)
     result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(threads=1))
     if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:

@@ -11,14 +11,15 @@ How: few enough cuts are all priced, in the order of their lower bound, until th
 1. a dynamic program over intervals minimizes the largest *stage bound* (``stage_bounds``: what any run of the schedule needs if
    stage s is units i..j) - with one stage a rank memory is an interval's own affair, so its value is a certified bound;
 2. its cuts, with ties broken towards balance at several thresholds, are simulated side by side;
-3. the best is refined: one unit from stage a to stage b (everything between shifts), one stage to another option; neighbours
-   whose bound is no better are never simulated (``_refine``).
+3. they are refined best first: one unit from stage a to stage b (everything between shifts), one stage to another option;
+   neighbours whose bound is no better are never simulated (``_refine``).
 
 With several stages a rank the bound is the better of packing and a linear program (``compiler.stage_bound``).
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ import numpy as np
 from meshwright.compiler.intervals import (
     Intervals,
     Matrix,
+    Unit,
     narrow_cuts,
     smallest_bottleneck,
     stage_bounds,
@@ -37,10 +39,12 @@ from meshwright.compiler.intervals import (
 )
 from meshwright.compiler.stage_bound import fractional_bound, packing_bound
 from meshwright.cost.schedules import schedule_table
-from meshwright.cost.table import Table
+from meshwright.cost.table import Table, maximal
 from meshwright.cost.timeline import Times, lower_bounds, makespans, peak_bytes
 
-_EXHAUSTIVE, _PRICED, _BATCH = 5_000, 2_500, 128
+__all__ = ["Cuts", "StageError", "Unit", "cut"]
+
+_EXHAUSTIVE, _PRICED, _BATCH, _PATIENCE = 5_000, 2_500, 96, 4
 """Up to so many cuts (times options) are enumerated; so many are simulated when searching; so many side by side."""
 _SLACK = (0.0, 0.01, 0.03, 0.1)
 """Relative slack over the smallest bottleneck at which balanced cuts are tried."""
@@ -48,28 +52,6 @@ _SLACK = (0.0, 0.01, 0.03, 0.1)
 
 class StageError(ValueError):
     """No cut exists: more stages than units, or a rank that cannot fit."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One indivisible piece of the model, per micro-batch on one rank of its stage.
-
-    Seconds: ``forward``, ``backward_input``, ``backward_weight``. Bytes: ``state`` (parameters, gradients, optimizer),
-    ``saved`` (activations kept from F to B), ``pending`` (kept from I to W where the backward is split; None: all of
-    ``saved``), ``transient`` (the most that is alive only while the unit runs). ``value``, ``gradient``: seconds to send what
-    crosses a boundary right after this unit, down and up; ``math.inf`` forbids a cut there.
-    """
-
-    name: str
-    forward: float
-    backward_input: float
-    backward_weight: float
-    state: float = 0.0
-    saved: float = 0.0
-    transient: float = 0.0
-    value: float = 0.0
-    gradient: float = 0.0
-    pending: float | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +119,8 @@ def cut(
             f"{len(positions) - 1} units to cut between; use fewer stages, at most {len(positions) - 1}"
         )
     room = np.broadcast_to(np.asarray(capacity, dtype=np.float64), (pp,))
+    if not (room > 0).all():
+        raise StageError(f"capacity must be bytes greater than 0 on every rank, got {capacity}")
     problem = _Problem(table, virtual_stages, Intervals.of(ways, positions), room, overlap, tuple(positions))
     found = _all_cuts(problem) if _count(problem) <= _EXHAUSTIVE else _search(problem)
     return _result(problem, found)
@@ -225,26 +209,19 @@ def _all_cuts(problem: _Problem) -> _Found:
     if not fits.any():
         raise _does_not_fit(problem, cuts[excess.argmin()], options[excess.argmin()], proven=True)
     cuts, options = cuts[fits], options[fits]
-    best, where, priced = _cheapest(problem, cuts, options, math.inf, len(cuts))
-    return _Found(cuts[where], options[where], best, best, priced)
-
-
-def _cheapest(problem: _Problem, cuts: np.ndarray, options: np.ndarray, limit: float, budget: int) -> tuple[float, int, int]:
-    """(makespan, index, cuts simulated) of the best one under ``limit``, simulating at most about ``budget`` of them, those
-    with the smallest bound first; (limit, -1, n) if there is none."""
     bounds = problem.bounds(cuts, options)
     order = np.argsort(bounds, kind="stable")
-    best, where, priced = limit, -1, 0
-    for low in range(0, min(len(order), budget), _BATCH):
+    best, where, priced = math.inf, -1, 0
+    for low in range(0, len(order), _BATCH):
         batch = order[low : low + _BATCH]
         batch = batch[bounds[batch] < best * (1 - 1e-12)]
         if not len(batch):
             break
         seconds = problem.seconds(cuts[batch], options[batch])
         priced += len(batch)
-        if seconds.min() < best * (1 - 1e-12):
+        if seconds.min() < best:
             best, where = float(seconds.min()), int(batch[seconds.argmin()])
-    return best, where, priced
+    return _Found(cuts[where], options[where], best, best, priced)
 
 
 # ------------------------------------------------------------------------------------------------------------- search
@@ -273,28 +250,40 @@ def _search(problem: _Problem) -> _Found:
         options = np.repeat(np.arange(units.ways), len(rows))[:, None] + np.zeros((1, table.stages), dtype=np.int64)
         fitted = [_make_fit(problem, c, o) for c, o in zip(cuts, options, strict=True)]
         cuts, options = (np.array(part) for part in zip(*fitted, strict=True))
-    fits = problem.excess(cuts, options) <= 0
-    if not fits.any():
+    if not (problem.excess(cuts, options) <= 0).any():
         raise _does_not_fit(problem, cuts[0], options[0], proven=False)
-    cuts, options = cuts[fits], options[fits]
-    best, where, priced = _cheapest(problem, cuts, options, math.inf, len(cuts))
-    return _refine(problem, _Found(cuts[where], options[where], best, bound, priced))
+    return _refine(problem, cuts, options, bound)
 
 
-def _refine(problem: _Problem, start: _Found) -> _Found:
-    """Follows improving neighbours (priced by simulation) until there is none."""
-    now = start
-    while now.makespan > now.bound and now.candidates < _PRICED:
-        cuts, options = _neighbours(problem, now.cuts, now.options)
-        fits = problem.excess(cuts, options) <= 0
-        cuts, options = cuts[fits], options[fits]
-        if not len(cuts):
-            break
-        best, where, priced = _cheapest(problem, cuts, options, now.makespan, 4 * _BATCH)
-        if where < 0:
-            return _Found(now.cuts, now.options, now.makespan, now.bound, now.candidates + priced)
-        now = _Found(cuts[where], options[where], best, now.bound, now.candidates + priced)
-    return now
+def _refine(problem: _Problem, cuts: np.ndarray, options: np.ndarray, bound: float) -> _Found:
+    """Best-first local search from several starts: the cheapest cut not yet looked around is; of its neighbours those with
+    the smallest bounds are simulated, none whose bound is no better than the best. Ends when ``_PATIENCE`` looks in a row
+    found nothing better."""
+    stages = problem.table.stages
+    seen: set[bytes] = set()
+    pool: list[tuple[float, bytes]] = []
+    best, priced, idle = (math.inf, b""), 0, 0
+    while True:
+        rows = np.concatenate([cuts, options], axis=1)[problem.excess(cuts, options) <= 0]
+        rows = rows[[row.tobytes() not in seen for row in rows]]
+        if len(rows):
+            bounds = problem.bounds(rows[:, : stages + 1], rows[:, stages + 1 :])
+            order = np.argsort(bounds, kind="stable")[:_BATCH]
+            rows = rows[order[bounds[order] < best[0] * (1 - 1e-12)]]
+        if len(rows):
+            seconds = problem.seconds(rows[:, : stages + 1], rows[:, stages + 1 :]).tolist()
+            priced += len(rows)
+            keys = [row.tobytes() for row in rows]
+            seen.update(keys)
+            for entry in zip(seconds, keys, strict=True):
+                heapq.heappush(pool, entry)
+        idle = 0 if pool and pool[0][0] < best[0] * (1 - 1e-12) else idle + 1
+        best = min(best, pool[0]) if pool else best
+        if not pool or best[0] <= bound or idle >= _PATIENCE or priced >= _PRICED:
+            row = np.frombuffer(best[1], dtype=np.int64)
+            return _Found(row[: stages + 1], row[stages + 1 :], best[0], bound, priced)
+        row = np.frombuffer(heapq.heappop(pool)[1], dtype=np.int64)
+        cuts, options = _neighbours(problem, row[: stages + 1], row[stages + 1 :])
 
 
 def _neighbours(problem: _Problem, cuts: np.ndarray, options: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -364,7 +353,7 @@ def _stage_matrices(problem: _Problem) -> tuple[list[Matrix], list[Matrix]]:
 def _in_flight(table: Table, stage: int) -> np.ndarray:
     """The largest numbers of micro-batches that one stage holds: int [k, 2]."""
     rank = table.stage_rank[stage]
-    return table.in_flight[rank][:, :, table.stages_of(rank).index(stage)]
+    return maximal(table.in_flight[rank][:, :, table.stages_of(rank).index(stage)])
 
 
 def _tightest(problem: _Problem) -> StageError:

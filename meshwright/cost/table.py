@@ -100,7 +100,7 @@ class Table:
         one dominates are kept, so the peak of any weighting by non-negative bytes is the largest over k. It depends on
         the order alone, not on times.
         """
-        return tuple(_maximal(_counts(self, rank)) for rank in range(self.pp))
+        return tuple(maximal(_counts(self, rank)) for rank in range(self.pp))
 
     @cached_property
     def order(self) -> Order:
@@ -147,7 +147,7 @@ def _counts(table: Table, rank: int) -> np.ndarray:
     return np.array(seen).reshape(-1, 2, len(column))
 
 
-def _maximal(vectors: np.ndarray) -> np.ndarray:
+def maximal(vectors: np.ndarray) -> np.ndarray:
     """The rows that no other row dominates."""
     flat = np.unique(vectors.reshape(len(vectors), -1), axis=0)
     keep = [not np.any(np.all(flat >= row, axis=1) & np.any(flat > row, axis=1)) for row in flat]
