@@ -1,0 +1,208 @@
+"""The catalogue: devices and nodes from tables whose numbers carry a unit and a source.
+
+Tables ``[device.NAME]`` and ``[node.NAME]`` hold numbers ``{value, unit, source}``; ``like = "NAME"`` takes over what is not
+given; ``[sources]`` spells the sources out. ``catalogue.toml`` beside this file is the one that comes along. Quantities leave
+this module in bytes, bytes per second, seconds and FLOP/s; decimal units are powers of ten, "MiB" and "GiB" powers of two.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+import torch
+
+from meshwright.sharding import DTYPE_NAMES
+
+_UNITS: Mapping[str, float] = {
+    "1": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0,
+    "B": 1.0, "MB": 1e6, "GB": 1e9, "MiB": 2.0**20, "GiB": 2.0**30,
+    "Gb/s": 1e9 / 8, "GB/s": 1e9, "TB/s": 1e12, "TFLOP/s": 1e12,
+}
+_KINDS = ("switch", "ring", "bus", "torus")
+
+
+class ClusterError(ValueError):
+    """A cluster that cannot be read, or a device or node that is not known."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. Bytes, bytes/s, FLOP/s, seconds; efficiencies are fractions of the peak that long runs reach.
+
+    ``peak``: FLOP/s by dtype name ("bf16", "f32"). ``attention``: {kernel: (forward, backward) fraction of the peak}, of which
+    ``attention_kernel`` runs. ``units`` and ``tile``: multiprocessors and the edge of the matmul tile
+    each works on (wave quantization); ``depth``: inner dimension at which a matmul reaches half of its efficiency.
+    ``kernel_seconds``: what each kernel costs however small. ``contention``: slowdown of compute while a collective runs
+    beside it. ``sources``: where each number comes from.
+    """
+
+    name: str
+    title: str
+    memory_bytes: int
+    reserve_bytes: int
+    memory_bandwidth: float
+    peak: Mapping[str, float]
+    attention: Mapping[str, tuple[float, float]]
+    attention_kernel: str
+    matmul_efficiency: float
+    memory_efficiency: float
+    kernel_seconds: float
+    units: int
+    tile: int
+    depth: float
+    contention: float
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def attention_forward(self) -> float:
+        """Fraction of the peak that long attention reaches in the forward."""
+        return self.attention[self.attention_kernel][0]
+
+    @property
+    def attention_backward(self) -> float:
+        """The same in the backward."""
+        return self.attention[self.attention_kernel][1]
+
+    def flops(self, dtype: torch.dtype) -> float:
+        """Peak FLOP/s of matrix products in ``dtype``; a 16-bit format that is not listed counts as the other one."""
+        name = DTYPE_NAMES.get(dtype, "f32")
+        for candidate in (name, {"bf16": "f16", "f16": "bf16"}.get(name, "f32"), "f32"):
+            if candidate in self.peak:
+                return self.peak[candidate]
+        raise ClusterError(f"device {self.name} lists no peak for {name} and none for f32; add peak.{name} to its table")
+
+
+@dataclass(frozen=True)
+class Node:
+    """How the devices of a node reach each other and the network. One direction, per device, unless said otherwise.
+
+    ``link_bandwidth``: bytes/s of one device into the node's fabric (torus: of one link). ``ring_efficiency``: the part a
+    ring collective reaches. ``reduce_efficiency``: the part an in-switch reduction reaches, 0 where there is none.
+    ``nics`` x ``nic_bandwidth``: the node's way out, shared by its devices. ``start_latency``: what any collective costs
+    however small its message and group.
+    """
+
+    name: str
+    title: str
+    kind: str
+    per_node: int
+    link_bandwidth: float
+    link_latency: float
+    ring_efficiency: float
+    reduce_efficiency: float
+    nics: int
+    nic_bandwidth: float
+    nic_latency: float
+    nic_efficiency: float
+    start_latency: float
+    torus_dims: int = 0
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+
+@lru_cache(maxsize=1)
+def catalogue() -> dict[str, Any]:
+    """The tables that come along."""
+    return tomllib.loads(resources.files("meshwright.cost").joinpath("catalogue.toml").read_text(encoding="utf-8"))
+
+
+def known_devices() -> tuple[str, ...]:
+    """Names of the catalogue's devices."""
+    return tuple(catalogue()["device"])
+
+
+def known_nodes() -> tuple[str, ...]:
+    """Names of the catalogue's nodes."""
+    return tuple(catalogue()["node"])
+
+
+def lookup(name: str, everything: Mapping[str, Any], what: str) -> tuple[str, dict[str, Any]]:
+    """(canonical name, table with ``like`` resolved); the error lists the known ones and the nearest."""
+    tables = everything[what]
+    aliases = {alias: key for key, table in tables.items() for alias in (key, *table.get("aliases", ()))}
+    if name.lower() not in aliases:
+        near = difflib.get_close_matches(name.lower(), aliases, n=1, cutoff=0.0)
+        raise ClusterError(f"unknown {what} {name!r}; the nearest is {near[0]!r}; known: {', '.join(sorted(tables))}")
+    key = aliases[name.lower()]
+    table = dict(tables[key])
+    if "like" in table:
+        if table["like"] not in tables:
+            raise ClusterError(f"{what} {key!r} is like {table['like']!r}, which is not in the catalogue")
+        base = lookup(table["like"], everything, what)[1]
+        nested = {part: {**base.get(part, {}), **table.get(part, {})} for part in ("peak", "attention")}
+        table = {**base, **table, **nested}
+    return key, table
+
+
+def _number(entry: Any, where: str) -> float:
+    if not isinstance(entry, Mapping) or not {"value", "unit", "source"} <= set(entry):
+        raise ClusterError(f"{where} must be {{value = ..., unit = ..., source = ...}}, not {entry!r}")
+    if entry["unit"] not in _UNITS:
+        raise ClusterError(f"{where} has unknown unit {entry['unit']!r}; known: {', '.join(_UNITS)}")
+    return float(entry["value"]) * _UNITS[entry["unit"]]
+
+
+def _read(what: str, name: str, table: Mapping[str, Any], keys: Mapping[str, str], texts: Mapping[str, str]) -> dict[str, Any]:
+    """{field: number} and their sources from a table."""
+    missing = [key for key in keys if key not in table]
+    if missing:
+        raise ClusterError(f"{what} {name!r} lacks {', '.join(missing)}")
+    numbers: dict[str, Any] = {field_: _number(table[key], f"{what}.{name}.{key}") for key, field_ in keys.items()}
+    numbers["sources"] = {field_: _source(table[key], texts) for key, field_ in keys.items()}
+    return numbers
+
+
+def _source(entry: Mapping[str, Any], texts: Mapping[str, str]) -> str:
+    return texts.get(entry["source"], str(entry["source"]))
+
+
+_DEVICE_KEYS: Mapping[str, str] = {
+    "memory": "memory_bytes", "reserve": "reserve_bytes", "memory_bandwidth": "memory_bandwidth",
+    "matmul_efficiency": "matmul_efficiency", "memory_efficiency": "memory_efficiency",
+    "kernel": "kernel_seconds", "units": "units", "tile": "tile", "depth": "depth", "contention": "contention",
+}
+_NODE_KEYS: Mapping[str, str] = {
+    "link": "link_bandwidth", "link_latency": "link_latency", "ring": "ring_efficiency", "reduce": "reduce_efficiency",
+    "nics": "nics", "nic": "nic_bandwidth", "nic_latency": "nic_latency", "nic_efficiency": "nic_efficiency",
+    "start": "start_latency",
+}
+
+
+def read_device(name: str, table: Mapping[str, Any], texts: Mapping[str, str]) -> Device:
+    """A device from its table; ``texts``: the sources spelled out."""
+    numbers = _read("device", name, table, _DEVICE_KEYS, texts)
+    peaks = table.get("peak", {})
+    if not peaks:
+        raise ClusterError(f"device {name!r} lists no peak FLOP/s, as in peak.bf16 = {{...}}")
+    peak = {dtype: _number(entry, f"device.{name}.peak.{dtype}") for dtype, entry in peaks.items()}
+    numbers["sources"].update({f"peak.{dtype}": _source(entry, texts) for dtype, entry in peaks.items()})
+    for key in ("memory_bytes", "reserve_bytes", "units", "tile"):
+        numbers[key] = int(numbers[key])
+    kernels, default = table.get("attention", {}), str(table.get("attention_kernel"))
+    if default not in kernels:
+        raise ClusterError(f"device {name!r} runs attention kernel {default!r}, but lists {', '.join(kernels) or 'none'}")
+    attention = {}
+    for kernel, sides in kernels.items():
+        where = f"device.{name}.attention.{kernel}"
+        attention[kernel] = (_number(sides.get("forward"), where), _number(sides.get("backward"), where))
+        numbers["sources"][f"attention.{kernel}"] = _source(sides["forward"], texts)
+    return Device(
+        name=name, title=table.get("title", name), peak=peak, attention=attention, attention_kernel=default, **numbers
+    )
+
+
+def read_node(name: str, table: Mapping[str, Any], texts: Mapping[str, str]) -> Node:
+    """A node from its table."""
+    if table.get("kind") not in _KINDS:
+        raise ClusterError(f"node {name!r} is of kind {table.get('kind')!r}; known: {', '.join(_KINDS)}")
+    numbers = _read("node", name, table, _NODE_KEYS, texts)
+    numbers["nics"] = int(numbers["nics"])
+    return Node(
+        name=name, title=table.get("title", name), kind=table["kind"], per_node=table["per_node"],
+        torus_dims=table.get("torus_dims", 0), **numbers,
+    )
