@@ -121,6 +121,22 @@ def known_nodes() -> tuple[str, ...]:
     return tuple(catalogue()["node"])
 
 
+def device_for(name: str, memory_bytes: int) -> str:
+    """The catalogue's device for what a driver reports: the longest family name in it, the nearest memory.
+
+    >>> device_for("NVIDIA A100-SXM4-40GB", 42 * 10**9), device_for("NVIDIA H100 80GB HBM3", 85 * 10**9)
+    ('a100-40g', 'h100-80g')
+    """
+    tables, words = catalogue()["device"], "".join(name.lower().split())
+    families = {key: key.partition("-")[0] for key in tables}
+    length = max((len(family) for family in families.values() if family in words), default=0)
+    fitting = [key for key, family in families.items() if family in words and len(family) == length]
+    if not fitting:
+        raise ClusterError(f"no device of the catalogue matches {name!r}; pass a Cluster; known: {', '.join(sorted(tables))}")
+    sizes = {key: _number(lookup(key, catalogue(), "device")[1]["memory"], key) for key in fitting}
+    return min(fitting, key=lambda key: abs(sizes[key] - memory_bytes))
+
+
 def lookup(name: str, everything: Mapping[str, Any], what: str) -> tuple[str, dict[str, Any]]:
     """(canonical name, table with ``like`` resolved); the error lists the known ones and the nearest."""
     tables = everything[what]

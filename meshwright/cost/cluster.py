@@ -26,6 +26,7 @@ from meshwright.cost.catalogue import (
     Device,
     Node,
     catalogue,
+    device_for,
     known_devices,
     known_nodes,
     lookup,
@@ -33,7 +34,7 @@ from meshwright.cost.catalogue import (
     read_node,
 )
 
-__all__ = ["Cluster", "ClusterError", "Device", "Island", "Node", "known_devices", "known_nodes"]
+__all__ = ["Cluster", "ClusterError", "Device", "Island", "Node", "device_for", "known_devices", "known_nodes"]
 
 _SPEC = re.compile(r"([\w.-]+)(?:@([\w.-]+))?(?::(\d+(?:x\d+)*))?")
 
