@@ -117,8 +117,10 @@ def split_arguments(signature: Mapping[str, Any], named: Mapping[str, Any]) -> t
 
 
 def _parameter(parameter: inspect.Parameter) -> dict[str, Any]:
-    kinds = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**", parameter.KEYWORD_ONLY: "keyword",
-             parameter.POSITIONAL_ONLY: "positional"}
+    kinds: Mapping[Any, str] = {
+        parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**", parameter.KEYWORD_ONLY: "keyword",
+        parameter.POSITIONAL_ONLY: "positional",
+    }
     result: dict[str, Any] = {"name": parameter.name, "kind": kinds.get(parameter.kind, "either")}
     if parameter.default is not parameter.empty:
         plain = type(parameter.default) in _CONSTANTS
@@ -261,9 +263,9 @@ def flatten_output(output: Any, leaf: Callable[[torch.Tensor], Any]) -> tuple[An
         fields = output if isinstance(output, Mapping) else _fields(output) or {}
         items = {key: flatten_output(item, leaf) for key, item in fields.items()}
         plain = type(output) is dict
-        kind = {"kind": "dict" if plain else "object", "class": "" if plain else _class_path(type(output)),
-                "items": {key: pair[1] for key, pair in items.items()}}
-        return {key: pair[0] for key, pair in items.items()}, kind
+        type_ = {"kind": "dict" if plain else "object", "class": "" if plain else _class_path(type(output)),
+                 "items": {key: pair[1] for key, pair in items.items()}}
+        return {key: pair[0] for key, pair in items.items()}, type_
     return None, "leaf"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import Counter
 
 import pytest
@@ -32,7 +31,7 @@ def equal(model: nn.Module, args=(), kwargs=None, **options) -> Graph:
     model.train(options.get("training", True))
     output = model(*args, **kwargs)
     if "loss_fn" in options:
-        output = options["loss_fn"](output, *options["targets"])
+        output = options["loss_fn"](output, *options.get("targets", ()))
 
     named = dict(ours.named_parameters(remove_duplicate=False)) | dict(ours.named_buffers(remove_duplicate=False))
     env = {param.value: named[param.fqn] for param in graph.params if param.fqn in named}
@@ -128,3 +127,358 @@ class TestModels:
         graph = equal(model, (torch.randn(6, 8),), loss_fn=F.mse_loss, targets=(torch.randn(6, 4),))
         assert targets(graph) == {"aten.linear.default": 2, "aten.relu.default": 1, "aten.mse_loss.default": 1}
         assert [op.module for op in graph.ops] == ["0", "1", "2", ""]
+
+    def test_bert(self):
+        config = hf.BertConfig(**SMALL, max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        mask = torch.ones(2, 8, dtype=torch.int64)
+        mask[1, 5:] = 0
+        kwargs = {"input_ids": ids(2, 8), "attention_mask": mask, "labels": some_labels(2, 8)}
+        graph = equal(hf.BertForMaskedLM(config), kwargs=kwargs)
+        assert targets(graph)["mw.cross_entropy"] == 1
+        assert all(op.args[3] is not None for op in graph.ops if "attention" in op.target)
+
+    def test_bert_without_a_mask_attends_everywhere(self):
+        config = hf.BertConfig(**SMALL, max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        kwargs = {"input_ids": ids(4, 8), "labels": torch.tensor([0, 1, 1, 0])}
+        graph = equal(hf.BertForSequenceClassification(config), kwargs=kwargs)
+        attention = [op for op in graph.ops if "attention" in op.target]
+        assert [op.args[3:6] for op in attention] == [(None, 0.0, False)] * 2
+
+    def test_t5(self):
+        config = hf.T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, dropout_rate=0.0,
+                             decoder_start_token_id=0)
+        graph = equal(hf.T5ForConditionalGeneration(config), kwargs={"input_ids": ids(2, 8), "labels": some_labels(2, 6)})
+        shared = {"shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}
+        assert any(shared <= set(param.fqns) for param in graph.params)
+
+    def test_vit(self):
+        config = hf.ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, image_size=8,
+                              patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        kwargs = {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.tensor([0, 1])}
+        assert targets(equal(hf.ViTForImageClassification(config), kwargs=kwargs))["mw.cross_entropy"] == 1
+
+    @pytest.mark.parametrize("batch_first", [True, False])
+    def test_transformer_encoder(self, batch_first):
+        layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=batch_first)
+        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        graph = equal(model, (torch.randn(2, 8, 16),), loss_fn=lambda y: y.square().mean())
+        linears = [op for op in graph.ops if op.target == "aten.linear.default"]
+        assert {len(graph.values[op.args[0].name].shape) for op in linears} == {3}
+
+    def test_dropout_stays_an_operator(self):
+        graph = capture(llama(attention_dropout=0.1), (), {"input_ids": ids(2, 8), "labels": ids(2, 8)})
+        assert {op.args[4] for op in graph.ops if "attention" in op.target} == {0.1}
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        assert targets(capture(model, (torch.randn(2, 4),), {}))["aten.dropout.default"] == 1
+        assert targets(capture(model, (torch.randn(2, 4),), {}, training=False)) == {"aten.linear.default": 1}
+
+    def test_a_cache_is_no_output(self):
+        graph = equal(llama(), kwargs={"input_ids": ids(2, 8), "labels": ids(2, 8)})
+        assert graph.output_tree["past_key_values"] is None
+        assert "aten.cat.default" in targets(graph)
+        assert len(graph.params) == len(list(llama().parameters())) + 2
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.conv2, self.norm2 = nn.Conv2d(4, 4, 3, stride=2), nn.BatchNorm2d(4, affine=False, track_running_stats=False)
+        self.act, self.head = nn.ReLU(inplace=True), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.act(self.norm1(self.conv1(x)))
+        x = self.act(self.norm2(self.conv2(x)))
+        return F.cross_entropy(self.head(x.mean((2, 3))), labels, label_smoothing=0.1)
+
+
+class MaskedMean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, scale: float = 2.0) -> dict[str, torch.Tensor]:
+        error = self.linear(x).square().mean(-1) * scale
+        return {"loss": (error * mask).sum() / mask.sum(), "error": error}
+
+
+class Odd(nn.Module):
+    """An unused parameter, a tensor used twice, a mutated buffer read after the change, no_grad, views written to, literals,
+    a plain tensor attribute, multiple outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.unused = nn.Linear(4, 4), nn.Parameter(torch.ones(3))
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("scale", torch.full((4,), 2.0), persistent=False)
+        self.plain = torch.arange(4.0)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], int]:
+        h = self.linear(x) * self.scale
+        with torch.no_grad():
+            frozen = self.linear.weight * 2
+            self.average.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        y = h * h + self.average + frozen.sum() + h.detach()
+        z = y + torch.tensor([1.0, 2.0, 3.0, 4.0]) * self.plain
+        z[:, 0] = 0
+        left, right = z.chunk(2, -1)
+        return left.reshape(-1), z.view(-1), [right, z.max(-1).values], 3
+
+
+class TestConstructs:
+    def test_batch_norm_statistics_are_mutations(self):
+        graph = equal(ConvNet(), (torch.randn(4, 3, 6, 6), torch.tensor([0, 1, 2, 4])))
+        assert targets(graph)["mw.batch_norm"] == 2
+        assert len(graph.mutations) == 3
+        assert graph.loss is not None
+
+    def test_batch_norm_in_evaluation(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+        graph = equal(model, (torch.randn(3, 4),), training=False)
+        assert targets(graph) == {"aten.linear.default": 1, "aten.batch_norm.default": 1}
+        assert graph.mutations == ()
+
+    def test_functional_batch_norm_mutates_too(self):
+        class Norm(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(4))
+                self.register_buffer("mean", torch.zeros(4))
+                self.register_buffer("var", torch.ones(4))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return F.batch_norm(x, self.mean, self.var, self.weight, training=True)
+
+        assert len(equal(Norm(), (torch.randn(3, 4),)).mutations) == 2
+
+    def test_masked_mean(self):
+        mask = torch.tensor([[1.0, 0, 0], [1, 1, 1]])
+        assert equal(MaskedMean(), (torch.randn(2, 3, 4), mask)).loss is not None
+
+    def test_odd(self):
+        model = Odd()
+        graph = equal(model, (torch.randn(3, 4),))
+        fqns = {param.fqn: param for param in graph.params}
+        assert fqns["unused"].trainable
+        assert not fqns["scale"].persistent
+        assert fqns["average"].persistent
+        assert not fqns["plain"].persistent
+        assert graph.constants[fqns["plain"].value] is model.plain
+        assert len(graph.mutations) == 1
+        frozen = next(op for op in graph.ops if op.target == "aten.mul.Tensor" and op.args[1] == 2)
+        assert not graph.values[frozen.outputs[0]].differentiable
+
+    def test_the_same_tensor_twice_is_two_inputs(self):
+        tokens = ids(2, 8)
+        graph = capture(gpt2(), (), {"input_ids": tokens, "labels": tokens})
+        assert graph.inputs == ("input_ids", "labels")
+        embedding = next(op for op in graph.ops if op.target == "aten.embedding.default")
+        assert embedding.args[1].name == "input_ids"
+
+    def test_a_frozen_parameter_takes_no_gradient(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[0].requires_grad_(False)
+        graph = equal(model, (torch.randn(2, 4),))
+        first, second = graph.ops
+        assert not graph.values[first.outputs[0]].differentiable
+        assert graph.values[second.outputs[0]].differentiable
+        assert {param.fqn for param in graph.params if param.trainable} == {"1.weight", "1.bias"}
+
+    def test_the_mode_of_sub_modules_is_kept(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Dropout(0.25))
+        model[1].eval()
+        (dropout,) = [op for op in capture(model, (torch.randn(2, 4),), {}).ops if op.target == "aten.dropout.default"]
+        assert dropout.args[1] == 0.25
+
+
+class Losses(nn.Module):
+    def __init__(self, loss) -> None:
+        super().__init__()
+        self.head, self.loss = nn.Linear(4, 5), loss
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.head(x), labels)
+
+
+@pytest.mark.parametrize("loss", [
+    lambda y, t: F.cross_entropy(y.view(-1, 5), t.view(-1)),
+    lambda y, t: F.cross_entropy(y.transpose(1, 2), t, reduction="sum"),
+    lambda y, t: F.cross_entropy(y.permute(0, 2, 1), t.clamp(0), ignore_index=2),
+    lambda y, t: F.cross_entropy(y[:, :-1].reshape(-1, 5), t[:, 1:].reshape(-1), label_smoothing=0.2),
+    lambda y, t: F.nll_loss(F.log_softmax(y.flatten(0, 1), -1), t.flatten()),
+    lambda y, t: F.cross_entropy(y[:, 0], t[:, 0]),
+], ids=["flattened", "transposed", "permuted", "shifted", "nll", "plain"])
+def test_cross_entropy(loss):
+    labels = torch.tensor([[0, 1, 2], [-100, 4, 2]])
+    graph = equal(Losses(loss), (torch.randn(2, 3, 4), labels))
+    (op,) = [op for op in graph.ops if op.target == "mw.cross_entropy"]
+    logits, classes = (graph.values[ref.name].shape for ref in op.args[:2])
+    assert logits == (*classes, 5)
+    assert not {"aten.reshape.default", "aten.transpose.int", "aten.permute.default"} & set(targets(graph))
+
+
+@pytest.mark.parametrize("options", [{"weight": torch.ones(5)}, {"reduction": "none"}], ids=["weighted", "none"])
+def test_other_cross_entropies_stay(options):
+    model = Losses(lambda y, t: F.cross_entropy(y.transpose(1, 2), t, **options).mean())
+    graph = equal(model, (torch.randn(2, 3, 4), torch.tensor([[0, 1, 2], [3, 4, 2]])))
+    assert "mw.cross_entropy" not in targets(graph)
+
+
+class Attention(nn.Module):
+    """Attention on the input's own projections under a mask made from literals by ``mask(s)``."""
+
+    def __init__(self, mask, heads: int = 1) -> None:
+        super().__init__()
+        self.q, self.k, self.mask, self.heads = nn.Linear(4, 4 * heads), nn.Linear(4, 4), mask, heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q = self.q(x).view(batch, length, self.heads, 4).transpose(1, 2)
+        k = self.k(x)[:, None].expand(batch, self.heads, length, 4)
+        return F.scaled_dot_product_attention(q, k, k, attn_mask=self.mask(length))
+
+
+def attention_of(mask, heads: int = 1) -> tuple:
+    graph = equal(Attention(mask, heads), (torch.randn(2, 6, 4),))
+    (op,) = [op for op in graph.ops if "attention" in op.target]
+    return op.args[3] is None, op.args[5], dict(op.kwargs)
+
+
+@pytest.mark.parametrize(("mask", "expected"), [
+    (lambda s: torch.ones(s, s, dtype=torch.bool).tril(), (True, True)),
+    (lambda s: torch.full((s, s), float("-inf")).triu(1), (True, True)),
+    (lambda s: torch.where(torch.arange(s)[:, None] >= torch.arange(s), 0.0, torch.finfo(torch.float32).min), (True, True)),
+    (lambda s: torch.zeros(2, 1, s, s), (True, False)),
+    (lambda s: torch.arange(s)[None] >= 0, (True, False)),
+    (lambda s: torch.ones(s, s, dtype=torch.bool).tril(1), (False, False)),
+    (lambda s: torch.ones(s, s, dtype=torch.bool).tril().triu(-2), (False, False)),
+    (lambda s: torch.full((s, s), -1.0).triu(1), (False, False)),
+], ids=["tril", "minus-inf", "finfo-min", "zeros", "all-true", "one-ahead", "window", "bias"])
+def test_masks(mask, expected):
+    assert attention_of(mask)[:2] == expected
+
+
+def test_one_kv_head_is_not_expanded():
+    assert attention_of(lambda s: None, heads=3) == (True, False, {"enable_gqa": True})
+
+
+def test_a_long_causal_mask_is_never_made():
+    class Long(nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            batch, _, length, _ = q.shape
+            at = torch.arange(length)
+            mask = (at[None, None, :, None] >= at[None, None, None, :]).expand(batch, 1, length, length)
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=mask & torch.ones(1, dtype=torch.bool))
+
+    (op,) = capture(Long(), (torch.empty(16, 4, 8192, 8, device="meta"),), {}).ops
+    assert op.args[3:] == (None, 0.0, True)
+
+
+class TestForm:
+    def test_meta_weights_give_the_same_graph(self):
+        kwargs = {"input_ids": ids(2, 8), "labels": ids(2, 8)}
+        with torch.device("meta"):
+            model = llama()
+        meta = capture(model, (), {name: tensor.to("meta") for name, tensor in kwargs.items()})
+        assert str(meta) == str(capture(llama(), (), kwargs))
+        assert {value.device.type for value in model.parameters()} == {"meta"}
+
+    def test_bf16_parameters(self):
+        graph = capture(llama(), (), {"input_ids": ids(2, 8), "labels": ids(2, 8)}, compute_dtype=torch.bfloat16)
+        assert {graph.values[param.value].dtype for param in graph.params if not param.buffer} == {torch.bfloat16}
+        assert {graph.values[op.outputs[0]].dtype for op in graph.ops if op.target == "aten.linear.default"} == {torch.bfloat16}
+        assert graph.values[graph.loss].dtype == torch.float32
+
+    def test_bf16_arguments_are_cast_in_the_graph(self):
+        model = nn.Sequential(nn.Linear(4, 4))
+        graph = capture(model, (torch.randn(2, 4),), {}, compute_dtype=torch.bfloat16)
+        assert graph.values[graph.inputs[0]].dtype == torch.float32
+        assert [op.target for op in graph.ops] == ["aten._to_copy.default", "aten.linear.default"]
+
+    def test_a_bf16_loss_is_computed_wide_and_cast(self):
+        labels = torch.tensor([[0, 1, 2], [-100, 4, 2]])
+        model = Losses(lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()))
+        graph = capture(model, (torch.randn(2, 3, 4), labels), {}, compute_dtype=torch.bfloat16)
+        assert [op.target for op in graph.ops][-3:] == ["mw.cross_entropy", "aten.div.Tensor", "aten._to_copy.default"]
+        assert graph.values[graph.loss].dtype == torch.bfloat16
+
+    def test_renaming_changes_names_only(self):
+        class Two(nn.Module):
+            def __init__(self, first: str, second: str) -> None:
+                super().__init__()
+                self.add_module(first, nn.Linear(4, 8))
+                self.add_module(second, nn.Linear(8, 4))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                first, second = self.children()
+                return second(first(x).relu()).sum()
+
+        def shape(graph: Graph) -> list:
+            order = {param.value: i for i, param in enumerate(graph.params)}
+            return [(op.target, [order.get(name, name) for name in op.inputs]) for op in graph.ops]
+
+        one, other = (capture(Two(*names), (torch.randn(2, 4),), {}) for names in (("up", "down"), ("zz", "a")))
+        assert shape(one) == shape(other)
+        assert [op.module for op in other.ops] == ["zz", "", "a", ""]
+
+    def test_every_op_knows_its_module_and_line(self):
+        graph = capture(llama(), (), {"input_ids": ids(2, 8), "labels": ids(2, 8)})
+        (mlp,) = [op for op in graph.ops if op.target == "aten.silu.default" and ".0." in op.module]
+        assert mlp.module == "model.layers.0.mlp.act_fn"
+        assert mlp.source.startswith("modeling_llama.py:") or mlp.source.startswith("activations.py:")
+        assert all(op.source for op in graph.ops)
+
+    def test_literals_are_resolved(self):
+        graph = capture(gpt2(), (), {"input_ids": ids(2, 8), "labels": ids(2, 8)})
+        for op in graph.ops:
+            assert "device" not in dict(op.kwargs)
+            if op.target in ("aten.reshape.default", "aten.expand.default"):
+                assert op.args[1] == graph.values[op.outputs[0]].shape
+
+
+class TestErrors:
+    def test_arguments_are_checked_before_the_export(self):
+        model = llama()
+        with pytest.raises(InputError, match="unexpected argument 'lables'"):
+            capture(MaskedMean(), (torch.randn(2, 3, 4), torch.ones(2, 3)), {"lables": ids(2, 8)})
+        with pytest.raises(InputError, match=r"argument 'mask' of forward.*is missing"):
+            capture(MaskedMean(), (torch.randn(2, 3, 4),), {})
+        with pytest.raises(InputError, match="3 positional arguments"):
+            capture(nn.Linear(4, 4), (torch.randn(2, 4), 1, 2), {})
+        with pytest.raises(InputError, match="'past_key_values' is a DynamicCache"):
+            capture(model, (), {"input_ids": ids(2, 8), "past_key_values": hf.DynamicCache()})
+
+    def test_the_module_and_line_are_named(self):
+        class Branch(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if x.sum() > 0:
+                    return x
+                return -x
+
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Branch()))
+        with pytest.raises(CaptureError, match=r"'1.0'.*at test_capture.py:\d+.*depend") as caught:
+            capture(model, (torch.randn(2, 4),), {})
+        assert caught.value.module == "1.0"
+
+    def test_shapes_that_do_not_fit(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5))
+        with pytest.raises(CaptureError, match=r"'0'.*shape"):
+            capture(model, (torch.randn(2, 3),), {})
+
+    def test_the_loss_must_be_a_scalar(self):
+        with pytest.raises(CaptureError, match="loss_fn must return a scalar"):
+            capture(nn.Linear(4, 4), (torch.randn(2, 4),), {}, loss_fn=lambda y: y * 2)
+
+    def test_a_closure_over_the_module(self):
+        model = nn.Linear(4, 4)
+        model.forward = lambda x: F.linear(x, model.weight)
+        with pytest.raises(CaptureError, match="'weight' through a reference to the module that is not 'self'"):
+            capture(model, (torch.randn(2, 4),), {})
+
+    def test_control_flow_operators_have_no_place(self):
+        class Cond(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+        with pytest.raises(CaptureError, match="cond"):
+            capture(nn.Sequential(Cond()), (torch.randn(2, 4),), {})

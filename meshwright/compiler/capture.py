@@ -80,14 +80,15 @@ def _with_loss(graph: Graph, traced: Traced, loss_fn: Callable[..., Any] | None)
         found = str(graph.values[tree.name]) if isinstance(tree, Ref) else f"a {type(tree).__name__}"
         raise CaptureError(f"loss_fn must return a scalar floating tensor (the loss), but gives {found}; reduce it, for "
                            f"example by .mean()")
-    return replace(graph, loss=loss.name) if scalar else graph
+    return replace(graph, loss=loss.name) if scalar and isinstance(loss, Ref) else graph
 
 
 _REMEDIES = (
     (("data-dependent", "datadependent", "unbacked", "_local_scalar_dense", "guardondata", ".item()"),
      "it branches on, or takes a number from, the contents of a tensor; use torch.where, or make it a Python argument"),
     (("dtype", "same type"), "the dtypes of an operation's operands differ under this precision; cast them in the model"),
-    (("mat1 and mat2", "size of tensor", "shape", "must match"), "the shapes do not fit: check the example inputs"),
+    (("mat1 and mat2", "size of tensor", "shape", "must match", "reduction dim", "size mismatch"),
+     "the shapes do not fit: check the example inputs"),
 )
 
 

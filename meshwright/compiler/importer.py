@@ -103,6 +103,7 @@ class _Importer:
 
     def run(self, traced: Traced, held: list[Held], inputs: list[str]) -> Graph:
         nodes = list(self.program.graph.nodes)
+        owned = {_memory(item.tensor): item.fqns[0] for item in held if _memory(item.tensor)}
         taken = {_identifier(name) for name in inputs}
         owners = self._hold(held, nodes, taken)
         names = iter(inputs)
@@ -117,7 +118,7 @@ class _Importer:
                     graph_inputs.append(name)
                     self.env[node] = Ref(name)
                 elif spec.kind is InputKind.CONSTANT_TENSOR:
-                    self._constant(node, self.program.constants[spec.target])
+                    self._constant(node, self.program.constants[spec.target], owned)
                 elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
                     self.env[node] = Ref(owners[spec.target.removeprefix(f"{WRAPPED}.")])
                 else:
@@ -126,7 +127,9 @@ class _Importer:
             elif node.op == "call_function":
                 self._call(node)
             elif node.op == "get_attr":
-                self._constant(node, getattr(self.program.graph_module, node.target))
+                held_by_graph = getattr(self.program.graph_module, node.target)
+                if isinstance(held_by_graph, torch.Tensor):  # else a branch of a control flow operator, which is refused
+                    self._constant(node, held_by_graph, owned)
         outputs = [self.env[arg] if isinstance(arg, fx.Node) else arg for arg in nodes[-1].args[0]]
         mutations, results = self._split_outputs(outputs, owners)
         tree = _fill(traced.tree, results)
@@ -150,19 +153,19 @@ class _Importer:
                 self.constants[name] = item.tensor
         return owners
 
-    def _constant(self, node: fx.Node, tensor: torch.Tensor) -> None:
+    def _constant(self, node: fx.Node, tensor: torch.Tensor, owned: Mapping[int, str]) -> None:
         """A tensor literal of the model's code: a fill if it has one value, else a buffer that the graph carries."""
+        if _memory(tensor) in owned:
+            raise CaptureError(f"the forward reads {owned[_memory(tensor)]!r} through a reference to the module that is not "
+                               f"'self' (a lambda or closure set as an attribute); make it a method of the module's class")
         name = self._unique(node.name)
         self._value(name, tensor)
         self.env[node] = Ref(name)
-        fake = isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor) or tensor.is_meta
-        flat = tensor.detach().flatten() if not fake else None
-        if flat is not None and flat.numel() > 0 and bool((flat == flat[0]).all()):
-            fill = Op(name, "aten.full.default", (tuple(tensor.shape), flat[0].item()), (("dtype", tensor.dtype),), (name,))
-            self.ops.append(fill)
-        elif flat is not None and flat.numel() == 0:
-            empty = Op(name, "aten.full.default", (tuple(tensor.shape), 0), (("dtype", tensor.dtype),), (name,))
-            self.ops.append(empty)
+        flat = tensor.detach().flatten() if _memory(tensor) or tensor.numel() == 0 else None
+        number = None if flat is None else 0 if flat.numel() == 0 else flat[0].item() if bool((flat == flat[0]).all()) else None
+        if number is not None:
+            dtype = (("dtype", tensor.dtype),)
+            self.ops.append(Op(name, "aten.full.default", (tuple(tensor.shape), number), dtype, (name,)))
         else:
             self.params.append(Param(name, (f"_constant_{name}",), False, buffer=True, persistent=False))
             if flat is not None:
@@ -170,7 +173,8 @@ class _Importer:
 
     def _call(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
-            self.env[node] = self.env[node.args[0]][node.args[1]]
+            source_node, position = node.args
+            self.env[node] = self.env[source_node][position]  # type: ignore[index]
             return
         module, source = _module_path(node), self._source(node)
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -237,6 +241,12 @@ class _Importer:
                 raise CaptureError(f"the forward changes {str(spec.target).removeprefix(f'{WRAPPED}.')!r} in place "
                                    f"({spec.kind.name.lower()}); only buffers may change in a forward")
         return tuple(mutations), results
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Address of a real tensor's memory; 0 for tensors without."""
+    fake = isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor) or tensor.is_meta
+    return 0 if fake or tensor.layout is not torch.strided else tensor.data_ptr()
 
 
 def _module_path(node: fx.Node) -> str:

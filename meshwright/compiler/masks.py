@@ -153,9 +153,10 @@ def _fill(op: Op, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def _elementwise(op: Op, operands: list[Any], shape: tuple[int, ...]) -> Tensor | _Lazy:
+    first: _Lazy = operands[0]
     if op.target.startswith("aten.expand"):
-        lead = (1,) * (len(shape) - len(operands[0].shape))
-        return replace(operands[0], shape=shape, compressed=lead + operands[0].compressed)
+        lead = (1,) * (len(shape) - len(first.shape))
+        return replace(first, shape=shape, compressed=lead + first.compressed)
     small = [_squeeze_constant(operand) if isinstance(operand, Tensor) else operand for operand in operands]
     shapes = [operand.shape if isinstance(operand, Tensor) else operand.compressed for operand in small]
     compressed = torch.broadcast_shapes(*shapes)

@@ -146,11 +146,11 @@ def _full_parts(op: Op, edit: Edit) -> tuple[Ref, ...]:
 
 def _slice_bounds(op: Op, edit: Edit) -> tuple[Any, ...]:
     """(x, dim, start, end, step) with 0 <= start <= end <= size."""
-    x, dim, start, end, step = (*op.args, *(None,) * (5 - len(op.args)))
+    given: tuple[Any, ...] = (*op.args, *(None,) * (5 - len(op.args)))
+    x, dim, start, end, step = given
     size = edit.shape(x)[dim or 0]
-    start, end = start or 0, size if end is None else end
-    start, end = (min(size, max(0, at + size if at < 0 else at)) for at in (start, end))
-    return (x, dim or 0, start, max(start, end), step or 1)
+    first, last = (min(size, max(0, at + size if at < 0 else at)) for at in (start or 0, size if end is None else end))
+    return (x, dim or 0, first, max(first, last), step or 1)
 
 
 def _literal_dims(target: str, op: Op, edit: Edit) -> tuple[Any, ...]:

@@ -103,10 +103,10 @@ def _attention(op: Op, edit: Edit) -> Iterable[Op] | None:
     args = list(arguments(op, None, None, None, None, 0.0, False))
     for position, key in ((3, "attn_mask"), (4, "dropout_p"), (5, "is_causal")):
         args[position] = named.pop(key, args[position])
-    key, value = (_unrepeated(ref, edit) for ref in args[1:3])
-    if key and value and edit.shape(key)[1] == edit.shape(value)[1]:
-        args[1:3] = key, value
-        if edit.shape(key)[1] != edit.shape(args[0])[1]:
+    keys, values = (_unrepeated(ref, edit) for ref in args[1:3])
+    if keys and values and edit.shape(keys)[1] == edit.shape(values)[1]:
+        args[1:3] = keys, values
+        if edit.shape(keys)[1] != edit.shape(args[0])[1]:
             named["enable_gqa"] = True
     return (replace(op, args=tuple(args), kwargs=tuple(named.items())),)
 
@@ -115,22 +115,26 @@ def _unrepeated(ref: Ref, edit: Edit) -> Ref | None:
     """[b, kv, s, d] whose heads are each repeated in place to give the value, if it was made so."""
     if len(edit.shape(ref)) != 4:
         return None
+    origin: Ref
     repeat = edit.made_by(ref, "aten.repeat_interleave.self_int")
     if repeat and len(repeat.args) > 2 and repeat.args[2] == 1:
-        return repeat.args[0]
+        origin = repeat.args[0]
+        return origin
     expand = edit.made_by(ref, "aten.expand.default")
     if expand:
         batch, _, *rest = edit.shape(ref)
-        return expand.args[0] if edit.shape(expand.args[0]) == (batch, 1, *rest) else None
+        origin = expand.args[0]
+        return origin if edit.shape(origin) == (batch, 1, *rest) else None
     merge = edit.made_by(ref, RESHAPE)
     expand = edit.made_by(merge.args[0], "aten.expand.default") if merge else None
     split = edit.made_by(expand.args[0], "aten.unsqueeze.default", RESHAPE) if expand else None
     if split is None or expand is None:
         return None
-    batch, heads, *rest = edit.shape(split.args[0])
+    origin = split.args[0]
+    batch, heads, *rest = edit.shape(origin)
     wide = edit.values[expand.outputs[0]].shape
     fits = wide[:2] == (batch, heads) and wide[3:] == tuple(rest) and edit.shape(expand.args[0]) == (batch, heads, 1, *rest)
-    return split.args[0] if len(wide) == 5 and fits and edit.shape(ref) == (batch, heads * wide[2], *rest) else None
+    return origin if len(wide) == 5 and fits and edit.shape(ref) == (batch, heads * wide[2], *rest) else None
 
 
 # --------------------------------------------------------------------------------------------------------------- batch norm
@@ -194,7 +198,7 @@ def _cross_entropy(op: Op, edit: Edit) -> Iterable[Op] | None:
         ops.append(edit.op(op, "aten.div.Tensor", (result, Ref(count)), (), wide))
         result = Ref(ops[-1].outputs[0])
     if out.dtype != wide:
-        ops.append(edit.op(op, "aten._to_copy.default", (result,), (), out.dtype, dtype=out.dtype))
+        ops.append(edit.op(op, "aten._to_copy.default", (result,), (), out.dtype, (("dtype", out.dtype),)))
         result = Ref(ops[-1].outputs[0])
     edit.replace(op.outputs[0], result.name)
     return ops

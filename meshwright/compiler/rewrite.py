@@ -8,7 +8,6 @@ the runs that modules make, stays.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace as replace_fields
 from typing import Any
@@ -21,14 +20,10 @@ Step = Callable[[Op, "Edit"], "Iterable[Op] | None"]
 
 
 class Edit:
-    """What a step sees of the graph in the making: ``values``, ``uses`` (how often ops read a value, before this pass),
-    ``kept`` (what leaves the graph) and ``producer`` of a value among the ops already rewritten."""
+    """What a step sees of the graph in the making: its ``values``, and the ops already rewritten through ``producer``."""
 
     def __init__(self, graph: Graph) -> None:
         self.values: dict[str, Value] = dict(graph.values)
-        self.uses: Counter[str] = Counter(name for op in graph.ops for name in op.inputs)
-        self.kept = frozenset(graph.outputs)
-        self.graph = graph
         self._renamed: dict[str, str] = {}
         self._producers: dict[str, Op] = {}
 
@@ -53,10 +48,6 @@ class Edit:
         """Dtype of a value."""
         return self.values[ref.name].dtype
 
-    def only_use(self, ref: Ref) -> bool:
-        """Whether one operand of one op is all that reads the value."""
-        return self.uses[ref.name] == 1 and ref.name not in self.kept
-
     def new(self, base: str, shape: Iterable[int], dtype: torch.dtype) -> str:
         """Declare a value under a fresh name."""
         name, count = base, 0
@@ -66,10 +57,13 @@ class Edit:
         self.values[name] = Value(name, tuple(shape), dtype)
         return name
 
-    def op(self, like: Op, target: str, args: tuple[Any, ...], shape: Iterable[int], dtype: torch.dtype, **kwargs: Any) -> Op:
+    def op(
+        self, like: Op, target: str, args: tuple[Any, ...], shape: Iterable[int], dtype: torch.dtype,
+        kwargs: tuple[tuple[str, Any], ...] = (),
+    ) -> Op:
         """An op with one new output, of the same module and source line as ``like``."""
         name = self.new(target.split(".")[1], shape, dtype)
-        return Op(name, target, args, tuple(kwargs.items()), (name,), like.module, like.source)
+        return Op(name, target, args, kwargs, (name,), like.module, like.source)
 
     def rename(self, tree: Any) -> Any:
         """The tree with replaced values put in."""
