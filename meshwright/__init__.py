@@ -1,1 +1,55 @@
-"""meshwright: a declarative graph compiler that parallelizes an unmodified PyTorch model."""
+"""meshwright: a declarative graph compiler that parallelizes an unmodified PyTorch model.
+
+    parallel = meshwright.autoparallel(model, mesh)     run it: an nn.Module, in an unmodified training loop
+    plan = meshwright.plan(model, "h100:8x8", example)  plan it: no processes, no GPU, any size
+
+Names are imported when first used: planning needs the solver, running needs torch.distributed, importing needs neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from meshwright import plan as _plan_module
+from meshwright.errors import CaptureError, InputError, MeshwrightError
+from meshwright.pins import PinError, Pins
+from meshwright.plan import Plan, PlanError
+
+if TYPE_CHECKING:
+    from meshwright.api import autoparallel, plan
+    from meshwright.compiler.rules import register_rule
+    from meshwright.cost.cluster import Cluster, ClusterError
+    from meshwright.planner import OutOfMemoryError
+
+_LAZY: Mapping[str, str] = {
+    "autoparallel": "meshwright.api",
+    "plan": "meshwright.api",
+    "register_rule": "meshwright.compiler.rules",
+    "Cluster": "meshwright.cost.cluster",
+    "ClusterError": "meshwright.cost.cluster",
+    "OutOfMemoryError": "meshwright.planner",
+}
+"""{public name: the module that defines it}."""
+
+# ``meshwright.plan`` is the function; the module of the same name, bound here by its import, stays reachable by import only.
+if globals().get("plan") is _plan_module:
+    del globals()["plan"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+__all__ = [
+    "CaptureError", "Cluster", "ClusterError", "InputError", "MeshwrightError", "OutOfMemoryError", "PinError", "Pins",
+    "Plan", "PlanError", "autoparallel", "plan", "register_rule",
+]

@@ -8,13 +8,21 @@ Nothing else is needed to run it, and nothing in it refers to the solver.
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from meshwright.graph import Graph
 from meshwright.mesh import Mesh
 from meshwright.sharding import Sharding
+
+if TYPE_CHECKING:
+    import networkx
+    from rich.console import RenderableType
 
 TIME = "mb"
 """The micro-batch axis: splitting the batch over it is gradient accumulation. Not an axis of the device mesh."""
@@ -81,3 +89,68 @@ class Plan:
             if block.start <= op_index < block.stop:
                 return group
         return self.groups[-1]
+
+    def __str__(self) -> str:
+        """The report as text of a fixed width."""
+        from meshwright.report import render
+
+        return render(self)
+
+    def __rich__(self) -> RenderableType:
+        from meshwright.report import page
+
+        return page(self)
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.mesh}, {len(self.graph.ops)} operators, {len(self.graph.blocks)} blocks; print() shows it>"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; the file is complete or not there."""
+        from meshwright.serialize import plan_to_dict
+
+        path = Path(path)
+        text = json.dumps(plan_to_dict(self))
+        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(draft, 0o644)
+            os.replace(draft, path)
+        except BaseException:
+            os.unlink(draft)
+            raise
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """The plan that ``save`` wrote. Executes nothing. Raises PlanError if the file is none, or OSError."""
+        from meshwright.serialize import plan_from_dict
+
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise PlanError(f"{path} is not a plan file (no JSON: {error}); write one with plan.save(path)") from error
+        return plan_from_dict(data)
+
+    def to_networkx(self) -> networkx.MultiDiGraph:
+        """Operators, inputs and parameters as nodes, uses of values as edges (attributes: ``meshwright.facts``)."""
+        from meshwright.facts import to_networkx
+
+        return to_networkx(self)
+
+    def explain(self, name: str) -> str:
+        """What was chosen for an operator, parameter or module, and what the alternatives would cost."""
+        from meshwright.explain import explain
+
+        return explain(self, name)
+
+    def diff(self, other: Plan) -> str:
+        """What is different in ``other``."""
+        from meshwright.explain import diff
+
+        return diff(self, other)
+
+    def show(self, path: str | Path) -> None:
+        """Write the report as one self-contained HTML file."""
+        from meshwright.report import write_html
+
+        write_html(self, path)

@@ -19,11 +19,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from meshwright.mesh import Mesh
+
+if TYPE_CHECKING:  # importing DTensor takes most of a second, and only the two conversions need it
+    from torch.distributed.tensor.placement_types import Placement
 
 DTYPES: Mapping[str, torch.dtype] = {
     "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
@@ -177,6 +180,8 @@ def to_placements(sharding: Sharding, mesh: Mesh, axes: Iterable[str] | None = N
 
     DTensor splits a dim in mesh-axis order, so the axes of a dim must be in that order; otherwise ShardingError.
     """
+    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
     result: list[Placement] = []
     for axes_of_dim in sharding.dims:
         positions = [mesh.axes.index(axis) for axis in axes_of_dim]
@@ -190,6 +195,8 @@ def to_placements(sharding: Sharding, mesh: Mesh, axes: Iterable[str] | None = N
 
 def from_placements(placements: Sequence[Placement], axes: Sequence[str], ndim: int) -> Sharding:
     """The sharding that DTensor placements over ``axes`` mean. Only plain Shard, Replicate and sum Partial are known."""
+    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
     dims: list[tuple[str, ...]] = [()] * ndim
     partial = set()
     for placement, axis in zip(placements, axes, strict=True):

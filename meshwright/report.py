@@ -1,0 +1,199 @@
+"""The plan as a page: header, one table per distinct block, groups, candidates, notes.
+
+``render(plan)`` is what ``print(plan)`` shows, always at the same width, so that it can be compared as text; ``page(plan)`` is
+the same as a rich renderable for a terminal's own width; ``write_html`` the same as a file that needs nothing else.
+Numbers come from ``plan.predicted`` with their unit in the name (``..._seconds``, ``bytes...``, ``..._per_second``).
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.facts import Facts, Section, facts_of, fold_paths, sections
+from meshwright.plan import GroupChoice, Plan
+
+WIDTH = 140
+_SHOWN = 8
+"""Candidates listed; the rest are counted."""
+
+
+def render(plan: Plan, width: int = WIDTH) -> str:
+    """The plan as plain text of at most ``width`` columns."""
+    target = io.StringIO()
+    Console(file=target, width=width, color_system=None, force_terminal=False, emoji=False, highlight=False).print(page(plan))
+    return "\n".join(line.rstrip() for line in target.getvalue().splitlines())
+
+
+def write_html(plan: Plan, path: str | Path, width: int = WIDTH) -> None:
+    """The plan as one self-contained HTML file."""
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor", emoji=False)
+    console.print(page(plan))
+    Path(path).write_text(console.export_html(inline_styles=True), encoding="utf-8")
+
+
+def page(plan: Plan) -> RenderableType:
+    """The plan as a rich renderable."""
+    facts = facts_of(plan)
+    parts: list[RenderableType] = [_header(facts)]
+    parts += [_section(section) for section in sections(facts)]
+    parts.append(_groups(plan))
+    if plan.certificate.get("candidates"):
+        parts.append(_candidates(plan))
+    parts += [Text(f"note: {note}", style="yellow") for note in plan.notes]
+    return Group(*parts)
+
+
+def seconds(value: float) -> str:
+    """A duration with three digits and a fitting unit.
+
+    >>> seconds(0.01213), seconds(74.2), seconds(3.5e-6)
+    ('12.1 ms', '74.2 s', '3.5 us')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value * 1e6:.3g} us"
+
+
+def size(bytes_: float) -> str:
+    """Bytes with three digits and a binary unit.
+
+    >>> size(79.5 * 2**30), size(512)
+    ('79.5 GiB', '512 B')
+    """
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if bytes_ >= 2**power:
+            return f"{bytes_ / 2**power:.3g} {unit}"
+    return f"{bytes_:.3g} B"
+
+
+def axis_roles(facts: Facts) -> dict[str, list[str]]:
+    """{axis: what it does}: "data" (gradients are summed over it), "tensor" (it splits parameters), "zero" (it splits their
+    state at rest)."""
+    roles: dict[str, list[str]] = {axis: [] for axis in facts.plan.mesh.axes}
+    for axis, found in roles.items():
+        if any(axis in group.data_axes for group in facts.plan.groups):
+            found.append("data")
+        if any(axis in stored.tensor.split_axes for stored in facts.stored.values()):
+            found.append("tensor")
+        if any(group.zero and axis in group.shard_axes for group in facts.plan.groups):
+            found.append("zero")
+    return roles
+
+
+def _header(facts: Facts) -> Table:
+    plan = facts.plan
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    roles = axis_roles(facts)
+    axes = ", ".join(f"{axis}={plan.mesh.size(axis)} ({' + '.join(roles[axis]) or 'replicas'})" for axis in plan.mesh.axes)
+    _add(table, "plan", f"{plan.mesh} on {plan.cluster or 'an unnamed cluster'}, {plan.mesh.world} devices")
+    _add(table, "axes", axes or "none")
+    count = sum(not p.buffer for p in plan.graph.params)
+    _add(table, "model", f"{_parameters(plan):,} parameters in {count} tensors, {len(plan.graph.ops)} operators, "
+         f"{len(plan.graph.blocks)} blocks")
+    _add(table, "step", f"micro-batches {plan.schedule.microbatches}, ZeRO {_levels(plan)}, precision {plan.precision}, "
+         f"optimizer {plan.optimizer}")
+    _add(table, "predicted", _predicted(plan.predicted))
+    _add(table, "memory", _memory(plan.predicted))
+    proof = plan.certificate
+    if "gap" in proof:
+        _add(table, "certificate", f"gap {proof['gap']:.2%} (objective {seconds(proof['objective'])}, lower bound "
+             f"{seconds(proof['bound'])}, {proof.get('status', '')})")
+    return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    """A row of plain text: brackets in the notation are no markup."""
+    table.add_row(*(Text(cell) for cell in cells))
+
+
+def _parameters(plan: Plan) -> int:
+    return sum(plan.graph.values[param.value].numel for param in plan.graph.params if not param.buffer)
+
+
+def _levels(plan: Plan) -> str:
+    return "/".join(map(str, sorted({group.zero for group in plan.groups})))
+
+
+def _predicted(predicted: Mapping[str, Any]) -> str:
+    words = []
+    for name, value in predicted.items():
+        if not isinstance(value, int | float) or "bytes" in name:
+            continue
+        label = name.removesuffix("_seconds").removesuffix("_per_second").replace("_", " ")
+        if name.endswith("_per_second"):
+            words.append(f"{value:,.0f} {label}/s")
+        elif name.endswith("seconds"):
+            words.append(f"{label} {seconds(value)}")
+        else:
+            words.append(f"{label} {value:.3g}")
+    return ", ".join(words) or "unknown"
+
+
+def _memory(predicted: Mapping[str, Any]) -> str:
+    if "bytes_per_rank" not in predicted:
+        return "unknown"
+    total = predicted["bytes_per_rank"]
+    kinds = " + ".join(f"{name} {size(value)}" for name, value in predicted.get("bytes", {}).items())
+    text = f"{size(total)} per device"
+    if "capacity_bytes" in predicted:
+        capacity = predicted["capacity_bytes"]
+        text += f" of {size(capacity)} ({total / capacity:.1%})"
+    return text + (f" = {kinds}" if kinds else "")
+
+
+def _section(section: Section) -> Table:
+    table = Table(
+        "module", "weights", "result", "collectives", box=box.SIMPLE_HEAD, title=Text(section.title), title_justify="left",
+        title_style="bold",
+    )
+    for row in section.rows:
+        _add(table, row.module, "\n".join(row.weights), row.result, "\n".join(row.collectives))
+    return table
+
+
+def _groups(plan: Plan) -> Table:
+    title = Text("parameters and gradients by block")
+    table = Table("block", "ZeRO", "gradients summed over", "state split over", "recompute", box=box.SIMPLE_HEAD, title=title,
+                  title_justify="left", title_style="bold")
+    stages = len({group.stage for group in plan.groups}) > 1
+    if stages:
+        table.add_column("stage")
+    for key, run in itertools.groupby(plan.groups, key=lambda group: (_group_key(group), bool(group.path))):
+        paths = [group.path or "outside the blocks" for group in run]
+        zero, data, shard, recompute, stage = key[0]
+        cells = [fold_paths(paths), str(zero), ", ".join(data) or "-", ", ".join(shard) if zero else "-", recompute]
+        _add(table, *cells, *([str(stage)] if stages else []))
+    return table
+
+
+def _group_key(group: GroupChoice) -> tuple[int, tuple[str, ...], tuple[str, ...], str, int]:
+    return group.zero, group.data_axes, group.shard_axes, group.recompute, group.stage
+
+
+def _candidates(plan: Plan) -> Table:
+    table = Table("candidate", "micro-batches", "step", box=box.SIMPLE_HEAD, title=Text("candidates seen, best first"),
+                  title_justify="left", title_style="bold")
+    found = sorted(plan.certificate["candidates"], key=lambda c: c.get("step_seconds", float("inf")))
+    for candidate in _first(found):
+        took = candidate.get("step_seconds")
+        result = candidate.get("result", "") if took is None else seconds(took)
+        _add(table, candidate["mesh"], str(candidate["microbatches"]), result)
+    if len(found) > _SHOWN:
+        _add(table, f"and {len(found) - _SHOWN} more", "", "")
+    return table
+
+
+def _first(candidates: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+    return itertools.islice(candidates, _SHOWN)
