@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from meshwright.compiler.blocks import find_blocks
 from meshwright.compiler.capture import capture
-from meshwright.compiler.chain import Infeasible, Solution
+from meshwright.compiler.chain import Chain, Infeasible, Solution
 from meshwright.compiler.choices import Scope
-from meshwright.compiler.costs import Costs, Variant
+from meshwright.compiler.costs import HIDING, MEMORY, TRANSIENT, Costs, Variant
 from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on
 from meshwright.compiler.microbatch import split_counts, split_time
 from meshwright.compiler.problem import Problem
@@ -40,7 +41,29 @@ GAP = 0.005
 
 
 class OutOfMemoryError(PlanError):
-    """No plan fits the device memory; says what binds and what would fit."""
+    """No plan fits the device memory; says what binds and what would fit. Bytes per device: ``least`` that any plan needs,
+    ``capacity`` there is, ``bytes_`` of the plan that needs least by kind."""
+
+    def __init__(self, message: str, least: float, capacity: float, bytes_: Mapping[str, float]) -> None:
+        super().__init__(message)
+        self.least, self.capacity, self.bytes_ = least, capacity, dict(bytes_)
+
+    @classmethod
+    def of(
+        cls, least: float, capacity: float, bytes_: Mapping[str, float] | None, mesh: Mesh, microbatches: int, cluster: Cluster
+    ) -> OutOfMemoryError:
+        """Of one layout that does not fit."""
+        kinds = sorted((bytes_ or {}).items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{name} {value / 2**30:.3f}" for name, value in kinds if value)
+        binding = f"; {kinds[0][0]} bind: {parts} GiB" if kinds else ""
+        return cls(
+            f"nothing fits {cluster}: the least memory any plan needs on mesh {mesh} with microbatches={microbatches} is "
+            f"{least / 2**30:.3f} GiB per device, {capacity / 2**30:.3f} GiB are there{binding}", least, capacity, bytes_ or {},
+        )
+
+    def with_remedy(self, remedy: str) -> OutOfMemoryError:
+        """The same error, saying what would fit."""
+        return OutOfMemoryError(f"{self}. Nearest change: {remedy}", self.least, self.capacity, self.bytes_)
 
 
 @dataclass
@@ -105,32 +128,156 @@ def make_plan(
     rules, notes = rules_of(graph, strict)
     timing.mark("rules")
     state_bytes = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else float(optimizer)
-    best: Plan | None = None
-    failure: OutOfMemoryError | None = None
-    candidates = []
-    for layout in layouts(cluster, pins):
-        for count in _microbatches(graph, layout, pins):
-            try:
-                plan = _solve_layout(graph, cluster, pins, layout, count, rules, state_bytes, precision, timing, progress, gap)
-            except OutOfMemoryError as error:
-                failure = failure or error
-                candidates.append({"mesh": str(layout.mesh), "microbatches": count, "result": "does not fit"})
-                continue
-            candidates.append(
-                {"mesh": str(layout.mesh), "microbatches": count, "step_seconds": plan.predicted["step_seconds"]}
-            )
-            if best is None or plan.predicted["step_seconds"] < best.predicted["step_seconds"] * (1 - 1e-9):
-                best = plan
-        if best is None and pins.microbatches is None:
-            continue
-    if best is None:
-        assert failure is not None
-        raise failure
-    name = optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes"
+    search = _Search(graph, cluster, rules, state_bytes, precision, gap, timing, progress)
+    try:
+        best = search.best(pins)
+    except OutOfMemoryError as error:
+        raise search.explain(error, pins) from None
     return replace(
-        best, optimizer=name, notes=(*notes, *best.notes),
-        certificate={**best.certificate, "candidates": candidates, "seconds": dict(timing.phases)},
+        best, optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes", notes=(*notes, *best.notes),
+        certificate={**best.certificate, "candidates": search.candidates, "seconds": dict(timing.phases)},
     )
+
+
+@dataclass
+class _Search:
+    """One search: what stays the same over its layouts, and what was tried."""
+
+    graph: Graph
+    cluster: Cluster
+    rules: Mapping[str, OpRule]
+    state_bytes: float
+    precision: str
+    gap: float
+    timing: Timing
+    progress: Progress | None
+    candidates: list[dict[str, Any]] = field(default_factory=list)
+
+    def best(self, pins: Pins) -> Plan:
+        """The plan of least time over all layouts; more micro-batches only where fewer do not fit."""
+        found: Plan | None = None
+        failure: OutOfMemoryError | None = None
+        tried = layouts(self.cluster, pins)
+        for number, layout in enumerate(tried):
+            for count in _microbatches(self.graph, layout, pins):
+                if self.progress is not None:
+                    self.progress(f"{layout.mesh}, {count} micro-batches", number / len(tried))
+                entry: dict[str, Any] = {"mesh": str(layout.mesh), "microbatches": count}
+                self.candidates.append(entry)
+                try:
+                    plan = self.solve(layout, count, pins)
+                except OutOfMemoryError as error:
+                    entry["result"] = "does not fit"
+                    failure = error if failure is None or error.least < failure.least else failure
+                    continue
+                except PlanError as error:
+                    if pins.microbatches is not None or count == 1:
+                        raise
+                    entry["result"] = str(error)
+                    continue
+                entry["step_seconds"] = plan.predicted["step_seconds"]
+                if found is None or entry["step_seconds"] < found.predicted["step_seconds"] * (1 - 1e-9):
+                    found = plan
+                break
+        if found is None:
+            assert failure is not None
+            raise failure
+        return found
+
+    def solve(self, layout: Layout, microbatches: int, pins: Pins) -> Plan:
+        """The plan on one layout."""
+        graph = self.graph
+        schedule = split_time(graph, dict(self.rules), microbatches, batch_inputs(graph))
+        scope = _scope(graph, self.rules, layout, pins, microbatches)
+        costs = Costs(
+            self.cluster, layout.mesh, microbatches=microbatches, itemsize=2 if self.precision == "bf16" else 4,
+            state_bytes=self.state_bytes,
+        )
+        capacity = float(self.cluster.memory_bytes - self.cluster.device.reserve_bytes)
+        fixed = float(sum(graph.values[name].bytes_ for name in graph.inputs))
+
+        def attempt(recompute: Sequence[str], limit: float) -> tuple[Problem, Chain, Solution]:
+            problem = Problem(
+                scope, self.rules, schedule, costs, variants(layout, pins, microbatches, recompute),
+                variants(layout, pins, microbatches, ("none",)),
+            )
+            chain = problem.chain(limit, fixed)
+            self.timing.mark("build")
+            try:
+                return problem, chain, solve(chain, gap=self.gap)
+            except Infeasible as error:
+                bytes_ = None if error.solution is None else _bytes(problem, chain, error.solution, fixed)
+                raise OutOfMemoryError.of(error.least, capacity, bytes_, layout.mesh, microbatches, self.cluster) from None
+            finally:
+                self.timing.mark("solve")
+
+        # without a limit no recomputation pays: if that optimum fits it is the optimum
+        kinds = (pins.recompute,) if pins.recompute is not None else ("none",)
+        problem, chain, solution = attempt(kinds, float("inf"))
+        if solution.bytes_ + solution.transient > capacity:
+            problem, chain, solution = attempt(kinds if pins.recompute is not None else ("none", "full"), capacity)
+        assignments, copies, groups = problem.decode(solution)
+        return Plan(
+            graph, layout.mesh, assignments, copies, groups, schedule, self.precision, "", str(self.cluster),
+            _predicted(problem, chain, solution, fixed, capacity),
+            {"objective": solution.time, "bound": solution.bound, "gap": solution.gap, "status": solution.status},
+        )
+
+    def explain(self, error: OutOfMemoryError, pins: Pins) -> OutOfMemoryError:
+        """The error with the nearest change that would fit: a pin dropped, a smaller batch, more devices."""
+        for name in ("recompute", "zero", "microbatches", "shard", "sequence_parallel", "tp", "dp"):
+            if getattr(pins, name) is None:
+                continue
+            try:
+                plan = self.best(replace(pins, **{name: None}))
+            except PlanError:
+                continue
+            need = plan.predicted["bytes_per_rank"] / 2**30
+            return error.with_remedy(f"without the pin {name}={getattr(pins, name)} it fits in {need:.2f} GiB")
+        return error.with_remedy(_smaller(error, batch_size(self.graph), self.cluster.world))
+
+
+def _smaller(error: OutOfMemoryError, batch: int, world: int) -> str:
+    """What would fit when no pin stands in the way."""
+    activations = error.bytes_.get("activations", 0.0) + error.bytes_.get("transient", 0.0)
+    rest = error.least - activations
+    if batch > 1 and activations > 0 and rest < error.capacity:
+        return f"a batch of about {max(1, int(batch * (error.capacity - rest) / activations))} instead of {batch} would fit"
+    many = ceil_div(int(world * error.least), int(error.capacity))
+    return f"about {many} devices of this kind instead of {world}, or devices of {error.least / 2**30:.2f} GiB, would fit"
+
+
+def _scope(graph: Graph, rules: Mapping[str, OpRule], layout: Layout, pins: Pins, microbatches: int) -> Scope:
+    classes = DimClasses(graph, rules)
+    passed = handed_on(graph)
+    batch = classes.of(batch_inputs(graph).items())
+    sequence = classes.of((name, 1) for name in passed if len(graph.values[name].shape) >= 3)
+    return Scope(
+        graph, layout.mesh, layout.roles, pins, classes, batch, sequence - batch, frozenset(passed), microbatches
+    )
+
+
+def _bytes(problem: Problem, chain: Chain, solution: Solution, fixed: float) -> dict[str, float]:
+    """Bytes per rank by kind."""
+    totals = problem.totals(chain, solution)
+    kinds = {name: float(totals[:, index].sum()) for name, index in MEMORY.items()}
+    return {**kinds, "inputs": fixed, "transient": float(totals[:, TRANSIENT].max())}
+
+
+def _predicted(problem: Problem, chain: Chain, solution: Solution, fixed: float, capacity: float) -> dict[str, Any]:
+    """What the plan is predicted to cost: seconds of the step and their parts, bytes per rank by kind."""
+    totals = problem.totals(chain, solution)
+    forward, backward, send, back, gather, reduce_ = totals[:, :6].T
+    hidden = np.minimum(gather, HIDING * forward) + np.minimum(reduce_, HIDING * backward)
+    return {
+        "step_seconds": solution.time,
+        "compute_seconds": float((forward + backward).sum()),
+        "communication_seconds": float((send + back + gather + reduce_).sum()),
+        "exposed_communication_seconds": float((send + back + gather + reduce_ - hidden).sum()),
+        "bytes_per_rank": solution.bytes_ + solution.transient,
+        "bytes": _bytes(problem, chain, solution, fixed),
+        "capacity_bytes": capacity,
+    }
 
 
 def layouts(cluster: Cluster, pins: Pins) -> list[Layout]:
@@ -182,7 +329,7 @@ def _shards(data: tuple[str, ...], level: int, pins: Pins) -> list[tuple[str, ..
 
 
 def _microbatches(graph: Graph, layout: Layout, pins: Pins) -> list[int]:
-    """Micro-batch counts to try: the pin, or powers of two that the batch allows."""
+    """Micro-batch counts to try in order: the pin, or the powers of two that the batch allows."""
     batch = batch_size(graph)
     data = layout.mesh.size([axis for axis in layout.mesh.axes if layout.roles[axis] == "dp"])
     if batch <= (data - 1) * ceil_div(batch, data):
@@ -194,7 +341,7 @@ def _microbatches(graph: Graph, layout: Layout, pins: Pins) -> list[int]:
                 "whose product divides it"
             )
         return [pins.microbatches]
-    return [1]
+    return [1] + [2**n for n in range(1, batch.bit_length()) if batch % (data * 2**n) == 0]
 
 
 def _unsupported(pins: Pins) -> None:
@@ -203,65 +350,3 @@ def _unsupported(pins: Pins) -> None:
             raise PinError(
                 f"pin {name}={getattr(pins, name)}: this version plans dp, tp, sequence parallelism and ZeRO; drop the pin"
             )
-
-
-def _solve_layout(
-    graph: Graph, cluster: Cluster, pins: Pins, layout: Layout, microbatches: int, rules: Mapping[str, OpRule],
-    state_bytes: float, precision: str, timing: Timing, progress: Progress | None, gap: float,
-) -> Plan:
-    schedule = split_time(graph, dict(rules), microbatches, batch_inputs(graph))
-    classes = DimClasses(graph, rules)
-    inputs = batch_inputs(graph)
-    passed = handed_on(graph)
-    sequence = classes.of((name, 1) for name in passed if len(graph.values[name].shape) >= 3)
-    batch = classes.of(inputs.items())
-    scope = Scope(
-        graph, layout.mesh, layout.roles, pins, classes, batch, sequence - batch, frozenset(passed), microbatches
-    )
-    itemsize = 2 if precision == "bf16" else 4
-    costs = Costs(cluster, layout.mesh, microbatches=microbatches, itemsize=itemsize, state_bytes=state_bytes)
-    capacity = float(cluster.memory_bytes - cluster.device.reserve_bytes)
-    fixed = float(sum(graph.values[name].bytes_ for name in graph.inputs))
-    kinds = (pins.recompute,) if pins.recompute is not None else ("none",)
-
-    def attempt(kinds: Sequence[str], limit: float) -> tuple[Problem, Solution]:
-        problem = Problem(
-            scope, rules, schedule, costs, variants(layout, pins, microbatches, kinds),
-            variants(layout, pins, microbatches, ("none",)),
-        )
-        chain = problem.chain(limit, fixed)
-        timing.mark("build")
-        try:
-            return problem, solve(chain, gap=gap)
-        finally:
-            timing.mark("solve")
-
-    try:
-        problem, solution = attempt(kinds, float("inf"))
-        if solution.bytes_ + solution.transient > capacity:
-            wider = kinds if pins.recompute is not None else ("none", "full")
-            problem, solution = attempt(wider, capacity)
-    except Infeasible as error:
-        raise _does_not_fit(error, cluster, capacity, layout, microbatches) from None
-    assignments, copies, groups = problem.decode(solution)
-    if progress is not None:
-        progress(f"{layout.mesh}", solution.time)
-    predicted = {
-        "step_seconds": solution.time,
-        "bytes_per_rank": solution.bytes_ + solution.transient,
-        "bytes": {"held": solution.bytes_, "transient": solution.transient},
-        "capacity_bytes": capacity,
-    }
-    certificate = {"objective": solution.time, "bound": solution.bound, "gap": solution.gap, "status": solution.status}
-    plan = Plan(
-        graph, layout.mesh, assignments, copies, groups, schedule, precision, "", str(cluster), predicted, certificate
-    )
-    return plan
-
-
-def _does_not_fit(error: Infeasible, cluster: Cluster, capacity: float, layout: Layout, microbatches: int) -> OutOfMemoryError:
-    gib = 2.0**30
-    return OutOfMemoryError(
-        f"nothing fits {cluster}: the least memory any plan needs on mesh {layout.mesh} with microbatches={microbatches} is "
-        f"{error.least / gib:.2f} GiB per device, {capacity / gib:.2f} GiB are there"
-    )

@@ -6,7 +6,7 @@ Every choice of the problem is priced in the same resources:
     SEND, SEND_BACK        seconds of communication on the critical path (activations, and gradients the program reduces)
     GATHER, REDUCE         seconds of communication that overlaps compute (parameters gathered forward; gathered and reduced
                            backward)
-    STATE                  bytes held over the step: parameters, gradients, optimizer state, buffers
+    PARAMETERS, GRADIENTS, OPTIMIZER     bytes held over the step (buffers and copies in the compute dtype count as parameters)
     SAVED                  bytes of activations held from forward to backward
     TRANSIENT              bytes held while a block runs: gathered parameters, what recomputation brings back
 
@@ -31,21 +31,22 @@ from meshwright.reshard import KINDS, reshard
 from meshwright.rule import OpRule, Placed
 from meshwright.sharding import Sharding, ShardingError
 
-FORWARD, BACKWARD, SEND, SEND_BACK, GATHER, REDUCE, STATE, SAVED, TRANSIENT = range(9)
-RESOURCES = 9
+FORWARD, BACKWARD, SEND, SEND_BACK, GATHER, REDUCE, PARAMETERS, GRADIENTS, OPTIMIZER, SAVED, TRANSIENT = range(11)
+RESOURCES = 11
+MEMORY = {"parameters": PARAMETERS, "gradients": GRADIENTS, "optimizer": OPTIMIZER, "activations": SAVED}
 HIDING = 0.9
 """Part of a block's compute behind which parameter communication can hide (the first gather and the last reduction cannot)."""
 
 TIME_ROWS = np.array(
     [
-        [1 - f * HIDING, 1 - b * HIDING, 1, 1, f, b, 0, 0, 0]
+        [1 - f * HIDING, 1 - b * HIDING, 1, 1, f, b, 0, 0, 0, 0, 0]
         for f in (0, 1)
         for b in (0, 1)
     ],
     dtype=float,
 )
-BYTES_ROW = np.array([0, 0, 0, 0, 0, 0, 1, 1, 0], dtype=float)
-TRANSIENT_ROW = np.array([0, 0, 0, 0, 0, 0, 0, 0, 1], dtype=float)
+BYTES_ROW = np.array([0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0], dtype=float)
+TRANSIENT_ROW = np.array([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1], dtype=float)
 
 Vector = NDArray[np.float64]
 
@@ -151,7 +152,7 @@ class Costs:
         vector = np.zeros(RESOURCES)
         numel = value.numel / self.mesh.size(need.split_axes)
         if not trainable:
-            vector[STATE] = numel * value.dtype.itemsize
+            vector[PARAMETERS] = numel * value.dtype.itemsize
             return vector
         if set(variant.data_axes) & set(need.split_axes):
             return None
@@ -163,7 +164,8 @@ class Costs:
             return self.collective(kind, axes, group * itemsize) * numel / group
 
         parts = self.mesh.size(variant.shard_axes) if variant.zero else 1
-        vector[STATE] = (2 * master + numel * self.state_bytes) / parts
+        vector[PARAMETERS] = vector[GRADIENTS] = master / parts
+        vector[OPTIMIZER] = numel * self.state_bytes / parts
         replicas = tuple(axis for axis in variant.data_axes if axis not in (variant.shard_axes if variant.zero else ()))
         reductions = count if variant.zero >= 2 else 1
         vector[REDUCE] += reductions * share("all_reduce", replicas, _CAST_BYTES / parts)
@@ -174,10 +176,10 @@ class Costs:
             vector[REDUCE] += gather * count if variant.zero == 3 else 0.0
             # FSDP2 keeps this block's and the next one's gathered parameters, and this block's unreduced gradient
             vector[TRANSIENT] += 2 * gathered + master if variant.zero == 3 else master
-            vector[STATE] += gathered if variant.zero < 3 else 0.0
-            vector[STATE] += master if variant.zero == 1 and count > 1 else 0.0
+            vector[PARAMETERS] += gathered if variant.zero < 3 else 0.0
+            vector[GRADIENTS] += master if variant.zero == 1 and count > 1 else 0.0
         elif self.itemsize < _CAST_BYTES:
-            vector[STATE] += gathered
+            vector[PARAMETERS] += gathered
         moved = 3 * (2 * master + numel * self.state_bytes) / parts
         vector[BACKWARD] += moved / (self.device.memory_bandwidth * self.device.memory_efficiency)
         return vector

@@ -27,13 +27,10 @@ from meshwright.compiler.costs import (
     BACKWARD,
     BYTES_ROW,
     FORWARD,
-    GATHER,
-    REDUCE,
     RESOURCES,
     SAVED,
     SEND,
     SEND_BACK,
-    STATE,
     TIME_ROWS,
     TRANSIENT,
     TRANSIENT_ROW,
@@ -44,7 +41,7 @@ from meshwright.compiler.costs import (
 from meshwright.cost.compute import fusion
 from meshwright.cost.operators import operator
 from meshwright.graph import Graph, Op
-from meshwright.plan import TIME, GroupChoice, Schedule
+from meshwright.plan import GroupChoice, Schedule
 from meshwright.rule import OpRule, Placed, place
 from meshwright.sharding import Sharding, ceil_div
 
@@ -549,6 +546,14 @@ class Problem:
         ordered = tuple(groups[i] for i in range(len(self.graph.blocks)))
         return assignments, copies, (*ordered, _group("", root))
 
+    def totals(self, chain: Chain, solution: Solution) -> np.ndarray:
+        """Resources [positions, K] of a solution."""
+        rows = []
+        for number, kind in enumerate(chain.sequence):
+            variant = solution.variants[number]
+            rows.append(chain.kinds[kind].variants[variant].cost(solution.choices[number]))
+        return np.array(rows)
+
     def _shared_values(self) -> set[str]:
         return {name for position in self.positions for name in position.shared_in}
 
@@ -579,6 +584,3 @@ def _saved(op: Op, graph: Graph) -> tuple[list[int], list[int]]:
 
 def _group(path: str, variant: Variant) -> GroupChoice:
     return GroupChoice(path, variant.zero, variant.data_axes, variant.shard_axes, variant.recompute)
-
-
-__all__ = ["Problem", "TIME", "STATE", "GATHER", "REDUCE"]
