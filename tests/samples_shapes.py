@@ -69,6 +69,10 @@ def _pointwise() -> dict[str, Maker]:
         "where.Scalar": lambda: [s(b(4, 8), 0.0, 1.0)],
         "masked_fill.Scalar": lambda: [s(n(4, 8), b(8), 0), s(n(4, 8), b(4, 8), -1e9)],
         "masked_fill.Tensor": lambda: [s(n(4, 8), b(4, 8), n())],
+        "copy.default": lambda: [s(n(4, 8), n(8), fixed=(0, 1)), s(n(4, 8), n(4, 8), fixed=(0, 1))],
+        "fill.Tensor": lambda: [s(n(4, 8), n())],
+        "fill.Scalar": lambda: [s(n(4, 8), 2.0)],
+        "zero.default": lambda: [s(n(4, 8))],
         "masked_fill_.Scalar": lambda: [s(n(4, 8), b(4, 8), 2.0)],
         "copy_.default": lambda: [s(n(4, 8), n(8))],
         "clamp.Tensor": lambda: [s(n(4, 8), r(8) - 1, r(4, 1)), s(n(4, 8), None, r(8))],
@@ -84,6 +88,11 @@ def _pointwise() -> dict[str, Maker]:
         "type_as.default": lambda: [s(n(4, 8), r(4, 8).float(), fixed=(1,)), s(n(4, 8), r(6), fixed=(1,))],
         "broadcast_tensors.default": lambda: [s((n(4, 8), n(8))), s((n(4, 1), n(1, 8)))],
         "bucketize.Tensor": lambda: [s(r(4, 8), torch.tensor([0.2, 0.4, 0.6]), fixed=(0, 1))],
+        "searchsorted.Tensor": lambda: [
+            s(torch.tensor([0.2, 0.4, 0.6]), r(4, 8).float(), fixed=(0, 1)),
+            s(r(4, 6).sort().values, r(4, 8), fixed=(0, 1)),
+        ],
+        "isin.Tensor_Tensor": lambda: [s(i(9, 4, 8), i(9, 3))],
         "_prelu_kernel.default": lambda: [s(n(4, 8), n(1, 8))],
     }
 
@@ -197,6 +206,7 @@ def _joining() -> dict[str, Maker]:
         ],
         "constant_pad_nd.default": lambda: [s(n(4, 8), (1, 2)), s(n(4, 8), (0, 0, 1, 1), 3.0)],
         "unfold.default": lambda: [s(n(4, 8), 1, 4, 2)],
+        "meshgrid.indexing": lambda: [s((n(4), n(6)), indexing="ij"), s((n(4), n(6), n(2)), indexing="xy")],
         "diff.default": lambda: [s(n(4, 8)), s(n(4, 8), 1, 0, n(2, 8))],
     }
 

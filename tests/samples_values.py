@@ -33,6 +33,10 @@ def _normalization() -> dict[str, Maker]:
         "_fused_rms_norm.default": lambda: [s(n(4, 2, 8), (8,), n(8), 1e-5)],
         "group_norm.default": lambda: [s(n(4, 8, 3), 4, n(8), n(8)), s(n(4, 8), 2)],
         "native_group_norm.default": lambda: [s(n(4, 8, 3), n(8), n(8), 4, 8, 3, 4, 1e-5)],
+        "instance_norm.default": lambda: [
+            s(n(4, 8, 6), n(8), n(8), None, None, True, 0.1, 1e-5, True),
+            s(n(4, 8, 6), None, None, n(8), r(8), True, 0.1, 1e-5, True, fixed=(1, 2)),
+        ],
         "mw.batch_norm": batch_norm,
     }
 
@@ -114,6 +118,7 @@ def _reductions() -> dict[str, Maker]:
         "mean.dim": lambda: [*dims(), s(n(4, 8), None), s(n(4, 8).float(), (1,), dtype=F64)],
         "count_nonzero.default": lambda: [s(i(2, 4, 8))],
         "count_nonzero.dim_IntList": lambda: [s(i(2, 4, 8), (0,))],
+        "cosine_similarity.default": lambda: [s(n(4, 2, 8), n(4, 1, 8), -1), s(n(4, 8), n(4, 8), 0)],
         "cumsum.default": dim_only,
         **{f"{name}.default": dims for name in ("amax", "amin")},
         **{f"{name}.default": everything for name in ("max", "min", "prod", "median")},
@@ -152,6 +157,7 @@ def _loss() -> dict[str, Maker]:
 
     labels = torch.tensor([[1, 7, -100, 3, 0, 2], [-100, 6, 6, 5, 4, 3]])
     return {
+        "mw.valid_count": lambda: [s(labels, -100)],
         "mw.cross_entropy": lambda: [
             s(n(2, 6, 8), labels, -100, 0.0),
             s(n(2, 6, 8), labels, -100, 0.1),
@@ -242,6 +248,8 @@ def _factories() -> dict[str, Maker]:
         "scalar_tensor.default": lambda: [s(2.0)],
         "linspace.default": lambda: [s(0, 1, 8)],
         "eye.default": lambda: [s(4)],
+        "tril_indices.default": lambda: [s(4, 4)],
+        "triu_indices.default": lambda: [s(4, 4)],
         "eye.m": lambda: [s(4, 8)],
     }
 
@@ -260,7 +268,11 @@ def _random() -> dict[str, Maker]:
         "bernoulli.p": lambda: [s(r(4, 8), 0.5, fixed=(0,), values=False)],
         "normal.Tensor_float": lambda: [s(n(4, 8), 1.0, fixed=(0,), values=False)],
         "multinomial.default": lambda: [s(r(4, 8), 2, fixed=(0,), values=False)],
-        "native_dropout.default": lambda: [s(n(4, 8), 0.5, True, fixed=(0,), values=False)],
+        "native_dropout.default": lambda: [
+            s(n(4, 8), 0.0, True),
+            s(n(4, 8), 0.5, False),
+            s(n(4, 8), 0.5, True, fixed=(0,), values=False),
+        ],
         **{
             f"{name}.default": lambda: [s(n(4, 8), 0.5, True, fixed=(0,), values=False)]
             for name in ("alpha_dropout", "feature_dropout")

@@ -47,4 +47,5 @@ RULES: Mapping[str, Declaration] = {
     **{f"aten.{name}_like.default": declare("... -> ...") for name in ("zeros", "ones", "full", "empty")},
     **{f"aten.arange.{name}": declare(_arange) for name in ("default", "start", "start_step")},
     **{f"aten.{name}": declare(_whole) for name in ("scalar_tensor.default", "linspace.default", "eye.default", "eye.m")},
+    **{f"aten.{name}.default": declare(_whole) for name in ("tril_indices", "triu_indices")},
 }

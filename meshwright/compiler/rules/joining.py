@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, dims_of
-from meshwright.rule import OpRule
+from meshwright.rule import Factor, OpRule
 
 
 def _along(call: Call, whole: bool = True) -> OpRule:
@@ -94,6 +94,16 @@ def _diff(call: Call) -> OpRule:
     return call.rule([dims] * len(call.operands), [dims], linear=[range(len(call.operands))])
 
 
+def _meshgrid(call: Call) -> OpRule:
+    """Every vector along a dim of its own ("xy" swaps the first two)."""
+    factors: list[Factor | None] = [f"dim{i}" for i in range(len(call.operands))]
+    result = factors[:]
+    if call["indexing"] == "xy" and len(result) > 1:
+        result[:2] = result[1::-1]
+    operands = [[factor] * vector.ndim for factor, vector in zip(factors, call.operands, strict=True)]
+    return call.rule(operands, [result] * len(call.results))
+
+
 RULES: Mapping[str, Declaration] = {
     "aten.cat.default": declare(_cat),
     "aten.stack.default": declare(_stack),
@@ -111,5 +121,6 @@ RULES: Mapping[str, Declaration] = {
     "aten.pad.default": declare(_pad),
     "aten.constant_pad_nd.default": declare(_pad),
     "aten.unfold.default": declare(_unfold),
+    "aten.meshgrid.indexing": declare(_meshgrid),
     "aten.diff.default": declare(_diff),
 }

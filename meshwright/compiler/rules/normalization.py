@@ -38,6 +38,15 @@ def _group_norm(call: Call) -> OpRule:
     return call.rule([["n", "c", *rest], *affine], [["n", "c", *rest], *statistics], units={"c": groups})
 
 
+def _instance_norm(call: Call) -> OpRule:
+    """Every channel of every sample by itself; running statistics, where there are any, are of the whole batch."""
+    x = call["input"]
+    if call["running_mean"] is not None:
+        return call.whole()
+    dims: list[Factor | None] = ["n", "c", *[None] * (x.ndim - 2)]
+    return call.rule([dims, *(["c"] for _ in call.operands[1:])], [dims])
+
+
 def _group_norm_local(op: Op, local: Local) -> Rewritten:
     parts = local.mesh.size(local.axes_of("c"))
     if op.target == "aten.group_norm.default":
@@ -83,5 +92,6 @@ RULES: Mapping[str, Declaration] = {
     "aten._fused_rms_norm.default": declare(_layer_norm),
     "aten.group_norm.default": declare(_group_norm, _group_norm_local),
     "aten.native_group_norm.default": declare(_group_norm, _group_norm_local),
+    "aten.instance_norm.default": declare(_instance_norm),
     "mw.batch_norm": declare(_batch_norm),
 }

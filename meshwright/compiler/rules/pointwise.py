@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Operand, words
-from meshwright.rule import OpRule
+from meshwright.rule import Factor, OpRule
 
 UNARY = words(
     "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu "
@@ -29,7 +29,7 @@ BINARY = words(
     "fmin.default fmod.Tensor fmod.Scalar hypot.default isclose.default logaddexp.default logaddexp2.default "
     "logical_and.default logical_or.default logical_xor.default maximum.default minimum.default pow.Tensor_Tensor "
     "pow.Tensor_Scalar pow.Scalar remainder.Tensor remainder.Scalar rsub.Scalar xlogy.Tensor clamp_min.Tensor "
-    "clamp_max.Tensor add.Scalar sub.Scalar div.Tensor_mode div.Scalar_mode"
+    "clamp_max.Tensor min.other max.other add.Scalar sub.Scalar div.Tensor_mode div.Scalar_mode"
 )
 IN_PLACE = words(
     "add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor add_.Scalar mul_.Scalar div_.Scalar pow_.Scalar fill_.Scalar"
@@ -69,6 +69,23 @@ def _type_as(call: Call) -> OpRule:
     return call.rule([dims, [None] * other.ndim], [dims], linear=[[0]])
 
 
+def _searchsorted(call: Call) -> OpRule:
+    """One sorted row for all, or one for each row that is sought in."""
+    row, sought = call["sorted_sequence"], call["self"]
+    if call["sorter"] is not None:
+        return call.whole()
+    dims: list[Factor | None] = [f"dim{i}" for i in range(sought.ndim)]
+    if row.ndim > 1:
+        dims[-1] = None
+    return call.rule([[None] if row.ndim == 1 else dims, dims], [dims])
+
+
+def _isin(call: Call) -> OpRule:
+    elements, tested = call["elements"], call["test_elements"]
+    dims = [f"dim{i}" for i in range(elements.ndim)]
+    return call.rule([dims, [None] * tested.ndim], [dims])
+
+
 def _broadcast_tensors(call: Call) -> OpRule:
     """Every operand broadcast to the common shape."""
     terms = ", ".join(["..."] * len(call.operands))
@@ -77,7 +94,7 @@ def _broadcast_tensors(call: Call) -> OpRule:
 
 def _two(name: str) -> bool:
     """Whether an overload of BINARY takes two tensors, not a tensor and a number."""
-    return name.rpartition(".")[2] in ("Tensor", "default", "Tensor_Tensor", "Tensor_mode")
+    return name.rpartition(".")[2] in ("Tensor", "default", "Tensor_Tensor", "Tensor_mode", "other")
 
 
 def _rules() -> dict[str, Declaration]:
@@ -96,6 +113,10 @@ def _rules() -> dict[str, Declaration]:
     rules |= {f"aten.masked_fill.{name}": declare(_masked_fill) for name in ("Scalar", "Tensor")}
     rules |= {
         "aten.copy_.default": declare("..., ... -> ..."),
+        "aten.copy.default": declare("..., ... -> ... ; +1"),
+        "aten.fill.Tensor": declare("..., () -> ... ; +1"),
+        "aten.fill.Scalar": declare(pointwise),
+        "aten.zero.default": declare(pointwise),
         "aten.masked_fill_.Scalar": declare("..., ... -> ..."),
         "aten.clamp.Tensor": declare("..., ...?, ...? -> ..."),
         "aten.addcmul.default": declare("..., ..., ... -> ... ; +0,1 +0,2"),
@@ -110,6 +131,8 @@ def _rules() -> dict[str, Declaration]:
         "aten.type_as.default": declare(_type_as),
         "aten.broadcast_tensors.default": declare(_broadcast_tensors),
         "aten.bucketize.Tensor": declare("..., . -> ..."),
+        "aten.searchsorted.Tensor": declare(_searchsorted),
+        "aten.isin.Tensor_Tensor": declare(_isin),
         "aten._prelu_kernel.default": declare("..., ... -> ..."),
     }
     return rules

@@ -18,7 +18,7 @@ from meshwright.rule import Local, OpRule
 
 WHOLE = words(
     "rand.default rand_like.default randn.default randn_like.default randint.default randint.low randperm.default "
-    "bernoulli.default bernoulli.p normal.Tensor_float multinomial.default uniform.default native_dropout.default "
+    "bernoulli.default bernoulli.p normal.Tensor_float multinomial.default uniform.default "
     "alpha_dropout.default feature_dropout.default exponential.default"
 )
 
@@ -36,11 +36,17 @@ def _dropout(op: Op, local: Local) -> Rewritten:
     return "mw.dropout", (argument(op, "input"), p, Ref(SEED), salt(op, local)), ()
 
 
+def _native_dropout(call: Call) -> OpRule:
+    """Returns its mask too. Where it draws it is whole; a captured graph has ``aten.dropout`` in its place."""
+    return call.whole() if call["p"] and call["train"] is not False else call.line("... -> ..., ...")
+
+
 def _whole(call: Call) -> OpRule:
     return call.whole()
 
 
 RULES: Mapping[str, Declaration] = {
     "aten.dropout.default": declare("... -> ...", _dropout),
+    "aten.native_dropout.default": declare(_native_dropout),
     **{f"aten.{name}": declare(_whole) for name in WHOLE},
 }

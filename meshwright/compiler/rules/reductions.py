@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from meshwright.compiler.rules.book import Declaration, declare
-from meshwright.compiler.rules.call import Call, Rewritten, argument, dims_of, words
+from meshwright.compiler.rules.call import Call, Rewritten, argument, broadcast_dims, dims_of, words
 from meshwright.graph import Op
 from meshwright.rule import Factor, Local, OpRule
 
@@ -70,6 +72,14 @@ def _cumulative_sum(call: Call) -> OpRule:
     return call.rule([dims], [dims], linear=[[0]])
 
 
+def _cosine_similarity(call: Call) -> OpRule:
+    """Along ``dim`` of two tensors that broadcast."""
+    shape = torch.broadcast_shapes(*(x.shape for x in call.operands))
+    at = call["dim"] % len(shape)
+    factors: list[Factor | None] = [None if i == at else f"dim{i}" for i in range(len(shape))]
+    return call.rule([broadcast_dims(x.shape, shape, factors) for x in call.operands], [factors[:at] + factors[at + 1 :]])
+
+
 WHOLE_DIMS = words(
     "amax.default amin.default max.default min.default max.dim min.dim argmax.default argmin.default all.default all.dim "
     "any.default any.dim prod.default prod.dim_int logsumexp.default median.default median.dim norm.Scalar "
@@ -88,6 +98,7 @@ RULES: Mapping[str, Declaration] = {
     "aten.mean.dim": declare(_sum, _mean),
     "aten.count_nonzero.default": declare(_count),
     "aten.count_nonzero.dim_IntList": declare(_count),
+    "aten.cosine_similarity.default": declare(_cosine_similarity),
     "aten.cumsum.default": declare(_cumulative_sum),
     **{f"aten.{name}": declare(_whole_dims) for name in WHOLE_DIMS},
     **{f"aten.{name}": declare(_along) for name in ALONG},
