@@ -6,6 +6,7 @@ The communication operators turn one kind of sharding over one axis into another
     operator         kinds     forward          backward
     slice            I -> S    local slice      all-gather
     vary             I -> R    nothing          all-reduce
+    unvary           R -> I    nothing          the gradient on the first rank, zeros elsewhere
     all_gather       S -> I    all-gather       local slice
     gather_vary      S -> R    all-gather       reduce-scatter
     reduce_scatter   P -> S    reduce-scatter   all-gather
@@ -13,7 +14,7 @@ The communication operators turn one kind of sharding over one axis into another
     all_to_all       S -> S    all-to-all       all-to-all
 
 ``gather_linear`` is gather_vary and the linears that read it in one: it saves the shard instead of the gathered activation
-and gathers again in the backward. The others (embedding, cross_entropy, mean, batch_norm, dropout, sdpa) are operators whose
+and gathers again in the backward. The others (embedding, cross_entropy, valid_count, linear, mean, batch_norm, dropout, sdpa) are operators whose
 local form differs from the ATen one because an operand is split.
 
 An ``axis`` is a ``Group`` here: the lowered graph has axis names, ``runtime.codegen`` puts the groups in. A group of one rank
@@ -58,6 +59,17 @@ class _Vary(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         group, dtype = ctx.where
         return comm.reduce(dy.to(dtype) if dtype else dy, group).to(dy.dtype), None, None
+
+
+class _Unvary(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.first = group.rank == 0
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return dy if ctx.first else torch.zeros_like(dy), None
 
 
 class _AllGather(Function):
@@ -124,6 +136,16 @@ def vary(x: Tensor, *, axis: Group, reduce_dtype: torch.dtype | None = None) -> 
     return x if axis.size == 1 else _Vary.apply(x, axis, reduce_dtype)
 
 
+def unvary(x: Tensor, *, axis: Group) -> Tensor:
+    """A value whose gradient is summed over the axis elsewhere, used alike on all ranks: the gradient must count once."""
+    return x if axis.size == 1 else _Unvary.apply(x, axis)
+
+
+def identity(x: Tensor) -> Tensor:
+    """The same value under another name."""
+    return x.view_as(x)
+
+
 def all_gather(x: Tensor, dim: int, *, axis: Group, size: int) -> Tensor:
     """The whole of a split value, used alike on all ranks; ``size``: the length after."""
     return x if axis.size == 1 else _AllGather.apply(x, dim, axis, size)
@@ -188,7 +210,8 @@ def gather_linear(
     """
     if axis.size == 1:
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-    return _GatherLinear.apply(x, dim, axis, size, len(weights), *weights, *biases)
+    outputs: tuple[Tensor, ...] = _GatherLinear.apply(x, dim, axis, size, len(weights), *weights, *biases)
+    return outputs
 
 
 # --- operators with a local form of their own ------------------------------------------------------------------------------
@@ -265,7 +288,18 @@ def cross_entropy(
     """
     group = axes if axes is not None and axes.size > 1 else None
     width = logits.shape[-1] if vocab is None else vocab
-    return _CrossEntropy.apply(logits, labels, ignore_index, label_smoothing, offset, width, group)
+    result: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, labels, ignore_index, label_smoothing, offset, width, group)
+    return result
+
+
+def valid_count(labels: Tensor, ignore_index: int) -> Tensor:
+    """How many labels count: an f32 scalar, a pending sum where the labels are split."""
+    return (labels != ignore_index).sum().float()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, terms: int) -> Tensor:
+    """One of ``terms`` terms of a linear whose inner dim is split: each brings its part of the bias."""
+    return F.linear(x, weight, None if bias is None else bias / terms)
 
 
 def mean(x: Tensor, dims: Sequence[int] | None, keepdim: bool, count: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -373,8 +407,8 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         f"mw.{function.__name__}": function
         for function in (
-            slice, vary, all_gather, gather_vary, reduce_scatter, all_reduce, all_to_all, gather_linear,
-            embedding, cross_entropy, mean, batch_norm, dropout, sdpa,
+            identity, slice, vary, unvary, all_gather, gather_vary, reduce_scatter, all_reduce, all_to_all, gather_linear,
+            embedding, cross_entropy, valid_count, linear, mean, batch_norm, dropout, sdpa,
         )
     }
 )

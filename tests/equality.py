@@ -1,0 +1,83 @@
+"""Drop-in equality: the same model, batch and optimizer on one process and in parallel, compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshwright.api import autoparallel
+from tests.models import make
+
+STEPS = 2
+RELATIVE = 1e-4
+EPS = 1e-5
+"""Of AdamW: well above the rounding noise of gradients that are exactly zero in theory (a key's bias under softmax)."""
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in a model's output."""
+    return output["loss"] if isinstance(output, Mapping) else output.loss
+
+
+def train(model: nn.Module, batch: Mapping[str, torch.Tensor], steps: int = STEPS, clip: float | None = None) -> list[float]:
+    """Losses of an ordinary training loop."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS)
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(model(**batch))
+        loss.backward()
+        if clip is not None:
+            norm = getattr(model, "clip_grad_norm_", lambda c: nn.utils.clip_grad_norm_(model.parameters(), c))(clip)
+            losses.append(float(norm))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def compare(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> list[str]:
+    """What differs between two state dicts by more than RELATIVE of a tensor's largest element."""
+    if list(found) != list(wanted):
+        return [f"keys differ: {sorted(set(found) ^ set(wanted)) or 'in order'}"]
+    bad = []
+    for name, want in wanted.items():
+        have = found[name]
+        if have.shape != want.shape or have.dtype != want.dtype:
+            bad.append(f"{name}: {have.dtype}{tuple(have.shape)} instead of {want.dtype}{tuple(want.shape)}")
+            continue
+        scale = max(want.double().abs().max().item(), 1e-3) if want.numel() else 1.0
+        worst = (have.double() - want.double()).abs().max().item() if want.numel() else 0.0
+        if not worst <= RELATIVE * scale:
+            bad.append(f"{name}: off by {worst:.2e} of {scale:.2e}")
+    return bad
+
+
+def check(rank: int, name: str, world: int, all_pins: Sequence[Mapping[str, Any]], clip: float | None = None) -> list[str]:
+    """Train the named model in parallel under each of ``all_pins``; what differs from the single process, on rank 0."""
+    torch.set_num_threads(1)
+    model, batch = make(name)
+    model.train()
+    single = copy.deepcopy(model)
+    losses = train(single, batch, clip=clip)
+    wanted = {key: value.detach().clone() for key, value in single.state_dict().items()}
+    problems = []
+    for pins in all_pins:
+        torch.manual_seed(7)
+        try:
+            mesh = init_device_mesh("cpu", (world,))
+            parallel = autoparallel(model, mesh, ((), batch), pins=dict(pins), progress=False)
+            found = train(parallel, batch, clip=clip)
+            state = parallel.full_state_dict()
+        except Exception as error:
+            raise RuntimeError(f"{name} on {world} under {dict(pins)}: {type(error).__name__}: {error}") from error
+        off = [f"{a} instead of {b}" for a, b in zip(found, losses, strict=True) if not abs(a - b) <= RELATIVE * abs(b)]
+        if off:
+            problems.append(f"{name} on {world} under {dict(pins)}: losses {off}")
+        if rank == 0:
+            problems += [f"{name} on {world} under {dict(pins)}: {line}" for line in compare(state, wanted)]
+    return problems
