@@ -153,16 +153,17 @@ def extra_saved_bytes(
 
 def storages(graph: Graph) -> dict[str, str]:
     """{value: the value whose storage it shows}. A reshape of what a transposition or an expansion left scattered is a copy
-    and has its own; attention returns its result transposed (heads inside), so that the usual way back is a view."""
+    and has its own; pointwise operators and attention lay their result out as their first operand, so that heads transposed
+    before attention are usually joined after it without a copy."""
     base = {name: name for name in graph.values}
     order: dict[str, tuple[int, ...] | None] = {}  # memory order of the dims, major first; None: not dense
     for op in graph.ops:
         name = packet(op.target).removeprefix("aten.")
+        keeps = operator(op.target).kind in ("pointwise", "linear", "attention") or name == "clone"
         for out in op.outputs:
-            dims = len(graph.values[out].shape)
-            order[out] = tuple(range(dims))
-            if operator(op.target).kind == "attention" and dims == 4:
-                order[out] = (0, 2, 1, 3)
+            shape = graph.values[out].shape
+            alike = [order.get(x) for x in op.inputs if keeps and len(graph.values[x].shape) == len(shape)]
+            order[out] = next((found for found in alike[:1] if found), tuple(range(len(shape))))
         if operator(op.target).kind != "view" or not op.inputs:
             continue
         source = op.inputs[0]

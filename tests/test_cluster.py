@@ -1,0 +1,158 @@
+"""Clusters: strings, files, graphs, and errors that say what to do."""
+
+from __future__ import annotations
+
+import itertools
+
+import networkx as nx
+import pytest
+import torch
+
+from meshwright.cost.catalogue import catalogue
+from meshwright.cost.cluster import Cluster, ClusterError, device_for, known_devices, known_nodes
+
+
+def test_string_gives_nodes_devices_and_numbers_of_the_datasheet():
+    cluster = Cluster.parse("h100:16x8")
+    assert (cluster.nodes, cluster.per_node, cluster.world) == (16, 8, 128)
+    assert cluster.device.flops(torch.bfloat16) == 989e12
+    assert cluster.device.memory_bandwidth == 3.35e12
+    assert cluster.node.nic_bandwidth == 400e9 / 8
+
+
+def test_alias_and_other_node_of_the_catalogue():
+    assert Cluster.parse("a100-80gb:1x8") == Cluster.parse("a100:1x8") == Cluster.parse(" a100 : 1x8".replace(" ", ""))
+    assert Cluster.parse("a100@p4d:2x8").node.nics == 4
+    assert Cluster.parse("a100:2x8").node.nics == 8
+
+
+def test_every_device_on_its_node_has_a_source_for_every_number():
+    texts = catalogue()["sources"]
+    for name in known_devices():
+        cluster = Cluster.parse(f"{name}:2x2")
+        assert all(source in texts.values() for source in cluster.device.sources.values()), name
+        assert cluster.memory_bytes > 2**30
+    for name in known_nodes():
+        node = Cluster.parse(f"h100@{name}:2x2").node
+        assert set(node.sources.values()) <= set(texts.values())
+
+
+def test_the_devices_that_the_field_trains_on_are_there():
+    wanted = ("v100", "a100-40g", "a100", "h100", "h800", "h200", "b200", "gb200", "a10", "l40s", "4090", "tpu-v4", "tpu-v5")
+    assert [Cluster.parse(f"{name}:1x1").world for name in wanted] == [1] * 13
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h10:2x8", r"unknown device 'h10'; the nearest is 'h100'; known: a10, a100-40g"),
+        ("h100@p55:2x8", r"unknown node 'p55'; the nearest is 'p5'"),
+        ("h100:2", r"needs two sizes.*'h100:2x8'"),
+        ("h100:0x8", "size of 0"),
+        ("h100 2x8", "unknown device"),
+        ("tpu-v4:4x4x4x4", "torus of 3 dims"),
+    ],
+)
+def test_bad_strings_say_what_is_wrong(text, message):
+    with pytest.raises(ClusterError, match=message):
+        Cluster.parse(text)
+
+
+def test_graph_carries_devices_switches_nics_and_links():
+    graph = Cluster.parse("h100:2x8").graph()
+    kinds = nx.get_node_attributes(graph, "kind")
+    counts = {kind: list(kinds.values()).count(kind) for kind in ("device", "switch", "nic")}
+    assert counts == {"device": 16, "switch": 3, "nic": 16}
+    path = nx.shortest_path(graph, ("device", 0), ("device", 8))
+    edges = [graph.edges[edge] for edge in itertools.pairwise(path)]
+    assert min(edge["bandwidth"] for edge in edges) == 50e9
+    assert sum(edge["latency"] for edge in edges) > 0
+
+
+def test_torus_graph_has_the_degree_of_its_dims():
+    graph = Cluster.parse("tpu-v4:4x4x8").graph()
+    assert {degree for _, degree in graph.degree} == {6}
+    assert graph.number_of_nodes() == 128
+
+
+def test_two_kinds_of_device_are_described_and_refused_for_planning():
+    cluster = Cluster.parse("h100:2x8 + a100:1x8")
+    assert cluster.world == 24
+    assert cluster.graph().nodes[("device", 20)]["device"] == "a100-80g"
+    assert cluster.memory_bytes == Cluster.parse("h100:1x1").memory_bytes  # the smaller one's
+    with pytest.raises(ClusterError, match="h100-80g and a100-80g"):
+        _ = cluster.device
+
+
+def test_with_memory_overrides_the_capacity_and_the_reserve():
+    cluster = Cluster.parse("cpu:1x4").with_memory(1000)
+    assert (cluster.memory_bytes, cluster.device.reserve_bytes, cluster.world) == (1000, 0, 4)
+
+
+def test_with_attention_changes_only_the_kernel():
+    cluster = Cluster.parse("h100:1x8")
+    assert cluster.with_attention("flash3").device.attention_forward > cluster.device.attention_forward
+    with pytest.raises(ClusterError, match="known: flash1, flash2, flash3"):
+        cluster.with_attention("flash9")
+
+
+def test_toml_of_a_users_own(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        '[cluster]\ndevices = "mine@slow:2x4"\n'
+        '[device.mine]\nlike = "a100-80g"\nmemory = {value = 10, unit = "GiB", source = "label"}\n'
+        '[node.slow]\nlike = "pcie4"\nnic = {value = 25, unit = "Gb/s", source = "label"}\n',
+        encoding="utf-8",
+    )
+    cluster = Cluster.from_toml(path)
+    assert cluster.world == 8
+    assert cluster.memory_bytes == 10 * 2**30
+    assert cluster.node.nic_bandwidth == 25e9 / 8
+    assert cluster.device.sources["memory_bytes"] == "label"
+    assert cluster.device.flops(torch.bfloat16) == 312e12
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ('memory = {value = 10, source = "x"}', "must be {value"),
+        ('memory = {value = 10, unit = "Gib", source = "x"}', "unknown unit 'Gib'"),
+        ('like = "nothing"', "not in the catalogue"),
+        ('attention_kernel = "other"', "runs attention kernel 'other'"),
+    ],
+)
+def test_bad_tables_say_what_is_wrong(tmp_path, table, message):
+    path = tmp_path / "bad.toml"
+    head = "" if table.startswith("like") else 'like = "a100-80g"\n'
+    path.write_text(f'[cluster]\ndevices = "mine:1x4"\n[device.mine]\n{head}{table}\n', encoding="utf-8")
+    with pytest.raises(ClusterError, match=message):
+        Cluster.from_toml(path)
+
+
+def test_toml_without_a_cluster(tmp_path):
+    path = tmp_path / "none.toml"
+    path.write_text("", encoding="utf-8")
+    with pytest.raises(ClusterError, match=r"no line devices"):
+        Cluster.from_toml(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "device"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79, "a100-80g"), ("NVIDIA A100-SXM4-40GB", 39, "a100-40g"), ("NVIDIA A10", 22, "a10"),
+        ("NVIDIA H100 80GB HBM3", 79, "h100-80g"), ("NVIDIA H200", 140, "h200"), ("NVIDIA GB200", 184, "gb200"),
+        ("NVIDIA GeForce RTX 4090", 24, "rtx4090"), ("Tesla V100-SXM2-32GB", 32, "v100-32g"),
+    ],
+)
+def test_device_for_what_a_driver_reports(name, gib, device):
+    assert device_for(name, gib * 2**30) == device
+
+
+def test_device_for_an_unknown_name():
+    with pytest.raises(ClusterError, match="pass a Cluster"):
+        device_for("Other 1", 2**30)
+
+
+def test_a_node_used_in_part_brings_its_part_of_the_nics():
+    assert Cluster.parse("h100:2x4").island.nics == 4
+    assert Cluster.parse("a100@p4d:2x1").island.nics == 1
