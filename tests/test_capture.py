@@ -221,6 +221,8 @@ class Odd(nn.Module):
         y = h * h + self.average + frozen.sum() + h.detach()
         z = y + torch.tensor([1.0, 2.0, 3.0, 4.0]) * self.plain
         z[:, 0] = 0
+        z[:, 1] = h[0, 1]
+        z[1:, 2:] = y[:1, :2].double()
         left, right = z.chunk(2, -1)
         return left.reshape(-1), z.view(-1), [right, z.max(-1).values], 3
 

@@ -84,6 +84,8 @@ def _clean_op(op: Op, edit: Edit) -> Iterable[Op] | None:
     op = replace(op, target=target, args=_literal_dims(target, op, edit), kwargs=kwargs)
     if target == "aten.broadcast_tensors.default":
         return _broadcast(op, edit)
+    if target == "aten.copy.default":
+        return _copy(op, edit)
     same = _unchanged(op, edit)
     if same is not None:
         edit.replace(op.outputs[0], same.name)
@@ -112,6 +114,19 @@ def _broadcast(op: Op, edit: Edit) -> Iterable[Op]:
             edit.replace(name, ref.name)
         else:
             yield Op(name, "aten.expand.default", (ref, shape), (), (name,), op.module, op.source)
+
+
+def _copy(op: Op, edit: Edit) -> Iterable[Op]:
+    """Writing over a whole tensor: what is written, cast and expanded to it (aten.copy has no derivative)."""
+    source, out = op.args[1], edit.values[op.outputs[0]]
+    if edit.dtype(source) != out.dtype:
+        cast = edit.op(op, "aten._to_copy.default", (source,), edit.shape(source), out.dtype, (("dtype", out.dtype),))
+        yield cast
+        source = Ref(cast.outputs[0])
+    if edit.shape(source) == out.shape:
+        edit.replace(op.outputs[0], source.name)
+    else:
+        yield replace(op, target="aten.expand.default", args=(source, out.shape), kwargs=())
 
 
 def _unchanged(op: Op, edit: Edit) -> Ref | None:
