@@ -10,6 +10,8 @@ which some ranks failed while the others may still wait for them, is cut by repl
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import queue
 import tempfile
@@ -21,9 +23,11 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor import debug
 
 LARGEST = 4
-TIMEOUT = 60.0
+TIMEOUT = 120.0
+START_TIMEOUT = 300.0
 
 
 class WorkerError(RuntimeError):
@@ -32,8 +36,10 @@ class WorkerError(RuntimeError):
 
 def _serve(rank: int, jobs: Any, results: Any) -> None:
     import torch
+    import torch._dynamo  # FSDP2 imports it when first used: seconds that belong to the start, not to a job
 
     torch.set_num_threads(1)
+    results.put((0, rank, None, None))
     while (job := jobs.get()) is not None:
         number, world, store, fn, args, timeout = job
         try:
@@ -47,6 +53,15 @@ def _serve(rank: int, jobs: Any, results: Any) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            _forget()
+
+
+def _forget() -> None:
+    """Empty DTensor's caches: they are keyed by meshes that compare equal to the next job's, but hold groups that are gone."""
+    debug._clear_sharding_prop_cache()
+    for cached in gc.get_objects():
+        if isinstance(cached, functools._lru_cache_wrapper) and cached.__module__.startswith("torch.distributed"):
+            cached.cache_clear()
 
 
 class Pool:
@@ -104,11 +119,16 @@ class Pool:
                 done.add(rank)
 
     def _start(self, world: int) -> None:
+        """Have at least ``world`` processes, ready to work."""
         if self._results is None:
             self._results = self._context.Queue()
         os.environ["OMP_NUM_THREADS"] = "1"  # inherited: must be set before torch is imported there
+        starting = 0
         while len(self._workers) < max(world, LARGEST):
             jobs = self._context.Queue()
             process = self._context.Process(target=_serve, args=(len(self._workers), jobs, self._results), daemon=True)
             process.start()
             self._workers.append((process, jobs))
+            starting += 1
+        for _ in range(starting):
+            self._results.get(timeout=START_TIMEOUT)

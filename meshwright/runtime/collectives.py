@@ -8,14 +8,14 @@ pieces is padding. All are the functional collectives (``torch.ops._c10d_functio
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshwright.sharding import ceil_div
 
-_FUNCOL = torch.ops._c10d_functional
+_FUNCOL: Any = torch.ops._c10d_functional
 
 
 class Group(NamedTuple):
@@ -45,18 +45,19 @@ def cut(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
 
 
 def reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
-    return _FUNCOL.wait_tensor(_FUNCOL.all_reduce(x.contiguous(), op, group.name))
+    return _wait(_FUNCOL.all_reduce(x.contiguous(), op, group.name))
 
 
 def start_gather(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
     mine = padded(x, dim, ceil_div(size, group.size)).contiguous()
-    return _FUNCOL.all_gather_into_tensor(mine, group.size, group.name)
+    pending: Tensor = _FUNCOL.all_gather_into_tensor(mine, group.size, group.name)
+    return pending
 
 
 def end_gather(pending: Tensor, shape: torch.Size, dim: int, size: int, group: Group) -> Tensor:
     """``shape``: that of the local tensor that was gathered."""
     step = ceil_div(size, group.size)
-    parts = _FUNCOL.wait_tensor(pending).view(group.size, *shape[:dim], step, *shape[dim + 1 :])
+    parts = _wait(pending).view(group.size, *shape[:dim], step, *shape[dim + 1 :])
     return _joined(parts, dim).narrow(dim, 0, size)
 
 
@@ -67,13 +68,14 @@ def gather(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
 def start_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     step = ceil_div(x.shape[dim], group.size)
     parts = _parted(padded(x, dim, step * group.size), dim, group.size)
-    return _FUNCOL.reduce_scatter_tensor(parts.flatten(0, 1), "sum", group.size, group.name)
+    pending: Tensor = _FUNCOL.reduce_scatter_tensor(parts.flatten(0, 1), "sum", group.size, group.name)
+    return pending
 
 
 def end_scatter(pending: Tensor, shape: torch.Size, dim: int, group: Group) -> Tensor:
     """``shape``: that of the whole tensor that was scattered."""
     step = ceil_div(shape[dim], group.size)
-    mine = _FUNCOL.wait_tensor(pending).view(*shape[:dim], step, *shape[dim + 1 :])
+    mine = _wait(pending).view(*shape[:dim], step, *shape[dim + 1 :])
     return mine.narrow(dim, 0, own(shape[dim], group)[1])
 
 
@@ -86,8 +88,18 @@ def exchange(x: Tensor, dim: int, to_dim: int, size: int, to_size: int, group: G
     step, to_step = ceil_div(size, group.size), ceil_div(to_size, group.size)
     parts = _parted(padded(padded(x, dim, step), to_dim, to_step * group.size), to_dim, group.size)
     ones = [1] * group.size
-    received = _FUNCOL.wait_tensor(_FUNCOL.all_to_all_single(parts, ones, ones, group.name))
+    received = _wait(_FUNCOL.all_to_all_single(parts, ones, ones, group.name))
     return _joined(received, dim).narrow(dim, 0, size).narrow(to_dim, 0, own(to_size, group)[1])
+
+
+def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+    """All-to-all of rows: ``sent[j]`` rows to rank j, ``received[j]`` from it, both in rank order."""
+    return _wait(_FUNCOL.all_to_all_single(rows.contiguous(), received, sent, group.name))
+
+
+def _wait(pending: Tensor) -> Tensor:
+    done: Tensor = _FUNCOL.wait_tensor(pending)
+    return done
 
 
 def _parted(x: Tensor, dim: int, parts: int) -> Tensor:
@@ -97,4 +109,5 @@ def _parted(x: Tensor, dim: int, parts: int) -> Tensor:
 
 def _joined(parts: Tensor, dim: int) -> Tensor:
     """[parts, ..., n, ...] -> [..., parts * n, ...]; a view when ``dim`` is the first."""
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
+    whole: Tensor = parts.movedim(0, dim).flatten(dim, dim + 1)
+    return whole

@@ -1,0 +1,232 @@
+"""Wire a program into an engine: which tensor lives in which unit, the units sharded by FSDP2, the segments in their places.
+
+Parameters are made on the meta device and sharded there, then given memory for this rank's share alone; their contents come
+from ``runtime.materialize``. Home of a parameter is the one block segment that reads it, else the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from meshwright.graph import refs
+from meshwright.program import Program, Segment, Stored
+from meshwright.runtime.engine import Engine, Gathered, Runner, Slot, Step
+from meshwright.runtime.groups import DataMesh, Groups, live, make_data_mesh
+from meshwright.runtime.layout import box, global_stride, parts, placements, split_dim, under_fsdp
+from meshwright.sharding import ShardingError
+
+ROOT, UNUSED = -1, -2
+
+
+def rest_dtype(stored: Stored, program: Program) -> torch.dtype:
+    """The dtype at rest: parameters computed with in ``compute_dtype`` are kept in fp32."""
+    is_master = program.compute_dtype is not None and not stored.buffer and stored.dtype == program.compute_dtype
+    return torch.float32 if is_master else stored.dtype
+
+
+def use_dtype(stored: Stored, program: Program) -> torch.dtype:
+    """The dtype segments read."""
+    cast = program.compute_dtype is not None and not stored.buffer and stored.dtype.is_floating_point
+    return program.compute_dtype if cast and program.compute_dtype is not None else stored.dtype
+
+
+def fused_axes(program: Program) -> set[tuple[str, ...]]:
+    """Sets of axes that the program needs one group over."""
+    mesh = program.mesh
+    found = {axes for stored in program.stored for axes in (*stored.tensor.dims, stored.data_axes)}
+    for segment in program.segments:
+        for op in segment.graph.ops:
+            for name, axes in op.kwargs:
+                if name in ("axis", "axes") and axes is not None and not isinstance(axes, str):
+                    found.add(tuple(axes))
+    return {key for axes in found if len(key := live(mesh, axes)) > 1}
+
+
+def assemble(program: Program, groups: Groups) -> Engine:
+    """The engine, its tensors allocated on ``groups.device`` but not filled. Every rank calls this."""
+    return _Assembly(program, groups).run()
+
+
+def home_of(program: Program) -> dict[str, int]:
+    """{stored value: index of the one block segment that reads it, ROOT, or UNUSED}."""
+    homes = {stored.value: UNUSED for stored in program.stored}
+    for index, segment in enumerate(_main(program)):
+        for param in segment.graph.params:
+            alone = bool(segment.path) and homes[param.value] == UNUSED
+            homes[param.value] = index if alone else ROOT
+        for name in segment.graph.inputs:
+            if name in homes:
+                homes[name] = ROOT
+    for name in _leaving(program):
+        if name in homes:
+            homes[name] = ROOT
+    return homes
+
+
+class _Assembly:
+    """The tables while they are filled."""
+
+    def __init__(self, program: Program, groups: Groups) -> None:
+        self.program, self.groups, self.mesh = program, groups, program.mesh
+        self.homes = home_of(program)
+        self.slots: dict[str, Slot] = {}
+        self.units: list[tuple[FSDPModule, int]] = []
+        self.meshes: dict[tuple[tuple[str, ...], tuple[str, ...]], DataMesh] = {}
+
+    def run(self) -> Engine:
+        tensors: dict[str, Tensor] = {}
+        engine = Engine(self.program, tensors)
+        for stored in self.program.stored:
+            if not under_fsdp(stored, self.mesh):
+                self.slots[stored.value] = self._loose(stored)
+        runners = {id(segment): Runner(segment, self.groups) for segment in self.program.segments}
+        calls: list[Callable[..., tuple[object, ...]]] = []
+        children: list[nn.Module] = []
+        main = _main(self.program)
+        for index, segment in enumerate(main):
+            call = self._gather(self._sharded(index), runners[id(segment)], segment.zero, ())
+            calls.append(call)
+            children += [call] if isinstance(call, nn.Module) else []
+        unused = self._gather(self._sharded(UNUSED), None, 1, ())
+        children += [unused] if isinstance(unused, nn.Module) else []
+        engine.root = self._root(engine, children, max((s.zero for s in main if not s.path), default=1))
+        for stored in self.program.stored:
+            tensors[stored.value] = self.slots[stored.value].tensor()
+        engine.units = self.units[::-1]
+        self._steps(engine, main, runners, calls)
+        return engine
+
+    def _sharded(self, home: int) -> list[Stored]:
+        return [s for s in self.program.stored if self.homes[s.value] == home and under_fsdp(s, self.mesh)]
+
+    def _loose(self, stored: Stored) -> Slot:
+        """A tensor held as it is, with this rank's memory."""
+        share = box(stored, self.mesh, self.groups.coordinates)
+        local = torch.empty([n for _, n in share], dtype=rest_dtype(stored, self.program), device=self.groups.device)
+        mesh, axes = self.groups.device_mesh, self.groups.axes
+        tensor: Tensor = local if mesh is None else DTensor.from_local(
+            local, mesh, placements(stored, axes), run_check=False, shape=torch.Size(stored.shape),
+            stride=global_stride(stored.shape),
+        )
+        if not stored.buffer:
+            tensor = nn.Parameter(tensor, requires_grad=stored.trainable)
+        data = live(self.mesh, stored.data_axes) if stored.trainable else ()
+        group = self.groups.group(data) if data else None
+        return Slot(None, "", tensor, use_dtype(stored, self.program), parts(stored, self.groups), group)
+
+    def _gather(
+        self, stored: Sequence[Stored], inside: Callable[..., object] | None, zero: int, children: Sequence[nn.Module]
+    ) -> Callable[..., tuple[object, ...]]:
+        """``inside`` with the parameters gathered around it: one unit per mesh and dtype, nested."""
+        families: dict[tuple[object, ...], list[Stored]] = {}
+        for one in stored:
+            key = (self._data_mesh_key(one), rest_dtype(one, self.program), use_dtype(one, self.program))
+            families.setdefault(key, []).append(one)
+        for members in families.values():
+            inside = self._unit(members, inside, zero, children)
+            children = (inside,)
+        return inside  # type: ignore[return-value]
+
+    def _root(self, engine: Engine, children: Sequence[nn.Module], zero: int) -> Callable[..., dict[str, object]]:
+        """The outermost unit. FSDP2 wants one around all others, with or without parameters of its own."""
+        zero = min(zero, 2)  # its parameters are needed again at once: gathered once per step
+        root = self._gather(self._sharded(ROOT), engine.body, zero, children)
+        if not isinstance(root, nn.Module) and children:
+            root = Gathered({}, engine.body, children)
+            mesh = next(iter(self.meshes.values()))
+            self.units.append((fully_shard(root, mesh=mesh.whole[mesh.data], reshard_after_forward=False), zero))
+        if isinstance(root, nn.Module):
+            root.to_empty(device=self.groups.device)
+        return root  # type: ignore[return-value]
+
+    def _unit(
+        self, members: Sequence[Stored], inside: Callable[..., object] | None, zero: int, children: Sequence[nn.Module]
+    ) -> Gathered:
+        data_mesh = self._data_mesh(members[0])
+        rest = data_mesh.rest
+        if len(rest) > 2:  # FSDP2 carries two dims beside its own
+            rest = tuple(axis for axis in rest if any(axis in one.tensor.split_axes for one in members))
+            if len(rest) > 2:
+                raise ShardingError(f"parameters gathered with {members[0].fqns[0]!r} are split over {rest}: FSDP2 takes at "
+                                    f"most two such axes beside the data axes")
+        parameters = {f"p{i}": self._meta_parameter(one, data_mesh, rest) for i, one in enumerate(members)}
+        dims = {id(parameter): split_dim(one, self.mesh) for parameter, one in zip(parameters.values(), members, strict=True)}
+        unit = Gathered(parameters, inside, children)
+        at_rest, in_use = rest_dtype(members[0], self.program), use_dtype(members[0], self.program)
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if at_rest != in_use:
+            policy = MixedPrecisionPolicy(param_dtype=in_use, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        sharded = fully_shard(
+            unit, mesh=data_mesh.whole[data_mesh.data], reshard_after_forward=zero == 3, mp_policy=policy,
+            shard_placement_fn=lambda parameter: Shard(dims[id(parameter)]),
+        )
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # the factor alone asks for an operation that gloo lacks
+        self.units.append((sharded, zero))
+        for name, one in zip(parameters, members, strict=True):
+            self.slots[one.value] = Slot(unit, name, None, in_use, parts(one, self.groups), None)
+        return unit
+
+    def _meta_parameter(self, stored: Stored, data_mesh: DataMesh, rest: tuple[str, ...]) -> nn.Parameter:
+        shape = stored.tensor.local_shape(stored.shape, self.mesh, self.groups.coordinates)
+        local = torch.empty(shape, dtype=rest_dtype(stored, self.program), device="meta")
+        if not rest:
+            return nn.Parameter(local)
+        return nn.Parameter(DTensor.from_local(
+            local, data_mesh.whole[rest], placements(stored, rest), run_check=False, shape=torch.Size(stored.shape),
+            stride=global_stride(stored.shape),
+        ))
+
+    def _data_mesh_key(self, stored: Stored) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return live(self.mesh, stored.data_axes), live(self.mesh, stored.shard_axes)
+
+    def _data_mesh(self, stored: Stored) -> DataMesh:
+        key = self._data_mesh_key(stored)
+        if key not in self.meshes:
+            self.meshes[key] = make_data_mesh(self.groups, *key)
+        return self.meshes[key]
+
+    def _steps(
+        self, engine: Engine, main: Sequence[Segment], runners: Mapping[int, Runner], calls: Sequence[Callable[..., object]]
+    ) -> None:
+        """Segments in order. What the root owns is read once, before the first, and lies in the environment."""
+        prologue = [segment for segment in self.program.segments if segment.prologue]
+        for segment in prologue:
+            runner = runners[id(segment)]
+            read = [p.value for p in segment.graph.params]
+            runner.arguments, runner.slots = (*segment.graph.inputs, *read), [self.slots[name] for name in read]
+            gathered = [name for name in read if self.slots[name].holder is not None]
+            if gathered:
+                raise ValueError(f"the prologue reads parameters {gathered}, which are gathered per micro-batch; it may read "
+                                 f"inputs, buffers and frozen parameters")
+        engine.prologue = [Step(runners[id(s)], runners[id(s)], s.graph.inputs, s.graph.outputs) for s in prologue]
+        engine.shared = {name: self.slots[name] for name, home in self.homes.items() if home == ROOT}
+        steps: list[Step] = []
+        engine.leaving = tuple(dict.fromkeys(_leaving(self.program)))
+        needed = set(engine.leaving)
+        for index in reversed(range(len(main))):
+            segment, runner = main[index], runners[id(main[index])]
+            own = [p.value for p in segment.graph.params if self.homes[p.value] == index]
+            shared = [p.value for p in segment.graph.params if self.homes[p.value] != index]
+            inputs = (*segment.graph.inputs, *shared)
+            runner.arguments, runner.slots = (*inputs, *own), [self.slots[name] for name in own]
+            drops = {*inputs, *segment.graph.outputs} - needed
+            needed |= set(inputs)
+            steps.append(Step(runner, calls[index], inputs, segment.graph.outputs, tuple(sorted(drops))))  # type: ignore[arg-type]
+        engine.main = steps[::-1]
+
+
+def _main(program: Program) -> list[Segment]:
+    return [segment for segment in program.segments if not segment.prologue]
+
+
+def _leaving(program: Program) -> list[str]:
+    """Values that leave the program."""
+    names = [port.name for port in program.outputs] + [ref.name for ref in refs(program.output_tree)]
+    return [*names, *(new for _, new in program.mutations), *([program.loss] if program.loss else [])]

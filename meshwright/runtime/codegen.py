@@ -1,0 +1,108 @@
+"""From a segment's graph to code: a ``torch.fx.GraphModule`` on local tensors.
+
+    (*arguments) -> outputs of the segment, as a tuple; the arguments are the graph's inputs and parameters, in any order
+
+``aten.x.y`` becomes ``torch.ops.aten.x.y``, ``mw.x`` the function of ``runtime.ops``, with mesh-axis names in ``axis=`` and
+``axes=`` replaced by this rank's ``Group``s. Three things depend on the run, not on the plan, and are settled here:
+
+* the device: factories (arange, zeros) make their tensor on this rank's device;
+* the mode: in ``eval`` dropout and batch statistics are off (``_EVAL``: the arguments that every such operator has);
+* the precision: a parameter's gradient is all-reduced (``mw.vary``) in fp32 whatever the compute dtype.
+
+FX drops every value after its last use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshwright.graph import Graph, GraphError, Op, map_refs
+from meshwright.runtime.groups import Groups
+from meshwright.runtime.ops import OPS
+
+_EVAL: Mapping[str, Any] = {"train": False, "training": False, "dropout_p": 0.0}
+"""{argument name: its value in eval mode}."""
+
+
+def generate(
+    graph: Graph, arguments: Sequence[str], groups: Groups, training: bool
+) -> Callable[..., tuple[Any, ...]]:
+    """The segment as a function of ``arguments``. Raises GraphError for an operator that torch does not have."""
+    code = fx.Graph()
+    params = {param.value for param in graph.params}
+    nodes = {name: code.placeholder(_identifier(name)) for name in arguments}
+    for op in graph.ops:
+        function, args, kwargs = _call(op, groups, training, params)
+        try:
+            args, kwargs = map_refs((args, kwargs), lambda ref: nodes[ref.name])
+        except KeyError as error:
+            raise GraphError(f"{op} reads %{error.args[0]}, which the segment does not define") from None
+        node = code.call_function(function, args, kwargs)
+        if len(op.outputs) == 1:
+            nodes[op.outputs[0]] = node
+        else:
+            for index, name in enumerate(op.outputs):
+                nodes[name] = code.call_function(_item, (node, index))
+    code.output(tuple(nodes[name] for name in graph.outputs))
+    code.eliminate_dead_code()
+    forward: Callable[..., tuple[Any, ...]] = fx.GraphModule(torch.nn.Module(), code).forward
+    return forward
+
+
+def _call(op: Op, groups: Groups, training: bool, params: set[str]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(function, args, kwargs) with Refs still in place."""
+    args, kwargs = op.args, dict(op.kwargs)
+    if op.target in OPS:
+        fixed = {name: groups.group(kwargs.pop(name)) for name in ("axis", "axes") if kwargs.get(name) is not None}
+        if not training and op.target == "mw.dropout":
+            args = (args[0], 0.0, *args[2:])
+        if not training and op.target == "mw.sdpa":
+            args = (*args[:4], 0.0, *args[5:])
+        if not training and op.target == "mw.batch_norm":
+            args = (*args[:5], False, *args[6:])
+        if op.target == "mw.vary" and op.inputs[0] in params:
+            kwargs["reduce_dtype"] = torch.float32
+        return _bound(OPS[op.target], fixed), args, kwargs
+    function = _overload(op)
+    schema = {argument.name: index for index, argument in enumerate(function._schema.arguments)}
+    kwargs.pop("pin_memory", None)
+    if "device" in schema and (not op.inputs or kwargs.get("device") is not None):
+        kwargs["device"] = groups.device
+    for name, value in {} if training else _EVAL.items():
+        if name in schema and schema[name] < len(args):
+            args = (*args[: schema[name]], value, *args[schema[name] + 1 :])
+        elif name in kwargs:
+            kwargs[name] = value
+    return function, args, kwargs
+
+
+def _bound(function: Callable[..., Any], fixed: Mapping[str, Any]) -> Callable[..., Any]:
+    """With the groups bound: FX cannot print them as literals."""
+    if not fixed:
+        return function
+    bound: Any = functools.partial(function, **fixed)
+    bound.__name__, bound.__module__ = function.__name__, function.__module__
+    return bound  # type: ignore[no-any-return]
+
+
+def _overload(op: Op) -> Any:
+    found: Any = torch.ops
+    try:
+        for part in op.target.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        raise GraphError(f"{op}: torch has no operator {op.target}; import the library that registers it") from None
+    return found
+
+
+def _item(values: tuple[Any, ...], index: int) -> Any:
+    return values[index]
+
+
+def _identifier(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in name)

@@ -1,0 +1,194 @@
+"""The engine: a program's segments as code, over parameters that FSDP2 gathers, frees and reduces.
+
+One ``Gathered`` module is one FSDP2 unit: parameters that are gathered together, and what runs while they are. A block's
+segment is the inside of its unit; the parameters of root segments, and those that several segments read, belong to the
+root unit, which is around everything. A unit holds tensors of one dtype whose gradients are summed over the same axes:
+where a segment mixes them, its units are nested.
+
+    root unit( segment, unit( block's segment ), unit( unit( block's segment )), segment )
+
+The ZeRO levels are FSDP2's knobs:
+
+    level  at rest     after forward  gradient
+    0      replicated  kept           reduced at the last micro-batch (the unit's shard group is one rank)
+    1      split       kept           reduced at the last micro-batch
+    2      split       kept           reduced at every micro-batch
+    3      split       freed          reduced at every micro-batch
+
+Gradients are sums over the data axes, not means. The units' modules are not the user's: ``runtime.module`` shows their
+parameters, which stay sharded there, under the model's names. What FSDP2 does not take (frozen parameters, buffers, what
+no data axis reads differently, numbers without dims) is *loose*: held as it is, read directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from meshwright.program import Program, Segment
+from meshwright.runtime.codegen import generate
+from meshwright.runtime.collectives import Group
+from meshwright.runtime.groups import Groups
+from meshwright.runtime.layout import Locals, Parts, local_of, split_parts
+from meshwright.runtime.ops import vary
+
+
+class Environment:
+    """Named values between segments. No dict, so that FSDP2 leaves its tensors where they are (the seed on the CPU)."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = dict(values)
+
+
+class Gathered(nn.Module):
+    """Parameters gathered together, around what reads them."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], inside: Callable[..., Any] | None, units: Sequence[nn.Module] = ()
+    ) -> None:
+        super().__init__()
+        for name, parameter in parameters.items():
+            self.register_parameter(name, parameter)
+        self.inside = inside
+        self.units = nn.ModuleList(units)
+
+    def forward(self, *args: Any) -> Any:
+        assert self.inside is not None, "parameters that no segment reads are never gathered"
+        return self.inside(*args)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a stored value is read: an attribute of a unit, or a loose tensor; and what turns it into what segments use."""
+
+    holder: nn.Module | None
+    name: str
+    loose: Tensor | None
+    dtype: torch.dtype
+    parts: Parts | None
+    vary: Group | None  # over which a loose parameter's gradient is summed
+
+    def tensor(self) -> Tensor:
+        found = self.loose if self.holder is None else getattr(self.holder, self.name)
+        assert isinstance(found, Tensor)
+        return found
+
+    def finish(self, local: Tensor) -> Tensor:
+        if self.vary is not None:
+            local = vary(local, axis=self.vary)
+        if local.dtype != self.dtype and local.is_floating_point():
+            local = local.to(self.dtype)
+        return local if self.parts is None else split_parts(local, self.parts)
+
+
+def read(slots: Sequence[Slot]) -> list[Tensor]:
+    """The values segments use, as local tensors that autograd follows back to the parameters."""
+    tensors = [slot.tensor() for slot in slots]
+    if any(isinstance(t, DTensor) for t in tensors):
+        locals_ = Locals.apply(*tensors) if torch.is_grad_enabled() else [local_of(t) for t in tensors]
+    else:
+        locals_ = tensors
+    return [slot.finish(local) for slot, local in zip(slots, locals_, strict=True)]
+
+
+class Runner:
+    """A segment: reads its parameters and runs its code, twice where it is recomputed in the backward."""
+
+    def __init__(self, segment: Segment, groups: Groups) -> None:
+        self.segment, self.groups = segment, groups
+        self.arguments: tuple[str, ...] = ()  # names in the order of the call, those that the slots bring last
+        self.slots: Sequence[Slot] = ()
+        self.training = True
+        self._code: dict[bool, Callable[..., tuple[Any, ...]]] = {}
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        if self.segment.recompute == "none" or not torch.is_grad_enabled():
+            return self._run(*inputs)
+        contexts: dict[str, Any] = {"context_fn": _selective} if self.segment.recompute == "selective" else {}
+        # the program's random operators are functions of a seed: nothing to preserve
+        result: tuple[Any, ...] = checkpoint(self._run, *inputs, use_reentrant=False, preserve_rng_state=False, **contexts)
+        return result
+
+    def _run(self, *inputs: Any) -> tuple[Any, ...]:
+        if self.training not in self._code:
+            self._code[self.training] = generate(self.segment.graph, self.arguments, self.groups, self.training)
+        return self._code[self.training](*inputs, *read(self.slots))
+
+
+def _selective() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what is dear to make again, matrix products and reductions between ranks; recompute attention and the rest."""
+    name = getattr(op, "_qualified_op_name", str(op)).removesuffix(".default")
+    return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_KEPT = frozenset({
+    "aten::mm", "aten::addmm", "aten::linear", "aten::convolution", "aten::_grouped_mm",
+    "_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_to_all_single",
+})
+
+
+@dataclass(frozen=True)
+class Step:
+    """A segment in its place: what it reads from the environment and adds to it, what nobody reads afterwards."""
+
+    runner: Runner
+    call: Callable[..., tuple[Any, ...]]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    drops: tuple[str, ...] = ()
+
+    def __call__(self, values: dict[str, Any]) -> None:
+        values.update(zip(self.outputs, self.call(*(values[name] for name in self.inputs)), strict=True))
+        for name in self.drops:
+            del values[name]
+
+
+class Engine:
+    """The program's segments, wired by ``runtime.assemble``. ``tensors``: every stored tensor at rest, by value name."""
+
+    def __init__(self, program: Program, tensors: Mapping[str, Tensor]) -> None:
+        self.program, self.tensors = program, tensors
+        self.prologue: Sequence[Step] = ()
+        self.main: Sequence[Step] = ()
+        self.shared: Mapping[str, Slot] = {}  # what the root owns
+        self.leaving: Sequence[str] = ()
+        self.root: Callable[[Environment], dict[str, Any]] = self.body
+        self.units: Sequence[tuple[FSDPModule, int]] = ()  # (unit, its ZeRO level), the root first
+
+    def train(self, mode: bool) -> None:
+        """Dropout and batch statistics on or off."""
+        for step in (*self.prologue, *self.main):
+            step.runner.training = mode
+
+    def body(self, environment: Environment) -> dict[str, Any]:
+        """One micro-batch, inside the root unit: every value that leaves the program."""
+        values = environment.values
+        values.update(zip(self.shared, read(list(self.shared.values())), strict=True))
+        for step in self.main:
+            step(values)
+        return {name: values[name] for name in self.leaving}
+
+    def set_microbatch(self, last: bool) -> None:
+        """Tell FSDP2 whether gradients are reduced and parameters freed after the coming backward."""
+        for index, (unit, zero) in enumerate(self.units):
+            unit.set_requires_gradient_sync(last or zero >= 2, recurse=False)
+            unit.set_requires_all_reduce(last, recurse=False)
+            unit.set_reshard_after_backward(last or zero == 3, recurse=False)
+            if index == 0:
+                unit.set_is_last_backward(last)
+
+    def reshard(self) -> None:
+        """Free what was gathered: after a forward without a backward, and before the parameters are written."""
+        for unit, _ in self.units:
+            unit.reshard()

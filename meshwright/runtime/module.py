@@ -1,0 +1,264 @@
+"""``ParallelModule``: the program as an ``nn.Module`` that looks like the model it came from.
+
+Its parameters and buffers are this rank's shares, as DTensors under the model's fully qualified names, in the model's order
+(a tied weight is one parameter under all its names), so optimizers and ``torch.distributed.checkpoint`` work as they are. A
+call takes the same global batch on every rank (or DTensors, each rank bringing its share), runs the program, and gives back
+the single process's output: scalars whole, other tensors as DTensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshwright.errors import InputError
+from meshwright.graph import map_refs
+from meshwright.program import SEED, Port, Program, Stored
+from meshwright.runtime import checkpoint
+from meshwright.runtime.assemble import assemble, fused_axes
+from meshwright.runtime.engine import Engine
+from meshwright.runtime.groups import Groups, make_groups
+from meshwright.runtime.layout import global_stride, local_of, owner
+from meshwright.runtime.materialize import Source, fill
+from meshwright.runtime.step import run_step
+from meshwright.sharding import DTYPE_NAMES, format_sharding, piece, to_placements
+from meshwright.signature import bind, rebuild_output
+
+
+def build(program: Program, source: nn.Module | Source, *, device: torch.device | None = None) -> ParallelModule:
+    """The parallel module of this rank. Every rank calls this, each with its own program.
+
+    ``source``: the model, whose weights are copied (or, on the meta device, initialized, share by share); or a function
+    (stored, box) -> that box of the tensor. ``device``: where to compute; default: this rank's GPU if the process group has
+    NCCL, else the CPU. Raises MeshError if the program's mesh is not the world's.
+    """
+    device = device or _default_device()
+    groups = make_groups(program.mesh, device, fused_axes(program))
+    if groups.rank != program.rank:
+        raise InputError(f"this is rank {groups.rank}, the program is that of rank {program.rank}")
+    base = torch.tensor(torch.initial_seed() % (1 << 31), device=device)
+    if dist.is_initialized():
+        dist.broadcast(base, 0)
+    seed = int(base)
+    engine = assemble(program, groups)
+    fill(program, engine.tensors, groups, source, seed)
+    return ParallelModule(program, groups, engine, seed, source if isinstance(source, nn.Module) else None)
+
+
+def _default_device() -> torch.device:
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class ParallelModule(nn.Module):
+    """See the file's head. Made by ``build``; ``plan`` is whatever the caller puts there."""
+
+    def __init__(self, program: Program, groups: Groups, engine: Engine, seed: int, model: nn.Module | None) -> None:
+        super().__init__()
+        self.plan: Any = None
+        self._program, self._groups, self._seed, self._calls = program, groups, seed, 0
+        self._engine = (engine,)  # in a tuple: its units are no submodules of this one
+        self._out = [to_placements(port.sharding, program.mesh, groups.axes) for port in program.outputs]
+        for fqn, stored in _ordered(program, model):
+            self._register(fqn.split("."), engine.tensors[stored.value], stored.persistent)
+        if model is not None:
+            self.train(model.training)
+
+    # --- the call -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes and returns what the model does. Raises InputError, changing nothing, if the call is not as planned."""
+        program, engine = self._program, self._engine[0]
+        inputs = self._bind(args, kwargs)
+        if self.training:
+            self._calls += 1
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        values = run_step(engine, inputs, parameters, self._seed + self._calls, self.training)
+        if self.training:
+            self._mutate(values)
+        outputs = {port.name: self._present(values[port.name], port, i) for i, port in enumerate(program.outputs)}
+        if program.signature is None:
+            return map_refs(program.output_tree, lambda ref: outputs[ref.name])
+        return rebuild_output(program.output_tree, program.signature["output"], outputs)
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """Dropout, batch statistics and buffers' updates on or off, as in the model."""
+        self._engine[0].train(mode)
+        super().train(mode)
+        return self
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """{port: this rank's piece}."""
+        program = self._program
+        ports = [port for port in program.inputs if port.name != SEED]
+        if program.signature is not None:
+            targets = kwargs.pop("targets", ()) if program.signature.get("targets") else ()
+            given = bind(program.signature, args, kwargs, targets if isinstance(targets, tuple | list) else (targets,))
+        else:
+            names = [port.name for port in ports]
+            if args or set(kwargs) != set(names):
+                raise InputError(f"the call gives {len(args)} positional arguments and {sorted(kwargs)}; this program takes {names} "
+                                 f"by name")
+            given = [kwargs[name] for name in names]
+        for port, tensor in zip(ports, given, strict=True):
+            _check(port, tensor)
+        return {port.name: self._piece(port, tensor) for port, tensor in zip(ports, given, strict=True)}
+
+    def _piece(self, port: Port, tensor: Tensor) -> Tensor:
+        groups = self._groups
+        if isinstance(tensor, DTensor):
+            mine = groups.device_mesh
+            if mine is None or not torch.equal(tensor.device_mesh.mesh, mine.mesh):
+                raise InputError(f"input {port.name!r} is a DTensor on {tensor.device_mesh}; the plan runs on {groups.mesh}: make it "
+                                 f"on parallel.device_mesh, placed as {format_sharding(port.sharding, port.shape, port.dtype)}")
+            wanted = to_placements(port.sharding, groups.mesh, groups.axes)
+            return tensor.redistribute(mine, wanted).to_local()
+        for dim, axes in enumerate(port.sharding.dims):
+            if axes:
+                tensor = tensor.narrow(dim, *piece(port.shape[dim], groups.mesh, axes, groups.coordinates))
+        return tensor.to(groups.device, non_blocking=True)
+
+    def _present(self, value: Tensor, port: Port, index: int) -> Tensor:
+        mesh = self._groups.device_mesh
+        if mesh is None or not port.shape:
+            return value
+        return DTensor.from_local(
+            value, mesh, self._out[index], run_check=False, shape=torch.Size(port.shape), stride=global_stride(port.shape)
+        )
+
+    @torch.no_grad()
+    def _mutate(self, values: Mapping[str, Tensor]) -> None:
+        for old, new in self._program.mutations:
+            local_of(self._engine[0].tensors[old]).copy_(values[new])
+
+    # --- where this rank is --------------------------------------------------------------------------------------------
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh of inputs and outputs that are DTensors; None in a world without a process group."""
+        return self._groups.device_mesh
+
+    @property
+    def data_size(self) -> int:
+        """Into how many pieces the batch is cut: ``num_replicas`` of a ``DistributedSampler``."""
+        return self._groups.mesh.size(self._batch_axes())
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them is this rank's."""
+        return self._groups.mesh.index(self._groups.coordinates, self._batch_axes())
+
+    def _batch_axes(self) -> tuple[str, ...]:
+        return max((port.sharding.dims[0] for port in self._program.inputs if port.shape), key=len, default=())
+
+    # --- gradients and weights -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients so that their norm is at most ``max_norm``; returns the norm before, the same on every rank.
+
+        Every element counts once, wherever it lies and however often it is replicated or tied. Every rank calls this.
+        """
+        program, groups, engine = self._program, self._groups, self._engine[0]
+        norm_type = float(norm_type)
+        mine, grads = [], []
+        for stored in program.stored:
+            grad = engine.tensors[stored.value].grad
+            if grad is None:
+                continue
+            grads.append(local_of(grad))
+            if grads[-1].numel() and owner(stored, program.mesh, groups.coordinates):
+                mine.append(grads[-1])
+        norms = [norm.float() for norm in torch._foreach_norm(mine, norm_type)] if mine else []
+        is_max = norm_type == float("inf")
+        start = torch.zeros((), device=groups.device)
+        total = torch.stack([start, *norms]).amax() if is_max else torch.stack([start, *norms]).pow(norm_type).sum()
+        if dist.is_initialized():
+            dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
+        total = total if is_max else total.pow(1 / norm_type)
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(f"the norm of the gradients is {total.item()}; they were not clipped")
+        if grads:
+            torch._foreach_mul_(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))
+        return total
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The single process's state dict: plain CPU tensors on rank 0, an empty dict elsewhere. Every rank calls this."""
+        return checkpoint.gather_state_dict(self._entries(), self._groups)
+
+    def save(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Write a checkpoint that ``load`` reads under any plan and world; see ``runtime.checkpoint.save``."""
+        checkpoint.save(self._entries(), self._groups, folder, optimizer)
+
+    def load(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Read a checkpoint in place; see ``runtime.checkpoint.load``."""
+        self._engine[0].reshard()
+        checkpoint.load(self._entries(), self._groups, folder, optimizer)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As ``nn.Module.load_state_dict``, into the shares that are there (``assign`` is refused)."""
+        if assign:
+            raise ValueError("assign=True would take the parameters from under the engine; load into them (assign=False)")
+        self._engine[0].reshard()
+        return super().load_state_dict(state_dict, strict)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
+        """``.to()`` and its kin: only what changes nothing; the plan settled device and dtype."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            probe = torch.empty(0, dtype=tensor.dtype, device=self._groups.device)
+            moved = fn(probe)
+            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
+                raise RuntimeError(f"parameters are {probe.dtype} on {probe.device} by the plan and cannot become {moved.dtype} on "
+                                   f"{moved.device}; plan with another precision or build on another device")
+        return self
+
+    def _entries(self) -> checkpoint.Entries:
+        by_name = {fqn: stored for stored in self._program.stored for fqn in stored.fqns}
+        return {fqn: (by_name[fqn], tensor) for fqn, tensor in self.state_dict(keep_vars=True).items()}
+
+    def _register(self, path: list[str], tensor: Tensor, persistent: bool) -> None:
+        """Put a tensor under its name. The dicts are written directly: a model may have names that are methods here."""
+        holder: nn.Module = self
+        for name in path[:-1]:
+            if name not in holder._modules:
+                holder._modules[name] = nn.Module()
+            child = holder._modules[name]
+            assert child is not None
+            holder = child
+        if isinstance(tensor, nn.Parameter):
+            holder._parameters[path[-1]] = tensor
+            return
+        holder._buffers[path[-1]] = tensor
+        if not persistent:
+            holder._non_persistent_buffers_set.add(path[-1])
+
+
+def _ordered(program: Program, model: nn.Module | None) -> list[tuple[str, Stored]]:
+    """(name, stored) for every registered name, in the model's order; without a model, as the program lists them."""
+    by_name = {fqn: stored for stored in program.stored for fqn in stored.fqns if stored.value not in program.constants}
+    if model is None:
+        return list(by_name.items())
+    names = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()) if tensor is not None
+    ]
+    strangers = [name for name in names if name not in by_name and name in model.state_dict(keep_vars=True)]
+    if strangers:
+        raise InputError(f"the model has {strangers[0]!r}, the program does not: it was planned for another model")
+    return [(name, by_name[name]) for name in names if name in by_name]
+
+
+def _check(port: Port, tensor: Tensor) -> None:
+    if tuple(tensor.shape) != port.shape or tensor.dtype != port.dtype:
+        name = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+        raise InputError(f"input {port.name!r} is {name}{list(tensor.shape)}; the plan was made for "
+                         f"{DTYPE_NAMES[port.dtype]}{list(port.shape)}. Pass that shape and dtype (the GLOBAL batch), or plan again")

@@ -1,0 +1,143 @@
+"""One call of a program: the prologue, then every micro-batch through the engine.
+
+With one micro-batch autograd is left alone: the caller's ``loss.backward()`` runs the backward. With several, each
+micro-batch runs forward and backward here, so that only one of them keeps activations. What the backward of that call
+should have done is then already known: the gradients are taken aside, and ``_Release`` hands them out, times the gradient of
+the loss, when the caller's backward comes. So accumulation over calls, ``zero_grad`` and ``torch.autograd.grad`` work
+as with one micro-batch; only the loss is differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor
+
+from meshwright.program import SEED, Program
+from meshwright.runtime.engine import Engine, Environment
+from meshwright.runtime.layout import local_of
+
+_SEEDS_PER_STEP = 1 << 20
+
+
+def run_step(
+    engine: Engine, inputs: Mapping[str, Tensor], parameters: Sequence[Tensor], seed: int, training: bool
+) -> dict[str, Tensor]:
+    """Local values of the program's outputs and of the buffers' new contents, by name.
+
+    ``inputs``: this rank's pieces of the whole batch, by port. ``parameters``: those that take gradients.
+    """
+    program = engine.program
+    values: dict[str, Any] = {**inputs, SEED: _seed(seed, 0)}
+    with torch.no_grad():
+        for step in engine.prologue:
+            step(values)
+    if program.microbatches == 1:
+        outputs = engine.root(Environment(values))
+    elif torch.is_grad_enabled() and training and program.loss is not None:
+        outputs = _forward_backward(engine, values, parameters, seed)
+    else:
+        batches = _microbatches(program, values, seed)
+        outputs = _Join(program).all(engine.root(Environment(batch)) for batch in batches)
+    if not torch.is_grad_enabled():
+        engine.reshard()  # no backward will, and the parameters may be written before the next forward
+    return outputs
+
+
+def _seed(seed: int, microbatch: int) -> Tensor:
+    return torch.tensor(seed * _SEEDS_PER_STEP + microbatch)
+
+
+def _microbatches(program: Program, values: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
+    """The environment of every micro-batch: pieces of what is cut along a dim, the rest as it is."""
+    count = program.microbatches
+    cuts = {port.name: port.time for port in program.inputs if isinstance(port.time, int)} | dict(program.cuts)
+    batches = [dict(values) for _ in range(count)]
+    for name, dim in cuts.items():
+        for batch, piece in zip(batches, values[name].tensor_split(count, dim), strict=True):
+            batch[name] = piece
+    for index, batch in enumerate(batches):
+        batch[SEED] = _seed(seed, index)
+    return batches
+
+
+class _Join:
+    """Outputs of micro-batches, put together as their ports say."""
+
+    def __init__(self, program: Program) -> None:
+        self.how = {port.name: port.time for port in program.outputs}
+        self.values: dict[str, list[Any]] = {}
+
+    def add(self, outputs: Mapping[str, Any]) -> None:
+        for name, value in outputs.items():
+            so_far = self.values.setdefault(name, [])
+            if self.how.get(name) is None:
+                so_far.clear()
+            elif self.how[name] == "sum" and so_far:
+                value = so_far.pop() + value
+            so_far.append(value)
+
+    def all(self, each: Any = ()) -> dict[str, Any]:
+        for outputs in each:
+            self.add(outputs)
+        return {
+            name: torch.cat(parts, how) if isinstance(how := self.how.get(name), int) else parts[-1]
+            for name, parts in self.values.items()
+        }
+
+
+def _forward_backward(
+    engine: Engine, values: Mapping[str, Any], parameters: Sequence[Tensor], seed: int
+) -> dict[str, Any]:
+    program, join = engine.program, _Join(engine.program)
+    loss_name = program.loss
+    assert loss_name is not None
+    given = join.how.get(loss_name)
+    if given != "sum":
+        raise ValueError(f"loss {loss_name!r} over {program.microbatches} micro-batches must be their sum, not {given!r}")
+
+    def run() -> Tensor:
+        batches = _microbatches(program, values, seed)
+        for index, batch in enumerate(batches):
+            engine.set_microbatch(last=index == len(batches) - 1)
+            with torch.enable_grad():
+                outputs = engine.root(Environment(batch))
+                torch.autograd.backward(outputs[loss_name])
+            join.add({name: value.detach() for name, value in outputs.items()})
+            outputs.clear()
+        loss: Tensor = join.values[loss_name][-1]
+        return loss.clone()
+
+    loss: Tensor = _Release.apply(run, *parameters)
+    return {**join.all(), loss_name: loss}
+
+
+class _Release(Function):
+    """Run a step's backwards in the forward; hand its gradients out in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], Tensor], *parameters: Tensor) -> Tensor:
+        before = [parameter.grad for parameter in parameters]
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            loss = run()
+            ctx.grads = [parameter.grad for parameter in parameters]
+        finally:
+            for parameter, grad in zip(parameters, before, strict=True):
+                parameter.grad = grad
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grads is None:
+            raise RuntimeError("the gradients of this loss were already handed out; run the forward again")
+        grads, ctx.grads = ctx.grads, None
+        held = [local_of(grad) for grad in grads if grad is not None]
+        if held:
+            torch._foreach_mul_(held, dloss.to(held[0].device))
+        return (None, *grads)
