@@ -1,0 +1,44 @@
+# make demo | test | check | bench | venv | clean. Needs python3 (3.11+), pip and make; everything else goes into .venv,
+# pinned by constraints.txt. The stamp makes the installation run again only when what is to be installed has changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+OUT := out
+
+# One thread per process: the tests and the demo run up to four processes, and a sum must not depend on the thread count.
+export OMP_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: venv demo test check bench clean
+.DEFAULT_GOAL := test
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "meshwright needs Python 3.11 or newer")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing the pinned environment into $(VENV)"
+	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: $(STAMP)
+	@mkdir -p $(OUT)
+	@$(BIN)/python examples/demo.py --out $(OUT)/demo.plan.json
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest
+
+# Style, types, the import order, and every test that starts no processes and is not marked slow.
+check: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -m "not slow and not distributed"
+
+bench: $(STAMP)
+	@$(BIN)/python benchmarks/planning.py
+
+clean:
+	@rm -rf $(VENV) $(OUT) build *.egg-info

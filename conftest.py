@@ -1,0 +1,16 @@
+"""Marks for all tests: ``distributed`` is whatever asks for the pool of worker processes (``make check`` leaves it out)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the processes of the pool share few cores
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that use the ``pool`` fixture."""
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.distributed)

@@ -1,0 +1,241 @@
+"""The command line: ``meshwright plan | show | explain | diff``.
+
+    meshwright plan config.json --cluster h100:8x8 --batch 16 --sequence 8192 --out llama.plan.json
+    meshwright plan mypackage.models:build --cluster cpu:1x4 --tp 2 --json
+    meshwright show llama.plan.json          meshwright explain llama.plan.json model.layers.0.mlp.down_proj.weight
+    meshwright diff old.plan.json new.plan.json
+
+A model is the path of a ``transformers`` config (a folder or its config.json; nothing is downloaded) or "module:callable", a
+function without arguments that returns (model, example_inputs). ``--json`` prints one JSON value on stdout, errors included;
+everything else that is not the answer goes to stderr.
+
+Exit codes: 0 done (``diff``: equal), 1 different (``diff`` only), 2 the command or its input is wrong, 3 no plan fits.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshwright.errors import InputError, MeshwrightError
+from meshwright.pins import PinError, Pins
+from meshwright.plan import Plan, PlanError
+
+DIFFERENT, WRONG, NOTHING_FITS = 1, 2, 3
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans of parallelized PyTorch models.",
+                  pretty_exceptions_enable=False)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of text.")]
+PlanFile = Annotated[Path, typer.Argument(help="A plan file, as written by 'plan --out' or plan.save(path).")]
+
+
+@app.command("plan")
+def plan_command(
+    model: Annotated[str, typer.Argument(help='A transformers config (folder or config.json), or "module:callable".')],
+    cluster: Annotated[str, typer.Option(help='Devices, as in "h100:8x8" (device:nodes x devices per node), or a .toml file.')],
+    batch: Annotated[int, typer.Option(min=1, help="Global batch in samples (a config only).")] = 8,
+    sequence: Annotated[int, typer.Option(min=2, help="Sequence length in tokens (a config only).")] = 512,
+    precision: Annotated[str, typer.Option(help='"fp32" or "bf16".')] = "bf16",
+    optimizer: Annotated[str, typer.Option(help="A name, or the bytes of state per parameter.")] = "adamw",
+    dp: Annotated[int | None, typer.Option(help="Pin the data-parallel degree.")] = None,
+    shard: Annotated[int | None, typer.Option(help="Pin the ZeRO group within dp (HSDP).")] = None,
+    tp: Annotated[int | None, typer.Option(help="Pin the tensor-parallel degree.")] = None,
+    zero: Annotated[int | None, typer.Option(help="Pin the ZeRO level, 0 to 3.")] = None,
+    sequence_parallel: Annotated[bool | None, typer.Option(help="Pin Megatron's sequence parallelism on or off.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Pin the number of micro-batches.")] = None,
+    recompute: Annotated[str | None, typer.Option(help='Pin "none", "selective" or "full".')] = None,
+    tensor: Annotated[list[str] | None, typer.Option(help='Pin parameters: "*.down_proj.weight=[_, _@tp]".')] = None,
+    strict: Annotated[bool, typer.Option(help="Refuse operators without a sharding rule.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+    progress: Annotated[bool, typer.Option(help="A progress bar on stderr.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Plan a model on a cluster: no processes, no GPU, any size."""
+    with _errors(as_json):
+        pins = Pins(dp=dp, shard=shard, tp=tp, zero=zero, sequence_parallel=sequence_parallel, microbatches=microbatches,
+                    recompute=recompute, tensors=_tensor_pins(tensor or []))
+        module, example = _load(model, batch, sequence)
+        from meshwright.api import plan
+
+        found = plan(module, _cluster(cluster), example, optimizer=_optimizer(optimizer), precision=precision, pins=pins,
+                     strict=strict, progress=progress and not as_json and sys.stderr.isatty())
+        if out is not None:
+            found.save(out)
+        if as_json:
+            _print_json({**summary(found), "file": str(out) if out is not None else None})
+        else:
+            _print_plan(found)
+            if out is not None:
+                typer.echo(f"plan written to {out}", err=True)
+
+
+@app.command()
+def show(
+    file: PlanFile,
+    html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML file instead.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Print a plan."""
+    with _errors(as_json):
+        plan = Plan.load(file)
+        if html is not None:
+            plan.show(html)
+        if as_json:
+            _print_json({**summary(plan), "file": str(file)})
+        elif html is not None:
+            typer.echo(f"report written to {html}", err=True)
+        else:
+            _print_plan(plan)
+
+
+@app.command()
+def explain(
+    file: PlanFile,
+    name: Annotated[str, typer.Argument(help="An operator, parameter or module.")],
+    as_json: Json = False,
+) -> None:
+    """Say what was chosen for an operator, parameter or module, and what the alternatives would cost."""
+    with _errors(as_json):
+        text = Plan.load(file).explain(name)
+        if as_json:
+            _print_json({"name": name, "text": text.splitlines()})
+        else:
+            typer.echo(text)
+
+
+@app.command()
+def diff(file: PlanFile, other: PlanFile, as_json: Json = False) -> None:
+    """Print what is different in the second plan; exit code 1 if something is."""
+    with _errors(as_json):
+        old, new = Plan.load(file), Plan.load(other)
+        from meshwright.serialize import plan_hash
+
+        same = plan_hash(old) == plan_hash(new)
+        text = old.diff(new)
+        if as_json:
+            _print_json({"equal": same, "differences": [] if text == "no differences" else text.splitlines()})
+        else:
+            typer.echo(text)
+    if not same:
+        raise typer.Exit(DIFFERENT)
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """A plan's decisions and predictions as JSON-able values; the graph is left to the plan file."""
+    from meshwright.facts import facts_of, sections
+
+    found = sections(facts_of(plan))
+    return {
+        "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)), "cluster": plan.cluster, "world": plan.mesh.world,
+        "microbatches": plan.schedule.microbatches, "precision": plan.precision, "optimizer": plan.optimizer,
+        "predicted": plan.predicted, "certificate": plan.certificate, "groups": [asdict(group) for group in plan.groups],
+        "sections": [{"title": section.title, "blocks": section.paths, "rows": [asdict(row) for row in section.rows]}
+                     for section in found],
+        "notes": plan.notes,
+    }
+
+
+@contextmanager
+def _errors(as_json: bool) -> Iterator[None]:
+    """What a user can act on becomes a message and an exit code; anything else is a bug and keeps its traceback."""
+    from meshwright.cost.cluster import ClusterError
+    from meshwright.planner import OutOfMemoryError
+
+    try:
+        yield
+    except (MeshwrightError, PlanError, PinError, ClusterError, OSError) as error:
+        if as_json:
+            _print_json({"error": type(error).__name__, "message": str(error)})
+        typer.echo(f"meshwright: {error}", err=True)
+        raise typer.Exit(NOTHING_FITS if isinstance(error, OutOfMemoryError) else WRONG) from None
+
+
+def _print_json(value: Mapping[str, Any]) -> None:
+    typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def _print_plan(plan: Plan) -> None:
+    """At the terminal's width if there is one, else at the fixed width."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console(emoji=False).print(plan)
+    else:
+        typer.echo(str(plan))
+
+
+def _cluster(text: str) -> Any:
+    from meshwright.cost.cluster import Cluster
+
+    return Cluster.from_toml(text) if text.endswith(".toml") else Cluster.parse(text)
+
+
+def _optimizer(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _tensor_pins(words: list[str]) -> dict[str, str]:
+    pairs = [word.partition("=") for word in words]
+    for name, equals, sharding in pairs:
+        if not (name and equals and sharding):
+            given = name + equals + sharding
+            raise PinError(f"--tensor {given!r} is not PATTERN=SHARDING, as in '*.down_proj.weight=[_, _@tp]'")
+    return {name.strip(): sharding.strip() for name, _, sharding in pairs}
+
+
+def _load(model: str, batch: int, sequence: int) -> tuple[Any, Any]:
+    """(module, example inputs) from what the command line names."""
+    if os.path.exists(model):
+        return _from_config(Path(model), batch, sequence)
+    name, colon, attribute = model.partition(":")
+    if not colon:
+        raise InputError(f"{model!r} is no file or folder and no 'module:callable'; give a transformers config, or a function "
+                         "that returns (model, example_inputs)")
+    sys.path.insert(0, os.getcwd())
+    try:
+        build = getattr(importlib.import_module(name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"cannot import {model!r}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    made = build()
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise InputError(f"{model!r} returned {type(made).__name__}; it must return (model, example_inputs)")
+    return made
+
+
+def _from_config(path: Path, batch: int, sequence: int) -> tuple[Any, Any]:
+    """A causal language model of a local config, parameters on the meta device, and token ids with labels."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError("planning from a config needs transformers: pip install 'meshwright[demo]'") from error
+    import torch
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        config.use_cache = False
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"cannot build a causal language model from {path}: {error}; for another kind of model give a "
+                         "'module:callable'") from error
+    tokens = torch.zeros((batch, sequence), dtype=torch.int64, device="meta")
+    return model, {"input_ids": tokens, "labels": torch.empty_like(tokens)}
+
+
+if __name__ == "__main__":
+    app()
