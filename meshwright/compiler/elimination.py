@@ -1,10 +1,11 @@
 """Exact min-sum variable elimination of a block for one weight vector, and dominance pruning.
 
-For weights w [K] a block costs ``sum_i u_i(x_i) + sum_e m_e(x_i, x_j)`` with ``u = unary @ w`` and ``m = table @ w``. Eliminating
-variable v replaces the factors that mention v by ``g(S) = min_v sum of them`` over their other variables S; what stays are the
-kept (coupling) variables, whose table is exact: ``T(keep) = min over all others`` (``Eliminator.table``). The order decides the
-size of the largest S (induced width); it is chosen once per block (``plan``). Minimizers are re-evaluated on demand, for many
-kept states at once, walking the order backwards (``Eliminated.assignments``): cheaper than writing argmins of every table.
+For weights w [K] a block costs ``sum_i u_i(x_i) + sum_e m_e(x_i, x_j)`` with ``u = unary @ w`` and ``m = table @ w``.
+Eliminating variable v replaces the factors that mention v by ``g(S) = min_v sum of them`` over their other variables S; what
+stays are the kept (coupling) variables, whose table is exact: ``T(keep) = min over all others`` (``Eliminator.table``). The
+order decides the size of the largest S (induced width); it is chosen once per block (``plan``). Minimizers are re-evaluated on
+demand, for many kept states at once, walking the order backwards (``Eliminated.assignments``): cheaper than writing the
+argmins of every table.
 
 Source: Bertele and Brioschi 1972; Dechter 1999 (bucket elimination).
 """
@@ -71,9 +72,9 @@ def _order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], keep: Sequenc
         for a in around:
             near[a].discard(v)
             near[a] |= around - {a}
-        for a in sorted(around | {b for a in around for b in near[a]}):
-            if a in left:
-                left[a] = score(a)
+        for u in sorted(around.union(*(near[a] for a in around))):
+            if u in left:
+                left[u] = score(u)
     return order
 
 
@@ -124,8 +125,8 @@ class Tables:
         """[..., K] @ [K]."""
         known = self._seen.get(id(table))
         if known is None:
-            bad = np.isinf(table).any(axis=-1)
-            known = (table, np.where(bad[..., None], 0.0, table), bad) if bad.any() else (table, table, None)
+            bad = np.asarray(np.isinf(table).any(axis=-1))
+            known = (table, np.where(bad[..., None], 0.0, table) if bad.any() else table, bad if bad.any() else None)
             self._seen[id(table)] = known
         out: Array = known[1] @ weights
         if known[2] is not None:
@@ -168,48 +169,32 @@ class Eliminator:
         for e in block.edges:
             self._edges[min(e.i, e.j), max(e.i, e.j)].append(e)
 
-    def table(
-        self, weights: Array, fixed: Mapping[int, int] | None = None, extra: Mapping[int, Array] | None = None
-    ) -> Eliminated:
-        """Eliminate for weights [K]. ``fixed`` holds variables at a choice (their axis becomes 1), ``extra`` adds unary costs."""
-        fixed, extra = fixed or {}, extra or {}
-        factors = self._factors(weights, fixed, extra)
+    def table(self, weights: Array, extra: Mapping[int, Array] | None = None) -> Eliminated:
+        """Eliminate for weights [K]; ``extra`` adds unary costs [n_v] to variables (``inf`` forbids choices)."""
+        factors = self._factors(weights, extra or {})
         for step in self.plan.steps:
             parts = [np.ascontiguousarray(factors[f].transpose(axes))[index] for f, axes, index in step.parts]
             factors.append(min_sum(parts))
-        total: Array = np.zeros(tuple(1 if v in fixed else self.block.sizes[v] for v in self.plan.keep))
+        total: Array = np.zeros([self.block.sizes[v] for v in self.plan.keep])
         for f, index in self.plan.rest:
             total = total + factors[f][index]
-        return Eliminated(self.plan, total, tuple(factors), dict(fixed), len(self.block.sizes))
+        return Eliminated(self.plan, total, tuple(factors), len(self.block.sizes))
 
-    def _factors(self, weights: Array, fixed: Mapping[int, int], extra: Mapping[int, Array]) -> list[Array]:
-        unary = np.split(self._tables.contract(self._unary, weights), self._cuts) if len(self.block.sizes) else []
+    def _factors(self, weights: Array, extra: Mapping[int, Array]) -> list[Array]:
+        factors = np.split(self._tables.contract(self._unary, weights), self._cuts) if len(self.block.sizes) else []
         for v, add in extra.items():
-            unary[v] = unary[v] + add
-        factors: list[Array] = [u[fixed[v] : fixed[v] + 1] if v in fixed else u for v, u in enumerate(unary)]
+            factors[v] = factors[v] + add
         seen: dict[int, Array] = {}
-        for (i, j), edges in self._edges.items():
-            total: Array | None = None
+        for pair, edges in self._edges.items():
+            total: Array = np.zeros((self.block.sizes[pair[0]], self.block.sizes[pair[1]]))
             for e in edges:
                 if id(e.table) not in seen:
                     seen[id(e.table)] = self._tables.contract(e.table, weights)
-                matrix = _index(seen[id(e.table)], e, fixed)
-                matrix = matrix if e.i == i else matrix.T
-                total = matrix if total is None else total + matrix
-            assert total is not None
+                matrix = seen[id(e.table)] if e.rows is None else seen[id(e.table)][e.rows]
+                matrix = matrix if e.cols is None else matrix[:, e.cols]
+                total = total + (matrix if e.i == pair[0] else matrix.T)
             factors.append(total)
         return factors
-
-
-def _index(matrix: Array, e: Edge, fixed: Mapping[int, int]) -> Array:
-    rows, cols = e.rows, e.cols
-    if e.i in fixed:
-        rows = np.array([fixed[e.i] if rows is None else rows[fixed[e.i]]])
-    if e.j in fixed:
-        cols = np.array([fixed[e.j] if cols is None else cols[fixed[e.j]]])
-    if rows is not None:
-        matrix = matrix[rows]
-    return matrix if cols is None else matrix[:, cols]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,25 +204,23 @@ class Eliminated:
     plan: Plan
     table: Array
     factors: tuple[Array, ...]
-    fixed: Mapping[int, int]
     variables: int
 
     def assignments(self, states: Indices) -> Indices:
-        """[M, variables] minimizers for M states [M, kept] (of a fixed variable: any value); ties to the lowest choice."""
+        """[M, variables] minimizers for M states [M, kept]; ties to the lowest choice."""
         out = np.zeros((len(states), self.variables), dtype=np.intp)
         for column, v in enumerate(self.plan.keep):
-            out[:, v] = 0 if v in self.fixed else states[:, column]
+            out[:, v] = states[:, column]
         for step in reversed(self.plan.steps):
             total: Array | None = None
             for f, axes, index in step.parts:
                 scope = [v for v, here in zip(step.scope, index[1:], strict=True) if here is not None]
-                at = self.factors[f].transpose(axes)[(slice(None), *(out[:, v] for v in scope))]
-                at = at.reshape(len(at), -1)
+                factor = self.factors[f].transpose(axes)
+                where: tuple[slice | Indices, ...] = (slice(None), *(out[:, v] for v in scope))
+                at = factor[where].reshape(len(factor), -1)  # type: ignore[index]
                 total = at if total is None else total + at
             assert total is not None
             out[:, step.var] = total.argmin(axis=0)
-        for v, choice in self.fixed.items():
-            out[:, v] = choice
         return out
 
 

@@ -173,11 +173,11 @@ def choose(
     flow = _flow(parts, columns, integer=True)
     model = flow.model
     arcs = list(flow.counts.items())
-    used = mathopt.fast_sum([columns[c].bytes_ / scale.memory * z for (_, _, c), z in arcs])
-    if np.isfinite(chain.capacity) or not rho:
-        used = used + _peak(flow, columns, scale)
-    if rho and np.isfinite(chain.capacity):
-        model.add_linear_constraint(used <= (chain.capacity - chain.fixed_bytes) / scale.memory * (1 - 1e-12))
+    memory = mathopt.fast_sum([columns[c].bytes_ / scale.memory * z for (_, _, c), z in arcs])
+    limited = bool(rho) and np.isfinite(chain.capacity)
+    used = memory + _peak(flow, columns, scale) if limited or not rho else memory
+    free = (chain.capacity - chain.fixed_bytes) / scale.memory
+    row = model.add_linear_constraint(used <= (free if limited else np.inf))
     model.minimize(mathopt.fast_sum([columns[c].time / scale.time * z for (_, _, c), z in arcs]) if rho else used)
     for _ in range(20):
         params = mathopt.SolveParameters(
@@ -188,13 +188,16 @@ def choose(
             return None
         values = result.variable_values()
         taken = {arc: round(values[z]) for arc, z in arcs if values[z] > 0.5}
-        order = walk(
-            flow, columns, taken, {b: s for b, at in enumerate(flow.borders) for s, q in at.items() if values[q] > 0.5}
-        )
-        if order is not None:
+        borders = {b: s for b, at in enumerate(flow.borders) for s, q in at.items() if values[q] > 0.5}
+        order = walk(flow, columns, taken, borders)
+        if order is None:
+            if not _cut(flow, columns, taken):
+                return None
+        elif limited and sum(c.bytes_ for c in order) + max(c.transient for c in order) > free * scale.memory:
+            # beyond the capacity by the integer program's tolerance: ask for a hair less
+            row.upper_bound -= 1e-6 * max(1.0, abs(free))
+        else:
             return order
-        if not _cut(flow, columns, taken):
-            return None
     return None
 
 
@@ -264,7 +267,8 @@ def _cut(flow: Flow, columns: Sequence[Column], taken: dict[Arc, int]) -> bool:
         if len(islands) < 2:
             continue
         for island in islands.values():
-            inside, entering = [], [q for s, q in flow.borders[i].items() if (0, s) in island]
+            inside: list[mathopt.Variable] = []
+            entering = [q for s, q in flow.borders[i].items() if (0, s) in island]
             for (a, j, c), z in flow.counts.items():
                 if a == i:
                     tail, head = _nodes(part, j, columns[c])

@@ -1,7 +1,7 @@
 """Independent answers for a chain: enumeration, and one mixed-integer program of everything.
 
-``brute_force`` walks all assignments of each position, then all chains of the undominated ones. ``flow_mip`` is the flow form of
-the unfolded factor graph (local polytope): node variables ``x[p, v, i, a]`` and edge variables ``y[p, v, e, a, b]`` with
+``brute_force`` walks all assignments of each position, then all chains of the undominated ones. ``flow_mip`` is the flow form
+of the unfolded factor graph (local polytope): node variables ``x[p, v, i, a]`` and edge variables ``y[p, v, e, a, b]`` with
 ``sum_b y[a, b] = x[a]``, ``sum_a y[a, b] = x[b]``; the maximum over time rows and the peak by epigraph variables. Small chains
 only; they check ``solve`` in tests, and ``flow_mip`` stands in where elimination's tables would be too large.
 """
@@ -17,6 +17,9 @@ import numpy as np
 from ortools.math_opt.python import mathopt
 
 from meshwright.compiler.chain import Array, BlockModel, Chain, Infeasible, Solution, evaluate
+
+TOLERANCE = 1e-6
+"""Relative tolerance of the integer program's bound; an assignment may exceed the capacity by as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,8 @@ def brute_force(chain: Chain, objective: str = "time") -> Solution:
     options = [list(_options(chain, k)) for k in range(len(chain.kinds))]
     front: dict[tuple, list[_Partial]] = {((), -1): [_Partial(chain.fixed_time, chain.fixed_bytes, 0.0, (), (), ())]}
     for p, k in enumerate(chain.sequence):
-        kind, grown = chain.kinds[k], {}
+        kind = chain.kinds[k]
+        grown: dict[tuple, list[_Partial]] = {}
         for (_, state), partials in front.items():
             for v, x, cost in options[k]:
                 if p and kind.state(kind.entry, x) != state:
@@ -151,6 +155,16 @@ class _Mip:
         else:
             z.upper_bound = 0.0
 
+    def read(self, result: mathopt.SolveResult) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """Variant and choices of every position."""
+        values = result.variable_values()
+        variants, choices = [], []
+        for picks, nodes in zip(self.pick, self.nodes, strict=True):
+            v = max(range(len(picks)), key=lambda i: values[picks[i]])
+            variants.append(v)
+            choices.append(tuple(max(range(len(x)), key=lambda a: values[x[a]]) for x in nodes[v]))
+        return tuple(variants), tuple(choices)
+
     def state(self, p: int, boundary: tuple[int, ...]) -> list[mathopt.LinearSum]:
         """Indicators of the boundary's single-variable choices, variable after variable."""
         variants = self.nodes[p]
@@ -161,20 +175,22 @@ class _Mip:
 def flow_mip(chain: Chain, *, objective: str = "time", time_limit: float = 60.0, precision: float = 1e-6) -> Solution:
     """The optimum by one mixed-integer program over the unfolded chain (HiGHS); ``bound`` is the program's own.
 
-    Boundary variables of neighbours are matched one by one, so they must correspond in number and size. Raises Infeasible if
-    nothing fits or nothing was found in ``time_limit`` seconds.
+    Boundary variables of neighbours are matched one by one, so they must correspond in number and size. The memory row holds up
+    to ``TOLERANCE``. Raises Infeasible if nothing fits or nothing was found in ``time_limit`` seconds.
     """
     mip = _Mip(chain)
     peak = mip.model.add_variable(lb=0)
-    times, memory, shared = [], [], {}
+    second, byte = _units(chain)
+    times, memory = [], []
+    shared: dict[int, list[mathopt.LinearSum]] = {}
     for p, k in enumerate(chain.sequence):
         cost = mip.add(mip.position(k))
         t = mip.model.add_variable(lb=0)
         times.append(t)
         for row in chain.time_rows:
-            mip.model.add_linear_constraint(t >= _dot(row, cost))
-        memory.append(_dot(chain.bytes_row, cost))
-        mip.model.add_linear_constraint(peak >= _dot(chain.transient_row, cost))
+            mip.model.add_linear_constraint(t >= _dot(row / second, cost))
+        memory.append(_dot(chain.bytes_row / byte, cost))
+        mip.model.add_linear_constraint(peak >= _dot(chain.transient_row / byte, cost))
         kind = chain.kinds[k]
         if p:
             before = mip.state(p - 1, chain.kinds[chain.sequence[p - 1]].exit)
@@ -185,27 +201,52 @@ def flow_mip(chain: Chain, *, objective: str = "time", time_limit: float = 60.0,
             for a, b in zip(shared.setdefault(s, here), here, strict=True):
                 if a is not b:
                     mip.model.add_linear_constraint(a == b)
-    used = mathopt.fast_sum(memory) + peak + chain.fixed_bytes
+    used = mathopt.fast_sum(memory) + peak
     if objective == "time" and np.isfinite(chain.capacity):
-        mip.model.add_linear_constraint(used <= chain.capacity)
-    mip.model.minimize(mathopt.fast_sum(times) + chain.fixed_time if objective == "time" else used)
-    params = mathopt.SolveParameters(random_seed=0, relative_gap_tolerance=precision, time_limit=timedelta(seconds=time_limit))
-    result = mathopt.solve(mip.model, mathopt.SolverType.HIGHS, params=params)
+        mip.model.add_linear_constraint(used <= (chain.capacity - chain.fixed_bytes) / byte)
+    mip.model.minimize(mathopt.fast_sum(times) if objective == "time" else used)
+    result = _run(mip.model, time_limit, precision)
     if not result.has_primal_feasible_solution():
         raise Infeasible("the flow program found no assignment within the capacity", -np.inf, np.inf, None)
-    return _read(mip, result, objective)
+    variants, choices = mip.read(result)
+    bound = -np.inf
+    if objective == "time":
+        bound = chain.fixed_time + result.best_objective_bound() * second * (1 - TOLERANCE)
+    return _solution(chain, variants, choices, bound)
+
+
+def _run(model: mathopt.Model, time_limit: float, precision: float) -> mathopt.SolveResult:
+    """HiGHS; where it claims infeasibility, SCIP (HiGHS has been seen to claim it of a chain that one assignment fits)."""
+    params = mathopt.SolveParameters(random_seed=0, relative_gap_tolerance=precision, time_limit=timedelta(seconds=time_limit))
+    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params)
+    if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
+        result = mathopt.solve(model, mathopt.SolverType.GSCIP, params=params)
+    return result
+
+
+def _units(chain: Chain) -> tuple[float, float]:
+    """Units of time and memory in which the program's coefficients are at most about one."""
+    time, byte = 0.0, chain.capacity if 0 < chain.capacity < np.inf else 0.0
+    for kind in chain.kinds:
+        for block in kind.variants:
+            for table in (*block.unary, *(e.table for e in block.edges)):
+                finite = table[np.isfinite(table).all(axis=-1)]
+                if len(finite):
+                    time = max(time, float((finite @ chain.time_rows.T).max()))
+                    byte = max(byte, float((finite @ (chain.bytes_row + chain.transient_row)).max()))
+    return time or 1.0, byte or 1.0
+
+
+def flow_size(chain: Chain) -> float:
+    """Number of variables of ``flow_mip``; inf where neighbours' boundary variables do not correspond one by one."""
+    for a, b in zip(chain.sequence, chain.sequence[1:], strict=False):
+        left, right = chain.kinds[a], chain.kinds[b]
+        sizes = [[kind.variants[0].sizes[v] for v in at] for kind, at in ((left, left.exit), (right, right.entry))]
+        if sizes[0] != sizes[1]:
+            return float("inf")
+    per_kind = [sum(sum(b.sizes) + sum(int(np.prod(e.shape)) for e in b.edges) for b in kind.variants) for kind in chain.kinds]
+    return float(sum(per_kind[k] for k in chain.sequence))
 
 
 def _dot(row: Array, cost: list[list[mathopt.LinearTerm]]) -> mathopt.LinearSum:
     return mathopt.fast_sum([float(w) * term for w, terms in zip(row, cost, strict=True) if w for term in terms])
-
-
-def _read(mip: _Mip, result: mathopt.SolveResult, objective: str) -> Solution:
-    values = result.variable_values()
-    variants, choices = [], []
-    for picks, nodes in zip(mip.pick, mip.nodes, strict=True):
-        v = max(range(len(picks)), key=lambda i: values[picks[i]])
-        variants.append(v)
-        choices.append(tuple(max(range(len(x)), key=lambda a: values[x[a]]) for x in nodes[v]))
-    bound = result.best_objective_bound() if objective == "time" else -np.inf
-    return _solution(mip.chain, tuple(variants), tuple(choices), bound)

@@ -17,12 +17,15 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from ortools.math_opt.python import mathopt
 
 from meshwright.compiler.chain import Array, Chain, Kind
 from meshwright.compiler.elimination import Eliminated, Eliminator, Tables
 
 Group = tuple[int, int]
 """(kind, variant)."""
+LAZY = 3_000_000
+"""Table entries of an elimination from which on a lower bound is tried before it is run (some milliseconds each)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,6 +91,7 @@ class Pricer:
         }
         self.copies = tuple(chain.sequence.count(k) for k in range(len(chain.kinds)))
         self._expand = tuple(_expansion(kind) for kind in chain.kinds)
+        self._history: dict[tuple, list[tuple[Array, Array]]] = {}
         self.groups = tuple(g for g in self._blocks if self.copies[g[0]])
 
     @property
@@ -100,37 +104,88 @@ class Pricer:
         """Table entries that one pricing goes through."""
         return sum(self._blocks[g].plan.work for g in self.groups)
 
-    def price(self, at: Multipliers, fixed: Mapping[int, int] | None = None) -> Priced:
-        """Minimum of the weighted chain; ``fixed`` holds shared variables at a choice, the others are each position's own."""
-        results: dict[Group, Eliminated] = {}
-        tables: list[Array] = []
-        for k, kind in enumerate(self.chain.kinds):
-            if not self.copies[k]:
-                tables.append(np.full((len(kind.variants), kind.states(kind.entry), kind.states(kind.exit)), np.inf))
-                continue
-            held = {var: fixed[s] for s, var in kind.shared if s in (fixed or {})} if fixed else {}
-            stack = []
-            for v in range(len(kind.variants)):
-                weights = at.weights(self.chain, (k, v))
-                done = self._blocks[k, v].table(weights, held)
-                results[k, v] = done
-                stack.append(self._boundary(k, done, held) + float(kind.variant_costs[v] @ weights))
-            tables.append(np.stack(stack))
-        return self._chain(tables, results)
+    def price(self, at: Multipliers, fixed: Mapping[int, int], everyone: bool = False) -> Priced:
+        """Minimum of the weighted chain; ``fixed`` holds shared variables at a choice, the others are each position's own.
 
-    def _boundary(self, k: int, done: Eliminated, held: Mapping[int, int]) -> Array:
-        """Table over kept variables -> [entry, exit]; a held boundary variable forbids its other states."""
-        table = done.table
-        for axis, v in enumerate(done.plan.keep):
-            if v in held:
-                wide = np.full(
-                    (*table.shape[:axis], self.chain.kinds[k].variants[0].sizes[v], *table.shape[axis + 1 :]), np.inf
-                )
-                wide[(slice(None),) * axis + (slice(held[v], held[v] + 1),)] = table
-                table = wide
+        Expensive groups are evaluated only if a shortest path would use them at a lower bound from earlier weights; with
+        ``everyone`` all are.
+        """
+        results: dict[Group, Eliminated] = {}
+        tables = [
+            np.full((len(kind.variants), kind.states(kind.entry), kind.states(kind.exit)), np.inf) for kind in self.chain.kinds
+        ]
+        for k, v in self.groups:
+            if everyone or self._blocks[k, v].plan.work < LAZY:
+                self._evaluate((k, v), at, fixed, tables, results)
+            else:
+                tables[k][v] = self._below((k, v), at, fixed)
+        while True:
+            priced = self._chain(tables, results)
+            used = {
+                (k, int(tables[k][(slice(None), *pair)].argmin()))
+                for k, pair in zip(self.chain.sequence, priced.path, strict=True)
+            }
+            missing = sorted(used - results.keys())
+            if not missing:
+                return priced
+            for group in missing:
+                self._evaluate(group, at, fixed, tables, results)
+
+    def _evaluate(
+        self, group: Group, at: Multipliers, fixed: Mapping[int, int], tables: list[Array], results: dict[Group, Eliminated]
+    ) -> None:
+        k, v = group
+        kind, weights = self.chain.kinds[k], at.weights(self.chain, group)
+        extra = {}
+        for s, var in kind.shared:
+            if s in fixed:
+                extra[var] = np.full(self.chain.shared_sizes[s], np.inf)
+                extra[var][fixed[s]] = 0.0
+        results[group] = done = self._blocks[group].table(weights, extra)
         index, clash = self._expand[k]
-        out = np.asarray(table[index]) if index else np.broadcast_to(table, clash.shape).copy()
-        out[clash] = np.inf
+        table = np.asarray(done.table[index]) if index else np.broadcast_to(done.table, clash.shape).copy()
+        table[clash] = np.inf
+        tables[k][v] = table + float(kind.variant_costs[v] @ weights)
+        self._history.setdefault((group, self._relevant(k, fixed)), []).append((weights, tables[k][v].copy()))
+
+    def _relevant(self, k: int, fixed: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+        return tuple((s, fixed[s]) for s, _ in self.chain.kinds[k].shared if s in fixed)
+
+    def _below(self, group: Group, at: Multipliers, fixed: Mapping[int, int]) -> Array:
+        """A lower bound of the group's table, from tables T_h at earlier weights w_h.
+
+        The table is a minimum of linear functions of the weights with coefficients >= 0, so ``a >= 0`` and
+        ``sum_h a_h w_h <= w`` give ``sum_h a_h T_h <= T``; the best such ``a`` for the tables' minima is a linear program.
+        """
+        kind = self.chain.kinds[group[0]]
+        known = self._history.get((group, self._relevant(group[0], fixed)), [])
+        finite = [(w, t) for w, t in known if np.isfinite(t).any()]
+        out = np.zeros((kind.states(kind.entry), kind.states(kind.exit)))
+        if not finite:
+            return out
+        weights = at.weights(self.chain, group)
+        unit = max(float(weights.max()), 1e-300)
+        least = [float(t.min()) for _, t in finite]
+        top = max(*least, 1e-300)
+        model = mathopt.Model()
+        factors = [model.add_variable(lb=0) for _ in finite]
+        for r in range(len(weights)):
+            terms = [float(w[r] / unit) * a for (w, _), a in zip(finite, factors, strict=True) if w[r] > 0]
+            if terms:
+                model.add_linear_constraint(mathopt.fast_sum(terms) <= float(weights[r] / unit))
+        model.maximize(mathopt.fast_sum([m / top * a for m, a in zip(least, factors, strict=True)]))
+        result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(threads=1))
+        if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
+            return out
+        values = result.variable_values()
+        shares = np.array([values[a] if values[a] > 1e-12 else 0.0 for a in factors])
+        # rounding may break sum_h a_h w_h <= w by a hair: shrink until it holds
+        mixed = np.sum([share * w for share, (w, _) in zip(shares, finite, strict=True)], axis=0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            shrink = min(1.0, float(np.nanmin(np.where(mixed > 0, weights / mixed, 1.0))))
+        for share, (_, t) in zip(shares * shrink, finite, strict=True):
+            if share > 0:
+                out = out + share * t
         return out
 
     def _chain(self, tables: list[Array], results: dict[Group, Eliminated]) -> Priced:
@@ -166,6 +221,8 @@ class Pricer:
         """The minimizers of groups between (entry, exit) states, with their true resources."""
         out = []
         for (k, v), pairs in sorted(wanted.items()):
+            if (k, v) not in priced.results:
+                continue
             pairs = [pair for pair in pairs if np.isfinite(priced.tables[k][(v, *pair)])]
             if not pairs:
                 continue

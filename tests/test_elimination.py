@@ -1,0 +1,103 @@
+"""Elimination against enumeration, and pruning that keeps every optimum."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.compiler.chain import BlockModel, Edge
+from meshwright.compiler.elimination import Eliminator, Tables, min_sum, plan, prune
+from tests.chains import RESOURCES, random_block
+
+
+def weighted(block: BlockModel, choices: tuple[int, ...], weights: np.ndarray) -> float:
+    """Cost of an assignment; forbidden is inf even at weight zero."""
+    cost = block.cost(choices)
+    return float(cost @ weights) if np.isfinite(cost).all() else np.inf
+
+
+def enumerated(block: BlockModel, keep: tuple[int, ...], weights: np.ndarray) -> np.ndarray:
+    """The table over the kept variables by walking all assignments."""
+    out = np.full([block.sizes[v] for v in keep], np.inf)
+    for x in product(*(range(n) for n in block.sizes)):
+        at = tuple(x[v] for v in keep)
+        out[at] = min(out[at], weighted(block, x, weights))
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
+def test_table_and_minimizers_are_those_of_enumeration(seed, sizes, data):
+    rng = np.random.default_rng(seed)
+    block = random_block(rng, tuple(sizes), forbidden=data.draw(st.sampled_from([0.0, 0.3])))
+    keep = tuple(sorted(data.draw(st.sets(st.integers(0, len(sizes) - 1), max_size=2))))
+    weights = rng.random(RESOURCES) * rng.integers(0, 2, RESOURCES)
+    done = Eliminator(block, keep, Tables()).table(weights)
+    want = enumerated(block, keep, weights)
+    np.testing.assert_allclose(done.table, want, rtol=1e-12)
+    states = np.argwhere(np.isfinite(want)) if keep else np.zeros((int(np.isfinite(want)), 0), dtype=np.intp)
+    for state, row in zip(states, done.assignments(states), strict=True):
+        assert tuple(row[list(keep)]) == tuple(state)
+        assert weighted(block, tuple(row), weights) == pytest.approx(want[tuple(state)], rel=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.lists(st.integers(2, 5), min_size=2, max_size=4))
+def test_pruning_keeps_the_optimum_for_all_weights(seed, sizes):
+    rng = np.random.default_rng(seed)
+    block = random_block(rng, tuple(sizes))
+    # choices that are certainly worse: the first one plus something, in the unary table and in every edge
+    unary = tuple(np.concatenate([u, u[:1] + 0.1]) for u in block.unary)
+    edges = []
+    for e in block.edges:
+        n, m = e.shape
+        table = np.array([[e.cost(a if a < n else 0, b if b < m else 0) for b in range(m + 1)] for a in range(n + 1)])
+        edges.append(Edge(e.i, e.j, table))
+    worse = BlockModel(tuple(s + 1 for s in sizes), unary, tuple(edges))
+    small, kept = prune(worse, protect=(0,))
+    assert small.sizes[0] == sizes[0] + 1
+    assert all(s <= n for s, n in zip(small.sizes[1:], sizes[1:], strict=True))
+    for _ in range(5):
+        weights = rng.random(RESOURCES)
+        before = Eliminator(worse, (0,), Tables()).table(weights).table
+        done = Eliminator(small, (0,), Tables()).table(weights)
+        np.testing.assert_allclose(done.table, before, rtol=1e-12)
+        x = done.assignments(np.array([[0]]))[0]
+        old = tuple(int(k[a]) for k, a in zip(kept, x, strict=True))
+        assert weighted(worse, old, weights) == pytest.approx(before[0], rel=1e-12)
+
+
+def test_equal_choices_leave_the_first():
+    block = BlockModel((3,), (np.array([[1.0, 2.0], [1.0, 2.0], [0.5, 3.0]]),), ())
+    small, kept = prune(block)
+    assert small.sizes == (2,)
+    assert kept[0].tolist() == [0, 2]
+
+
+def test_pieces_give_the_whole_minimum():
+    rng = np.random.default_rng(0)
+    parts = [rng.random((50, 1, 60)), rng.random((50, 70, 1)), rng.random((50, 1, 1))]
+    np.testing.assert_array_equal(min_sum(parts), (parts[0] + (parts[2] + parts[1])).min(axis=0))
+
+
+def test_a_chain_needs_only_tables_of_two_variables():
+    sizes = (10,) * 40
+    unary = tuple(np.ones((10, 1)) for _ in sizes)
+    table = np.ones((10, 10, 1))
+    path = BlockModel(sizes, unary, tuple(Edge(i, i + 1, table) for i in range(39)))
+    assert plan(path).largest == 100
+    ladder = BlockModel(sizes, unary, tuple(Edge(i, i + d, table) for d in (1, 2) for i in range(40 - d)))
+    assert plan(ladder).largest == 1000
+
+
+def test_bad_shapes_are_refused():
+    with pytest.raises(ValueError, match="variable 0 has 2 choices"):
+        BlockModel((2,), (np.zeros((3, 1)),), ())
+    with pytest.raises(ValueError, match="does not join two different"):
+        BlockModel((2,), (np.zeros((2, 1)),), (Edge(0, 0, np.zeros((2, 2, 1))),))
+    with pytest.raises(ValueError, match=r"written for \(3, 2\) choices"):
+        BlockModel((2, 2), (np.zeros((2, 1)),) * 2, ((0, 1, np.zeros((3, 2, 1))),))

@@ -1,0 +1,251 @@
+"""The solver against enumeration and against one mixed-integer program, with its certificate."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from meshwright.compiler import search
+from meshwright.compiler.chain import BlockModel, Chain, Edge, Infeasible, Kind, evaluate
+from meshwright.compiler.oracle import brute_force, flow_mip
+from meshwright.compiler.pricing import Pricer
+from meshwright.compiler.solve import solve
+from tests.chains import RESOURCES, random_chain
+
+EXACT = 1e-9
+
+
+def tight(chain: Chain, share: float) -> Chain:
+    """Capacity from just above the least memory (share 0) to what the unconstrained optimum takes (share 1)."""
+    least, free = brute_force(chain, "memory"), brute_force(chain)
+    low, high = least.bytes_ + least.transient, free.bytes_ + free.transient
+    return replace(chain, capacity=(low + share * (high - low)) * (1 + 1e-5))
+
+
+def check(chain: Chain, gap: float = 0.005) -> None:
+    """The certificate holds against enumeration, and the counted costs are those of the tables."""
+    want, got = brute_force(chain), solve(chain, gap=gap)
+    assert got.bound <= want.time * (1 + EXACT)
+    assert want.time <= got.time * (1 + EXACT)
+    assert got.gap == pytest.approx((got.time - got.bound) / got.time, abs=1e-12)
+    assert got.gap <= gap
+    assert got.status == "optimal"
+    assert evaluate(chain, got.variants, got.choices) == pytest.approx((got.time, got.bytes_, got.transient))
+    assert got.bytes_ + got.transient <= chain.capacity
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.booleans(), st.integers(1, 2))
+def test_without_memory(seed, rows, shared, boundary):
+    check(random_chain(seed, rows=rows, shared=shared, boundary=boundary))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.booleans(), st.floats(0, 1))
+def test_within_memory(seed, rows, transient, share):
+    check(tight(random_chain(seed, rows=rows, transient=transient), share))
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10**6), st.floats(0, 1))
+@example(1864, 0.0)
+def test_shared_variables_within_memory(seed, share):
+    check(tight(random_chain(seed, rows=2, transient=True, shared=True, sequence=(0, 1, 1, 2)), share))
+
+
+@pytest.mark.parametrize("sequence", [(0,), (1, 1), (0, 1, 2, 1, 2), (0, 0, 1, 0, 0, 1), (2, 1, 1, 0, 1, 1)])
+def test_all_orders_of_kinds(sequence):
+    check(tight(random_chain(3, rows=2, transient=True, sequence=sequence, variants=1), 0.4))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_enumeration_and_flow_program_agree(seed):
+    chain = tight(random_chain(seed, rows=2, transient=True, shared=seed % 2 == 1), 0.5)
+    want, got = brute_force(chain), flow_mip(chain)
+    assert got.time == pytest.approx(want.time, rel=1e-5)
+    assert got.bound <= want.time * (1 + EXACT)
+    least = flow_mip(chain, objective="memory")
+    want = brute_force(chain, "memory")
+    assert least.bytes_ + least.transient == pytest.approx(want.bytes_ + want.transient, rel=1e-5)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10**6), st.booleans(), st.floats(0.5, 0.99))
+def test_infeasible_names_the_least_memory(seed, shared, share):
+    chain = random_chain(seed, transient=True, shared=shared, sequence=(0, 1, 1))
+    least = brute_force(chain, "memory")
+    need = least.bytes_ + least.transient
+    with pytest.raises(Infeasible, match="capacity of") as caught:
+        solve(replace(chain, capacity=share * need))
+    error = caught.value
+    assert error.bound <= need * (1 + EXACT)
+    assert need <= error.least * (1 + EXACT)
+    assert error.solution is not None
+    assert evaluate(chain, error.solution.variants, error.solution.choices)[1:] == pytest.approx(
+        (error.solution.bytes_, error.solution.transient)
+    )
+    assert error.solution.bytes_ + error.solution.transient == pytest.approx(error.least)
+
+
+def test_forbidden_everywhere_is_infeasible():
+    chain = random_chain(0)
+    kind = chain.kinds[0]
+    wall = replace(kind.variants[0], unary=(np.full((2, RESOURCES), np.inf), *kind.variants[0].unary[1:]))
+    kinds = (replace(kind, variants=(wall,), variant_costs=kind.variant_costs[:1]), *chain.kinds[1:])
+    with pytest.raises(Infeasible, match="forbidden"):
+        solve(replace(chain, kinds=kinds))
+
+
+def permuted(chain: Chain, seed: int) -> Chain:
+    """The same chain with every kind's choices renumbered (boundaries alike) and its inner variables reversed."""
+    rng = np.random.default_rng(seed)
+    boundary = rng.permutation(2)
+    kinds = []
+    for kind in chain.kinds:
+        blocks = []
+        for block in kind.variants:
+            n = len(block.sizes)
+            new = [n - 1 - v for v in range(n)]
+            order = [boundary if v < 2 else rng.permutation(block.sizes[v]) for v in range(n)]
+            unary = [block.unary[n - 1 - v][order[n - 1 - v]] for v in range(n)]
+            edges = []
+            for e in block.edges:
+                table = np.array([[e.cost(a, b) for b in order[e.j]] for a in order[e.i]])
+                edges.append(Edge(new[e.i], new[e.j], table))
+            blocks.append(BlockModel(tuple(reversed(block.sizes)), tuple(unary), tuple(edges)))
+        n = len(kind.variants[0].sizes)
+        kinds.append(replace(kind, variants=tuple(blocks), entry=(n - 1,), exit=(n - 2,)))
+    return replace(chain, kinds=tuple(kinds))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_numbering_does_not_change_the_objective(seed):
+    chain = tight(random_chain(seed, rows=2, transient=True), 0.5)
+    one, other = solve(chain, gap=1e-7), solve(permuted(chain, seed), gap=1e-7)
+    assert other.time == pytest.approx(one.time, rel=1e-6)
+
+
+def trade_off(copies: int, capacity: float) -> Chain:
+    """Copies of a one-variable block that is either fast and large (1 s, 3 B) or slow and small (2 s, 1 B)."""
+    block = BlockModel((2,), (np.array([[1.0, 3.0], [2.0, 1.0]]),), ())
+    kind = Kind((block,), (np.zeros(2),))
+    return Chain((kind,), (0,) * copies, (), np.array([[1.0, 0.0]]), np.array([0.0, 1.0]), np.zeros(2), capacity)
+
+
+def test_copies_differ_when_memory_is_tight():
+    got = solve(trade_off(100, 100 + 2 * 63.5), gap=1e-4)
+    assert Counter(x for (x,) in got.choices) == {0: 63, 1: 37}
+    assert got.time == 137
+    assert got.bound <= 137 <= got.bound + 0.51
+
+
+def test_many_copies_cost_no_more_rounds_than_few():
+    few, many = solve(trade_off(8, 8 + 9), gap=1e-9), solve(trade_off(2000, 2000 + 2001), gap=1e-9)
+    assert many.iterations <= few.iterations + 1
+    assert many.time == 3000
+
+
+def test_walks_stay_connected():
+    """Staying in state 1 is free but entering it is forbidden: counts alone would circulate there."""
+    table = np.array([[[5.0], [np.inf]], [[np.inf], [0.0]]])
+    block = BlockModel((2, 2), (np.zeros((2, 1)),) * 2, (Edge(0, 1, table),))
+    start = BlockModel((1, 2), (np.zeros((1, 1)), np.array([[0.0], [np.inf]])), ())
+    kinds = (Kind((start,), (np.zeros(1),), (), (1,)), Kind((block,), (np.zeros(1),), (0,), (1,)))
+    chain = Chain(kinds, (0, 1, 1, 1), (), np.ones((1, 1)), np.zeros(1), np.zeros(1), capacity=1.0)
+    got = solve(chain)
+    assert got.time == 15
+    assert all(x == (0, 0) for x in got.choices[1:])
+
+
+def test_two_runs_are_identical():
+    chain = tight(random_chain(11, rows=3, transient=True, shared=True), 0.4)
+    assert solve(chain) == solve(chain)
+
+
+def test_only_exposed_communication_counts():
+    """max(compute, overlapped) prefers hiding 4 s of communication behind 5 s of compute to exposing 1 s."""
+    unary = np.array([[5.0, 0.0, 1.0], [5.0, 4.0, 0.0]])
+    kind = Kind((BlockModel((2,), (unary,), ()),), (np.zeros(3),))
+    rows = np.array([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
+    chain = Chain((kind,), (0, 0), (), rows, np.zeros(3), np.zeros(3))
+    got = solve(chain)
+    assert (got.time, got.choices) == (10.0, ((1,), (1,)))
+
+
+def test_the_largest_transient_counts_once():
+    chain = replace(trade_off(3, 3.5), bytes_row=np.zeros(2), transient_row=np.array([0.0, 1.0]))
+    assert solve(chain).time == 3
+    assert solve(replace(chain, capacity=2.5)).time == 6
+
+
+def ladder(choices: int, variables: int, copies: int, variants: int, seed: int = 0) -> Chain:
+    """A chain of the size of a transformer over a mesh of two axes: 3 kinds, edges over shared tables, treewidth 2 to 3."""
+    rng = np.random.default_rng(seed)
+    k, kinds = 5, []
+    tables = [np.abs(rng.normal(size=(choices, choices, k))) * [0, 1, 0, 0, 0] for _ in range(4)]
+    for table in tables:
+        table[np.arange(choices), np.arange(choices)] = 0
+    for n in (10, variables, 10):
+        edges = tuple(Edge(i - 1, i, tables[i % 4], None, rng.permutation(choices)) for i in range(1, n))
+        edges += tuple(Edge(i, i + 3, tables[i % 4]) for i in range(1, n - 4, 3))
+        base = [rng.random((choices, k)) / (1 + rng.integers(0, 7, choices))[:, None] for _ in range(n)]
+        blocks = []
+        for v in range(variants):
+            scale = np.array([3 + v // 4, 1, (v % 4) / 3, 4 / (1 + v % 4), 3 / (1 + v // 4)])
+            blocks.append(BlockModel((choices,) * n, tuple(b * scale for b in base), edges))
+        kinds.append(Kind(tuple(blocks), (np.zeros(k),) * variants, (0,), (n - 1,)))
+    rows = np.array([[1.0, 1, 0, 0, 0], [0, 1, 1, 0, 0]])
+    bytes_row = np.array([0, 0, 0, 1.0, 1.0])
+    return Chain(tuple(kinds), (0, *(1,) * copies, 2), (), rows, bytes_row, np.zeros(k))
+
+
+def test_a_transformer_sized_chain_is_quick():
+    chain = ladder(25, 40, 64, 8)
+    free = solve(chain)
+    with pytest.raises(Infeasible) as caught:
+        solve(replace(chain, capacity=1e-6))
+    low = caught.value.least
+    begin = time.perf_counter()
+    got = solve(replace(chain, capacity=low + 0.3 * (free.bytes_ - low)))
+    assert got.status == "optimal"
+    assert time.perf_counter() - begin < 15
+
+
+def test_lazy_pricing_finds_the_same_minimum(monkeypatch):
+    chain = ladder(6, 12, 5, 4)
+    monkeypatch.setattr("meshwright.compiler.pricing.LAZY", 0)
+    run = search.Search(chain, Pricer(chain), 0.0, time.monotonic() + 60)
+    run.run()
+    assert run.best is not None
+    lazy = run.pricer.price(run.best, {})
+    fresh = Pricer(chain).price(run.best, {}, everyone=True)
+    assert lazy.value == pytest.approx(fresh.value, rel=1e-12)
+    assert lazy.path == fresh.path
+    assert len(lazy.results) < len(fresh.results)
+    for low, exact in zip(lazy.tables, fresh.tables, strict=True):
+        assert (low <= exact * (1 + 1e-9)).all()
+
+
+def test_time_limit_still_gives_a_certified_answer():
+    chain = replace(ladder(10, 12, 8, 4), capacity=60.0)
+    got = solve(chain, gap=0.0, time_limit=0.0)
+    assert got.bytes_ + got.transient <= 60.0
+    assert 0 < got.bound <= got.time
+
+
+def test_bad_chains_are_refused():
+    chain = random_chain(0)
+    with pytest.raises(ValueError, match=">= 0"):
+        replace(chain, bytes_row=-chain.bytes_row)
+    with pytest.raises(ValueError, match="sequence must name"):
+        replace(chain, sequence=(7,))
+    wide = Kind(chain.kinds[0].variants, chain.kinds[0].variant_costs, (2,), (1,))
+    if wide.states((2,)) != 2:
+        with pytest.raises(ValueError, match="enters with"):
+            replace(chain, kinds=(chain.kinds[0], wide, chain.kinds[2]))
