@@ -249,9 +249,9 @@ def attention_graph(transposed: bool) -> Graph:
     shapes = {"x": (1, 8, 2, 4) if transposed else (1, 2, 8, 4), "q": (1, 2, 8, 4), "p": (1, 2, 8, 4), "o": (1, 2, 8, 4),
               "t": (1, 8, 2, 4), "r": (1, 8, 8)}
     values = {name: Value(name, shape, torch.float32, True) for name, shape in shapes.items()}
-    first = Op("q", *(("aten.transpose.int", (Ref("x"), 1, 2)) if transposed else ("aten.exp.default", (Ref("x"),))), (), ("q",))
+    target, args = ("aten.transpose.int", (1, 2)) if transposed else ("aten.exp.default", ())
     ops = (
-        first, Op("p", "aten.mul.Tensor", (Ref("q"), 2.0), (), ("p",)),
+        Op("q", target, (Ref("x"), *args), (), ("q",)), Op("p", "aten.mul.Tensor", (Ref("q"), 2.0), (), ("p",)),
         Op("o", "aten.scaled_dot_product_attention.default", (Ref("p"), Ref("p"), Ref("p")), (), ("o",)),
         Op("t", "aten.transpose.int", (Ref("o"), 1, 2), (), ("t",)),
         Op("r", "aten.reshape.default", (Ref("t"), (1, 8, 8)), (), ("r",)),

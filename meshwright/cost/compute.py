@@ -235,7 +235,8 @@ def _traffic(
         same = declared.kind == "linear" and all(size == outputs[0] for size in inputs)
         backward = 0.0 if same or declared.kind == "factory" else float(sum(outputs) + saved + sum(inputs))
     speed = memory_speed(device) / dtype.itemsize
-    return forward / speed + device.kernel_seconds, backward / speed + (device.kernel_seconds if backward else 0.0)
+    kernel = device.kernel_seconds if fused is None or any(fused.writes) else 0.0  # a fused kernel starts once
+    return forward / speed + kernel, backward / speed + (kernel if backward else 0.0)
 
 
 def fusion(graph: Graph) -> tuple[Fused | None, ...]:

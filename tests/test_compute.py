@@ -1,0 +1,229 @@
+"""Roofline: FLOPs against torch's counter, efficiency by shape, fusion by data flow."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.compute import (
+    Fused,
+    attention_flops,
+    flops,
+    fusion,
+    matmul_efficiency,
+    memory_speed,
+    mfu,
+    model_flops,
+    optimizer_seconds,
+    seconds,
+)
+from meshwright.graph import Graph, Op, Param, Ref, Value
+
+H100 = Cluster.parse("h100:1x8").device
+A100 = Cluster.parse("a100:1x8").device
+BF16 = torch.bfloat16
+LINEAR = "aten.linear.default"
+ATTENTION = "aten.scaled_dot_product_attention.default"
+
+
+def counted(call, *operands: torch.Tensor) -> tuple[float, tuple[int, ...]]:
+    with FlopCounterMode(display=False) as counter:
+        result = call(*operands)
+    return float(counter.get_total_flops()), tuple(result.shape)
+
+
+def unfused_attention(*operands: torch.Tensor) -> torch.Tensor:
+    """Attention as the products that torch's counter sees."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*operands)
+
+
+@pytest.mark.parametrize(
+    ("target", "call", "shapes"),
+    [
+        (LINEAR, F.linear, [(2, 3, 4), (5, 4), (5,)]),
+        ("aten.mm.default", torch.mm, [(3, 4), (4, 5)]),
+        ("aten.bmm.default", torch.bmm, [(2, 3, 4), (2, 4, 5)]),
+        ("aten.matmul.default", torch.matmul, [(2, 7, 3, 4), (2, 7, 4, 5)]),
+        ("aten.matmul.default", torch.matmul, [(2, 7, 3, 4), (4, 5)]),
+        ("aten.addmm.default", torch.addmm, [(5,), (3, 4), (4, 5)]),
+        ("aten.conv2d.default", F.conv2d, [(2, 3, 8, 8), (6, 3, 3, 3)]),
+        ("aten.conv2d.default", lambda x, w: F.conv2d(x, w, stride=2, padding=1), [(2, 3, 8, 8), (6, 3, 3, 3)]),
+        (ATTENTION, unfused_attention, [(2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 8)]),
+    ],
+)
+def test_flops_are_torchs(target, call, shapes):
+    want, result = counted(call, *(torch.randn(shape) for shape in shapes))
+    assert flops(target, shapes, [result]) == want
+
+
+def test_causal_attention_counts_half():
+    shapes = [(2, 4, 16, 8)] * 3
+    full = attention_flops(shapes)
+    assert attention_flops(shapes, kwargs={"is_causal": True}) == full / 2
+    assert attention_flops(shapes, args=(None,) * 5 + (True,)) == full / 2
+
+
+def test_backward_of_a_product_is_two_products():
+    forward, backward = seconds(LINEAR, [(4096, 4096), (4096, 4096)], [(4096, 4096)], BF16, H100)
+    assert backward == pytest.approx(2 * forward)
+    only_weight = seconds(LINEAR, [(4096, 4096), (4096, 4096)], [(4096, 4096)], BF16, H100, needs=(False, True))
+    assert only_weight[1] == pytest.approx(forward)
+    assert seconds(LINEAR, [(64, 64), (64, 64)], [(64, 64)], BF16, H100, needs=(False, False))[1] == 0.0
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 9000))
+def test_no_product_beats_the_peak_or_the_memory(m, n, k):
+    forward, _ = seconds(LINEAR, [(m, k), (n, k)], [(m, n)], BF16, A100)
+    assert forward >= 2.0 * m * n * k / A100.flops(BF16)
+    assert forward >= (m * k + n * k + m * n) * 2 / A100.memory_bandwidth
+    assert 0 < matmul_efficiency(1, m, n, k, A100) <= A100.matmul_efficiency
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([128, 256, 512, 1024, 4096]), st.sampled_from([128, 512, 4096]), st.sampled_from([64, 512, 4096]))
+def test_twice_the_rows_cost_at_most_twice_and_no_less(m, n, k):
+    once, _ = seconds(LINEAR, [(m, k), (n, k)], [(m, n)], BF16, H100)
+    twice, _ = seconds(LINEAR, [(2 * m, k), (n, k)], [(2 * m, n)], BF16, H100)
+    assert once <= twice * 1.0001
+    assert twice <= 2 * once * 1.0001
+
+
+def test_small_and_skinny_products_are_less_efficient():
+    large = matmul_efficiency(1, 8192, 8192, 8192, H100)
+    assert large > 0.9 * H100.matmul_efficiency
+    assert matmul_efficiency(1, 256, 256, 8192, H100) < 0.5 * large
+    assert matmul_efficiency(1, 8192, 8192, 64, H100) < 0.5 * large
+    assert matmul_efficiency(1, 8192, 8, 8192, H100) < 0.5 * large
+
+
+def test_splitting_a_product_over_ranks_saves_less_than_its_share():
+    """Tensor parallelism makes products narrower, never more efficient."""
+    whole, _ = seconds(LINEAR, [(4096, 4096), (16384, 4096)], [(4096, 16384)], BF16, H100)
+    eighth, _ = seconds(LINEAR, [(4096, 4096), (2048, 4096)], [(4096, 2048)], BF16, H100)
+    assert eighth >= whole / 8
+
+
+@pytest.mark.parametrize("target", ["aten.view.default", "aten.transpose.int", "aten.reshape.default"])
+def test_views_are_free(target):
+    assert seconds(target, [(1024, 1024)], [(1024, 1024)], BF16, H100) == (0.0, 0.0)
+
+
+def test_pointwise_is_bytes_over_bandwidth():
+    size = (8192, 8192)
+    bytes_ = 8192 * 8192 * 2
+    forward, backward = seconds("aten.mul.Tensor", [size, size], [size], BF16, H100)
+    assert forward == pytest.approx(3 * bytes_ / memory_speed(H100) + H100.kernel_seconds)
+    assert backward == pytest.approx(5 * bytes_ / memory_speed(H100) + H100.kernel_seconds)  # dy, x, y in; dx, dy out
+    assert seconds("aten.add.Tensor", [size, size], [size], BF16, H100)[1] == 0.0  # the gradient passes through
+
+
+def test_unknown_operators_move_their_data():
+    forward, _ = seconds("aten.something_new.default", [(4096, 4096)], [(4096, 4096)], BF16, H100)
+    assert forward == pytest.approx(2 * 4096 * 4096 * 2 / memory_speed(H100) + H100.kernel_seconds)
+
+
+def test_embedding_reads_the_rows_it_picks():
+    picked, _ = seconds("aten.embedding.default", [(128256, 4096), (1, 8192)], [(1, 8192, 4096)], BF16, H100)
+    table, _ = seconds("aten.clone.default", [(128256, 4096)], [(128256, 4096)], BF16, H100)
+    assert picked < table / 5
+
+
+def test_attention_kernels_and_long_sequences():
+    shapes = [(1, 32, 8192, 128)] * 3
+    cluster = Cluster.parse("h100:1x8")
+    second = seconds(ATTENTION, shapes, shapes[:1], BF16, cluster.device, kwargs={"is_causal": True})
+    third = seconds(ATTENTION, shapes, shapes[:1], BF16, cluster.with_attention("flash3").device, kwargs={"is_causal": True})
+    assert third[0] < second[0]
+    work = attention_flops(shapes, kwargs={"is_causal": True})
+    assert work / second[0] == pytest.approx(H100.attention_forward * H100.flops(BF16), rel=0.1)
+    assert 2.5 * work / second[1] == pytest.approx(H100.attention_backward * H100.flops(BF16), rel=0.1)
+
+
+def test_fp32_is_slower_than_bf16():
+    shapes = ([(2048, 2048), (2048, 2048)], [(2048, 2048)])
+    assert seconds(LINEAR, *shapes, torch.float32, H100)[0] > 5 * seconds(LINEAR, *shapes, BF16, H100)[0]
+
+
+def swiglu() -> Graph:
+    """x -> linear -> silu -> (* linear) -> linear, with a residual."""
+    wide, narrow = (64, 256), (64, 128)
+    shapes = {"x": narrow, "g": wide, "s": wide, "u": wide, "m": wide, "d": narrow, "y": narrow, "z": narrow}
+    values = {name: Value(name, shape, BF16, True) for name, shape in shapes.items()}
+    weights = {"wg": (256, 128), "wu": (256, 128), "wd": (128, 256)}
+    values |= {name: Value(name, shape, BF16, True) for name, shape in weights.items()}
+    ops = (
+        Op("g", LINEAR, (Ref("x"), Ref("wg")), (), ("g",)),
+        Op("s", "aten.silu.default", (Ref("g"),), (), ("s",)),
+        Op("u", LINEAR, (Ref("x"), Ref("wu")), (), ("u",)),
+        Op("m", "aten.mul.Tensor", (Ref("s"), Ref("u")), (), ("m",)),
+        Op("d", LINEAR, (Ref("m"), Ref("wd")), (), ("d",)),
+        Op("y", "aten.add.Tensor", (Ref("x"), Ref("d")), (), ("y",)),
+        Op("z", "aten.relu.default", (Ref("y"),), (), ("z",)),
+    )
+    return Graph(values, ("x",), tuple(Param(w, (w,), True) for w in weights), ops, Ref("z"))
+
+
+def test_fusion_reads_and_writes_only_at_the_borders():
+    found = dict(zip("gsumdyz", fusion(swiglu()), strict=True))
+    assert found["g"] is None
+    assert found["u"] is None
+    assert found["d"] is None
+    assert found["s"] == Fused((True,), (False,))  # its result stays inside the kernel
+    assert found["m"] == Fused((False, True), (True,))
+    assert found["y"] == Fused((True, True), (False,))
+    assert found["z"] == Fused((False,), (True,))
+
+
+def test_fused_chain_costs_the_traffic_of_its_borders():
+    graph = swiglu()
+    total = 0.0
+    for op, fused in zip(graph.ops, fusion(graph), strict=True):
+        if fused is not None:
+            shapes = [graph.values[name].shape for name in op.inputs], [graph.values[name].shape for name in op.outputs]
+            total += seconds(op.target, *shapes, BF16, H100, fused=fused)[0]
+    bytes_ = 2 * (3 * 64 * 256 + 3 * 64 * 128)
+    assert total == pytest.approx(bytes_ / memory_speed(H100) + 2 * H100.kernel_seconds)
+
+
+def test_a_value_read_twice_by_one_kernel_is_read_once():
+    values = {name: Value(name, (64, 64), BF16, True) for name in "xabc"}
+    ops = (
+        Op("a", "aten.exp.default", (Ref("x"),), (), ("a",)),
+        Op("b", "aten.mul.Tensor", (Ref("x"), Ref("a")), (), ("b",)),
+        Op("c", "aten.add.Tensor", (Ref("b"), Ref("x")), (), ("c",)),
+    )
+    reads = [fused.reads for fused in fusion(Graph(values, ("x",), (), ops, Ref("c"))) if fused]
+    assert reads == [(True,), (False, False), (False, False)]
+
+
+def test_model_flops_and_mfu():
+    # GPT-3 175B of Narayanan et al.: 96 B s L h^2 (1 + s/6h + V/16Lh) counts the forward twice (full recomputation)
+    batch, seq, layers, hidden, vocab = 1536, 2048, 96, 12288, 51200
+    formula = 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
+    ours = model_flops(12 * layers * hidden**2, batch * seq, layers, hidden, seq)
+    head = 6 * vocab * hidden * batch * seq
+    assert ours * 4 / 3 + head == pytest.approx(formula, rel=1e-9)
+    assert mfu(H100.flops(BF16) * 8 * 0.5, 1.0, 8, H100, BF16) == pytest.approx(0.5)
+
+
+def test_optimizer_is_bound_by_memory():
+    parameters = 10**9
+    got = optimizer_seconds(4 * parameters, 4 * parameters, 8 * parameters, H100)
+    assert got == pytest.approx(28 * parameters / memory_speed(H100), rel=1e-3)
+
+
+def test_thousands_of_calls_are_fast():
+    start = time.perf_counter()
+    for n in range(4000):
+        seconds(LINEAR, [(4096, 4096), (1024 + n, 4096)], [(4096, 1024 + n)], BF16, H100)
+    assert time.perf_counter() - start < 1.0  # 0.1 s on an idle machine
