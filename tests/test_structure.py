@@ -1,0 +1,212 @@
+"""The way imports point, and other promises about the code that only the code as a whole can break.
+
+    doors (facts report explain planner api cli, the package itself)
+      -> compiler -> cost -> values        passes -> values        runtime -> values        interpret -> runtime, values
+
+Only imports that run when a module is imported count towards circles; those inside functions must still point the allowed
+way, except ``plan``, whose methods (``save``, ``explain``, ...) hand on to the doors.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+import meshwright
+
+ROOT = Path(meshwright.__file__).parent
+VALUES = frozenset({
+    "mesh", "sharding", "rule", "notation", "graph", "reshard", "program", "plan", "pins", "errors", "signature", "serialize",
+})
+FOLDERS = ("compiler", "cost", "passes", "runtime")
+ALLOWED: Mapping[str, frozenset[str]] = {
+    "values": frozenset({"values"}),
+    "cost": frozenset({"cost", "values"}),
+    "compiler": frozenset({"compiler", "cost", "values"}),
+    "passes": frozenset({"passes", "values"}),
+    "runtime": frozenset({"runtime", "values"}),
+    "interpret": frozenset({"runtime", "values"}),
+    "doors": frozenset({"doors", "compiler", "cost", "passes", "runtime", "interpret", "values"}),
+}
+THIRD_PARTY: Mapping[str, frozenset[str]] = {
+    "values": frozenset({"torch"}),
+    "runtime": frozenset({"torch", "numpy"}),
+    "cost": frozenset({"torch", "numpy", "networkx", "sympy"}),
+}
+PRIVATE: Mapping[str, str] = {
+    "compiler/capture.py": "FakeTensorMode: export under shapes without data",
+    "compiler/importer.py": "FakeTensor and OpOverload: reading an exported graph's nodes",
+    "compiler/shadow.py": "FakeTensorMode: a shadow of the module with fake parameters",
+    "compiler/rules/book.py": "OpOverload: an operator object given to register_rule",
+    "runtime/collectives.py": "the operator namespace _c10d_functional",
+    "runtime/module.py": "_foreach_norm, _foreach_mul_: clipping, as torch.nn.utils does it",
+    "runtime/step.py": "_foreach_mul_: scaling released gradients",
+}
+"""Files that may name private parts of torch, with the reason."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """``lazy``: inside a function or for the type checker only."""
+
+    source: str
+    target: str
+    lazy: bool
+
+
+def modules() -> dict[str, Path]:
+    """{dotted name: file} of the package."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = ("meshwright", *path.relative_to(ROOT).with_suffix("").parts)
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES: Mapping[str, Path] = modules()
+TREES: Mapping[str, ast.Module] = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+def names_of(node: ast.AST) -> list[str]:
+    """Dotted names that an import statement brings in (what is imported from a package may be a module or a name)."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        found = [f"{node.module}.{alias.name}" for alias in node.names]
+        return [name if name in MODULES or not name.startswith("meshwright") else node.module for name in found]
+    return []
+
+
+def imports(name: str) -> Iterator[Import]:
+    """All imports of a module."""
+
+    def visit(node: ast.AST, lazy: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            for target in names_of(child):
+                yield Import(name, target, lazy)
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from visit(child, lazy or inside or typing)
+
+    return visit(TREES[name], False)
+
+
+def all_imports() -> list[Import]:
+    """Of the whole package."""
+    return [found for name in MODULES for found in imports(name)]
+
+
+def room(name: str) -> str:
+    """Where a module of the package belongs."""
+    parts = name.split(".")
+    if len(parts) > 1 and parts[1] in FOLDERS:
+        return parts[1]
+    if name == "meshwright.interpret":
+        return "interpret"
+    return "values" if len(parts) > 1 and parts[1] in VALUES else "doors"
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [
+        f"{found.source} ({room(found.source)}) imports {found.target} ({room(found.target)})"
+        for found in all_imports()
+        if found.target.startswith("meshwright") and room(found.target) not in ALLOWED[room(found.source)]
+        and not (found.source == "meshwright.plan" and found.lazy and room(found.target) == "doors")
+    ]
+    assert not wrong
+
+
+def test_rooms_stay_light() -> None:
+    wrong = []
+    for found in all_imports():
+        top, here = found.target.split(".")[0], room(found.source)
+        typing = found.source == "meshwright.plan" and found.lazy and top in ("networkx", "rich")
+        if here in THIRD_PARTY and not typing and top not in {*sys.stdlib_module_names, "meshwright", *THIRD_PARTY[here]}:
+            wrong.append(f"{found.source} ({here}) imports {found.target}")
+    assert not wrong
+
+
+def test_planning_imports_no_distributed_runtime() -> None:
+    wrong = [
+        f"{found.source} imports {found.target}" for found in all_imports()
+        if room(found.source) in ("compiler", "cost", "passes") and found.target.startswith(("torch.distributed", "torch.cuda"))
+    ]
+    assert not wrong
+
+
+def test_no_circles() -> None:
+    graph = nx.DiGraph()
+    for found in all_imports():
+        # a package's own name stands for its __init__, which every module below it runs anyway
+        if not found.lazy and found.target in MODULES and not found.source.startswith(f"{found.target}."):
+            graph.add_edge(found.source, found.target)
+    assert graph.number_of_edges() > 100
+    assert not [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1]
+
+
+def test_no_module_level_mutable_state() -> None:
+    mutable = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
+    read_only = ("Mapping", "Sequence", "Final", "frozenset", "tuple", "AbstractSet")
+    wrong = []
+    for name, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, mutable):
+                wrong += [f"{name}: {ast.unparse(t)} is mutable; annotate it Mapping or Sequence, or use a tuple"
+                          for t in node.targets if ast.unparse(t) != "__all__"]
+            if isinstance(node, ast.AnnAssign) and isinstance(node.value, mutable):
+                typed = ast.unparse(node.annotation).startswith(read_only)
+                wrong += [] if typed else [f"{name}: {ast.unparse(node.target)} is mutable"]
+        wrong += [f"{name}: {ast.unparse(node)}" for node in ast.walk(tree) if isinstance(node, ast.Global)]
+    assert not wrong
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """Private names of torch that a module spells out."""
+    found = {target for node in ast.walk(tree) for target in names_of(node) if target.startswith("torch")}
+    found |= {text for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+              and (text := ast.unparse(node)).startswith("torch.")}
+    return {text for text in found if any(part.startswith("_") and not part.startswith("__") for part in text.split("."))}
+
+
+def test_private_torch_is_confined() -> None:
+    using = {MODULES[name].relative_to(ROOT).as_posix() for name, tree in TREES.items() if private_names(tree)}
+    assert using == set(PRIVATE), "list the file with its reason, or strike it off"
+
+
+def test_files_and_functions_stay_readable() -> None:
+    wrong = []
+    for name, tree in TREES.items():
+        lines = MODULES[name].read_text(encoding="utf-8").count("\n")
+        wrong += [f"{name} has {lines} lines"] if lines > 600 else []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                wrong += [f"{name}.{node.name} has {length} lines"] if length > 75 else []
+    assert not wrong
+
+
+def test_modules_and_public_names_are_documented() -> None:
+    wrong = []
+    for name, tree in TREES.items():
+        wrong += [] if ast.get_docstring(tree) or not tree.body else [name]
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node):
+                wrong.append(f"{name}.{node.name}")
+    assert not wrong
+
+
+def test_public_names_resolve_and_plan_is_the_function() -> None:
+    for name in meshwright.__all__:
+        assert getattr(meshwright, name) is not None
+    import meshwright.plan as imported  # the import of the module of the same name must not shadow the function
+
+    assert callable(meshwright.plan)
+    assert imported is meshwright.plan
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        meshwright.nothing_like_it  # noqa: B018 - the access is the test
