@@ -90,7 +90,7 @@ def test_every_operator_is_known(name: str) -> None:
 def test_the_batch_passes_from_the_inputs_to_the_loss(name: str) -> None:
     """Follow the batch factor from the inputs: wherever it is read it can be split, up to reductions."""
     graph, rules = captured(name)
-    split = {value: 0 for value in graph.inputs}
+    split = dict.fromkeys(graph.inputs, 0)
     for op in graph.ops:
         rule = rules[op.name]
         carried = {rule.operands[i][split[value]] for i, value in enumerate(op.inputs) if value in split}

@@ -1,7 +1,7 @@
 """Normalizations and softmax: the dims that are normalized stay whole, the others pass.
 
 Batch norm in training is the exception: its batch may be split, and the statistics, being of the whole batch, are summed
-inside ``mw.batch_norm`` (forward: sum, sum of squares and count; backward: the two sums of its gradient).
+inside ``mw.batch_norm`` (forward: the mean, then the squares around it; backward: the two sums of its gradient).
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def _batch_norm(call: Call) -> OpRule:
     x = call["x"]
     rest: list[Factor | None] = [None] * (x.ndim - 2)
     channel = [["c"] for _ in call.operands[1:]]
-    elements = 2 * x.shape[1]
-    traffic = Traffic("all_reduce", elements + 1, 4), Traffic("all_reduce", elements, 4, backward=True)
+    channels = x.shape[1]
+    sums = Traffic("all_reduce", channels, 4)
+    traffic = sums, sums, Traffic("all_reduce", 2 * channels, 4, backward=True)
     return call.rule(
         [["n", "c", *rest], *channel],
         [["n", "c", *rest], *([["c"]] * (len(call.results) - 1))],
