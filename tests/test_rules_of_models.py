@@ -57,7 +57,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
     "t5": lambda: _text(
         hf.T5ForConditionalGeneration(
             hf.T5Config(
-                vocab_size=64, d_model=32, d_ff=64, d_kv=8, num_layers=1, num_heads=4, dropout_rate=0.0,
+                vocab_size=64, d_model=32, d_ff=64, d_kv=8, num_layers=1, num_heads=4,
                 decoder_start_token_id=0,
             )
         )

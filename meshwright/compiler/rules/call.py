@@ -239,9 +239,16 @@ def _misfit(line: Line, call: Call, why: str) -> RuleError:
     return RuleError(f"the rule of {call.target} does not fit: {why}\n  rule: {line}\n  call: {shapes} -> {results}")
 
 
-@functools.cache
 def schema(target: str) -> tuple[Argument, ...] | None:
-    """The arguments of an operator, or None when this process knows no such operator."""
+    """The arguments of an operator, or None when this process knows no such operator (yet: it may be registered later)."""
+    try:
+        return _known_schema(target)
+    except LookupError:
+        return None
+
+
+@functools.cache
+def _known_schema(target: str) -> tuple[Argument, ...]:
     if target in MW_SCHEMAS:
         return tuple(_mw_argument(text.strip()) for text in MW_SCHEMAS[target].split(","))
     namespace, _, rest = target.partition(".")
@@ -250,7 +257,7 @@ def schema(target: str) -> tuple[Argument, ...] | None:
     for part in (namespace, name, overload):
         found = getattr(found, part, None) if part else None
         if found is None:
-            return None
+            raise LookupError(target)
     return tuple(
         Argument(
             argument.name,
