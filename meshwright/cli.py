@@ -29,6 +29,8 @@ import typer
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.pins import PinError, Pins
 from meshwright.plan import Plan, PlanError
+from meshwright.rule import RuleError
+from meshwright.sharding import ShardingError
 
 DIFFERENT, WRONG, NOTHING_FITS = 1, 2, 3
 
@@ -153,7 +155,7 @@ def _errors(as_json: bool) -> Iterator[None]:
 
     try:
         yield
-    except (MeshwrightError, PlanError, PinError, ClusterError, OSError) as error:
+    except (MeshwrightError, PlanError, PinError, ClusterError, ShardingError, RuleError, OSError) as error:
         if as_json:
             _print_json({"error": type(error).__name__, "message": str(error)})
         typer.echo(f"meshwright: {error}", err=True)

@@ -22,7 +22,7 @@ from meshwright.graph import Op
 from meshwright.passes.lower import lower
 from meshwright.plan import Plan
 from meshwright.planner import rules_of
-from meshwright.program import Segment, Stored
+from meshwright.program import Program, Stored
 from meshwright.reshard import KINDS
 from meshwright.rule import OpRule, Placed, place
 from meshwright.sharding import format_sharding
@@ -111,38 +111,39 @@ def facts_of(plan: Plan) -> Facts:
         differentiable = [graph.values[name].differentiable for name in op.inputs]
         placed[op.name] = place(rules[op.name], plan.assignments.get(op.name, {}), mesh, differentiable)
     program = lower(plan, rules, 0)
-    steps = tuple(step for segment in program.segments for step in _steps(plan, segment))
+    steps = tuple(_steps(plan, program))
     inside = tuple(step for op in graph.ops for step in _internal(plan, op, rules[op.name]))
     return Facts(plan, rules, placed, {item.value: item for item in program.stored}, (*inside, *steps))
 
 
-def _steps(plan: Plan, segment: Segment) -> Iterator[Collective]:
-    """The inserted steps of one lowered segment."""
+def _steps(plan: Plan, program: Program) -> Iterator[Collective]:
+    """The steps that lowering inserted, each with the operator it belongs to."""
     graph = plan.graph
     originals = {op.name for op in graph.ops}
-    base: dict[str, str] = {}
-    makers = {out: op.name for op in segment.graph.ops if op.name in originals for out in op.outputs}
     readers: dict[str, Op] = {}
-    for op in segment.graph.ops:
-        for name in op.inputs:
-            readers.setdefault(name, op)
-    for op in segment.graph.ops:
-        if op.name in originals or not op.target.startswith("mw."):
-            continue
-        source = op.inputs[0]
-        base[op.outputs[0]] = value = base.get(source, source)
-        axis = dict(op.kwargs).get("axis")
-        if axis is None:
-            continue
-        reader: Op | None = op
-        while reader is not None and reader.name not in originals:
-            reader = readers.get(reader.outputs[0])
-        owner = makers.get(value) or (reader.name if reader is not None else "")
-        kind = op.target.removeprefix("mw.")
-        forward, backward = KINDS.get(kind, ("", ""))
-        dim = op.args[1] if len(op.args) > 1 and isinstance(op.args[1], int) else None
-        differentiable = value in graph.values and graph.values[value].differentiable
-        yield Collective(owner, value in makers, value, kind, str(axis), dim, forward, backward if differentiable else "")
+    for segment in program.segments:
+        for op in segment.graph.ops:
+            for name in op.inputs:
+                readers.setdefault(name, op)
+    base: dict[str, str] = {}
+    for segment in program.segments:
+        makers = {out: op.name for op in segment.graph.ops if op.name in originals for out in op.outputs}
+        for op in segment.graph.ops:
+            if op.name in originals:
+                continue
+            value = base[op.outputs[0]] = base.get(op.inputs[0], op.inputs[0])
+            axis = dict(op.kwargs).get("axis")
+            if axis is None:
+                continue
+            reader: Op | None = op
+            while reader is not None and reader.name not in originals:
+                reader = readers.get(reader.outputs[0])
+            owner = makers.get(value) or (reader.name if reader is not None else "")
+            kind = op.target.removeprefix("mw.")
+            forward, backward = KINDS.get(kind, ("", ""))
+            dim = op.args[1] if len(op.args) > 1 and isinstance(op.args[1], int) else None
+            differentiable = value in graph.values and graph.values[value].differentiable
+            yield Collective(owner, value in makers, value, kind, str(axis), dim, forward, backward if differentiable else "")
 
 
 def _internal(plan: Plan, op: Op, rule: OpRule) -> Iterator[Collective]:

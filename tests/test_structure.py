@@ -196,7 +196,8 @@ def test_modules_and_public_names_are_documented() -> None:
     for name, tree in TREES.items():
         wrong += [] if ast.get_docstring(tree) or not tree.body else [name]
         for node in tree.body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node):
+            public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+            if public and not ast.get_docstring(node):
                 wrong.append(f"{name}.{node.name}")
     assert not wrong
 

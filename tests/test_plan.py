@@ -1,0 +1,208 @@
+"""Plans as values: files, explanations, differences, graphs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.collectives import Network
+from meshwright.explain import prices
+from meshwright.facts import facts_of
+from meshwright.plan import Plan, PlanError
+from meshwright.planner import make_plan
+from meshwright.serialize import graph_to_dict, plan_hash, plan_to_dict
+from meshwright.sharding import parse_sharding
+from tests.handmade import handmade_graph, handmade_plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return handmade_plan()
+
+
+# files
+
+
+def test_a_saved_plan_is_the_same_plan(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json")
+    read = Plan.load(tmp_path / "plan.json")
+    assert plan_hash(read) == plan_hash(plan)
+    assert graph_to_dict(read.graph) == graph_to_dict(plan.graph)
+    assert (read.groups, read.copies, read.mesh, read.schedule) == (plan.groups, plan.copies, plan.mesh, plan.schedule)
+    assert str(read) == str(plan)
+
+
+def test_saving_is_all_or_nothing(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    before = path.read_text()
+
+    def fail(*_: object) -> None:
+        raise OSError("the disk went away")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="the disk went away"):
+        replace(plan, optimizer="sgd").save(path)
+    assert path.read_text() == before
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("not json", "not a plan file"),
+        ("[1, 2]", "no meshwright plan"),
+        ('{"model_type": "llama"}', "no meshwright plan"),
+        ('{"meshwright": 999}', "of format 999"),
+        ('{"meshwright": 1}', "damaged"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlanError, match=message):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_every_missing_part_of_a_file_is_noticed(plan: Plan, tmp_path: Path) -> None:
+    data = plan_to_dict(plan)
+    for key in data:
+        (tmp_path / "plan.json").write_text(json.dumps({k: v for k, v in data.items() if k != key}))
+        with pytest.raises(PlanError):
+            Plan.load(tmp_path / "plan.json")
+
+
+def test_the_hash_covers_decisions_not_predictions(plan: Plan) -> None:
+    assert plan_hash(replace(plan, predicted={}, notes=(), certificate={})) == plan_hash(plan)
+    assert plan_hash(replace(plan, assignments={**plan.assignments, "relu0": {}})) != plan_hash(plan)
+    assert plan_hash(replace(plan, groups=(replace(plan.groups[0], zero=3), *plan.groups[1:]))) != plan_hash(plan)
+
+
+# explanations
+
+
+def test_explain_an_operator(plan: Plan) -> None:
+    text = plan.explain("down1")
+    assert "aten.linear.default" in text
+    assert "source   model.py:1" in text
+    assert "dp splits b0, tp splits k" in text
+    assert "%p_blocks_1_down_weight: f32[16, 32@tp], read as f32[16, 32@tp] ~dp" in text
+    assert "result   %down1: f32[8@dp, 16] +tp" in text
+    assert "moves    %down1: fwd all-reduce@tp" in text
+    marked = [line for line in text.splitlines() if line.strip().startswith("->")]
+    assert len(marked) == 1
+    assert "dp splits b0, tp splits k" in marked[0]
+
+
+def test_prices_are_those_of_the_cost_model(plan: Plan) -> None:
+    facts = facts_of(plan)
+    op = next(op for op in plan.graph.ops if op.name == "down1")
+    found = prices(facts, op)
+    chosen = next(price for price in found if price.assignment == plan.assignments["down1"])
+    network = Network(Cluster.parse(plan.cluster), plan.mesh)
+    assert chosen.moving == pytest.approx(network.seconds("all_reduce", ("tp",), 8 * 16 * 4 / 2))
+    assert [price.total for price in found] == sorted(price.total for price in found)
+    assert all(math.isfinite(price.total) for price in found)
+    # computing everything on every rank needs the features gathered, which column-then-row does not
+    alone = next(price for price in found if price.assignment == {"dp": chosen.assignment["dp"]})
+    assert alone.compute > chosen.compute
+    assert len({tuple(sorted(price.assignment.items())) for price in found}) == len(found)
+
+
+def test_a_cluster_of_ones_own_has_no_prices(plan: Plan) -> None:
+    text = replace(plan, cluster="abacus@desk:1x4").explain("down1")
+    assert "no prices" in text
+    assert "dp splits b0, tp splits k" in text
+
+
+def test_explain_a_parameter_and_a_module(plan: Plan) -> None:
+    text = plan.explain("blocks.0.up.weight")
+    assert "placed   f32[32@tp, 16]" in text
+    assert "gradient summed over dp" in text
+    assert "state split over dp (ZeRO)" in text
+    assert "1 KiB per rank in a block, 2 KiB whole" in text
+    assert "operator up0" in text
+    module = plan.explain("blocks.1")
+    assert module.startswith("module blocks.1: 4 operators")
+    assert "weight  blocks.1.down.weight: f32[16, 32@tp]" in module
+    assert "%down1: f32[8@dp, 16] +tp   [fwd all-reduce@tp]" in module
+    assert "up0" not in module
+
+
+def test_an_unknown_name_gets_the_nearest(plan: Plan) -> None:
+    with pytest.raises(PlanError, match=r"no operator, .* 'blocks.0.up.weigth'; did you mean blocks.0.up.weight"):
+        plan.explain("blocks.0.up.weigth")
+
+
+# differences
+
+
+def test_no_differences(plan: Plan) -> None:
+    assert plan.diff(handmade_plan()) == "no differences"
+
+
+def test_differences_are_named_and_folded(plan: Plan) -> None:
+    groups = tuple(replace(group, zero=3) if group.path else group for group in plan.groups)
+    other = replace(plan, groups=groups, precision="bf16", predicted={**plan.predicted, "step_seconds": 0.025})
+    assert plan.diff(other).splitlines() == [
+        "precision: fp32 -> bf16", "predicted step: 12.5 ms -> 25 ms", "block blocks.0..1: zero 2 -> 3",
+    ]
+
+
+def test_changed_placements_show_in_the_notation(plan: Plan) -> None:
+    columns = {name: {**a, "tp": "n"} if name in ("down0", "down1") else a for name, a in plan.assignments.items()}
+    lines = plan.diff(replace(plan, assignments=columns)).splitlines()
+    assert "parameter blocks.0..1.down.weight: f32[16, 32@tp] -> f32[16@tp, 32]" in lines
+    assert "result of blocks.0..1.down: f32[8@dp, 16] +tp -> f32[8@dp, 16@tp]" in lines
+
+
+def test_another_model_is_said_to_be_one(plan: Plan) -> None:
+    graph = plan.graph
+    ops = (*graph.ops[:1], replace(graph.ops[1], target="aten.gelu.default"), *graph.ops[2:])
+    lines = plan.diff(replace(plan, graph=replace(graph, ops=ops))).splitlines()
+    assert lines == ["the plans are for different models or inputs: 1 of 10 operators differ"]
+
+
+# graphs
+
+
+def test_to_networkx_has_every_use(plan: Plan) -> None:
+    found = plan.to_networkx()
+    assert found.number_of_nodes() == len(plan.graph.ops) + len(plan.graph.params) + len(plan.graph.inputs)
+    assert found.number_of_edges() == sum(len(op.inputs) for op in plan.graph.ops)
+    assert found.number_of_edges("add1", "square") == 2  # one tensor used twice is two edges
+    assert found.nodes["down0"]["shardings"] == ("f32[8@dp, 16] +tp",)
+    assert found.nodes["p_blocks_0_up_weight"]["kind"] == "parameter"
+    (edge,) = found.get_edge_data("add0", "up1").values()
+    assert (edge["have"], edge["need"]) == ("f32[8@dp, 16]", "f32[8@dp, 16] ~tp")
+    assert edge["collectives"] == ("bwd all-reduce@tp",)
+
+
+# the value itself
+
+
+def test_group_of(plan: Plan) -> None:
+    assert [plan.group_of(i).path for i in range(len(plan.graph.ops))] == ["blocks.0"] * 4 + ["blocks.1"] * 4 + ["", ""]
+
+
+def test_repr_is_one_line(plan: Plan) -> None:
+    assert repr(plan) == "<Plan dp=2 x tp=2, 10 operators, 2 blocks; print() shows it>"
+
+
+def test_a_planned_plan_prints_explains_and_returns(tmp_path: Path) -> None:
+    """The planner's own plan of the same graph goes through every door."""
+    from meshwright.pins import Pins
+
+    made = make_plan(handmade_graph(), Cluster.parse("cpu:1x4"), Pins(dp=2, tp=2))
+    made.save(tmp_path / "plan.json")
+    read = Plan.load(tmp_path / "plan.json")
+    assert str(read) == str(made)
+    assert made.diff(read) == "no differences"
+    for op in made.graph.ops:
+        assert "->" in made.explain(op.name)
+    assert all(parse_sharding(node["shardings"][0]) for _, node in made.to_networkx().nodes(data=True))

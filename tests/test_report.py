@@ -1,0 +1,126 @@
+"""The page that a plan prints, against text written by hand, and the facts behind it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from meshwright.facts import facts_of, fold_paths, sections
+from meshwright.graph import Op, Ref, Value
+from meshwright.plan import GroupChoice, Plan
+from meshwright.report import WIDTH, axis_roles, render
+from tests.handmade import handmade_plan
+
+PAGE = """\
+plan         dp=2 x tp=2 on cpu@host:1x4, 4 devices
+axes         dp=2 (data + zero), tp=2 (tensor)
+model        2,048 parameters in 4 tensors, 10 operators, 2 blocks
+step         micro-batches 1, ZeRO 2, precision fp32, optimizer adamw
+predicted    step 12.5 ms, 5,120 tokens/s
+memory       3 MiB per device of 12 MiB (25.0%) = parameters 1 MiB + activations 2 MiB
+certificate  gap 0.80% (objective 12.5 ms, lower bound 12.4 ms, optimal)
+"""
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return handmade_plan()
+
+
+def test_header(plan: Plan) -> None:
+    assert render(plan).startswith(PAGE)
+
+
+def test_blocks_show_placements_and_collectives(plan: Plan) -> None:
+    first, second, outside = sections(facts_of(plan))
+    assert [section.title for section in (first, second, outside)] == ["blocks.0", "blocks.1", "outside the blocks"]
+    rows = [(row.module, row.weights, row.result, row.collectives) for row in second.rows]
+    assert rows == [
+        ("up", ("weight f32[32@tp, 16]",), "f32[8@dp, 32@tp]", ("bwd all-reduce@tp",)),
+        (".", (), "f32[8@dp, 32@tp]", ()),
+        ("down", ("weight f32[16, 32@tp]",), "f32[8@dp, 16] +tp", ("fwd all-reduce@tp",)),
+        (".", (), "f32[8@dp, 16]", ()),
+    ]
+    # the first block reads the input, which takes no gradient: nothing to reduce in its backward
+    assert first.rows[0].collectives == ()
+    assert first.rows[1:] == second.rows[1:]
+    assert outside.rows[-1].collectives == ("fwd all-reduce@dp",)
+
+
+def test_equal_blocks_are_one_table(plan: Plan) -> None:
+    # with the input taking a gradient the two blocks are the same
+    values = {**plan.graph.values, "x": replace(plan.graph.values["x"], differentiable=True)}
+    same = replace(plan, graph=replace(plan.graph, values=values))
+    found = sections(facts_of(same))
+    assert [section.title for section in found] == ["blocks.0..1 (2 equal blocks)", "outside the blocks"]
+    assert render(same).count("down") == 1
+    # and differ again when one of them is placed otherwise
+    other = replace(same, assignments={**same.assignments, "relu1": {}})
+    assert [section.title for section in sections(facts_of(other))][:2] == ["blocks.0", "blocks.1"]
+
+
+def test_groups_candidates_and_notes_are_listed(plan: Plan) -> None:
+    groups = (replace(plan.groups[0], zero=0, recompute="full"), *plan.groups[1:])
+    text = render(replace(plan, groups=groups))
+    lines = [line.split() for line in text.splitlines()]
+    assert ["blocks.0", "0", "dp", "-", "full"] in lines
+    assert ["blocks.1", "2", "dp", "dp", "none"] in lines
+    assert text.index("dp=2 x tp=2   1") < text.index("dp=4 x tp=1   1")  # best first
+    assert "does not fit" in text
+    assert text.endswith("note: no rule for aten.mystery.default (in blocks.0): replicated")
+    assert "ZeRO 0/2" in text
+
+
+def test_str_is_the_page_at_a_fixed_width(plan: Plan) -> None:
+    assert str(plan) == render(plan)
+    assert max(map(len, str(plan).splitlines())) <= WIDTH
+    narrow = render(plan, 60)
+    assert max(map(len, narrow.splitlines())) <= 60
+    console = Console(width=WIDTH, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 - the console owns it
+    console.print(plan)
+    assert "f32[32@tp, 16]" in console.export_text()
+
+
+def test_html_stands_alone(plan: Plan, tmp_path) -> None:
+    plan.show(tmp_path / "plan.html")
+    html = (tmp_path / "plan.html").read_text()
+    assert "f32[32@tp, 16]" in html
+    assert "http://" not in html.replace("http://www.w3.org", "")
+    assert "<script" not in html
+    assert "<link" not in html
+
+
+def test_a_plan_without_predictions_prints() -> None:
+    plan = replace(handmade_plan(), predicted={}, certificate={}, notes=(), cluster="")
+    text = render(plan)
+    lines = [line.split() for line in text.splitlines()]
+    assert ["predicted", "unknown"] in lines
+    assert ["memory", "unknown"] in lines
+    assert "certificate" not in text
+
+
+def test_roles_of_axes(plan: Plan) -> None:
+    assert axis_roles(facts_of(plan)) == {"dp": ["data", "zero"], "tp": ["tensor"]}
+    none = replace(plan, groups=tuple(GroupChoice(group.path) for group in plan.groups))
+    assert axis_roles(facts_of(none))["dp"] == []
+
+
+def test_an_operator_without_a_rule_is_shown_whole(plan: Plan) -> None:
+    graph = plan.graph
+    values = {**graph.values, "odd": Value("odd", (8, 16), graph.values["x"].dtype, True)}
+    odd = Op("odd", "aten.mystery.default", (Ref("add1"),), (), ("odd",), "odd")
+    ops = (*graph.ops[:8], odd, replace(graph.ops[8], args=(Ref("odd"), Ref("odd"))), graph.ops[9])
+    changed = replace(plan, graph=replace(graph, values=values, ops=ops), copies={})
+    row = next(row for section in sections(facts_of(changed)) for row in section.rows if row.module == "odd")
+    assert row.result == "f32[8, 16]"
+    assert any("all-gather@dp" in text for text in row.collectives)
+
+
+def test_fold_paths() -> None:
+    assert fold_paths(["h.0", "h.1", "h.3"]) == "h.0..1,3"
+    assert fold_paths(["a.2.b.weight", "a.10.b.weight"]) == "a.2,10.b.weight"
+    assert fold_paths(["a.0.b.0", "a.1.b.1"]) == "a.0.b.0, a.1.b.1"  # two numbers differ: nothing to fold
+    assert fold_paths(["encoder.0", "decoder.0"]) == "encoder.0, decoder.0"
+    assert fold_paths(["only"]) == "only"
