@@ -60,7 +60,7 @@ def _forget() -> None:
     """Empty DTensor's caches: they are keyed by meshes that compare equal to the next job's, but hold groups that are gone."""
     debug._clear_sharding_prop_cache()
     for cached in gc.get_objects():
-        if isinstance(cached, functools._lru_cache_wrapper) and cached.__module__.startswith("torch.distributed"):
+        if type(cached) is functools._lru_cache_wrapper and cached.__module__.startswith("torch.distributed"):
             cached.cache_clear()
 
 

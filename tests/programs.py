@@ -135,7 +135,9 @@ def tiny_program(
     begin("x_scaled", "aten.mul.Tensor", "%x_whole", "%scale")
     begin("x_shifted", "aten.add.Tensor", "%x_scaled", "%shift")
     begin("x0", "aten._to_copy.default", "%x_shifted", dtype=compute)
-    segments = [prologue.segment("", count, "ids_all", "labels_all", prologue=True), begin.segment("", "x0", "new_steps", zero=zero)]
+    segments = [
+        prologue.segment("", count, "ids_all", "labels_all", prologue=True), begin.segment("", "x0", "new_steps", zero=zero)
+    ]
     for i in range(2):
         block = Writer((f"x{i}",), of(*(f"{name}{i}" for name in "nmuvde")))
         block("normed", "aten.layer_norm.default", f"%x{i}", [WIDTH], f"%n{i}", f"%m{i}", 1e-5)

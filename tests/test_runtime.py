@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshwright.errors import InputError
 from meshwright.mesh import Mesh
 from meshwright.runtime.module import ParallelModule, build
 from tests.programs import Tiny, tiny_program
@@ -106,9 +106,230 @@ CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"dp": 2, "tp": 2}, {"data": ("dp",), "tp": "tp"}),
     ({"tp": 2, "dp": 2}, {"data": ("dp",), "tp": "tp", "shard": ("dp",), "zero": 2, "microbatches": 2}),
     ({"dp": 2, "tp": 2}, {"data": ("dp",), "tp": "tp", "shard": ("dp",), "zero": 3, "recompute": "full"}),
+    ({"dp": 2, "tp": 2}, {"data": ("dp",), "tp": "tp", "shard": ("dp",), "zero": 3, "vocab": 18, "inner": 6, "batch": 5}),
 ]
 
 
 @pytest.mark.parametrize(("sizes", "options"), CASES, ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()))
 def test_training_equals_the_single_process(pool: Callable, sizes: dict[str, int], options: dict[str, Any]) -> None:
     pool(world=Mesh.of(**sizes).world).run(train, sizes, options)
+
+
+SHARDED = ({"dp": 2, "tp": 2}, {"data": ("dp",), "tp": "tp", "shard": ("dp",), "zero": 3})
+PLAIN = ({"dp": 2}, {"data": ("dp",)})
+
+
+def gradients(module: torch.nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else whole(p.grad).clone() for name, p in module.named_parameters()}
+
+
+def ways_of_backward(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    """Accumulation over calls, two forwards and one backward, a scaled loss, autograd.grad, zero_grad to zero."""
+    model, parallel, batch = prepare(rank, sizes, options)
+    other = batch_of(8, 12, seed=1)
+
+    def accumulate(module: Any, order: str) -> dict[str, Tensor | None]:
+        module.zero_grad()
+        if order == "in turn":
+            for one in (batch, other):
+                module(**one)[0].backward()
+        elif order == "together":
+            (module(**batch)[0] * 0.5 + 2 * module(**other)[0]).backward()
+        else:
+            module(**batch)[0].backward()
+            module.zero_grad(set_to_none=False)
+            module(**other)[0].backward()
+        return gradients(module)
+
+    for order in ("in turn", "together", "zeroed"):
+        have, want = accumulate(parallel, order), accumulate(model, order)
+        for name in want:
+            compare(have[name], want[name], f"{name}, {order}")
+    if options.get("microbatches", 1) > 1:
+        parallel.zero_grad()
+        names = [n for n, p in parallel.named_parameters() if p.requires_grad and n != "spare"]
+        held = dict(parallel.named_parameters())
+        found = torch.autograd.grad(parallel(**batch)[0], [held[n] for n in names])
+        model.zero_grad()
+        model(**batch)[0].backward()
+        for name, grad in zip(names, found, strict=True):
+            compare(whole(grad), gradients(model)[name], f"autograd.grad of {name}")
+        assert all(p.grad is None for p in parallel.parameters())
+        loss = parallel(**batch)[0]
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="already handed out"):
+            loss.backward()
+
+
+@pytest.mark.parametrize(("sizes", "options"), [PLAIN, (SHARDED[0], {**SHARDED[1], "microbatches": 2})])
+def test_gradients_as_autograd_gives_them(pool: Callable, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    pool(world=Mesh.of(**sizes).world).run(ways_of_backward, sizes, options)
+
+
+def modes(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    """eval, no_grad and train; what the buffers become; parameters written after a forward without a backward."""
+    model, parallel, batch = prepare(rank, sizes, options)
+    reference = copy.deepcopy(model)
+
+    def same() -> None:
+        compare(parallel(**batch)[0], reference(**batch)[0], "loss")
+        compare(whole(dict(parallel.named_buffers())["steps"]), reference.steps, "steps")
+
+    with torch.no_grad():
+        same()  # training mode: the buffer counts
+    parallel(**batch)  # a training forward whose backward never comes
+    reference(**batch)
+    for module in (parallel, reference):
+        module.eval()
+    with torch.no_grad():
+        same()
+    assert reference.steps == 2
+    changed = {name: t + 0.1 if t.is_floating_point() else t for name, t in parallel.state_dict().items()}
+    parallel.load_state_dict(changed)
+    reference.load_state_dict({n: t + 0.1 if t.is_floating_point() else t for n, t in reference.state_dict().items()})
+    same()
+    for module in (parallel, reference):
+        module.train()
+        module.zero_grad()
+        module(**batch)[0].backward()
+    for name, want in gradients(reference).items():
+        compare(gradients(parallel)[name], want, name)
+
+
+@pytest.mark.parametrize(("sizes", "options"), [PLAIN, (SHARDED[0], {**SHARDED[1], "zero": 2, "microbatches": 2})])
+def test_modes(pool: Callable, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    pool(world=Mesh.of(**sizes).world).run(modes, sizes, options)
+
+
+def half_precision(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    """bf16 compute, fp32 at rest and in the gradients: near the fp32 single process, and reductions do not round."""
+    model, parallel, batch = prepare(rank, sizes, {**options, "compute_dtype": torch.bfloat16})
+    loss, logits = parallel(**batch)
+    want, _ = model(**batch)
+    assert (loss.dtype, logits.dtype) == (torch.float32, torch.bfloat16)
+    compare(loss, want, "loss", rtol=0.02)
+    loss.backward()
+    want.backward()
+    for (name, p), (_, q) in zip(parallel.named_parameters(), model.named_parameters(), strict=True):
+        assert p.dtype == torch.float32
+        if q.grad is not None:
+            assert p.grad.dtype == torch.float32
+            error = (whole(p.grad) - q.grad).norm() / q.grad.norm()
+            assert error < 0.05, f"{name}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"), [({"dp": 2}, {"data": ("dp",), "shard": ("dp",), "zero": 2}), ({"tp": 2}, {"tp": "tp"}), SHARDED]
+)
+def test_bf16(pool: Callable, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    pool(world=Mesh.of(**sizes).world).run(half_precision, sizes, options)
+
+
+def wrong_calls(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    """Errors say what is wrong and change nothing; DTensor inputs and the data rank are right."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    model, parallel, batch = prepare(rank, sizes, options)
+    bad = {
+        r"'ids' is i64\[7, 5\]; the plan was made for i64\[8, 5\]": {**batch, "ids": batch["ids"][:7]},
+        r"'labels' is i32": {**batch, "labels": batch["labels"].int()},
+        r"takes \['ids', 'labels'\]": {"ids": batch["ids"]},
+    }
+    for message, call in bad.items():
+        with pytest.raises(InputError, match=message):
+            parallel(**call)
+    stranger = DeviceMesh("cpu", torch.arange(4).flip(0), mesh_dim_names=("x",))
+    with pytest.raises(InputError, match=r"make it on parallel\.device_mesh"):
+        parallel(**{**batch, "ids": distribute_tensor(batch["ids"], stranger, [Replicate()])})
+    assert whole(dict(parallel.named_buffers())["steps"]) == 0
+    mesh = parallel.device_mesh
+    assert (parallel.data_size, parallel.data_rank) == (2, Mesh.of(**sizes).coordinates(rank)["dp"])
+    want, _ = model(**batch)
+    for placements in ([Shard(0), Replicate()], [Replicate(), Shard(1)]):
+        loss, _ = parallel(**{name: distribute_tensor(tensor, mesh, placements) for name, tensor in batch.items()})
+        compare(loss, want, "loss of DTensors")
+    with pytest.raises(RuntimeError, match="plan with another precision"):
+        parallel.bfloat16()
+    assert parallel.to("cpu") is parallel
+    with pytest.raises(ValueError, match="assign=True"):
+        parallel.load_state_dict(parallel.state_dict(), assign=True)
+    with pytest.raises(ValueError, match="has 8 ranks"):
+        build(tiny_program(Mesh.of(dp=8), 0, 8, LENGTH), model)
+
+
+def test_errors_and_dtensor_inputs(pool: Callable) -> None:
+    pool(world=4).run(wrong_calls, *SHARDED)
+
+
+def test_one_process_without_a_process_group() -> None:
+    """World 1: plain tensors, no communication, several micro-batches all the same."""
+    for microbatches in (1, 2):
+        mesh = Mesh.of(dp=1, tp=1)
+        model = model_of()
+        options = {"data": ("dp",), "tp": "tp", "shard": ("dp",), "zero": 3, "microbatches": microbatches}
+        parallel = build(tiny_program(mesh, 0, 8, LENGTH, **options), model)
+        batch = batch_of(8, 12)
+        loss, logits = parallel(**batch)
+        want_loss, want_logits = model(**batch)
+        loss.backward()
+        want_loss.backward()
+        compare(loss, want_loss, "loss")
+        compare(logits, want_logits, "logits")
+        for name, want in gradients(model).items():
+            compare(gradients(parallel)[name], want, name)
+        compare(
+            parallel.clip_grad_norm_(0.1, norm_type=float("inf")),
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf")), "norm",
+        )
+        assert (parallel.data_size, parallel.data_rank) == (1, 0)
+
+
+def other_norms(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    model, parallel, batch = prepare(rank, sizes, options)
+    for module in (parallel, model):
+        module(**batch)[0].backward()
+    for kind in (1.0, 3.0, float("inf")):
+        want = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type=kind)
+        compare(parallel.clip_grad_norm_(1e9, norm_type=kind), want, f"norm {kind}")
+    parallel.gain.grad.mul_(float("nan"))
+    with pytest.raises(RuntimeError, match="norm of the gradients is nan"):
+        parallel.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_norms_of_every_kind(pool: Callable) -> None:
+    pool(world=4).run(other_norms, *SHARDED)
+
+
+def move(rank: int, sizes: dict[str, int], options: dict[str, Any], folder: str, source: bool) -> dict[str, Tensor]:
+    """Train two steps and save after the first; or, under another plan, load that and train the second step."""
+    _, parallel, batch = prepare(rank, sizes, options)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1, foreach=False)
+    if not source:
+        with torch.no_grad():
+            for p in parallel.parameters():
+                p.mul_(0)
+        parallel.load(folder, optimizer)
+    for step in range(2 if source else 1):
+        parallel(**batch)[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if source and step == 0:
+            parallel.save(folder, optimizer)
+    if not source:
+        with pytest.raises(FileNotFoundError, match="is no checkpoint"):
+            parallel.load(folder + "-none")
+    return parallel.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    "target", [({"tp": 2}, {"tp": "tp"}), ({"dp": 4}, {"data": ("dp",), "shard": ("dp",), "zero": 1}), PLAIN]
+)
+def test_resume_under_another_plan(pool: Callable, tmp_path: Any, target: Any) -> None:
+    folder = tmp_path / "checkpoint"
+    (first, *_) = pool(world=4).run(move, *SHARDED, str(folder), True)
+    (second, *_) = pool(world=Mesh.of(**target[0]).world).run(move, *target, str(folder), False)
+    assert list(first) == list(second)
+    for name, tensor in first.items():
+        compare(second[name], tensor, name)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

@@ -104,7 +104,8 @@ def _wait(pending: Tensor) -> Tensor:
 
 def _parted(x: Tensor, dim: int, parts: int) -> Tensor:
     """[..., parts * n, ...] -> contiguous [parts, ..., n, ...]."""
-    return x.unflatten(dim, (parts, x.shape[dim] // parts)).movedim(dim, 0).contiguous()
+    parted: Tensor = x.unflatten(dim, (parts, x.shape[dim] // parts))
+    return parted.movedim(dim, 0).contiguous()
 
 
 def _joined(parts: Tensor, dim: int) -> Tensor:

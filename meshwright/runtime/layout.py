@@ -42,18 +42,13 @@ def under_fsdp(stored: Stored, mesh: Mesh) -> bool:
 
 
 def split_dim(stored: Stored, mesh: Mesh) -> int:
-    """The dim that FSDP2 cuts: the first, unless tensor parallelism already cuts that into pieces that the shard axes do
-    not divide. DTensor has no word for that (its strided shards are exact only when even), so another dim is taken that
-    they do divide; if there is none, ShardingError."""
-    axes, shards = stored.tensor.dims[0], mesh.size(live(mesh, stored.shard_axes))
-    if shards == 1 or not live(mesh, axes) or stored.shape[0] % (mesh.size(axes) * shards) == 0:
+    """The dim that FSDP2 cuts: the first; or, if that has fewer rows than there are shards, one that the shards divide."""
+    shards = mesh.size(live(mesh, stored.shard_axes))
+    lengths = [piece(size, mesh, axes, None)[1] for size, axes in zip(stored.shape, stored.tensor.dims, strict=True)]
+    if lengths[0] >= shards:
         return 0
-    for dim in range(1, len(stored.shape)):
-        if stored.shape[dim] % (mesh.size(stored.tensor.dims[dim]) * shards) == 0:
-            return dim
-    what = f"parameter {stored.fqns[0]!r} {format_sharding(stored.tensor, stored.shape)}"
-    raise ShardingError(f"{what} cannot also be split over {stored.shard_axes} ({shards} ranks): no dim divides. Lower the ZeRO "
-                        f"level, or split it otherwise")
+    whole = [mesh.size(axes) * shards for axes in stored.tensor.dims]
+    return next((dim for dim, size in enumerate(stored.shape) if size % whole[dim] == 0), 0)
 
 
 def box(stored: Stored, mesh: Mesh, coordinates: Mapping[str, int]) -> Box:

@@ -63,6 +63,7 @@ def fill(program: Program, tensors: Mapping[str, Tensor], groups: Groups, source
         with _real(source, path, owned, seed + order[path]) as wholes:
             for stored in owned:
                 write(stored, take(wholes[stored.fqns[0].rpartition(".")[2]], boxes[stored.value]))
+        del wholes  # or this one would live until the next is made
 
 
 @contextmanager
@@ -74,8 +75,8 @@ def _real(model: nn.Module, path: str, owned: Sequence[Stored], seed: int) -> It
     have: dict[str, Tensor | None] = {**module._buffers, **module._parameters}
     lacking = [name for name in names if have.get(name) is None]
     if lacking:
-        raise MaterializeError(f"module {path!r} ({type(module).__name__}) has no {lacking[0]!r}; build from the model that was "
-                               f"planned")
+        raise MaterializeError(f"module {path!r} ({type(module).__name__}) has no {lacking[0]!r}; build from the model that "
+                               f"was planned")
     if not any(tensor is not None and tensor.is_meta and name in names for name, tensor in have.items()):
         yield {name: tensor for name, tensor in have.items() if tensor is not None}
         return
@@ -104,7 +105,8 @@ def _chain(model: nn.Module, path: str) -> list[nn.Module]:
 def _initialize(chain: Sequence[nn.Module], path: str) -> None:
     """Give the innermost module of the chain real, initialized tensors."""
     module = chain[0]
-    blank = {name: _blank(t) for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None and t.is_meta}
+    have = (*module._parameters.items(), *module._buffers.items())
+    blank = {name: _blank(tensor) for name, tensor in have if tensor is not None and tensor.is_meta}
     versions = {name: tensor._version for name, tensor in blank.items()}
     for name, tensor in blank.items():
         (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[name] = tensor  # type: ignore[assignment]
@@ -154,8 +156,8 @@ def _rebuild(module: nn.Module, path: str, unset: Sequence[str]) -> None:
         new = have.get(name)
         if new is None or old is None or new.shape != old.shape:
             raise MaterializeError(
-                f"module {path!r} ({type(module).__name__}) is on the meta device and nothing initializes its {name!r}: give the "
-                f"class a reset_parameters() that does, or build from a model with real weights"
+                f"module {path!r} ({type(module).__name__}) is on the meta device and nothing initializes its {name!r}: give "
+                f"the class a reset_parameters() that does, or build from a model with real weights"
             )
         (module._parameters if name in module._parameters else module._buffers)[name] = new  # type: ignore[assignment]
 

@@ -105,8 +105,8 @@ class ParallelModule(nn.Module):
         else:
             names = [port.name for port in ports]
             if args or set(kwargs) != set(names):
-                raise InputError(f"the call gives {len(args)} positional arguments and {sorted(kwargs)}; this program takes {names} "
-                                 f"by name")
+                raise InputError(f"the call gives {len(args)} positional arguments and {sorted(kwargs)}; this program takes "
+                                 f"{names} by name")
             given = [kwargs[name] for name in names]
         for port, tensor in zip(ports, given, strict=True):
             _check(port, tensor)
@@ -117,10 +117,11 @@ class ParallelModule(nn.Module):
         if isinstance(tensor, DTensor):
             mine = groups.device_mesh
             if mine is None or not torch.equal(tensor.device_mesh.mesh, mine.mesh):
-                raise InputError(f"input {port.name!r} is a DTensor on {tensor.device_mesh}; the plan runs on {groups.mesh}: make it "
-                                 f"on parallel.device_mesh, placed as {format_sharding(port.sharding, port.shape, port.dtype)}")
+                raise InputError(f"input {port.name!r} is a DTensor on {tensor.device_mesh}; the plan runs on {groups.mesh}: "
+                                 f"make it on parallel.device_mesh, best as "
+                                 f"{format_sharding(port.sharding, port.shape, port.dtype)}")
             wanted = to_placements(port.sharding, groups.mesh, groups.axes)
-            return tensor.redistribute(mine, wanted).to_local()
+            return tensor.redistribute(placements=wanted).to_local()
         for dim, axes in enumerate(port.sharding.dims):
             if axes:
                 tensor = tensor.narrow(dim, *piece(port.shape[dim], groups.mesh, axes, groups.coordinates))
@@ -216,8 +217,8 @@ class ParallelModule(nn.Module):
             probe = torch.empty(0, dtype=tensor.dtype, device=self._groups.device)
             moved = fn(probe)
             if (moved.dtype, moved.device) != (probe.dtype, probe.device):
-                raise RuntimeError(f"parameters are {probe.dtype} on {probe.device} by the plan and cannot become {moved.dtype} on "
-                                   f"{moved.device}; plan with another precision or build on another device")
+                raise RuntimeError(f"parameters are {probe.dtype} on {probe.device} by the plan and cannot become "
+                                   f"{moved.dtype} on {moved.device}; plan with another precision or build on another device")
         return self
 
     def _entries(self) -> checkpoint.Entries:
@@ -261,4 +262,5 @@ def _check(port: Port, tensor: Tensor) -> None:
     if tuple(tensor.shape) != port.shape or tensor.dtype != port.dtype:
         name = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
         raise InputError(f"input {port.name!r} is {name}{list(tensor.shape)}; the plan was made for "
-                         f"{DTYPE_NAMES[port.dtype]}{list(port.shape)}. Pass that shape and dtype (the GLOBAL batch), or plan again")
+                         f"{DTYPE_NAMES[port.dtype]}{list(port.shape)}. Pass that shape and dtype (the GLOBAL batch), or plan "
+                         f"again")

@@ -14,8 +14,8 @@ The communication operators turn one kind of sharding over one axis into another
     all_to_all       S -> S    all-to-all       all-to-all
 
 ``gather_linear`` is gather_vary and the linears that read it in one: it saves the shard instead of the gathered activation
-and gathers again in the backward. The others (embedding, cross_entropy, valid_count, linear, mean, batch_norm, dropout, sdpa) are operators whose
-local form differs from the ATen one because an operand is split.
+and gathers again in the backward. The others (embedding, cross_entropy, valid_count, linear, mean, batch_norm, dropout,
+sdpa) are operators whose local form differs from the ATen one because an operand is split.
 
 An ``axis`` is a ``Group`` here: the lowered graph has axis names, ``runtime.codegen`` puts the groups in. A group of one rank
 communicates nothing. Uneven pieces are allowed everywhere (``runtime.collectives``).
@@ -353,7 +353,7 @@ def batch_norm(
     With ``axes`` the batch is split over them and ``count`` is the number of elements per channel of the whole batch.
     """
     if not training or axes is None or axes.size == 1:
-        new = [None if running is None else running.clone() for running in (running_mean, running_var)]
+        new = [None if running is None else running.detach().clone() for running in (running_mean, running_var)]
         return F.batch_norm(x, new[0], new[1], weight, bias, training, momentum, eps), new[0], new[1]
     if count is None:
         raise ValueError("batch_norm over a split batch needs count, the elements per channel of the whole batch")

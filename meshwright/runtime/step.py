@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed.tensor import DTensor
 
 from meshwright.program import SEED, Program
 from meshwright.runtime.engine import Engine, Environment
