@@ -164,6 +164,10 @@ class TestModels:
         graph = equal(model, (torch.randn(2, 8, 16),), loss_fn=lambda y: y.square().mean())
         linears = [op for op in graph.ops if op.target == "aten.linear.default"]
         assert {len(graph.values[op.args[0].name].shape) for op in linears} == {3}
+        queries = [graph.ops[graph.producers[op.args[0].name]] for op in graph.ops if "attention" in op.target]
+        split = [graph.ops[graph.producers[op.args[0].name]] for op in queries]
+        assert [op.target for op in queries + split] == ["aten.permute.default"] * 2 + ["aten.reshape.default"] * 2
+        assert all(op.args[1][-2:] == (4, 4) for op in split)
 
     def test_dropout_stays_an_operator(self):
         graph = capture(llama(attention_dropout=0.1), (), {"input_ids": ids(2, 8), "labels": ids(2, 8)})
@@ -358,6 +362,37 @@ def attention_of(mask, heads: int = 1) -> tuple:
 ], ids=["tril", "minus-inf", "finfo-min", "zeros", "all-true", "one-ahead", "window", "bias"])
 def test_masks(mask, expected):
     assert attention_of(mask)[:2] == expected
+
+
+def test_a_mask_is_not_expanded_over_the_batch():
+    window = torch.ones(6, 6, dtype=torch.bool).tril().triu(-2)
+    graph = equal(Attention(lambda s: window.expand(2, 1, s, s)), (torch.randn(2, 6, 4),))
+    (op,) = [op for op in graph.ops if "attention" in op.target]
+    assert graph.values[op.args[3].name].shape == (6, 6)
+
+
+class Biased(nn.Module):
+    """Attention with a learned bias where ``allowed(s)``, over a batch of masks."""
+
+    def __init__(self, allowed) -> None:
+        super().__init__()
+        self.bias, self.q, self.allowed = nn.Parameter(torch.randn(1, 2, 6, 6)), nn.Linear(4, 4), allowed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x)
+        mask = torch.where(self.allowed(x.shape[-2]).expand(x.shape[0], 1, 6, 6), self.bias, float("-inf"))
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+
+@pytest.mark.parametrize(("allowed", "wheres"), [
+    (lambda s: torch.ones(s, s, dtype=torch.bool), 0),
+    (lambda s: torch.ones(s, s, dtype=torch.bool).tril(), 1),
+], ids=["everywhere", "causal"])
+def test_a_biased_mask_is_made_once_for_the_batch(allowed, wheres):
+    graph = equal(Biased(allowed), (torch.randn(3, 2, 6, 4),))
+    (op,) = [op for op in graph.ops if "attention" in op.target]
+    assert graph.values[op.args[3].name].shape == (1, 2, 6, 6)
+    assert targets(graph)["aten.where.ScalarOther"] + targets(graph)["aten.where.self"] == wheres
 
 
 def test_one_kv_head_is_not_expanded():

@@ -227,7 +227,8 @@ class _Importer:
         if trace not in self.sources:
             frames = _FRAME.findall(trace)
             mine = [frame for frame in frames if is_user_file(frame[0])]
-            self.sources[trace] = f"{mine[-1][0].rsplit('/', 1)[-1]}:{mine[-1][1]}" if mine else ""
+            frames = mine or [frame for frame in frames if not frame[0].startswith("<")]
+            self.sources[trace] = f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}" if frames else ""
         return self.sources[trace]
 
     def _split_outputs(self, outputs: list[Any], owners: Mapping[str, str]) -> tuple[tuple[tuple[str, str], ...], list[Any]]:

@@ -4,7 +4,7 @@ A model builds its causal mask from arange, compare and expand: a boolean [b, 1,
 it depends on no input, parameter or buffer it is evaluated, exactly, and
 
     lower triangular       =>  is_causal=True, no mask
-    true (or 0) everywhere =>  no mask
+    true (or 0) everywhere =>  no mask; the same for the condition of a ``where`` that chooses between a bias and minus infinity
 
 Evaluation stays small: a dim along which a value is constant is kept with stride 0, elementwise operators run on one
 element of such a dim, and the large elementwise results are never made: they stay formulas (``_Lazy``), evaluated in blocks
@@ -21,20 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.compiler.patterns import ATTENTION
+from meshwright.compiler.movement import ATTENTION, ELEMENTWISE, EXPAND
 from meshwright.compiler.rewrite import Edit, eliminate_dead_code, rewrite
-from meshwright.graph import Graph, Op, map_refs
+from meshwright.graph import Graph, Op, Ref, map_refs
 
 MAX_ELEMENTS = 1 << 31
 """A mask with more elements than this, constant dims not counted, is left as it is."""
 _EAGER = 1 << 22
 _BLOCK = 1 << 23
 
-ELEMENTWISE = frozenset({
-    "add", "sub", "rsub", "mul", "div", "neg", "abs", "lt", "le", "gt", "ge", "eq", "ne", "where", "masked_fill", "_to_copy",
-    "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor",
-    "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "floor_divide", "remainder", "pow", "log", "sqrt", "exp",
-})
 FILLS = frozenset({
     "full", "ones", "zeros", "scalar_tensor", "full_like", "ones_like", "zeros_like", "new_full", "new_ones", "new_zeros",
 })
@@ -67,15 +62,23 @@ def simplify_masks(graph: Graph) -> Graph:
     evaluator = _Evaluator(graph)
     verdicts: dict[str, str] = {}
 
-    def step(op: Op, edit: Edit) -> Iterable[Op] | None:
-        if op.target != ATTENTION or op.args[3] is None:
-            return None
-        mask = op.args[3].name
+    def verdict(mask: str, queries: int, keys: int) -> str:
         if mask not in verdicts:
-            verdicts[mask] = evaluator.verdict(mask, edit.shape(op.args[0])[-2], edit.shape(op.args[1])[-2])
-        if verdicts[mask] == "unknown":
-            return None
-        return (replace(op, args=(*op.args[:3], None, op.args[4], verdicts[mask] == "causal" or op.args[5])),)
+            verdicts[mask] = evaluator.verdict(mask, queries, keys)
+        return verdicts[mask]
+
+    def step(op: Op, edit: Edit) -> Iterable[Op] | None:
+        if op.target == ATTENTION and op.args[3] is not None:
+            found = verdict(op.args[3].name, edit.shape(op.args[0])[-2], edit.shape(op.args[1])[-2])
+            if found != "unknown":
+                return (replace(op, args=(*op.args[:3], None, op.args[4], found == "causal" or op.args[5])),)
+        elif op.target.startswith("aten.where.") and len(op.args) == 3 and isinstance(op.args[1], Ref):
+            condition, chosen, out = op.args[0], op.args[1], edit.values[op.outputs[0]]
+            shape = edit.shape(condition)
+            known = len(shape) > 1 and edit.dtype(chosen) == out.dtype
+            if known and verdict(condition.name, shape[-2], shape[-1]) == "none":
+                return (replace(op, target=EXPAND, args=(chosen, out.shape), kwargs=()),)
+        return None
 
     return eliminate_dead_code(rewrite(graph, step))
 

@@ -2,10 +2,11 @@
 
 ``NORMALIZATIONS`` is the ordered tuple of passes, each a pure ``Graph -> Graph``; ``normalize`` applies them:
 
-    clean             literal sizes and dims, one name for views and casts, no-ops and device literals dropped
-    merge_reshapes    reshape of a reshape
-    linear_nd         addmm / mm / linear on a flattened operand become ``linear`` on the N-D one
-    normalize_batch_norm, absorb_repeat_kv, simplify_masks, normalize_cross_entropy   (``patterns``, ``masks``)
+    clean                                                    literal sizes and dims, one name for views and casts, no no-ops
+    merge_reshapes, split_before_permute, sink_expands       (``movement``) dims that were merged or expanded too early
+    linear_nd, absorb_repeat_kv, normalize_batch_norm, normalize_cross_entropy   (``patterns``) composite operators
+    simplify_masks                                           (``masks``) attention masks that are known before the run
+    mark_differentiable                                      (``rewrite``) what a gradient flows through
 
 Everything is functional here, so copies that only change strides (``contiguous``, ``clone``) are no-ops, and ``view`` is
 ``reshape``.
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from meshwright.compiler.masks import simplify_masks
+from meshwright.compiler.movement import merge_reshapes, sink_expands, split_before_permute
 from meshwright.compiler.patterns import absorb_repeat_kv, linear_nd, normalize_batch_norm, normalize_cross_entropy
 from meshwright.compiler.rewrite import Edit, eliminate_dead_code, mark_differentiable, rewrite
 from meshwright.graph import Graph, Op, Ref
@@ -60,14 +62,9 @@ def clean(graph: Graph) -> Graph:
     return eliminate_dead_code(rewrite(graph, _clean_op))
 
 
-def merge_reshapes(graph: Graph) -> Graph:
-    """A reshape of a reshape reads the first one's operand."""
-    return eliminate_dead_code(rewrite(graph, _merge_op))
-
-
 NORMALIZATIONS: tuple[Pass, ...] = (
-    clean, merge_reshapes, normalize_batch_norm, absorb_repeat_kv, linear_nd, merge_reshapes, simplify_masks,
-    normalize_cross_entropy, merge_reshapes, mark_differentiable,
+    clean, merge_reshapes, normalize_batch_norm, absorb_repeat_kv, linear_nd, merge_reshapes, split_before_permute,
+    merge_reshapes, simplify_masks, sink_expands, normalize_cross_entropy, merge_reshapes, mark_differentiable,
 )
 
 
@@ -86,6 +83,9 @@ def _clean_op(op: Op, edit: Edit) -> Iterable[Op] | None:
         return _broadcast(op, edit)
     if target == "aten.copy.default":
         return _copy(op, edit)
+    if target == "aten.native_dropout.default" and (op.args[2] is False or op.args[1] == 0.0):
+        edit.replace(op.outputs[0], op.args[0].name)
+        return ()
     same = _unchanged(op, edit)
     if same is not None:
         edit.replace(op.outputs[0], same.name)
@@ -101,6 +101,10 @@ def _clean_op(op: Op, edit: Edit) -> Iterable[Op] | None:
         op = replace(op, target="aten.reshape.default", args=(op.args[0], out.shape))
     elif target == "aten.slice.Tensor":
         op = replace(op, args=_slice_bounds(op, edit), kwargs=())
+    elif target == "aten.slice_scatter.default":
+        op = replace(op, args=(*op.args[:2], *_slice_bounds(op, edit)[1:]), kwargs=())
+    elif target == "aten.native_dropout.default":
+        op = replace(op, target="aten.dropout.default", args=(*op.args[:2], True), outputs=op.outputs[:1])
     elif target == "aten.cat.default":
         op = replace(op, args=(_full_parts(op, edit), *op.args[1:]))
     return (op,)
@@ -160,9 +164,10 @@ def _full_parts(op: Op, edit: Edit) -> tuple[Ref, ...]:
 
 
 def _slice_bounds(op: Op, edit: Edit) -> tuple[Any, ...]:
-    """(x, dim, start, end, step) with 0 <= start <= end <= size."""
-    given: tuple[Any, ...] = (*op.args, *(None,) * (5 - len(op.args)))
-    x, dim, start, end, step = given
+    """(x, dim, start, end, step) with 0 <= start <= end <= size, of a slice or slice_scatter."""
+    x, literals = op.args[0], [arg for arg in op.args if not isinstance(arg, Ref)]
+    literals += [dict(op.kwargs).get(key) for key in ("dim", "start", "end", "step")[len(literals):]]
+    dim, start, end, step = literals
     size = edit.shape(x)[dim or 0]
     first, last = (min(size, max(0, at + size if at < 0 else at)) for at in (start or 0, size if end is None else end))
     return (x, dim or 0, first, max(first, last), step or 1)
@@ -201,14 +206,3 @@ def _dim_positions(target: str) -> tuple[int, ...]:
         return ()
     arguments = getattr(packet, overload)._schema.arguments
     return tuple(i for i, a in enumerate(arguments) if a.name in DIM_ARGUMENTS and "int" in str(a.type))
-
-
-def _merge_op(op: Op, edit: Edit) -> Iterable[Op] | None:
-    if op.target != "aten.reshape.default":
-        return None
-    before = edit.made_by(op.args[0], "aten.reshape.default")
-    origin = before.args[0] if before else op.args[0]
-    if edit.shape(origin) == edit.values[op.outputs[0]].shape:
-        edit.replace(op.outputs[0], origin.name)
-        return ()
-    return (replace(op, args=(origin, op.args[1])),) if before else None

@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 
+from meshwright.compiler.movement import ATTENTION, RESHAPE
 from meshwright.compiler.rewrite import Edit, eliminate_dead_code, rewrite
 from meshwright.graph import Graph, Op, Ref
-
-RESHAPE = "aten.reshape.default"
-ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 def arguments(op: Op, *defaults: Any) -> tuple[Any, ...]:
