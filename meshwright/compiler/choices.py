@@ -57,7 +57,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     timed = Mesh((*scope.mesh.axes, TIME), (*scope.mesh.sizes, scope.microbatches))
     for combination in itertools.product(*per_axis):
         assignment = {axis: factor for axis, factor in zip(scope.mesh.axes, combination, strict=True) if factor is not None}
-        if _legal(op, rule, {**assignment, **({TIME: time} if time else {})}, timed, scope):
+        if _legal(rule, {**assignment, **({TIME: time} if time else {})}, timed):
             found.append(assignment)
     found = _forced(found, kinds["batch"], scope, "dp") if on_gradient else found
     if weights:
@@ -67,11 +67,10 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     return _pinned_tensors(op, rule, found, scope)
 
 
-def _legal(op: Op, rule: OpRule, assignment: Mapping[str, str], mesh: Mesh, scope: Scope) -> bool:
-    """Whether an assignment can run: evenly, or with a shorter last piece.
+def _legal(rule: OpRule, assignment: Mapping[str, str], mesh: Mesh) -> bool:
+    """Whether an assignment can run: evenly, or with a shorter last piece where one axis alone splits the factor.
 
-    Pieces may differ only where one axis alone splits the factor and every dim that carries it has exactly its units, so that
-    all these dims are cut at the same places; the micro-batch axis splits evenly.
+    Micro-batches are always even.
     """
     if rule.legal(assignment, mesh):
         return True
@@ -79,15 +78,11 @@ def _legal(op: Op, rule: OpRule, assignment: Mapping[str, str], mesh: Mesh, scop
         return False
     split: dict[str, list[str]] = {}
     for axis, factor in assignment.items():
-        split.setdefault(factor, []).append(axis)
-    pairs = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
-    for factor, axes in split.items():
-        if factor.startswith("+") or rule.sizes[factor] % mesh.size(axes) == 0:
-            continue
-        lengths = {scope.graph.values[name].shape[dims.index(factor)] for name, dims in pairs if factor in dims}
-        if len(axes) > 1 or axes == [TIME] or lengths != {rule.sizes[factor]}:
-            return False
-    return True
+        if not factor.startswith("+"):
+            split.setdefault(factor, []).append(axis)
+    return all(
+        rule.sizes[factor] % mesh.size(axes) == 0 or (len(axes) == 1 and axes != [TIME]) for factor, axes in split.items()
+    )
 
 
 def _factor_kinds(op: Op, rule: OpRule, scope: Scope) -> dict[str, set[str]]:

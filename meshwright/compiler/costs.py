@@ -156,6 +156,8 @@ class Costs:
             return vector
         if set(variant.data_axes) & set(need.split_axes):
             return None
+        if variant.zero and any(size % self.mesh.size(axes) for size, axes in zip(value.shape, need.dims, strict=True)):
+            return None  # FSDP2 splits what every rank has the same length of
         master, gathered, count = numel * _CAST_BYTES, numel * self.itemsize, self.microbatches
         own = tuple(axis for axis in need.varying if axis not in variant.data_axes)
         vector[SEND_BACK] += count * sum(self.collective("all_reduce", (axis,), master) for axis in sorted(own))

@@ -76,7 +76,7 @@ class _Lowering:
         for index, op in enumerate(self.graph.ops):
             self._op(op, self._draft(index, op))
         outputs = self._outputs()
-        mutations = tuple((old, self._mutation(new)) for old, new in self.graph.mutations)
+        mutations = tuple((old, self._mutation(old, new)) for old, new in self.graph.mutations)
         drafts = [draft for draft in (self.prologue, *self.drafts) if draft.ops]
         segments = tuple(self._segment(draft, drafts, outputs, mutations) for draft in drafts)
         used = {name for segment in segments for name in segment.graph.inputs} | {port.name for port in outputs}
@@ -315,10 +315,10 @@ class _Lowering:
             self.drafts.append(_Draft(ROOT))
         return self.drafts[-1]
 
-    def _mutation(self, new: str) -> str:
-        whole = Sharding.whole(len(self.graph.values[new].shape))
+    def _mutation(self, old: str, new: str) -> str:
+        """A buffer's new value, placed as the buffer is."""
         draft = self.prologue if self.home[new] is self.prologue else self._last()
-        return self._form(new, whole, draft)
+        return self._form(new, self.stored[old].tensor, draft)
 
     def _segment(
         self, draft: _Draft, drafts: list[_Draft], outputs: tuple[Port, ...], mutations: tuple[tuple[str, str], ...]

@@ -43,7 +43,7 @@ def generate(
         except KeyError as error:
             raise GraphError(f"{op} reads %{error.args[0]}, which the segment does not define") from None
         node = code.call_function(function, args, kwargs)
-        if len(op.outputs) == 1:
+        if not _returns_many(op):
             nodes[op.outputs[0]] = node
         else:
             for index, name in enumerate(op.outputs):
@@ -52,6 +52,16 @@ def generate(
     code.eliminate_dead_code()
     forward: Callable[..., tuple[Any, ...]] = fx.GraphModule(torch.nn.Module(), code).forward
     return forward
+
+
+def _returns_many(op: Op) -> bool:
+    """Whether the function returns a tuple or list of results, perhaps of one."""
+    if len(op.outputs) != 1:
+        return True
+    if op.target in OPS:
+        return op.target == "mw.gather_linear"
+    returns = _overload(op)._schema.returns
+    return len(returns) > 1 or isinstance(returns[0].type, torch.ListType)
 
 
 def _call(op: Op, groups: Groups, training: bool, params: set[str]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
