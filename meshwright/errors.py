@@ -23,3 +23,15 @@ class CaptureError(MeshwrightError):
 
 class InputError(MeshwrightError, TypeError):
     """A call whose arguments do not fit: the forward's signature, or the inputs that the plan was made for."""
+
+
+class VerifyError(MeshwrightError):
+    """A lowered program that would not compute what the graph says. ``node``: the operator (or port) at fault; ``module``: the
+    path of the module it comes from ("" for the root); ``expected`` and ``found``: what should be and what is."""
+
+    def __init__(self, node: str, module: str, expected: str, found: str) -> None:
+        super().__init__(
+            f"{module or 'the model'}: {node}: expected {expected}, found {found}. The program was not run; this is an error "
+            "of the plan or of a pass, please report it with the plan"
+        )
+        self.node, self.module, self.expected, self.found = node, module, expected, found

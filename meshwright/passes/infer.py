@@ -1,0 +1,189 @@
+"""What the operands' shardings say about an operator: which factor each axis splits, without asking the plan.
+
+For one axis, with the kinds of the operands (a dim it splits, "+", "~", or "" for invariant):
+
+    some operand is split      its factor is split: every operand with that factor likewise, the others "~" if a gradient flows
+                               into them (each rank reads them on other data, so their gradients are terms of a sum)
+    some operand is pending    the pending ones are exactly one linear group; the others as above
+    otherwise                  the axis is idle, or it splits a factor that only the results have (expand, arange): the
+                               result's local shape says which, and several answers are possible
+
+``~`` where nothing is split is wrong: the gradient would be whole on every rank and be summed nevertheless.
+
+Micro-batches are one more axis, ``plan.TIME``, always the innermost of a dim: what all of them share needs no mark, since
+gradients accumulate. A piece in time also has a *frame*: the axes that split the dim when it was cut. Row i of a micro-batch
+is the same row of the batch for two values only if their frames agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.mesh import Mesh
+from meshwright.plan import TIME
+from meshwright.rule import Assignment, OpRule, place
+from meshwright.sharding import Sharding, format_sharding, piece
+
+Kind = int | str
+Lengths = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+"""(global shape, local shape) of every result."""
+
+
+class MismatchError(Exception):
+    """What is cannot be: ``expected`` and ``found`` in words."""
+
+    def __init__(self, expected: str, found: str) -> None:
+        super().__init__(f"expected {expected}, found {found}")
+        self.expected, self.found = expected, found
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a value lives: over the devices, and over the micro-batches (``time``: the dim they cut, "+" a sum over them, "" the
+    same in all). ``frame``: the axes that split that dim when it was cut; None if it does not matter."""
+
+    sharding: Sharding
+    time: Kind = ""
+    frame: tuple[str, ...] | None = None
+
+    def kind(self, axis: str) -> Kind:
+        """What one axis does to the value, TIME included."""
+        return self.time if axis == TIME else self.sharding.kind(axis)
+
+    def __str__(self) -> str:
+        when = {"": "", "+": ", a sum over micro-batches"}.get(str(self.time), f", dim {self.time} cut into micro-batches")
+        return format_sharding(self.sharding) + when
+
+
+@dataclass(frozen=True)
+class Site:
+    """One rank of a mesh (axes of one rank left out; with TIME last if there are micro-batches)."""
+
+    mesh: Mesh
+    coordinates: Mapping[str, int]
+
+
+def assignments(
+    rule: OpRule, forms: Sequence[Form], differentiable: Sequence[bool], results: Lengths, site: Site, axes: Sequence[str]
+) -> Iterator[dict[str, str]]:
+    """Every assignment that fits the operands and the results. MismatchError if an axis fits none.
+
+    ``axes``: those that may do something here.
+    """
+    fixed: dict[str, str] = {}
+    idle: list[str] = []
+    for axis in axes:
+        factor = _of_operands(rule, [form.kind(axis) for form in forms], differentiable, axis)
+        if factor is None:
+            idle.append(axis)
+        else:
+            fixed[axis] = factor
+    read = {factor for dims in rule.operands for factor in dims}
+    created = [f for f in rule.splittable if f not in read]
+    reads = [form for form, takes in zip(forms, differentiable, strict=True) if takes]
+    must = {axis for axis in idle for form in reads if form.kind(axis) == "~"}
+    ways = [_lengthwise(rule, factor, results, idle, site) for factor in created]
+    for way in itertools.product(*ways):
+        used = [axis for part in way for axis in part]
+        if len(set(used)) == len(used) and must <= set(used):
+            yield {**fixed, **{axis: factor for factor, part in zip(created, way, strict=True) for axis in part}}
+    if must and not created:
+        axis = min(must)
+        raise MismatchError(f"nothing read differently over {axis!r} (~{axis}), which splits nothing here", _shown(forms))
+
+
+def _of_operands(rule: OpRule, kinds: Sequence[Kind], differentiable: Sequence[bool], axis: str) -> str | None:
+    """The factor (or linear group) of one axis; None if no operand is split or pending over it."""
+    split = {rule.operands[i][kind]: i for i, kind in enumerate(kinds) if isinstance(kind, int)}
+    pending = frozenset(i for i, kind in enumerate(kinds) if kind == "+")
+    wanted: list[int | None] = [None] * len(kinds)
+    if split:
+        factor, first = next(iter(split.items()))
+        others = [i for i in split.values() if i != first]
+        if others or factor is None or factor in rule.whole or (axis == TIME and factor in rule.internal):
+            i = others[0] if others else first
+            raise MismatchError(f"operand {i} not split over {axis!r} along dim {kinds[i]} (rule {rule})",
+                                "it is" + f", and operand {first} along dim {kinds[first]}" * bool(others))
+        wanted = [dims.index(factor) if factor in dims else None for dims in rule.operands]
+        what = factor
+    elif pending:
+        group = next((g for g, members in enumerate(rule.linear) if members == pending), None)
+        if group is None:
+            raise MismatchError(f"no pending sum over {axis!r}, in which the operator is not linear (rule {rule})",
+                                f"+{axis} in operand {', '.join(map(str, sorted(pending)))}")
+        what = f"+{group}"
+    else:
+        return None
+    for i, (kind, dim) in enumerate(zip(kinds, wanted, strict=True)):
+        if dim is not None and kind != dim:
+            raise MismatchError(f"operand {i} split over {axis!r} along dim {dim} like the others", _named(kind, axis))
+        if dim is None and i not in (pending if not split else ()):
+            _read_differently(i, kind, differentiable[i], axis)
+    return what
+
+
+def _read_differently(position: int, kind: Kind, differentiable: bool, axis: str) -> None:
+    """An operand that every rank of the axis reads on other data."""
+    if kind == "+":
+        raise MismatchError(f"operand {position} complete over {axis!r}", f"a pending sum +{axis}")
+    if differentiable and axis != TIME and kind != "~":
+        want = f"operand {position} read differently over {axis!r} (~{axis}), so that its gradient is summed"
+        raise MismatchError(want, _named(kind, axis))
+
+
+def _lengthwise(
+    rule: OpRule, factor: str, results: Lengths, idle: Sequence[str], site: Site
+) -> list[tuple[str, ...]]:
+    """The sets of idle axes, in mesh order, whose split of a created factor gives the local lengths."""
+    places = [(whole[dims.index(factor)], local[dims.index(factor)])
+              for dims, (whole, local) in zip(rule.results, results, strict=True) if factor in dims]
+    found = []
+    for count in range(len(idle) + 1):
+        for axes in itertools.combinations(idle, count):
+            if all(piece(whole, site.mesh, axes, site.coordinates)[1] == local for whole, local in places):
+                found.append(axes)
+    return found
+
+
+def outcome(
+    rule: OpRule, assignment: Assignment, forms: Sequence[Form], differentiable: Sequence[bool], mesh: Mesh
+) -> list[Form]:
+    """The results' forms under an assignment, after a last look that the operands are as ``rule.place`` wants them."""
+    if not rule.legal(assignment, mesh, even=False):
+        found = ", ".join(f"{axis}: {factor}" for axis, factor in assignment.items())
+        raise MismatchError(f"a split that the rule allows ({rule})", found)
+    placed = place(rule, assignment, mesh, differentiable)
+    for i, (form, need) in enumerate(zip(forms, placed.operands, strict=True)):
+        want = without(need, (TIME,))
+        have = form.sharding if differentiable[i] else form.sharding.at_rest()
+        if have != want:
+            raise MismatchError(f"operand {i} {format_sharding(want)}", format_sharding(have))
+    frames = {form.frame for form in forms if isinstance(form.time, int) and form.frame is not None}
+    if len(frames) > 1:
+        rows = " and ".join(f"over {axes}" if axes else "whole" for axes in sorted(frames))
+        raise MismatchError("operands that hold the same rows of a micro-batch", f"micro-batches cut while the dim was {rows}")
+    frame = next(iter(frames), None)
+    times = [sharding.kind(TIME) for sharding in placed.results]
+    return [
+        Form(without(sharding, (TIME,)), time, frame if isinstance(time, int) else None)
+        for sharding, time in zip(placed.results, times, strict=True)
+    ]
+
+
+def without(sharding: Sharding, axes: Sequence[str]) -> Sharding:
+    """The sharding with some axes left out."""
+    if not axes:
+        return sharding
+    dims = tuple(tuple(axis for axis in dim if axis not in axes) for dim in sharding.dims)
+    return Sharding(dims, sharding.partial.difference(axes), sharding.varying.difference(axes))
+
+
+def _named(kind: Kind, axis: str) -> str:
+    words = {"+": f"a pending sum +{axis}", "~": f"~{axis}", "": f"the same on every rank of {axis!r} (invariant)"}
+    return words[kind] if isinstance(kind, str) else f"dim {kind} split over {axis!r}"
+
+
+def _shown(forms: Sequence[Form]) -> str:
+    return ", ".join(map(str, forms))

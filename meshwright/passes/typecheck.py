@@ -1,0 +1,306 @@
+"""The gradient types of a rank's program, checked by ``spmd_types``: a second opinion that shares no code with ``verify``.
+
+Every value has one of four types over each axis, named by value and gradient: I invariant (gradient complete), R replicated
+(gradient a pending sum), V varying (each rank its own), P a pending sum. ``spmd_types`` infers them through the operators,
+which run here on meta tensors of the local shapes, so that wrong literals show too:
+
+    enters    what is split V; a parameter R over the axes FSDP2 sums its gradient over, else I; what takes no gradient R
+    mw.*      the type-only collectives of ``spmd_types.rules``; a V becomes P just before it is reduced
+    leaves    split outputs V, the others not; what a gradient starts from I, the loss first of all
+
+It sees a missing reduction of a gradient or of a value that is then used as if complete, whatever dims are split; not a dim
+mistaken for another, nor a pending sum used as a split (both are V here): that is ``verify``'s part.
+
+The axes are ``MeshAxis`` descriptions of ranks, so no process group is made or needed, and one that exists is left alone. While
+it runs, ``spmd_types`` hooks ``torch.autograd.Function`` process-wide: check before other threads use autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import spmd_types
+import spmd_types.checker
+import torch
+from spmd_types.types import SpmdTypeError
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from meshwright.errors import VerifyError
+from meshwright.graph import Op, Ref, Value, map_refs
+from meshwright.program import SEED, Program, Segment
+from meshwright.sharding import Sharding, format_sharding
+
+spmd: Any = spmd_types
+"""Its names are re-exports that a type checker does not see."""
+
+Types = dict[Any, Any]
+"""{MeshAxis: R, I, V or P}."""
+
+
+def typecheck(program: Program) -> None:
+    """Raise VerifyError unless the gradient types of this rank's program are right. Needs no processes."""
+    mesh, strides = program.mesh, program.mesh.strides()
+    axes = {axis: spmd.MeshAxis.of(mesh.size(axis), strides[axis]) for axis in mesh.axes if mesh.size(axis) > 1}
+    if not axes:
+        return
+    with torch.enable_grad(), spmd.set_current_mesh(axes), spmd.checker.typecheck("strict", local=True):
+        _Checker(program, axes).run()
+
+
+@dataclass
+class _Checker:
+    """The walk: a typed meta tensor for every local value so far."""
+
+    program: Program
+    axes: Mapping[str, Any]
+    env: dict[str, Tensor] = field(default_factory=dict)
+    seen: dict[Any, tuple[tuple[Types, bool], ...]] = field(default_factory=dict)
+    """What segments that were checked make of what they read: equal blocks are checked once."""
+
+    def run(self) -> None:
+        self.cuts = dict(self.program.cuts)
+        self._enter()
+        for segment in self.program.segments:
+            self._segment(segment)
+        self._leave()
+
+    # what enters and leaves
+
+    def _enter(self) -> None:
+        local = {name: value for segment in self.program.segments for name, value in segment.graph.values.items()}
+        self.env[SEED] = self._typed(Value(SEED, (), torch.int64), self._types(Sharding.whole(0), spmd.R))
+        for port in self.program.inputs:
+            value = Value(port.name, self._local_shape(port.sharding, port.shape), port.dtype)
+            self.env[port.name] = self._typed(value, self._types(port.sharding, spmd.R))
+        for item in self.program.stored:
+            if item.value not in local:
+                continue
+            value = local[item.value]
+            types = self._types(item.tensor, spmd.I if value.differentiable else spmd.R)
+            types |= {self.axes[axis]: spmd.R for axis in item.data_axes if axis in self.axes}
+            self.env[item.value] = self._typed(value, types)
+
+    def _local_shape(self, sharding: Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
+        mesh = self.program.mesh
+        return sharding.local_shape(shape, mesh, mesh.coordinates(self.program.rank))
+
+    def _types(self, sharding: Sharding, otherwise: Any) -> Types:
+        return {at: spmd.V if axis in sharding.split_axes else otherwise for axis, at in self.axes.items()}
+
+    def _typed(self, value: Value, types: Types) -> Tensor:
+        """A meta tensor of a local value."""
+        tensor = torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.differentiable)
+        return _stamp(tensor, types)
+
+    def _leave(self) -> None:
+        for port in self.program.outputs:
+            self._leaves(port.name, f"output %{port.name}", port.sharding)
+        for old, new in self.program.mutations:
+            placed = next(item.tensor for item in self.program.stored if item.value == old)
+            self._leaves(new, f"the new value of buffer %{old}", placed)
+
+    def _leaves(self, name: str, node: str, sharding: Sharding) -> None:
+        tensor = self.env[name]
+        found = spmd.get_local_type(tensor)
+        for axis, at in self.axes.items():
+            allowed = (spmd.V,) if axis in sharding.split_axes else (spmd.I,) if tensor.requires_grad else (spmd.I, spmd.R)
+            if found.get(at) not in allowed:
+                loss = " (the loss)" if name == self.program.loss else ""
+                raise VerifyError(
+                    f"{node}{loss}, {format_sharding(sharding)}", self._maker(name),
+                    f"type {' or '.join(str(t.value) for t in allowed)} over {axis!r}", f"type {self._shown(tensor)}",
+                )
+
+    def _maker(self, name: str) -> str:
+        """The module of the op that makes an environment value."""
+        made = [op for segment in self.program.segments for op in segment.graph.ops if name in op.outputs]
+        return made[0].module if made else ""
+
+    # segments
+
+    def _segment(self, segment: Segment) -> None:
+        inside: dict[str, Tensor] = {}
+        for name in (*segment.graph.inputs, *(param.value for param in segment.graph.params)):
+            if name not in self.env:
+                raise VerifyError(f"segment {segment.path!r}", segment.path, f"%{name} of an earlier segment", "nothing")
+            inside[name] = self.env[name]
+            if name in self.cuts and not segment.prologue:
+                inside[name] = self._typed(segment.graph.values[name], spmd.get_local_type(self.env[name]))
+        key = _structure(segment, inside)
+        types = self.seen.get(key)
+        if types is None:
+            for op in segment.graph.ops:
+                self._op(op, inside, segment)
+            types = tuple((spmd.get_local_type(inside[n]), inside[n].requires_grad) for n in segment.graph.outputs)
+            self.seen[key] = types
+        for name, (found, grad) in zip(segment.graph.outputs, types, strict=True):
+            self.env[name] = self._typed(replace(segment.graph.values[name], differentiable=grad), found)
+
+    def _op(self, op: Op, inside: dict[str, Tensor], segment: Segment) -> None:
+        module = op.module or _reader(op, segment) or segment.path
+        try:
+            results = self._run(op, inside, segment)
+        except SpmdTypeError as error:
+            found = ", ".join(f"%{name}: {self._shown(inside[name])}" for name in dict.fromkeys(op.inputs))
+            want = "operands whose types go together"
+            raise VerifyError(str(op), module, want, f"{found} ({self._named(error)})") from error
+        for name, tensor in zip(op.outputs, results, strict=False):
+            shape = segment.graph.values[name].shape
+            cut = segment.prologue and name in self.cuts  # declared as the piece that a micro-batch reads
+            if tuple(tensor.shape) != shape and not cut:
+                raise VerifyError(str(op), module, f"a result of local shape {list(shape)}", f"{list(tensor.shape)}")
+            inside[name] = tensor
+
+    def _run(self, op: Op, inside: Mapping[str, Tensor], segment: Segment) -> tuple[Tensor, ...]:
+        """An operator on typed meta tensors."""
+        if op.target in COLLECTIVES:
+            return (self._collective(op, inside[op.inputs[0]], segment.graph.values[op.outputs[0]]),)
+        if op.target == "mw.gather_linear":
+            return self._gather_linear(op, inside, segment)
+        declared = tuple(segment.graph.values[name] for name in op.outputs)
+        if op.target.startswith("mw."):
+            return self._opaque(op, inside, declared)
+        args = [_listed(map_refs(arg, lambda ref: inside[ref.name])) for arg in op.args]
+        kwargs = {key: _listed(map_refs(arg, lambda ref: inside[ref.name])) for key, arg in op.kwargs}
+        overload = _overload(op.target)
+        if not op.inputs and any(argument.name == "device" for argument in overload._schema.arguments):
+            kwargs["device"] = torch.device("meta")
+        try:
+            result = overload(*args, **kwargs)
+        except NotImplementedError:
+            return self._opaque(op, inside, declared)  # an operator without a meta kernel: its declared shape is believed
+        except SpmdTypeError:
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            module = op.module or segment.path
+            raise VerifyError(str(op), module, "a call that fits its local operands", str(error).splitlines()[0]) from error
+        results = tuple(result) if isinstance(result, tuple | list) else (result,)
+        return results if op.inputs else tuple(self._replicated(tensor) for tensor in results)
+
+    def _replicated(self, tensor: Tensor) -> Tensor:
+        """What an operator without operands makes."""
+        return _stamp(tensor, self._types(Sharding.whole(tensor.ndim), spmd.R))
+
+    def _collective(self, op: Op, x: Tensor, declared: Value) -> Tensor:
+        axis = str(dict(op.kwargs).get("axis"))
+        types = spmd.get_local_type(x)
+        if axis in self.axes:
+            types = spmd.get_local_type(COLLECTIVES[op.target](x, self.axes[axis]))
+        return self._like(x, declared, types)
+
+    def _like(self, x: Tensor, declared: Value, types: Types) -> Tensor:
+        """A typed tensor of the declared shape through which gradients flow as through ``x``."""
+        tensor = torch.empty(declared.shape, dtype=declared.dtype, device="meta", requires_grad=x.requires_grad)
+        return _stamp(tensor, types)
+
+    def _gather_linear(self, op: Op, inside: Mapping[str, Tensor], segment: Segment) -> tuple[Tensor, ...]:
+        ref, weights, biases, dim = op.args
+        x, kwargs = inside[ref.name], dict(op.kwargs)
+        shape = list(x.shape)
+        shape[dim] = kwargs["size"]
+        gathered = Op("gathered", "mw.gather_vary", (ref, dim), op.kwargs, ("gathered",))
+        whole = self._collective(gathered, x, Value("gathered", tuple(shape), x.dtype))
+        return tuple(
+            torch.ops.aten.linear.default(whole, inside[weight.name], None if bias is None else inside[bias.name])
+            for weight, bias in zip(weights, biases, strict=True)
+        )
+
+    def _opaque(self, op: Op, inside: Mapping[str, Tensor], declared: tuple[Value, ...]) -> tuple[Tensor, ...]:
+        """An operator known by its operands' types only; what it reduces inside comes out complete."""
+        tensors = [inside[name] for name in op.inputs]
+        if not tensors:
+            return tuple(self._replicated(torch.empty(value.shape, dtype=value.dtype, device="meta")) for value in declared)
+        results = _local_operator(declared, *tensors)
+        if op.target == "mw.batch_norm":  # the new statistics live as the old ones do
+            statistics = [inside[ref.name] for ref in op.args[3:5] if ref is not None]
+            pairs = zip(statistics, declared[1:], strict=False)
+            return results[0], *(self._like(x, value, spmd.get_local_type(x)) for x, value in pairs)
+        for axis in dict(op.kwargs).get("axes") or ():
+            if axis in self.axes:
+                results = tuple(
+                    self._like(x, value, spmd.get_local_type(COLLECTIVES["mw.all_reduce"](x, self.axes[axis])))
+                    for x, value in zip(results, declared, strict=True)
+                )
+        return results
+
+    def _shown(self, tensor: Tensor) -> str:
+        types = spmd.get_local_type(tensor)
+        return " ".join(f"{types[at].value}@{axis}" for axis, at in self.axes.items() if at in types) or "none"
+
+    def _named(self, error: SpmdTypeError) -> str:
+        """The first line of spmd_types' message, axes by name."""
+        text = str(error).splitlines()[0]
+        for axis, at in self.axes.items():
+            text = text.replace(repr(at), axis)
+        return text
+
+
+def _structure(segment: Segment, inside: Mapping[str, Tensor]) -> Any:
+    """A segment up to the names of its values, with the types of what it reads."""
+    names: dict[str, int] = {}
+
+    def number(name: str) -> int:
+        return names.setdefault(name, len(names))
+
+    def plain(arg: Any) -> Any:
+        if isinstance(arg, Ref):
+            return "%", number(arg.name)
+        return tuple(map(plain, arg)) if isinstance(arg, tuple | list) else repr(arg)
+
+    reads = tuple((number(n), tuple(t.shape), t.dtype, t.requires_grad, frozenset(spmd.get_local_type(t).items()))
+                  for n, t in inside.items())
+    ops = []
+    for op in segment.graph.ops:
+        opaque = op.target.startswith("mw.") and op.target not in COLLECTIVES and op.target != "mw.gather_linear"
+        args = tuple(("%", number(name)) for name in op.inputs) if opaque else plain(op.args)
+        values = tuple((number(n), segment.graph.values[n].shape, segment.graph.values[n].dtype) for n in op.outputs)
+        ops.append((op.target, args, tuple((key, plain(arg)) for key, arg in op.kwargs), values))
+    return segment.prologue, reads, tuple(ops), tuple(number(name) for name in segment.graph.outputs)
+
+
+def _reader(op: Op, segment: Segment) -> str:
+    """The module of the first reader of an op's results."""
+    return next((other.module for other in segment.graph.ops if set(op.outputs) & set(other.inputs) and other.module), "")
+
+
+def _stamp(tensor: Tensor, types: Types) -> Tensor:
+    spmd.assert_type(tensor, types)
+    return tensor
+
+
+def _local_operator(declared: tuple[Value, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Any operator on local tensors, to the checker; it infers the results' types from the operands' alone."""
+    if has_torch_function(tensors):
+        found: tuple[Tensor, ...] = handle_torch_function(_local_operator, tensors, declared, *tensors)
+        return found
+    grad = any(tensor.requires_grad for tensor in tensors)
+    return tuple(
+        torch.empty(v.shape, dtype=v.dtype, device="meta", requires_grad=grad and v.dtype.is_floating_point) for v in declared
+    )
+
+
+def _overload(target: str) -> Any:
+    namespace, packet, overload = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def _listed(arg: Any) -> Any:
+    return list(arg) if isinstance(arg, tuple) else arg
+
+
+COLLECTIVES: Mapping[str, Callable[[Tensor, Any], Any]] = {
+    "mw.slice": lambda x, axis: spmd.rules.convert(x, axis, src=spmd.I, dst=spmd.V),
+    "mw.vary": lambda x, axis: spmd.rules.convert(x, axis, src=spmd.I, dst=spmd.R),
+    "mw.unvary": lambda x, axis: spmd.rules.convert(x, axis, src=spmd.R, dst=spmd.I),
+    "mw.all_gather": lambda x, axis: spmd.rules.all_gather(x, axis, src=spmd.V, dst=spmd.I),
+    "mw.gather_vary": lambda x, axis: spmd.rules.all_gather(x, axis, src=spmd.V, dst=spmd.R),
+    "mw.reduce_scatter": lambda x, axis: spmd.rules.reduce_scatter(x, axis, src=spmd.V, dst=spmd.V),
+    "mw.all_reduce": lambda x, axis: spmd.rules.all_reduce(x, axis, src=spmd.V, dst=spmd.I),
+    "mw.all_to_all": lambda x, axis: spmd.rules.all_to_all(x, axis, src=spmd.V, dst=spmd.V),
+    "mw.identity": lambda x, axis: x,
+}
+"""The types around each collective; a pending sum is a V until here. Of what these return only the types are used: the V forms
+of ``all_gather`` and ``reduce_scatter`` stack ranks in a dim of their own."""

@@ -1,0 +1,416 @@
+"""The lowered program means what the graph means: every value's sharding re-derived on the program itself, without the plan.
+
+Walk the segments in order with an environment {local name: the graph value it is a form of, its sharding}.
+
+    enters      inputs as their ports say, parameters as stored (``~`` over the axes whose ranks FSDP2 sums the gradient of)
+    mw.*        collectives are functions on shardings, each legal on some only (``passes.transfers``)
+    others      the operator of the graph with that name: its rule and what its operands *are* say which factor each axis
+                splits (``passes.infer``), hence what the results are; local shapes and rewritten literals must agree
+    leaves      outputs as their ports say, the loss complete (a sum over the micro-batches), new buffers as the old
+
+The gradients need no walk of their own: they are the duals of these shardings (``Sharding.gradient``), and right if every
+operand of an operator has the mark that ``rule.place`` demands. That each autograd pair in turn does what its sharding says is
+checked by ``passes.typecheck`` with other means.
+
+Where the split of a created dim cannot be read off one rank's shapes (a piece of ``arange`` at offset 0), all ways that fit are
+carried along as *options* until a reader rules them out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.errors import VerifyError
+from meshwright.graph import Graph, Op, Ref, map_refs, refs
+from meshwright.mesh import Mesh
+from meshwright.passes.infer import Form, MismatchError, Site, assignments, outcome, without
+from meshwright.passes.transfers import TRANSFERS
+from meshwright.plan import TIME
+from meshwright.program import SEED, Port, Program, Segment, Stored
+from meshwright.rule import Local, OpRule, place
+from meshwright.sharding import Sharding, ShardingError, format_sharding
+
+Choices = frozenset[tuple[str, int]]
+"""(operator, which of its options) that a form depends on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A local value: the graph value it is a form of, and the forms it may have (one, unless a created split is open)."""
+
+    origin: str
+    options: tuple[tuple[Form, Choices], ...]
+
+
+def verify(program: Program, graph: Graph, rules: Mapping[str, OpRule]) -> None:
+    """Raise VerifyError unless this rank's program computes the graph, values and gradients.
+
+    ``graph``: the captured graph at the global batch; ``rules``: the rule of each of its operators by op name.
+    """
+    _Verifier(program, graph, rules).run()
+
+
+class _Verifier:
+    """The walk: what is known of every local value so far."""
+
+    def __init__(self, program: Program, graph: Graph, rules: Mapping[str, OpRule]) -> None:
+        self.program, self.graph, self.rules = program, graph, rules
+        mesh = program.mesh
+        self.dead = tuple(axis for axis in mesh.axes if mesh.size(axis) == 1)
+        self.axes = tuple(axis for axis in mesh.axes if mesh.size(axis) > 1)
+        names, sizes = self.axes, tuple(mesh.size(axis) for axis in self.axes)
+        self.count = program.microbatches
+        if self.count > 1:
+            names, sizes = (*names, TIME), (*sizes, self.count)
+        here = mesh.coordinates(program.rank)
+        self.site = Site(Mesh(names, sizes), {axis: here.get(axis, 0) for axis in names})
+        self.ops = {op.name: op for op in graph.ops}
+        self.env: dict[str, Known] = {}
+        self.cuts = dict(program.cuts)
+        self.uncut: set[str] = set()  # values of the prologue, which micro-batches share
+        self.excluded: set[Choices] = set()
+
+    def run(self) -> None:
+        self._enter()
+        for segment in self.program.segments:
+            self._segment(segment)
+        self._leave()
+
+    # what enters
+
+    def _enter(self) -> None:
+        names = [port.name for port in self.program.inputs]
+        if names != list(self.graph.inputs):
+            raise VerifyError("the inputs", "", f"{list(self.graph.inputs)}", f"{names}")
+        for port in self.program.inputs:
+            sharding = self._live(port.sharding, f"input {port.name!r}", "", port.shape, port.name)
+            if sharding.partial or sharding.varying:
+                raise VerifyError(f"input {port.name!r}", "", "a value without marks", format_sharding(sharding))
+            self.env[port.name] = Known(port.name, ((Form(sharding), frozenset()),))
+        self.uncut.update(names)
+        stored = {item.value: item for item in self.program.stored}
+        for param in self.graph.params:
+            if param.value not in stored:
+                raise VerifyError(f"parameter {param.fqn!r}", _owner(param.fqn), "a stored tensor", "none")
+            self._enter_stored(stored[param.value], param.trainable)
+
+    def _enter_stored(self, item: Stored, trainable: bool) -> None:
+        node, module = f"parameter {item.fqns[0]!r}", _owner(item.fqns[0])
+        sharding = self._live(item.tensor, node, module, item.shape, item.value)
+        data = tuple(axis for axis in item.data_axes if axis in self.axes)
+        if sharding.partial or sharding.varying or set(data) & set(sharding.split_axes):
+            raise VerifyError(node, module, "a placement without marks, apart from the data axes",
+                              f"{format_sharding(sharding)} with data axes {data}")
+        if not set(item.shard_axes) <= set(item.data_axes) or (item.data_axes and not (trainable and item.trainable)):
+            raise VerifyError(node, module, "shard axes among data axes, and those on trainable parameters only",
+                              f"shard axes {item.shard_axes}, data axes {item.data_axes}, trainable={item.trainable}")
+        if self.graph.values[item.value].differentiable:
+            sharding = replace(sharding, varying=frozenset(data))
+        self.env[item.value] = Known(item.value, ((Form(sharding), frozenset()),))
+
+    def _live(self, sharding: Sharding, node: str, module: str, shape: tuple[int, ...], origin: str) -> Sharding:
+        """A declared sharding without the axes of one rank, its shape checked against the graph's."""
+        try:
+            sharding.validate(shape, self.program.mesh)
+        except ShardingError as error:
+            raise VerifyError(node, module, "a sharding of its value", str(error)) from None
+        if shape != self.graph.values[origin].shape:
+            raise VerifyError(node, module, f"the shape {self.graph.values[origin].shape}", f"{shape}")
+        return without(sharding, self.dead)
+
+    # segments
+
+    def _segment(self, segment: Segment) -> None:
+        module = segment.path
+        inside: dict[str, Known] = {}
+        for name in (*segment.graph.inputs, *(param.value for param in segment.graph.params)):
+            if name == SEED:
+                continue
+            if name not in self.env:
+                raise VerifyError(f"segment {module!r}", module, f"%{name} computed by an earlier segment", "no such value")
+            known = self.env[name]
+            if not segment.prologue and name in self.cuts and name in self.uncut:
+                known = self._cut(name, known)
+            inside[name] = self._shaped(known, segment.graph.values[name].shape, f"%{name}", self._module(known.origin, module))
+        for op in segment.graph.ops:
+            found = self._op(op, inside, segment)
+            for name, known in zip(op.outputs, found, strict=True):
+                node, at = str(op), self._op_module(op, segment)
+                # of a value that will be cut, the program declares the piece that a micro-batch reads
+                piece = segment.prologue and name in self.cuts
+                fits = self._shaped(self._cut(name, known) if piece else known, segment.graph.values[name].shape, node, at)
+                inside[name] = known if piece else fits
+                if segment.prologue and self.graph.values[known.origin].differentiable:
+                    raise VerifyError(node, at, "no gradient in the prologue", f"%{name} takes one")
+        for name in segment.graph.outputs:
+            self.env[name] = inside[name]
+            if segment.prologue:
+                self.uncut.add(name)
+
+    def _cut(self, name: str, known: Known) -> Known:
+        """The piece that one micro-batch reads of a prologue value."""
+        dim = self.cuts[name]
+        forms = tuple((replace(f, time=dim, frame=f.sharding.dims[dim]), choices) for f, choices in self._alive(known))
+        return Known(known.origin, forms)
+
+    def _shaped(self, known: Known, shape: tuple[int, ...], node: str, module: str) -> Known:
+        """Only the options with this local shape."""
+        whole = self.graph.values[known.origin].shape
+
+        def check(form: Form) -> Form:
+            want = self._local(form, whole)
+            if want != shape:
+                raise MismatchError(f"the local shape {list(want)} of {form} of {list(whole)}", f"{list(shape)}")
+            return form
+
+        return self._map(known, check, node, module)
+
+    def _local(self, form: Form, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Local shape of a form, of one micro-batch if it is cut."""
+        if isinstance(form.time, int):
+            if whole[form.time] % self.count:
+                raise MismatchError(f"a dim that {self.count} micro-batches divide", f"dim {form.time} of {list(whole)}")
+            whole = (*whole[: form.time], whole[form.time] // self.count, *whole[form.time + 1 :])
+        return form.sharding.local_shape(whole, self.site.mesh, self.site.coordinates)
+
+    # options
+
+    def _alive(self, known: Known) -> list[tuple[Form, Choices]]:
+        return [(form, choices) for form, choices in known.options if not any(bad <= choices for bad in self.excluded)]
+
+    def _map(self, known: Known, function: Callable[[Form], Form], node: str, module: str) -> Known:
+        """The value after a function of its form; options on which it raises MismatchError are excluded for good."""
+        found: list[tuple[Form, Choices]] = []
+        failure: MismatchError | None = None
+        for form, choices in self._alive(known):
+            try:
+                found.append((function(form), choices))
+            except MismatchError as error:
+                failure = failure or error
+                self.excluded.add(choices)
+        if not found:
+            raise _fails(failure, node, module)
+        return Known(known.origin, tuple(found))
+
+    # operators
+
+    def _op(self, op: Op, inside: Mapping[str, Known], segment: Segment) -> list[Known]:
+        module = self._op_module(op, segment)
+        if op.target in TRANSFERS:
+            return [self._transfer(op, inside[op.inputs[0]], segment, module)]
+        if op.target == "mw.gather_linear":
+            return self._gather_linear(op, inside, segment, module)
+        origin = self.ops.get(op.name)
+        if origin is None or origin.outputs != op.outputs:
+            raise VerifyError(str(op), module, "an operator of the graph or a collective", "neither")
+        names = [name for name in op.inputs if name != SEED]
+        return self._apply(op, origin, names, inside, segment, module)
+
+    def _transfer(self, op: Op, known: Known, segment: Segment, module: str) -> Known:
+        """A collective, with the sizes it names."""
+        transfer, kwargs = TRANSFERS[op.target], dict(op.kwargs)
+        axis = kwargs.get("axis")
+        if axis in self.dead or op.target == "mw.identity":
+            return known
+        if axis not in self.axes:
+            raise VerifyError(str(op), module, f"an axis of mesh {self.program.mesh}", f"{axis!r}")
+        before = segment.graph.values[op.inputs[0]].shape
+        after = segment.graph.values[op.outputs[0]].shape
+        dims = tuple(dim for dim in op.args[1:] if isinstance(dim, int))
+        if any(not 0 <= dim < len(before) for dim in dims):
+            raise VerifyError(str(op), module, f"a dim of {list(before)}", f"{dims}")
+        shown = f"{op} of {', '.join(str(form) for form, _ in self._alive(known))}"
+        found = self._map(known, lambda form: replace(form, sharding=transfer(form.sharding, str(axis), *dims)), shown, module)
+        lengths = {"mw.slice": before, "mw.reduce_scatter": before, "mw.all_gather": after, "mw.gather_vary": after,
+                   "mw.all_to_all": after}
+        wanted = {"size": lengths[op.target][dims[0]]} if op.target in lengths else {}
+        if op.target == "mw.all_to_all":
+            wanted["to_size"] = before[dims[1]]
+        for key, size in wanted.items():
+            if kwargs.get(key) != size:
+                raise VerifyError(str(op), module, f"{key}={size}", f"{key}={kwargs.get(key)}")
+        return found
+
+    def _gather_linear(self, op: Op, inside: Mapping[str, Known], segment: Segment, module: str) -> list[Known]:
+        """``gather_vary`` and the linears that read its result, in one."""
+        x, weights, biases, dim = op.args
+        whole, kwargs = f"{x.name} gathered", dict(op.kwargs)
+        shape = list(segment.graph.values[x.name].shape)
+        shape[dim] = kwargs["size"]
+        gather = TRANSFERS["mw.gather_vary"]
+        axis, node = kwargs["axis"], str(op)
+        form = self._map(inside[x.name], lambda f: replace(f, sharding=gather(f.sharding, axis, dim)), node, module)
+        env = {**inside, whole: self._shaped(form, tuple(shape), node, module)}
+        found = []
+        for output, weight, bias in zip(op.outputs, weights, biases, strict=True):
+            origin = self.graph.ops[self.graph.producers[output]] if output in self.graph.producers else None
+            if origin is None or origin.target != "aten.linear.default":
+                raise VerifyError(str(op), module, "outputs of linears of the graph", f"%{output}")
+            args = (Ref(whole), weight) if bias is None else (Ref(whole), weight, bias)
+            linear = replace(origin, args=args, kwargs=())
+            found += self._apply(linear, origin, list(linear.inputs), env, segment, origin.module or module)
+        return found
+
+    def _apply(
+        self, op: Op, origin: Op, names: list[str], inside: Mapping[str, Known], segment: Segment, module: str
+    ) -> list[Known]:
+        """An operator of the graph on these local operands."""
+        operands = [inside[name] for name in names]
+        if [known.origin for known in operands] != list(origin.inputs):
+            raise VerifyError(str(op), module, f"forms of {', '.join(origin.inputs)}", ", ".join(k.origin for k in operands))
+        local = [segment.graph.values[name].shape for name in op.outputs]
+        found: list[tuple[list[Form], Choices]] = []
+        failure: MismatchError | None = None
+        for combination in itertools.product(*map(self._alive, operands)):
+            choices = frozenset[tuple[str, int]]().union(*(c for _, c in combination))
+            if len(dict(choices)) < len(choices) or any(bad <= choices for bad in self.excluded):
+                continue  # two answers to one question, or one that was ruled out
+            forms = [form for form, _ in combination]
+            try:
+                ways = self._ways(op, origin, names, forms, local, segment)
+            except MismatchError as error:
+                failure = failure or error
+                self.excluded.add(choices)
+                continue
+            found += [(way, choices | {(op.name, len(found) + i)} if len(ways) > 1 else choices) for i, way in enumerate(ways)]
+        if not found:
+            raise _fails(failure, str(op), module)
+        return [
+            Known(name, tuple((way[i], choices) for way, choices in found)) for i, name in enumerate(op.outputs)
+        ]
+
+    def _ways(
+        self, op: Op, origin: Op, names: list[str], forms: list[Form], local: list[tuple[int, ...]], segment: Segment
+    ) -> list[list[Form]]:
+        """The results' forms under every assignment that fits; MismatchError if none does."""
+        rule = self.rules[origin.name]
+        differentiable = [self.graph.values[name].differentiable for name in origin.inputs]
+        shapes = [(self.graph.values[name].shape, shape) for name, shape in zip(op.outputs, local, strict=True)]
+        axes = self.axes if segment.prologue or self.count == 1 else self.site.mesh.axes
+        found: list[list[Form]] = []
+        failure: MismatchError | None = None
+        for assignment in assignments(rule, forms, differentiable, shapes, self.site, axes):
+            try:
+                way = outcome(rule, assignment, forms, differentiable, self.site.mesh)
+                self._same_call(op, origin, names, rule, assignment)
+                if way not in found:
+                    found.append(way)
+            except MismatchError as error:
+                failure = failure or error
+        if not found:
+            shown = ", ".join(str(list(shape)) for shape in local)
+            raise failure or MismatchError("a result of its operands' shardings", f"local shapes {shown}")
+        return found
+
+    def _same_call(self, op: Op, origin: Op, names: list[str], rule: OpRule, assignment: dict[str, str]) -> None:
+        """The call is the graph's, its literals rewritten for this rank as the rule says."""
+        queue = iter(names)
+        renamed = replace(
+            origin,
+            args=map_refs(origin.args, lambda ref: Ref(next(queue))),
+            kwargs=map_refs(origin.kwargs, lambda ref: Ref(next(queue))),
+        )
+        want = _call(self._localized(renamed, rule, assignment, self.site.coordinates))
+        have = _call((op.target, op.args, op.kwargs))
+        if have != want:
+            raise MismatchError(f"{want[0]}{want[1]}", f"{have[0]}{have[1]}")
+        if assignment.get(TIME) in {f for dims in rule.results for f in dims} - {f for dims in rule.operands for f in dims}:
+            last = {**self.site.coordinates, TIME: self.count - 1}
+            if not names or _call(self._localized(renamed, rule, assignment, last)) != want:
+                raise MismatchError("the same call in every micro-batch", f"a split over micro-batches made by {op.target}")
+
+    def _localized(
+        self, op: Op, rule: OpRule, assignment: dict[str, str], coordinates: Mapping[str, int]
+    ) -> tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+        if rule.localize is None:
+            return op.target, op.args, op.kwargs
+        origin = self.ops[op.name]
+        placed = place(rule, assignment, self.site.mesh, [True] * len(rule.operands))
+        shapes = [tuple(self.graph.values[name].shape for name in values) for values in (origin.inputs, origin.outputs)]
+        return rule.localize(op, Local(self.site.mesh, coordinates, assignment, placed, shapes[0], shapes[1]))
+
+    # what leaves
+
+    def _leave(self) -> None:
+        origins = []
+        for ref in refs(self.program.output_tree):
+            port = next((port for port in self.program.outputs if port.name == ref.name), None)
+            if port is None or port.name not in self.env:
+                raise VerifyError(f"output %{ref.name}", "", "a value that the program computes", "none")
+            origins.append(self._output(port))
+        wanted = [ref.name for ref in refs(self.graph.output_tree)]
+        if origins != wanted:
+            raise VerifyError("the outputs", "", f"{wanted}", f"{origins}")
+        loss = self.program.loss
+        if (None if loss is None else self.env[loss].origin) != self.graph.loss:
+            raise VerifyError("the loss", "", f"%{self.graph.loss}", f"%{loss}")
+        if loss is not None:
+            self._ends(loss, Form(Sharding.whole(0), "+" if self.count > 1 else ""), "the loss")
+        for (old, new), (want_old, want_new) in itertools.zip_longest(
+            self.program.mutations, self.graph.mutations, fillvalue=("nothing", "nothing")
+        ):
+            if old != want_old or new not in self.env or self.env[new].origin != want_new:
+                raise VerifyError(f"the new value of %{want_old}", self._module(want_new, ""), f"%{want_new}", f"%{new}")
+            placed = next(item.tensor for item in self.program.stored if item.value == old)
+            self._ends(new, Form(without(placed, self.dead)), f"the new value of buffer %{old}")
+
+    def _output(self, port: Port) -> str:
+        """Check an output port; the graph value that it is."""
+        origin = self.env[port.name].origin
+        sharding = self._live(port.sharding, f"output %{port.name}", self._module(origin, ""), port.shape, origin)
+        time: int | str = {None: "", "sum": "+"}.get(port.time, port.time)  # type: ignore[arg-type, assignment]
+        frame = sharding.dims[time] if isinstance(time, int) else None
+        self._ends(port.name, Form(sharding, time, frame), f"output %{port.name}")
+        return origin
+
+    def _ends(self, name: str, want: Form, node: str) -> None:
+        """A value that leaves has exactly this form."""
+        known = self.env[name]
+        uncut = name in self.uncut
+
+        def check(form: Form) -> Form:
+            same = form.sharding == want.sharding and form.time == want.time and not (uncut and want.time != "")
+            if not same:
+                raise MismatchError(str(want), str(form))
+            if isinstance(form.time, int) and form.frame not in (None, want.frame):
+                raise MismatchError(f"rows cut while split over {want.frame}", f"rows cut while split over {form.frame}")
+            return form
+
+        self._map(known, check, node, self._module(known.origin, ""))
+
+    # names for errors
+
+    def _op_module(self, op: Op, segment: Segment) -> str:
+        """The module of an op; a collective on a parameter belongs to whoever reads it."""
+        if op.module or op.name in self.ops:
+            return op.module
+        readers = (other.module for other in segment.graph.ops if set(op.outputs) & set(other.inputs))
+        return next((module for module in readers if module), segment.path)
+
+    def _module(self, origin: str, default: str) -> str:
+        """The module that made a graph value."""
+        if origin in self.graph.producers:
+            return self.graph.ops[self.graph.producers[origin]].module or default
+        return default
+
+
+def _owner(fqn: str) -> str:
+    return fqn.rpartition(".")[0]
+
+
+def _fails(failure: MismatchError | None, node: str, module: str) -> VerifyError:
+    if failure is None:
+        return VerifyError(node, module, "operands whose shardings go together", "none that do")
+    return VerifyError(node, module, failure.expected, failure.found)
+
+
+def _call(call: tuple[str, Any, Any]) -> tuple[str, Any, Any]:
+    """A call whose lists are tuples and whose keywords are in order."""
+
+    def plain(arg: Any) -> Any:
+        return tuple(map(plain, arg)) if isinstance(arg, tuple | list) else arg
+
+    return call[0], plain(call[1]), tuple(sorted((key, plain(value)) for key, value in call[2]))
