@@ -78,6 +78,24 @@ def test_equal_choices_leave_the_first():
     assert kept[0].tolist() == [0, 2]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_wide_blocks_give_a_lower_bound_and_honest_minimizers(seed, monkeypatch):
+    rng = np.random.default_rng(seed)
+    block = random_block(rng, (3,) * 8)
+    weights = rng.random(RESOURCES)
+    want = enumerated(block, (0,), weights)
+    monkeypatch.setattr("meshwright.compiler.elimination.WIDE", 30)
+    wide = Eliminator(block, (0,), Tables())
+    assert wide.plan.largest <= 30
+    assert any(len(step.buckets) > 1 for step in wide.plan.steps)
+    done = wide.table(weights)
+    assert (done.table <= want + 1e-12).all()
+    assert (done.table > 0.5 * want).all()
+    for state, row in enumerate(done.assignments(np.arange(3)[:, None])):
+        assert row[0] == state
+        assert want[state] <= weighted(block, tuple(row), weights) + 1e-12 <= 1.5 * want[state]
+
+
 def test_pieces_give_the_whole_minimum():
     rng = np.random.default_rng(0)
     parts = [rng.random((50, 1, 60)), rng.random((50, 70, 1)), rng.random((50, 1, 1))]
@@ -101,3 +119,18 @@ def test_bad_shapes_are_refused():
         BlockModel((2,), (np.zeros((2, 1)),), (Edge(0, 0, np.zeros((2, 2, 1))),))
     with pytest.raises(ValueError, match=r"written for \(3, 2\) choices"):
         BlockModel((2, 2), (np.zeros((2, 1)),) * 2, ((0, 1, np.zeros((3, 2, 1))),))
+
+
+def test_single_precision_stays_within_the_stated_rounding(monkeypatch):
+    rng = np.random.default_rng(0)
+    block = random_block(rng, (20,) * 6)
+    weights = rng.random(RESOURCES)
+    exact = Eliminator(block, (0,), Tables())
+    want = exact.table(weights).table
+    monkeypatch.setattr("meshwright.compiler.elimination.SINGLE", 1)
+    monkeypatch.setattr("meshwright.compiler.elimination.CHUNK", 100)
+    single = Eliminator(block, (0,), Tables())
+    got = single.table(weights).table
+    assert exact.plan.rounding < 1e-11 < single.plan.rounding < 1e-5
+    assert (got != want).any()
+    assert (abs(got - want) <= single.plan.rounding * want).all()

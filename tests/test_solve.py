@@ -16,7 +16,7 @@ from meshwright.compiler.chain import BlockModel, Chain, Edge, Infeasible, Kind,
 from meshwright.compiler.oracle import brute_force, flow_mip
 from meshwright.compiler.pricing import Pricer
 from meshwright.compiler.solve import solve
-from tests.chains import RESOURCES, random_chain
+from tests.chains import RESOURCES, random_block, random_chain
 
 EXACT = 1e-9
 
@@ -230,6 +230,20 @@ def test_lazy_pricing_finds_the_same_minimum(monkeypatch):
     assert len(lazy.results) < len(fresh.results)
     for low, exact in zip(lazy.tables, fresh.tables, strict=True):
         assert (low <= exact * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("forbidden", [0.0, 0.25])
+def test_wide_blocks_stay_certified(monkeypatch, forbidden):
+    rng = np.random.default_rng(5)
+    kind = Kind((random_block(rng, (2, 2, 2, 3, 3, 3), forbidden),), (np.zeros(RESOURCES),), (0,), (1,))
+    bytes_row = np.array([0, 0, 1.0, 0])
+    chain = Chain((kind,), (0, 0, 0), (), np.ones((1, 4)) * [1, 1, 0, 0], bytes_row, np.zeros(4))
+    want = brute_force(chain)
+    monkeypatch.setattr("meshwright.compiler.elimination.WIDE", 18)
+    assert Pricer(chain).largest <= 18
+    got = solve(chain)
+    assert got.bound <= want.time * (1 + EXACT)
+    assert want.time * (1 - EXACT) <= got.time <= want.time * 1.005
 
 
 def test_time_limit_still_gives_a_certified_answer():

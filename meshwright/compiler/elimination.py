@@ -7,12 +7,16 @@ order decides the size of the largest S (induced width); it is chosen once per b
 demand, for many kept states at once, walking the order backwards (``Eliminated.assignments``): cheaper than writing the
 argmins of every table.
 
-Source: Bertele and Brioschi 1972; Dechter 1999 (bucket elimination).
+Where a block's treewidth makes S too large, a variable's factors are minimized in several buckets (``WIDE``): the table is then
+a lower bound, which is all that the certificate needs, and the minimizers are heuristic.
+
+Source: Bertele and Brioschi 1972; Dechter 1999 (bucket elimination); Dechter and Rish 2003 (mini-buckets).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -24,22 +28,32 @@ from meshwright.compiler.chain import Array, BlockModel, Edge
 Indices = NDArray[np.intp]
 CHUNK = 1 << 15
 """Elements of a temporary: small enough to stay in a core's cache."""
+SINGLE = 1 << 18
+"""Entries of an elimination from which on it runs in single precision, twice as fast; ``Plan.rounding`` accounts for it."""
+WIDE = 1 << 27
+"""Entries that one elimination may have; beyond, its factors are minimized in several buckets."""
+
+Part = tuple[int, tuple[int, ...], tuple[slice | None, ...]]
+"""A factor, the axes that put the eliminated variable first, and the index that spreads the others over a scope."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Eliminate ``var``: ``parts`` are (factor, axes putting var first, index that spreads it over ``scope``)."""
+    """Eliminate ``var``: each bucket of parts becomes a factor over its scope, ``min_var sum of the parts``.
+
+    One bucket is exact. Several bound the exact table from below, as each may choose another minimizer (mini-buckets).
+    """
 
     var: int
-    scope: tuple[int, ...]
-    parts: tuple[tuple[int, tuple[int, ...], tuple[slice | None, ...]], ...]
+    buckets: tuple[tuple[tuple[int, ...], tuple[Part, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """An elimination order made concrete. ``pairs`` are the edge factors (after the unary ones), ``rest`` the factors left.
 
-    ``largest`` is the number of entries of the largest table with the variable still in it, ``work`` their sum.
+    ``largest`` is the number of entries of the largest table with the variable still in it, ``work`` their sum. Weighted costs
+    are >= 0, so a table's entry is off by at most ``rounding`` times itself.
     """
 
     keep: tuple[int, ...]
@@ -48,6 +62,7 @@ class Plan:
     rest: tuple[tuple[int, tuple[slice | None, ...]], ...]
     largest: int
     work: int
+    rounding: float
 
 
 def _order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], keep: Sequence[int], fill: bool) -> list[int]:
@@ -85,23 +100,46 @@ def _spread(scope: tuple[int, ...], onto: tuple[int, ...]) -> tuple[slice | None
 def _symbolic(sizes: Sequence[int], pairs: tuple[tuple[int, int], ...], keep: tuple[int, ...], order: list[int]) -> Plan:
     scopes: list[tuple[int, ...]] = [(v,) for v in range(len(sizes))] + list(pairs)
     live = dict.fromkeys(range(len(scopes)))
-    steps, largest, work = [], 0, 0
+    steps, largest, work, rounding = [], 0, 0, 1e-12
     for v in order:
-        ids = [f for f in live if v in scopes[f]]
-        scope = tuple(sorted({u for f in ids for u in scopes[f]} - {v}))
-        parts = []
-        for f in ids:
-            axis = scopes[f].index(v)
-            axes = (axis, *(a for a in range(len(scopes[f])) if a != axis))
-            parts.append((f, axes, (slice(None), *_spread(scopes[f], scope))))
-            del live[f]
-        steps.append(Step(v, scope, tuple(parts)))
-        live[len(scopes)] = None
-        scopes.append(scope)
-        entries = int(np.prod([sizes[u] for u in (v, *scope)], dtype=np.float64))
-        largest, work = max(largest, entries), work + entries
+        buckets = []
+        for ids in _buckets([f for f in live if v in scopes[f]], scopes, sizes):
+            scope = tuple(sorted({u for f in ids for u in scopes[f]} - {v}))
+            parts = []
+            for f in ids:
+                axis = scopes[f].index(v)
+                axes = (axis, *(a for a in range(len(scopes[f])) if a != axis))
+                parts.append((f, axes, (slice(None), *_spread(scopes[f], scope))))
+                del live[f]
+            buckets.append((scope, tuple(parts)))
+            live[len(scopes)] = None
+            scopes.append(scope)
+            entries = _entries((v, *scope), sizes)
+            largest, work = max(largest, entries), work + entries
+            rounding += 2.0**-22 if entries >= SINGLE else 0.0
+        steps.append(Step(v, tuple(buckets)))
     rest = tuple((f, _spread(scopes[f], keep)) for f in live)
-    return Plan(keep, pairs, tuple(steps), rest, largest, work)
+    return Plan(keep, pairs, tuple(steps), rest, largest, work, rounding)
+
+
+def _entries(scope: Iterable[int], sizes: Sequence[int]) -> int:
+    return math.prod(sizes[v] for v in scope)
+
+
+def _buckets(ids: list[int], scopes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> list[list[int]]:
+    """All factors in one bucket if it is not too wide; else first fit, the widest factors first."""
+    if _entries({u for f in ids for u in scopes[f]}, sizes) <= WIDE:
+        return [ids]
+    buckets: list[tuple[set[int], list[int]]] = []
+    for f in sorted(ids, key=lambda f: (-_entries(scopes[f], sizes), f)):
+        for scope, members in buckets:
+            if _entries(scope | set(scopes[f]), sizes) <= WIDE:
+                scope |= set(scopes[f])
+                members.append(f)
+                break
+        else:
+            buckets.append((set(scopes[f]), [f]))
+    return [members for _, members in buckets]
 
 
 def plan(block: BlockModel, keep: Sequence[int] = ()) -> Plan:
@@ -137,22 +175,27 @@ class Tables:
 def min_sum(parts: Sequence[Array]) -> Array:
     """``min over axis 0`` of the broadcast sum, in pieces that stay small."""
     parts = sorted(parts, key=lambda a: a.size)
-    head = parts[0]
-    for part in parts[1:-1]:
-        head = head + part
-    if len(parts) == 1:
-        return np.asarray(head.min(axis=0))
-    tail = parts[-1]
-    shape = np.broadcast_shapes(head.shape[1:], tail.shape[1:])
-    step = max(1, CHUNK // max(1, int(np.prod(shape))))
-    if step >= len(head):
-        return np.asarray((head + tail).min(axis=0))
-    out = np.full(shape, np.inf)
-    room = np.empty((step, *shape))
-    for start in range(0, len(head), step):
-        piece = room[: min(step, len(head) - start)]
-        np.add(head[start : start + step], tail[start : start + step], out=piece)
+    shape = np.broadcast_shapes(*(part.shape[1:] for part in parts))
+    width, count = math.prod(shape), len(parts[0])
+    step = max(1, CHUNK // max(1, width))
+    if step >= count or len(parts) == 1:
+        return np.asarray(_total(parts, 0, count).min(axis=0))
+    dtype = np.float32 if count * width >= SINGLE else np.float64
+    pieces = [part.astype(dtype, copy=False) for part in parts]
+    out = np.full(shape, np.inf, dtype=dtype)
+    room = np.empty((step, *shape), dtype=dtype)
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        piece = room[: stop - start]
+        np.add(_total(pieces[:-1], start, stop), pieces[-1][start:stop], out=piece)
         np.minimum(out, piece[0] if step == 1 else piece.min(axis=0), out=out)
+    return out.astype(np.float64)
+
+
+def _total(parts: Sequence[NDArray], start: int, stop: int) -> NDArray:
+    out = parts[0][start:stop]
+    for part in parts[1:]:
+        out = out + part[start:stop]
     return out
 
 
@@ -173,8 +216,8 @@ class Eliminator:
         """Eliminate for weights [K]; ``extra`` adds unary costs [n_v] to variables (``inf`` forbids choices)."""
         factors = self._factors(weights, extra or {})
         for step in self.plan.steps:
-            parts = [np.ascontiguousarray(factors[f].transpose(axes))[index] for f, axes, index in step.parts]
-            factors.append(min_sum(parts))
+            for _, parts in step.buckets:
+                factors.append(min_sum([np.ascontiguousarray(factors[f].transpose(axes))[i] for f, axes, i in parts]))
         total: Array = np.zeros([self.block.sizes[v] for v in self.plan.keep])
         for f, index in self.plan.rest:
             total = total + factors[f][index]
@@ -207,18 +250,19 @@ class Eliminated:
     variables: int
 
     def assignments(self, states: Indices) -> Indices:
-        """[M, variables] minimizers for M states [M, kept]; ties to the lowest choice."""
+        """[M, variables] minimizers for M states [M, kept] (with mini-buckets: good ones); ties to the lowest choice."""
         out = np.zeros((len(states), self.variables), dtype=np.intp)
         for column, v in enumerate(self.plan.keep):
             out[:, v] = states[:, column]
         for step in reversed(self.plan.steps):
             total: Array | None = None
-            for f, axes, index in step.parts:
-                scope = [v for v, here in zip(step.scope, index[1:], strict=True) if here is not None]
-                factor = self.factors[f].transpose(axes)
-                where: tuple[slice | Indices, ...] = (slice(None), *(out[:, v] for v in scope))
-                at = factor[where].reshape(len(factor), -1)  # type: ignore[index]
-                total = at if total is None else total + at
+            for full, parts in step.buckets:
+                for f, axes, index in parts:
+                    scope = [v for v, here in zip(full, index[1:], strict=True) if here is not None]
+                    factor = self.factors[f].transpose(axes)
+                    where: tuple[slice | Indices, ...] = (slice(None), *(out[:, v] for v in scope))
+                    at = factor[where].reshape(len(factor), -1)  # type: ignore[index]
+                    total = at if total is None else total + at
             assert total is not None
             out[:, step.var] = total.argmin(axis=0)
         return out

@@ -100,6 +100,11 @@ class Pricer:
         return max(b.plan.largest for b in self._blocks.values())
 
     @property
+    def rounding(self) -> float:
+        """What floating point may have added to a priced value, relative to it."""
+        return max(b.plan.rounding for b in self._blocks.values())
+
+    @property
     def work(self) -> int:
         """Table entries that one pricing goes through."""
         return sum(self._blocks[g].plan.work for g in self.groups)
@@ -236,14 +241,12 @@ class Pricer:
                     for u, column in zip(boundary, np.unravel_index(index, sizes), strict=True):
                         states[:, at.index(u)] = column
             for (entry, leave), row in zip(pairs, priced.results[k, v].assignments(states), strict=True):
-                out.append(self._column(k, v, entry, leave, tuple(int(a) for a in row)))
+                choices = tuple(int(a) for a in row)
+                cost = kind.variants[v].cost(choices) + kind.variant_costs[v]
+                if np.isfinite(cost).all():
+                    bytes_, transient = float(self.chain.bytes_row @ cost), float(self.chain.transient_row @ cost)
+                    out.append(Column(k, v, choices, entry, leave, cost, self.chain.time(cost), bytes_, transient))
         return out
-
-    def _column(self, k: int, v: int, entry: int, leave: int, choices: tuple[int, ...]) -> Column:
-        chain, kind = self.chain, self.chain.kinds[k]
-        cost = kind.variants[v].cost(choices) + kind.variant_costs[v]
-        bytes_, transient = float(chain.bytes_row @ cost), float(chain.transient_row @ cost)
-        return Column(k, v, choices, entry, leave, cost, chain.time(cost), bytes_, transient)
 
 
 def _expansion(kind: Kind) -> tuple[tuple[NDArray[np.intp], ...], NDArray[np.bool_]]:

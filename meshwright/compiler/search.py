@@ -30,8 +30,6 @@ ROUNDS = 40
 FEW, MANY = 8, 200
 """Columns taken per kind and round, and before giving up."""
 
-ROUNDING = 1e-12
-"""Taken off every bound, relative to the sum it comes from: what floating point may have added."""
 
 Progress = Callable[[float, float, str], None]
 """Called with (incumbent time, bound, phase)."""
@@ -84,7 +82,7 @@ class Search:
         self.iterations += 1
         with self._phase("price"):
             priced = self.pricer.price(at, self.fixed, everyone)
-        value = priced.value - ROUNDING * abs(priced.value)
+        value = priced.value * (1 - self.pricer.rounding)
         if not at.rho:
             return value + self.chain.fixed_bytes, priced
         free = self.chain.capacity - self.chain.fixed_bytes
@@ -123,10 +121,10 @@ class Search:
         if time < self.time:
             self.time, self.incumbent = time, list(columns)
 
-    def _add(self, priced: Priced, limit: float, many: int, everyone: bool = False) -> tuple[int, list[Column]]:
+    def _add(self, priced: Priced, limit: float, many: int, everyone: bool = False) -> tuple[int, list[Column] | None]:
         """Take up the path's columns, up to ``many`` per kind within ``limit`` of slack, with ``everyone`` each group's best.
 
-        Returns how many are new, and the path's columns.
+        Returns how many are new, and the path's columns (None if a heuristic minimizer of a wide block is forbidden).
         """
         with self._phase("columns"):
             wanted: dict[Group, dict[tuple[int, int], None]] = {}
@@ -140,7 +138,7 @@ class Search:
             at = {}
             for c in got:
                 at[(c.kind, c.variant), (c.entry, c.exit)] = self.columns.setdefault(c.key, c)
-        return new, [at[step] for step in path]
+        return new, [at[step] for step in path] if all(step in at for step in path) else None
 
     def _multipliers(self, memory: float, rho: float) -> Multipliers:
         """Uniform alpha, the transient's share spread evenly over all positions."""
@@ -170,8 +168,12 @@ class Search:
             raise Infeasible("forbidden choices leave no assignment of the chain", np.inf, np.inf, None)
         _, path = self._add(priced, 0.0, FEW, everyone=True)
         self.bound, self.best = bound, at
-        memory = self.chain.capacity if np.isfinite(self.chain.capacity) else self._memory(path)
-        self.scale = self.scale or Scale(max(c.time for c in path) * len(path) or 1.0, abs(memory) or 1.0)
+        if self.scale is None:
+            known, positions = self._listed(), len(self.chain.sequence)
+            seconds = max([c.time for c in known], default=0.0) * positions
+            bytes_ = max([c.bytes_ for c in known], default=0.0) * positions
+            memory = abs(self.chain.capacity) if np.isfinite(self.chain.capacity) else bytes_
+            self.scale = Scale(seconds or 1.0, memory or 1.0)
         self._offer(path)
         self._report("start")
 
@@ -184,7 +186,7 @@ class Search:
             found, priced = self.price(at, everyone=not np.isfinite(bound))
             bound = max(bound, found)
             new, path = self._add(priced, 0.0, FEW)
-            if self._memory(path) < least:
+            if path is not None and self._memory(path) < least:
                 least, lightest = self._memory(path), path
             self._offer(path)
             self._report("least memory")
@@ -199,9 +201,9 @@ class Search:
             least, lightest = self._memory(chosen), chosen
         self.lightest, self.memory_bound = lightest, bound
         if self.incumbent is None:
-            assert lightest is not None
-            agree = all(len(seen) == 1 for seen in shared_states(self.chain, lightest).values())
-            raise infeasible(self.chain, bound, least, self.solution(lightest, -np.inf, "infeasible") if agree else None)
+            agree = lightest is not None and all(len(s) == 1 for s in shared_states(self.chain, lightest).values())
+            nearest = self.solution(lightest, -np.inf, "infeasible") if lightest is not None and agree else None
+            raise infeasible(self.chain, bound, least, nearest)
 
     def _descend(self) -> None:
         """Cutting planes on the dual until the bound meets the linear program, the gap is reached, or nothing new comes."""
