@@ -1,0 +1,367 @@
+"""Published runs through the planner: predicted against measured, row by row.
+
+    python benchmarks/published.py [FILE.csv ...] [--json] [--source TEXT] [--limit N] [--trust AB]
+
+A file has the columns of ``data/steps.csv`` (a row is a timed configuration) or of ``data/memory.csv`` (a row is a memory
+figure); default is both. Each row goes the way that plans go: the model is built from its dimensions on the meta device,
+captured at the published global batch, and planned with the published degrees as pins. A row that cannot be priced is
+printed with the reason.
+
+What a row says about its hardware and software is read from its own columns, by tables that any source shares: the node
+(NICs) from ``interconnect`` and ``source`` (``NODES``), the attention kernel from ``notes`` (``KERNELS``). There is no factor
+for a row, a model or a source. Measured step time is ``step_time_s``, or else tokens over throughput
+(``step_time_s_derived``), which the output marks with a tilde.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.cost.cluster import Cluster
+from meshwright.graph import Graph
+from meshwright.pins import Pins
+from meshwright.planner import capture_model, make_plan
+
+DATA = Path(__file__).parent / "data"
+FILES = (DATA / "steps.csv", DATA / "memory.csv")
+Row = Mapping[str, str]
+
+NODES: Sequence[tuple[str, str]] = (
+    # words in "interconnect" or "source", node of the catalogue
+    ("1600Gbps RoCE", "roce1600"),
+    ("Ultra-Scale Playbook", "playbook"),
+    ("nanotron", "playbook"),
+    ("4 x 100 Gb/s RoCE", "p4d"),
+    ("A800-like", "hgx-a800"),
+)
+"""Where none matches, the device's own node: the vendor's reference design."""
+
+KERNELS: Sequence[tuple[str, str]] = (
+    # words in "notes", attention kernel
+    ("kernel=flash_attention2", "flash2"),
+    ("kernel=flash_attentionv1", "flash1"),
+    ("kernel=", "eager"),  # any other kernel that a row names forms the matrix of scores
+    ("flash attention", "flash1"),  # the rows that say no more are of early 2023
+    ("NeMo", "flash3"),  # Transformer Engine runs cuDNN's
+    ("recompute", "eager"),  # the Megatron-LM runs of 2020 and 2021
+)
+"""Where none matches, the device's default."""
+
+GPUS: Sequence[tuple[str, str]] = (
+    ("A100-40GB", "a100-40g"), ("A100", "a100-80g"), ("A800", "a800"), ("H100", "h100"), ("H800", "h800"), ("H200", "h200"),
+    ("V100", "v100"), ("GB200", "gb200"), ("B200", "b200"),
+)
+
+
+class Unpriced(ValueError):  # noqa: N818 - a reason, not a failure
+    """Why a row has no prediction."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row's outcome. Seconds, GB (10^9 bytes), TFLOP/s per device by the row's own count of FLOPs."""
+
+    row: str
+    source: str
+    model: str
+    device: str
+    config: str
+    measured_seconds: float | None
+    derived: bool
+    predicted_seconds: float | None
+    measured_tflops: float | None
+    predicted_tflops: float | None
+    measured_gb: float | None
+    predicted_gb: float | None
+    reason: str
+    planning_seconds: float
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the step time."""
+        if self.predicted_seconds is None or not self.measured_seconds:
+            return None
+        return self.predicted_seconds / self.measured_seconds - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """Relative error of the peak memory."""
+        return None if self.predicted_gb is None or not self.measured_gb else self.predicted_gb / self.measured_gb - 1
+
+
+def number(row: Row, key: str, default: float | None = None) -> float | None:
+    """A column as a number, ``default`` where it is blank or missing."""
+    try:
+        return float(row.get(key) or "")
+    except ValueError:
+        return default
+
+
+def integer(row: Row, key: str, default: int | None = None) -> int:
+    """A column as an integer. Raises Unpriced where it is blank and has no default."""
+    value = number(row, key, default)
+    if value is None:
+        raise Unpriced(f"the source does not state {key}")
+    return int(value)
+
+
+def word_of(text: str, table: Sequence[tuple[str, str]]) -> str | None:
+    """The entry of the first words that the text holds."""
+    return next((value for words, value in table if words.lower() in text.lower()), None)
+
+
+def kernel_of(row: Row) -> str | None:
+    """Attention kernel that the row names."""
+    return word_of(row.get("notes", ""), KERNELS)
+
+
+def cluster_of(row: Row) -> Cluster:
+    """The devices and nodes of a row."""
+    device = word_of(row["gpu"], GPUS)
+    if device is None:
+        device = word_of(row.get("gpu", "") + row.get("source", ""), (("Galvatron", "a800"),))
+    if device is None:
+        raise Unpriced(f"no device of the catalogue for {row['gpu']!r}")
+    world = integer(row, "n_gpus")
+    per_node = min(world, integer(row, "gpus_per_node", 8))
+    node = word_of(row.get("interconnect", "") + " " + row.get("source", ""), NODES)
+    cluster = Cluster.parse(f"{device}{'@' + node if node else ''}:{world // per_node}x{per_node}")
+    kernel = kernel_of(row)
+    return cluster.with_attention(kernel) if kernel in cluster.device.attention else cluster
+
+
+@lru_cache(maxsize=4)
+def captured(
+    family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, experts: int, top_k: int,
+    batch: int, seq: int, eager: bool, precision: str,
+) -> Graph:
+    """The graph of a model of these dimensions at this global batch."""
+    config = _config(family, layers, hidden, heads, kv_heads, ffn, vocab, experts, top_k, seq)
+    config._attn_implementation = "eager" if eager else "sdpa"
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
+    return capture_model(model, (), {"input_ids": ids, "labels": ids.clone()}, (), None, precision)
+
+
+def _config(
+    family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, experts: int, top_k: int, seq: int
+) -> Any:
+    """The Hugging Face configuration of an architecture family."""
+    import transformers as hf
+
+    common: dict[str, Any] = {"vocab_size": vocab, "use_cache": False}
+    plain: dict[str, Any] = {
+        **common, "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "intermediate_size": ffn, "max_position_embeddings": seq,
+    }
+    if family == "moe":
+        return hf.MixtralConfig(**plain, num_local_experts=experts, num_experts_per_tok=top_k)
+    if family == "llama":
+        return hf.LlamaConfig(**plain)
+    if family == "dense-gpt" and kv_heads != heads:
+        return hf.NemotronConfig(**plain)
+    if family == "dense-gpt":
+        return hf.GPT2Config(
+            **common, n_layer=layers, n_embd=hidden, n_head=heads, n_inner=ffn, n_positions=seq,
+            activation_function="gelu", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+        )
+    raise Unpriced(f"no architecture for family {family!r}")
+
+
+def graph_of(row: Row) -> Graph:
+    """The row's model at its global batch."""
+    heads = integer(row, "n_heads")
+    batch = number(row, "global_batch_seqs") or (number(row, "micro_batch") or 0) * (number(row, "dp") or 1)
+    if not batch:
+        raise Unpriced("the source does not state the global batch")
+    return captured(
+        row.get("family", ""), integer(row, "n_layers"), integer(row, "hidden"), heads, integer(row, "n_kv_heads", heads),
+        integer(row, "ffn_hidden"), integer(row, "vocab"), integer(row, "n_experts", 0), integer(row, "top_k", 0),
+        int(batch), integer(row, "seq_len"), kernel_of(row) == "eager", precision_of(row),
+    )
+
+
+def precision_of(row: Row) -> str:
+    """The planner's name of a dtype column."""
+    dtype = row.get("dtype", "")
+    if dtype.startswith(("bf16", "fp16")):
+        return "bf16"
+    if dtype.startswith("fp32"):
+        return "fp32"
+    raise Unpriced(f"no price for dtype {dtype!r}")
+
+
+def pins_of(row: Row, world: int) -> Pins:
+    """The published degrees. What the source leaves open is searched."""
+    tp, pp, cp = (integer(row, key, 1) for key in ("tp", "pp", "cp"))
+    ep, vpp = integer(row, "ep", 1), integer(row, "vpp", 1)
+    dp = world // (tp * pp * cp)
+    batch, micro = number(row, "global_batch_seqs"), number(row, "micro_batch")
+    zero = number(row, "zero/fsdp")
+    return Pins(
+        dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=None if zero is None else int(zero),
+        sequence_parallel=row.get("sp") == "yes" and tp > 1,
+        schedule=None if pp == 1 else "interleaved1f1b" if vpp > 1 else "1f1b",
+        virtual_stages=vpp if pp > 1 else None,
+        microbatches=max(1, round(batch / (dp * micro))) if batch and micro else None,
+        recompute=row.get("recompute") or None,
+    )
+
+
+def price(row: Row) -> Result:
+    """Plan one row; every failure becomes its reason."""
+    start = time.perf_counter()
+    seconds = number(row, "step_time_s") or number(row, "step_time_s_derived")
+    tflops = number(row, "measured_tflops_per_gpu")
+    gib = "GiB" in (row.get("mem_kind", "") + row.get("unit", ""))
+    peak = number(row, "peak_mem_GB")
+    result = Result(
+        row=row.get("row_id") or row.get("name", ""), source=row.get("source", ""), model=row.get("model_name", ""),
+        device=row.get("gpu", ""), config=_describe(row), measured_seconds=seconds, derived=not row.get("step_time_s"),
+        predicted_seconds=None, measured_tflops=tflops, predicted_tflops=None,
+        measured_gb=peak * 2**30 / 1e9 if peak and gib else peak, predicted_gb=None, reason="", planning_seconds=0.0,
+    )
+    try:
+        if not seconds and not peak:
+            raise Unpriced("the row states neither a step time nor a peak memory")
+        cluster = cluster_of(row)
+        pins = pins_of(row, cluster.world)
+        plan = make_plan(graph_of(row), cluster, pins, precision=precision_of(row))
+        predicted = float(plan.predicted["step_seconds"])
+        result = replace(
+            result, predicted_seconds=predicted, predicted_gb=float(plan.predicted["bytes_per_rank"]) / 1e9,
+            predicted_tflops=tflops * seconds / predicted if tflops and seconds else None,
+        )
+    except Exception as error:
+        result = replace(result, reason=" ".join(str(error).split())[:300] or type(error).__name__)
+    return replace(result, planning_seconds=time.perf_counter() - start)
+
+
+def _describe(row: Row) -> str:
+    words = [f"{key}{integer(row, key, 1)}" for key in ("tp", "cp", "pp", "vpp", "ep", "dp") if integer(row, key, 1) > 1]
+    words += [f"zero{int(value)}" for value in [number(row, "zero/fsdp")] if value is not None]
+    words += ["sp"] if row.get("sp") == "yes" else []
+    words += [f"mb{int(value)}" for value in [number(row, "micro_batch")] if value]
+    return " ".join([*words, row.get("recompute") or ""]).strip()
+
+
+def summary(results: Iterable[Result]) -> list[dict[str, Any]]:
+    """By source and device: rows, mean absolute and worst error of step time and memory, rank correlation per model."""
+    groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
+    for result in results:
+        groups[result.source, result.device].append(result)
+    lines = []
+    for (source, device), items in groups.items():
+        errors = [abs(item.error) for item in items if item.error is not None]
+        memory = [abs(item.memory_error) for item in items if item.memory_error is not None]
+        lines.append({
+            "source": source, "device": device, "rows": len(items), "priced": sum(not item.reason for item in items),
+            "mean_error": mean(errors) if errors else None, "worst_error": max(errors) if errors else None,
+            "rank_correlation": rank_correlation(items), "memory_error": mean(memory) if memory else None,
+        })
+    return lines
+
+
+def rank_correlation(results: Iterable[Result]) -> float | None:
+    """Spearman's coefficient between predicted and measured seconds per token-row, the mean over models of one size with at
+    least four priced configurations; None where there is none."""
+    by_model: dict[tuple[str, str], list[Result]] = defaultdict(list)
+    for result in results:
+        if result.error is not None:
+            by_model[result.model, result.device].append(result)
+    found = []
+    for items in by_model.values():
+        if len(items) >= 4:
+            one = _ranks([item.predicted_seconds or 0.0 for item in items])
+            two = _ranks([item.measured_seconds or 0.0 for item in items])
+            a, b = mean(one), mean(two)
+            spread = math.sqrt(sum((x - a) ** 2 for x in one) * sum((y - b) ** 2 for y in two))
+            if spread:
+                found.append(sum((x - a) * (y - b) for x, y in zip(one, two, strict=True)) / spread)
+    return mean(found) if found else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Ranks, equal values sharing their mean."""
+    return [sum(other < value for other in values) + (sum(other == value for other in values) - 1) / 2 for value in values]
+
+
+def rows_of(paths: Sequence[Path], source: str, trust: str) -> list[Row]:
+    """The rows to price. Formulas of memory.csv are no runs: they are tested in tests/test_memory.py."""
+    rows: list[Row] = []
+    for path in paths:
+        with path.open(encoding="utf-8") as file:
+            rows += [row for row in csv.DictReader(file) if row.get("kind") not in ("formula", "published-estimate")]
+    return [
+        row for row in rows
+        if source.lower() in row.get("source", "").lower() and (row.get("trust") or "A") in trust
+    ]
+
+
+def show(results: Sequence[Result], console: Console) -> None:
+    """Print the rows, then the sources."""
+    table = Table("row", "model", "device", "configuration", "measured", "predicted", "error", "TFLOP/s", "GB", "reason")
+    for item in results:
+        table.add_row(
+            item.row, item.model, item.device, item.config,
+            f"{'~' if item.derived else ''}{item.measured_seconds:.3g} s" if item.measured_seconds else "",
+            f"{item.predicted_seconds:.3g} s" if item.predicted_seconds else "",
+            f"{item.error:+.1%}" if item.error is not None else "",
+            f"{item.predicted_tflops:.0f} / {item.measured_tflops:.0f}" if item.predicted_tflops else "",
+            f"{item.predicted_gb:.1f} / {item.measured_gb:.1f}" if item.predicted_gb and item.measured_gb else "", item.reason,
+        )
+    console.print(table)
+    lines = Table("source", "device", "rows", "priced", "mean error", "worst", "rank correlation", "memory error")
+    for line in summary(results):
+        percent = [line["mean_error"], line["worst_error"], line["memory_error"]]
+        words = ["" if value is None else f"{value:.1%}" for value in percent]
+        rank = "" if line["rank_correlation"] is None else f"{line['rank_correlation']:.2f}"
+        lines.add_row(line["source"], line["device"], str(line["rows"]), str(line["priced"]), *words[:2], rank, words[2])
+    console.print(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description="predicted against measured for published runs")
+    parser.add_argument("files", nargs="*", type=Path, default=list(FILES), help="CSV files with the columns of the data")
+    parser.add_argument("--json", action="store_true", help="print rows and sources as JSON")
+    parser.add_argument("--source", default="", help="only sources that hold this text")
+    parser.add_argument("--trust", default="ABCD", help="only rows of these grades")
+    parser.add_argument("--limit", type=int, default=None, help="at most this many rows")
+    options = parser.parse_args(arguments)
+    rows = rows_of(options.files, options.source, options.trust)[: options.limit]
+    # rows of one captured graph follow each other
+    rows.sort(key=lambda row: [row.get(key, "") for key in ("source", "model_name", "seq_len", "global_batch_seqs", "notes")])
+    results = []
+    for count, row in enumerate(rows, 1):
+        results.append(price(row))
+        print(f"\r{count}/{len(rows)}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    if options.json:
+        print(json.dumps({"rows": [asdict(item) | {"error": item.error} for item in results], "sources": summary(results)}))
+    else:
+        show(results, Console(width=None if sys.stdout.isatty() else 200))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
