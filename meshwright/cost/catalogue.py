@@ -134,7 +134,8 @@ def device_for(name: str, memory_bytes: int) -> str:
     if not fitting:
         raise ClusterError(f"no device of the catalogue matches {name!r}; pass a Cluster; known: {', '.join(sorted(tables))}")
     sizes = {key: _number(lookup(key, catalogue(), "device")[1]["memory"], key) for key in fitting}
-    return min(fitting, key=lambda key: abs(sizes[key] - memory_bytes))
+    nearest: str = min(fitting, key=lambda key: abs(sizes[key] - memory_bytes))
+    return nearest
 
 
 def lookup(name: str, everything: Mapping[str, Any], what: str) -> tuple[str, dict[str, Any]]:

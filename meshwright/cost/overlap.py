@@ -39,7 +39,8 @@ def beside(compute: Seconds, communication: Seconds, contention: float = 1.0) ->
     >>> float(beside(10.0, 4.0)), float(beside(10.0, 4.0, 2.0)), float(beside(10.0, 40.0, 2.0))
     (10.0, 12.0, 40.0)
     """
-    return np.maximum(communication, compute + communication * (1.0 - 1.0 / contention))  # type: ignore[return-value]
+    result: Seconds = np.maximum(communication, compute + communication * (1.0 - 1.0 / contention))
+    return result
 
 
 def exposed(compute: Seconds, communication: Seconds, contention: float = 1.0) -> Seconds:
@@ -69,7 +70,7 @@ def reduced(backward: Sequence[Seconds], reductions: Sequence[Seconds], contenti
         done = done + block
         total = np.maximum(total, done + rest)
         rest = rest - reduction
-    return total  # type: ignore[return-value]
+    return total
 
 
 def gathered_and_reduced(
