@@ -13,10 +13,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshwright.graph import Graph, Op, Param, Ref, Value
 from meshwright.mesh import Mesh
 from meshwright.program import Port, Program, Segment, Stored
+from meshwright.runtime.layout import local_of
 from meshwright.sharding import Sharding, piece
 
 WIDTH = 8
@@ -55,6 +59,27 @@ class Tiny(nn.Module):
             x = block(x)
         logits = self.head(x) * self.gain
         return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten()), logits
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that real tensors held at one time, beside those of ``given``."""
+
+    def __init__(self, given: nn.Module | None = None) -> None:
+        super().__init__()
+        self.held: dict[StorageWeakRef, int] = {}
+        old = (*given.parameters(), *given.buffers()) if given is not None else ()
+        self.given = {StorageWeakRef(tensor.untyped_storage()) for tensor in old}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                storage = local_of(tensor).untyped_storage()
+                self.held[StorageWeakRef(storage)] = storage.nbytes()
+        self.held = {ref: size for ref, size in self.held.items() if not ref.expired() and ref not in self.given}
+        self.peak = max(self.peak, sum(self.held.values()))
+        return result
 
 
 class Writer:
@@ -154,7 +179,9 @@ def tiny_program(
         if tp:
             block("y_whole", "mw.all_reduce", "%y", axis=tp)
         block("y_bias", "aten.add.Tensor", "%y_whole" if tp else "%y", f"%e{i}")
-        block(f"x{i + 1}", "aten.add.Tensor", f"%x{i}", "%y_bias")
+        block("sum", "aten.add.Tensor", f"%x{i}", "%y_bias")
+        block("sums", "aten.unsqueeze.default", "%sum", 0)
+        block(f"x{i + 1}", "aten.squeeze.dim", "%sums", 0)  # a view leaves the block, as reshapes do in real models
         segments.append(block.segment(f"blocks.{i}", f"x{i + 1}", zero=zero, recompute=recompute))
     end = Writer(("x2", "labels_all", count), of("w", "gain"))
     if tp:

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.mesh import Mesh
 from meshwright.program import Program, Stored
@@ -19,6 +16,7 @@ from meshwright.runtime.groups import Groups
 from meshwright.runtime.layout import box, owner, take
 from meshwright.runtime.materialize import MaterializeError, fill
 from meshwright.sharding import Sharding
+from tests.programs import LiveBytes
 
 MESH = Mesh.of(dp=2, tp=2)
 
@@ -137,7 +135,8 @@ class Bare(nn.Module):
 def test_a_module_that_cannot_be_initialized_is_named() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), Bare(2.0))
-    with pytest.raises(MaterializeError, match=r"module '1' \(Bare\) is on the meta device and nothing initializes its 'weight"):
+    message = r"module '1' \(Bare\) is on the meta device and nothing initializes its 'weight'"
+    with pytest.raises(MaterializeError, match=message):
         materialize(model, model, MESH)
     assert all(p.is_meta for p in model.parameters())
     model[1].scale = 2.0  # what the constructor was given is there: it can be built anew
@@ -181,25 +180,6 @@ def test_an_ancestors_initialization_reaches_its_children() -> None:
     assert 0.018 < found["transformer.h.0.attn.c_attn.weight"].std() < 0.022
     assert 0.004 < found["transformer.h.0.attn.c_proj.weight"].std() < 0.006
     assert "lm_head.weight" not in found, "the tied weight is one"
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that real tensors held at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: dict[StorageWeakRef, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                self.held[StorageWeakRef(storage)] = storage.nbytes()
-        self.held = {ref: size for ref, size in self.held.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(self.held.values()))
-        return result
 
 
 def test_never_more_than_one_sub_module_beside_the_share() -> None:

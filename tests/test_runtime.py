@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import InputError
 from meshwright.mesh import Mesh
+from meshwright.runtime.layout import local_of
 from meshwright.runtime.module import ParallelModule, build
-from tests.programs import Tiny, tiny_program
+from tests.programs import LiveBytes, Tiny, tiny_program
 
 LENGTH = 5
 
@@ -56,6 +60,7 @@ def prepare(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> tuple[
 
 def train(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
     """Loss, outputs, every gradient, clipping, two AdamW steps, buffers and the full state dict equal the single process's."""
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")
     model, parallel, batch = prepare(rank, sizes, options)
     reference = copy.deepcopy(model)
     assert list(parallel.state_dict()) == list(model.state_dict())
@@ -283,6 +288,55 @@ def test_one_process_without_a_process_group() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf")), "norm",
         )
         assert (parallel.data_size, parallel.data_rank) == (1, 0)
+
+
+class Counted(TorchDispatchMode):
+    """How often each operator ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("recompute", "products", "pointwise"), [("none", 2, 2), ("selective", 2, 4), ("full", 4, 4)])
+def test_what_is_recomputed(recompute: str, products: int, pointwise: int) -> None:
+    """Of the two blocks: full runs everything twice, selective keeps the products of matrices (those with a bias)."""
+    parallel = build(tiny_program(Mesh.of(dp=1), 0, 8, LENGTH, recompute=recompute), model_of())
+    loss, _ = parallel(**batch_of(8, 12))
+    with Counted() as backward:
+        loss.backward()
+    with Counted() as forward:
+        parallel(**batch_of(8, 12))
+    assert backward.count["aten.addmm.default"] + forward.count["aten.addmm.default"] == products
+    assert backward.count["aten.gelu.default"] + forward.count["aten.gelu.default"] == pointwise
+
+
+def building(rank: int, sizes: dict[str, int], options: dict[str, Any], meta: bool) -> tuple[int, int, int]:
+    """(bytes of this rank's share, most bytes alive while building, bytes of the whole model)."""
+    inner = 2048
+    with torch.device("meta" if meta else "cpu"):
+        model = Tiny(12, inner)
+    for name in ("gain", "spare", "shift"):  # what no initialization of the model would set
+        setattr(model, name, nn.Parameter(torch.ones_like(getattr(model, name), device="cpu"), requires_grad=name != "shift"))
+    for name in ("steps", "scale"):
+        setattr(model, name, torch.zeros_like(getattr(model, name), device="cpu"))
+    program = tiny_program(Mesh.of(**sizes), rank, 8, LENGTH, inner=inner, **options)
+    with LiveBytes(model) as live:
+        parallel = build(program, model)
+    share = sum(local_of(tensor).nbytes for tensor in (*parallel.parameters(), *parallel.buffers()))
+    return share, live.peak, sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_no_rank_holds_the_whole_model(pool: Callable, meta: bool) -> None:
+    up = 4 * 3 * 2048 * (8 + 1)  # the largest sub-module
+    for share, peak, whole_ in pool(world=4).run(building, *SHARDED, meta):
+        assert share < 0.3 * whole_
+        assert share <= peak < 1.2 * share + (up if meta else 0)
 
 
 def other_norms(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -61,7 +62,26 @@ class Gathered(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         assert self.inside is not None, "parameters that no segment reads are never gathered"
-        return self.inside(*args)
+        result = self.inside(*args)
+        if isinstance(result, dict):
+            return {name: _own(value) for name, value in result.items()}
+        return tuple(_own(value) for value in result)
+
+
+def _own(value: Any) -> Any:
+    """A tensor that is no view: FSDP2 hangs its backward hook on a unit's outputs and warns that in-place operators (there
+    are none here) would drop it from a view."""
+    return _Own.apply(value) if isinstance(value, Tensor) and value.requires_grad and value._is_view() else value
+
+
+class _Own(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
 
 
 @dataclass(frozen=True)
@@ -128,13 +148,13 @@ def _selective() -> Any:
 
 def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep what is dear to make again, matrix products and reductions between ranks; recompute attention and the rest."""
-    name = getattr(op, "_qualified_op_name", str(op)).removesuffix(".default")
-    return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if str(op) in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _KEPT = frozenset({
-    "aten::mm", "aten::addmm", "aten::linear", "aten::convolution", "aten::_grouped_mm",
-    "_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_to_all_single",
+    "aten.mm.default", "aten.addmm.default", "aten.convolution.default", "aten._grouped_mm.default",
+    "_c10d_functional.all_reduce.default", "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_to_all_single.default",
 })
 
 

@@ -80,8 +80,7 @@ class ParallelModule(nn.Module):
         inputs = self._bind(args, kwargs)
         if self.training:
             self._calls += 1
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        values = run_step(engine, inputs, parameters, self._seed + self._calls, self.training)
+        values = run_step(engine, inputs, self._trainable, (self._seed, self._calls), self.training)
         if self.training:
             self._mutate(values)
         outputs = {port.name: self._present(values[port.name], port, i) for i, port in enumerate(program.outputs)}
@@ -94,6 +93,9 @@ class ParallelModule(nn.Module):
         self._engine[0].train(mode)
         super().train(mode)
         return self
+
+    def _trainable(self) -> list[Tensor]:
+        return [p for p in self.parameters() if p.requires_grad]
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """{port: this rank's piece}."""

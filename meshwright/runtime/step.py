@@ -9,6 +9,7 @@ as with one micro-batch; only the loss is differentiable.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,15 +21,15 @@ from meshwright.program import SEED, Program
 from meshwright.runtime.engine import Engine, Environment
 from meshwright.runtime.layout import local_of
 
-_SEEDS_PER_STEP = 1 << 20
-
 
 def run_step(
-    engine: Engine, inputs: Mapping[str, Tensor], parameters: Sequence[Tensor], seed: int, training: bool
+    engine: Engine, inputs: Mapping[str, Tensor], parameters: Callable[[], Sequence[Tensor]], seed: tuple[int, int],
+    training: bool,
 ) -> dict[str, Tensor]:
     """Local values of the program's outputs and of the buffers' new contents, by name.
 
-    ``inputs``: this rank's pieces of the whole batch, by port. ``parameters``: those that take gradients.
+    ``inputs``: this rank's pieces of the whole batch, by port. ``parameters``: gives those that take gradients. ``seed``:
+    of the run, and the number of this call.
     """
     program = engine.program
     values: dict[str, Any] = {**inputs, SEED: _seed(seed, 0)}
@@ -38,8 +39,9 @@ def run_step(
     if program.microbatches == 1:
         outputs = engine.root(Environment(values))
     elif torch.is_grad_enabled() and training and program.loss is not None:
-        outputs = _forward_backward(engine, values, parameters, seed)
+        outputs = _forward_backward(engine, values, parameters(), seed)
     else:
+        engine.set_microbatch(last=True)
         batches = _microbatches(program, values, seed)
         outputs = _Join(program).all(engine.root(Environment(batch)) for batch in batches)
     if not torch.is_grad_enabled():
@@ -47,11 +49,12 @@ def run_step(
     return outputs
 
 
-def _seed(seed: int, microbatch: int) -> Tensor:
-    return torch.tensor(seed * _SEEDS_PER_STEP + microbatch)
+def _seed(seed: tuple[int, int], microbatch: int) -> Tensor:
+    """What random operators draw from; on the CPU, where they read it."""
+    return torch.tensor(random.Random(f"{seed} {microbatch}").getrandbits(62))
 
 
-def _microbatches(program: Program, values: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
+def _microbatches(program: Program, values: Mapping[str, Any], seed: tuple[int, int]) -> list[dict[str, Any]]:
     """The environment of every micro-batch: pieces of what is cut along a dim, the rest as it is."""
     count = program.microbatches
     cuts = {port.name: port.time for port in program.inputs if isinstance(port.time, int)} | dict(program.cuts)
@@ -90,7 +93,7 @@ class _Join:
 
 
 def _forward_backward(
-    engine: Engine, values: Mapping[str, Any], parameters: Sequence[Tensor], seed: int
+    engine: Engine, values: Mapping[str, Any], parameters: Sequence[Tensor], seed: tuple[int, int]
 ) -> dict[str, Any]:
     program, join = engine.program, _Join(engine.program)
     loss_name = program.loss
