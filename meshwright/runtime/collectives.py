@@ -41,14 +41,17 @@ def padded(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 def cut(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
+    """This rank's piece of a whole tensor, as a view."""
     return x.narrow(dim, *own(size, group))
 
 
 def reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+    """All-reduce."""
     return _wait(_FUNCOL.all_reduce(x.contiguous(), op, group.name))
 
 
 def start_gather(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
+    """All-gather along ``dim``, whose whole length is ``size``: begun."""
     mine = padded(x, dim, ceil_div(size, group.size)).contiguous()
     pending: Tensor = _FUNCOL.all_gather_into_tensor(mine, group.size, group.name)
     return pending
@@ -62,10 +65,12 @@ def end_gather(pending: Tensor, shape: torch.Size, dim: int, size: int, group: G
 
 
 def gather(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
+    """All-gather along ``dim``, whose whole length is ``size``."""
     return end_gather(start_gather(x, dim, size, group), x.shape, dim, size, group)
 
 
 def start_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Reduce-scatter along ``dim``: begun."""
     step = ceil_div(x.shape[dim], group.size)
     parts = _parted(padded(x, dim, step * group.size), dim, group.size)
     pending: Tensor = _FUNCOL.reduce_scatter_tensor(parts.flatten(0, 1), "sum", group.size, group.name)
@@ -80,6 +85,7 @@ def end_scatter(pending: Tensor, shape: torch.Size, dim: int, group: Group) -> T
 
 
 def scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Reduce-scatter along ``dim``."""
     return end_scatter(start_scatter(x, dim, group), x.shape, dim, group)
 
 
