@@ -28,7 +28,7 @@ from meshwright.graph import Graph, Op, Ref, map_refs
 MAX_ELEMENTS = 1 << 31
 """A mask with more elements than this, constant dims not counted, is left as it is."""
 _EAGER = 1 << 22
-_BLOCK = 1 << 23
+_BLOCK = 1 << 22
 
 FILLS = frozenset({
     "full", "ones", "zeros", "scalar_tensor", "full_like", "ones_like", "zeros_like", "new_full", "new_ones", "new_zeros",
@@ -227,30 +227,28 @@ def _compare(mask: Tensor | _Lazy, queries: int, keys: int) -> str:
     compressed = tuple(small.shape) if isinstance(small, Tensor) else small.compressed
     if math.prod(compressed) > MAX_ELEMENTS or len(shape) < 2 or any(size > 1 for size in compressed[:-2]):
         return "unknown"
-    causal = none = True
-    for start, block in _blocks(small, compressed, queries):
+    none = True
+    causal = compressed[-2] > 1 or queries == 1  # a mask that is the same for every query is no triangle
+    for start, rows, block in _blocks(small, compressed):
         allowed = _allowed(block)
         if allowed is None:
             return "unknown"
-        rows = allowed.shape[-2] if allowed.shape[-2] > 1 else min(queries - start, queries)
-        none = none and bool(allowed.all())
+        allowed = allowed.reshape(allowed.shape[-2:])
+        none = none and bool(allowed[0, -1]) and bool(allowed.all())
         if causal:
-            triangle = torch.ones(rows, keys, dtype=torch.bool).tril_(start)
-            causal = torch.equal(allowed.reshape(allowed.shape[-2:]).expand(rows, keys), triangle)
+            triangle = torch.arange(keys, dtype=torch.int32) <= torch.arange(start, start + rows, dtype=torch.int32)[:, None]
+            causal = torch.equal(allowed.expand(rows, keys), triangle)
         if not causal and not none:
             return "unknown"
     return "none" if none else "causal"
 
 
-def _blocks(small: Tensor | _Lazy, compressed: tuple[int, ...], queries: int) -> Iterator[tuple[int, Tensor]]:
-    if compressed[-2] == 1:
-        yield 0, _rows(small, 0, 1)
-        return
+def _blocks(small: Tensor | _Lazy, compressed: tuple[int, ...]) -> Iterator[tuple[int, int, Tensor]]:
+    """(first row, number of rows, these rows), constant dims in one element."""
     step = max(1, _BLOCK // max(1, compressed[-1]))
-    for start in range(0, queries, step):
-        stop = min(queries, start + step)
-        block = _rows(small, start, stop)
-        yield start, block.expand(*compressed[:-2], stop - start, compressed[-1])
+    for start in range(0, compressed[-2], step):
+        rows = min(compressed[-2] - start, step)
+        yield start, rows, _rows(small, start, start + rows).expand(*compressed[:-2], rows, compressed[-1])
 
 
 def _allowed(block: Tensor) -> Tensor | None:

@@ -83,13 +83,17 @@ def rewrite(graph: Graph, step: Step) -> Graph:
     """The graph after one pass of ``step`` over its ops."""
     edit = Edit(graph)
     ops: list[Op] = []
+    changed = False
     for op in graph.ops:
-        if any(name in edit._renamed for name in op.inputs):
+        if edit._renamed and any(name in edit._renamed for name in op.inputs):
             op = replace_fields(op, args=edit.rename(op.args), kwargs=edit.rename(op.kwargs))
         result = step(op, edit)
+        changed = changed or result is not None
         for placed in (op,) if result is None else result:
             edit.record(placed)
             ops.append(placed)
+    if not changed:
+        return graph
     mutations = tuple((buffer, edit.renamed(new)) for buffer, new in graph.mutations)
     loss = edit.renamed(graph.loss) if graph.loss else graph.loss
     return replace_fields(graph, values=edit.values, ops=tuple(ops), output_tree=edit.rename(graph.output_tree), loss=loss,
