@@ -36,7 +36,7 @@ from rich.table import Table
 from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
 from meshwright.pins import Pins
-from meshwright.planner import capture_model, make_plan
+from meshwright.planner import OutOfMemoryError, capture_model, make_plan
 
 DATA = Path(__file__).parent / "data"
 FILES = (DATA / "steps.csv", DATA / "memory.csv")
@@ -67,6 +67,9 @@ GPUS: Sequence[tuple[str, str]] = (
     ("A100-40GB", "a100-40g"), ("A100", "a100-80g"), ("A800", "a800"), ("H100", "h100"), ("H800", "h800"), ("H200", "h200"),
     ("V100", "v100"), ("GB200", "gb200"), ("B200", "b200"),
 )
+
+
+_UNBOUNDED = 2**50  # bytes
 
 
 class Unpriced(ValueError):  # noqa: N818 - a reason, not a failure
@@ -245,7 +248,12 @@ def price(row: Row) -> Result:
             raise Unpriced("the row states neither a step time nor a peak memory")
         cluster = cluster_of(row)
         pins = pins_of(row, cluster.world)
-        plan = make_plan(graph_of(row), cluster, pins, precision=precision_of(row))
+        graph, precision = graph_of(row), precision_of(row)
+        try:
+            plan = make_plan(graph, cluster, pins, precision=precision)
+        except OutOfMemoryError:  # it ran, so it is priced all the same, and the prediction of memory stands beside it
+            plan = make_plan(graph, cluster.with_memory(_UNBOUNDED), pins, precision=precision)
+            result = replace(result, reason="predicted not to fit")
         predicted = float(plan.predicted["step_seconds"])
         result = replace(
             result, predicted_seconds=predicted, predicted_gb=float(plan.predicted["bytes_per_rank"]) / 1e9,
@@ -274,7 +282,7 @@ def summary(results: Iterable[Result]) -> list[dict[str, Any]]:
         errors = [abs(item.error) for item in items if item.error is not None]
         memory = [abs(item.memory_error) for item in items if item.memory_error is not None]
         lines.append({
-            "source": source, "device": device, "rows": len(items), "priced": sum(not item.reason for item in items),
+            "source": source, "device": device, "rows": len(items), "priced": sum(item.predicted_seconds is not None for item in items),
             "mean_error": mean(errors) if errors else None, "worst_error": max(errors) if errors else None,
             "rank_correlation": rank_correlation(items), "memory_error": mean(memory) if memory else None,
         })
@@ -343,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description="predicted against measured for published runs")
     parser.add_argument("files", nargs="*", type=Path, default=list(FILES), help="CSV files with the columns of the data")
-    parser.add_argument("--json", action="store_true", help="print rows and sources as JSON")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON per row as it comes, then one with the sources")
     parser.add_argument("--source", default="", help="only sources that hold this text")
     parser.add_argument("--trust", default="ABCD", help="only rows of these grades")
     parser.add_argument("--limit", type=int, default=None, help="at most this many rows")
@@ -354,10 +362,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = []
     for count, row in enumerate(rows, 1):
         results.append(price(row))
+        if options.json:
+            print(json.dumps(asdict(results[-1]) | {"error": results[-1].error}), flush=True)
         print(f"\r{count}/{len(rows)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     if options.json:
-        print(json.dumps({"rows": [asdict(item) | {"error": item.error} for item in results], "sources": summary(results)}))
+        print(json.dumps({"sources": summary(results)}))
     else:
         show(results, Console(width=None if sys.stdout.isatty() else 200))
     return 0

@@ -86,9 +86,9 @@ def test_command_on_a_file_of_ones_own(published, tmp_path, capsys):
         writer.writeheader()
         writer.writerows([SMALL, {**SMALL, "gpu": "Other"}])
     assert published.main([str(path), "--json"]) == 0
-    output = json.loads(capsys.readouterr().out)
-    assert [bool(row["reason"]) for row in output["rows"]] == [False, True]
-    assert {line["priced"] for line in output["sources"]} == {0, 1}
+    *rows, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [bool(row["reason"]) for row in rows] == [False, True]
+    assert {line["priced"] for line in last["sources"]} == {0, 1}
 
 
 def test_rank_correlation(published):

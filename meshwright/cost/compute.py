@@ -232,8 +232,8 @@ def _traffic(
         forward = float(sum(inputs) + sum(outputs))
         saved = sum(inputs[at] for at, _ in declared.operands if at < len(inputs))
         saved += sum(outputs[at] for at in declared.results if at < len(outputs))
-        same = declared.kind == "linear" and all(size == outputs[0] for size in inputs)
-        backward = 0.0 if same or declared.kind == "factory" else float(sum(outputs) + saved + sum(inputs))
+        whole = all(size == outputs[0] for size in inputs) or sum(inputs) == outputs[0]  # no broadcast to sum; or a cat
+        backward = 0.0 if (declared.kind == "linear" and whole) or declared.kind == "factory" else float(sum(outputs) + saved + sum(inputs))
     speed = memory_speed(device) / dtype.itemsize
     kernel = device.kernel_seconds if fused is None or any(fused.writes) else 0.0  # a fused kernel starts once
     return forward / speed + kernel, backward / speed + (kernel if backward else 0.0)

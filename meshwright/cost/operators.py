@@ -4,11 +4,11 @@
 
     view        no work, the result shares storage
     pointwise   element by element: memory-bound, fuses with its neighbours
-    linear      pointwise whose gradient needs nothing (add, neg, casts, masks that do not change)
+    linear      pointwise whose gradient needs nothing (add, neg, casts, cat, masks that do not change)
     reduce      memory-bound, fuses with the pointwise operators around it
     norm        layer_norm and its kin: one pass over the data
     gather      rows picked by an index: embedding, index
-    copy        moves data and fuses with nothing: cat, clone, sort
+    copy        moves data and fuses with nothing: clone, sort, pad
     matmul      matrix products and convolutions
     attention   fused (flash) attention
     loss        cross entropy
@@ -55,7 +55,7 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
     "linear": {
         "": "add sub neg _to_copy to rsub clone_dtype bitwise_and bitwise_or bitwise_not bitwise_xor logical_and logical_or "
         "logical_not logical_xor eq ne lt le gt ge isnan isinf ceil floor round sign add_ floor_divide remainder "
-        "roll flip type_as all any",
+        "roll flip type_as all any cat stack",
         "1": "masked_fill",
     },
     "pointwise": {
@@ -82,7 +82,7 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "1": "embedding index gather index_select take_along_dim index_put scatter scatter_add index_add",
     },
     "copy": {
-        "": "cat stack clone sort repeat repeat_interleave constant_pad_nd pad _pad_circular tril triu nonzero argsort "
+        "": "clone sort repeat repeat_interleave constant_pad_nd pad _pad_circular tril triu nonzero argsort "
         "slice_scatter select_scatter copy copy_ upsample_nearest2d adaptive_avg_pool2d adaptive_avg_pool1d",
         "0 r1": "max_pool2d max_pool2d_with_indices max_pool1d adaptive_max_pool2d",
         "0": "avg_pool2d avg_pool1d _adaptive_avg_pool2d",
