@@ -15,7 +15,7 @@ Everything is functional here, so copies that only change strides (``contiguous`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -42,7 +42,7 @@ COPIES = frozenset({
 CASTS = frozenset({
     "aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten.type_as.default",
 })
-RENAMED = {
+RENAMED: Mapping[str, str] = {
     "aten.__and__.Tensor": "aten.bitwise_and.Tensor", "aten.__or__.Tensor": "aten.bitwise_or.Tensor",
     "aten.__xor__.Tensor": "aten.bitwise_xor.Tensor", "aten.detach_.default": "aten.detach.default",
     "aten.detach_copy.default": "aten.detach.default", "aten.transpose_copy.int": "aten.transpose.int",
