@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import InputError
 from meshwright.graph import Graph
-from meshwright.pins import PinError, Pins
+from meshwright.pins import PinError, Pins, vars_of
 from meshwright.plan import Plan, PlanError
 from meshwright.planner import OPTIMIZERS, Timing, capture_model, make_plan, rules_of
 from meshwright.serialize import plan_from_dict, plan_hash, plan_to_dict
@@ -126,8 +128,6 @@ def _agree(search: Callable[[], Plan], graph: Graph | None) -> Plan:
 
 
 def _with_graph(plan: Plan, graph: Graph) -> Plan:
-    from dataclasses import replace
-
     return replace(plan, graph=graph)
 
 
@@ -163,20 +163,16 @@ def _mesh_pins(mesh: DeviceMesh, pins: Pins) -> Pins:
     names = mesh.mesh_dim_names or ()
     if not names or not set(names) <= set(AXES):
         return pins
-    from dataclasses import replace
-
     for name, size in zip(names, mesh.shape, strict=True):
         pinned = getattr(pins, name)
         if pinned not in (None, size):
             raise PinError(f"pin {name}={pinned} contradicts the mesh, whose axis {name!r} has size {size}; change one")
-        pins = replace(pins, **{name: size})
+        pins = Pins.of({**vars_of(pins), name: size})
     return pins
 
 
 def _cluster_of(mesh: DeviceMesh) -> Cluster:
     """The topology behind a DeviceMesh: its kind of device, in nodes of as many as run on this host."""
-    import os
-
     world = mesh.size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     local = local if local and world % local == 0 else world

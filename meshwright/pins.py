@@ -93,3 +93,8 @@ class Pins:
             raise PinError(f"pins {shown} make {product} devices, which does not divide the {world} there are")
         if product != world and self.dp is not None and self.tp is not None:
             raise PinError(f"pins {shown} make {product} devices but there are {world}; change one or leave one to the search")
+
+
+def vars_of(pins: Pins) -> dict[str, Any]:
+    """The pins as keyword arguments."""
+    return {f.name: getattr(pins, f.name) for f in fields(pins)}

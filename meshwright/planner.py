@@ -29,7 +29,7 @@ from meshwright.compiler.solve import solve
 from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
 from meshwright.mesh import Mesh
-from meshwright.pins import PinError, Pins
+from meshwright.pins import PinError, Pins, vars_of
 from meshwright.plan import Plan, PlanError
 from meshwright.rule import OpRule
 from meshwright.sharding import ceil_div
@@ -229,7 +229,7 @@ class _Search:
             if getattr(pins, name) is None:
                 continue
             try:
-                plan = self.best(replace(pins, **{name: None}))
+                plan = self.best(Pins.of({**vars_of(pins), name: None}))
             except PlanError:
                 continue
             need = plan.predicted["bytes_per_rank"] / 2**30
@@ -333,12 +333,12 @@ def _microbatches(graph: Graph, layout: Layout, pins: Pins) -> list[int]:
     batch = batch_size(graph)
     data = layout.mesh.size([axis for axis in layout.mesh.axes if layout.roles[axis] == "dp"])
     if batch <= (data - 1) * ceil_div(batch, data):
-        raise PinError(f"the batch of {batch} samples leaves some of dp={data} ranks without any; use a larger batch or less dp")
+        raise PinError(f"the batch of {batch} samples leaves some of dp={data} ranks without any; take more samples or less dp")
     if pins.microbatches is not None:
         if batch % (data * pins.microbatches) and pins.microbatches > 1:
             raise PinError(
-                f"the batch of {batch} samples does not divide into dp={data} ranks x microbatches={pins.microbatches}; pin counts "
-                "whose product divides it"
+                f"the batch of {batch} samples does not divide into dp={data} ranks x microbatches={pins.microbatches}; pin "
+                "counts whose product divides it"
             )
         return [pins.microbatches]
     return [1] + [2**n for n in range(1, batch.bit_length()) if batch % (data * 2**n) == 0]

@@ -99,7 +99,7 @@ def _next(now: Sharding, target: Sharding) -> Step | None:
 
 
 def _set(now: Sharding, dim: int, axes: tuple[str, ...]) -> Sharding:
-    return replace(now, dims=now.dims[:dim] + (axes,) + now.dims[dim + 1 :])
+    return replace(now, dims=(*now.dims[:dim], axes, *now.dims[dim + 1 :]))
 
 
 def _add(now: Sharding, target: Sharding) -> Step | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 BATCH, LENGTH, VOCAB = 4, 8, 64
 Case = tuple[nn.Module, dict[str, torch.Tensor]]
@@ -71,7 +71,8 @@ def vit() -> Case:
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=4,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=5,
     )
-    return ViTForImageClassification(config), {"pixel_values": torch.randn(BATCH, 3, 16, 16), "labels": torch.randint(0, 5, (BATCH,))}
+    images, labels = torch.randn(BATCH, 3, 16, 16), torch.randint(0, 5, (BATCH,))
+    return ViTForImageClassification(config), {"pixel_values": images, "labels": labels}
 
 
 class _ConvNet(nn.Module):

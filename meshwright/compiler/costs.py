@@ -33,7 +33,7 @@ from meshwright.sharding import Sharding, ShardingError
 
 FORWARD, BACKWARD, SEND, SEND_BACK, GATHER, REDUCE, PARAMETERS, GRADIENTS, OPTIMIZER, SAVED, TRANSIENT = range(11)
 RESOURCES = 11
-MEMORY = {"parameters": PARAMETERS, "gradients": GRADIENTS, "optimizer": OPTIMIZER, "activations": SAVED}
+MEMORY: Mapping[str, int] = {"parameters": PARAMETERS, "gradients": GRADIENTS, "optimizer": OPTIMIZER, "activations": SAVED}
 HIDING = 0.9
 """Part of a block's compute behind which parameter communication can hide (the first gather and the last reduction cannot)."""
 

@@ -123,7 +123,7 @@ def _batch_of_prologue(
             for output, dims in zip(op.outputs, rule.results, strict=True):
                 if factor is not None and factor in dims:
                     where.setdefault(output, dims.index(factor))
-    return {name: dim for name, dim in where.items()}
+    return where
 
 
 def _factor(

@@ -99,6 +99,7 @@ class Problem:
         self.shapes = self._body_shapes()
         self.saved, self.linear_only = self._saved_values()
         self.tables: dict[object, np.ndarray] = {}
+        self.kept_whole: set[str] = set()
         self.positions = self._cut()
         self.models: list[_Model] = []
         self.shared_names: dict[str, int] = {}
@@ -127,7 +128,7 @@ class Problem:
         factor = self.schedule.time.get(op.name)
         dims = self.rules[op.name].operands[position]
         shape = self.graph.values[name].shape
-        if factor in dims:
+        if factor is not None and factor in dims:
             dim = dims.index(factor)
             return (*shape[:dim], shape[dim] // self.schedule.microbatches, *shape[dim + 1 :])
         return shape
@@ -172,7 +173,11 @@ class Problem:
         for number, position in enumerate(positions):
             for op in self.graph.ops[position.start : position.stop]:
                 for name in dict.fromkeys(op.inputs):
-                    if where.get(name, number) != number and self.graph.values[name].differentiable:
+                    if where.get(name, number) == number:
+                        continue
+                    if not self.graph.values[name].differentiable:
+                        self.kept_whole.add(name)
+                    else:
                         numbers = readers.setdefault(name, [])
                         if number not in numbers:
                             numbers.append(number)
@@ -226,7 +231,7 @@ class Problem:
             return ("root", fresh)
         made = {name: (i, j) for i, op in enumerate(self.graph.ops[position.start : position.stop])
                 for j, name in enumerate(op.outputs)}
-        first = {}
+        first: dict[str, tuple[int, int]] = {}
         for i, op in enumerate(self.graph.ops[position.start : position.stop]):
             for j, name in enumerate(op.inputs):
                 first.setdefault(name, (i, j))
@@ -336,6 +341,8 @@ class Problem:
         found = choices(op, rule, self.scope, time)
         differentiable = [self.graph.values[name].differentiable for name in op.inputs]
         placed = [place(rule, assignment, self.mesh, differentiable) for assignment in found]
+        if self.kept_whole.intersection(op.outputs):
+            found, placed = self._whole_results(op, found, placed)
         operand_shapes = [self._operand_shape(op, i) for i in range(len(op.inputs))]
         result_shapes = [self.shapes[name] for name in op.outputs]
         times = 1 if op.name in self.schedule.prologue else self.schedule.microbatches
@@ -354,6 +361,17 @@ class Problem:
         assert var == len(model.op_choices)
         model.op_choices.append(found)
         model.placed.append(placed)
+
+    def _whole_results(
+        self, op: Op, found: list[dict[str, str]], placed: list[Placed]
+    ) -> tuple[list[dict[str, str]], list[Placed]]:
+        """Only the choices that leave masks and tables for other positions whole: each reader then slices its part freely."""
+        kept = [
+            (assignment, where) for assignment, where in zip(found, placed, strict=True)
+            if all(not result.split_axes and not result.partial for name, result in zip(op.outputs, where.results, strict=True)
+                   if name in self.kept_whole)
+        ]
+        return [assignment for assignment, _ in kept], [where for _, where in kept]
 
     def _bytes(self, name: str, sharding: Sharding) -> float:
         """Local bytes of a value within one micro-batch."""
@@ -559,7 +577,7 @@ class Problem:
 
     def _renaming(self, first: _Position, other: _Position) -> dict[str, str]:
         """Values of the first copy of a block -> those of another copy."""
-        names = {}
+        names: dict[str, str] = {}
         pairs = zip(
             self.graph.ops[first.start : first.stop], self.graph.ops[other.start : other.stop], strict=True
         )

@@ -19,7 +19,7 @@ exact for gpipe, 1f1b and interleaved1f1b, where the bubble over the ideal M V (
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -295,7 +295,7 @@ def render(what: Table | Simulation, *, tick: float | None = None, columns: int 
     return "\n".join((f"{head:<{margin}} " + " ".join(f"{cell:<{width}}" for cell in row)).rstrip() for head, row in lines)
 
 
-_NAMES = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weight"}
+_NAMES: Mapping[str, str] = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weight"}
 
 
 def chrome_trace(run: Simulation) -> dict[str, Any]:

@@ -151,7 +151,7 @@ class _Lowering:
         names = []
         for position, (name, need) in enumerate(zip(op.inputs, placed.operands, strict=True)):
             dims = rule.operands[position]
-            cut = dims.index(time) if time in dims else None
+            cut = dims.index(time) if time is not None and time in dims else None
             names.append(self._operand(name, need, cut, draft))
         assignment = dict(self.plan.assignments.get(op.name, {}))
         timed = place(rule, {**assignment, **({TIME: time} if time else {})}, self.timed, [True] * len(op.inputs))

@@ -61,6 +61,6 @@ class Deferred(nn.Module):
     def _module(self, what: str) -> nn.Module:
         built = self.__dict__["_built"]
         if built is None:
-            raise InputError(f"the parallel module was asked for {what} before its first call, and there was no example to plan "
-                             "with; pass example_inputs=(args, kwargs) to autoparallel, or call it once first")
+            raise InputError(f"the parallel module was asked for {what} before its first call, and there was no example to "
+                             "plan with; pass example_inputs=(args, kwargs) to autoparallel, or call it once first")
         return built  # type: ignore[no-any-return]

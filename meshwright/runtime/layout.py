@@ -111,9 +111,11 @@ class Locals(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # a copy: autograd adds to a gradient in place when it alone refers to the DTensor, but two of them may share one local
+        # tensor (both operands of an addition have the same gradient)
         return tuple(
             grad if grad is None or spec is None
-            else DTensor.from_local(grad, spec[0], spec[1], run_check=False, shape=spec[2], stride=spec[3])
+            else DTensor.from_local(grad.clone(), spec[0], spec[1], run_check=False, shape=spec[2], stride=spec[3])
             for grad, spec in zip(grads, ctx.specs, strict=True)
         )
 
