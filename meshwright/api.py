@@ -91,11 +91,15 @@ def autoparallel(
 def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """The rank's program, checked, and the module that runs it."""
     from meshwright.passes import rank_program
+    from meshwright.passes.typecheck import typecheck
+    from meshwright.passes.verify import verify
     from meshwright.runtime.module import build
 
     rules, _ = rules_of(plan.graph)
     rank = dist.get_rank() if dist.is_initialized() else 0
     program = rank_program(plan, rules, rank)
+    verify(program, plan.graph, rules)
+    typecheck(program)
     parallel = build(program, model, device=torch.device(mesh.device_type, torch.cuda.current_device())
                      if mesh.device_type == "cuda" else torch.device(mesh.device_type))
     parallel.plan = plan

@@ -1,0 +1,62 @@
+"""Drop-in equality of whole training loops: losses, clipped gradients, two optimizer steps, the full state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.equality import check
+from tests.models import MODELS
+
+DEGREES: dict[str, dict[str, Any]] = {
+    "searched": {}, "dp": {"dp": 4}, "tp": {"tp": 4}, "dp x tp": {"dp": 2, "tp": 2},
+    "zero 1": {"dp": 4, "zero": 1}, "zero 2": {"dp": 4, "zero": 2}, "zero 3": {"dp": 4, "zero": 3},
+    "HSDP": {"dp": 4, "shard": 2, "zero": 3}, "sequence parallel": {"dp": 2, "tp": 2, "sequence_parallel": True},
+}
+ACCUMULATED: list[dict[str, Any]] = [
+    {"dp": 2, "tp": 2, "microbatches": 2, "zero": zero, "sequence_parallel": True} for zero in (0, 1, 2, 3)
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_four_processes(pool: Callable[[int], Any], name: str) -> None:
+    """Searched, and under every pin of the degrees."""
+    assert sum(pool(4).run(check, name, 4, list(DEGREES.values()), timeout=300), []) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "convnet", "odd"])
+def test_two_processes(pool: Callable[[int], Any], name: str) -> None:
+    """On two."""
+    assert sum(pool(2).run(check, name, 2, [{}, {"dp": 2, "zero": 3}, {"tp": 2, "sequence_parallel": True}]), []) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "convnet", "masked_mean"])
+def test_one_process(pool: Callable[[int], Any], name: str) -> None:
+    """World size 1 is an ordinary case."""
+    assert pool(1).run(check, name, 1, [{}, {"dp": 1, "tp": 1}]) == [[]]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit", "masked_mean", "encoder"])
+def test_gradient_accumulation(pool: Callable[[int], Any], name: str) -> None:
+    """Two micro-batches are the whole batch, masked means included."""
+    pins = [{k: v for k, v in p.items() if name != "vit" or k != "sequence_parallel"} for p in ACCUMULATED]
+    assert sum(pool(4).run(check, name, 4, pins, timeout=200), []) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
+def test_recomputation(pool: Callable[[int], Any], name: str) -> None:
+    """Full recomputation of the blocks, alone and with ZeRO and micro-batches."""
+    pins: list[dict[str, Any]] = [
+        {"dp": 2, "tp": 2, "zero": zero, "recompute": kind, "microbatches": count}
+        for zero, kind, count in ((0, "full", 1), (3, "full", 2), (2, "selective", 1))
+    ]
+    assert sum(pool(4).run(check, name, 4, pins, timeout=200), []) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_clipped(pool: Callable[[int], Any], name: str) -> None:
+    """``clip_grad_norm_`` returns the single process's norm and scales alike, under every plan."""
+    pins = [DEGREES["dp x tp"], DEGREES["HSDP"], DEGREES["sequence parallel"], {"dp": 2, "tp": 2, "zero": 3}]
+    assert sum(pool(4).run(check, name, 4, pins, 0.1, timeout=200), []) == []
