@@ -63,6 +63,9 @@ KERNELS: Sequence[tuple[str, str]] = (
 )
 """Where none matches, the device's default."""
 
+EAGER: Sequence[str] = ("kernel=torch", "kernel=fused", "kernel=flash_attentionv1", "kernel=flash_attention2;")
+"""Words in "notes" of runs whose pointwise operators run one by one: the kernel they name is attention's alone."""
+
 GPUS: Sequence[tuple[str, str]] = (
     ("A100-40GB", "a100-40g"), ("A100", "a100-80g"), ("A800", "a800"), ("H100", "h100"), ("H800", "h800"), ("H200", "h200"),
     ("V100", "v100"), ("GB200", "gb200"), ("B200", "b200"),
@@ -146,7 +149,8 @@ def cluster_of(row: Row) -> Cluster:
     node = word_of(row.get("interconnect", "") + " " + row.get("source", ""), NODES)
     cluster = Cluster.parse(f"{device}{'@' + node if node else ''}:{world // per_node}x{per_node}")
     kernel = kernel_of(row)
-    return cluster.with_attention(kernel) if kernel in cluster.device.attention else cluster
+    known = kernel if kernel in cluster.device.attention else None
+    return cluster.with_kernels(known, fused=not any(words in row.get("notes", "") for words in EAGER))
 
 
 @lru_cache(maxsize=4)
@@ -282,7 +286,8 @@ def summary(results: Iterable[Result]) -> list[dict[str, Any]]:
         errors = [abs(item.error) for item in items if item.error is not None]
         memory = [abs(item.memory_error) for item in items if item.memory_error is not None]
         lines.append({
-            "source": source, "device": device, "rows": len(items), "priced": sum(item.predicted_seconds is not None for item in items),
+            "source": source, "device": device, "rows": len(items),
+            "priced": sum(item.predicted_seconds is not None for item in items),
             "mean_error": mean(errors) if errors else None, "worst_error": max(errors) if errors else None,
             "rank_correlation": rank_correlation(items), "memory_error": mean(memory) if memory else None,
         })
@@ -351,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description="predicted against measured for published runs")
     parser.add_argument("files", nargs="*", type=Path, default=list(FILES), help="CSV files with the columns of the data")
-    parser.add_argument("--json", action="store_true", help="print a line of JSON per row as it comes, then one with the sources")
+    parser.add_argument("--json", action="store_true", help="a line of JSON per row as it comes, then one with the sources")
     parser.add_argument("--source", default="", help="only sources that hold this text")
     parser.add_argument("--trust", default="ABCD", help="only rows of these grades")
     parser.add_argument("--limit", type=int, default=None, help="at most this many rows")

@@ -89,11 +89,15 @@ def test_with_memory_overrides_the_capacity_and_the_reserve():
     assert (cluster.memory_bytes, cluster.device.reserve_bytes, cluster.world) == (1000, 0, 4)
 
 
-def test_with_attention_changes_only_the_kernel():
+def test_with_kernels_changes_only_the_software():
     cluster = Cluster.parse("h100:1x8")
-    assert cluster.with_attention("flash3").device.attention_forward > cluster.device.attention_forward
+    assert cluster.with_kernels(attention="flash3").device.attention_forward > cluster.device.attention_forward
+    assert cluster.device.fused
+    eager = cluster.with_kernels(fused=False)
+    assert not eager.device.fused
+    assert eager.with_kernels(attention="flash3").with_kernels(attention="flash2", fused=True) == cluster
     with pytest.raises(ClusterError, match="known: flash1, flash2, flash3"):
-        cluster.with_attention("flash9")
+        cluster.with_kernels(attention="flash9")
 
 
 def test_toml_of_a_users_own(tmp_path):

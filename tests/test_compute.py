@@ -142,7 +142,7 @@ def test_attention_kernels_and_long_sequences():
     shapes = [(1, 32, 8192, 128)] * 3
     cluster = Cluster.parse("h100:1x8")
     second = seconds(ATTENTION, shapes, shapes[:1], BF16, cluster.device, kwargs={"is_causal": True})
-    third = seconds(ATTENTION, shapes, shapes[:1], BF16, cluster.with_attention("flash3").device, kwargs={"is_causal": True})
+    third = seconds(ATTENTION, shapes, shapes[:1], BF16, cluster.with_kernels("flash3").device, kwargs={"is_causal": True})
     assert third[0] < second[0]
     work = attention_flops(shapes, kwargs={"is_causal": True})
     assert work / second[0] == pytest.approx(H100.attention_forward * H100.flops(BF16), rel=0.1)
@@ -193,6 +193,14 @@ def test_fused_chain_costs_the_traffic_of_its_borders():
             total += seconds(op.target, *shapes, BF16, H100, fused=fused)[0]
     bytes_ = 2 * (3 * 64 * 256 + 3 * 64 * 128)
     assert total == pytest.approx(bytes_ / memory_speed(H100) + 2 * H100.kernel_seconds)
+
+
+def test_eager_devices_do_not_fuse():
+    eager = Cluster.parse("h100:1x8").with_kernels(fused=False).device
+    border = Fused((True,), (False,))
+    alone = seconds("aten.silu.default", [(4096, 4096)], [(4096, 4096)], BF16, eager, fused=border)
+    assert alone == seconds("aten.silu.default", [(4096, 4096)], [(4096, 4096)], BF16, H100)
+    assert seconds("aten.silu.default", [(4096, 4096)], [(4096, 4096)], BF16, H100, fused=border)[0] < alone[0]
 
 
 def test_a_value_read_twice_by_one_kernel_is_read_once():

@@ -130,16 +130,21 @@ class Cluster:
         )
         return Cluster(islands)
 
-    def with_attention(self, kernel: str) -> Cluster:
-        """The same cluster running another of the devices' attention kernels ("flash1", "flash2", "flash3")."""
+    def with_kernels(self, attention: str | None = None, fused: bool | None = None) -> Cluster:
+        """The same cluster with other software: the devices' ``attention`` kernel ("flash1", "flash2", "flash3"), and whether
+        chains of pointwise operators run ``fused`` (compiled) or one by one (eager). None leaves it as it is."""
+        islands = []
         for island in self.islands:
-            if kernel not in island.device.attention:
+            device = island.device
+            if attention is not None and attention not in device.attention:
                 raise ClusterError(
-                    f"no attention kernel {kernel!r} for {island.device.name}; known: {', '.join(island.device.attention)}"
+                    f"no attention kernel {attention!r} for {device.name}; known: {', '.join(device.attention)}"
                 )
-        return Cluster(
-            tuple(replace(island, device=replace(island.device, attention_kernel=kernel)) for island in self.islands)
-        )
+            device = replace(
+                device, attention_kernel=attention or device.attention_kernel, fused=device.fused if fused is None else fused
+            )
+            islands.append(replace(island, device=device))
+        return Cluster(tuple(islands))
 
     def graph(self) -> nx.Graph:
         """Devices, switches, NICs and links; edges carry ``bandwidth`` (bytes/s, one way) and ``latency`` (seconds)."""

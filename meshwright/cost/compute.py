@@ -60,7 +60,8 @@ def seconds(
     """(forward, backward) seconds of one operator on LOCAL shapes.
 
     ``operand_shapes`` are those of the tensor operands in the order of ``Op.inputs``; ``dtype`` is that of the data (not of
-    indices). ``needs``: which operands take a gradient (default all); with none the backward is 0. ``fused``: see ``fusion``.
+    indices). ``needs``: which operands take a gradient (default all); with none the backward is 0. ``fused``: see ``fusion``;
+    it counts for nothing on a device that runs eager.
     """
     declared = operator(target)
     needs = tuple(needs) if needs is not None else (True,) * len(operand_shapes)
@@ -74,7 +75,7 @@ def seconds(
         stream = math.prod(operand_shapes[0]) * dtype.itemsize / memory_speed(device)
         forward, backward = (passes * stream + device.kernel_seconds for passes in _LOSS_PASSES)
     else:
-        forward, backward = _traffic(target, operand_shapes, result_shapes, dtype, device, fused)
+        forward, backward = _traffic(target, operand_shapes, result_shapes, dtype, device, fused if device.fused else None)
     return forward, backward if any(needs) else 0.0
 
 
@@ -233,7 +234,8 @@ def _traffic(
         saved = sum(inputs[at] for at, _ in declared.operands if at < len(inputs))
         saved += sum(outputs[at] for at in declared.results if at < len(outputs))
         whole = all(size == outputs[0] for size in inputs) or sum(inputs) == outputs[0]  # no broadcast to sum; or a cat
-        backward = 0.0 if (declared.kind == "linear" and whole) or declared.kind == "factory" else float(sum(outputs) + saved + sum(inputs))
+        passes = declared.kind == "factory" or (declared.kind == "linear" and whole)
+        backward = 0.0 if passes else float(sum(outputs) + saved + sum(inputs))
     speed = memory_speed(device) / dtype.itemsize
     kernel = device.kernel_seconds if fused is None or any(fused.writes) else 0.0  # a fused kernel starts once
     return forward / speed + kernel, backward / speed + (kernel if backward else 0.0)
