@@ -36,10 +36,10 @@ class Device:
     """One accelerator. Bytes, bytes/s, FLOP/s, seconds; efficiencies are fractions of the peak that long runs reach.
 
     ``peak``: FLOP/s by dtype name ("bf16", "f32"). ``attention``: {kernel: (forward, backward) fraction of the peak}, of which
-    ``attention_kernel`` runs. ``units`` and ``tile``: multiprocessors and the edge of the matmul tile
-    each works on (wave quantization); ``depth``: inner dimension at which a matmul reaches half of its efficiency.
-    ``kernel_seconds``: what each kernel costs however small. ``contention``: slowdown of compute while a collective runs
-    beside it. ``fused``: whether chains of pointwise operators run as one kernel (compiled). ``sources``: where each number comes from.
+    ``attention_kernel`` runs. ``units`` and ``tile``: multiprocessors and the edge of the matmul tile each works on (wave
+    quantization); ``depth``: inner dimension at which a matmul reaches half of its efficiency. ``kernel_seconds``: what each
+    kernel costs however small. ``contention``: slowdown of compute while a collective runs beside it. ``fused``: whether chains
+    of pointwise operators run as one kernel (compiled). ``sources``: where each number comes from.
     """
 
     name: str
