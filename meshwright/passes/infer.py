@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from meshwright.graph import Op, Ref, map_refs
 from meshwright.mesh import Mesh
 from meshwright.plan import TIME
-from meshwright.rule import Assignment, OpRule, place
+from meshwright.rule import Assignment, Local, OpRule, place
 from meshwright.sharding import Sharding, format_sharding, piece
 
 Kind = int | str
@@ -170,6 +172,47 @@ def outcome(
         Form(without(sharding, (TIME,)), time, frame if isinstance(time, int) else None)
         for sharding, time in zip(placed.results, times, strict=True)
     ]
+
+
+def same_call(
+    op: Op, origin: Op, names: Sequence[str], rule: OpRule, assignment: Assignment, site: Site,
+    shapes: Sequence[tuple[tuple[int, ...], ...]],
+) -> None:
+    """MismatchError unless ``op`` is ``origin`` on the local values ``names``, its literals rewritten as the rule says.
+
+    ``shapes``: the global ones of the operands and of the results.
+    """
+    queue = iter(names)
+    renamed = replace(
+        origin,
+        args=map_refs(origin.args, lambda ref: Ref(next(queue))),
+        kwargs=map_refs(origin.kwargs, lambda ref: Ref(next(queue))),
+    )
+    placed = place(rule, assignment, site.mesh, [True] * len(rule.operands))
+
+    def call(coordinates: Mapping[str, int]) -> tuple[str, Any, Any]:
+        if rule.localize is None:
+            return _plain_call(renamed.target, renamed.args, renamed.kwargs)
+        return _plain_call(*rule.localize(renamed, Local(site.mesh, coordinates, assignment, placed, *shapes)))
+
+    want, have = call(site.coordinates), _plain_call(op.target, op.args, op.kwargs)
+    if have != want:
+        raise MismatchError(f"{want[0]}{want[1]} {want[2] or ''}".rstrip(), f"{have[0]}{have[1]} {have[2] or ''}".rstrip())
+    read, made = ({f for dims in side for f in dims} for side in (rule.operands, rule.results))
+    if TIME in assignment and assignment[TIME] in made - read:
+        # every micro-batch runs the same call, so what it makes must be the same for all pieces
+        last = {**site.coordinates, TIME: site.mesh.size(TIME) - 1}
+        if not names or call(last) != want:
+            raise MismatchError("the same call in every micro-batch", f"a split over micro-batches made by {op.target}")
+
+
+def _plain_call(target: str, args: Any, kwargs: Any) -> tuple[str, Any, Any]:
+    """A call whose lists are tuples and whose keywords are in order."""
+
+    def plain(arg: Any) -> Any:
+        return tuple(map(plain, arg)) if isinstance(arg, tuple | list) else arg
+
+    return target, plain(args), tuple(sorted((key, plain(value)) for key, value in kwargs))
 
 
 def without(sharding: Sharding, axes: Sequence[str]) -> Sharding:

@@ -21,16 +21,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from meshwright.errors import VerifyError
-from meshwright.graph import Graph, Op, Ref, map_refs, refs
+from meshwright.graph import Graph, Op, Ref, refs
 from meshwright.mesh import Mesh
-from meshwright.passes.infer import Form, MismatchError, Site, assignments, outcome, without
+from meshwright.passes.infer import Form, MismatchError, Site, assignments, outcome, same_call, without
 from meshwright.passes.transfers import TRANSFERS
 from meshwright.plan import TIME
 from meshwright.program import SEED, Port, Program, Segment, Stored
-from meshwright.rule import Local, OpRule, place
+from meshwright.rule import OpRule
 from meshwright.sharding import Sharding, ShardingError, format_sharding
 
 Choices = frozenset[tuple[str, int]]
@@ -107,6 +106,8 @@ class _Verifier:
         if not set(item.shard_axes) <= set(item.data_axes) or (item.data_axes and not (trainable and item.trainable)):
             raise VerifyError(node, module, "shard axes among data axes, and those on trainable parameters only",
                               f"shard axes {item.shard_axes}, data axes {item.data_axes}, trainable={item.trainable}")
+        if item.fused != 1 and sharding.split_axes:
+            raise VerifyError(node, module, "a split into contiguous pieces, as the rules mean it", f"fused={item.fused}")
         if self.graph.values[item.value].differentiable:
             sharding = replace(sharding, varying=frozenset(data))
         self.env[item.value] = Known(item.value, ((Form(sharding), frozenset()),))
@@ -124,31 +125,39 @@ class _Verifier:
     # segments
 
     def _segment(self, segment: Segment) -> None:
-        module = segment.path
         inside: dict[str, Known] = {}
         for name in (*segment.graph.inputs, *(param.value for param in segment.graph.params)):
             if name == SEED:
                 continue
             if name not in self.env:
-                raise VerifyError(f"segment {module!r}", module, f"%{name} computed by an earlier segment", "no such value")
+                raise VerifyError(f"segment {segment.path!r}", segment.path, f"%{name} of an earlier segment", "no such value")
             known = self.env[name]
             if not segment.prologue and name in self.cuts and name in self.uncut:
                 known = self._cut(name, known)
-            inside[name] = self._shaped(known, segment.graph.values[name].shape, f"%{name}", self._module(known.origin, module))
+            try:
+                inside[name] = self._shaped(known, segment.graph.values[name].shape)
+            except MismatchError as error:
+                raise _fails(error, f"%{name}", self._module(known.origin, segment.path)) from None
         for op in segment.graph.ops:
-            found = self._op(op, inside, segment)
-            for name, known in zip(op.outputs, found, strict=True):
-                node, at = str(op), self._op_module(op, segment)
-                # of a value that will be cut, the program declares the piece that a micro-batch reads
-                piece = segment.prologue and name in self.cuts
-                fits = self._shaped(self._cut(name, known) if piece else known, segment.graph.values[name].shape, node, at)
-                inside[name] = known if piece else fits
-                if segment.prologue and self.graph.values[known.origin].differentiable:
-                    raise VerifyError(node, at, "no gradient in the prologue", f"%{name} takes one")
+            try:
+                for name, known in zip(op.outputs, self._op(op, inside, segment), strict=True):
+                    inside[name] = self._result(name, known, segment)
+            except MismatchError as error:
+                raise _fails(error, str(op), self._op_module(op, segment)) from None
         for name in segment.graph.outputs:
             self.env[name] = inside[name]
             if segment.prologue:
                 self.uncut.add(name)
+
+    def _result(self, name: str, known: Known, segment: Segment) -> Known:
+        """What an operator made, its local shape and place checked."""
+        if segment.prologue and self.graph.values[known.origin].differentiable:
+            raise MismatchError("no gradient in the prologue", f"%{name} takes one")
+        shape = segment.graph.values[name].shape
+        if segment.prologue and name in self.cuts:
+            self._shaped(self._cut(name, known), shape)  # the program declares the piece that a micro-batch reads
+            return known
+        return self._shaped(known, shape)
 
     def _cut(self, name: str, known: Known) -> Known:
         """The piece that one micro-batch reads of a prologue value."""
@@ -156,7 +165,7 @@ class _Verifier:
         forms = tuple((replace(f, time=dim, frame=f.sharding.dims[dim]), choices) for f, choices in self._alive(known))
         return Known(known.origin, forms)
 
-    def _shaped(self, known: Known, shape: tuple[int, ...], node: str, module: str) -> Known:
+    def _shaped(self, known: Known, shape: tuple[int, ...]) -> Known:
         """Only the options with this local shape."""
         whole = self.graph.values[known.origin].shape
 
@@ -166,7 +175,7 @@ class _Verifier:
                 raise MismatchError(f"the local shape {list(want)} of {form} of {list(whole)}", f"{list(shape)}")
             return form
 
-        return self._map(known, check, node, module)
+        return self._map(known, check)
 
     def _local(self, form: Form, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Local shape of a form, of one micro-batch if it is cut."""
@@ -181,7 +190,7 @@ class _Verifier:
     def _alive(self, known: Known) -> list[tuple[Form, Choices]]:
         return [(form, choices) for form, choices in known.options if not any(bad <= choices for bad in self.excluded)]
 
-    def _map(self, known: Known, function: Callable[[Form], Form], node: str, module: str) -> Known:
+    def _map(self, known: Known, function: Callable[[Form], Form]) -> Known:
         """The value after a function of its form; options on which it raises MismatchError are excluded for good."""
         found: list[tuple[Form, Choices]] = []
         failure: MismatchError | None = None
@@ -192,38 +201,35 @@ class _Verifier:
                 failure = failure or error
                 self.excluded.add(choices)
         if not found:
-            raise _fails(failure, node, module)
+            raise failure or MismatchError("a value with one of its possible shardings", "none of them possible")
         return Known(known.origin, tuple(found))
 
     # operators
 
     def _op(self, op: Op, inside: Mapping[str, Known], segment: Segment) -> list[Known]:
-        module = self._op_module(op, segment)
         if op.target in TRANSFERS:
-            return [self._transfer(op, inside[op.inputs[0]], segment, module)]
+            return [self._transfer(op, inside[op.inputs[0]], segment)]
         if op.target == "mw.gather_linear":
-            return self._gather_linear(op, inside, segment, module)
+            return self._gather_linear(op, inside, segment)
         origin = self.ops.get(op.name)
         if origin is None or origin.outputs != op.outputs:
-            raise VerifyError(str(op), module, "an operator of the graph or a collective", "neither")
-        names = [name for name in op.inputs if name != SEED]
-        return self._apply(op, origin, names, inside, segment, module)
+            raise MismatchError("an operator of the graph or a collective", "neither")
+        return self._apply(op, origin, [name for name in op.inputs if name != SEED], inside, segment)
 
-    def _transfer(self, op: Op, known: Known, segment: Segment, module: str) -> Known:
+    def _transfer(self, op: Op, known: Known, segment: Segment) -> Known:
         """A collective, with the sizes it names."""
         transfer, kwargs = TRANSFERS[op.target], dict(op.kwargs)
         axis = kwargs.get("axis")
         if axis in self.dead or op.target == "mw.identity":
             return known
         if axis not in self.axes:
-            raise VerifyError(str(op), module, f"an axis of mesh {self.program.mesh}", f"{axis!r}")
+            raise MismatchError(f"an axis of mesh {self.program.mesh}", f"{axis!r}")
         before = segment.graph.values[op.inputs[0]].shape
         after = segment.graph.values[op.outputs[0]].shape
         dims = tuple(dim for dim in op.args[1:] if isinstance(dim, int))
         if any(not 0 <= dim < len(before) for dim in dims):
-            raise VerifyError(str(op), module, f"a dim of {list(before)}", f"{dims}")
-        shown = f"{op} of {', '.join(str(form) for form, _ in self._alive(known))}"
-        found = self._map(known, lambda form: replace(form, sharding=transfer(form.sharding, str(axis), *dims)), shown, module)
+            raise MismatchError(f"a dim of {list(before)}", f"{dims}")
+        found = self._map(known, lambda form: replace(form, sharding=transfer(form.sharding, str(axis), *dims)))
         lengths = {"mw.slice": before, "mw.reduce_scatter": before, "mw.all_gather": after, "mw.gather_vary": after,
                    "mw.all_to_all": after}
         wanted = {"size": lengths[op.target][dims[0]]} if op.target in lengths else {}
@@ -231,36 +237,38 @@ class _Verifier:
             wanted["to_size"] = before[dims[1]]
         for key, size in wanted.items():
             if kwargs.get(key) != size:
-                raise VerifyError(str(op), module, f"{key}={size}", f"{key}={kwargs.get(key)}")
+                raise MismatchError(f"{key}={size}", f"{key}={kwargs.get(key)}")
         return found
 
-    def _gather_linear(self, op: Op, inside: Mapping[str, Known], segment: Segment, module: str) -> list[Known]:
+    def _gather_linear(self, op: Op, inside: Mapping[str, Known], segment: Segment) -> list[Known]:
         """``gather_vary`` and the linears that read its result, in one."""
         x, weights, biases, dim = op.args
         whole, kwargs = f"{x.name} gathered", dict(op.kwargs)
         shape = list(segment.graph.values[x.name].shape)
         shape[dim] = kwargs["size"]
-        gather = TRANSFERS["mw.gather_vary"]
-        axis, node = kwargs["axis"], str(op)
-        form = self._map(inside[x.name], lambda f: replace(f, sharding=gather(f.sharding, axis, dim)), node, module)
-        env = {**inside, whole: self._shaped(form, tuple(shape), node, module)}
+        gather, axis = TRANSFERS["mw.gather_vary"], kwargs["axis"]
+        gathered = self._map(inside[x.name], lambda form: replace(form, sharding=gather(form.sharding, axis, dim)))
+        env = {**inside, whole: self._shaped(gathered, tuple(shape))}
         found = []
         for output, weight, bias in zip(op.outputs, weights, biases, strict=True):
             origin = self.graph.ops[self.graph.producers[output]] if output in self.graph.producers else None
             if origin is None or origin.target != "aten.linear.default":
-                raise VerifyError(str(op), module, "outputs of linears of the graph", f"%{output}")
+                raise MismatchError("outputs of linears of the graph", f"%{output}")
             args = (Ref(whole), weight) if bias is None else (Ref(whole), weight, bias)
             linear = replace(origin, args=args, kwargs=())
-            found += self._apply(linear, origin, list(linear.inputs), env, segment, origin.module or module)
+            try:
+                found += self._apply(linear, origin, list(linear.inputs), env, segment)
+            except MismatchError as error:
+                raise _fails(error, str(op), origin.module) from None
         return found
 
     def _apply(
-        self, op: Op, origin: Op, names: list[str], inside: Mapping[str, Known], segment: Segment, module: str
+        self, op: Op, origin: Op, names: list[str], inside: Mapping[str, Known], segment: Segment
     ) -> list[Known]:
         """An operator of the graph on these local operands."""
         operands = [inside[name] for name in names]
         if [known.origin for known in operands] != list(origin.inputs):
-            raise VerifyError(str(op), module, f"forms of {', '.join(origin.inputs)}", ", ".join(k.origin for k in operands))
+            raise MismatchError(f"forms of {', '.join(origin.inputs)}", ", ".join(known.origin for known in operands))
         local = [segment.graph.values[name].shape for name in op.outputs]
         found: list[tuple[list[Form], Choices]] = []
         failure: MismatchError | None = None
@@ -268,19 +276,17 @@ class _Verifier:
             choices = frozenset[tuple[str, int]]().union(*(c for _, c in combination))
             if len(dict(choices)) < len(choices) or any(bad <= choices for bad in self.excluded):
                 continue  # two answers to one question, or one that was ruled out
-            forms = [form for form, _ in combination]
             try:
-                ways = self._ways(op, origin, names, forms, local, segment)
+                ways = self._ways(op, origin, names, [form for form, _ in combination], local, segment)
             except MismatchError as error:
                 failure = failure or error
                 self.excluded.add(choices)
                 continue
-            found += [(way, choices | {(op.name, len(found) + i)} if len(ways) > 1 else choices) for i, way in enumerate(ways)]
+            open_ = len(ways) > 1
+            found += [(way, choices | {(op.name, len(found) + i)} if open_ else choices) for i, way in enumerate(ways)]
         if not found:
-            raise _fails(failure, str(op), module)
-        return [
-            Known(name, tuple((way[i], choices) for way, choices in found)) for i, name in enumerate(op.outputs)
-        ]
+            raise failure or MismatchError("operands whose shardings go together", "none that do")
+        return [Known(name, tuple((way[i], choices) for way, choices in found)) for i, name in enumerate(op.outputs)]
 
     def _ways(
         self, op: Op, origin: Op, names: list[str], forms: list[Form], local: list[tuple[int, ...]], segment: Segment
@@ -289,13 +295,14 @@ class _Verifier:
         rule = self.rules[origin.name]
         differentiable = [self.graph.values[name].differentiable for name in origin.inputs]
         shapes = [(self.graph.values[name].shape, shape) for name, shape in zip(op.outputs, local, strict=True)]
+        sizes = [tuple(self.graph.values[name].shape for name in values) for values in (origin.inputs, origin.outputs)]
         axes = self.axes if segment.prologue or self.count == 1 else self.site.mesh.axes
         found: list[list[Form]] = []
         failure: MismatchError | None = None
         for assignment in assignments(rule, forms, differentiable, shapes, self.site, axes):
             try:
                 way = outcome(rule, assignment, forms, differentiable, self.site.mesh)
-                self._same_call(op, origin, names, rule, assignment)
+                same_call(op, origin, names, rule, assignment, self.site, sizes)
                 if way not in found:
                     found.append(way)
             except MismatchError as error:
@@ -304,33 +311,6 @@ class _Verifier:
             shown = ", ".join(str(list(shape)) for shape in local)
             raise failure or MismatchError("a result of its operands' shardings", f"local shapes {shown}")
         return found
-
-    def _same_call(self, op: Op, origin: Op, names: list[str], rule: OpRule, assignment: dict[str, str]) -> None:
-        """The call is the graph's, its literals rewritten for this rank as the rule says."""
-        queue = iter(names)
-        renamed = replace(
-            origin,
-            args=map_refs(origin.args, lambda ref: Ref(next(queue))),
-            kwargs=map_refs(origin.kwargs, lambda ref: Ref(next(queue))),
-        )
-        want = _call(self._localized(renamed, rule, assignment, self.site.coordinates))
-        have = _call((op.target, op.args, op.kwargs))
-        if have != want:
-            raise MismatchError(f"{want[0]}{want[1]}", f"{have[0]}{have[1]}")
-        if assignment.get(TIME) in {f for dims in rule.results for f in dims} - {f for dims in rule.operands for f in dims}:
-            last = {**self.site.coordinates, TIME: self.count - 1}
-            if not names or _call(self._localized(renamed, rule, assignment, last)) != want:
-                raise MismatchError("the same call in every micro-batch", f"a split over micro-batches made by {op.target}")
-
-    def _localized(
-        self, op: Op, rule: OpRule, assignment: dict[str, str], coordinates: Mapping[str, int]
-    ) -> tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-        if rule.localize is None:
-            return op.target, op.args, op.kwargs
-        origin = self.ops[op.name]
-        placed = place(rule, assignment, self.site.mesh, [True] * len(rule.operands))
-        shapes = [tuple(self.graph.values[name].shape for name in values) for values in (origin.inputs, origin.outputs)]
-        return rule.localize(op, Local(self.site.mesh, coordinates, assignment, placed, shapes[0], shapes[1]))
 
     # what leaves
 
@@ -379,7 +359,10 @@ class _Verifier:
                 raise MismatchError(f"rows cut while split over {want.frame}", f"rows cut while split over {form.frame}")
             return form
 
-        self._map(known, check, node, self._module(known.origin, ""))
+        try:
+            self._map(known, check)
+        except MismatchError as error:
+            raise _fails(error, node, self._module(known.origin, "")) from None
 
     # names for errors
 
@@ -401,16 +384,5 @@ def _owner(fqn: str) -> str:
     return fqn.rpartition(".")[0]
 
 
-def _fails(failure: MismatchError | None, node: str, module: str) -> VerifyError:
-    if failure is None:
-        return VerifyError(node, module, "operands whose shardings go together", "none that do")
-    return VerifyError(node, module, failure.expected, failure.found)
-
-
-def _call(call: tuple[str, Any, Any]) -> tuple[str, Any, Any]:
-    """A call whose lists are tuples and whose keywords are in order."""
-
-    def plain(arg: Any) -> Any:
-        return tuple(map(plain, arg)) if isinstance(arg, tuple | list) else arg
-
-    return call[0], plain(call[1]), tuple(sorted((key, plain(value)) for key, value in call[2]))
+def _fails(error: MismatchError, node: str, module: str) -> VerifyError:
+    return VerifyError(node, module, error.expected, error.found)
