@@ -70,7 +70,7 @@ def autoparallel(
             return autoparallel(model, mesh, (args, kwargs), loss_fn=loss_fn, optimizer=optimizer, precision=precision,
                                 pins=pins, progress=progress, strict=strict)
 
-        return Deferred(build)
+        return Deferred(build, model.training)
     if plan is not None:
         found = plan if isinstance(plan, Plan) else Plan.load(plan)
         found = _agree(lambda: found, None)

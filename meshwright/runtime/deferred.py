@@ -15,8 +15,9 @@ Build = Callable[[tuple[Any, ...], Mapping[str, Any]], nn.Module]
 class Deferred(nn.Module):
     """Built on the first call; until then it has no parameters to ask for."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, training: bool) -> None:
         super().__init__()
+        self.training = training
         self.__dict__["_build"], self.__dict__["_built"] = build, None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

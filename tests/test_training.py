@@ -1,0 +1,151 @@
+"""Training in parallel beyond plain equality: dropout, bf16, user's accumulation, no example, a saved plan."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import meshwright
+from meshwright.api import autoparallel
+from tests.equality import RELATIVE, compare, loss_of, train
+from tests.models import make
+
+
+class _Dropped(nn.Module):
+    """Dropout where the batch is split, and where tensor-parallel ranks hold copies or parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = nn.functional.dropout(torch.relu(self.inside(x)) + 1.0, 0.5, self.training)
+        y = nn.functional.dropout(self.out(hidden) * 0 + 1.0, 0.5, self.training)
+        return {"loss": (y + hidden.sum(-1, keepdim=True)).sum(), "hidden": hidden, "y": y}
+
+
+def _masks(rank: int, pins: dict[str, Any], seed: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    torch.manual_seed(3)
+    model, x = _Dropped(), torch.randn(8, 6, 32)
+    torch.manual_seed(seed)
+    parallel = autoparallel(model, init_device_mesh("cpu", (4,)), ((x,), {}), pins=pins, progress=False)
+    out = parallel(x)
+    masks = []
+    for name in ("hidden", "y"):
+        value = out[name]
+        assert isinstance(value, DTensor)
+        masks.append(value.full_tensor() == 0)
+        same = value.redistribute(value.device_mesh, value.placements).to_local()
+        assert torch.equal(same, value.to_local())
+    again = parallel(x)["y"].full_tensor() == 0
+    parallel.eval()
+    quiet = not (parallel(x)["y"].full_tensor() == 0).any()
+    assert not torch.equal(again, masks[1]), "every step draws anew"
+    return masks[0], masks[1], quiet
+
+
+@pytest.mark.parametrize("pins", [{"dp": 4}, {"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
+def test_dropout(pool: Callable[[int], Any], pins: dict[str, Any]) -> None:
+    """Replicas agree, pieces differ, the same seed repeats a run and another does not; eval drops nothing."""
+    first, again, other = (pool(4).run(_masks, pins, seed) for seed in (5, 5, 6))
+    for hidden, y, quiet in first:
+        assert quiet
+        assert torch.equal(hidden, first[0][0])
+        assert torch.equal(y, first[0][1]), "copies on tensor-parallel ranks are one mask"
+        for mask in (hidden, y):
+            assert 0.4 < mask.float().mean() < 0.6
+            pieces = mask.chunk(4, 0) if pins.get("dp") == 4 else mask.chunk(pins.get("dp", 1), 0)
+            assert all(not torch.equal(pieces[0], piece) for piece in pieces[1:]), "data ranks draw apart"
+        if pins.get("tp"):
+            parts = hidden.chunk(pins["tp"], -1)
+            assert all(not torch.equal(parts[0], part) for part in parts[1:]), "tensor-parallel ranks draw apart"
+    assert all(torch.equal(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x[:2], y[:2], strict=True))
+    assert not torch.equal(first[0][1], other[0][1])
+
+
+def _bf16(rank: int, pins: dict[str, Any]) -> list[float]:
+    model, batch = make("llama")
+    single = copy.deepcopy(model)
+    wanted = train(single, batch, 4)
+    parallel = autoparallel(
+        model, init_device_mesh("cpu", (4,)), ((), batch), pins=pins, precision="bf16", progress=False
+    )
+    loss_of(parallel(**batch)).backward()
+    for parameter in parallel.parameters():
+        assert parameter.dtype == torch.float32
+        assert parameter.grad is None or parameter.grad.dtype == torch.float32
+    parallel.zero_grad()
+    found = train(parallel, batch, 4)
+    assert found[-1] < found[0]
+    return [abs(a - b) / b for a, b in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("pins", [{"dp": 2, "tp": 2, "zero": 3}, {"dp": 4, "zero": 2, "microbatches": 1}, {"tp": 4}], ids=str)
+def test_bf16(pool: Callable[[int], Any], pins: dict[str, Any]) -> None:
+    """bf16 compute with fp32 master weights and gradients follows the fp32 run to bf16's precision (2^-8 relative)."""
+    assert max(max(off) for off in pool(4).run(_bf16, pins)) < 2.0**-6
+
+
+def _accumulated(rank: int) -> list[str]:
+    model, batch = make("gpt2")
+    halves = [{name: value[part] for name, value in batch.items()} for part in (slice(0, 2), slice(2, 4))]
+    single = copy.deepcopy(model)
+    for half in halves:
+        loss_of(single(**half)).backward()
+    wanted = {name: p.grad for name, p in single.named_parameters()}
+    parallel = autoparallel(model, init_device_mesh("cpu", (2,)), ((), halves[0]), pins={"dp": 2, "zero": 3}, progress=False)
+    for half in halves:
+        loss_of(parallel(**half)).backward()
+    found = {name: p.grad.full_tensor() for name, p in parallel.named_parameters()}
+    return compare(found, wanted)
+
+
+def test_accumulation_by_the_user(pool: Callable[[int], Any]) -> None:
+    """Gradients of several backwards add up, as on one device."""
+    assert pool(2).run(_accumulated) == [[], []]
+
+
+def _first_call(rank: int) -> bool:
+    torch.manual_seed(1)
+    model = _Dropped().eval()
+    x = torch.randn(4, 6, 32)
+    want = model(x)["loss"].item()
+    parallel = meshwright.autoparallel(model, init_device_mesh("cpu", (2,)), progress=False)
+    with pytest.raises(meshwright.InputError, match="before its first call"):
+        list(parallel.parameters())
+    found = parallel(x)["loss"].item()
+    assert list(parallel.parameters())
+    return abs(found - want) <= RELATIVE * abs(want)
+
+
+def test_first_call_is_the_example(pool: Callable[[int], Any]) -> None:
+    """Without an example the first call plans; parameters exist from then on."""
+    assert pool(2).run(_first_call) == [True, True]
+
+
+def _rerun(rank: int, path: str) -> list[str]:
+    model, batch = make("llama")
+    single = copy.deepcopy(model)
+    train(single, batch)
+    mesh = init_device_mesh("cpu", (4,))
+    first = autoparallel(model, mesh, ((), batch), pins={"dp": 2, "tp": 2, "zero": 3}, progress=False)
+    if rank == 0:
+        first.plan.save(path)
+    torch.distributed.barrier()
+    again = autoparallel(model, mesh, plan=path, progress=False)
+    train(again, batch)
+    state = again.full_state_dict()
+    return compare(state, single.state_dict()) if rank == 0 else []
+
+
+def test_saved_plan_runs_again(pool: Callable[[int], Any], tmp_path: Path) -> None:
+    """A plan from its file runs without a search, and is as right."""
+    assert pool(4).run(_rerun, str(tmp_path / "plan.json")) == [[], [], [], []]
