@@ -23,7 +23,7 @@ from meshwright.compiler.choices import Scope
 from meshwright.compiler.costs import HIDING, MEMORY, TRANSIENT, Costs, Variant
 from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on
 from meshwright.compiler.microbatch import split_counts, split_time
-from meshwright.compiler.problem import Problem
+from meshwright.compiler.problem import Problem, totals
 from meshwright.compiler.rules import default_rules
 from meshwright.compiler.solve import solve
 from meshwright.cost.cluster import Cluster
@@ -206,7 +206,7 @@ class _Search:
             try:
                 return problem, chain, solve(chain, gap=self.gap)
             except Infeasible as error:
-                bytes_ = None if error.solution is None else _bytes(problem, chain, error.solution, fixed)
+                bytes_ = None if error.solution is None else _bytes(chain, error.solution, fixed)
                 raise OutOfMemoryError.of(error.least, capacity, bytes_, layout.mesh, microbatches, self.cluster) from None
             finally:
                 self.timing.mark("solve")
@@ -219,7 +219,7 @@ class _Search:
         assignments, copies, groups = problem.decode(solution)
         return Plan(
             graph, layout.mesh, assignments, copies, groups, schedule, self.precision, "", str(self.cluster),
-            _predicted(problem, chain, solution, fixed, capacity),
+            _predicted(chain, solution, fixed, capacity),
             {"objective": solution.time, "bound": solution.bound, "gap": solution.gap, "status": solution.status},
         )
 
@@ -257,17 +257,16 @@ def _scope(graph: Graph, rules: Mapping[str, OpRule], layout: Layout, pins: Pins
     )
 
 
-def _bytes(problem: Problem, chain: Chain, solution: Solution, fixed: float) -> dict[str, float]:
+def _bytes(chain: Chain, solution: Solution, fixed: float) -> dict[str, float]:
     """Bytes per rank by kind."""
-    totals = problem.totals(chain, solution)
-    kinds = {name: float(totals[:, index].sum()) for name, index in MEMORY.items()}
-    return {**kinds, "inputs": fixed, "transient": float(totals[:, TRANSIENT].max())}
+    resources = totals(chain, solution)
+    kinds = {name: float(resources[:, index].sum()) for name, index in MEMORY.items()}
+    return {**kinds, "inputs": fixed, "transient": float(resources[:, TRANSIENT].max())}
 
 
-def _predicted(problem: Problem, chain: Chain, solution: Solution, fixed: float, capacity: float) -> dict[str, Any]:
+def _predicted(chain: Chain, solution: Solution, fixed: float, capacity: float) -> dict[str, Any]:
     """What the plan is predicted to cost: seconds of the step and their parts, bytes per rank by kind."""
-    totals = problem.totals(chain, solution)
-    forward, backward, send, back, gather, reduce_ = totals[:, :6].T
+    forward, backward, send, back, gather, reduce_ = totals(chain, solution)[:, :6].T
     hidden = np.minimum(gather, HIDING * forward) + np.minimum(reduce_, HIDING * backward)
     return {
         "step_seconds": solution.time,
@@ -275,7 +274,7 @@ def _predicted(problem: Problem, chain: Chain, solution: Solution, fixed: float,
         "communication_seconds": float((send + back + gather + reduce_).sum()),
         "exposed_communication_seconds": float((send + back + gather + reduce_ - hidden).sum()),
         "bytes_per_rank": solution.bytes_ + solution.transient,
-        "bytes": _bytes(problem, chain, solution, fixed),
+        "bytes": _bytes(chain, solution, fixed),
         "capacity_bytes": capacity,
     }
 
