@@ -151,53 +151,58 @@ def extra_saved_bytes(
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Dims in the order they lie in memory, major first; ``dense``: without gaps (a slice of a dim has them)."""
+
+    order: tuple[int, ...]
+    dense: bool = True
+
+    @property
+    def contiguous(self) -> bool:
+        return self.dense and self.order == tuple(range(len(self.order)))
+
+
 def storages(graph: Graph) -> dict[str, str]:
     """{value: the value whose storage it shows}. A reshape of what a transposition or an expansion left scattered is a copy
     and has its own; pointwise operators and attention lay their result out as their first operand, so that heads transposed
     before attention are usually joined after it without a copy."""
     base = {name: name for name in graph.values}
-    order: dict[str, tuple[int, ...] | None] = {}  # memory order of the dims, major first; None: not dense
+    layouts = {name: _Layout(tuple(range(len(value.shape)))) for name, value in graph.values.items()}
     for op in graph.ops:
-        name = packet(op.target).removeprefix("aten.")
-        keeps = operator(op.target).kind in ("pointwise", "linear", "attention") or name == "clone"
-        for out in op.outputs:
-            shape = graph.values[out].shape
-            alike = [order.get(x) for x in op.inputs if keeps and len(graph.values[x].shape) == len(shape)]
-            order[out] = next((found for found in alike[:1] if found), tuple(range(len(shape))))
-        if operator(op.target).kind != "view" or not op.inputs:
-            continue
-        source = op.inputs[0]
-        before = order.get(source, tuple(range(len(graph.values[source].shape))))
-        for out in op.outputs:
-            after = _view_order(name, op, graph, before)
-            if after is _COPY:
-                continue
-            order[out] = after  # type: ignore[assignment]
-            base[out] = base[source]
+        kind, name = operator(op.target).kind, packet(op.target).removeprefix("aten.")
+        if kind == "view" and op.inputs:
+            source = op.inputs[0]
+            for out in op.outputs:
+                layout = _view(name, op, graph, layouts[source])
+                if layout is not None:
+                    layouts[out], base[out] = layout, base[source]
+        elif op.inputs and (kind in ("pointwise", "linear", "attention") or name == "clone"):
+            first = layouts[op.inputs[0]]
+            for out in op.outputs:
+                if len(graph.values[out].shape) == len(first.order):
+                    layouts[out] = _Layout(first.order)
     return base
 
 
-_COPY = object()
-
-
-def _view_order(name: str, op: Op, graph: Graph, before: tuple[int, ...] | None) -> object:
-    """Memory order of a view's dims, None if it is not dense, or _COPY where torch must move the data."""
-    dims = len(graph.values[op.inputs[0]].shape)
+def _view(name: str, op: Op, graph: Graph, before: _Layout) -> _Layout | None:
+    """Layout of a view's result; None where torch must move the data."""
+    source, result = (graph.values[names[0]].shape for names in (op.inputs, op.outputs))
+    plain = tuple(range(len(result)))
     if name in ("reshape", "view", "_unsafe_view", "flatten", "contiguous"):
-        same = graph.values[op.inputs[0]].shape == graph.values[op.outputs[0]].shape
-        if name != "contiguous" and same:
+        if before.contiguous:
+            return _Layout(plain)
+        if name != "contiguous" and source == result:
             return before
-        dense = before == tuple(range(dims))
-        if name == "contiguous":
-            return before if dense else _COPY
-        splits = before is None and len(graph.values[op.outputs[0]].shape) > dims  # cutting the last dim of a slice
-        return tuple(range(len(graph.values[op.outputs[0]].shape))) if dense else None if splits else _COPY
-    if name in ("transpose", "swapaxes", "t", "permute", "mT", "numpy_T") and before is not None:
-        return tuple(_permutation(name, op, dims).index(dim) for dim in before)
-    if name in ("unsqueeze", "squeeze", "alias", "detach"):
-        out = len(graph.values[op.outputs[0]].shape)
-        return tuple(range(out)) if before == tuple(range(dims)) else None
-    return None
+        in_order = before.order == tuple(range(len(source)))
+        # a slice whose last dim is cut further stays a view of the same storage
+        return _Layout(plain, False) if name != "contiguous" and in_order and len(result) > len(source) else None
+    if name in ("transpose", "swapaxes", "t", "permute", "mT", "numpy_T"):
+        permutation = _permutation(name, op, len(source))
+        return _Layout(tuple(permutation.index(dim) for dim in before.order), before.dense)
+    if len(source) == len(result):  # slices and expansions: gaps, the order kept
+        return _Layout(before.order, before.dense and source == result)
+    return _Layout(plain, before.contiguous and math.prod(source) == math.prod(result))
 
 
 def _permutation(name: str, op: Op, dims: int) -> list[int]:
