@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from meshwright.compiler.capture import capture
 from meshwright.cost.memory import activation_bytes, extra_saved_bytes, saved_for_backward, states, storages, zero_table
 from meshwright.graph import Graph, Op, Param, Ref, Value
 
@@ -297,3 +298,43 @@ def test_states_of_fsdp2():
 def test_bad_states(arguments, message):
     with pytest.raises(ValueError, match=message):
         states(*arguments)
+
+
+def tiny(kind: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A small model of the field's kinds without dropout, and what it is called with."""
+    hf = pytest.importorskip("transformers")
+    ids = torch.randint(0, 500, (2, 64), generator=torch.Generator().manual_seed(0))
+    text = {"input_ids": ids, "labels": ids.clone()}
+    layers = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    if kind == "gpt2":
+        config = hf.GPT2Config(
+            n_layer=2, n_embd=64, n_head=4, vocab_size=500, n_positions=64, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+            use_cache=False,
+        )
+        return hf.GPT2LMHeadModel(config), text
+    if kind == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**layers, num_key_value_heads=2, vocab_size=500, use_cache=False)), text
+    if kind == "bert":
+        return hf.BertForMaskedLM(hf.BertConfig(**layers, **none, vocab_size=500)), text
+    images = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.tensor([0, 1, 0, 1])}
+    return hf.ViTForImageClassification(hf.ViTConfig(**layers, **none, image_size=32, patch_size=8)), images
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "vit"])
+def test_saved_bytes_of_models_are_what_autograd_holds(kind):
+    model, call = tiny(kind)
+    model.train()
+    held = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in held:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(**call)
+    want = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    graph = capture(model, (), call)
+    assert want <= activation_bytes(graph) <= 1.01 * want

@@ -119,12 +119,13 @@ def saved_for_backward(op: Op, graph: Graph) -> tuple[tuple[int, ...], tuple[int
 
 def extra_saved_bytes(
     target: str, operand_shapes: Sequence[Shape], result_shapes: Sequence[Shape], dtype: torch.dtype,
-    args: Sequence[object] = (), mask_bytes: int | None = None,
+    args: Sequence[object] = (), mask_bytes: int | None = None, needs: Sequence[bool] = (),
 ) -> int:
     """Bytes that autograd keeps beside operands and results, on LOCAL shapes.
 
     Masks of dropout (``mask_bytes`` per element; None: as wide as the data, which ``mw.dropout`` keeps), the log-sum-exp of
-    attention, mean and deviation of norms, the log-probabilities of a plain cross entropy.
+    attention, mean and deviation of norms, the log-probabilities of a plain cross entropy. ``needs``: which operands take a
+    gradient; attention whose mask does (T5's position bias) keeps its probabilities.
     """
     name = packet(target)
     rows = [math.prod(shape[:-1]) for shape in operand_shapes[:1]] or [0]
@@ -133,7 +134,8 @@ def extra_saved_bytes(
         active = rate != 0 and (name == "mw.dropout" or len(args) < 3 or bool(args[2]))
         return math.prod(result_shapes[0]) * (dtype.itemsize if mask_bytes is None else mask_bytes) if active else 0
     if name in ("aten.scaled_dot_product_attention", "mw.sdpa"):
-        return rows[0] * 4
+        scores = rows[0] * operand_shapes[1][-2] * dtype.itemsize if len(needs) > 3 and needs[3] else 0
+        return rows[0] * 4 + scores
     if name in ("aten.layer_norm", "aten.native_layer_norm"):
         return rows[0] * 2 * 4
     if name == "aten.rms_norm":
@@ -240,7 +242,7 @@ def activation_bytes(
                 kept[root] = math.prod(shape(root)) * graph.values[root].dtype.itemsize
         if any(graph.values[name].differentiable for name in op.outputs):
             dtype = graph.values[op.inputs[0]].dtype if op.inputs else torch.float32
-            extra += extra_saved_bytes(
-                op.target, [shape(name) for name in op.inputs], [shape(name) for name in op.outputs], dtype, op.args, mask_bytes
-            )
+            needs = [graph.values[name].differentiable for name in op.inputs]
+            operands_, results_ = [shape(name) for name in op.inputs], [shape(name) for name in op.outputs]
+            extra += extra_saved_bytes(op.target, operands_, results_, dtype, op.args, mask_bytes, needs)
     return sum(kept.values()) + extra
