@@ -90,7 +90,7 @@ def autoparallel(
 
 def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """The rank's program, checked, and the module that runs it."""
-    from meshwright.passes import rank_program
+    from meshwright.passes import cut_stages, rank_program
     from meshwright.passes.typecheck import typecheck
     from meshwright.passes.verify import verify
     from meshwright.runtime.module import build
@@ -100,6 +100,7 @@ def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     program = rank_program(plan, rules, rank)
     verify(program, plan.graph, rules)
     typecheck(program)
+    program = cut_stages(program, plan.pipeline)
     parallel = build(program, model, device=torch.device(mesh.device_type, torch.cuda.current_device())
                      if mesh.device_type == "cuda" else torch.device(mesh.device_type))
     parallel.plan = plan

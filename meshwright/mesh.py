@@ -12,6 +12,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+PP = "pp"
+"""The axis along which pipeline stages lie, the outermost of a mesh that has any. No sharding names it."""
+
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 

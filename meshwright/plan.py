@@ -3,7 +3,8 @@
 A plan holds the captured graph and, for each operator, the factor that every mesh axis splits; for values with several
 readers the sharding they share; for each block its ZeRO level, the axes its gradients are summed over, the axes its
 parameters are split over at rest, and what is recomputed; the micro-batches; and what all that is predicted to cost.
-Nothing else is needed to run it, and nothing in it refers to the solver.
+Nothing else is needed to run it, and nothing in it refers to the solver. A ``Pipeline`` cuts the operators into stages along
+the mesh axis ``PP``, which no sharding names.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.graph import Graph
-from meshwright.mesh import Mesh
+from meshwright.mesh import PP, Mesh
 from meshwright.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ class GroupChoice:
 
     ``zero``: 0 replicas, 1 optimizer state split, 2 and gradients, 3 and parameters. ``data_axes``: axes whose ranks read
     the parameters on different data, so gradients are summed over them. ``shard_axes``: those of them over which the state
-    is split (fewer than all: HSDP). ``recompute``: "none", "selective" or "full".
+    is split (fewer than all: HSDP). ``keep``: of ZeRO-3, weights stay gathered over the micro-batches of a step instead of
+    being freed after every forward. ``recompute``: "none", "selective" or "full".
     """
 
     path: str
@@ -47,6 +50,7 @@ class GroupChoice:
     shard_axes: tuple[str, ...] = ()
     recompute: str = "none"
     stage: int = 0
+    keep: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,42 @@ class Schedule:
     prologue: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Stages and their schedule.
+
+    Stage s is the ops ``[cuts[s], cuts[s + 1])`` of the graph; those of the prologue are no part of it, they run on every rank
+    that needs them. ``stage_rank[s]``: its coordinate along ``PP``. ``schedule``: see ``meshwright.cost.schedules``.
+
+    >>> Pipeline("1f1b", (0, 10, 25), (0, 1)).stage_of(10)
+    1
+    """
+
+    schedule: str
+    cuts: tuple[int, ...]
+    stage_rank: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.cuts) != len(self.stage_rank) + 1 or self.cuts[0] != 0 or list(self.cuts) != sorted(set(self.cuts)):
+            raise PlanError(f"cuts {self.cuts} must be {len(self.stage_rank) + 1} increasing positions from 0 on, one more "
+                            f"than there are stages in stage_rank {self.stage_rank}")
+        if set(self.stage_rank) != set(range(self.degree)):
+            raise PlanError(f"stage_rank {self.stage_rank} leaves some of {self.degree} pipeline ranks without a stage")
+
+    @property
+    def degree(self) -> int:
+        """Ranks along ``PP``."""
+        return max(self.stage_rank) + 1
+
+    @property
+    def stages(self) -> int:
+        return len(self.stage_rank)
+
+    def stage_of(self, op_index: int) -> int:
+        """The stage of the op at this position in the graph."""
+        return bisect_right(self.cuts, op_index) - 1
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything decided. ``assignments``: {op name: {axis: factor}}; ``copies``: {value: the sharding its readers share};
@@ -76,12 +116,23 @@ class Plan:
     copies: Mapping[str, Sharding]
     groups: tuple[GroupChoice, ...]
     schedule: Schedule = field(default_factory=Schedule)
+    pipeline: Pipeline | None = None
     precision: str = "fp32"
     optimizer: str = "adamw"
     cluster: str = ""
     predicted: Mapping[str, Any] = field(default_factory=dict)
     certificate: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        pipeline = self.pipeline
+        if pipeline is None:
+            return
+        if self.mesh.axes[:1] != (PP,) or self.mesh.size(PP) != pipeline.degree:
+            raise PlanError(f"a pipeline over {pipeline.degree} ranks needs {PP}={pipeline.degree} as the outermost axis of "
+                            f"the mesh, which is {self.mesh}")
+        if pipeline.cuts[-1] != len(self.graph.ops):
+            raise PlanError(f"the last stage ends at operator {pipeline.cuts[-1]}, the graph has {len(self.graph.ops)}")
 
     def group_of(self, op_index: int) -> GroupChoice:
         """The parameter group of the op at this position in the graph."""

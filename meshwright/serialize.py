@@ -16,7 +16,7 @@ import torch
 
 from meshwright.graph import Block, Graph, Op, Param, Ref, Value
 from meshwright.mesh import Mesh
-from meshwright.plan import GroupChoice, Plan, PlanError, Schedule
+from meshwright.plan import GroupChoice, Pipeline, Plan, PlanError, Schedule
 from meshwright.sharding import DTYPE_NAMES, DTYPES, format_sharding, parse_sharding
 
 VERSION = 1
@@ -75,6 +75,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
             "microbatches": plan.schedule.microbatches, "time": dict(plan.schedule.time),
             "prologue": sorted(plan.schedule.prologue),
         },
+        "pipeline": None if plan.pipeline is None else asdict(plan.pipeline),
         "assignments": {name: dict(assignment) for name, assignment in plan.assignments.items() if assignment},
         "copies": {name: format_sharding(sharding) for name, sharding in plan.copies.items()},
         "graph": graph_to_dict(plan.graph),
@@ -100,11 +101,16 @@ def plan_from_dict(data: Mapping[str, Any]) -> Plan:
             schedule=Schedule(
                 data["schedule"]["microbatches"], data["schedule"]["time"], frozenset(data["schedule"]["prologue"])
             ),
+            pipeline=_pipeline(data.get("pipeline")),
             precision=data["precision"], optimizer=data["optimizer"], cluster=data["cluster"],
             predicted=_unpack(data["predicted"]), certificate=_unpack(data["certificate"]), notes=tuple(data["notes"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise PlanError(f"the plan is damaged: {type(error).__name__} {error}") from error
+
+
+def _pipeline(data: Mapping[str, Any] | None) -> Pipeline | None:
+    return None if data is None else Pipeline(data["schedule"], tuple(data["cuts"]), tuple(data["stage_rank"]))
 
 
 def plan_hash(plan: Plan) -> str:

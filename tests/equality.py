@@ -24,13 +24,16 @@ def loss_of(output: Any) -> torch.Tensor:
     return output["loss"] if isinstance(output, Mapping) else output.loss
 
 
-def train(model: nn.Module, batch: Mapping[str, torch.Tensor], steps: int = STEPS, clip: float | None = None) -> list[float]:
-    """Losses of an ordinary training loop."""
+def train(
+    model: nn.Module, batch: Mapping[str, torch.Tensor], steps: int = STEPS, clip: float | None = None, calls: int = 1
+) -> list[float]:
+    """Losses (and norms, if clipped) of an ordinary training loop; ``calls``: backwards before each optimizer step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS)
     losses = []
     for _ in range(steps):
-        loss = loss_of(model(**batch))
-        loss.backward()
+        for _ in range(calls):
+            loss = loss_of(model(**batch))
+            loss.backward()
         if clip is not None:
             norm = getattr(model, "clip_grad_norm_", lambda c: nn.utils.clip_grad_norm_(model.parameters(), c))(clip)
             losses.append(float(norm))

@@ -1,4 +1,4 @@
-"""From the plan to a rank's program: lowering, then passes program -> program in order, then the checks."""
+"""From the plan to a rank's program: lowering, passes program -> program in order, the checks, then the cut into stages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from meshwright.passes.fuse import fuse_gathers
 from meshwright.passes.lower import lower
+from meshwright.passes.stages import cut_stages
 from meshwright.plan import Plan
 from meshwright.program import Program
 from meshwright.rule import OpRule
@@ -15,11 +16,12 @@ PASSES: tuple[Callable[[Program], Program], ...] = (fuse_gathers,)
 
 
 def rank_program(plan: Plan, rules: Mapping[str, OpRule], rank: int) -> Program:
-    """The program that one rank runs under the plan; ``rules``: of every operator of the plan's graph, by op name."""
+    """The program of the whole model at one rank's place on the mesh; ``rules``: of every operator of the plan's graph, by op
+    name. It is what ``verify`` and ``typecheck`` take; with a pipeline the rank then runs ``cut_stages`` of it."""
     program = lower(plan, rules, rank)
     for step in PASSES:
         program = step(program)
     return program
 
 
-__all__ = ["PASSES", "fuse_gathers", "lower", "rank_program"]
+__all__ = ["PASSES", "cut_stages", "fuse_gathers", "lower", "rank_program"]

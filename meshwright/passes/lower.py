@@ -3,8 +3,8 @@
 Walk the graph in order. For every operator the rule and the plan's assignment say what each operand must be
 (``rule.place``); a value that is not so yet is resharded by the steps of ``reshard`` - the same steps that were priced -
 first to the sharding its readers share (``plan.copies``), then to what this reader needs, each form once per segment. The
-call is then localized by its rule. Runs of operators of one block become a segment, what lies between them root segments;
-operators of the prologue come first, in a segment of their own.
+call is then localized by its rule. Runs of operators of one block (and of one pipeline stage) become a segment, what lies
+between them root segments; operators of the prologue come first, in a segment of their own.
 
 A parameter enters a segment in its tensor placement, read differently (``~``) over the group's data axes: FSDP2 gathers it
 and sums its gradient. Over another axis that wants ``~`` the segment itself varies it (a norm weight under sequence
@@ -35,6 +35,7 @@ class _Draft:
     """A segment being written: its ops, and for each graph value the local names it has in each sharding."""
 
     block: int
+    stage: int = 0
     ops: list[Op] = field(default_factory=list)
     forms: dict[str, dict[Sharding, str]] = field(default_factory=dict)
 
@@ -77,7 +78,8 @@ class _Lowering:
             self._op(op, self._draft(index, op))
         outputs = self._outputs()
         mutations = tuple((old, self._mutation(old, new)) for old, new in self.graph.mutations)
-        drafts = [draft for draft in (self.prologue, *self.drafts) if draft.ops]
+        in_order = sorted(self.drafts, key=lambda draft: draft.stage)  # what completes a stage's outputs was drafted last
+        drafts = [draft for draft in (self.prologue, *in_order) if draft.ops]
         segments = tuple(self._segment(draft, drafts, outputs, mutations) for draft in drafts)
         used = {name for segment in segments for name in segment.graph.inputs} | {port.name for port in outputs}
         ports = tuple(self.ports.values())
@@ -133,8 +135,9 @@ class _Lowering:
         if op.name in self.plan.schedule.prologue:
             return self.prologue
         block = next((i for i, b in enumerate(self.graph.blocks) if b.start <= index < b.stop), ROOT)
-        if not self.drafts or self.drafts[-1].block != block:
-            self.drafts.append(_Draft(block))
+        stage = 0 if self.plan.pipeline is None else self.plan.pipeline.stage_of(index)
+        if not self.drafts or (self.drafts[-1].block, self.drafts[-1].stage) != (block, stage):
+            self.drafts.append(_Draft(block, stage))
         return self.drafts[-1]
 
     def _placed(self, op: Op) -> Placed:
@@ -299,25 +302,28 @@ class _Lowering:
                 self.produced[name], partial=frozenset(), varying=frozenset()
             )
             if name in self.stored:
-                local = self._stored_operand(name, sharding, self._last())
+                local = self._stored_operand(name, sharding, self._last(0))
             elif self.home[name] is self.prologue:
                 local = self._form(name, sharding, self.prologue)
             else:
-                local = self._form(name, sharding, self._last())
+                local = self._form(name, sharding, self._last(self.home[name].stage))
             if name in self.graph.inputs and local == name:
                 local = self._emit(local, "mw.identity", (), {}, self.values[local].shape, self.prologue)
             self.out_names[name] = local
             ports.append(Port(local, value.shape, value.dtype, sharding, self.time_dim.get(name)))
         return tuple(ports)
 
-    def _last(self) -> _Draft:
-        if not self.drafts or self.drafts[-1].block != ROOT:
-            self.drafts.append(_Draft(ROOT))
-        return self.drafts[-1]
+    def _last(self, stage: int) -> _Draft:
+        """The draft outside the blocks that ends a stage."""
+        own = [draft for draft in self.drafts if draft.stage == stage]
+        if not own or own[-1].block != ROOT:
+            self.drafts.append(_Draft(ROOT, stage))
+            return self.drafts[-1]
+        return own[-1]
 
     def _mutation(self, old: str, new: str) -> str:
         """A buffer's new value, placed as the buffer is."""
-        draft = self.prologue if self.home[new] is self.prologue else self._last()
+        draft = self.prologue if self.home[new] is self.prologue else self._last(self.home[new].stage)
         return self._form(new, self.stored[old].tensor, draft)
 
     def _segment(
@@ -341,7 +347,8 @@ class _Lowering:
         graph.verify()
         path = self.graph.blocks[draft.block].path if draft.block >= 0 else ""
         recompute = "none" if draft.block == PROLOGUE else group.recompute
-        return Segment(path, graph, draft.block == PROLOGUE, group.zero, recompute, group.stage)
+        zero = 2 if group.zero == 3 and group.keep else group.zero  # kept over the micro-batches, it runs as ZeRO-2 does
+        return Segment(path, graph, draft.block == PROLOGUE, zero, recompute, draft.stage)
 
     def _owned_by(self, name: str, draft: _Draft) -> bool:
         owner = self.owner[name]

@@ -48,9 +48,29 @@ def fused_axes(program: Program) -> set[tuple[str, ...]]:
     return {key for axes in found if len(key := live(mesh, axes)) > 1}
 
 
-def assemble(program: Program, groups: Groups) -> Engine:
-    """The engine, its tensors allocated on ``groups.device`` but not filled. Every rank calls this."""
-    return _Assembly(program, groups).run()
+Meshes = dict[tuple[tuple[str, ...], tuple[str, ...]], DataMesh]
+"""{(data axes, shard axes): the mesh of units whose parameters are kept so}."""
+
+
+def data_meshes(stored: Sequence[Stored], groups: Groups) -> Meshes:
+    """The meshes that these tensors need. Making one is collective: every rank calls this with the same tensors in order."""
+    meshes: Meshes = {}
+    for one in stored:
+        key = _data_mesh_key(one, groups)
+        if under_fsdp(one, groups.mesh) and key not in meshes:
+            meshes[key] = make_data_mesh(groups, *key)
+    return meshes
+
+
+def assemble(
+    program: Program, groups: Groups, meshes: Meshes | None = None, known: Mapping[str, Tensor] | None = None
+) -> Engine:
+    """The engine, its tensors allocated on ``groups.device`` but not filled. Every rank calls this.
+
+    ``meshes``: of ``data_meshes``, where the program is one rank's share of a pipeline. ``known``: tensors that other stages of
+    this rank made: those that FSDP2 does not take are shared with them.
+    """
+    return _Assembly(program, groups, data_meshes(program.stored, groups) if meshes is None else meshes, known or {}).run()
 
 
 def home_of(program: Program) -> dict[str, int]:
@@ -72,12 +92,12 @@ def home_of(program: Program) -> dict[str, int]:
 class _Assembly:
     """The tables while they are filled."""
 
-    def __init__(self, program: Program, groups: Groups) -> None:
+    def __init__(self, program: Program, groups: Groups, meshes: Meshes, known: Mapping[str, Tensor]) -> None:
         self.program, self.groups, self.mesh = program, groups, program.mesh
         self.homes = home_of(program)
         self.slots: dict[str, Slot] = {}
         self.units: list[tuple[FSDPModule, int]] = []
-        self.meshes: dict[tuple[tuple[str, ...], tuple[str, ...]], DataMesh] = {}
+        self.meshes, self.known = meshes, known
 
     def run(self) -> Engine:
         tensors: dict[str, Tensor] = {}
@@ -107,6 +127,12 @@ class _Assembly:
 
     def _loose(self, stored: Stored) -> Slot:
         """A tensor held as it is, with this rank's memory."""
+        tensor = self.known[stored.value] if stored.value in self.known else self._allocate(stored)
+        data = live(self.mesh, stored.data_axes) if stored.trainable else ()
+        group = self.groups.group(data) if data else None
+        return Slot(None, "", tensor, use_dtype(stored, self.program), parts(stored, self.groups), group)
+
+    def _allocate(self, stored: Stored) -> Tensor:
         share = box(stored, self.mesh, self.groups.coordinates)
         local = torch.empty([n for _, n in share], dtype=rest_dtype(stored, self.program), device=self.groups.device)
         mesh, axes = self.groups.device_mesh, self.groups.axes
@@ -116,9 +142,7 @@ class _Assembly:
         )
         if not stored.buffer:
             tensor = nn.Parameter(tensor, requires_grad=stored.trainable)
-        data = live(self.mesh, stored.data_axes) if stored.trainable else ()
-        group = self.groups.group(data) if data else None
-        return Slot(None, "", tensor, use_dtype(stored, self.program), parts(stored, self.groups), group)
+        return tensor
 
     def _gather(
         self, stored: Sequence[Stored], inside: Callable[..., object] | None, zero: int, children: Sequence[nn.Module]
@@ -126,7 +150,7 @@ class _Assembly:
         """``inside`` with the parameters gathered around it: one unit per mesh and dtype, nested."""
         families: dict[tuple[object, ...], list[Stored]] = {}
         for one in stored:
-            key = (self._data_mesh_key(one), rest_dtype(one, self.program), use_dtype(one, self.program))
+            key = (_data_mesh_key(one, self.groups), rest_dtype(one, self.program), use_dtype(one, self.program))
             families.setdefault(key, []).append(one)
         for members in families.values():
             inside = self._unit(members, inside, zero, children)
@@ -148,7 +172,7 @@ class _Assembly:
     def _unit(
         self, members: Sequence[Stored], inside: Callable[..., object] | None, zero: int, children: Sequence[nn.Module]
     ) -> Gathered:
-        data_mesh = self._data_mesh(members[0])
+        data_mesh = self.meshes[_data_mesh_key(members[0], self.groups)]
         rest = data_mesh.rest
         if len(rest) > 2:  # FSDP2 carries two dims beside its own
             rest = tuple(axis for axis in rest if any(axis in one.tensor.split_axes for one in members))
@@ -183,15 +207,6 @@ class _Assembly:
             stride=global_stride(stored.shape),
         ))
 
-    def _data_mesh_key(self, stored: Stored) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return live(self.mesh, stored.data_axes), live(self.mesh, stored.shard_axes)
-
-    def _data_mesh(self, stored: Stored) -> DataMesh:
-        key = self._data_mesh_key(stored)
-        if key not in self.meshes:
-            self.meshes[key] = make_data_mesh(self.groups, *key)
-        return self.meshes[key]
-
     def _steps(
         self, engine: Engine, main: Sequence[Segment], runners: Mapping[int, Runner], calls: Sequence[Callable[..., object]]
     ) -> None:
@@ -220,6 +235,10 @@ class _Assembly:
             needed |= set(inputs)
             steps.append(Step(runner, calls[index], inputs, segment.graph.outputs, tuple(sorted(drops))))  # type: ignore[arg-type]
         engine.main = steps[::-1]
+
+
+def _data_mesh_key(stored: Stored, groups: Groups) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return live(groups.mesh, stored.data_axes), live(groups.mesh, stored.shard_axes)
 
 
 def _main(program: Program) -> list[Segment]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +65,25 @@ class _Share(Tensor):
         return torch.Size(self.whole) if dim is None else self.whole[dim]
 
 
-Entries = Mapping[str, tuple[Stored, Tensor]]
-"""{fully qualified name: what is stored under it, its tensor at rest}, in the order of the model's state dict."""
+Entries = Mapping[str, tuple[Stored, Tensor | None]]
+"""{fully qualified name: what is stored under it, its tensor at rest}, in the order of the model's state dict; the same names
+on every rank, None where the tensor is another pipeline stage's."""
 
 
 # --- the whole, on rank 0 ------------------------------------------------------------------------------------------------
 
 
-def gather_state_dict(entries: Entries, groups: Groups) -> dict[str, Tensor]:
-    """Plain CPU tensors on rank 0 (an empty dict elsewhere), one tensor in flight at a time. Every rank calls this."""
+def gather_state_dict(entries: Entries, groups: Groups, dtype: Callable[[Stored], torch.dtype]) -> dict[str, Tensor]:
+    """Plain CPU tensors on rank 0 (an empty dict elsewhere), one tensor in flight at a time. Every rank calls this.
+
+    ``dtype``: of a tensor at rest.
+    """
     result: dict[str, Tensor] = {}
     wholes: dict[str, Tensor] = {}
     for fqn, (stored, tensor) in entries.items():
         if stored.value not in wholes:
-            wholes[stored.value] = _gather(stored, local_of(tensor), groups)
+            local = torch.empty(0, dtype=dtype(stored), device=groups.device) if tensor is None else local_of(tensor)
+            wholes[stored.value] = _gather(stored, local, groups)
         if groups.rank == 0:
             result[fqn] = wholes[stored.value]
     return result
@@ -143,16 +148,17 @@ def load(entries: Entries, groups: Groups, folder: str | os.PathLike[str], optim
     if not (source / ".metadata").is_file():
         raise FileNotFoundError(f"{source} is no checkpoint (it has no .metadata); give a folder written by save()")
     known: dict[str, Any] = filesystem.FileSystemReader(source).read_metadata().state_dict_metadata
-    content = _model_shares(entries, groups)
-    missing = sorted(set(content) - set(known))
+    wanted = {f"model.{stored.fqns[0]}": stored.shape for stored, _ in entries.values()}  # of all stages: all ranks judge alike
+    missing = sorted(set(wanted) - set(known))
     if missing:
         raise ValueError(f"checkpoint {source} lacks {len(missing)} tensors of this model, the first: {missing[:3]}; it was "
                          f"written by another model")
-    shapes = {key: tuple(known[key].size) for key in content}
-    wrong = [key for key, share in content.items() if shapes[key] != share.whole]
+    shapes = {key: tuple(known[key].size) for key in wanted}
+    wrong = [key for key, shape in wanted.items() if shapes[key] != shape]
     if wrong:
         key = wrong[0]
-        raise ValueError(f"checkpoint {source} has {key!r} with shape {shapes[key]}, this model's is {content[key].whole}")
+        raise ValueError(f"checkpoint {source} has {key!r} with shape {shapes[key]}, this model's is {wanted[key]}")
+    content = _model_shares(entries, groups)
     states: dict[str, Any] = {}
     if optimizer is not None:
         states = _allocate_optimizer_state(entries, groups, optimizer, known)
@@ -170,11 +176,13 @@ def _share(stored: Stored, tensor: Tensor, groups: Groups) -> _Share:
 
 def _model_shares(entries: Entries, groups: Groups) -> dict[str, _Share]:
     """By canonical name: a tied weight is written once."""
-    return {f"model.{stored.fqns[0]}": _share(stored, tensor, groups) for stored, tensor in entries.values()}
+    return {
+        f"model.{stored.fqns[0]}": _share(stored, tensor, groups) for stored, tensor in entries.values() if tensor is not None
+    }
 
 
 def _named(entries: Entries, optimizer: torch.optim.Optimizer) -> dict[Tensor, Stored]:
-    known = {tensor: stored for stored, tensor in entries.values()}
+    known = {tensor: stored for stored, tensor in entries.values() if tensor is not None}
     strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
     if strangers:
         raise ValueError(f"the optimizer holds {len(strangers)} parameters that are not this module's; make it of "

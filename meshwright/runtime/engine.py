@@ -208,6 +208,14 @@ class Engine:
             if index == 0:
                 unit.set_is_last_backward(last)
 
+    def hold_gradients(self) -> None:
+        """Tell FSDP2 to reduce and free nothing after a backward: some other call will (a split backward of a pipeline)."""
+        for index, (unit, _) in enumerate(self.units):
+            unit.set_requires_gradient_sync(False, recurse=False)
+            unit.set_reshard_after_backward(False, recurse=False)
+            if index == 0:
+                unit.set_is_last_backward(False)
+
     def reshard(self) -> None:
         """Free what was gathered: after a forward without a backward, and before the parameters are written."""
         for unit, _ in self.units:

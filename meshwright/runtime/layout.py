@@ -26,7 +26,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from meshwright.mesh import Mesh
+from meshwright.mesh import PP, Mesh
 from meshwright.program import Stored
 from meshwright.runtime.collectives import Group, exchange_rows
 from meshwright.runtime.groups import Groups, live
@@ -67,7 +67,8 @@ def box(stored: Stored, mesh: Mesh, coordinates: Mapping[str, int]) -> Box:
 def owner(stored: Stored, mesh: Mesh, coordinates: Mapping[str, int]) -> bool:
     """Whether this rank is the first of those that hold the same box."""
     cut = {*stored.tensor.split_axes, *(stored.shard_axes if under_fsdp(stored, mesh) else ())}
-    return all(coordinates[axis] == 0 for axis in mesh.axes if axis not in cut)
+    first = {PP: stored.holders[0]} if stored.holders else {}
+    return all(coordinates[axis] == first.get(axis, 0) for axis in mesh.axes if axis not in cut)
 
 
 def take(whole: Tensor, box_: Box) -> Tensor:

@@ -20,13 +20,15 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.errors import InputError
 from meshwright.graph import map_refs
+from meshwright.mesh import PP
 from meshwright.program import SEED, Port, Program, Stored
 from meshwright.runtime import checkpoint
-from meshwright.runtime.assemble import assemble, fused_axes
+from meshwright.runtime.assemble import assemble, fused_axes, rest_dtype
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.groups import Groups, make_groups
 from meshwright.runtime.layout import global_stride, local_of, owner
 from meshwright.runtime.materialize import Source, fill
+from meshwright.runtime.pipeline import Pipeline, run_pipeline
 from meshwright.runtime.step import run_step
 from meshwright.sharding import DTYPE_NAMES, format_sharding, piece, to_placements
 from meshwright.signature import bind, rebuild_output
@@ -40,14 +42,16 @@ def build(program: Program, source: nn.Module | Source, *, device: torch.device 
     NCCL, else the CPU. Raises MeshError if the program's mesh is not the world's.
     """
     device = device or _default_device()
-    groups = make_groups(program.mesh, device, fused_axes(program))
+    stages = program.stages
+    sharing = [stored.holders for stored in stages.stored if stored.trainable and len(stored.holders) > 1] if stages else []
+    groups = make_groups(program.mesh, device, fused_axes(program), PP if stages else None, sharing)
     if groups.rank != program.rank:
         raise InputError(f"this is rank {groups.rank}, the program is that of rank {program.rank}")
     base = torch.tensor(torch.initial_seed() % (1 << 31), device=device)
     if dist.is_initialized():
         dist.broadcast(base, 0)
     seed = int(base)
-    engine = assemble(program, groups)
+    engine = Pipeline(program, groups) if stages else assemble(program, groups)
     fill(program, engine.tensors, groups, source, seed)
     return ParallelModule(program, groups, engine, seed, source if isinstance(source, nn.Module) else None)
 
@@ -61,14 +65,18 @@ def _default_device() -> torch.device:
 class ParallelModule(nn.Module):
     """See the file's head. Made by ``build``; ``plan`` is whatever the caller puts there."""
 
-    def __init__(self, program: Program, groups: Groups, engine: Engine, seed: int, model: nn.Module | None) -> None:
+    def __init__(
+        self, program: Program, groups: Groups, engine: Engine | Pipeline, seed: int, model: nn.Module | None
+    ) -> None:
         super().__init__()
         self.plan: Any = None
         self._program, self._groups, self._seed, self._calls = program, groups, seed, 0
         self._engine = (engine,)  # in a tuple: its units are no submodules of this one
         self._out = [to_placements(port.sharding, program.mesh, groups.axes) for port in program.outputs]
-        for fqn, stored in _ordered(program, model):
-            self._register(fqn.split("."), engine.tensors[stored.value], stored.persistent)
+        self._names = _ordered(program, model)
+        for fqn, stored in self._names:
+            if stored.value in engine.tensors:  # else it is another stage's
+                self._register(fqn.split("."), engine.tensors[stored.value], stored.persistent)
         if model is not None:
             self.train(model.training)
 
@@ -80,10 +88,14 @@ class ParallelModule(nn.Module):
         inputs = self._bind(args, kwargs)
         if self.training:
             self._calls += 1
-        values = run_step(engine, inputs, self._trainable, (self._seed, self._calls), self.training)
+        seed = self._seed, self._calls
+        if isinstance(engine, Pipeline):
+            values = run_pipeline(engine, inputs, self._trainable, seed, self.training)
+        else:
+            values = run_step(engine, inputs, self._trainable, seed, self.training)
         if self.training:
             self._mutate(values)
-        outputs = {port.name: self._present(values[port.name], port, i) for i, port in enumerate(program.outputs)}
+        outputs = {port.name: self._present(values.get(port.name), port, i) for i, port in enumerate(program.outputs)}
         if program.signature is None:
             return map_refs(program.output_tree, lambda ref: outputs[ref.name])
         return rebuild_output(program.output_tree, program.signature["output"], outputs)
@@ -129,9 +141,10 @@ class ParallelModule(nn.Module):
                 tensor = tensor.narrow(dim, *piece(port.shape[dim], groups.mesh, axes, groups.coordinates))
         return tensor.to(groups.device, non_blocking=True)
 
-    def _present(self, value: Tensor, port: Port, index: int) -> Tensor:
+    def _present(self, value: Tensor | None, port: Port, index: int) -> Tensor | None:
+        """As the caller sees it; None: another stage of a pipeline has it (see ``runtime.pipeline``)."""
         mesh = self._groups.device_mesh
-        if mesh is None or not port.shape:
+        if mesh is None or value is None or not port.shape:
             return value
         return DTensor.from_local(
             value, mesh, self._out[index], run_check=False, shape=torch.Size(port.shape), stride=global_stride(port.shape)
@@ -195,7 +208,7 @@ class ParallelModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The single process's state dict: plain CPU tensors on rank 0, an empty dict elsewhere. Every rank calls this."""
-        return checkpoint.gather_state_dict(self._entries(), self._groups)
+        return checkpoint.gather_state_dict(self._entries(), self._groups, lambda stored: rest_dtype(stored, self._program))
 
     def save(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint that ``load`` reads under any plan and world; see ``runtime.checkpoint.save``."""
@@ -224,8 +237,10 @@ class ParallelModule(nn.Module):
         return self
 
     def _entries(self) -> checkpoint.Entries:
-        by_name = {fqn: stored for stored in self._program.stored for fqn in stored.fqns}
-        return {fqn: (by_name[fqn], tensor) for fqn, tensor in self.state_dict(keep_vars=True).items()}
+        """The state dict of the whole model, in its order; without tensors where they are another stage's."""
+        tensors = self._engine[0].tensors
+        kept = [(fqn, stored) for fqn, stored in self._names if stored.persistent or not stored.buffer]
+        return {fqn: (stored, tensors.get(stored.value)) for fqn, stored in kept}
 
     def _register(self, path: list[str], tensor: Tensor, persistent: bool) -> None:
         """Put a tensor under its name. The dicts are written directly: a model may have names that are methods here."""
@@ -246,7 +261,8 @@ class ParallelModule(nn.Module):
 
 def _ordered(program: Program, model: nn.Module | None) -> list[tuple[str, Stored]]:
     """(name, stored) for every registered name, in the model's order; without a model, as the program lists them."""
-    by_name = {fqn: stored for stored in program.stored for fqn in stored.fqns if stored.value not in program.constants}
+    everything = program.stages.stored if program.stages else program.stored
+    by_name = {fqn: stored for stored in everything for fqn in stored.fqns if stored.value not in program.constants}
     if model is None:
         return list(by_name.items())
     names = [

@@ -2,7 +2,7 @@
 
 With one micro-batch autograd is left alone: the caller's ``loss.backward()`` runs the backward. With several, each
 micro-batch runs forward and backward here, so that only one of them keeps activations. What the backward of that call
-should have done is then already known: the gradients are taken aside, and ``_Release`` hands them out, times the gradient of
+should have done is then already known: the gradients are taken aside, and ``Release`` hands them out, times the gradient of
 the loss, when the caller's backward comes. So accumulation over calls, ``zero_grad`` and ``torch.autograd.grad`` work
 as with one micro-batch; only the loss is differentiable.
 """
@@ -32,7 +32,7 @@ def run_step(
     of the run, and the number of this call.
     """
     program = engine.program
-    values: dict[str, Any] = {**inputs, SEED: _seed(seed, 0)}
+    values: dict[str, Any] = {**inputs, SEED: seed_of(seed, 0)}
     with torch.no_grad():
         for step in engine.prologue:
             step(values)
@@ -42,19 +42,19 @@ def run_step(
         outputs = _forward_backward(engine, values, parameters(), seed)
     else:
         engine.set_microbatch(last=True)
-        batches = _microbatches(program, values, seed)
-        outputs = _Join(program).all(engine.root(Environment(batch)) for batch in batches)
+        batches = microbatches_of(program, values, seed)
+        outputs = Join(program).all(engine.root(Environment(batch)) for batch in batches)
     if not torch.is_grad_enabled():
         engine.reshard()  # no backward will, and the parameters may be written before the next forward
     return outputs
 
 
-def _seed(seed: tuple[int, int], microbatch: int) -> Tensor:
+def seed_of(seed: tuple[int, int], microbatch: int) -> Tensor:
     """What random operators draw from; on the CPU, where they read it."""
     return torch.tensor(random.Random(f"{seed} {microbatch}").getrandbits(62))
 
 
-def _microbatches(program: Program, values: Mapping[str, Any], seed: tuple[int, int]) -> list[dict[str, Any]]:
+def microbatches_of(program: Program, values: Mapping[str, Any], seed: tuple[int, int]) -> list[dict[str, Any]]:
     """The environment of every micro-batch: pieces of what is cut along a dim, the rest as it is."""
     count = program.microbatches
     cuts = {port.name: port.time for port in program.inputs if isinstance(port.time, int)} | dict(program.cuts)
@@ -63,11 +63,11 @@ def _microbatches(program: Program, values: Mapping[str, Any], seed: tuple[int, 
         for batch, piece in zip(batches, values[name].tensor_split(count, dim), strict=True):
             batch[name] = piece
     for index, batch in enumerate(batches):
-        batch[SEED] = _seed(seed, index)
+        batch[SEED] = seed_of(seed, index)
     return batches
 
 
-class _Join:
+class Join:
     """Outputs of micro-batches, put together as their ports say."""
 
     def __init__(self, program: Program) -> None:
@@ -95,7 +95,7 @@ class _Join:
 def _forward_backward(
     engine: Engine, values: Mapping[str, Any], parameters: Sequence[Tensor], seed: tuple[int, int]
 ) -> dict[str, Any]:
-    program, join = engine.program, _Join(engine.program)
+    program, join = engine.program, Join(engine.program)
     loss_name = program.loss
     assert loss_name is not None
     given = join.how.get(loss_name)
@@ -103,7 +103,7 @@ def _forward_backward(
         raise ValueError(f"loss {loss_name!r} over {program.microbatches} micro-batches must be their sum, not {given!r}")
 
     def run() -> Tensor:
-        batches = _microbatches(program, values, seed)
+        batches = microbatches_of(program, values, seed)
         for index, batch in enumerate(batches):
             engine.set_microbatch(last=index == len(batches) - 1)
             with torch.enable_grad():
@@ -114,11 +114,11 @@ def _forward_backward(
         loss: Tensor = join.values[loss_name][-1]
         return loss.clone()
 
-    loss: Tensor = _Release.apply(run, *parameters)
+    loss: Tensor = Release.apply(run, *parameters)
     return {**join.all(), loss_name: loss}
 
 
-class _Release(Function):
+class Release(Function):
     """Run a step's backwards in the forward; hand its gradients out in the backward."""
 
     @staticmethod

@@ -1,0 +1,161 @@
+"""From the program of a whole model to that of one pipeline rank: its stages, and what crosses between stages.
+
+The whole program is lowered, verified and type-checked first: along ``PP`` every rank would compute the same. Cutting then only
+leaves things out, and says what must be sent instead:
+
+    crossing[s]   what stages 0..s make and later stages read, in the form in which it was made. A value goes through every
+                  stage between, since torch sends to the next stage only. The loss goes on to the last stage.
+    prologue      the operators that this rank's stages (or an output) need of it
+    stored        what this rank's stages and prologue read; a weight read on several ranks is stored on each, and what nobody
+                  reads on the rank of the first stage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from meshwright.graph import Ref, Value, refs
+from meshwright.mesh import PP
+from meshwright.plan import Pipeline, PlanError
+from meshwright.program import SEED, THREAD, Program, Segment, Stages
+
+
+def cut_stages(program: Program, pipeline: Pipeline | None) -> Program:
+    """The part of this rank; the program itself without a pipeline. Raises PlanError for a buffer that one stage updates and
+    another rank reads."""
+    return program if pipeline is None else _Cut(program, pipeline).run()
+
+
+class _Cut:
+    """The tables of one cut."""
+
+    def __init__(self, program: Program, pipeline: Pipeline) -> None:
+        self.program, self.pipeline = program, pipeline
+        self.stored = {item.value for item in program.stored}
+        self.main = [segment for segment in program.segments if not segment.prologue]
+        self.prologue = [segment for segment in program.segments if segment.prologue]
+        self.made = {name: segment.stage for segment in self.main for name in segment.graph.outputs}
+        self.reads: list[set[str]] = [set() for _ in pipeline.stage_rank]
+        for segment in self.main:
+            self.reads[segment.stage] |= _reads(segment)
+        self.leaving = {port.name for port in program.outputs} | {ref.name for ref in refs(program.output_tree)}
+        for name in sorted(self.leaving & self.stored):
+            self.made[name] = next((s for s, reads in enumerate(self.reads) if name in reads), 0)
+            self.reads[self.made[name]].add(name)
+        if program.loss in self.made:
+            self.reads[-1].add(program.loss)
+
+    def run(self) -> Program:
+        program, rank = self.program, self.program.mesh.coordinates(self.program.rank)[PP]
+        holders = self._holders()
+        stored = tuple(replace(item, holders=holders[item.value]) for item in program.stored)
+        mine = [item for item in stored if rank in item.holders]
+        needed = self._needed(rank, {item.value for item in mine})
+        segments = (*_pruned(self.prologue, needed), *(s for s in self.main if self.pipeline.stage_rank[s.stage] == rank))
+        kept, renewed = {item.value for item in mine}, {new for _, new in program.mutations}
+        result = replace(
+            program, segments=segments, stored=tuple(mine),
+            mutations=tuple((old, new) for old, new in program.mutations if old in kept),
+            cuts=tuple((name, dim) for name, dim in program.cuts if name in needed),
+            constants={name: tensor for name, tensor in program.constants.items() if name in kept},
+            stages=Stages(
+                self.pipeline.schedule, self.pipeline.stage_rank, self._crossing(),
+                {name: s for name, s in self.made.items() if name in self.leaving | renewed}, stored,
+            ),
+        )
+        _check(result)
+        return result
+
+    def _crossing(self) -> tuple[tuple[Value, ...], ...]:
+        values = {name: s.graph.values[name] for s in self.main for name in s.graph.outputs}
+        result = []
+        for s in range(self.pipeline.stages - 1):
+            later = set().union(*self.reads[s + 1 :])
+            found = [value for name, value in values.items() if self.made[name] <= s and name in later]
+            if not any(value.differentiable for value in found):
+                found.append(Value(THREAD, (1,), torch.float32, True))
+            result.append(tuple(found))
+        return tuple(result)
+
+    def _needed(self, rank: int, held: set[str]) -> set[str]:
+        """Names that a rank reads of its prologue, inputs and stored tensors."""
+        mine = [reads for reads, at in zip(self.reads, self.pipeline.stage_rank, strict=True) if at == rank]
+        prologue = {name for segment in self.prologue for name in segment.graph.outputs}
+        renewed = {new for old, new in self.program.mutations if old in held}
+        return set().union(*mine) | (self.leaving & prologue) | (renewed & prologue)
+
+    def _holders(self) -> dict[str, tuple[int, ...]]:
+        """{stored value: the ranks along ``PP`` that store it}."""
+        at = self.pipeline.stage_rank
+        held = [self._read_by(rank, set()) for rank in range(self.pipeline.degree)]
+        for old, new in self.program.mutations:
+            if not any(old in names for names in held):
+                held[at[self.made.get(new, 0)]].add(old)
+        held = [names | self._read_by(rank, names) for rank, names in enumerate(held)]
+        for old, new in self.program.mutations:
+            ranks = {rank for rank, names in enumerate(held) if old in names}
+            if new in self.made and ranks != {at[self.made[new]]}:
+                name = next(item.fqns[0] for item in self.program.stored if item.value == old)
+                raise PlanError(f"buffer {name!r} is updated in stage {self.made[new]} and read on the pipeline ranks "
+                                f"{sorted(ranks)}; cut the stages so that one rank does both")
+        everywhere = {name: tuple(r for r, names in enumerate(held) if name in names) for name in sorted(self.stored)}
+        return {name: ranks or (at[0],) for name, ranks in everywhere.items()}
+
+    def _read_by(self, rank: int, held: set[str]) -> set[str]:
+        needed = self._needed(rank, held)
+        found = needed | {name for segment in _pruned(self.prologue, needed) for name in _reads(segment)}
+        return found & self.stored
+
+
+def _reads(segment: Segment) -> set[str]:
+    return {*segment.graph.inputs, *(param.value for param in segment.graph.params)} - {SEED}
+
+
+def _pruned(segments: Iterable[Segment], needed: set[str]) -> list[Segment]:
+    """The prologue without what nobody needs."""
+    found: list[Segment] = []
+    wanted = set(needed)
+    for segment in reversed(list(segments)):
+        graph, ops = segment.graph, []
+        for op in reversed(graph.ops):
+            if wanted & set(op.outputs):
+                ops.append(op)
+                wanted |= set(op.inputs)
+        if not ops:
+            continue
+        read = {name for op in ops for name in op.inputs}
+        outputs = tuple(Ref(name) for name in graph.outputs if name in wanted and name in {n for op in ops for n in op.outputs})
+        found.append(replace(segment, graph=replace(
+            graph, ops=tuple(ops[::-1]), output_tree=outputs, inputs=tuple(name for name in graph.inputs if name in read),
+            params=tuple(param for param in graph.params if param.value in read),
+            values={n: v for n, v in graph.values.items() if n in read or any(n in op.outputs for op in ops)},
+        )))
+    return found[::-1]
+
+
+def _check(program: Program) -> None:
+    """Every stage finds what it reads and what it hands on: from its own segments, the prologue, or across."""
+    assert program.stages is not None
+    stages, rank = program.stages, program.mesh.coordinates(program.rank)[PP]
+    start = {SEED, THREAD} | {port.name for port in program.inputs} | {item.value for item in program.stored}
+    for segment in program.segments:
+        start |= set(segment.graph.outputs) if segment.prologue else set()
+    for s in (s for s, at in enumerate(stages.stage_rank) if at == rank):
+        known = start | ({value.name for value in stages.crossing[s - 1]} if s else set())
+        for segment in program.segments:
+            if segment.prologue or segment.stage != s:
+                continue
+            _known(_reads(segment), known, f"segment {segment.path!r} of stage {s}")
+            known |= set(segment.graph.outputs)
+        leaving = {value.name for value in stages.crossing[s]} if s < stages.last else {program.loss} - {None}
+        _known({name for name in leaving if name}, known, f"what leaves stage {s}")
+        _known({name for name, at in stages.made.items() if at == s}, known, f"the outputs of stage {s}")
+
+
+def _known(names: set[str], known: set[str], what: str) -> None:
+    if missing := sorted(names - known):
+        raise PlanError(f"{what} lacks {missing[:3]}: the stages do not fit the graph")
+
