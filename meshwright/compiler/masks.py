@@ -175,6 +175,9 @@ def _elementwise(op: Op, operands: list[Any], shape: tuple[int, ...]) -> Tensor 
 
 def _index(op: Op, operands: list[Tensor], shape: tuple[int, ...]) -> Tensor:
     source, *indices = operands
+    if len(indices) == source.ndim:  # along a constant dim every index picks the same: a batch of any size stays one element
+        constant = [stride == 0 or size == 1 for size, stride in zip(source.shape, source.stride(), strict=True)]
+        indices = [i.new_zeros((1,) * i.ndim) if same else i for i, same in zip(indices, constant, strict=True)]
     compressed = torch.broadcast_shapes(*(_squeeze_constant(index).shape for index in indices))
     if len(indices) != source.ndim or len(compressed) != len(shape) or math.prod(compressed) > _EAGER:
         raise _TooLargeError
