@@ -149,3 +149,34 @@ def _rerun(rank: int, path: str) -> list[str]:
 def test_saved_plan_runs_again(pool: Callable[[int], Any], tmp_path: Path) -> None:
     """A plan from its file runs without a search, and is as right."""
     assert pool(4).run(_rerun, str(tmp_path / "plan.json")) == [[], [], [], []]
+
+
+def _saved_whole(rank: int) -> tuple[int, int]:
+    """(tensors of the whole sequence x hidden that autograd saves, pieces of it), under sequence parallelism."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(  # no two dims alike, so that a shape says what a tensor is
+        hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=80,
+        use_cache=False,
+    )
+    ids = torch.randint(0, 80, (4, 8))
+    model, batch = LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
+    pins = {"dp": 2, "tp": 2, "sequence_parallel": True}
+    parallel = autoparallel(model, init_device_mesh("cpu", (4,)), ((), batch), pins=pins, progress=False)
+    shapes: list[tuple[int, ...]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_of(parallel(**batch))
+    loss.backward()
+    return shapes.count((2, 8, 32)), shapes.count((2, 4, 32))
+
+
+def test_a_gather_keeps_its_shard(pool: Callable[[int], Any]) -> None:
+    """What sequence parallelism splits stays split in what the backward keeps."""
+    for whole, pieces in pool(4).run(_saved_whole):
+        assert whole == 0
+        assert pieces > 0
