@@ -147,7 +147,34 @@ MODELS: dict[str, Callable[[], Case]] = {
 }
 
 
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB, "use_cache": False}
+_GROUPED = {**_SMALL, "intermediate_size": 64, "num_key_value_heads": 2}
+_OTHER_CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen2": _GROUPED,  # biases on q, k, v
+    "Mistral": {**_GROUPED, "sliding_window": 4},
+    "Gemma2": {**_GROUPED, "head_dim": 8, "sliding_window": 4},  # tied, soft caps, two norms a half
+    "OPT": {**_SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 32, "dropout": 0.0},
+    "Falcon": {**_SMALL, "multi_query": True, "parallel_attn": True, "new_decoder_architecture": False},
+    "Bloom": {**_SMALL, "hidden_dropout": 0.0, "attention_dropout": 0.0},  # ALiBi, fused qkv by head
+}
+OTHERS = (*_OTHER_CONFIGS, "ResNet")
+
+
+def _other(name: str) -> Case:
+    import transformers
+
+    if name == "ResNet":
+        config = transformers.ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5
+        )
+        images, labels = torch.randn(BATCH, 3, 32, 32), torch.randint(0, 5, (BATCH,))
+        return transformers.ResNetForImageClassification(config), {"pixel_values": images, "labels": labels}
+    ids = _tokens()
+    config = getattr(transformers, f"{name}Config")(**_OTHER_CONFIGS[name])
+    return getattr(transformers, f"{name}ForCausalLM")(config), {"input_ids": ids, "labels": ids.clone()}
+
+
 def make(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """The named case, the same on every call and rank."""
     torch.manual_seed(1)
-    return MODELS[name]()
+    return MODELS[name]() if name in MODELS else _other(name)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.equality import check
-from tests.models import MODELS
+from tests.models import MODELS, OTHERS
 
 DEGREES: dict[str, dict[str, Any]] = {
     "searched": {}, "dp": {"dp": 4}, "tp": {"tp": 4}, "dp x tp": {"dp": 2, "tp": 2},
@@ -55,8 +55,22 @@ def test_recomputation(pool: Callable[[int], Any], name: str) -> None:
     assert pool(4).run(check, name, 4, pins, timeout=200) == [[]] * 4
 
 
+@pytest.mark.parametrize("name", ["gpt2", "encoder"])
+def test_fused_projections(pool: Callable[[int], Any], name: str) -> None:
+    """A weight of several projections is split within each of them, and is whole again in the state dict."""
+    pins = [{"dp": 2, "tp": 2, "zero": zero, "sequence_parallel": name == "gpt2"} for zero in (1, 3)]
+    assert pool(4).run(check, name, 4, [{"tp": 4}, *pins], timeout=200) == [[]] * 4
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_clipped(pool: Callable[[int], Any], name: str) -> None:
     """``clip_grad_norm_`` returns the single process's norm and scales alike, under every plan."""
     pins = [DEGREES["dp x tp"], DEGREES["HSDP"], DEGREES["sequence parallel"], {"dp": 2, "tp": 2, "zero": 3}]
     assert pool(4).run(check, name, 4, pins, 0.1, timeout=200) == [[]] * 4
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models(pool: Callable[[int], Any], name: str) -> None:
+    """Architectures that nothing here was written for."""
+    pins = [{"dp": 2, "tp": 2, "zero": 3, "sequence_parallel": name != "ResNet" or None}, {"tp": 4}]
+    assert pool(4).run(check, name, 4, pins, timeout=200) == [[]] * 4
