@@ -35,13 +35,15 @@ not named is idle: everything invariant over it."""
 class Traffic:
     """A collective inside an operator when one of its factors is split: what runs, and how many bytes every rank brings.
 
-    ``elements``: GLOBAL number of elements; they are divided by the other axes that split the operator's batch factors.
+    ``elements``: GLOBAL number of elements; they are divided by the other axes that split the operator's batch factors, or,
+    if they are those of one ``operand``, by all axes that split it.
     """
 
     kind: str  # "all_reduce" | "all_gather" | "reduce_scatter" | "all_to_all"
     elements: int
     itemsize: int
     backward: bool = False
+    operand: int | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class OpRule:
     ``internal``: factors whose split needs communication inside the operator, with that traffic. ``localize``: rewrites
     the call for one rank's shapes; None: the call is right as it stands on local tensors. ``known``: False for an operator
     without a rule, which is replicated. ``even``: factors whose pieces must be equal, because some dim is a multiple of them.
+    ``fused``: {operand position: (dim, parts)} of parameters that hold several weights in one, laid one after the other along
+    ``dim``: a rank's piece of that dim is its piece of every part.
     """
 
     operands: tuple[tuple[Factor | None, ...], ...]
@@ -66,6 +70,7 @@ class OpRule:
     localize: Localize | None = None
     known: bool = True
     even: frozenset[Factor] = frozenset()
+    fused: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def splittable(self) -> tuple[Factor, ...]:

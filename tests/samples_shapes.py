@@ -99,6 +99,9 @@ def _pointwise() -> dict[str, Maker]:
 
 def _matmul() -> dict[str, Maker]:
     return {
+        "mw.fused_linear": lambda: [
+            s(n(4, 6, 8), n(12, 8), None, 3, False), s(n(2, 8), n(8, 16), n(16), 2, True), s(n(8), n(8, 8), n(8), 2, False),
+        ],
         "linear.default": lambda: [s(n(4, 6, 8), n(4, 8)), s(n(2, 4, 8), n(8, 8), n(8)), s(n(8), n(4, 8), n(4))],
         "mm.default": lambda: [s(n(4, 8), n(8, 6))],
         "bmm.default": lambda: [s(n(4, 2, 8), n(4, 8, 6))],

@@ -103,6 +103,14 @@ def assignments(rule: OpRule, mesh: Mesh, even: bool = True) -> Iterator[dict[st
             yield assignment
 
 
+def in_parts(x: torch.Tensor, sharding: Sharding, mesh: Mesh, fused: tuple[int, int] | None) -> torch.Tensor:
+    """A tensor of several parts along a dim, its rows in the order in which the ranks that split the dim hold them."""
+    if fused is None or (pieces := mesh.size(sharding.dims[fused[0]])) == 1:
+        return x
+    dim, parts = fused
+    return x.unflatten(dim, (parts, pieces, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
 def cut(x: torch.Tensor, sharding: Sharding, mesh: Mesh, at: Coordinates) -> torch.Tensor:
     """This rank's piece of a tensor; of a pending sum, its term: random, the terms adding up."""
     axes = sorted(sharding.partial)
@@ -188,7 +196,7 @@ def check(
             sharding = placed.operands[i].gradient()
             parts = [gradients[i] for _, gradients in ranks]
             together = joined(parts, gradient.shape, sharding, mesh)
-            same(together, gradient, f"gradient {i}")
+            same(together, in_parts(gradient, sharding, mesh, rule.fused.get(i)), f"gradient {i}")
 
 
 def _on_ranks(work: Callable[[int], Any], world: int, together: bool) -> list[Any]:
@@ -216,7 +224,10 @@ def _on_ranks(work: Callable[[int], Any], world: int, together: bool) -> list[An
 def _rank(run: Run, rule: OpRule, assignment: Mapping[str, str], mesh: Mesh, placed: Placed, rank: int) -> Any:
     """One rank: its results, and the gradients of its operands."""
     at = mesh.coordinates(rank)
-    operands = [cut(x, sharding, mesh, at) for x, sharding in zip(run.operands, placed.operands, strict=True)]
+    operands = [
+        cut(in_parts(x, sharding, mesh, rule.fused.get(i)), sharding, mesh, at)
+        for i, (x, sharding) in enumerate(zip(run.operands, placed.operands, strict=True))
+    ]
     for x, differentiable in zip(operands, run.differentiable, strict=True):
         x.requires_grad_(differentiable)
     local = Local(

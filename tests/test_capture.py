@@ -118,8 +118,11 @@ class TestModels:
         graph = equal(gpt2(), kwargs={"input_ids": ids(2, 8), "labels": ids(2, 8)})
         assert {param.fqns for param in graph.params} >= {("transformer.wte.weight", "lm_head.weight")}
         linears = [op for op in graph.ops if op.target == "aten.linear.default"]
-        assert len(linears) == 9
+        assert len(linears) == 7
         assert all(len(graph.values[op.args[0].name].shape) == 3 for op in linears)
+        fused = [op for op in graph.ops if op.target == "mw.fused_linear"]
+        assert [op.args[3:] for op in fused] == [(3, True)] * 2
+        assert {graph.values[name].shape for op in fused for name in op.outputs} == {(2, 8, 16)}
         assert "aten.addmm.default" not in targets(graph)
 
     def test_mlp_with_a_loss_function(self):
@@ -162,8 +165,9 @@ class TestModels:
         layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=batch_first)
         model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         graph = equal(model, (torch.randn(2, 8, 16),), loss_fn=lambda y: y.square().mean())
-        linears = [op for op in graph.ops if op.target == "aten.linear.default"]
+        linears = [op for op in graph.ops if op.target in ("aten.linear.default", "mw.fused_linear")]
         assert {len(graph.values[op.args[0].name].shape) for op in linears} == {3}
+        assert [op.args[3:] for op in linears if op.target == "mw.fused_linear"] == [(3, False)] * 2
         queries = [graph.ops[graph.producers[op.args[0].name]] for op in graph.ops if "attention" in op.target]
         split = [graph.ops[graph.producers[op.args[0].name]] for op in queries]
         assert [op.target for op in queries + split] == ["aten.permute.default"] * 2 + ["aten.reshape.default"] * 2
@@ -295,6 +299,67 @@ class TestConstructs:
         model[1].eval()
         (dropout,) = [op for op in capture(model, (torch.randn(2, 4),), {}).ops if op.target == "aten.dropout.default"]
         assert dropout.args[1] == 0.25
+
+
+class Projections(nn.Module):
+    """One linear for several projections, and what reads its result."""
+
+    def __init__(self, read, width: int = 24, weight: str = "linear") -> None:
+        super().__init__()
+        self.inside, self.read, self.kind = nn.Linear(6, width), read, weight
+        self.turned = nn.Parameter(torch.randn(6, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "turned":
+            return self.read(torch.addmm(self.inside.bias, x.flatten(0, 1), self.turned).unflatten(0, x.shape[:2]))
+        if self.kind == "twice":
+            return self.read(self.inside(x)) + self.inside.weight.sum()
+        if self.kind == "computed":
+            return self.read(F.linear(x, self.inside.weight * 2))
+        return self.read(self.inside(x))
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+PROJECTIONS = {
+    "split": (3, lambda y: attend(*y.split(8, -1))),
+    "chunk": (2, lambda y: torch.mul(*y.chunk(2, -1))),
+    "slices": (2, lambda y: F.silu(y[..., :12]) * y[..., 12:]),
+    "unused": (3, lambda y: y.split(8, -1)[1]),
+    "gate": (2, lambda y: F.glu(y)),
+    "unbind": (3, lambda y: attend(*y.view(2, 5, 3, 4, 2).permute(2, 0, 3, 1, 4).unbind(0))),
+    "select": (3, lambda y: (lambda z: attend(z[:, :, 0], z[:, :, 2], z[:, :, 1]))(y.view(2, 5, 3, 8))),
+    "squeezed": (3, lambda y: attend(*y.unflatten(-1, (3, 8)).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous())),
+    "negative": (2, lambda y: y.view(2, 5, 2, 12)[:, :, -1]),
+}
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+@pytest.mark.parametrize("weight", ["linear", "turned"])
+def test_fused_projections(name, weight):
+    parts, read = PROJECTIONS[name]
+    graph = equal(Projections(read, weight=weight), (torch.randn(2, 5, 6),))
+    (op,) = [op for op in graph.ops if op.target == "mw.fused_linear"]
+    assert op.args[3:] == (parts, weight == "turned")
+    assert len(op.outputs) == parts
+    assert not {"aten.linear.default", "aten.split.Tensor", "aten.select.int", "aten.unbind.int"} & set(targets(graph))
+
+
+@pytest.mark.parametrize(("read", "weight"), [
+    (lambda y: torch.cat([part * 2 for part in y.split([12, 4, 8], -1)], -1), "linear"),
+    (lambda y: y.split(8, -1)[0] + y.sum(), "linear"),
+    (lambda y: y[..., 4:12] * y[..., 12:20], "linear"),
+    (lambda y: y.view(2, 5, 4, 3, 2).select(3, 0), "linear"),
+    (lambda y: y.view(2, 5, 3, 8).flip(2).select(2, 0), "linear"),
+    (lambda y: torch.mul(*y.chunk(2, -1)), "twice"),
+    (lambda y: torch.mul(*y.chunk(2, -1)), "computed"),
+    (lambda y: torch.mul(*y.chunk(2, 0)), "linear"),
+], ids=["unequal", "read whole too", "shifted", "interleaved", "flipped", "two readers", "computed weight", "of the batch"])
+def test_other_projections_stay(read, weight):
+    graph = equal(Projections(read, weight=weight), (torch.randn(2, 5, 6),))
+    assert targets(graph)["aten.linear.default"] == 1
 
 
 class Losses(nn.Module):

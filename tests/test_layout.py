@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from meshwright.runtime.layout import box, owner, parts, split_parts, take
 from meshwright.sharding import Sharding, piece
 
 
-def stored_of(shape: tuple[int, ...], dims: tuple[tuple[str, ...], ...], fused: int = 1, **axes: tuple[str, ...]) -> Stored:
-    return Stored("w", ("w",), shape, torch.float32, True, False, True, Sharding(dims), fused=fused, **axes)
+def stored_of(shape: tuple[int, ...], dims: tuple[tuple[str, ...], ...], fused: int = 1, **more: Any) -> Stored:
+    return Stored("w", ("w",), shape, torch.float32, True, False, True, Sharding(dims), fused=fused, **more)
 
 
 @given(
@@ -40,7 +41,7 @@ def exchange(rank: int, size: int, dim: int, fused: int) -> None:
     mesh = Mesh.of(a=2, b=2)
     shape = (size, 3) if dim == 0 else (3, size)
     dims = (("a", "b"), ()) if dim == 0 else ((), ("a", "b"))
-    stored = stored_of(shape, dims, fused)
+    stored = stored_of(shape, dims, fused, fused_dim=dim)
     groups = make_groups(mesh, torch.device("cpu"), [("a", "b")])
     whole = torch.arange(3.0 * size).reshape(shape)
     how = parts(stored, groups)

@@ -102,6 +102,7 @@ def test_every_rule_has_a_sample_and_every_operator_exists() -> None:
 
 EXPECTED = {
     "aten.linear.default": "b0 b1 k, n k -> b0 b1 n",
+    "mw.fused_linear": "b0 b1 k, n k -> b0 b1 n, b0 b1 n, b0 b1 n",
     "aten.matmul.default": "dim0 dim1 m k, dim1 k n -> dim0 dim1 m n",
     "aten.add.Tensor": "dim0 dim1, dim0 dim1 -> dim0 dim1 ; +0,1",
     "aten.mul.Tensor": "dim0 dim1, dim0 dim1 -> dim0 dim1 ; +0 +1",
@@ -246,7 +247,9 @@ def test_literals_become_those_of_the_piece() -> None:
     assert local_call("aten.mean.dim", {"a": "dim1"}, mesh, 1, table, (0,))[0] == "aten.mean.dim"
 
 
-LOCAL_FORMS = ("mw.linear", "mw.embedding", "mw.mean", "mw.dropout", "mw.sdpa", "mw.cross_entropy", "mw.batch_norm")
+LOCAL_FORMS = (
+    "mw.linear", "mw.fused_linear", "mw.embedding", "mw.mean", "mw.dropout", "mw.sdpa", "mw.cross_entropy", "mw.batch_norm",
+)
 
 
 @pytest.mark.parametrize("name", LOCAL_FORMS)

@@ -262,6 +262,44 @@ def test_parameter_stored_wrong() -> None:
             assert "layers.1" in str(error)
 
 
+@lru_cache
+def projections() -> tuple[Planned, Program]:
+    """GPT-2 with a sequence large enough that the Megatron form is the cheapest, over tp: q, k and v are one weight."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_embd=1024, n_layer=2, n_head=8, vocab_size=4096, n_positions=2048, use_cache=False,
+                                           resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, eos_token_id=1, bos_token_id=1))
+    ids = torch.empty(8, 2048, dtype=torch.long, device="meta")
+    planned = _planned(capture_model(model, (), {"input_ids": ids, "labels": ids.clone()}, (), None, "fp32"))
+    return planned, rank_program(planned.plan("h100:1x4", tp=4, sequence_parallel=False), planned.rules, 1)
+
+
+def test_fused_projections_are_split_within_each_part() -> None:
+    """Heads stay on their ranks: one reduction per half of a block, and nothing gathers queries, keys or values."""
+    planned, program = projections()
+    assert planned.fails(program) == []
+    fused = {item.fqns[0].split(".", 3)[-1]: item for item in program.stored if item.fused > 1 and ".h.0." in item.fqns[0]}
+    assert {name: (item.fused, item.fused_dim, item.tensor.dims[item.fused_dim]) for name, item in fused.items()} == {
+        "attn.c_attn.weight": (3, 1, ("tp",)), "attn.c_attn.bias": (3, 0, ("tp",)),
+    }
+    graph = [segment.graph for segment in program.segments if segment.path][-1]
+    communicating = [op.target for op in graph.ops if dict(op.kwargs).get("axis") and len(graph.values[op.inputs[0]].shape) > 2]
+    assert sorted(communicating) == ["mw.all_reduce"] * 2 + ["mw.vary"] * 2
+
+
+def test_fused_projections_stored_wrong() -> None:
+    """Parts that are not those of the reader, and a plain weight said to have parts."""
+    planned, program = projections()
+    for at, item in enumerate(program.stored):
+        for parts in {1, 2, 3} - {item.fused}:
+            if ".h.1." in item.fqns[0] and len(item.shape) == 2:
+                stored = (*program.stored[:at], replace(item, fused=parts), *program.stored[at + 1 :])
+                error = planned.errors(replace(program, stored=stored))[0][1]
+                assert error is not None
+                assert "transformer.h.1" in str(error)
+
+
 def test_outputs_and_loss() -> None:
     program = megatron(True)
     loss = next(port for port in program.outputs if port.name == program.loss)

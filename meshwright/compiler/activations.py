@@ -85,6 +85,6 @@ def saved_values(graph: Graph) -> Saved:
             if name in outside:
                 continue
             saved.add(viewed.get(name, name))
-            if op.target != "aten.linear.default" or name in viewed:
+            if op.target not in ("aten.linear.default", "mw.fused_linear") or name in viewed:
                 other.add(viewed.get(name, name))
     return Saved(frozenset(saved), frozenset(saved - other), frozenset(makers & saved))

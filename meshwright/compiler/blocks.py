@@ -22,8 +22,8 @@ from typing import Any
 from meshwright.graph import Block, Graph, Op, Ref, map_refs
 
 CONTRACTIONS = frozenset({
-    "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "_grouped_mm", "tensordot", "conv1d", "conv2d", "conv3d",
-    "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "linear", "fused_linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "_grouped_mm", "tensordot",
+    "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
 })
 TRANSPOSES = frozenset({"aten.t.default", "aten.transpose.int"})
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.compiler.dims import Dim, DimClasses
+from meshwright.cost.operators import operator
 from meshwright.graph import Graph, Op
 from meshwright.mesh import Mesh
 from meshwright.pins import PinError, Pins
@@ -106,9 +107,16 @@ def _contracted_weights(op: Op, rule: OpRule, scope: Scope) -> set[str]:
     results = {factor for dims in rule.results for factor in dims}
     factors: set[str] = set()
     for name, dims in zip(op.inputs, rule.operands, strict=True):
-        if name in trainable and any(factor is not None and factor not in results for factor in dims):
+        if _viewed(name, scope.graph) in trainable and any(factor is not None and factor not in results for factor in dims):
             factors.update(factor for factor in dims if factor is not None)
     return factors
+
+
+def _viewed(name: str, graph: Graph) -> str:
+    """The value that a value is a view of: a weight that is turned before it is contracted is still that weight."""
+    while name in graph.producers and operator((op := graph.ops[graph.producers[name]]).target).kind == "view" and op.inputs:
+        name = op.inputs[0]
+    return name
 
 
 def _forced(found: list[dict[str, str]], factors: set[str], scope: Scope, role: str) -> list[dict[str, str]]:

@@ -108,7 +108,11 @@ class Costs:
             if axes:
                 others = self.mesh.size([axis for axis, other in assignment.items() if other != factor and other[0] != "+"])
                 for item in traffic:
-                    seconds[item.backward] += self.collective(item.kind, axes, item.elements / others * item.itemsize)
+                    cut = others
+                    if item.operand is not None:
+                        dims = rule.operands[item.operand]
+                        cut = self.mesh.size([axis for axis, other in assignment.items() if other in dims])
+                    seconds[item.backward] += self.collective(item.kind, axes, item.elements / cut * item.itemsize)
         return seconds[0], seconds[1]
 
     def reshard(self, source: Sharding, target: Sharding, bytes_: float, differentiable: bool) -> tuple[float, float] | None:

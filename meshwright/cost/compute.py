@@ -128,8 +128,8 @@ def products(
         channels = result[1] if len(result) > 1 else 1
         return ((1, math.prod(result) // max(channels, 1), channels, math.prod(weight[1:])),)
     left, right = operand_shapes[-2:] if name in ("aten.addmm", "aten.baddbmm") else operand_shapes[:2]
-    if name == "aten.linear":
-        return ((1, math.prod(left[:-1]), right[0], left[-1]),)
+    if name in ("aten.linear", "mw.linear", "mw.fused_linear"):
+        return ((1, math.prod(left[:-1]), math.prod(right) // max(left[-1], 1), left[-1]),)
     if name == "aten._grouped_mm":
         groups = right[0] if len(right) == 3 else 1
         return ((groups, -(-left[0] // max(groups, 1)), right[-1], left[-1]),)

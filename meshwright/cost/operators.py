@@ -118,6 +118,8 @@ _OWN: Mapping[str, tuple[str, str]] = {
     "mw.dropout": ("pointwise", ""),
     "mw.sdpa": ("attention", "0 1 2 r0"),
     "mw.gather_linear": ("matmul", "0"),
+    "mw.linear": ("matmul", "0:1 1:0"),
+    "mw.fused_linear": ("matmul", "0:1 1:0"),
     "aten.dropout": ("pointwise", ""),
     "aten.native_dropout": ("pointwise", "r1"),
 }

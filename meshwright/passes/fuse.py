@@ -12,7 +12,7 @@ from dataclasses import replace
 from meshwright.graph import Graph, Op, Ref
 from meshwright.program import Program
 
-LINEAR = "aten.linear.default"
+LINEARS = ("aten.linear.default", "mw.fused_linear")
 
 
 def fuse_gathers(program: Program) -> Program:
@@ -45,12 +45,17 @@ def _fuse(graph: Graph) -> Graph:
 
 
 def _reads_as_input(linear: Op, name: str) -> bool:
-    return linear.target == LINEAR and linear.inputs.count(name) == 1 and linear.args[0] == Ref(name)
+    in_terms = linear.target == "mw.fused_linear" and "terms" in dict(linear.kwargs)
+    return linear.target in LINEARS and not in_terms and linear.inputs.count(name) == 1 and linear.args[0] == Ref(name)
 
 
 def _gather_linear(gather: Op, linears: list[Op]) -> Op:
     weights = tuple(linear.args[1] for linear in linears)
     biases = tuple(dict(linear.kwargs).get("bias", linear.args[2] if len(linear.args) > 2 else None) for linear in linears)
     args = (gather.args[0], weights, biases, gather.args[1])
-    outputs = tuple(linear.outputs[0] for linear in linears)
-    return Op(linears[0].name, "mw.gather_linear", args, gather.kwargs, outputs, linears[0].module, linears[0].source)
+    outputs = tuple(output for linear in linears for output in linear.outputs)
+    kwargs = gather.kwargs
+    parts = tuple((1, False) if linear.target == LINEARS[0] else linear.args[3:5] for linear in linears)
+    if any(how != (1, False) for how in parts):
+        kwargs = (*kwargs, ("parts", parts))
+    return Op(linears[0].name, "mw.gather_linear", args, kwargs, outputs, linears[0].module, linears[0].source)

@@ -25,6 +25,7 @@ from typing import Any
 from meshwright.graph import Op, Ref, map_refs
 from meshwright.mesh import Mesh
 from meshwright.plan import TIME
+from meshwright.program import Stored
 from meshwright.rule import Assignment, Local, OpRule, place
 from meshwright.sharding import Sharding, format_sharding, piece
 
@@ -204,6 +205,17 @@ def same_call(
         last = {**site.coordinates, TIME: site.mesh.size(TIME) - 1}
         if not names or call(last) != want:
             raise MismatchError("the same call in every micro-batch", f"a split over micro-batches made by {op.target}")
+
+
+def same_parts(rule: OpRule, operands: Sequence[Stored | None]) -> None:
+    """MismatchError unless parameters of several parts are read as such, and no others. ``operands``: those that are stored."""
+    for position, item in enumerate(operands):
+        dim, parts = rule.fused.get(position, (0, 1))
+        if item is None and parts > 1:
+            raise MismatchError(f"operand {position} a parameter, split within each of its {parts} parts", "another value")
+        if item is not None and (item.fused, item.fused_dim) != (parts, dim):
+            found = f"{item.fused} along dim {item.fused_dim}"
+            raise MismatchError(f"operand {position} of {parts} parts, along dim {dim}", found)
 
 
 def _plain_call(target: str, args: Any, kwargs: Any) -> tuple[str, Any, Any]:

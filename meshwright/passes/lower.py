@@ -108,10 +108,12 @@ class _Lowering:
 
     def _parameters(self) -> None:
         needs: dict[str, list[Sharding]] = {}
+        fused: dict[str, tuple[int, int]] = {}
         for op in self.graph.ops:
             placed = self._placed(op)
             for name, need in zip(op.inputs, placed.operands, strict=True):
                 needs.setdefault(name, []).append(need)
+            fused.update({op.inputs[position]: how for position, how in self.rules[op.name].fused.items()})
         self.stored: dict[str, Stored] = {}
         for param in self.graph.params:
             value = self.graph.values[param.value]
@@ -121,13 +123,18 @@ class _Lowering:
             clash = [axis for axis in data if axis in tensor.split_axes]
             if clash:
                 raise PlanError(f"parameter {param.fqn!r} is split over {clash}, which its block sums gradients over")
+            dim, parts = fused.get(param.value, (0, 1))
+            if parts > 1 and len(needs[param.value]) > 1:
+                raise PlanError(f"parameter {param.fqn!r} holds {parts} weights in one, so only one operator may read it")
             shard = group.shard_axes if param.trainable and group.zero else ()
             self.stored[param.value] = Stored(
                 param.value, param.fqns, value.shape, value.dtype, param.trainable, param.buffer, param.persistent,
-                tensor, data, shard,
+                tensor, data, shard, parts, dim,
             )
             self.values[param.value] = replace(value, shape=tensor.local_shape(value.shape, self.mesh, self.here))
             self.produced[param.value] = replace(tensor, varying=frozenset(data))
+        for name in fused.keys() - self.stored.keys():
+            raise PlanError(f"%{name} is read part by part, which only a parameter can be: it is laid out for its reader")
 
     # one operator
 

@@ -36,6 +36,8 @@ from meshwright.sharding import Sharding, format_sharding
 spmd: Any = spmd_types
 """Its names are re-exports that a type checker does not see."""
 
+LINEARS = ("mw.gather_linear", "mw.fused_linear")
+
 Types = dict[Any, Any]
 """{MeshAxis: R, I, V or P}."""
 
@@ -160,6 +162,9 @@ class _Checker:
             return (self._collective(op, inside[op.inputs[0]], segment.graph.values[op.outputs[0]]),)
         if op.target == "mw.gather_linear":
             return self._gather_linear(op, inside, segment)
+        if op.target == "mw.fused_linear":
+            x, weight, bias, *how = op.args
+            return _linear(inside[x.name], inside[weight.name], None if bias is None else inside[bias.name], *how[:2])
         declared = tuple(segment.graph.values[name] for name in op.outputs)
         if op.target.startswith("mw."):
             return self._opaque(op, inside, declared)
@@ -207,9 +212,10 @@ class _Checker:
         shape[dim] = kwargs["size"]
         gathered = Op("gathered", "mw.gather_vary", (ref, dim), op.kwargs, ("gathered",))
         whole = self._collective(gathered, x, Value("gathered", tuple(shape), x.dtype))
+        forms = kwargs.get("parts", ((1, False),) * len(weights))
         return tuple(
-            torch.ops.aten.linear.default(whole, inside[weight.name], None if bias is None else inside[bias.name])
-            for weight, bias in zip(weights, biases, strict=True)
+            part for weight, bias, how in zip(weights, biases, forms, strict=True)
+            for part in _linear(whole, inside[weight.name], None if bias is None else inside[bias.name], *how)
         )
 
     def _opaque(self, op: Op, inside: Mapping[str, Tensor], declared: tuple[Value, ...]) -> tuple[Tensor, ...]:
@@ -242,6 +248,13 @@ class _Checker:
         return text
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, transposed: bool) -> tuple[Tensor, ...]:
+    """The parts of a linear; how many terms of a sum it is makes no difference to the types."""
+    aten: Any = torch.ops.aten
+    y = aten.linear.default(x, aten.t.default(weight) if transposed else weight, bias)
+    return (y,) if parts == 1 else tuple(aten.split.Tensor(y, y.shape[-1] // parts, y.ndim - 1))
+
+
 def _structure(segment: Segment, inside: Mapping[str, Tensor]) -> Any:
     """A segment up to the names of its values, with the types of what it reads."""
     names: dict[str, int] = {}
@@ -258,7 +271,7 @@ def _structure(segment: Segment, inside: Mapping[str, Tensor]) -> Any:
                   for n, t in inside.items())
     ops = []
     for op in segment.graph.ops:
-        opaque = op.target.startswith("mw.") and op.target not in COLLECTIVES and op.target != "mw.gather_linear"
+        opaque = op.target.startswith("mw.") and op.target not in COLLECTIVES and op.target not in LINEARS
         args = tuple(("%", number(name)) for name in op.inputs) if opaque else plain(op.args)
         values = tuple((number(n), segment.graph.values[n].shape, segment.graph.values[n].dtype) for n in op.outputs)
         ops.append((op.target, args, tuple((key, plain(arg)) for key, arg in op.kwargs), values))

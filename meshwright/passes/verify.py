@@ -21,16 +21,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwright.errors import VerifyError
 from meshwright.graph import Graph, Op, Ref, refs
 from meshwright.mesh import Mesh
-from meshwright.passes.infer import Form, MismatchError, Site, assignments, outcome, same_call, without
+from meshwright.passes.infer import Form, MismatchError, Site, assignments, outcome, same_call, same_parts, without
 from meshwright.passes.transfers import TRANSFERS
 from meshwright.plan import TIME
 from meshwright.program import SEED, Port, Program, Segment, Stored
 from meshwright.rule import OpRule
 from meshwright.sharding import Sharding, ShardingError, format_sharding
+
+LINEARS = ("aten.linear.default", "mw.fused_linear")
 
 Choices = frozenset[tuple[str, int]]
 """(operator, which of its options) that a form depends on."""
@@ -67,6 +70,7 @@ class _Verifier:
         here = mesh.coordinates(program.rank)
         self.site = Site(Mesh(names, sizes), {axis: here.get(axis, 0) for axis in names})
         self.ops = {op.name: op for op in graph.ops}
+        self.stored = {item.value: item for item in program.stored}
         self.env: dict[str, Known] = {}
         self.cuts = dict(program.cuts)
         self.uncut: set[str] = set()  # values of the prologue, which micro-batches share
@@ -90,11 +94,10 @@ class _Verifier:
                 raise VerifyError(f"input {port.name!r}", "", "a value without marks", format_sharding(sharding))
             self.env[port.name] = Known(port.name, ((Form(sharding), frozenset()),))
         self.uncut.update(names)
-        stored = {item.value: item for item in self.program.stored}
         for param in self.graph.params:
-            if param.value not in stored:
+            if param.value not in self.stored:
                 raise VerifyError(f"parameter {param.fqn!r}", _owner(param.fqn), "a stored tensor", "none")
-            self._enter_stored(stored[param.value], param.trainable)
+            self._enter_stored(self.stored[param.value], param.trainable)
 
     def _enter_stored(self, item: Stored, trainable: bool) -> None:
         node, module = f"parameter {item.fqns[0]!r}", _owner(item.fqns[0])
@@ -106,8 +109,9 @@ class _Verifier:
         if not set(item.shard_axes) <= set(item.data_axes) or (item.data_axes and not (trainable and item.trainable)):
             raise VerifyError(node, module, "shard axes among data axes, and those on trainable parameters only",
                               f"shard axes {item.shard_axes}, data axes {item.data_axes}, trainable={item.trainable}")
-        if item.fused != 1 and sharding.split_axes:
-            raise VerifyError(node, module, "a split into contiguous pieces, as the rules mean it", f"fused={item.fused}")
+        pieces = item.fused * self.program.mesh.size(sharding.dims[item.fused_dim]) if item.shape else 1
+        if item.fused != 1 and item.shape[item.fused_dim] % pieces:
+            raise VerifyError(node, module, f"parts that the ranks divide along dim {item.fused_dim}", f"fused={item.fused}")
         if self.graph.values[item.value].differentiable:
             sharding = replace(sharding, varying=frozenset(data))
         self.env[item.value] = Known(item.value, ((Form(sharding), frozenset()),))
@@ -229,6 +233,8 @@ class _Verifier:
         dims = tuple(dim for dim in op.args[1:] if isinstance(dim, int))
         if any(not 0 <= dim < len(before) for dim in dims):
             raise MismatchError(f"a dim of {list(before)}", f"{dims}")
+        if (item := self.stored.get(known.origin)) and item.fused > 1 and item.fused_dim in dims:
+            raise MismatchError(f"dim {item.fused_dim}, which holds {item.fused} parts, left as it is", op.target)
         found = self._map(known, lambda form: replace(form, sharding=transfer(form.sharding, str(axis), *dims)))
         lengths = {"mw.slice": before, "mw.reduce_scatter": before, "mw.all_gather": after, "mw.gather_vary": after,
                    "mw.all_to_all": after}
@@ -249,12 +255,17 @@ class _Verifier:
         gather, axis = TRANSFERS["mw.gather_vary"], kwargs["axis"]
         gathered = self._map(inside[x.name], lambda form: replace(form, sharding=gather(form.sharding, axis, dim)))
         env = {**inside, whole: self._shaped(gathered, tuple(shape))}
-        found = []
-        for output, weight, bias in zip(op.outputs, weights, biases, strict=True):
-            origin = self.graph.ops[self.graph.producers[output]] if output in self.graph.producers else None
-            if origin is None or origin.target != "aten.linear.default":
-                raise MismatchError("outputs of linears of the graph", f"%{output}")
-            args = (Ref(whole), weight) if bias is None else (Ref(whole), weight, bias)
+        found: list[Known] = []
+        forms = kwargs.get("parts", ((1, False),) * len(weights))
+        for weight, bias, (parts, turned) in zip(weights, biases, forms, strict=True):
+            outputs = op.outputs[len(found) : len(found) + parts]
+            origin = self.graph.ops[self.graph.producers[outputs[0]]] if outputs[0] in self.graph.producers else None
+            if origin is None or origin.target not in LINEARS or origin.outputs != outputs:
+                raise MismatchError("outputs of linears of the graph", ", ".join(f"%{output}" for output in outputs))
+            if origin.target == LINEARS[0]:
+                args: tuple[Any, ...] = (Ref(whole), weight) if bias is None else (Ref(whole), weight, bias)
+            else:
+                args = (Ref(whole), weight, bias, parts, turned)
             linear = replace(origin, args=args, kwargs=())
             try:
                 found += self._apply(linear, origin, list(linear.inputs), env, segment)
@@ -267,6 +278,7 @@ class _Verifier:
     ) -> list[Known]:
         """An operator of the graph on these local operands."""
         operands = [inside[name] for name in names]
+        same_parts(self.rules[origin.name], [self.stored.get(known.origin) for known in operands])
         if [known.origin for known in operands] != list(origin.inputs):
             raise MismatchError(f"forms of {', '.join(origin.inputs)}", ", ".join(known.origin for known in operands))
         local = [segment.graph.values[name].shape for name in op.outputs]

@@ -138,14 +138,13 @@ class Parts:
 
 def parts(stored: Stored, groups: Groups) -> Parts | None:
     """How a segment gets its piece of every part; None if the parameter is not fused or not split."""
-    split = [dim for dim, axes in enumerate(stored.tensor.dims) if live(groups.mesh, axes)]
-    if stored.fused == 1 or not split:
+    mesh, dim = groups.mesh, stored.fused_dim
+    if stored.fused == 1 or not (axes := live(mesh, stored.tensor.dims[dim])):
         return None
-    if len(split) > 1 or stored.shape[split[0]] % stored.fused:
+    size = stored.shape[dim]
+    if size % stored.fused:
         what = f"fused parameter {stored.fqns[0]!r} {format_sharding(stored.tensor, stored.shape)}"
-        raise ShardingError(f"{what}: one dim must be split, a multiple of its {stored.fused} parts")
-    mesh, dim = groups.mesh, split[0]
-    axes, size = live(mesh, stored.tensor.dims[dim]), stored.shape[dim]
+        raise ShardingError(f"{what}: dim {dim} must be a multiple of its {stored.fused} parts")
     group, part = groups.group(axes), size // stored.fused
     here = groups.coordinates
     fixed = {axis: at for axis, at in here.items() if axis not in axes}

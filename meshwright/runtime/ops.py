@@ -14,8 +14,8 @@ The communication operators turn one kind of sharding over one axis into another
     all_to_all       S -> S    all-to-all       all-to-all
 
 ``gather_linear`` is gather_vary and the linears that read it in one: it saves the shard instead of the gathered activation
-and gathers again in the backward. The others (embedding, cross_entropy, valid_count, linear, mean, batch_norm, dropout,
-sdpa) are operators whose local form differs from the ATen one because an operand is split.
+and gathers again in the backward. The others (embedding, cross_entropy, valid_count, linear, fused_linear, mean, batch_norm,
+dropout, sdpa) are operators whose local form differs from the ATen one because an operand is split.
 
 An ``axis`` is a ``Group`` here: the lowered graph has axis names, ``runtime.codegen`` puts the groups in. A group of one rank
 communicates nothing. Uneven pieces are allowed everywhere (``runtime.collectives``).
@@ -202,16 +202,25 @@ class _GatherLinear(Function):
 
 
 def gather_linear(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], dim: int, *, axis: Group, size: int
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], dim: int, *, axis: Group, size: int,
+    parts: Sequence[tuple[int, bool]] = (),
 ) -> tuple[Tensor, ...]:
     """``F.linear(gather_vary(x), weight, bias)`` for each weight; only the shard of ``x`` is kept for the backward.
 
-    ``dim`` is a batch dim of ``x``, ``size`` its length after the gather.
+    ``dim`` is a batch dim of ``x``, ``size`` its length after the gather. ``parts``: if some of the linears are fused, (parts,
+    transposed) of each, (1, False) being a plain one.
     """
+    forms = parts or [(1, False)] * len(weights)
+    weights = [weight.t() if turned else weight for weight, (_, turned) in zip(weights, forms, strict=True)]
     if axis.size == 1:
-        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-    outputs: tuple[Tensor, ...] = _GatherLinear.apply(x, dim, axis, size, len(weights), *weights, *biases)
-    return outputs
+        outputs = tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    else:
+        outputs = _GatherLinear.apply(x, dim, axis, size, len(weights), *weights, *biases)
+    return tuple(part for y, (count, _) in zip(outputs, forms, strict=True) for part in _in_parts(y, count))
+
+
+def _in_parts(y: Tensor, count: int) -> Sequence[Tensor]:
+    return (y,) if count == 1 else y.split(y.shape[-1] // count, -1)
 
 
 # --- operators with a local form of their own ------------------------------------------------------------------------------
@@ -300,6 +309,17 @@ def valid_count(labels: Tensor, ignore_index: int) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, terms: int) -> Tensor:
     """One of ``terms`` terms of a linear whose inner dim is split: each brings its part of the bias."""
     return F.linear(x, weight, None if bias is None else bias / terms)
+
+
+def fused_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, transposed: bool, terms: int = 1
+) -> tuple[Tensor, ...]:
+    """The parts of one linear whose weight (``transposed``: [k, parts * n]) holds them one after the other.
+
+    ``terms``: into how many terms a split inner dim makes it; each brings its part of the bias.
+    """
+    share = bias if bias is None or terms == 1 else bias / terms
+    return tuple(_in_parts(F.linear(x, weight.t() if transposed else weight, share), parts))
 
 
 def mean(x: Tensor, dims: Sequence[int] | None, keepdim: bool, count: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -408,7 +428,7 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         f"mw.{function.__name__}": function
         for function in (
             identity, slice, vary, unvary, all_gather, gather_vary, reduce_scatter, all_reduce, all_to_all, gather_linear,
-            embedding, cross_entropy, valid_count, linear, mean, batch_norm, dropout, sdpa,
+            embedding, cross_entropy, valid_count, linear, fused_linear, mean, batch_norm, dropout, sdpa,
         )
     }
 )

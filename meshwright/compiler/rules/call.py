@@ -29,6 +29,7 @@ MW_SCHEMAS: Mapping[str, str] = {
     "mw.cross_entropy": "Tensor logits, Tensor labels, ignore_index=-100, label_smoothing=0.0, offset, vocab, axes",
     "mw.batch_norm": "Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, training, momentum, "
     "eps, count, axes",
+    "mw.fused_linear": "Tensor x, Tensor weight, Tensor? bias, parts, transposed, terms=1",
 }
 """Arguments of meshwright's own operators that a captured graph may hold."""
 
@@ -87,6 +88,7 @@ class Call:
         linear: Sequence[Sequence[int]] = (),
         internal: Mapping[Factor, tuple[Traffic, ...]] | None = None,
         localize: Localize | None = None,
+        fused: Mapping[int, tuple[int, int]] | None = None,
     ) -> OpRule:
         """The rule with these factors, checked against the shapes.
 
@@ -127,6 +129,7 @@ class Call:
             {f: traffic for f, traffic in (internal or {}).items() if f in present},
             localize,
             even=frozenset(even),
+            fused=fused or {},
         )
 
     def _passes(self, group: Sequence[int]) -> bool:

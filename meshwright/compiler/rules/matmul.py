@@ -9,10 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshwright.compiler.rules.book import Declaration, declare
-from meshwright.compiler.rules.call import Call, Rewritten, RuleFunction, argument, broadcast_dims, dims_of, rewrite
+from meshwright.compiler.rules.call import (
+    Call,
+    Rewritten,
+    RuleFunction,
+    argument,
+    broadcast_dims,
+    dims_of,
+    numel,
+    rewrite,
+)
 from meshwright.graph import Op
 from meshwright.notation import RuleError, parse_line
-from meshwright.rule import Factor, Local, OpRule
+from meshwright.rule import Factor, Local, OpRule, Traffic
 
 
 def _linear(op: Op, local: Local) -> Rewritten:
@@ -22,6 +31,30 @@ def _linear(op: Op, local: Local) -> Rewritten:
     if terms == 1 or bias is None:
         return rewrite(op)
     return "mw.linear", (argument(op, "input"), argument(op, "weight"), bias, terms), ()
+
+
+def _fused_linear(call: Call) -> OpRule:
+    """``*b k, (parts n) k -> *b n`` for each part: n is split within every part.
+
+    At rest the weight is cut like any other, so a rank exchanges rows to have its piece of each part (``runtime.layout``).
+    """
+    x, weight, bias, parts = call["x"], call["weight"], call["bias"], call["parts"]
+    batch = [f"b{i}" for i in range(x.ndim - 1)]
+    dim = 1 if call["transposed"] else 0
+    fused = {operand.position: (at, parts) for operand, at in ((weight, dim), (bias, 0)) if operand is not None}
+    operands: list[list[Factor | None]] = [[*batch, "k"], ["k", "n"] if dim else ["n", "k"], ["n"]]
+    size, itemsize = numel(weight.shape), weight.dtype.itemsize
+    exchanged = tuple(Traffic("all_to_all", size, itemsize, backward, weight.position) for backward in (False, True))
+    return call.rule(
+        operands[: len(call.operands)], [[*batch, "n"]] * parts, units={"n": weight.shape[dim] // parts},
+        internal={"n": exchanged}, localize=_fused_terms, fused=fused,
+    )
+
+
+def _fused_terms(op: Op, local: Local) -> Rewritten:
+    """With k split over n ranks the bias counts for an n-th on each."""
+    terms = local.mesh.size(local.axes_of("k"))
+    return rewrite(op) if terms == 1 or argument(op, "bias") is None else rewrite(op, terms=terms)
 
 
 def _scaled_beta(op: Op, local: Local) -> Rewritten:
@@ -107,6 +140,7 @@ def _grouped_mm(call: Call) -> OpRule:
 
 RULES: Mapping[str, Declaration] = {
     "aten.linear.default": declare("*b k, n k, n? -> *b n", _linear),
+    "mw.fused_linear": declare(_fused_linear),
     "aten.mm.default": declare("m k, k n -> m n"),
     "aten.bmm.default": declare("b m k, b k n -> b m n"),
     "aten.mv.default": declare("m k, k -> m"),
