@@ -128,8 +128,10 @@ class TestModels:
     def test_mlp_with_a_loss_function(self):
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         graph = equal(model, (torch.randn(6, 8),), loss_fn=F.mse_loss, targets=(torch.randn(6, 4),))
-        assert targets(graph) == {"aten.linear.default": 2, "aten.relu.default": 1, "aten.mse_loss.default": 1}
-        assert [op.module for op in graph.ops] == ["0", "1", "2", ""]
+        assert targets(graph) == {
+            "aten.linear.default": 2, "aten.relu.default": 1, "aten.mse_loss.default": 1, "aten.mean.default": 1,
+        }
+        assert [op.module for op in graph.ops] == ["0", "1", "2", "", ""]
 
     def test_bert(self):
         config = hf.BertConfig(**SMALL, max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
@@ -393,6 +395,21 @@ def test_other_cross_entropies_stay(options):
     model = Losses(lambda y, t: F.cross_entropy(y.transpose(1, 2), t, **options).mean())
     graph = equal(model, (torch.randn(2, 3, 4), torch.tensor([[0, 1, 2], [3, 4, 2]])))
     assert "mw.cross_entropy" not in targets(graph)
+
+
+@pytest.mark.parametrize("loss", [
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.soft_margin_loss, lambda y, t: F.huber_loss(y, t, delta=0.5),
+    lambda y, t: F.mse_loss(y, t, reduction="sum"),
+    lambda y, t: F.binary_cross_entropy(y.sigmoid(), t.sigmoid(), weight=t.abs()),
+    lambda y, t: F.binary_cross_entropy_with_logits(y, t.sigmoid(), pos_weight=t[0, 0].abs()),
+    lambda y, t: F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction="batchmean"),
+    lambda y, t: F.kl_div(y.log_softmax(-1), t.log_softmax(-1), reduction="sum", log_target=True),
+], ids=["mse", "l1", "smooth l1", "soft margin", "huber", "mse sum", "bce", "bce logits", "kl batch mean", "kl log sum"])
+def test_elementwise_losses_are_reduced_apart(loss):
+    graph = equal(Losses(loss), (torch.randn(2, 3, 4), torch.randn(2, 3, 5)))
+    (reduction,) = [op for op in graph.ops if op.target in ("aten.mean.default", "aten.sum.default")]
+    each = graph.ops[graph.producers[reduction.args[0].name]]
+    assert graph.values[each.outputs[0]].shape == (2, 3, 5)
 
 
 class Attention(nn.Module):

@@ -4,7 +4,8 @@
 
     clean                                                    literal sizes and dims, one name for views and casts, no no-ops
     merge_reshapes, split_before_permute, sink_expands       (``movement``) dims that were merged or expanded too early
-    linear_nd, absorb_repeat_kv, normalize_batch_norm, normalize_cross_entropy   (``patterns``) composite operators
+    linear_nd, absorb_repeat_kv, normalize_batch_norm,       (``patterns``) composite operators
+    normalize_cross_entropy, reduce_losses
     fuse_projections                                         (``projections``) several projections in one weight
     simplify_masks                                           (``masks``) attention masks that are known before the run
     mark_differentiable                                      (``rewrite``) what a gradient flows through
@@ -25,7 +26,13 @@ import torch
 
 from meshwright.compiler.masks import simplify_masks
 from meshwright.compiler.movement import merge_reshapes, sink_expands, split_before_permute
-from meshwright.compiler.patterns import absorb_repeat_kv, linear_nd, normalize_batch_norm, normalize_cross_entropy
+from meshwright.compiler.patterns import (
+    absorb_repeat_kv,
+    linear_nd,
+    normalize_batch_norm,
+    normalize_cross_entropy,
+    reduce_losses,
+)
 from meshwright.compiler.projections import fuse_projections
 from meshwright.compiler.rewrite import Edit, eliminate_dead_code, mark_differentiable, rewrite
 from meshwright.graph import Graph, Op, Ref
@@ -67,7 +74,7 @@ def clean(graph: Graph) -> Graph:
 NORMALIZATIONS: tuple[Pass, ...] = (
     clean, merge_reshapes, normalize_batch_norm, absorb_repeat_kv, linear_nd, merge_reshapes, fuse_projections,
     split_before_permute, merge_reshapes, simplify_masks, sink_expands, normalize_cross_entropy, merge_reshapes,
-    mark_differentiable,
+    reduce_losses, mark_differentiable,
 )
 
 

@@ -5,12 +5,13 @@
     normalize_batch_norm      any batch norm in training   =>   (out, mean, var) = mw.batch_norm(...), the statistics mutated
     normalize_cross_entropy   cross_entropy_loss, nll_loss of log_softmax on class indices, mean or sum
                               =>   (sum, count) = mw.cross_entropy(logits [*b, v], labels [*b], ignore, smoothing); sum / count
+    reduce_losses             an elementwise loss (mse_loss, ..) and its reduction   =>   the losses; their mean or sum
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -227,3 +228,31 @@ def _moved(logits: Ref, labels: Ref, op: Op, edit: Edit) -> tuple[Ref, Ref, list
         return turned.args[0], labels, []
     move = edit.op(op, "aten.permute.default", (logits, order), tuple(shape[dim] for dim in order), edit.dtype(logits))
     return Ref(move.outputs[0]), labels, [move]
+
+
+# ---------------------------------------------------------------------------------------------------------- elementwise losses
+REDUCTIONS: Mapping[str, int] = {  # loss: position of its argument ``reduction``; what stands before it may be left out
+    "aten.mse_loss.default": 2, "aten.l1_loss.default": 2, "aten.smooth_l1_loss.default": 2, "aten.huber_loss.default": 2,
+    "aten.soft_margin_loss.default": 2, "aten.kl_div.default": 2, "aten.binary_cross_entropy.default": 3,
+    "aten.binary_cross_entropy_with_logits.default": 4,
+}
+
+
+def reduce_losses(graph: Graph) -> Graph:
+    """Losses element by element, reduced by an operator of its own: a split batch then leaves a pending sum."""
+    return rewrite(graph, _reduced_loss)
+
+
+def _reduced_loss(op: Op, edit: Edit) -> Iterable[Op] | None:
+    if op.target not in REDUCTIONS:
+        return None
+    at, named = REDUCTIONS[op.target], dict(op.kwargs)
+    reduction = named.pop("reduction", op.args[at] if len(op.args) > at else 1)
+    reduce = {1: "aten.mean.default", 2: "aten.sum.default"}.get(reduction)
+    if reduce is None:
+        return None
+    before = (*op.args[:at], *(None,) * (at - len(op.args)))
+    shape = torch.broadcast_shapes(*(edit.shape(ref) for ref in op.args[:2]))
+    dtype = edit.values[op.outputs[0]].dtype
+    each = edit.op(op, op.target, (*before, 0, *op.args[at + 1 :]), shape, dtype, tuple(named.items()))
+    return each, replace(op, target=reduce, args=(Ref(each.outputs[0]),), kwargs=())

@@ -64,7 +64,8 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "0": "silu gelu pow cos sin log abs clamp clamp_min clamp_max hardtanh leaky_relu softplus mish erf log1p "
         "log2 hardswish hardsigmoid square logit where",
         "r0": "relu tanh sigmoid exp rsqrt sqrt reciprocal elu tanh_ expm1",
-        "0 1": "maximum minimum",
+        "0 1": "maximum minimum mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div binary_cross_entropy "
+        "binary_cross_entropy_with_logits",
         "0 1:0 2:0": "addcmul",
     },
     "reduce": {
@@ -96,7 +97,6 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
     },
     "loss": {
         "1": "cross_entropy_loss nll_loss nll_loss_forward",
-        "0 1": "mse_loss l1_loss smooth_l1_loss binary_cross_entropy_with_logits binary_cross_entropy huber_loss",
     },
     "factory": {
         "": "arange zeros ones full empty zeros_like ones_like full_like empty_like eye linspace scalar_tensor new_zeros "
@@ -106,6 +106,9 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
 _OWN: Mapping[str, tuple[str, str]] = {
     "mw.slice": ("view", ""),
     "mw.vary": ("view", ""),
+    "mw.unvary": ("view", ""),
+    "mw.identity": ("view", ""),
+    "mw.valid_count": ("reduce", ""),
     "mw.all_gather": ("copy", ""),
     "mw.gather_vary": ("copy", ""),
     "mw.reduce_scatter": ("copy", ""),
