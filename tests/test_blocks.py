@@ -103,6 +103,12 @@ def test_a_layer_whose_input_has_no_gradient_is_another_kind():
     assert [block.kind for block in blocks_of(model, torch.randn(2, 8)).blocks] == [0, 1, 1]
 
 
+def test_two_layers_on_an_input_without_gradient_are_blocks():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    graph = blocks_of(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(2, 4, 8))
+    assert [(block.path, block.kind) for block in graph.blocks] == [("layers.0", 0), ("layers.1", 1)]
+
+
 def test_a_module_called_twice_is_no_block():
     assert blocks_of(Stack(["a", "b"], [16, 16], calls=2), torch.randn(2, 8)).blocks == ()
 

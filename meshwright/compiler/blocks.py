@@ -4,13 +4,14 @@ The ops that one module instance makes (its sub-modules' included) are its *run*
 
     it is contiguous in the graph, and the module was called once;
     it holds at least two contractions with a parameter (linear, convolution, matrix product): what can be decided inside it;
-    a sibling (a module with the same parent) makes an equal run, or is a block beside such siblings (a first layer that makes
-    the position bias the others read);
+    a sibling (a module with the same parent) makes an equal run, up to what takes a gradient (the first layer's input may take
+    none), or is a block beside such siblings (a first layer that makes the position bias the others read);
     no module around it is a block: the layers, not what they are made of.
 
 Two runs are equal, and get the same ``kind``, if one becomes the other by renaming: the same operators with the same literals
 in the same order, connected in the same way, on parameters and outside values of the same shapes and dtypes, the same results
-read by others. Who makes an outside value does not matter. Kinds are numbered in order of appearance. Names have no influence.
+read by others, the same values with a gradient. Who makes an outside value does not matter. Kinds are numbered in order of
+appearance. Names have no influence.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ class _Run:
 def find_blocks(graph: Graph) -> Graph:
     """The graph with ``blocks``, in the order of their ops."""
     signatures = _Signatures(graph)
-    found: list[tuple[_Run, Any]] = []
+    found: list[tuple[_Run, tuple[Any, Any]]] = []
     stack = [_module_tree(graph)]
     while stack:
         run = stack.pop()
         siblings = [child for child in run.children.values() if child.is_candidate]
         keys = {child.path: signatures.of(child) for child in siblings} if len(siblings) > 1 else {}
-        if len(set(keys.values())) < len(keys):
+        if len({structure for structure, _ in keys.values()}) < len(keys):
             found += [(child, keys[child.path]) for child in siblings]
             stack += [child for child in run.children.values() if not child.is_candidate]
         else:
@@ -98,7 +99,8 @@ class _Signatures:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.last_reader: dict[str, int] = {}
-        self.params = {param.value: (param.trainable, param.buffer, param.persistent) for param in graph.params}
+        self.params = {param.value: (param.buffer, param.persistent) for param in graph.params}
+        self.trainable = {param.value for param in graph.params if param.trainable}
         for index, op in enumerate(graph.ops):
             for name in op.inputs:
                 self.last_reader[name] = index
@@ -106,15 +108,18 @@ class _Signatures:
             self.last_reader[name] = len(graph.ops)
         self.mutated = dict(graph.mutations)
 
-    def of(self, run: _Run) -> Any:
-        """The run in its own numbering: values in order of appearance, then the results that others read."""
+    def of(self, run: _Run) -> tuple[Any, Any]:
+        """(the run in its own numbering: values in order of appearance, then the results that others read; what of these takes
+        a gradient)."""
         numbers: dict[str, int] = {}
         outside: list[Any] = []
+        gradients: list[Any] = []
 
         def number(ref: Ref) -> tuple[str, int]:
             if ref.name not in numbers:
                 numbers[ref.name] = len(numbers)
                 outside.append((numbers[ref.name], self._outside(ref.name)))
+                gradients.append((self.graph.values[ref.name].differentiable, ref.name in self.trainable))
             return ("value", numbers[ref.name])
 
         body, results = [], []
@@ -123,14 +128,15 @@ class _Signatures:
             for name in op.outputs:
                 numbers[name] = len(numbers)
                 value = self.graph.values[name]
-                results.append((value.shape, value.dtype, value.differentiable, self.last_reader.get(name, -1) >= run.stop))
+                results.append((value.shape, value.dtype, self.last_reader.get(name, -1) >= run.stop))
+                gradients.append(value.differentiable)
         mutations = tuple((number_, numbers.get(self.mutated.get(name, ""))) for name, number_ in numbers.items()
                           if name in self.mutated)
-        return tuple(body), tuple(outside), tuple(results), mutations
+        return (tuple(body), tuple(outside), tuple(results), mutations), tuple(gradients)
 
     def _outside(self, name: str) -> tuple[Any, ...]:
         value = self.graph.values[name]
-        return (value.shape, value.dtype, value.differentiable, self.params.get(name))
+        return (value.shape, value.dtype, self.params.get(name))
 
 
 def _hashable(op: Op, number: Any) -> tuple[Any, Any]:
