@@ -37,6 +37,11 @@ def _normalization() -> dict[str, Maker]:
             s(n(4, 8, 6), n(8), n(8), None, None, True, 0.1, 1e-5, True),
             s(n(4, 8, 6), None, None, n(8), r(8), True, 0.1, 1e-5, True, fixed=(1, 2)),
         ],
+        "batch_norm.default": lambda: [
+            s(n(8, 4, 2), n(4), n(4), n(4), r(4), False, 0.1, 1e-5, False, fixed=(3, 4)),
+            s(n(8, 4), None, None, n(4), r(4), False, 0.1, 1e-5, False, fixed=(1, 2)),
+            s(n(8, 4), n(4), n(4), n(4), r(4), True, 0.1, 1e-5, False, fixed=(3, 4)),
+        ],
         "mw.batch_norm": batch_norm,
     }
 

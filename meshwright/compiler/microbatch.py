@@ -152,7 +152,7 @@ def _factor(
                 return f"+{index}"
     if not pending and not factors:
         return None
-    if pending or len(factors) != 1 or None in factors or factors & rule.whole:
+    if pending or len(factors) != 1 or None in factors or factors & (rule.whole | rule.internal.keys()):
         raise PlanError(
             f"{op.target} of {op.module or 'the model'} ({op.source}) needs the whole batch at once, so it cannot be "
             "accumulated over micro-batches; use microbatches=1"

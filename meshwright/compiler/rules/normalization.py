@@ -72,6 +72,14 @@ def _batch_norm(call: Call) -> OpRule:
     )
 
 
+def _fixed_batch_norm(call: Call) -> OpRule:
+    """By given statistics: every element by itself."""
+    if call["training"]:
+        return call.whole()
+    dims = dims_of(call["input"])
+    return call.rule([dims, *([dims[1]] for _ in call.operands[1:])], [dims])
+
+
 def _batch_norm_local(op: Op, local: Local) -> Rewritten:
     """The count is that of the whole batch; the sums are over the axes that split it."""
     axes = local.axes_of("n")
@@ -94,5 +102,6 @@ RULES: Mapping[str, Declaration] = {
     "aten.group_norm.default": declare(_group_norm, _group_norm_local),
     "aten.native_group_norm.default": declare(_group_norm, _group_norm_local),
     "aten.instance_norm.default": declare(_instance_norm),
+    "aten.batch_norm.default": declare(_fixed_batch_norm),
     "mw.batch_norm": declare(_batch_norm),
 }
