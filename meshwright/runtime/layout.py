@@ -108,7 +108,11 @@ class Locals(Function):
         ctx.specs = [
             (t.device_mesh, t.placements, t.shape, t.stride()) if isinstance(t, DTensor) else None for t in tensors
         ]
-        return tuple(local_of(t) for t in tensors)
+        locals_ = tuple(local_of(t) for t in tensors)
+        # or a rotary table would take a gradient, and every product with it keep its other factor
+        ctx.mark_non_differentiable(*(t for t, need in zip(locals_, ctx.needs_input_grad, strict=True) if not need))
+        ctx.set_materialize_grads(False)
+        return locals_
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
