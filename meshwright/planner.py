@@ -1,18 +1,17 @@
 """Planning: capture -> rules -> prices -> solve -> Plan. No processes, no GPU, any size.
 
-The mesh is factored into axes by the pins, or else by the topology (nodes x devices of a node; a single node also as one
-axis and as its factor pairs); each factorization is solved jointly over all its axes and the best kept.
+Each factorization of the devices (``layouts``) is solved jointly over all its axes and the best kept. Without a memory limit
+no recomputation and no micro-batches pay; so the unlimited optimum comes first, and only what does not fit is solved under
+the limit, with more micro-batches as long as they help.
 """
 
 from __future__ import annotations
 
-import itertools
 import time as clock
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -20,50 +19,30 @@ from meshwright.compiler.blocks import find_blocks
 from meshwright.compiler.capture import capture
 from meshwright.compiler.chain import Chain, Infeasible, Solution
 from meshwright.compiler.choices import Scope
-from meshwright.compiler.costs import HIDING, MEMORY, TRANSIENT, Costs, Variant
+from meshwright.compiler.costs import Costs
 from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on
 from meshwright.compiler.microbatch import split_counts, split_time
-from meshwright.compiler.problem import Problem, totals
+from meshwright.compiler.problem import Problem
 from meshwright.compiler.rules import default_rules
 from meshwright.compiler.solve import solve
+from meshwright.compiler.units import find_units
 from meshwright.cost.cluster import Cluster
+from meshwright.footprint import with_footprint
 from meshwright.graph import Graph
-from meshwright.mesh import Mesh
-from meshwright.pins import PinError, Pins, vars_of
-from meshwright.plan import Plan, PlanError
+from meshwright.layouts import Layout, layouts, microbatch_counts, variants
+from meshwright.pins import RECOMPUTE, PinError, Pins, vars_of
+from meshwright.plan import Plan, PlanError, Schedule
+from meshwright.prediction import OutOfMemoryError, bytes_by_kind, capacity, predicted, size
 from meshwright.rule import OpRule
-from meshwright.sharding import ceil_div
+
+__all__ = ["OPTIMIZERS", "OutOfMemoryError", "Timing", "capture_model", "make_plan", "rules_of"]
 
 OPTIMIZERS: Mapping[str, float] = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "momentum": 4.0, "adagrad": 4.0, "lion": 4.0}
 """Bytes of optimizer state per parameter, fp32 states."""
 
 GAP = 0.005
-
-
-class OutOfMemoryError(PlanError):
-    """No plan fits the device memory; says what binds and what would fit. Bytes per device: ``least`` that any plan needs,
-    ``capacity`` there is, ``bytes_`` of the plan that needs least by kind."""
-
-    def __init__(self, message: str, least: float, capacity: float, bytes_: Mapping[str, float]) -> None:
-        super().__init__(message)
-        self.least, self.capacity, self.bytes_ = least, capacity, dict(bytes_)
-
-    @classmethod
-    def of(
-        cls, least: float, capacity: float, bytes_: Mapping[str, float] | None, mesh: Mesh, microbatches: int, cluster: Cluster
-    ) -> OutOfMemoryError:
-        """Of one layout that does not fit."""
-        kinds = sorted((bytes_ or {}).items(), key=lambda item: -item[1])
-        parts = ", ".join(f"{name} {value / 2**30:.3f}" for name, value in kinds if value)
-        binding = f"; {kinds[0][0]} bind: {parts} GiB" if kinds else ""
-        return cls(
-            f"nothing fits {cluster}: the least memory any plan needs on mesh {mesh} with microbatches={microbatches} is "
-            f"{least / 2**30:.3f} GiB per device, {capacity / 2**30:.3f} GiB are there{binding}", least, capacity, bytes_ or {},
-        )
-
-    def with_remedy(self, remedy: str) -> OutOfMemoryError:
-        """The same error, saying what would fit."""
-        return OutOfMemoryError(f"{self}. Nearest change: {remedy}", self.least, self.capacity, self.bytes_)
+SOLVE_SECONDS = 30.0
+"""Limit of one solve; only a solve that it strikes may come out otherwise on another run."""
 
 
 @dataclass
@@ -80,14 +59,6 @@ class Timing:
         self._last = now
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A factorization of the devices into axes, and what each axis may do (see ``compiler.choices``)."""
-
-    mesh: Mesh
-    roles: Mapping[str, str]
-
-
 Progress = Callable[[str, float], None]
 
 
@@ -97,7 +68,7 @@ def capture_model(
     """The model's graph at the global batch, blocks found."""
     dtype = torch.bfloat16 if precision == "bf16" else None
     graph = capture(model, args, dict(kwargs), loss_fn=loss_fn, targets=targets, compute_dtype=dtype)
-    return find_blocks(split_counts(graph))
+    return find_units(find_blocks(split_counts(graph)))
 
 
 def rules_of(graph: Graph, strict: bool = False) -> tuple[dict[str, OpRule], list[str]]:
@@ -126,9 +97,10 @@ def make_plan(
     _unsupported(pins)
     pins.check_world(cluster.world)
     rules, notes = rules_of(graph, strict)
+    classes = DimClasses(graph, rules)
     timing.mark("rules")
     state_bytes = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else float(optimizer)
-    search = _Search(graph, cluster, rules, state_bytes, precision, gap, timing, progress)
+    search = _Search(graph, cluster, rules, classes, state_bytes, precision, gap, timing, progress)
     try:
         best = search.best(pins)
     except OutOfMemoryError as error:
@@ -139,6 +111,18 @@ def make_plan(
     )
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A plan, and whether the memory limit had a say in it."""
+
+    plan: Plan
+    tight: bool
+
+    @property
+    def seconds(self) -> float:
+        return float(self.plan.predicted["step_seconds"])
+
+
 @dataclass
 class _Search:
     """One search: what stays the same over its layouts, and what was tried."""
@@ -146,6 +130,7 @@ class _Search:
     graph: Graph
     cluster: Cluster
     rules: Mapping[str, OpRule]
+    classes: DimClasses
     state_bytes: float
     precision: str
     gap: float
@@ -154,73 +139,102 @@ class _Search:
     candidates: list[dict[str, Any]] = field(default_factory=list)
 
     def best(self, pins: Pins) -> Plan:
-        """The plan of least time over all layouts; more micro-batches only where fewer do not fit."""
-        found: Plan | None = None
-        failure: OutOfMemoryError | None = None
+        """The plan of least time over all layouts."""
         tried = layouts(self.cluster, pins)
+        found: list[_Found] = []
+        failures: list[OutOfMemoryError] = []
         for number, layout in enumerate(tried):
-            for count in _microbatches(self.graph, layout, pins):
-                if self.progress is not None:
-                    self.progress(f"{layout.mesh}, {count} micro-batches", number / len(tried))
-                entry: dict[str, Any] = {"mesh": str(layout.mesh), "microbatches": count}
-                self.candidates.append(entry)
-                try:
-                    plan = self.solve(layout, count, pins)
-                except OutOfMemoryError as error:
-                    entry["result"] = "does not fit"
-                    failure = error if failure is None or error.least < failure.least else failure
-                    continue
-                except PlanError as error:
-                    if pins.microbatches is not None or count == 1:
-                        raise
-                    entry["result"] = str(error)
-                    continue
-                entry["step_seconds"] = plan.predicted["step_seconds"]
-                if found is None or entry["step_seconds"] < found.predicted["step_seconds"] * (1 - 1e-9):
-                    found = plan
-                break
-        if found is None:
-            assert failure is not None
-            raise failure
-        return found
+            best = self._best_of(layout, pins, number / len(tried), failures)
+            found += [best] if best is not None else []
+        if not found:
+            raise min(failures, key=lambda error: error.least)
+        first = found[0]
+        for other in found[1:]:
+            first = other if other.seconds < first.seconds * (1 - 1e-9) else first
+        return first.plan
 
-    def solve(self, layout: Layout, microbatches: int, pins: Pins) -> Plan:
+    def _best_of(self, layout: Layout, pins: Pins, done: float, failures: list[OutOfMemoryError]) -> _Found | None:
+        """The best count of micro-batches on one layout: more of them only while memory binds and they make it faster."""
+        best: _Found | None = None
+        for count in microbatch_counts(self.graph, layout, pins):
+            if self.progress is not None:
+                self.progress(f"{layout.mesh}, {count} micro-batches", done)
+            entry: dict[str, Any] = {"mesh": str(layout.mesh), "microbatches": count}
+            self.candidates.append(entry)
+            try:
+                found = self.solve(layout, count, pins)
+            except OutOfMemoryError as error:
+                entry["result"] = "does not fit"
+                failures.append(error)
+                continue
+            except PlanError as error:
+                if pins.microbatches is not None or count == 1:
+                    raise
+                entry["result"] = str(error)
+                continue
+            entry["step_seconds"] = found.seconds
+            if best is not None and found.seconds >= best.seconds:
+                break
+            best = found
+            if not found.tight:
+                break
+        return best
+
+    def solve(self, layout: Layout, microbatches: int, pins: Pins) -> _Found:
         """The plan on one layout."""
-        graph = self.graph
-        schedule = split_time(graph, dict(self.rules), microbatches, batch_inputs(graph))
-        scope = _scope(graph, self.rules, layout, pins, microbatches)
+        schedule = split_time(self.graph, dict(self.rules), microbatches, batch_inputs(self.graph))
+        scope = self._scope(layout, pins, microbatches)
         costs = Costs(
             self.cluster, layout.mesh, microbatches=microbatches, itemsize=2 if self.precision == "bf16" else 4,
             state_bytes=self.state_bytes,
         )
-        capacity = float(self.cluster.memory_bytes - self.cluster.device.reserve_bytes)
-        fixed = float(sum(graph.values[name].bytes_ for name in graph.inputs))
-
-        def attempt(recompute: Sequence[str], limit: float) -> tuple[Problem, Chain, Solution]:
-            problem = Problem(
-                scope, self.rules, schedule, costs, variants(layout, pins, microbatches, recompute),
-                variants(layout, pins, microbatches, ("none",)),
-            )
-            chain = problem.chain(limit, fixed)
-            self.timing.mark("build")
-            try:
-                return problem, chain, solve(chain, gap=self.gap)
-            except Infeasible as error:
-                bytes_ = None if error.solution is None else _bytes(chain, error.solution, fixed)
-                raise OutOfMemoryError.of(error.least, capacity, bytes_, layout.mesh, microbatches, self.cluster) from None
-            finally:
-                self.timing.mark("solve")
-
-        # without a limit no recomputation pays: if that optimum fits it is the optimum
+        root = variants(layout, pins, microbatches, ("none",))
         kinds = (pins.recompute,) if pins.recompute is not None else ("none",)
-        problem, chain, solution = attempt(kinds, float("inf"))
-        if solution.bytes_ + solution.transient > capacity:
-            problem, chain, solution = attempt(kinds if pins.recompute is not None else ("none", "full"), capacity)
+        problem = Problem(scope, self.rules, schedule, costs, variants(layout, pins, microbatches, kinds), root)
+        room = capacity(self.cluster)
+        chain, solution = self._attempt(problem, float("inf"))
+        plan = self._plan(layout, schedule, problem, chain, solution)
+        if plan.predicted["bytes_per_rank"] <= room:
+            return _Found(plan, False)
+        if pins.recompute is None:
+            problem = problem.with_variants(variants(layout, pins, microbatches, RECOMPUTE))
+        # what the program needs decides; the solver's sum over blocks is held to the same scale
+        scale = plan.predicted["bytes_per_rank"] / (solution.bytes_ + solution.transient)
+        while plan.predicted["bytes_per_rank"] > room:
+            plan = self._plan(layout, schedule, problem, *self._attempt(problem, room / scale, scale))
+            scale *= 1.01 * plan.predicted["bytes_per_rank"] / room
+        return _Found(plan, True)
+
+    def _attempt(self, problem: Problem, limit: float, scale: float = 1.0) -> tuple[Chain, Solution]:
+        """The best plan within ``limit`` of the solver's bytes, of which one is ``scale`` real ones."""
+        chain = problem.chain(limit, float(sum(self.graph.values[name].bytes_ for name in self.graph.inputs)))
+        self.timing.mark("build")
+        try:
+            return chain, solve(chain, gap=self.gap, time_limit=SOLVE_SECONDS)
+        except Infeasible as error:
+            found = {} if error.solution is None else bytes_by_kind(chain, error.solution)
+            bytes_ = {kind: value * scale for kind, value in found.items()}
+            raise OutOfMemoryError.of(error.least * scale, bytes_, problem.mesh, problem.schedule.microbatches, self.cluster) from None
+        finally:
+            self.timing.mark("solve")
+
+    def _plan(self, layout: Layout, schedule: Schedule, problem: Problem, chain: Chain, solution: Solution) -> Plan:
         assignments, copies, groups = problem.decode(solution)
-        return Plan(
-            graph, layout.mesh, assignments, copies, groups, schedule, self.precision, "", str(self.cluster),
-            _predicted(chain, solution, fixed, capacity),
-            {"objective": solution.time, "bound": solution.bound, "gap": solution.gap, "status": solution.status},
+        plan = Plan(
+            self.graph, layout.mesh, assignments, copies, groups, schedule=schedule, precision=self.precision,
+            cluster=str(self.cluster),
+            predicted=predicted(self.graph, self.cluster, chain, solution, self.precision, schedule.microbatches),
+            certificate={"objective": solution.time, "bound": solution.bound, "gap": solution.gap, "status": solution.status},
+        )
+        return with_footprint(plan, self.rules, self.state_bytes, self.cluster.device.name != "cpu")
+
+    def _scope(self, layout: Layout, pins: Pins, microbatches: int) -> Scope:
+        graph, classes = self.graph, self.classes
+        passed = handed_on(graph)
+        batch = classes.of(batch_inputs(graph).items())
+        sequence = classes.of((name, 1) for name in passed if len(graph.values[name].shape) >= 3)
+        return Scope(
+            graph, layout.mesh, layout.roles, pins, classes, batch, sequence - batch, frozenset(passed), microbatches
         )
 
     def explain(self, error: OutOfMemoryError, pins: Pins) -> OutOfMemoryError:
@@ -230,117 +244,11 @@ class _Search:
                 continue
             try:
                 plan = self.best(Pins.of({**vars_of(pins), name: None}))
-            except PlanError:
+            except (PlanError, PinError):
                 continue
-            need = plan.predicted["bytes_per_rank"] / 2**30
-            return error.with_remedy(f"without the pin {name}={getattr(pins, name)} it fits in {need:.2f} GiB")
-        return error.with_remedy(_smaller(error, batch_size(self.graph), self.cluster.world))
-
-
-def _smaller(error: OutOfMemoryError, batch: int, world: int) -> str:
-    """What would fit when no pin stands in the way."""
-    activations = error.bytes_.get("activations", 0.0) + error.bytes_.get("transient", 0.0)
-    rest = error.least - activations
-    if batch > 1 and activations > 0 and rest < error.capacity:
-        return f"a batch of about {max(1, int(batch * (error.capacity - rest) / activations))} instead of {batch} would fit"
-    many = ceil_div(int(world * error.least), int(error.capacity))
-    return f"about {many} devices of this kind instead of {world}, or devices of {error.least / 2**30:.2f} GiB, would fit"
-
-
-def _scope(graph: Graph, rules: Mapping[str, OpRule], layout: Layout, pins: Pins, microbatches: int) -> Scope:
-    classes = DimClasses(graph, rules)
-    passed = handed_on(graph)
-    batch = classes.of(batch_inputs(graph).items())
-    sequence = classes.of((name, 1) for name in passed if len(graph.values[name].shape) >= 3)
-    return Scope(
-        graph, layout.mesh, layout.roles, pins, classes, batch, sequence - batch, frozenset(passed), microbatches
-    )
-
-
-def _bytes(chain: Chain, solution: Solution, fixed: float) -> dict[str, float]:
-    """Bytes per rank by kind."""
-    resources = totals(chain, solution)
-    kinds = {name: float(resources[:, index].sum()) for name, index in MEMORY.items()}
-    return {**kinds, "inputs": fixed, "transient": float(resources[:, TRANSIENT].max())}
-
-
-def _predicted(chain: Chain, solution: Solution, fixed: float, capacity: float) -> dict[str, Any]:
-    """What the plan is predicted to cost: seconds of the step and their parts, bytes per rank by kind."""
-    forward, backward, send, back, gather, reduce_ = totals(chain, solution)[:, :6].T
-    hidden = np.minimum(gather, HIDING * forward) + np.minimum(reduce_, HIDING * backward)
-    return {
-        "step_seconds": solution.time,
-        "compute_seconds": float((forward + backward).sum()),
-        "communication_seconds": float((send + back + gather + reduce_).sum()),
-        "exposed_communication_seconds": float((send + back + gather + reduce_ - hidden).sum()),
-        "bytes_per_rank": solution.bytes_ + solution.transient,
-        "bytes": _bytes(chain, solution, fixed),
-        "capacity_bytes": capacity,
-    }
-
-
-def layouts(cluster: Cluster, pins: Pins) -> list[Layout]:
-    """Factorizations of the devices that the pins and the topology suggest, in a fixed order."""
-    world = cluster.world
-    if pins.dp is None and pins.tp is None:
-        axes = ("x", "y")
-        if cluster.nodes > 1:
-            shapes: list[tuple[int, ...]] = [(cluster.nodes, cluster.per_node)]
-        else:
-            shapes = [(world,)] + [(world // n, n) for n in range(2, world) if world % n == 0]
-        return [Layout(Mesh(axes[: len(s)], s), dict.fromkeys(axes[: len(s)], "any")) for s in shapes]
-    tp = pins.tp if pins.tp is not None else world // (pins.dp or 1)
-    dp = pins.dp if pins.dp is not None else world // tp
-    shard = pins.shard if pins.shard is not None else dp
-    if dp % shard:
-        raise PinError(f"pin shard={shard} must divide dp={dp}: it is the ZeRO group within the data ranks")
-    sizes = {"dp": dp} if shard in (dp, 1) else {"dp_replicate": dp // shard, "dp_shard": shard}
-    roles = dict.fromkeys(sizes, "dp")
-    sizes["tp"], roles["tp"] = tp, "tp"
-    return [Layout(Mesh(tuple(sizes), tuple(sizes.values())), roles)]
-
-
-def variants(layout: Layout, pins: Pins, microbatches: int, recompute: Sequence[str]) -> list[Variant]:
-    """The ways to keep parameters that the pins leave open on this layout."""
-    found = []
-    axes = [axis for axis in layout.mesh.axes if layout.mesh.size(axis) > 1 and layout.roles[axis] != "tp"]
-    must = {axis for axis in axes if layout.roles[axis] == "dp"}
-    levels = (pins.zero,) if pins.zero is not None else (0, 2, 3) if microbatches == 1 else (0, 1, 2, 3)
-    for kind in recompute:
-        for count in range(len(axes) + 1):
-            for data in itertools.combinations(axes, count):
-                if not must <= set(data):
-                    continue
-                for level in levels:
-                    for shard in _shards(data, level, pins):
-                        found.append(Variant(level if shard else 0, data, shard, kind))
-    return list(dict.fromkeys(found))
-
-
-def _shards(data: tuple[str, ...], level: int, pins: Pins) -> list[tuple[str, ...]]:
-    if level == 0 or not data or pins.shard == 1:
-        return [()]
-    if pins.shard is not None:
-        inner = tuple(axis for axis in data if axis == "dp_shard") or data
-        return [inner]
-    subsets = [s for n in range(len(data), 0, -1) for s in itertools.combinations(data, n)]
-    return subsets if pins.zero is None else subsets[:1]
-
-
-def _microbatches(graph: Graph, layout: Layout, pins: Pins) -> list[int]:
-    """Micro-batch counts to try in order: the pin, or the powers of two that the batch allows."""
-    batch = batch_size(graph)
-    data = layout.mesh.size([axis for axis in layout.mesh.axes if layout.roles[axis] == "dp"])
-    if batch <= (data - 1) * ceil_div(batch, data):
-        raise PinError(f"the batch of {batch} samples leaves some of dp={data} ranks without any; take more samples or less dp")
-    if pins.microbatches is not None:
-        if batch % (data * pins.microbatches) and pins.microbatches > 1:
-            raise PinError(
-                f"the batch of {batch} samples does not divide into dp={data} ranks x microbatches={pins.microbatches}; pin "
-                "counts whose product divides it"
-            )
-        return [pins.microbatches]
-    return [1] + [2**n for n in range(1, batch.bit_length()) if batch % (data * 2**n) == 0]
+            need = size(plan.predicted["bytes_per_rank"])
+            return error.with_remedy(f"without the pin {name}={getattr(pins, name)} it fits in {need}")
+        return error.with_remedy(error.smaller(batch_size(self.graph), self.cluster.world))
 
 
 def _unsupported(pins: Pins) -> None:

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshwright.compiler.activations import operand_shapes, saved_by
-from meshwright.compiler.chain import Edge
+from meshwright.compiler.chain import BlockModel, Edge
 from meshwright.compiler.choices import Scope, choices
-from meshwright.compiler.costs import BACKWARD, FORWARD, RESOURCES, SAVED, SEND, SEND_BACK, Variant, local_shapes
+from meshwright.compiler.costs import BACKWARD, FORWARD, RESOURCES, SAVED, SEND, SEND_BACK, Unit, Variant, local_shapes
+from meshwright.compiler.elimination import prune
 from meshwright.compiler.positions import Place, Position, operands, results
 from meshwright.compiler.tables import Array, ResourceTables
 from meshwright.cost.compute import Fused
@@ -36,7 +37,7 @@ class Model:
     """A position's variables: the operators' first (in order), then copies, states and the root's variant.
 
     ``copies`` and ``states``: {value: (variable, its shardings)}; ``parameter_uses``: (variable, parameter, the sharding
-    that each choice reads it in); ``shared``: (name, variable).
+    that each choice reads it in); ``shared``: (name, variable); ``makers``: the operator that makes each value.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -50,6 +51,7 @@ class Model:
     entry: list[int] = field(default_factory=list)
     exit: list[int] = field(default_factory=list)
     shared: list[tuple[str, int]] = field(default_factory=list)
+    makers: dict[str, int] = field(default_factory=dict)
 
     def add(self, unary: Array) -> int:
         """A new variable."""
@@ -82,6 +84,7 @@ class Builder:
         for op in ops:
             self._operator(op, model)
         made = results(ops)
+        model.makers = {name: i for name, (i, _) in made.items()}
         for name in (*position.entry, *position.shared_in):
             self._state(model, name, position)
         for name, readers in operands(ops).items():
@@ -96,7 +99,7 @@ class Builder:
             self._output(model, name, made[name])
         if position.block < 0:
             self._root_variant(model)
-        return model
+        return _pruned(model)
 
     # operators
 
@@ -215,11 +218,29 @@ class Builder:
         var = model.add(np.zeros((len(self.root_variants), RESOURCES)))
         model.shared.append((ROOT, var))
         for i, name, needs in model.parameter_uses:
-            columns = [self.parameter(model, name, needs, variant) for variant in self.root_variants]
+            columns = [self.parameter(model, name, needs, variant, Unit(root=True)) for variant in self.root_variants]
             model.edges.append(Edge(i, var, np.stack(columns, axis=1)))
 
-    def parameter(self, model: Model, name: str, needs: Sequence[Sharding], variant: Variant) -> Array:
+    def parameter(self, model: Model, name: str, needs: Sequence[Sharding], variant: Variant, unit: Unit) -> Array:
         """Resources [needs, K] of a use of a parameter when its position is kept as ``variant``."""
         uses = dict.fromkeys(use for _, use, _ in model.parameter_uses if self.tables.trainable[use])
         group = float(sum(self.graph.values[use].numel for use in uses))
-        return self.tables.parameter(name, needs, variant, group)
+        return self.tables.parameter(name, needs, variant, group, unit)
+
+
+def _pruned(model: Model) -> Model:
+    """The model without the operators' choices that another choice equals or beats in every resource, in all variants.
+
+    What positions agree on keeps all its choices, as does what reads a parameter: how that is kept is not in the model yet.
+    """
+    protected = {*model.entry, *model.exit, *(var for _, var in model.shared), *(var for var, _, _ in model.parameter_uses)}
+    block, kept = prune(BlockModel(tuple(model.sizes), tuple(model.unary), tuple(model.edges)), sorted(protected))
+    operators = kept[: len(model.op_choices)]
+    return Model(
+        sizes=list(block.sizes), unary=list(block.unary), edges=list(block.edges),
+        op_choices=[[found[n] for n in rows] for found, rows in zip(model.op_choices, operators, strict=True)],
+        placed=[[found[n] for n in rows] for found, rows in zip(model.placed, operators, strict=True)],
+        copies={name: (var, [options[n] for n in kept[var]]) for name, (var, options) in model.copies.items()},
+        states=model.states, parameter_uses=model.parameter_uses, entry=model.entry, exit=model.exit, shared=model.shared,
+        makers=model.makers,
+    )

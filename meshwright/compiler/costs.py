@@ -63,6 +63,19 @@ class Variant:
     recompute: str = "none"
 
 
+@dataclass(frozen=True)
+class Unit:
+    """Where a unit of parameters stands: whether a block comes ``ahead`` of it in the order of the backward and another
+    ran ``behind`` it, or it is the ``root``, which is around them all."""
+
+    ahead: bool = True
+    behind: bool = True
+    root: bool = False
+
+
+MIDDLE = Unit()
+
+
 class Costs:
     """Memoized prices. ``itemsize``: bytes per element of what the compute reads (2 under bf16); ``state_bytes``: optimizer
     state per parameter in bytes."""
@@ -142,7 +155,7 @@ class Costs:
         return forward, sum(self.collective(kind, (axis,), scale * bytes_) for kind, axis, scale in sides_[1])
 
     def parameter(
-        self, value: Value, need: Sharding, trainable: bool, variant: Variant, group: float
+        self, value: Value, need: Sharding, trainable: bool, variant: Variant, group: float, unit: Unit = MIDDLE
     ) -> Vector | None:
         """What one use of a parameter or buffer costs a block kept as ``variant``; None if the variant cannot hold it so.
 
@@ -162,7 +175,7 @@ class Costs:
             return None
         if variant.zero and any(size % self.mesh.size(axes) for size, axes in zip(value.shape, need.dims, strict=True)):
             return None  # FSDP2 splits what every rank has the same length of
-        master, gathered, count = numel * _CAST_BYTES, numel * self.itemsize, self.microbatches
+        master, count = numel * _CAST_BYTES, self.microbatches
         own = tuple(axis for axis in need.varying if axis not in variant.data_axes)
         vector[SEND_BACK] += count * sum(self.collective("all_reduce", (axis,), master) for axis in sorted(own))
 
@@ -170,8 +183,6 @@ class Costs:
             return self.collective(kind, axes, group * itemsize) * numel / group
 
         parts = self.mesh.size(variant.shard_axes) if variant.zero else 1
-        vector[PARAMETERS] = vector[GRADIENTS] = master / parts
-        vector[OPTIMIZER] = numel * self.state_bytes / parts
         replicas = tuple(axis for axis in variant.data_axes if axis not in (variant.shard_axes if variant.zero else ()))
         reductions = count if variant.zero >= 2 else 1
         vector[REDUCE] += reductions * share("all_reduce", replicas, _CAST_BYTES / parts)
@@ -180,15 +191,37 @@ class Costs:
             gather = share("all_gather", variant.shard_axes, self.itemsize)
             vector[GATHER] += gather * (count if variant.zero == 3 else 1)
             vector[REDUCE] += gather * count if variant.zero == 3 else 0.0
-            # FSDP2 keeps this block's and the next one's gathered parameters, and this block's unreduced gradient
-            vector[TRANSIENT] += 2 * gathered + master if variant.zero == 3 else master
-            vector[PARAMETERS] += gathered if variant.zero < 3 else 0.0
-            vector[GRADIENTS] += master if variant.zero == 1 and count > 1 else 0.0
-        elif self.itemsize < _CAST_BYTES:
-            vector[PARAMETERS] += gathered
+        if unit.root:  # gathered before the first operator and reduced after the last: nothing hides that
+            vector[SEND], vector[SEND_BACK] = vector[GATHER], vector[SEND_BACK] + vector[REDUCE]
+            vector[[GATHER, REDUCE]] = 0.0
+        self._kept(vector, numel, variant, parts, unit)
         moved = 3 * (2 * master + numel * self.state_bytes) / parts
         vector[BACKWARD] += moved / (self.device.memory_bandwidth * self.device.memory_efficiency)
         return vector
+
+    def _kept(self, vector: Vector, numel: float, variant: Variant, parts: int, unit: Unit) -> None:
+        """Bytes of a trainable parameter of ``numel`` local elements, as FSDP2 holds it.
+
+        While a block's backward runs there are its gradient in the compute dtype and the fp32 buffer that the block behind it
+        is still reducing (or its own, once the gradient is in it); under ZeRO-3 also its gathered parameters, until they are
+        freed, and those of the block ahead. The root's parameters and gradients are whole while any block runs.
+        """
+        master, cast = numel * _CAST_BYTES, numel * self.itemsize
+        vector[PARAMETERS] = vector[GRADIENTS] = master / parts
+        vector[OPTIMIZER] = numel * self.state_bytes / parts
+        if variant.zero == 1 and self.microbatches > 1:
+            vector[GRADIENTS] += master
+        if variant.zero == 3 and not unit.root:
+            running = cast + cast * unit.ahead + cast + master * unit.behind
+            vector[TRANSIENT] = max(running, cast * unit.ahead + cast + master)
+            return
+        if variant.zero or self.itemsize < _CAST_BYTES:
+            vector[PARAMETERS] += cast
+        if variant.data_axes and unit.root:
+            vector[GRADIENTS] += cast
+            vector[TRANSIENT] = master
+        elif variant.data_axes:
+            vector[TRANSIENT] = cast + master
 
 
 def local_shapes(placed: Placed, shapes: Sequence[tuple[int, ...]], mesh: Mesh, results: bool) -> list[tuple[int, ...]]:

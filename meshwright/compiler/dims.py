@@ -59,7 +59,9 @@ def batch_size(graph: Graph) -> int:
 
 
 def handed_on(graph: Graph) -> list[str]:
-    """Values with a gradient that leave a block: what layers hand to the next."""
+    """Values with a gradient that leave a block, if blocks repeat: what layers hand to the next."""
+    if len({block.kind for block in graph.blocks}) == len(graph.blocks):
+        return []
     where: dict[str, int] = {}
     for index, block in enumerate(graph.blocks):
         for op in graph.ops[block.start : block.stop]:

@@ -5,13 +5,15 @@
     problem.py       equal blocks as one kind, their variants, the chain   (``Problem.chain``)
                      assignments, copies and groups                        (``Problem.decode``)
 
-How a block's parameters are kept and whether it is recomputed are its variants; under full recomputation its forward runs
-again in the backward, only what it reads is saved, and what it would have saved comes back while it runs (``_recomputed``).
+How a block's parameters are kept and whether it is recomputed are its variants. Under recomputation its forward runs again
+in the backward, what it reads is saved, and what it would have saved comes back while it runs (``_recomputed``); selective
+recomputation keeps the results of matrix products and does not run them again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 
 import numpy as np
 
@@ -31,14 +33,27 @@ from meshwright.compiler.costs import (
     TRANSIENT,
     TRANSIENT_ROW,
     Costs,
+    Unit,
     Variant,
 )
-from meshwright.compiler.positions import Position, alike, cut, renaming, several_readers
+from meshwright.compiler.positions import alike, cut, renaming, several_readers
 from meshwright.compiler.tables import Array, ResourceTables
 from meshwright.cost.compute import fusion
+from meshwright.cost.operators import operator
 from meshwright.plan import GroupChoice, Schedule
 from meshwright.rule import OpRule
 from meshwright.sharding import Sharding
+
+
+def _again() -> Array:
+    """Resources of a part of the block -> those of the same part when it runs again in the backward."""
+    matrix = np.eye(RESOURCES)
+    matrix[FORWARD, BACKWARD] = matrix[SEND, SEND_BACK] = 1.0
+    matrix[SAVED, SAVED], matrix[SAVED, TRANSIENT] = 0.0, 1.0
+    return matrix
+
+
+AGAIN = _again()
 
 
 class Problem:
@@ -51,7 +66,7 @@ class Problem:
         self, scope: Scope, rules: Mapping[str, OpRule], schedule: Schedule, costs: Costs,
         block_variants: Sequence[Variant], root_variants: Sequence[Variant],
     ) -> None:
-        self.graph = scope.graph
+        self.graph, self.mesh, self.schedule = scope.graph, scope.mesh, schedule
         self.block_variants, self.root_variants = tuple(block_variants), tuple(root_variants)
         shapes = body_shapes(self.graph, rules, schedule)
         self.tables = ResourceTables(self.graph, scope.mesh, schedule, costs, shapes, saved_values(self.graph))
@@ -75,6 +90,12 @@ class Problem:
         """The model of a position; positions that are alike have the same."""
         return self._models[self._serves[number]]
 
+    def with_variants(self, block_variants: Sequence[Variant]) -> Problem:
+        """The same problem with other ways to keep the blocks; models and tables are shared."""
+        other = copy(self)
+        other.block_variants = tuple(block_variants)
+        return other
+
     # the chain
 
     def chain(self, capacity: float, fixed_bytes: float) -> Chain:
@@ -87,7 +108,7 @@ class Problem:
         for model in self._models.values():
             for name, var in model.shared:
                 sizes[shared[name]] = model.sizes[var]
-        kinds = {number: self._kind(model, self.positions[number], shared) for number, model in self._models.items()}
+        kinds = {number: self._kind(model, number, shared) for number, model in self._models.items()}
         order = {number: index for index, number in enumerate(kinds)}
         return Chain(
             kinds=tuple(kinds.values()), sequence=tuple(order[first] for first in self._serves), shared_sizes=tuple(sizes),
@@ -95,40 +116,58 @@ class Problem:
             fixed_time=0.0,
         )
 
-    def _kind(self, model: Model, position: Position, shared: Mapping[str, int]) -> Kind:
+    def _kind(self, model: Model, number: int, shared: Mapping[str, int]) -> Kind:
         coupling = (tuple(model.entry), tuple(model.exit), tuple((shared[name], var) for name, var in model.shared))
-        if position.block < 0:
+        if self.positions[number].block < 0:
             block = BlockModel(tuple(model.sizes), tuple(model.unary), tuple(model.edges))
             return Kind((block,), (np.zeros(RESOURCES),), *coupling)
-        blocks = []
-        for variant in self.block_variants:
+        blocks, unit = [], self._unit(number)
+        for variant in self._open(number):
             unary = [array.copy() for array in model.unary]
             for var, name, needs in model.parameter_uses:
-                unary[var] += self.builder.parameter(model, name, needs, variant)
+                unary[var] += self.builder.parameter(model, name, needs, variant, unit)
             edges = model.edges
-            if variant.recompute == "full":
-                unary, edges = self._recomputed(model, unary)
+            if variant.recompute != "none":
+                unary, edges = self._recomputed(model, unary, self._dear(number, variant.recompute))
             blocks.append(BlockModel(tuple(model.sizes), tuple(unary), tuple(edges)))
         return Kind(tuple(blocks), tuple(np.zeros(RESOURCES) for _ in blocks), *coupling)
 
-    def _recomputed(self, model: Model, unary: Sequence[Array]) -> tuple[list[Array], list[Edge]]:
-        """The block under full recomputation."""
-        again = np.eye(RESOURCES)
-        again[FORWARD, BACKWARD] = again[SEND, SEND_BACK] = 1.0
-        again[SAVED, SAVED], again[SAVED, TRANSIENT] = 0.0, 1.0
-        seen: dict[int, Array] = {}
+    def _open(self, number: int) -> tuple[Variant, ...]:
+        """The ways to keep a position's block: recomputation only where something is saved."""
+        model = self.model(number)
+        if any(table[..., SAVED].any() for table in (*model.unary, *(edge.table for edge in model.edges))):
+            return self.block_variants
+        return tuple(v for v in self.block_variants if v.recompute == "none") or self.block_variants
 
-        def through(table: Array) -> Array:
-            if id(table) not in seen:
-                seen[id(table)] = np.where(np.isinf(table), np.inf, np.where(np.isinf(table), 0.0, table) @ again)
-            return seen[id(table)]
+    def _unit(self, number: int) -> Unit:
+        """What stands around every position that this one's model serves; the backward comes from the last block."""
+        served = [self.positions[n].block for n, first in enumerate(self._serves) if first == number]
+        return Unit(ahead=max(served) > 0, behind=min(served) < len(self.graph.blocks) - 1)
 
-        changed = [through(array) for array in unary]
+    def _recomputed(self, model: Model, unary: Sequence[Array], dear: frozenset[int]) -> tuple[list[Array], list[Edge]]:
+        """The block whose forward runs again in the backward, but for the operators in ``dear``: what those make is kept."""
+        seen: dict[tuple[int, bool], Array] = {}
+
+        def through(table: Array, kept: bool) -> Array:
+            key = (id(table), kept)
+            if key not in seen:
+                forbidden = np.isinf(table)
+                seen[key] = table if kept else np.where(forbidden, np.inf, np.where(forbidden, 0.0, table) @ AGAIN)
+            return seen[key]
+
+        changed = [through(array, var in dear) for var, array in enumerate(unary)]
         for name, (var, states) in model.states.items():
             if var in model.entry:
                 held = [self.tables.bytes(name, state) for state in states]
                 changed[var] = changed[var] + np.outer(held, np.eye(RESOURCES)[SAVED])
-        return changed, [Edge(e.i, e.j, through(e.table), e.rows, e.cols) for e in model.edges]
+        makers = {var: model.makers.get(name, -1) for name, (var, _) in model.copies.items()}
+        edges = [Edge(e.i, e.j, through(e.table, makers.get(e.i, e.i) in dear), e.rows, e.cols) for e in model.edges]
+        return changed, edges
+
+    def _dear(self, number: int, recompute: str) -> frozenset[int]:
+        """Operators that selective recomputation keeps: the matrix products."""
+        ops = self.positions[number].ops(self.graph)
+        return frozenset(i for i, op in enumerate(ops) if recompute == "selective" and operator(op.target).kind == "matmul")
 
     # reading the solution
 
@@ -152,7 +191,7 @@ class Problem:
                     root = self.root_variants[chosen[var]]
             if position.block >= 0:
                 path = self.graph.blocks[position.block].path
-                groups[position.block] = _group(path, self.block_variants[solution.variants[number]])
+                groups[position.block] = _group(path, self._open(number)[solution.variants[number]])
         ordered = tuple(groups[i] for i in range(len(self.graph.blocks)))
         return assignments, copies, (*ordered, _group("", root))
 

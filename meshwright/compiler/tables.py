@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.compiler.activations import Saved, Shape
-from meshwright.compiler.costs import RESOURCES, SAVED, SEND, SEND_BACK, Costs, Variant
+from meshwright.compiler.costs import RESOURCES, SAVED, SEND, SEND_BACK, Costs, Unit, Variant
 from meshwright.graph import Graph
 from meshwright.mesh import Mesh
 from meshwright.plan import Schedule
@@ -99,14 +99,14 @@ class ResourceTables:
         self._tables[key] = table
         return table
 
-    def parameter(self, name: str, needs: Sequence[Sharding], variant: Variant, group: float) -> Array:
+    def parameter(self, name: str, needs: Sequence[Sharding], variant: Variant, group: float, unit: Unit) -> Array:
         """Resources [needs, K] of reading a parameter so, in a block of ``group`` trainable elements kept as ``variant``."""
         value, trainable = self.graph.values[name], self.trainable[name]
-        key = ("parameter", value.shape, value.dtype, tuple(needs), trainable, variant, group)
+        key = ("parameter", value.shape, value.dtype, tuple(needs), trainable, variant, group, unit)
         if key not in self._tables:
             seen: dict[Sharding, Array] = {}
             for need in dict.fromkeys(needs):
-                cost = self.costs.parameter(value, need, trainable, variant, group)
+                cost = self.costs.parameter(value, need, trainable, variant, group, unit)
                 seen[need] = np.full(RESOURCES, np.inf) if cost is None else cost
             self._tables[key] = np.array([seen[need] for need in needs])
         return self._tables[key]

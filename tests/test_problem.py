@@ -1,0 +1,167 @@
+"""The chain of real captured models: exact against brute force and the flow program, and what its parts cost."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.compiler.chain import Chain
+from meshwright.compiler.choices import Scope
+from meshwright.compiler.costs import (
+    GATHER,
+    GRADIENTS,
+    HIDING,
+    PARAMETERS,
+    REDUCE,
+    RESOURCES,
+    SEND,
+    SEND_BACK,
+    TIME_ROWS,
+    TRANSIENT,
+    Costs,
+    Unit,
+    Variant,
+)
+from meshwright.compiler.dims import DimClasses, batch_inputs
+from meshwright.compiler.microbatch import split_time
+from meshwright.compiler.oracle import brute_force, flow_mip
+from meshwright.compiler.positions import cut, several_readers
+from meshwright.compiler.problem import Problem
+from meshwright.compiler.solve import solve
+from meshwright.cost.cluster import Cluster
+from meshwright.graph import Graph, Value
+from meshwright.layouts import Layout, variants
+from meshwright.mesh import Mesh
+from meshwright.pins import Pins
+from meshwright.planner import rules_of
+from meshwright.sharding import Sharding, parse_sharding
+from tests.test_planner import Mlp, Stack, graph_of, of_models
+
+NODE = Cluster.parse("h100:1x4")
+
+
+def problem(graph: Graph, mesh: Mesh, cluster: Cluster = NODE, recompute: tuple[str, ...] = ("none",)) -> Problem:
+    """Everything open on a mesh."""
+    rules, _ = rules_of(graph)
+    classes = DimClasses(graph, rules)
+    layout = Layout(mesh, dict.fromkeys(mesh.axes, "any"))
+    batch = classes.of(batch_inputs(graph).items())
+    scope = Scope(graph, mesh, layout.roles, Pins(), classes, batch, frozenset(), frozenset(), 1)
+    costs = Costs(cluster, mesh, microbatches=1, itemsize=4, state_bytes=8)
+    ways = partial(variants, layout, Pins(), 1)
+    return Problem(scope, rules, split_time(graph, rules, 1, batch_inputs(graph)), costs, ways(recompute), ways(("none",)))
+
+
+def small(name: str) -> Chain:
+    if name == "mlp":
+        return problem(graph_of(Mlp(64, 128), 16, 64), Mesh.of(x=2), Cluster.parse("h100:1x2")).chain(np.inf, 0.0)
+    return problem(of_models("llama"), Mesh.of(x=2), Cluster.parse("h100:1x2")).chain(np.inf, 0.0)
+
+
+@pytest.mark.parametrize("share", [None, 0.9, 0.7])
+def test_an_mlp_against_brute_force_and_the_flow_program(share: float | None) -> None:
+    chain = small("mlp")
+    free = solve(chain)
+    if share is not None:
+        least = brute_force(chain, "memory")
+        low, high = least.bytes_ + least.transient, free.bytes_ + free.transient
+        chain = problem(graph_of(Mlp(64, 128), 16, 64), Mesh.of(x=2), Cluster.parse("h100:1x2")).chain(
+            low + share * (high - low), 0.0
+        )
+    exact, flow, found = brute_force(chain), flow_mip(chain), solve(chain)
+    assert flow.time == pytest.approx(exact.time, rel=1e-5)
+    assert exact.time * (1 - 1e-9) <= found.time <= exact.time * 1.005
+    assert found.bound <= exact.time * (1 + 1e-9)
+    assert found.bytes_ + found.transient <= chain.capacity
+
+
+def test_a_llama_against_the_flow_program() -> None:
+    chain = small("llama")
+    flow, found = flow_mip(chain), solve(chain)
+    assert found.time == pytest.approx(flow.time, rel=0.005)
+    assert found.bound <= flow.time * (1 + 1e-6)
+
+
+def test_the_order_of_the_axes_does_not_matter() -> None:
+    graph = of_models("llama")
+    # the link is the same between any two of a node, so x and y differ in nothing but their order
+    found = [solve(problem(graph, mesh).chain(np.inf, 0.0), gap=1e-6) for mesh in (Mesh.of(x=2, y=2), Mesh.of(y=2, x=2))]
+    assert found[0].time == pytest.approx(found[1].time, rel=2e-6)
+    wide = [solve(problem(graph_of(Stack(2, 64), 8, 16, 64), mesh, Cluster.parse("h100:1x8")).chain(np.inf, 0.0), gap=1e-6)
+            for mesh in (Mesh.of(x=2, y=4), Mesh.of(y=4, x=2))]
+    assert wide[0].time == pytest.approx(wide[1].time, rel=2e-6)
+
+
+def test_equal_blocks_are_one_kind() -> None:
+    built = problem(graph_of(Stack(6, 64), 8, 16, 64), Mesh.of(x=4))
+    chain = built.chain(np.inf, 0.0)
+    blocks = [kind for kind, position in zip(chain.sequence, built.positions, strict=True) if position.block >= 0]
+    assert len(blocks) == 6
+    assert len(set(blocks)) <= 3  # the first reads what takes no gradient, the last hands on to the loss
+
+
+def test_positions_hand_on_what_the_next_reads() -> None:
+    graph = of_models("llama")
+    positions, whole = cut(graph)
+    assert [position.block for position in positions] == [-1, 0, 1, -1]
+    for left, right in pairwise(positions):
+        assert left.exit == right.entry
+        assert len(left.exit) == 1
+    assert not any(position.shared_in for position in positions)
+    assert all(not graph.values[name].differentiable for name in whole)
+    assert whole  # the position table
+    assert not several_readers(graph)
+    assert len(several_readers(of_models("gpt2"))) == 1  # the embedding is the head
+
+
+def test_communication_that_overlaps_counts_as_what_stays_exposed() -> None:
+    vector = np.zeros(RESOURCES)
+    vector[[0, 1]] = 3.0, 5.0  # forward, backward
+    hidden, exposed = vector.copy(), vector.copy()
+    hidden[GATHER], hidden[REDUCE] = 3.0 * HIDING, 5.0 * HIDING
+    exposed[GATHER], exposed[REDUCE] = 3.0 * HIDING + 1.0, 5.0 * HIDING + 2.0
+
+    def time(v: np.ndarray) -> float:
+        return float((TIME_ROWS @ v).max())
+
+    assert time(vector) == time(hidden) == pytest.approx(8.0)
+    assert time(exposed) == pytest.approx(8.0 + 1.0 + 2.0)
+    on_the_path = vector.copy()
+    on_the_path[SEND], on_the_path[SEND_BACK] = 1.0, 2.0
+    assert time(on_the_path) == pytest.approx(11.0)
+
+
+def test_parameters_by_level_and_place() -> None:
+    costs = Costs(NODE, Mesh.of(x=4), microbatches=1, itemsize=2, state_bytes=8)
+    value, need = Value("w", (1024, 1024), torch.float32), Sharding.whole(2)
+    numel = value.numel
+
+    def of(zero: int, unit: Unit) -> np.ndarray:
+        axes = ("x",) if zero else ()
+        found = costs.parameter(value, need, True, Variant(zero, ("x",), axes), numel, unit)
+        assert found is not None
+        return found
+
+    middle, root = of(3, Unit()), of(3, Unit(root=True))
+    assert middle[PARAMETERS] == middle[GRADIENTS] == numel  # 4 bytes over 4 ranks
+    assert middle[TRANSIENT] == 10 * numel  # its and the next one's bf16 copy, its gradient, the last one's fp32 buffer
+    assert middle[GATHER] > 0
+    assert of(3, Unit(ahead=False))[TRANSIENT] == of(3, Unit(behind=False))[TRANSIENT] == 8 * numel
+    assert root[GATHER] == root[REDUCE] == 0  # nothing hides what the root gathers and reduces
+    assert root[SEND] == pytest.approx(middle[GATHER])
+    assert root[PARAMETERS] == 3 * numel
+    assert of(2, Unit())[PARAMETERS] == 3 * numel
+    assert of(2, Unit())[TRANSIENT] == 6 * numel
+    assert of(0, Unit())[PARAMETERS] == 6 * numel
+    assert of(0, Unit())[GATHER] == 0
+
+
+def test_a_parameter_split_over_its_data_axis_cannot_be() -> None:
+    costs = Costs(NODE, Mesh.of(x=4), microbatches=1, itemsize=4, state_bytes=8)
+    value = Value("w", (6, 8), torch.float32)
+    assert costs.parameter(value, parse_sharding("[_, _@x]"), True, Variant(0, ("x",)), 48.0) is None
+    assert costs.parameter(value, parse_sharding("[_@x, _]"), True, Variant(0, ()), 48.0) is not None
