@@ -1,0 +1,233 @@
+"""Predicted peak bytes per rank against torch's own ``MemTracker``: real models, real sizes, no memory and no devices.
+
+    python benchmarks/memory.py [NAME ...] [--list] [--json]
+
+Every program is planned with its pins, lowered for rank 0 and built as the real ``ParallelModule`` (generated code, FSDP2,
+AdamW) on fake tensors over a fake process group, which returns at once. ``MemTracker`` counts the storages alive while two
+training steps run, so that the optimizer's state exists in the second. Goal: within 5% of the tracked peak, never more than
+2% below it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import meshwright as mw
+from meshwright.passes import cut_stages, rank_program
+from meshwright.plan import Plan
+from meshwright.planner import rules_of
+from meshwright.runtime.assemble import assemble, data_meshes, fused_axes
+from meshwright.runtime.engine import Engine
+from meshwright.runtime.groups import make_groups
+from meshwright.runtime.module import ParallelModule
+
+CPU = torch.device("cpu")
+
+
+def gpt2(layers: int, hidden: int, heads: int) -> nn.Module:
+    """GPT-2 of any size, without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(
+        n_embd=hidden, n_layer=layers, n_head=heads, n_positions=1024, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    ))
+
+
+def gpt2_dropout() -> nn.Module:
+    """GPT-2 small with dropout but in attention, whose kernel with dropout on the CPU keeps the scores (on a GPU none does)."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(use_cache=False, attn_pdrop=0.0))
+
+
+def llama(layers: int, hidden: int, heads: int, kv: int, inner: int, vocab: int) -> nn.Module:
+    """Llama of any size, untied."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv, vocab_size=vocab, max_position_embeddings=2048, use_cache=False, tie_word_embeddings=False,
+    ))
+
+
+def mixtral() -> nn.Module:
+    """A small mixture of 8 experts, 2 per token."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=8192, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=1024, use_cache=False,
+    ))
+
+
+def vit() -> nn.Module:
+    """ViT-Base on 224 x 224."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(ViTConfig(
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    ))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program: a model, its global batch, the pins."""
+
+    model: Callable[[], nn.Module]
+    batch: tuple[int, ...]
+    world: int
+    pins: Mapping[str, Any]
+    precision: str = "fp32"
+    images: bool = field(default=False)
+
+    def example(self) -> dict[str, torch.Tensor]:
+        """The global batch, without contents."""
+        if self.images:
+            return {"pixel_values": torch.empty(self.batch), "labels": torch.zeros(self.batch[0], dtype=torch.int64)}
+        ids = torch.zeros(self.batch, dtype=torch.int64)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def small() -> nn.Module:
+    """GPT-2 small."""
+    return gpt2(12, 768, 12)
+
+
+def medium() -> nn.Module:
+    """GPT-2 medium."""
+    return gpt2(24, 1024, 16)
+
+
+def llama_1b() -> nn.Module:
+    """Llama 3.2 1B's dims."""
+    return llama(16, 2048, 32, 8, 8192, 128256)
+
+
+def llama_small() -> nn.Module:
+    """Llama of 110 million parameters."""
+    return llama(12, 768, 12, 12, 2048, 32000)
+
+
+CASES: Mapping[str, Case] = {
+    "gpt2-small zero 0": Case(small, (8, 1024), 4, {"dp": 4, "tp": 1, "zero": 0}),
+    "gpt2-small zero 1 x4": Case(small, (16, 1024), 4, {"dp": 4, "tp": 1, "zero": 1, "microbatches": 4}),
+    "gpt2-small zero 2 bf16": Case(small, (32, 1024), 4, {"dp": 4, "tp": 1, "zero": 2}, "bf16"),
+    "gpt2-small dropout": Case(gpt2_dropout, (8, 1024), 4, {"dp": 4, "tp": 1, "zero": 0}),
+    "gpt2-medium zero 3": Case(medium, (16, 1024), 8, {"dp": 8, "tp": 1, "zero": 3}),
+    "gpt2-medium zero 3 full": Case(medium, (32, 1024), 8, {"dp": 8, "tp": 1, "zero": 3, "recompute": "full"}, "bf16"),
+    "gpt2-medium one device": Case(medium, (4, 1024), 1, {"dp": 1, "tp": 1}, "bf16"),
+    "gpt2-medium tp 2": Case(medium, (8, 1024), 4, {"dp": 2, "tp": 2, "zero": 0}),
+    "llama-110m zero 3 x4": Case(llama_small, (32, 1024), 4, {"dp": 4, "tp": 1, "zero": 3, "microbatches": 4}),
+    "llama-1b tp 2 bf16": Case(llama_1b, (8, 2048), 8, {"dp": 4, "tp": 2, "zero": 2}, "bf16"),
+    "llama-1b zero 3 bf16": Case(llama_1b, (8, 2048), 8, {"dp": 8, "tp": 1, "zero": 3}, "bf16"),
+    "llama-1b sequence parallel": Case(
+        llama_1b, (8, 2048), 4, {"dp": 2, "tp": 2, "zero": 1, "sequence_parallel": True, "microbatches": 4}, "bf16"),
+    "llama-1b full x4": Case(llama_1b, (32, 2048), 4, {"dp": 4, "tp": 1, "zero": 2, "recompute": "full", "microbatches": 4},
+                             "bf16"),
+    "llama-110m selective": Case(llama_small, (32, 1024), 4, {"dp": 4, "tp": 1, "zero": 2, "recompute": "selective"}),
+    "gpt2-small selective tp 2": Case(
+        small, (16, 1024), 4, {"dp": 2, "tp": 2, "zero": 3, "recompute": "selective", "microbatches": 4}, "bf16"),
+    "mixtral zero 2": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 2}),
+    "vit zero 0": Case(vit, (128, 3, 224, 224), 4, {"dp": 4, "tp": 1, "zero": 0}, images=True),
+    "vit zero 3 bf16": Case(vit, (256, 3, 224, 224), 4, {"dp": 4, "tp": 1, "zero": 3}, "bf16", images=True),
+}
+
+
+def plan_of(case: Case) -> Plan:
+    """The case's plan: parameters on the meta device, memory of no concern."""
+    with torch.device("meta"):
+        model = case.model()
+    model.train()
+    return mw.plan(model, f"b200:1x{case.world}", case.example(), precision=case.precision, pins=case.pins)
+
+
+@contextmanager
+def real_meshes() -> Iterator[None]:
+    """Device meshes made under a fake mode have real ranks: FSDP2 makes one per parameter that is split already."""
+    init = DeviceMesh.__init__
+
+    def outside(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        with unset_fake_temporarily():
+            init(self, *args, **kwargs)
+
+    with patch.object(DeviceMesh, "__init__", outside):
+        yield
+
+
+def tracked(plan: Plan, case: Case, steps: int = 2) -> dict[str, float]:
+    """Peak bytes of two training steps of rank 0 by ``MemTracker``, in all and by its kinds."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world)
+    try:
+        rules, _ = rules_of(plan.graph)
+        program = cut_stages(rank_program(plan, rules, 0), plan.pipeline)
+        groups = make_groups(program.mesh, CPU, fused_axes(program))
+        meshes = data_meshes(program.stored, groups)
+        with FakeTensorMode(allow_non_fake_inputs=True), real_meshes():
+            parallel = ParallelModule(program, groups, assemble(program, groups, meshes), 0, None)
+            parallel.train()
+            optimizer = torch.optim.AdamW(parallel.parameters())
+            batch = case.example()
+            tracker = MemTracker()
+            tracker.track_external(parallel, *batch.values())
+            engine = parallel._engine[0]
+            assert isinstance(engine, Engine)
+            root = engine.root
+            # the tracker takes a module once per iteration: not for every micro-batch, and not around their backwards
+            once = register_module_forward_pre_hook(lambda module, _: tracker.reset_mod_stats() if module is root else None)
+            with once, tracker:
+                for _ in range(steps):
+                    output = parallel.forward(**batch)
+                    output["loss"].backward()
+                    del output
+                    optimizer.step()
+                    optimizer.zero_grad()
+            snapshot = tracker.get_tracker_snapshot("peak")[CPU]
+            return {str(getattr(kind, "value", kind)).lower(): float(value) for kind, value in snapshot.items()}
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> int:
+    """Print the table; 1 if a prediction is out of bounds."""
+    parser = argparse.ArgumentParser(description="Predicted peak memory against MemTracker.")
+    parser.add_argument("names", nargs="*", help="programs (default: all)")
+    parser.add_argument("--list", action="store_true", help="name the programs")
+    parser.add_argument("--json", action="store_true", help="print one JSON value")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(CASES))
+        return 0
+    rows = []
+    for name in options.names or CASES:
+        plan = plan_of(CASES[name])
+        found = tracked(plan, CASES[name])
+        predicted = plan.predicted["bytes_per_rank"]
+        rows.append({"name": name, "predicted": predicted, "tracked": found["total"], "error": predicted / found["total"] - 1,
+                     "kinds": dict(plan.predicted["bytes"]), "tracked kinds": found})
+        if not options.json:
+            print(f"{name:28s} predicted {predicted / 2**20:9.1f} MiB   tracked {found['total'] / 2**20:9.1f} MiB   "
+                  f"{rows[-1]['error']:+7.2%}", flush=True)
+    if options.json:
+        print(json.dumps(rows))
+    return int(any(not -0.02 <= row["error"] <= 0.05 for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
