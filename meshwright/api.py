@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.schedules import illegal, illegal_combination, stage_rank
 from meshwright.errors import InputError
 from meshwright.graph import Graph
 from meshwright.pins import PinError, Pins, vars_of
@@ -95,6 +96,7 @@ def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     from meshwright.passes.verify import verify
     from meshwright.runtime.module import build
 
+    _check_pipeline(plan)
     rules, _ = rules_of(plan.graph)
     rank = dist.get_rank() if dist.is_initialized() else 0
     program = rank_program(plan, rules, rank)
@@ -105,6 +107,23 @@ def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
                      if mesh.device_type == "cuda" else torch.device(mesh.device_type))
     parallel.plan = plan
     return parallel
+
+
+def _check_pipeline(plan: Plan) -> None:
+    """Raise PlanError for what torch's schedules refuse, or run wrong."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return
+    virtual = pipeline.stages // pipeline.degree
+    reason = illegal(pipeline.schedule, pipeline.degree, virtual, plan.schedule.microbatches)
+    if reason is None and pipeline.stage_rank != stage_rank(pipeline.schedule, pipeline.degree, virtual):
+        reason = (f"{pipeline.schedule} with stages on ranks {pipeline.stage_rank}: it runs them on "
+                  f"{stage_rank(pipeline.schedule, pipeline.degree, virtual)}")
+    for group in plan.groups:
+        zero = group.zero if plan.mesh.size(group.data_axes) > 1 else 0
+        reason = reason or illegal_combination(pipeline.schedule, zero=zero, keep=group.keep, recompute=group.recompute)
+    if reason is not None:
+        raise PlanError(reason)
 
 
 def _agree(search: Callable[[], Plan], graph: Graph | None) -> Plan:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -17,7 +18,7 @@ from meshwright.cost.schedules import stage_rank
 from meshwright.graph import Graph
 from meshwright.mesh import PP, Mesh
 from meshwright.pins import Pins
-from meshwright.plan import Pipeline, Plan
+from meshwright.plan import Pipeline, Plan, PlanError
 from meshwright.planner import capture_model, make_plan
 from meshwright.serialize import plan_from_dict, plan_to_dict
 from tests.equality import RELATIVE, compare, train
@@ -38,7 +39,7 @@ def _captured(name: str, double: bool) -> Graph:
 
 
 @cache
-def _inner(name: str, double: bool, world: int, pins: tuple[tuple[str, Any], ...]) -> Plan:
+def inner_plan(name: str, double: bool, world: int, pins: tuple[tuple[str, Any], ...]) -> Plan:
     return make_plan(_captured(name, double), Cluster.parse(f"cpu:1x{world}"), Pins(**dict(pins)))
 
 
@@ -47,7 +48,7 @@ def at_blocks(graph: Graph, stages: int) -> tuple[int, ...]:
     places = sorted({edge for block in graph.blocks for edge in (block.start, block.stop)} - {0, len(graph.ops)})
     if len(places) < stages - 1:
         return evenly(graph, stages)
-    step = len(places) / stages
+    step = len(places) / (stages - 1)
     return (0, *(places[int((s + 0.5) * step)] for s in range(stages - 1)), len(graph.ops))
 
 
@@ -61,13 +62,15 @@ def pipelined(
     cuts: Sequence[int] | None = None, even: bool = False, **pins: Any,
 ) -> Plan:
     """The named model over ``pp`` x the pinned degrees."""
-    inner = _inner(name, double, (world or pp) // pp, tuple(sorted(({"dp": 1, "tp": 1, "microbatches": 4} | pins).items())))
-    at = stage_rank(schedule, pp, virtual)
-    where = tuple(cuts) if cuts else (evenly if even else at_blocks)(inner.graph, len(at))
-    return replace(
-        inner, mesh=Mesh((PP, *inner.mesh.axes), (pp, *inner.mesh.sizes)), pipeline=Pipeline(schedule, where, at),
-        groups=tuple(replace(group, keep=keep) for group in inner.groups),
-    )
+    inner = inner_plan(name, double, (world or pp) // pp, tuple(sorted(({"dp": 1, "tp": 1, "microbatches": 4} | pins).items())))
+    plan = cut(inner, schedule, pp, virtual, cuts or (evenly if even else at_blocks)(inner.graph, pp * virtual))
+    return replace(plan, groups=tuple(replace(group, keep=keep) for group in plan.groups))
+
+
+def cut(plan: Plan, schedule: str, pp: int, virtual: int, cuts: Sequence[int] | None = None) -> Plan:
+    """A plan for the ranks of one stage, on ``pp`` times as many."""
+    pipeline = Pipeline(schedule, tuple(cuts or at_blocks(plan.graph, pp * virtual)), stage_rank(schedule, pp, virtual))
+    return replace(plan, mesh=Mesh((PP, *plan.mesh.axes), (pp, *plan.mesh.sizes)), pipeline=pipeline)
 
 
 def check(
@@ -103,3 +106,100 @@ def check(
 def as_dicts(plans: Mapping[str, Plan]) -> dict[str, dict[str, Any]]:
     """Plans in the form that goes to worker processes."""
     return {what: plan_to_dict(plan) for what, plan in plans.items()}
+
+
+def check_outputs(rank: int, name: str, data: Mapping[str, Any]) -> None:
+    """Without gradients every rank gives the single process's outputs; in training the loss, and what its own stage makes."""
+    torch.set_num_threads(1)
+    model, batch = make(name)
+    plan = plan_from_dict(data)
+    parallel = autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+    for mode in (False, True):
+        model.train(mode)
+        parallel.train(mode)
+        with torch.no_grad():
+            wanted, found = model(**batch), parallel(**batch)
+        for key, want in wanted.items():
+            have = found[key].full_tensor() if hasattr(found[key], "full_tensor") else found[key]
+            assert have.shape == want.shape, key
+            torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
+    parallel.train()
+    learned = parallel(**batch)
+    torch.testing.assert_close(learned.loss.detach(), wanted.loss, rtol=1e-4, atol=1e-5)
+    assert plan.pipeline is not None
+    last = plan.mesh.coordinates(rank)[PP] == plan.pipeline.stage_rank[-1]
+    assert (learned.logits is not None) == last
+    if last:
+        torch.testing.assert_close(learned.logits.full_tensor(), wanted.logits, rtol=1e-4, atol=1e-5)
+    learned.loss.backward()
+    parallel.eval()
+    again = parallel(**batch)  # gradients enabled, but in eval: forward only
+    assert not again.loss.requires_grad
+    torch.testing.assert_close(again.loss, wanted.loss, rtol=1e-4, atol=1e-5)
+
+
+def check_resumed(rank: int, name: str, folder: str, plans: Mapping[str, Mapping[str, Any]]) -> None:
+    """A run saved under the first plan goes on under each of the others as it does under the first."""
+    torch.set_num_threads(1)
+    model, batch = make(name)
+    model.train()
+    found = {what: plan_from_dict(data) for what, data in plans.items()}
+    first = next(iter(found.values()))
+    parallel = autoparallel(model, init_device_mesh("cpu", (first.mesh.world,)), plan=first)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2, eps=1e-3)
+
+    def go_on(module: torch.nn.Module, how: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        module(**batch).loss.backward()
+        how.step()
+        how.zero_grad()
+        state: dict[str, torch.Tensor] = module.full_state_dict()
+        return {key: value.clone() for key, value in state.items()}
+
+    go_on(parallel, optimizer)
+    parallel.save(folder, optimizer)
+    wanted = go_on(parallel, optimizer)
+    assert (rank == 0) == bool(wanted)
+    for what, plan in found.items():
+        other = autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+        second = torch.optim.AdamW(other.parameters(), lr=1e-2, eps=1e-3)
+        other.load(folder, second)
+        problems = compare(go_on(other, second), wanted)
+        assert not problems, (what, problems)
+
+
+def losses_with_dropout(rank: int, plans: Mapping[str, Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Losses of two calls under each plan, from the same seed."""
+    torch.set_num_threads(1)
+    model, batch = _with_dropout()
+    losses = {}
+    for what, data in plans.items():
+        torch.manual_seed(5)
+        plan = plan_from_dict(data)
+        parallel = autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+        losses[what] = [parallel(**batch).loss.item() for _ in range(2)]
+    return losses
+
+
+def _with_dropout() -> tuple[torch.nn.Module, dict[str, Any]]:
+    model, batch = make("gpt2")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.3
+    return model.train(), batch
+
+
+def dropout_plan(schedule: str | None, pp: int = 1, virtual: int = 1) -> Plan:
+    """GPT-2 with dropout on a pipeline of single ranks, or (None) on one rank."""
+    model, batch = _with_dropout()
+    graph = capture_model(model, (), batch, (), None, "fp32")
+    plan = make_plan(graph, Cluster.parse("cpu:1x1"), Pins(dp=1, tp=1, microbatches=4))
+    return plan if schedule is None else cut(plan, schedule, pp, virtual)
+
+
+def check_refused(rank: int, name: str, cases: Sequence[tuple[Mapping[str, Any], str]]) -> None:
+    """Each plan raises PlanError with its message on this rank."""
+    model, _ = make(name)
+    for data, message in cases:
+        plan = plan_from_dict(data)
+        with pytest.raises(PlanError, match=message):
+            autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)

@@ -24,8 +24,8 @@ from meshwright.program import SEED, THREAD, Program, Segment, Stages
 
 
 def cut_stages(program: Program, pipeline: Pipeline | None) -> Program:
-    """The part of this rank; the program itself without a pipeline. Raises PlanError for a buffer that one stage updates and
-    another rank reads."""
+    """The part of this rank; the program itself without a pipeline. Raises PlanError for a rank without a weight, and for a
+    buffer that one stage updates and another rank reads."""
     return program if pipeline is None else _Cut(program, pipeline).run()
 
 
@@ -101,8 +101,14 @@ class _Cut:
                 name = next(item.fqns[0] for item in self.program.stored if item.value == old)
                 raise PlanError(f"buffer {name!r} is updated in stage {self.made[new]} and read on the pipeline ranks "
                                 f"{sorted(ranks)}; cut the stages so that one rank does both")
-        everywhere = {name: tuple(r for r, names in enumerate(held) if name in names) for name in sorted(self.stored)}
-        return {name: ranks or (at[0],) for name, ranks in everywhere.items()}
+        held[at[0]] |= self.stored - set().union(*held)
+        trained = {item.value for item in self.program.stored if item.trainable}
+        for rank, names in enumerate(held):
+            if trained and not names & trained:
+                stages = [s for s, r in enumerate(at) if r == rank]
+                raise PlanError(f"pipeline rank {rank} (stages {stages}) would hold no trained weight, and torch's optimizers "
+                                f"refuse an empty list; cut the stages elsewhere")
+        return {name: tuple(r for r, names in enumerate(held) if name in names) for name in self.stored}
 
     def _read_by(self, rank: int, held: set[str]) -> set[str]:
         needed = self._needed(rank, held)

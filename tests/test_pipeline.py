@@ -1,0 +1,183 @@
+"""Training loops on pipelines equal the single process: every schedule, alone and with data and tensor parallelism and ZeRO.
+
+Every combination is either shown equal here or refused with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.cost.schedules import SCHEDULES, SPLIT_BACKWARD, illegal_combination
+from meshwright.plan import Plan, PlanError
+from meshwright.serialize import plan_to_dict
+from tests.pipelines import (
+    as_dicts,
+    at_blocks,
+    check,
+    check_outputs,
+    check_refused,
+    check_resumed,
+    cut,
+    dropout_plan,
+    inner_plan,
+    losses_with_dropout,
+    pipelined,
+)
+
+VIRTUAL = {"gpipe": 1, "1f1b": 1, "interleaved1f1b": 2, "zb": 2, "zbv": 2, "dualpipev": 2}
+SEQUENCE = {"tp": 2, "sequence_parallel": True}
+
+
+def differences(pool: Callable[[int], Any], world: int, name: str, plans: Mapping[str, Plan], *how: Any) -> list[str]:
+    """What ``check`` finds, on all ranks."""
+    return [line for lines in pool(world).run(check, name, as_dicts(plans), *how, timeout=200) for line in lines]
+
+
+def of(name: str, pp: int = 2, schedules: tuple[str, ...] = SCHEDULES, **how: Any) -> dict[str, Plan]:
+    """The model under several schedules."""
+    return {f"{s} {how}": pipelined(name, s, pp, VIRTUAL[s], **how) for s in schedules}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bert", "vit"])
+def test_two_stages_or_four(pool: Callable[[int], Any], name: str) -> None:
+    """Every schedule, cut between blocks and wherever even distances fall, on two ranks. GPT-2's and T5's tied weights lie on
+    both; T5, of which no two blocks are alike, is cut inside the encoder and the decoder."""
+    plans = of(name) | of(name, schedules=("1f1b", "zb", "zbv"), even=True)
+    assert differences(pool, 2, name, plans) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bert"])
+def test_four_ranks(pool: Callable[[int], Any], name: str) -> None:
+    """Four ranks, of one stage or two each; T5's position biases cross several."""
+    schedules = ("gpipe", "1f1b", "interleaved1f1b", "zb") + (("zbv",) if name != "llama" else ())
+    assert differences(pool, 4, name, of(name, 4, schedules, even=name == "t5")) == []
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_data_parallel(pool: Callable[[int], Any], zero: int) -> None:
+    """Every ZeRO level on two ranks a stage: what is not refused is equal. At level 3 also kept over the micro-batches, with
+    recomputation, and cut inside a block."""
+    how = {"world": 4, "dp": 2, "zero": zero, "double": True}
+    plans = of("llama", schedules=tuple(s for s in SCHEDULES if illegal_combination(s, zero=zero) is None), **how)
+    if zero == 3:
+        plans |= of("llama", schedules=("1f1b",), keep=True, **how) | of("llama", schedules=("1f1b",), even=True, **how)
+    for kind in ("selective", "full") if zero in (1, 3) else ():
+        plans |= of("llama", schedules=("1f1b", "interleaved1f1b"), recompute=kind, **how)
+    assert len(plans) >= 3
+    assert differences(pool, 4, "llama", plans, None, True) == []
+
+
+def test_tensor_parallel(pool: Callable[[int], Any]) -> None:
+    """Every schedule over two ranks a stage that split the tensors, with and without the sequence; recomputed too."""
+    plans = of("llama", world=4, tp=2) | of("llama", schedules=("1f1b", "zb", "zbv"), world=4, **SEQUENCE)
+    plans |= of("llama", schedules=("1f1b",), world=4, recompute="full", **SEQUENCE)
+    assert differences(pool, 4, "llama", plans) == []
+
+
+def test_tied_weights(pool: Callable[[int], Any]) -> None:
+    """A weight of the first and the last stage, on two ranks or (V-shaped) on one, split at rest or over tp: one parameter, its
+    gradients summed; counted once by the clipping; over two backwards a step."""
+    plans = of("gpt2", schedules=("1f1b", "interleaved1f1b", "zb", "zbv"), world=4, dp=2, zero=1, microbatches=2)
+    plans |= of("gpt2", schedules=("1f1b",), world=4, dp=2, zero=3, microbatches=2)
+    plans |= of("gpt2", schedules=("1f1b", "zbv"), world=4, tp=2)
+    assert differences(pool, 4, "gpt2", plans, 0.1, False, 2) == []
+
+
+def test_a_weight_alone_between_stages(pool: Callable[[int], Any]) -> None:
+    """What leaves a stage may depend on its weights alone: T5 cut behind each embedding, once between encoder and decoder."""
+    graph = inner_plan("t5", False, 1, (("dp", 1), ("microbatches", 4), ("tp", 1))).graph
+    embeddings = [i for i, op in enumerate(graph.ops) if op.target == "aten.embedding.default"]
+    assert len(embeddings) == 4  # tokens and position biases, of the encoder and of the decoder
+    cuts = (0, *(place + 1 for place in embeddings[1:]), len(graph.ops))
+    plans = {s: pipelined("t5", s, 2, 2, cuts=cuts) for s in ("interleaved1f1b", "zb", "zbv", "dualpipev")}
+    assert differences(pool, 2, "t5", plans) == []
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("llama", "gpipe"), ("t5", "interleaved1f1b"), ("bert", "zbv")])
+def test_outputs(pool: Callable[[int], Any], name: str, schedule: str) -> None:
+    """``eval()`` and ``no_grad`` give every output on every rank, training the loss on all and the rest where it is made."""
+    pool(2).run(check_outputs, name, plan_to_dict(pipelined(name, schedule, 2, VIRTUAL[schedule])))
+
+
+def test_outputs_in_pieces(pool: Callable[[int], Any]) -> None:
+    """Outputs of a stage of two ranks are DTensors on its ranks."""
+    for how in (SEQUENCE, {"dp": 2, "zero": 3, "microbatches": 2}):
+        pool(4).run(check_outputs, "llama", plan_to_dict(pipelined("llama", "1f1b", 2, world=4, **how)))
+
+
+def test_resumed(pool: Callable[[int], Any], tmp_path: Path) -> None:
+    """A checkpoint of one pipeline is read by others, and without one; the optimizer's state with it."""
+    plans = {
+        "first": pipelined("gpt2", "1f1b", 2, world=4, dp=2, zero=3, microbatches=2),
+        "v": pipelined("gpt2", "zbv", 2, 2, world=4, tp=2),
+        "deep": pipelined("gpt2", "gpipe", 4),
+        "none": inner_plan("gpt2", False, 4, (("dp", 2), ("microbatches", 1), ("tp", 2), ("zero", 1))),
+    }
+    pool(4).run(check_resumed, "gpt2", str(tmp_path / "checkpoint"), as_dicts(plans))
+
+
+def test_dropout(pool: Callable[[int], Any]) -> None:
+    """Masks depend on the seed and the micro-batch, not on the stage: the losses are those of one rank, call by call."""
+    (alone,) = pool(1).run(losses_with_dropout, as_dicts({"alone": dropout_plan(None)}))
+    first, second = alone["alone"]
+    assert first != second
+    plans = {s: dropout_plan(s, 2, VIRTUAL[s]) for s in ("1f1b", "zbv")}
+    for losses in pool(2).run(losses_with_dropout, as_dicts(plans)):
+        for found in losses.values():
+            torch.testing.assert_close(torch.tensor(found), torch.tensor([first, second]), rtol=1e-6, atol=0)
+
+
+# refusals
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_combination_is_equal_or_refused(schedule: str) -> None:
+    """Whole backwards go with everything (the tests above); of the split ones only what they show is not refused."""
+    for zero in range(4):
+        for keep in (False, True):
+            for recompute in ("none", "selective", "full"):
+                reason = illegal_combination(schedule, zero=zero, keep=keep, recompute=recompute)
+                if schedule in SPLIT_BACKWARD and (zero >= 2 or recompute != "none"):
+                    assert reason is not None
+                    assert schedule in reason
+                    assert "nearest legal" in reason
+                else:
+                    assert reason is None
+    assert (illegal_combination(schedule, compiled=True) is None) == (schedule not in SPLIT_BACKWARD)
+
+
+def test_refused_before_anything_runs(pool: Callable[[int], Any]) -> None:
+    """What a loaded plan asks is judged too, on every rank, before a stage is made."""
+    fine = pipelined("llama", "1f1b", 2)
+    split = cut(fine_inner(), "zb", 2, 2)
+    cases = [
+        (replace(split, groups=tuple(replace(g, recompute="full") for g in split.groups)), "recompute the forward"),
+        (cut(fine_inner(microbatches=1), "1f1b", 2, 1), "at least pp = 2 micro-batches"),
+        (pipelined("llama", "dualpipev", 2, 2, microbatches=2), "2 pp = 4"),
+        (replace(fine, pipeline=replace(fine.pipeline, stage_rank=(1, 0))), r"it runs them on \(0, 1\)"),
+    ]
+    pool(2).run(check_refused, "llama", [(plan_to_dict(plan), message) for plan, message in cases])
+
+
+def test_a_pipeline_that_cannot_be() -> None:
+    """Cuts and meshes that contradict each other are no plan."""
+    plan = fine_inner()
+    ops = len(plan.graph.ops)
+    for cuts, stages, message in (
+        ((0, 9, 9, ops), 3, "increasing positions"), ((0, ops), 2, "one more than there are stages"), ((0, 5, 9), 2, "ends at"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            cut(plan, "1f1b", stages, 1, cuts)
+    with pytest.raises(PlanError, match="pp=2 as the outermost axis"):
+        replace(plan, pipeline=cut(plan, "1f1b", 2, 1, at_blocks(plan.graph, 2)).pipeline)
+
+
+def fine_inner(microbatches: int = 4) -> Plan:
+    """Llama for the one rank of a stage."""
+    return inner_plan("llama", False, 1, (("dp", 1), ("microbatches", microbatches), ("tp", 1)))
