@@ -142,8 +142,29 @@ def encoder() -> Case:
     return _Encoder(), {"x": torch.randn(BATCH, LENGTH, 32), "labels": torch.randint(0, 7, (BATCH, LENGTH))}
 
 
+class _Heads(nn.Module):
+    """Attention that returns its weights (its products are ``bmm`` over batch and heads in one), a fused gate, two losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.attention = nn.Linear(16, 32), nn.MultiheadAttention(32, 4, batch_first=True)
+        self.gate, self.out = nn.Linear(32, 64), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor, padding: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.inside(x)
+        attended, weights = self.attention(h, h, h, key_padding_mask=padding)
+        y = self.out(F.glu(self.gate(h + attended)))
+        return {"loss": F.mse_loss(y, target) + F.smooth_l1_loss(weights[:, :, 0], target[:, :, 0]), "weights": weights}
+
+
+def heads() -> Case:
+    padding = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+    padding[1, 5:] = True
+    return _Heads(), {"x": torch.randn(BATCH, LENGTH, 16), "target": torch.randn(BATCH, LENGTH, 16), "padding": padding}
+
+
 MODELS: dict[str, Callable[[], Case]] = {
-    f.__name__: f for f in (llama, gpt2, bert, t5, vit, convnet, masked_mean, odd, encoder)
+    f.__name__: f for f in (llama, gpt2, bert, t5, vit, convnet, masked_mean, odd, encoder, heads)
 }
 
 

@@ -412,6 +412,48 @@ def test_elementwise_losses_are_reduced_apart(loss):
     assert graph.values[each.outputs[0]].shape == (2, 3, 5)
 
 
+class Heads(nn.Module):
+    """nn.MultiheadAttention that returns its weights: batch and heads are one dim of its bmm."""
+
+    def __init__(self, dropout: float = 0.0, **options) -> None:
+        super().__init__()
+        self.attention, self.options = nn.MultiheadAttention(16, 4, dropout=dropout, batch_first=True), options
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.attention(x, x, x, key_padding_mask=padding, **self.options)
+
+
+@pytest.mark.parametrize(("options", "padded"), [
+    ({}, False), ({"average_attn_weights": False}, False), ({}, True), ({"attn_mask": torch.ones(6, 6).tril() == 0}, False),
+], ids=["weights", "weights by head", "padded", "masked"])
+def test_batch_products_keep_batch_and_heads_apart(options, padded):
+    padding = (torch.arange(6) > torch.tensor([[5], [3]]),) if padded else ()
+    graph = equal(Heads(**options), (torch.randn(2, 6, 16), *padding))
+    products = [op for op in graph.ops if op.target == "aten.matmul.default"]
+    assert [graph.values[op.outputs[0]].shape for op in products] == [(2, 4, 6, 6), (2, 4, 6, 4)]
+    assert not {"aten.bmm.default", "aten.baddbmm.default"} & set(targets(graph))
+    assert not [op for op in graph.ops if any(graph.values[name].shape[:1] == (8,) for name in op.outputs)]
+
+
+def test_dropout_of_attention_weights_is_drawn_once():
+    graph = capture(Heads(dropout=0.5), (torch.randn(2, 6, 16),), {})
+    (dropout,) = [op for op in graph.ops if op.target == "aten.dropout.default"]
+    assert graph.values[dropout.outputs[0]].shape == (2, 4, 6, 6)
+
+
+def test_a_batch_that_was_one_dim_stays():
+    class Batch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.bmm(self.inside(x), y) + torch.bmm(y, self.inside(x)).transpose(1, 2)
+
+    graph = equal(Batch(), (torch.randn(3, 4, 4), torch.randn(3, 4, 4)))
+    assert targets(graph)["aten.bmm.default"] == 2
+
+
 class Attention(nn.Module):
     """Attention on the input's own projections under a mask made from literals by ``mask(s)``."""
 

@@ -55,7 +55,7 @@ def test_recomputation(pool: Callable[[int], Any], name: str) -> None:
     assert pool(4).run(check, name, 4, pins, timeout=200) == [[]] * 4
 
 
-@pytest.mark.parametrize("name", ["gpt2", "encoder"])
+@pytest.mark.parametrize("name", ["gpt2", "encoder", "heads"])
 def test_fused_projections(pool: Callable[[int], Any], name: str) -> None:
     """A weight of several projections is split within each of them, and is whole again in the state dict."""
     pins = [{"dp": 2, "tp": 2, "zero": zero, "sequence_parallel": name == "gpt2"} for zero in (1, 3)]

@@ -3,6 +3,7 @@
 ``NORMALIZATIONS`` is the ordered tuple of passes, each a pure ``Graph -> Graph``; ``normalize`` applies them:
 
     clean                                                    literal sizes and dims, one name for views and casts, no no-ops
+    unmerge_batches                                          (``batches``) batch products on the dims of their batch
     merge_reshapes, split_before_permute, sink_expands       (``movement``) dims that were merged or expanded too early
     linear_nd, absorb_repeat_kv, normalize_batch_norm,       (``patterns``) composite operators
     normalize_cross_entropy, reduce_losses
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from meshwright.compiler.batches import unmerge_batches
 from meshwright.compiler.masks import simplify_masks
 from meshwright.compiler.movement import merge_reshapes, sink_expands, split_before_permute
 from meshwright.compiler.patterns import (
@@ -73,8 +75,8 @@ def clean(graph: Graph) -> Graph:
 
 NORMALIZATIONS: tuple[Pass, ...] = (
     clean, merge_reshapes, normalize_batch_norm, absorb_repeat_kv, linear_nd, merge_reshapes, fuse_projections,
-    split_before_permute, merge_reshapes, simplify_masks, sink_expands, normalize_cross_entropy, merge_reshapes,
-    reduce_losses, mark_differentiable,
+    merge_reshapes, unmerge_batches, merge_reshapes, split_before_permute, merge_reshapes, simplify_masks, sink_expands,
+    normalize_cross_entropy, merge_reshapes, reduce_losses, mark_differentiable,
 )
 
 
