@@ -214,7 +214,8 @@ class _Search:
         except Infeasible as error:
             found = {} if error.solution is None else bytes_by_kind(chain, error.solution)
             bytes_ = {kind: value * scale for kind, value in found.items()}
-            raise OutOfMemoryError.of(error.least * scale, bytes_, problem.mesh, problem.schedule.microbatches, self.cluster) from None
+            count = problem.schedule.microbatches
+            raise OutOfMemoryError.of(error.least * scale, bytes_, problem.mesh, count, self.cluster) from None
         finally:
             self.timing.mark("solve")
 

@@ -89,13 +89,21 @@ def test_small_weight_large_batch_is_data_parallel() -> None:
     assert forward_ops(plan, "mw.all_reduce") == [()]  # the loss
 
 
-def test_too_little_memory_for_that_is_zero_3() -> None:
-    graph = graph_of(Mlp(4096, 16384), 65536, 4096)
-    free = make_plan(graph, FOUR, Pins())
-    assert {group.zero for group in free.groups[:-1]} <= {0, 1, 2}
-    plan = make_plan(graph, FOUR.with_memory(int(free.predicted["bytes_per_rank"] * 0.97)), Pins())
+def test_replicas_that_do_not_fit_are_split_at_rest() -> None:
+    graph = graph_of(Mlp(4096, 4096), 16384, 4096)
+    replicas = make_plan(graph, FOUR, Pins(dp=4, zero=0, microbatches=1)).predicted["bytes_per_rank"]
+    plan = make_plan(graph, FOUR.with_memory(int(replicas * 0.97)), Pins())
     assert [set(assignment.values()) for assignment in weights(plan)] == [{"b0"}, {"b0"}]
-    assert [group.zero for group in plan.groups[:-1]] == [3, 3]
+    assert all(group.zero >= 2 and set(group.shard_axes) == set(plan.mesh.axes) for group in plan.groups[:-1])
+
+
+def test_too_little_memory_for_gathered_weights_is_zero_3() -> None:
+    # two layers are both gathered when the backward of the second runs, whatever the level: it takes more to see one freed
+    graph = graph_of(nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(6))), 16384, 4096)
+    free = make_plan(graph, FOUR, Pins(zero=2, microbatches=1))
+    plan = make_plan(graph, FOUR.with_memory(int(free.predicted["bytes_per_rank"] * 0.9)), Pins())
+    assert all(set(assignment.values()) == {"b0"} for assignment in weights(plan))
+    assert sum(group.zero == 3 for group in plan.groups[:-1]) >= 4
     assert plan.predicted["bytes_per_rank"] <= plan.predicted["capacity_bytes"] < free.predicted["bytes_per_rank"]
 
 
@@ -117,7 +125,7 @@ def test_as_memory_shrinks_state_is_split_blocks_are_recomputed_and_the_batch_is
 def test_copies_of_a_block_differ_where_memory_is_tight() -> None:
     graph = graph_of(Stack(8, 512), 16, 512, 512)
     free = make_plan(graph, FOUR, Pins(dp=4, microbatches=1, zero=3, recompute="none"))
-    plan = make_plan(graph, FOUR.with_memory(int(free.predicted["bytes_per_rank"] * 0.8)), Pins(dp=4, microbatches=1, zero=3))
+    plan = make_plan(graph, FOUR.with_memory(int(free.predicted["bytes_per_rank"] * 0.9)), Pins(dp=4, microbatches=1, zero=3))
     kinds = {group.recompute for group in plan.groups[:-1]}
     assert [block.kind for block in graph.blocks] == [0] + [1] * 7  # the first reads what takes no gradient
     assert "none" in kinds

@@ -59,17 +59,19 @@ def batch_size(graph: Graph) -> int:
 
 
 def handed_on(graph: Graph) -> list[str]:
-    """Values with a gradient that leave a block, if blocks repeat: what layers hand to the next."""
-    if len({block.kind for block in graph.blocks}) == len(graph.blocks):
-        return []
+    """Values with a gradient that leave a block as what it reads came in: what layers hand to the next."""
     where: dict[str, int] = {}
+    enters: list[set[tuple[int, ...]]] = []
     for index, block in enumerate(graph.blocks):
-        for op in graph.ops[block.start : block.stop]:
-            where.update(dict.fromkeys(op.outputs, index))
+        ops = graph.ops[block.start : block.stop]
+        where.update({name: index for op in ops for name in op.outputs})
+        outside = {name for op in ops for name in op.inputs if where.get(name) != index}
+        enters.append({graph.values[name].shape for name in outside.difference(param.value for param in graph.params)})
     result = []
     for position, op in enumerate(graph.ops):
         inside = next((i for i, b in enumerate(graph.blocks) if b.start <= position < b.stop), -1)
         for name in op.inputs:
-            if name in where and where[name] != inside and graph.values[name].differentiable:
+            value = graph.values[name]
+            if where.get(name, inside) != inside and value.differentiable and value.shape in enters[where[name]]:
                 result.append(name)
     return list(dict.fromkeys(result))

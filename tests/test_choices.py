@@ -1,0 +1,126 @@
+"""Which assignments are open to an operator: what roles and pins forbid, and that something always remains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.compiler.choices import Scope, choices
+from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on
+from meshwright.graph import Graph, Op
+from meshwright.mesh import Mesh
+from meshwright.pins import PinError, Pins
+from meshwright.planner import rules_of
+from tests.test_planner import Stack, graph_of, of_models
+
+
+def scope_of(graph: Graph, mesh: Mesh, roles: Mapping[str, str], pins: Pins, microbatches: int = 1) -> Scope:
+    classes = DimClasses(graph, rules_of(graph)[0])
+    batch = classes.of(batch_inputs(graph).items())
+    passed = handed_on(graph)
+    sequence = classes.of((name, 1) for name in passed if len(graph.values[name].shape) >= 3)
+    return Scope(graph, mesh, roles, pins, classes, batch, sequence - batch, frozenset(passed), microbatches)
+
+
+def open_to(graph: Graph, op: Op, roles: Mapping[str, str], pins: Pins = Pins(), size: int = 2) -> list[dict[str, str]]:  # noqa: B008
+    mesh = Mesh(tuple(roles), (size,) * len(roles))
+    return choices(op, rules_of(graph)[0][op.name], scope_of(graph, mesh, roles, pins), None)
+
+
+def linears(graph: Graph) -> list[Op]:
+    return [op for op in graph.ops if op.target == "aten.linear.default"]
+
+
+GRAPH = graph_of(Stack(2, 16), 4, 6, 16)
+
+
+def test_a_free_axis_may_split_anything() -> None:
+    found = open_to(GRAPH, linears(GRAPH)[2], {"x": "any"})
+    assert found[0] == {}
+    assert {next(iter(a.values())) for a in found[1:]} == {"b0", "b1", "k", "n"}
+
+
+def test_two_free_axes_are_chosen_jointly() -> None:
+    one, two = (open_to(GRAPH, linears(GRAPH)[2], dict.fromkeys(axes, "any")) for axes in ("x", "xy"))
+    both = [a for a in two if len(a) == 2]
+    assert {(a["x"], a["y"]) for a in both} >= {("b0", "n"), ("n", "b0"), ("n", "n"), ("b0", "k")}
+    assert len(two) > len(one)
+    assert len({tuple(sorted(a.items())) for a in two}) == len(two)
+
+
+def test_a_data_axis_splits_the_batch_and_nothing_else() -> None:
+    for op in GRAPH.ops[:-1]:
+        assert all(set(a.values()) <= {"b0", "dim0"} for a in open_to(GRAPH, op, {"dp": "dp"}))
+    assert open_to(GRAPH, linears(GRAPH)[2], {"dp": "dp"}) == [{"dp": "b0"}]
+
+
+def test_a_tensor_axis_splits_every_weight_and_never_the_batch() -> None:
+    for op in linears(GRAPH):
+        assert {a["tp"] for a in open_to(GRAPH, op, {"tp": "tp"})} == {"k", "n"}
+
+
+def test_what_does_not_divide_is_left_whole() -> None:
+    graph = graph_of(Stack(2, 6), 4, 5, 6)
+    for op in linears(graph):
+        found = open_to(graph, op, {"x": "any"}, size=4)
+        assert {} in found
+        assert all("k" not in a.values() or graph.values[op.inputs[1]].shape[1] % 4 == 0 for a in found)
+
+
+def test_an_axis_of_one_device_is_idle() -> None:
+    for op in GRAPH.ops:
+        assert open_to(GRAPH, op, {"x": "any"}, size=1) == [{}]
+
+
+def test_sequence_parallelism_splits_what_blocks_hand_on() -> None:
+    last = [GRAPH.producers[name] for name in handed_on(GRAPH)]
+    assert last
+    for index in last:
+        on = open_to(GRAPH, GRAPH.ops[index], {"tp": "tp"}, Pins(sequence_parallel=True, tp=2))
+        assert [a["tp"] for a in on] == ["dim1"]
+        off = open_to(GRAPH, GRAPH.ops[index], {"tp": "tp"}, Pins(sequence_parallel=False, tp=2))
+        assert all(a.get("tp") != "dim1" for a in off)
+
+
+def test_a_sequence_that_tp_does_not_divide() -> None:
+    graph = graph_of(Stack(2, 16), 4, 1, 16)
+    op = graph.ops[graph.producers[handed_on(graph)[0]]]
+    with pytest.raises(PinError, match=r"sequence of length 1 .* cannot be split over tp=2"):
+        open_to(graph, op, {"tp": "tp"}, Pins(sequence_parallel=True, tp=2))
+
+
+def test_a_pinned_tensor_is_read_so() -> None:
+    pins = Pins(tensors={"layers.1.up.weight": "[f@tp, h]"})
+    up = linears(GRAPH)[2]
+    assert up.module == "layers.1.up"
+    assert open_to(GRAPH, up, {"tp": "tp"}, pins) == [{"tp": "n"}]
+    assert len(open_to(GRAPH, linears(GRAPH)[0], {"tp": "tp"}, pins)) == 2
+    with pytest.raises(PinError, match="names axis 'cp'"):
+        open_to(GRAPH, up, {"tp": "tp"}, Pins(tensors={"*.up.weight": "[f@cp, h]"}))
+
+
+def test_dims_are_known_by_where_they_come_from() -> None:
+    graph = of_models("llama")
+    assert batch_size(graph) == 4
+    scope = scope_of(graph, Mesh.of(tp=2), {"tp": "tp"}, Pins())
+    logits = next(name for name in graph.outputs if len(graph.values[name].shape) == 3)
+    assert scope.classes.find((logits, 0)) in scope.batch
+    assert scope.classes.find((logits, 1)) in scope.sequence
+    assert scope.classes.find((logits, 2)) not in scope.batch | scope.sequence
+
+
+def test_only_layers_hand_on() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x))
+
+    graph = graph_of(Two(), 4, 8)
+    assert [block.path for block in graph.blocks] == ["a", "b"]
+    assert handed_on(graph) == []
