@@ -101,7 +101,7 @@ def plan_from_dict(data: Mapping[str, Any]) -> Plan:
             schedule=Schedule(
                 data["schedule"]["microbatches"], data["schedule"]["time"], frozenset(data["schedule"]["prologue"])
             ),
-            pipeline=_pipeline(data.get("pipeline")),
+            pipeline=_pipeline(data["pipeline"]),
             precision=data["precision"], optimizer=data["optimizer"], cluster=data["cluster"],
             predicted=_unpack(data["predicted"]), certificate=_unpack(data["certificate"]), notes=tuple(data["notes"]),
         )

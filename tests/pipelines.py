@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.api import autoparallel
@@ -203,3 +207,51 @@ def check_refused(rank: int, name: str, cases: Sequence[tuple[Mapping[str, Any],
         plan = plan_from_dict(data)
         with pytest.raises(PlanError, match=message):
             autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+
+
+def fail_in_a_stage(rank: int, name: str, data: Mapping[str, Any], port: int, results: Any) -> None:
+    """A process of its own whose second stage fails in its first step; the seconds until each other rank hears of it."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+    model, batch = make(name)
+    plan = plan_from_dict(data)
+    parallel = autoparallel(model.train(), init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+    if rank == 1:
+        parallel._engine[0].parts[0].forward = _broken
+    start = time.monotonic()
+    try:
+        parallel(**batch)
+    except Exception as error:
+        results.put((rank, time.monotonic() - start, str(error)))
+        results.close()
+        results.join_thread()
+        os._exit(1)  # as an uncaught error ends a process
+
+
+def _broken(*_: object) -> None:
+    raise ValueError("the device is on fire")
+
+
+def bf16_plan(schedule: str, virtual: int, zero: int) -> Plan:
+    """Llama in bf16 on two stages of two data ranks."""
+    model, batch = make("llama")
+    graph = capture_model(model.train(), (), batch, (), None, "bf16")
+    plan = make_plan(graph, Cluster.parse("cpu:1x2"), Pins(dp=2, tp=1, zero=zero, microbatches=2), precision="bf16")
+    return cut(plan, schedule, 2, virtual)
+
+
+def bf16_losses(rank: int, plans: Mapping[str, Mapping[str, Any]]) -> list[float]:
+    """How far losses are from the fp32 run's, relative, over three steps; gradients are fp32."""
+    torch.set_num_threads(1)
+    model, batch = make("llama")
+    model.train()
+    wanted = train(copy.deepcopy(model), batch, 3)
+    off = []
+    for data in plans.values():
+        plan = plan_from_dict(data)
+        parallel = autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+        parallel(**batch).loss.backward()
+        assert all(parameter.grad.dtype == torch.float32 for parameter in parallel.parameters())
+        parallel.zero_grad()
+        off += [abs(a - b) / b for a, b in zip(train(parallel, batch, 3), wanted, strict=True)]
+    return off

@@ -5,6 +5,7 @@ Every combination is either shown equal here or refused with its reason.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
 from meshwright.cost.schedules import SCHEDULES, SPLIT_BACKWARD, illegal_combination
 from meshwright.plan import Plan, PlanError
@@ -19,12 +21,15 @@ from meshwright.serialize import plan_to_dict
 from tests.pipelines import (
     as_dicts,
     at_blocks,
+    bf16_losses,
+    bf16_plan,
     check,
     check_outputs,
     check_refused,
     check_resumed,
     cut,
     dropout_plan,
+    fail_in_a_stage,
     inner_plan,
     losses_with_dropout,
     pipelined,
@@ -71,6 +76,21 @@ def test_data_parallel(pool: Callable[[int], Any], zero: int) -> None:
         plans |= of("llama", schedules=("1f1b", "interleaved1f1b"), recompute=kind, **how)
     assert len(plans) >= 3
     assert differences(pool, 4, "llama", plans, None, True) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "plans"),
+    [
+        ("convnet", {"updated buffers": {"schedule": "gpipe", "microbatches": 1}}),
+        ("masked_mean", {"an unused weight": {"schedule": "1f1b"}, "split": {"schedule": "zb"}}),
+        ("odd", {"uneven": {"schedule": "1f1b"}}),
+        ("llama", {"one stage a rank": {"schedule": "interleaved1f1b"}, "three": {"schedule": "interleaved1f1b", "virtual": 3},
+                   "two micro-batches": {"schedule": "gpipe", "microbatches": 2}}),
+    ],
+)
+def test_other_cases(pool: Callable[[int], Any], name: str, plans: dict[str, dict[str, Any]]) -> None:
+    """Batch statistics in one micro-batch, weights that nothing reads, uneven shapes, other numbers of stages."""
+    assert differences(pool, 2, name, {what: pipelined(name, pp=2, **how) for what, how in plans.items()}) == []
 
 
 def test_tensor_parallel(pool: Callable[[int], Any]) -> None:
@@ -122,6 +142,12 @@ def test_resumed(pool: Callable[[int], Any], tmp_path: Path) -> None:
     pool(4).run(check_resumed, "gpt2", str(tmp_path / "checkpoint"), as_dicts(plans))
 
 
+def test_bf16(pool: Callable[[int], Any]) -> None:
+    """bf16 compute with fp32 master weights follows the fp32 run to bf16's precision, split backwards too."""
+    plans = as_dicts({s: bf16_plan(s, VIRTUAL[s], zero) for s, zero in (("1f1b", 3), ("zb", 1), ("zbv", 1))})
+    assert max(max(off) for off in pool(4).run(bf16_losses, plans)) < 2.0**-6
+
+
 def test_dropout(pool: Callable[[int], Any]) -> None:
     """Masks depend on the seed and the micro-batch, not on the stage: the losses are those of one rank, call by call."""
     (alone,) = pool(1).run(losses_with_dropout, as_dicts({"alone": dropout_plan(None)}))
@@ -131,6 +157,28 @@ def test_dropout(pool: Callable[[int], Any]) -> None:
     for losses in pool(2).run(losses_with_dropout, as_dicts(plans)):
         for found in losses.values():
             torch.testing.assert_close(torch.tensor(found), torch.tensor([first, second]), rtol=1e-6, atol=0)
+
+
+def test_a_rank_that_fails_fails_all() -> None:
+    """Its peers raise when its process ends, not after gloo's time-out (here 100 seconds)."""
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    data = plan_to_dict(pipelined("gpt2", "1f1b", 2))
+    processes = [context.Process(target=fail_in_a_stage, args=(rank, "gpt2", data, port, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        heard = {rank: (seconds, message) for rank, seconds, message in (results.get(timeout=200) for _ in range(2))}
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert "failed to run forward" in heard[1][1]
+    assert heard[0][0] < 50
+    assert "onnection" in heard[0][1]
 
 
 # refusals

@@ -1,0 +1,119 @@
+"""The cut of a program into stages: what crosses, who stores what, and what is no pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from meshwright.compiler.rules import default_rules
+from meshwright.graph import Graph, Op, Param, Ref, Value
+from meshwright.mesh import Mesh
+from meshwright.passes import cut_stages, rank_program
+from meshwright.passes.verify import verify
+from meshwright.plan import GroupChoice, Pipeline, Plan, PlanError
+from meshwright.program import THREAD, Program
+from meshwright.sharding import parse_sharding
+
+AT = (0, 1, 1, 0)
+
+
+@cache
+def chain() -> Graph:
+    """x -> embedding-like product with a (tied) weight -> three layers -> the same weight again -> loss. ``skip`` is read by
+    the last operators only, ``mask`` is made of an input."""
+    values: dict[str, Value] = {"x": Value("x", (8, 4), torch.float32)}
+    params: list[Param] = []
+    ops: list[Op] = []
+
+    def op(name: str, target: str, *args: object, shape: tuple[int, ...] = (8, 4), gradient: bool = True) -> Ref:
+        ops.append(Op(name, target, args, (), (name,), "", "model.py:1"))
+        values[name] = Value(name, shape, torch.float32, gradient)
+        return Ref(name)
+
+    for name in ("tied", "w1", "w2", "spare"):
+        values[name] = Value(name, (4, 4), torch.float32, True)
+        params.append(Param(name, (f"{name}.weight", "again.weight") if name == "tied" else (f"{name}.weight",), True))
+    mask = op("mask", "aten.relu.default", Ref("x"), gradient=False)
+    h = op("h0", "aten.linear.default", Ref("x"), Ref("tied"))
+    skip = op("skip", "aten.relu.default", h)
+    h = op("h1", "aten.linear.default", h, Ref("w1"))
+    h = op("h2", "aten.linear.default", h, Ref("w2"))
+    h = op("h3", "aten.add.Tensor", h, skip)
+    h = op("h4", "aten.mul.Tensor", h, mask)
+    h = op("h5", "aten.linear.default", h, Ref("tied"))
+    loss = op("loss", "aten.sum.default", h, shape=())
+    return Graph(values, ("x",), tuple(params), tuple(ops), {"loss": loss, "hidden": Ref("h1")}, loss=loss.name)
+
+
+def plan(cuts: tuple[int, ...] = (0, 3, 4, 6, 9), at: tuple[int, ...] = AT, schedule: str = "zbv") -> Plan:
+    graph = chain()
+    split = {op.name: {"dp": "b0" if "linear" in op.target else "dim0"} for op in graph.ops}
+    rows = {name: parse_sharding("[_@dp, _]") for name in ("x",)}
+    mesh = Mesh(("pp", "dp"), (max(at) + 1, 2))
+    return Plan(graph, mesh, split, rows, (GroupChoice("", 1, ("dp",), ("dp",)),), pipeline=Pipeline(schedule, cuts, at))
+
+
+def whole(made: Plan, rank: int) -> Program:
+    rules = default_rules()
+    by_name = {op.name: rules.rule_for(op, made.graph) for op in made.graph.ops}
+    program = rank_program(made, by_name, rank)
+    verify(program, made.graph, by_name)
+    return program
+
+
+def part(made: Plan, rank: int) -> Program:
+    return cut_stages(whole(made, rank), made.pipeline)
+
+
+def test_what_crosses() -> None:
+    """Whatever later stages read goes through every stage between, at local shapes, with its gradient or without."""
+    stages = part(plan(), 0).stages
+    assert stages is not None
+    names = [[value.name for value in values] for values in stages.crossing]
+    assert names == [["mask", "h0", "skip"], ["mask", "skip", "h1"], ["mask", "h3"]]
+    assert [value.shape for value in stages.crossing[0]] == [(4, 4)] * 3
+    assert [value.differentiable for value in stages.crossing[0]] == [False, True, True]
+    assert stages.made == {"h1": 1, part(plan(), 0).loss: 3}
+    assert stages == part(plan(), 3).stages
+
+
+def test_a_prologue_is_made_where_it_is_read() -> None:
+    """Nothing of it crosses; a rank keeps what its stages need."""
+    made = plan()
+    made = replace(made, schedule=replace(made.schedule, prologue=frozenset({"mask"})))
+    first, second = part(made, 0), part(made, 2)
+    assert first.stages is not None
+    assert not any(value.name == "mask" for values in first.stages.crossing for value in values)
+    assert [segment.prologue for segment in first.segments] == [True, False, False]
+    assert not any(segment.prologue for segment in second.segments)
+
+
+def test_who_stores_what() -> None:
+    """What a rank's stages read, and with the first stage what nobody does; a tied weight is stored by all its readers."""
+    found = {rank: {item.value: item.holders for item in part(plan(), rank).stored} for rank in (0, 2)}
+    assert found == {0: {"tied": (0,), "spare": (0,)}, 2: {"w1": (1,), "w2": (1,)}}
+    loop = plan((0, 3, 9), (0, 1), "1f1b")
+    assert {item.value: item.holders for item in part(loop, 2).stored} == {"tied": (0, 1), "w1": (1,), "w2": (1,)}
+
+
+def test_a_thread_where_no_gradient_crosses() -> None:
+    """The backward of a stage starts from what comes back, so something with a gradient always crosses."""
+    stages = part(plan((0, 1, 4, 6, 9)), 0).stages
+    assert stages is not None
+    assert [value.name for value in stages.crossing[0]] == ["mask", THREAD]
+
+
+def test_a_rank_without_weights_is_refused() -> None:
+    """torch's optimizers refuse an empty list, so the cut does."""
+    with pytest.raises(PlanError, match=r"pipeline rank 1 \(stages \[1\]\) would hold no trained weight"):
+        part(plan((0, 8, 9), (0, 1), "gpipe"), 0)
+
+
+def test_without_a_pipeline_nothing_is_cut() -> None:
+    """The program itself."""
+    made = replace(plan(), pipeline=None)
+    program = whole(made, 1)
+    assert cut_stages(program, None) is program
