@@ -15,17 +15,14 @@ from meshwright.plan import Plan
 from meshwright.rule import OpRule
 
 
-def footprint(plan: Plan, rules: Mapping[str, OpRule], state_bytes: float, on_gpu: bool) -> Peak:
-    """Bytes per rank at the worst moment of a training step, of a plan without a pipeline.
-
-    ``on_gpu``: there an optimizer treats plain tensors all at once; DTensors, which every rank of several has, one by one.
-    """
-    return peak(rank_program(plan, rules, 0), state_bytes, foreach=on_gpu and plan.mesh.world == 1)
+def footprint(plan: Plan, rules: Mapping[str, OpRule], state_bytes: float) -> Peak:
+    """Bytes per rank at the worst moment of a training step, of a plan without a pipeline."""
+    return peak(rank_program(plan, rules, 0), state_bytes)
 
 
-def with_footprint(plan: Plan, rules: Mapping[str, OpRule], state_bytes: float, on_gpu: bool) -> Plan:
+def with_footprint(plan: Plan, rules: Mapping[str, OpRule], state_bytes: float) -> Plan:
     """The plan, predicted to need what its program needs; a plan with a pipeline as it is."""
     if plan.pipeline is not None:
         return plan
-    found = footprint(plan, rules, state_bytes, on_gpu)
+    found = footprint(plan, rules, state_bytes)
     return replace(plan, predicted={**plan.predicted, "bytes_per_rank": found.bytes, "bytes": dict(found.kinds)})

@@ -227,7 +227,7 @@ class _Search:
             predicted=predicted(self.graph, self.cluster, chain, solution, self.precision, schedule.microbatches),
             certificate={"objective": solution.time, "bound": solution.bound, "gap": solution.gap, "status": solution.status},
         )
-        return with_footprint(plan, self.rules, self.state_bytes, self.cluster.device.name != "cpu")
+        return with_footprint(plan, self.rules, self.state_bytes)
 
     def _scope(self, layout: Layout, pins: Pins, microbatches: int) -> Scope:
         graph, classes = self.graph, self.classes

@@ -10,19 +10,33 @@ Edges price the reshard between what is made and what is read, forward and backw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshwright.compiler.activations import operand_shapes, saved_by
+from meshwright.compiler.activations import Shape, operand_shapes, saved_by
 from meshwright.compiler.chain import BlockModel, Edge
 from meshwright.compiler.choices import Scope, choices
-from meshwright.compiler.costs import BACKWARD, FORWARD, RESOURCES, SAVED, SEND, SEND_BACK, Unit, Variant, local_shapes
+from meshwright.compiler.costs import (
+    BACKWARD,
+    FORWARD,
+    RESOURCES,
+    SAVED,
+    SEND,
+    SEND_BACK,
+    TRANSIENT,
+    Unit,
+    Variant,
+    local_shapes,
+)
 from meshwright.compiler.elimination import prune
 from meshwright.compiler.positions import Place, Position, operands, results
 from meshwright.compiler.tables import Array, ResourceTables
 from meshwright.cost.compute import Fused
+from meshwright.cost.memory import extra_saved_bytes
+from meshwright.cost.operators import operator
 from meshwright.graph import Op
 from meshwright.plan import Schedule
 from meshwright.rule import OpRule, Placed, place
@@ -121,9 +135,24 @@ class Builder:
             seconds = (*self.costs.op(op, *local, self.graph, self.fused[op.name]), *self.costs.internal(rule, assignment))
             row[[FORWARD, BACKWARD, SEND, SEND_BACK]] = np.array(seconds) * times
             row[SAVED] = sum(self.tables.bytes(op.outputs[index], where.results[index]) for index in saved)
+            row[SAVED] += self._beside(op, differentiable, *local)
+            row[TRANSIENT] = self._space(op, local[0])
         model.add(unary)
         model.op_choices.append(found)
         model.placed.append(placed)
+
+    def _beside(self, op: Op, needs: Sequence[bool], operands: Sequence[Shape], results: Sequence[Shape]) -> int:
+        """Bytes that autograd keeps beside operands and results: masks, statistics."""
+        if not any(self.graph.values[name].differentiable for name in op.outputs):
+            return 0
+        return extra_saved_bytes(op.target, operands, results, self.graph.values[op.inputs[0]].dtype, op.args, needs=needs)
+
+    def _space(self, op: Op, operands: Sequence[Shape]) -> int:
+        """Bytes of the gradient of a loss's logits, which is as large as anything: in fp32, and in their own dtype."""
+        if operator(op.target).kind != "loss" or not operands:
+            return 0
+        itemsize = self.graph.values[op.inputs[0]].dtype.itemsize
+        return math.prod(operands[0]) * (max(4, itemsize) + (itemsize if itemsize < 4 else 0))
 
     def _leaves_whole(self, op: Op, where: Placed) -> bool:
         pairs = zip(op.outputs, where.results, strict=True)
@@ -178,11 +207,13 @@ class Builder:
         model.edges.append(Edge(i, j, table, np.array([rows[s] for s in have]), np.array([cols[s] for s in want])))
 
     def _output(self, model: Model, name: str, made: Place) -> None:
-        """An output of the model: its pending sums are completed."""
+        """An output of the model: its pending sums are completed, and it is held for the caller, of every micro-batch."""
+        held = self.schedule.microbatches - (name in self.tables.saved.values)
         for row, placed in zip(model.unary[made[0]], model.placed[made[0]], strict=True):
             state = placed.results[made[1]]
             seconds = self.costs.collective("all_reduce", tuple(sorted(state.partial)), self.tables.bytes(name, state))
             row[SEND] += seconds * self.schedule.microbatches
+            row[SAVED] += self.tables.bytes(name, state) * held
 
     # parameters
 

@@ -105,7 +105,7 @@ class Costs:
         """Seconds (forward, backward) of one call on LOCAL shapes; ``fused``: what its fused kernel reads and writes."""
         dtype = graph.values[op.outputs[0]].dtype
         needs = tuple(graph.values[name].differentiable for name in op.inputs)
-        literals = tuple(arg for arg in op.args if isinstance(arg, bool | int | float))
+        literals = tuple((at, arg) for at, arg in (*enumerate(op.args), *op.kwargs) if isinstance(arg, bool | int | float))
         key = (op.target, tuple(operands), tuple(results), dtype, literals, needs, fused)
         if key not in self._op:
             self._op[key] = compute.seconds(
@@ -204,7 +204,8 @@ class Costs:
 
         While a block's backward runs there are its gradient in the compute dtype and the fp32 buffer that the block behind it
         is still reducing (or its own, once the gradient is in it); under ZeRO-3 also its gathered parameters, until they are
-        freed, and those of the block ahead. The root's parameters and gradients are whole while any block runs.
+        freed, and those of the block ahead. The root's parameters and gradients are whole while any block runs. With one
+        micro-batch a gradient at rest takes the place of the gathered parameters that are freed with it.
         """
         master, cast = numel * _CAST_BYTES, numel * self.itemsize
         vector[PARAMETERS] = vector[GRADIENTS] = master / parts
@@ -215,8 +216,10 @@ class Costs:
             running = cast + cast * unit.ahead + cast + master * unit.behind
             vector[TRANSIENT] = max(running, cast * unit.ahead + cast + master)
             return
-        if variant.zero or self.itemsize < _CAST_BYTES:
+        if variant.data_axes or self.itemsize < _CAST_BYTES:  # FSDP2 gathers a copy whatever the level
             vector[PARAMETERS] += cast
+        if variant.data_axes and self.microbatches == 1:
+            vector[GRADIENTS] = 0.0 if unit.root else max(0.0, vector[GRADIENTS] - cast)
         if variant.data_axes and unit.root:
             vector[GRADIENTS] += cast
             vector[TRANSIENT] = master

@@ -197,11 +197,23 @@ class Problem:
 
 
 def totals(chain: Chain, solution: Solution) -> Array:
-    """Resources [positions, K] of a solution."""
+    """Resources [positions, K] of a solution; positions of one kind with the same choices are added up once."""
+    known: dict[object, Array] = {}
     rows = []
-    for kind, variant, choices in zip(chain.sequence, solution.variants, solution.choices, strict=True):
-        rows.append(chain.kinds[kind].variants[variant].cost(choices))
+    for key in zip(chain.sequence, solution.variants, map(tuple, solution.choices), strict=True):
+        if key not in known:
+            kind, variant, choices = key
+            known[key] = chain.kinds[kind].variants[variant].cost(choices)
+        rows.append(known[key])
     return np.array(rows)
+
+
+def price(chain: Chain, solution: Solution) -> tuple[float, float]:
+    """(seconds, bytes) of one layout of a graph whose chain is built, in the solver's own measure."""
+    resources = totals(chain, solution)
+    seconds = chain.fixed_time + float((resources @ chain.time_rows.T).max(axis=1).sum())
+    bytes_ = chain.fixed_bytes + float((resources @ chain.bytes_row).sum() + (resources @ chain.transient_row).max())
+    return seconds, bytes_
 
 
 def _group(path: str, variant: Variant) -> GroupChoice:

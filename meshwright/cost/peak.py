@@ -43,10 +43,10 @@ class Peak:
     kinds: Mapping[str, float]
 
 
-def peak(program: Program, state_bytes: float, foreach: bool = False) -> Peak:
-    """Of a steady training step of this rank's program. ``state_bytes``: optimizer state per parameter; ``foreach``: whether
-    the optimizer treats all tensors at once (torch's default for plain tensors on a GPU) instead of one after the other."""
-    return _Step(program, state_bytes, foreach).run()
+def peak(program: Program, state_bytes: float) -> Peak:
+    """Of a steady training step of this rank's program. ``state_bytes``: optimizer state per parameter; torch's optimizers
+    treat DTensors one after the other, so their temporaries are those of the largest."""
+    return _Step(program, state_bytes).run()
 
 
 @dataclass
@@ -71,8 +71,8 @@ class _Unit:
 
 
 class _Step:
-    def __init__(self, program: Program, state_bytes: float, foreach: bool) -> None:
-        self.program, self.mesh, self.foreach = program, program.mesh, foreach
+    def __init__(self, program: Program, state_bytes: float) -> None:
+        self.program, self.mesh = program, program.mesh
         self.main = [segment for segment in program.segments if not segment.prologue]
         held = [stored.value for stored in program.stored]
         self.scripts = [script_of(segment.graph, held) for segment in self.main]
@@ -83,10 +83,10 @@ class _Step:
         self.reducing: Storage | None = None
         self.gathering: Storage | None = None
         trainable = [self._rest(s) for s in program.stored if s.trainable]
-        self.largest, self.all = max(trainable, default=0.0), sum(trainable)
+        self.largest = max(trainable, default=0.0)
         self.heap = Heap({
             "parameters": sum(self._rest(s) * self._rest_itemsize(s) for s in program.stored),
-            "optimizer": self.all * state_bytes,
+            "optimizer": sum(trainable) * state_bytes,
             "inputs": float(sum(_bytes(port.shape, port.dtype) for port in program.inputs)),
         })
 
@@ -137,12 +137,9 @@ class _Step:
             if count > 1 and last:
                 for storage in outputs:
                     self.heap.space(storage.bytes)  # joined
-        gradients = [unit.piece for unit in self.units.values() if unit is not None and unit.piece is not None]
         for storage in outputs:
             self.heap.drop(storage)
-        # square roots and their quotients
-        self.heap.space(2 * 4 * self.largest if not self.foreach else 4 * self.all)
-        assert gradients or self.loose or not self.all
+        self.heap.space(2 * 4 * self.largest)  # a square root and its quotient
         return Peak(self.heap.peak, self.heap.at_peak)
 
     def _prologue(self, env: dict[str, Storage]) -> None:
@@ -162,7 +159,7 @@ class _Step:
         readers = _last_reads(self.main, leaving)
         self._gather(self.units[-1])
         casts = [self._cast(-1)]
-        tapes: list[tuple[Tape, Storage]] = []
+        tapes: list[Tape] = []
         for index, (segment, script) in enumerate(zip(self.main, self.scripts, strict=True)):
             unit = self.units[index]
             self._gather(unit)
@@ -171,14 +168,15 @@ class _Step:
             if segment.recompute == "none":
                 casts.append(hold(cast))
             self.heap.drop(cast)
-            tapes.append((tape, cast))
+            tapes.append(tape)
             env.update(made)
             for name in readers[index]:
                 if name in env:
                     self.heap.drop(env.pop(name))
             if unit is not None and unit.frees:
                 self._free(unit)
-        self._settle()
+        self._done(self.gathering)
+        self.gathering = None
         grads: dict[str, Storage] = {}
         if self.program.loss is not None:
             grads[self.program.loss] = self.heap.new(4.0, WORK)
@@ -188,7 +186,7 @@ class _Step:
             if unit is not None and unit.frees:
                 self._gather(unit, forward=False)
                 self._prefetch(index)
-            self._backward(index, tapes[index][0], grads)
+            self._backward(index, tapes[index], grads)
             if unit is not None:
                 self._reduce(unit, last)
             if self.main[index].recompute == "none":
@@ -199,7 +197,8 @@ class _Step:
         if self.units[-1] is not None:
             self._reduce(self.units[-1], last)
         if last:
-            self._settle()
+            self._done(self.reducing)
+            self.reducing = None
         return [env.pop(name) for name in leaving if name in env and name not in self.stored]
 
     def _backward(self, index: int, tape: Tape, grads: dict[str, Storage]) -> None:
@@ -236,12 +235,13 @@ class _Step:
         if unit.shards > 1:
             incoming = unit.incoming or self._start(unit)
             unit.incoming = None
-            if forward and self.gathering is not None:
-                self.heap.drop(self.gathering)
+            if forward:
+                self._done(self.gathering)
             unit.whole = self.heap.new(size, GATHERED)
-            self.gathering = incoming if forward else None
-            if not forward:
-                self.heap.drop(incoming)
+            if forward:
+                self.gathering = incoming
+            else:
+                self._done(incoming)
         else:
             unit.whole = self.heap.new(size, GATHERED)
 
@@ -263,12 +263,10 @@ class _Step:
             self.heap.drop(unit.whole)
             unit.whole = None
 
-    def _settle(self) -> None:
-        """No collective is under way."""
-        for storage in (self.gathering, self.reducing):
-            if storage is not None:
-                self.heap.drop(storage)
-        self.gathering = self.reducing = None
+    def _done(self, buffer: Storage | None) -> None:
+        """A collective's buffer is let go."""
+        if buffer is not None:
+            self.heap.drop(buffer)
 
     def _reduce(self, unit: _Unit, last: bool) -> None:
         """After a unit's backward: its gradients reduced, or kept whole for a later micro-batch."""
@@ -279,8 +277,7 @@ class _Step:
                 if storage.bytes and unit.itemsize < _REDUCED and storage.kind == GRADIENTS:
                     self._widen(unit, storage)
             return
-        if self.reducing is not None:
-            self.heap.drop(self.reducing)
+        self._done(self.reducing)
         self.reducing = self.heap.new(unit.elements * _REDUCED, WORK)
         for storage in unit.weights.values():
             self.heap.drop(storage)

@@ -80,7 +80,13 @@ class _Lowering:
         mutations = tuple((old, self._mutation(old, new)) for old, new in self.graph.mutations)
         in_order = sorted(self.drafts, key=lambda draft: draft.stage)  # what completes a stage's outputs was drafted last
         drafts = [draft for draft in (self.prologue, *in_order) if draft.ops]
-        segments = tuple(self._segment(draft, drafts, outputs, mutations) for draft in drafts)
+        leaving = {port.name for port in outputs} | {new for _, new in mutations}
+        readers: dict[str, set[int]] = {name: {-1} for name in leaving}
+        for number, draft in enumerate(drafts):
+            for op in draft.ops:
+                for name in op.inputs:
+                    readers.setdefault(name, set()).add(number)
+        segments = tuple(self._segment(number, draft, readers) for number, draft in enumerate(drafts))
         used = {name for segment in segments for name in segment.graph.inputs} | {port.name for port in outputs}
         ports = tuple(self.ports.values())
         dtype = torch.bfloat16 if self.plan.precision == "bf16" else None
@@ -333,15 +339,12 @@ class _Lowering:
         draft = self.prologue if self.home[new] is self.prologue else self._last(self.home[new].stage)
         return self._form(new, self.stored[old].tensor, draft)
 
-    def _segment(
-        self, draft: _Draft, drafts: list[_Draft], outputs: tuple[Port, ...], mutations: tuple[tuple[str, str], ...]
-    ) -> Segment:
+    def _segment(self, number: int, draft: _Draft, readers: Mapping[str, set[int]]) -> Segment:
+        """``readers``: the drafts that read each value; -1 where it leaves the program."""
         inside = {name for op in draft.ops for name in op.outputs}
         read = list(dict.fromkeys(name for op in draft.ops for name in op.inputs if name not in inside))
         owned = [name for name in read if name in self.stored and self._owned_by(name, draft)]
-        later = {name for other in drafts if other is not draft for op in other.ops for name in op.inputs}
-        later |= {port.name for port in outputs} | {new for _, new in mutations}
-        leaves = [name for op in draft.ops for name in op.outputs if name in later]
+        leaves = [name for op in draft.ops for name in op.outputs if readers.get(name, set()) - {number}]
         params = {param.value: param for param in self.graph.params}
         group = self.plan.groups[draft.block if draft.block >= 0 else -1]
         values = {name: self.values[name] for name in (*read, *(n for op in draft.ops for n in op.outputs)) if name != SEED}
