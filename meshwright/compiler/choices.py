@@ -63,6 +63,9 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     found = _forced(found, kinds["batch"], scope, "dp") if on_gradient else found
     if weights:
         found = _forced(found, weights, scope, "tp")
+    elif scope.pins.sequence_parallel and on_gradient and kinds["sequence"] & set(rule.splittable):
+        # nothing with a sequence dim is computed over again on every tensor-parallel rank
+        found = _forced(found, set(rule.splittable) - kinds["batch"], scope, "tp")
     if scope.pins.sequence_parallel:
         found = _sequence_between_blocks(op, rule, found, scope)
     return _pinned_tensors(op, rule, found, scope)
@@ -134,9 +137,9 @@ def _sequence_between_blocks(op: Op, rule: OpRule, found: list[dict[str, str]], 
     """Sequence parallelism pinned: what blocks hand on is split over tp along the sequence."""
     axes = [axis for axis in scope.mesh.axes if scope.roles[axis] == "tp"]
     for name, dims in zip(op.outputs, rule.results, strict=True):
-        if name not in scope.handed_on or len(dims) < 3 or not axes:
-            continue
-        kept = [a for a in found if all(dims[1] is not None and a.get(axis) == dims[1] for axis in axes)]
+        if name not in scope.handed_on or len(dims) < 3 or not axes or dims[1] is None:
+            continue  # a sequence that the operator itself keeps whole is split where it is read next
+        kept = [a for a in found if all(a.get(axis) == dims[1] for axis in axes)]
         if not kept:
             shape = scope.graph.values[name].shape
             raise PinError(
