@@ -203,7 +203,7 @@ def totals(chain: Chain, solution: Solution) -> Array:
     for key in zip(chain.sequence, solution.variants, map(tuple, solution.choices), strict=True):
         if key not in known:
             kind, variant, choices = key
-            known[key] = chain.kinds[kind].variants[variant].cost(choices)
+            known[key] = chain.kinds[kind].variants[variant].cost(choices) + chain.kinds[kind].variant_costs[variant]
         rows.append(known[key])
     return np.array(rows)
 

@@ -1,0 +1,78 @@
+"""Pricing one layout again, and the replay of memory on programs small enough to count by hand."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.compiler.chain import Chain, Kind, Solution, evaluate
+from meshwright.compiler.problem import price
+from meshwright.compiler.solve import solve
+from meshwright.cost.replay import ACTIVATIONS, Heap, backward, forward, hold, script_of
+from meshwright.graph import Graph, Op, Ref, Value
+from tests.chains import RESOURCES, random_block, random_chain
+
+
+def test_a_price_is_what_the_solver_says() -> None:
+    for seed in range(5):
+        chain = random_chain(seed, rows=3, transient=True)
+        solution = solve(chain)
+        assert price(chain, solution) == pytest.approx((solution.time, solution.bytes_ + solution.transient))
+
+
+def test_a_layout_of_126_layers_takes_under_5_ms() -> None:
+    rng = np.random.default_rng(0)
+    block = random_block(rng, (2,) * 70)
+    chain = Chain((Kind((block,), (np.zeros(RESOURCES),)),), (0,) * 126, (), np.ones((1, RESOURCES)), np.ones(RESOURCES),
+                  np.zeros(RESOURCES))
+    choices = ((0,) * 70,) * 126
+    seconds, bytes_, transient = evaluate(chain, (0,) * 126, choices)
+    solution = Solution((0,) * 126, choices, seconds, bytes_, transient, seconds, 0.0, 0, 0, "optimal")
+    assert price(chain, solution) == pytest.approx((seconds, bytes_ + transient))
+    took = []
+    for _ in range(10):
+        start = time.perf_counter()
+        price(chain, solution)
+        took.append(time.perf_counter() - start)
+    assert min(took) < 5e-3
+
+
+def two_products() -> Graph:
+    """y = (x * x) * w, all of 1 KiB but w, which is stored elsewhere."""
+    values = {name: Value(name, (256,), torch.float32, True) for name in ("x", "w", "h", "y")}
+    ops = (
+        Op("h", "aten.mul.Tensor", (Ref("x"), Ref("x")), (), ("h",)),
+        Op("y", "aten.mul.Tensor", (Ref("h"), Ref("w")), (), ("y",)),
+    )
+    return Graph(values, ("x", "w"), (), ops, (Ref("y"),))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_storages_of_a_segment(recompute: str) -> None:
+    heap = Heap({})
+    x = heap.new(1024.0, ACTIVATIONS)
+    script = script_of(two_products(), ["w"])
+    tape, made = forward(script, heap, {"x": x}, recompute)
+    # x for the first product; h for the gradient of w, which recomputation makes again; y for the caller
+    assert heap.total == {"none": 3, "full": 2}[recompute] * 1024
+    gradients, weights = {"y": heap.new(1024.0, "transient")}, {}
+    backward(tape, heap, gradients, weights)
+    assert set(weights) == {"w"}
+    assert set(gradients) == {"x"}
+    heap.drop(made["y"])
+    assert heap.total == 3 * 1024  # x and the two gradients
+    # x, y, the gradients of y, h and w, and h, which goes when its reader's backward is done
+    assert heap.peak == 6 * 1024
+
+
+def test_a_storage_lives_as_long_as_it_is_held() -> None:
+    heap = Heap({"parameters": 10.0})
+    storage = hold(heap.new(5.0, ACTIVATIONS))
+    heap.drop(storage)
+    assert heap.total == 15
+    heap.drop(storage)
+    assert heap.total == 10
+    assert (heap.peak, heap.at_peak) == (15, {"parameters": 10.0, ACTIVATIONS: 5.0})
