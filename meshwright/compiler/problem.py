@@ -90,6 +90,10 @@ class Problem:
         """The model of a position; positions that are alike have the same."""
         return self._models[self._serves[number]]
 
+    def serves(self, number: int) -> int:
+        """The position whose model a position has."""
+        return self._serves[number]
+
     def with_variants(self, block_variants: Sequence[Variant]) -> Problem:
         """The same problem with other ways to keep the blocks; models and tables are shared."""
         other = copy(self)

@@ -13,8 +13,10 @@ Of crossings the cheapest are assumed, transients are left out, both are relaxat
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
 from meshwright.compiler.intervals import Intervals
@@ -44,31 +46,22 @@ def fractional_bound(units: Intervals, table: Table, capacity: np.ndarray) -> fl
     """Seconds that no run can beat whatever the cut; inf if not even divided units fit. ``capacity``: bytes [pp]."""
     classes, first, members = _classes(units)
     shape = (table.stages, len(members), units.ways)
-    model = mathopt.Model()
-    x = [model.add_variable(lb=0.0, ub=float(members[c])) for _, c, _ in np.ndindex(shape)]
-    index = np.arange(len(x)).reshape(shape)
-    step = model.add_variable(lb=0.0)
-
-    def total(weights: np.ndarray) -> mathopt.LinearSum:
-        flat = weights.ravel()
-        return mathopt.LinearSum(flat[v] * x[v] for v in np.flatnonzero(flat).tolist())
-
-    def ones(*chosen: np.ndarray) -> np.ndarray:
-        mask = np.zeros(shape)
-        for indices in chosen:
-            mask.ravel()[indices.ravel()] = 1.0
-        return mask
-
+    count = int(np.prod(shape))
+    rows = _Rows(count + 3 * table.stages)
     for c, n in enumerate(members.tolist()):
-        model.add_linear_constraint(total(ones(index[:, c])) == float(n))
+        rows.add(_marked(shape, np.s_[:, c]), float(n), float(n))
     for s in range(table.stages):
-        model.add_linear_constraint(total(ones(index[s])) >= 1.0)
+        rows.add(_marked(shape, np.s_[s]), 1.0, math.inf)
     for stage, unit in ((0, 0), (-1, units.count - 1)):
-        model.add_linear_constraint(total(ones(index[stage, first[unit]])) >= 1.0)
+        rows.add(_marked(shape, np.s_[stage, first[unit]]), 1.0, math.inf)
     unit_seconds = float(classes[:3].max()) or 1.0
+    seconds = classes[:3] / unit_seconds
+    for s, k in np.ndindex(table.stages, 3):  # every stage's three sums are variables too: the rows of time stay short
+        own_seconds = np.zeros(shape)
+        own_seconds[s] = seconds[k]
+        rows.add(np.append(own_seconds, -np.eye(3 * table.stages)[3 * s + k]), 0.0, 0.0)
     for coefficients, constant in _time_rows(units, table):
-        weights = np.einsum("sk,kco->sco", coefficients, classes[:3]) / unit_seconds
-        model.add_linear_constraint(step >= total(weights) + constant / unit_seconds)
+        rows.add(np.append(np.zeros(count), coefficients), -math.inf, -constant / unit_seconds, step=-1.0)
     for rank in range(table.pp):
         own = list(table.stages_of(rank))
         counts = table.in_flight[rank]
@@ -76,12 +69,56 @@ def fractional_bound(units: Intervals, table: Table, capacity: np.ndarray) -> fl
             held = np.zeros(shape)
             held[own] = classes[3] + full[:, None, None] * classes[4] + half[:, None, None] * classes[5]
             if (held.max(axis=(0, 2)) * members).sum() > capacity[rank]:
-                model.add_linear_constraint(total(held / capacity[rank]) <= 1.0)
-    model.minimize(step)
-    result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(threads=1))
+                rows.add(held / capacity[rank], -math.inf, 1.0)
+    upper = np.append(np.broadcast_to(members[None, :, None], shape).ravel().astype(float), np.full(3 * table.stages, math.inf))
+    result = mathopt.solve(rows.model(upper), mathopt.SolverType.GLOP, params=mathopt.SolveParameters(threads=1))
     if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
         return math.inf
     return max(0.0, float(result.dual_bound())) * unit_seconds * (1 - 1e-6)
+
+
+def _marked(shape: tuple[int, ...], where: Any) -> np.ndarray:
+    mask = np.zeros(shape)
+    mask[where] = 1.0
+    return mask
+
+
+class _Rows:
+    """A linear program row by row: minimize the last of ``variables`` + 1 variables, the step. Written as a proto: building it
+    through the modelling classes takes longer than solving it."""
+
+    def __init__(self, variables: int) -> None:
+        self.step = variables
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+        self.parts: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def add(self, weights: np.ndarray, lower: float, upper: float, step: float = 0.0) -> None:
+        flat = np.zeros(self.step + 1)
+        flat[: weights.size], flat[-1] = weights.ravel(), step
+        columns = np.flatnonzero(flat)
+        self.parts.append((columns, flat[columns]))
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+    def model(self, bounds: np.ndarray) -> mathopt.Model:
+        """``bounds``: the largest value of every variable but the step."""
+        proto, count = model_pb2.ModelProto(), self.step + 1
+        proto.variables.ids.extend(range(count))
+        proto.variables.lower_bounds.extend([0.0] * count)
+        proto.variables.upper_bounds.extend([*bounds.tolist(), math.inf])
+        proto.variables.integers.extend([False] * count)
+        proto.linear_constraints.ids.extend(range(len(self.parts)))
+        proto.linear_constraints.lower_bounds.extend(self.lower)
+        proto.linear_constraints.upper_bounds.extend(self.upper)
+        matrix = proto.linear_constraint_matrix
+        for row, (columns, values) in enumerate(self.parts):
+            matrix.row_ids.extend([row] * len(columns))
+            matrix.column_ids.extend(columns.tolist())
+            matrix.coefficients.extend(values.tolist())
+        proto.objective.linear_coefficients.ids.append(self.step)
+        proto.objective.linear_coefficients.values.append(1.0)
+        return mathopt.Model.from_model_proto(proto)
 
 
 def _classes(units: Intervals) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

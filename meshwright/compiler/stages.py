@@ -96,34 +96,59 @@ def cut(
     options: Sequence[Sequence[Unit]] = (),
     overlap: bool = True,
     table: Table | None = None,
+    bound: float = 0.0,
 ) -> Cuts:
     """The best cut of ``units`` for a schedule.
 
     ``capacity``: bytes per rank, one number or one per rank. ``options``: further ways to run the same units (recomputation,
     ZeRO: other seconds and bytes, the same boundaries), of which every stage takes one; option 0 is ``units`` itself.
-    ``overlap``: see ``simulate``. ``table``: the schedule's table, if there already is one. Raises ScheduleError for a setting
+    ``overlap``: see ``simulate``. ``table``: the schedule's table, if there already is one. ``bound``: seconds from
+    ``step_bound``, if known (else it is computed where it is needed). Raises ScheduleError for a setting
     that torch refuses, StageError if there are fewer units than stages or no cut found fits (which stage, by how much).
 
     >>> blocks = [Unit(f"block {i}", 1.0, 1.0, 1.0) for i in range(7)]
     >>> cut([Unit("embedding", 0.5, 0.5, 0.5), *blocks, Unit("head", 1.0, 1.0, 1.0)], 4, 1, "1f1b", 16).sizes
     (3, 2, 2, 2)
     """
-    ways = (tuple(units), *map(tuple, options))
+    table = table or schedule_table(schedule, pp, virtual_stages, microbatches)
+    problem = _problem((tuple(units), *map(tuple, options)), table, virtual_stages, capacity, overlap)
+    found = _all_cuts(problem) if _count(problem) <= _EXHAUSTIVE else _search(problem, bound)
+    return _result(problem, found)
+
+
+def step_bound(
+    units: Sequence[Unit],
+    virtual_stages: int,
+    table: Table,
+    capacity: float | Sequence[float] = math.inf,
+    *,
+    options: Sequence[Sequence[Unit]] = (),
+) -> float:
+    """Seconds that no cut of ``units`` can beat (arguments as in ``cut``); inf where it is proven that none fits. Takes a
+    fraction of the time of a cut. Raises StageError if there are fewer units than stages.
+    """
+    problem = _problem((tuple(units), *map(tuple, options)), table, virtual_stages, capacity, True)
+    if virtual_stages == 1:
+        return smallest_bottleneck(_stage_matrices(problem)[0])
+    return _several_bound(problem)
+
+
+def _problem(
+    ways: tuple[tuple[Unit, ...], ...], table: Table, virtual_stages: int, capacity: float | Sequence[float], overlap: bool
+) -> _Problem:
+    units = ways[0]
     if len({len(way) for way in ways}) != 1:
         raise StageError(f"every option must list the same {len(units)} units, got {[len(way) for way in ways[1:]]}")
-    table = table or schedule_table(schedule, pp, virtual_stages, microbatches)
     positions = [0, *(i + 1 for i, u in enumerate(units[:-1]) if math.isfinite(u.value + u.gradient)), len(units)]
     if table.stages > len(positions) - 1:
         raise StageError(
-            f"{schedule} with pp={pp} and virtual_stages={virtual_stages} needs {table.stages} stages, but the model has "
-            f"{len(positions) - 1} units to cut between; use fewer stages, at most {len(positions) - 1}"
+            f"{table.name} with pp={table.pp} and virtual_stages={virtual_stages} needs {table.stages} stages, but the model "
+            f"has {len(positions) - 1} units to cut between; use fewer stages, at most {len(positions) - 1}"
         )
-    room = np.broadcast_to(np.asarray(capacity, dtype=np.float64), (pp,))
+    room = np.broadcast_to(np.asarray(capacity, dtype=np.float64), (table.pp,))
     if not (room > 0).all():
         raise StageError(f"capacity must be bytes greater than 0 on every rank, got {capacity}")
-    problem = _Problem(table, virtual_stages, Intervals.of(ways, positions), room, overlap, tuple(positions))
-    found = _all_cuts(problem) if _count(problem) <= _EXHAUSTIVE else _search(problem)
-    return _result(problem, found)
+    return _Problem(table, virtual_stages, Intervals.of(ways, positions), room, overlap, tuple(positions))
 
 
 @dataclass(frozen=True)
@@ -227,7 +252,14 @@ def _all_cuts(problem: _Problem) -> _Found:
 # ------------------------------------------------------------------------------------------------------------- search
 
 
-def _search(problem: _Problem) -> _Found:
+def _several_bound(problem: _Problem) -> float:
+    """The bound with several stages a rank."""
+    table, units = problem.table, problem.units
+    packed = packing_bound(units, table.name, table.pp, table.microbatches)
+    return max(packed, fractional_bound(units, table, problem.capacity))
+
+
+def _search(problem: _Problem, known: float = 0.0) -> _Found:
     table, units = problem.table, problem.units
     costs, best_option = _stage_matrices(problem)
     top = smallest_bottleneck(costs)
@@ -238,8 +270,7 @@ def _search(problem: _Problem) -> _Found:
         cuts = np.unique([narrow_cuts(costs, top * (1 + slack)) for slack in _SLACK], axis=0)
         options = np.array([[o[i, j] for o, i, j in zip(best_option, c[:-1], c[1:], strict=True)] for c in cuts])
     else:
-        bound = packing_bound(units, table.name, table.pp, table.microbatches)
-        bound = max(bound, fractional_bound(units, table, problem.capacity))
+        bound = known or _several_bound(problem)
         if not math.isfinite(bound):
             raise _too_much(problem)
         even = np.linspace(0, units.count, table.stages + 1).astype(np.int64)
@@ -288,42 +319,52 @@ def _refine(problem: _Problem, cuts: np.ndarray, options: np.ndarray, bound: flo
 
 def _neighbours(problem: _Problem, cuts: np.ndarray, options: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """One unit from stage a to stage b, everything between shifted; or one stage to another option."""
-    stages = len(options)
-    # Boundary k (between stages k - 1 and k) moves down where a < k <= b, up where b < k <= a.
-    a, b, k = np.ogrid[:stages, :stages, : stages + 1]
-    shift = ((b < k) & (k <= a)).astype(int) - ((a < k) & (k <= b)).astype(int)
-    moved = cuts + shift.reshape(-1, stages + 1)
-    moved = moved[(np.diff(moved, axis=1) > 0).all(axis=1) & (moved != cuts).any(axis=1)]
-    flips = np.array(
-        [
-            [*options[:s], way, *options[s + 1 :]]
-            for s in range(stages)
-            for way in range(problem.units.ways)
-            if way != options[s]
-        ],
-        dtype=np.int64,
-    ).reshape(-1, stages)
+    moved, flips = _moves(cuts, np.arange(len(options))), _flips(problem, options)
     both = np.concatenate([moved, np.tile(cuts, (len(flips), 1))])
     return both, np.concatenate([np.tile(options, (len(moved), 1)), flips])
 
 
+def _moves(cuts: np.ndarray, sources: np.ndarray) -> np.ndarray:
+    """Boundaries [K, S + 1] with one unit of a source stage moved to another stage."""
+    stages = len(cuts) - 1
+    # Boundary k (between stages k - 1 and k) moves down where a < k <= b, up where b < k <= a.
+    a, b, k = sources[:, None, None], np.arange(stages)[None, :, None], np.arange(stages + 1)[None, None, :]
+    shift = ((b < k) & (k <= a)).astype(int) - ((a < k) & (k <= b)).astype(int)
+    moved = cuts + shift.reshape(-1, stages + 1)
+    return np.asarray(moved[(np.diff(moved, axis=1) > 0).all(axis=1) & (moved != cuts).any(axis=1)])
+
+
+def _flips(problem: _Problem, options: np.ndarray) -> np.ndarray:
+    """Options [K, S] with one stage changed."""
+    rows = [
+        [*options[:s], way, *options[s + 1 :]]
+        for s in range(len(options)) for way in range(problem.units.ways) if way != options[s]
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, len(options))
+
+
 def _make_fit(problem: _Problem, cuts: np.ndarray, options: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Follows the neighbours that overflow less until all fits or none does; options change before units move, and of those
-    changes first the one that frees the most bytes per second it adds."""
+    """Follows the neighbours that overflow less until all fits or none does; options change before units leave a rank that
+    overflows, and of those changes first the one that frees the most bytes per second it adds."""
     excess = float(problem.excess(cuts[None], options[None])[0])
     while excess > 0:
-        moved, ways = _neighbours(problem, cuts, options)
-        flips = (moved == cuts).all(axis=1)
-        for some in (flips, ~flips):
-            if not some.any():
+        for flip in (True, False):
+            if flip:
+                ways = _flips(problem, options)
+                moved = np.tile(cuts, (len(ways), 1))
+            else:
+                over = problem.memory(cuts[None], options[None])[:, 0] > problem.capacity
+                moved = _moves(cuts, np.flatnonzero(over[list(problem.table.stage_rank)]))
+                ways = np.tile(options, (len(moved), 1))
+            if not len(ways):
                 continue
-            left = problem.excess(moved[some], ways[some])
-            stage = problem.units.sums(moved[some], ways[some])[:3].sum(axis=(0, 1))
+            left = problem.excess(moved, ways)
+            stage = problem.units.sums(moved, ways)[:3].sum(axis=(0, 1))
             added = np.maximum(stage - problem.units.sums(cuts[None], options[None])[:3].sum(), 1e-12 * stage)
             gain = np.where(left < excess, (excess - left) / added, -1.0)
             if gain.max() > 0:
                 pick = int(gain.argmax())
-                cuts, options, excess = moved[some][pick], ways[some][pick], float(left[pick])
+                cuts, options, excess = moved[pick], ways[pick], float(left[pick])
                 break
         else:
             break

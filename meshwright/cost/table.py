@@ -150,9 +150,12 @@ def _counts(table: Table, rank: int) -> np.ndarray:
 def maximal(vectors: np.ndarray) -> np.ndarray:
     """The rows that no other row dominates."""
     flat = np.unique(vectors.reshape(len(vectors), -1), axis=0)
-    keep = [not np.any(np.all(flat >= row, axis=1) & np.any(flat > row, axis=1)) for row in flat]
-    kept = flat[keep]
-    return kept.reshape(len(kept), *vectors.shape[1:])
+    flat = flat[np.argsort(-flat.sum(axis=1), kind="stable")]  # what dominates a row has a larger sum
+    kept: list[int] = []
+    for index in range(len(flat)):
+        if not (flat[kept] >= flat[index]).all(axis=1).any():
+            kept.append(index)
+    return flat[sorted(kept, key=lambda index: tuple(flat[index]))].reshape(len(kept), *vectors.shape[1:])
 
 
 @dataclass(frozen=True)

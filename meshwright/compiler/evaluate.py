@@ -1,0 +1,294 @@
+"""The step of one candidate with its way to keep parameters: units, cut, simulation, and what the time is spent on.
+
+    step = start + max over ranks (end of its last action + reductions left) + optimizer
+
+    start       the longest gather before a rank's first action that waiting for the first micro-batch does not hide
+    left        a rank's reductions of the step, less what its last backward hides (``StageCosts.exposed``; nothing where the
+                backward is split: it reduces at the end); an early rank reduces while the others still drain
+    optimizer   of the slowest rank
+
+Recomputation: every stage takes one of none, parts of its blocks evenly spread (``_PARTS``), and all of them, chosen with the
+cut; with several stages a rank none or all of them. Without a pipeline there is one rank and nothing to cut: blocks are
+recomputed one by one until the rest fits (``_alone``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.compiler import stages
+from meshwright.compiler.candidates import Candidate
+from meshwright.compiler.placement import Placement
+from meshwright.compiler.positions import Position
+from meshwright.compiler.stage_costs import Array, Degrees, StageCosts, Units
+from meshwright.cost.schedules import SPLIT_BACKWARD, illegal_combination, schedule_table, stage_rank
+from meshwright.cost.table import Table
+from meshwright.cost.timeline import Simulation, simulate
+
+_PARTS = (0.25, 0.5, 0.75, 1.0)
+
+
+class DoesNotFitError(Exception):
+    """No cut of a candidate is within the capacity: the message says where; ``least`` bytes that it needs on some rank."""
+
+    def __init__(self, message: str, least: float) -> None:
+        super().__init__(message)
+        self.least = least
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was found for a candidate. ``boundaries``: positions at which stages start, and the end; ``recompute``: of every
+    position; ``parts``: seconds of the step by what they are spent on, the mean over ranks; ``bound``: seconds that no cut and
+    no recomputation can beat; ``memory``: bytes per rank at its peak; ``kinds``: bytes of the fullest rank;
+    ``starts``: operators at which stages start, and the end; ``blocks``: of every position, -1 for the root; ``stages``:
+    seconds of every stage; ``run``: the simulation, None without stages."""
+
+    candidate: Candidate
+    degrees: Degrees
+    zero: int
+    placement: Placement
+    boundaries: tuple[int, ...]
+    recompute: tuple[str, ...]
+    seconds: float
+    bound: float
+    parts: Mapping[str, float]
+    memory: tuple[float, ...]
+    kinds: Mapping[str, float]
+    starts: tuple[int, ...]
+    blocks: tuple[int, ...]
+    stages: Mapping[str, tuple[float, ...]]
+    run: Simulation | None
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the ranks' time within the schedule."""
+        return self.run.bubble_fraction if self.run is not None else 0.0
+
+    def __str__(self) -> str:
+        share = f" over {self.degrees.shard}" if self.zero and self.degrees.shard != self.degrees.data else ""
+        return f"{self.candidate}, ZeRO {self.zero}{share}"
+
+
+class Evaluator:
+    """Evaluates candidates of one model. ``names``: of the positions, for errors; ``capacity``: bytes of a rank; ``forced``:
+    positions at which stages must start."""
+
+    def __init__(
+        self, costs: StageCosts, positions: Sequence[Position], names: Sequence[str], capacity: float, recompute: Sequence[str],
+        forced: Sequence[int] = (),
+    ) -> None:
+        self.positions = tuple(positions)
+        self.costs, self.names, self.capacity, self.recompute = costs, tuple(names), capacity, tuple(recompute)
+        self.forced = tuple(forced)
+        self._tables: dict[tuple[str, int, int, int], Table] = {}
+        self._bounds: dict[tuple[Candidate, int, int], float] = {}
+
+    def units(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, recompute: str) -> Units:
+        return self.costs.units(placement, degrees, zero, candidate.microbatches, candidate.schedule, recompute)
+
+    def floor_of(self, candidate: Candidate, units: Units) -> float:
+        """Seconds of a step beside the work of its micro-batches that no cut avoids: of the mean rank."""
+        late = units.reduce.sum()
+        if candidate.schedule not in SPLIT_BACKWARD:
+            late = self.costs.exposed(late, units.backward.sum())
+        return float(late + units.optimizer.sum()) / candidate.pp
+
+    def run(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement) -> Evaluation:
+        """The best cut and recomputation of a candidate. Raises DoesNotFitError, ScheduleError."""
+        if candidate.pp == 1:
+            return self._alone(candidate, degrees, zero, placement)
+        ways, marks = self._ways(candidate, degrees, zero, placement)
+        crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
+        table = self.table(candidate)
+        bound = self._bounds.get((candidate, degrees.shard, zero), 0.0)
+        cuts = self._cut(candidate, ways, crossing, table, bound)
+        chosen = np.zeros(len(self.names), dtype=int)
+        for stage, option in enumerate(cuts.options):
+            chosen[cuts.boundaries[stage] : cuts.boundaries[stage + 1]] = option
+        units, recompute = _take(ways, marks, chosen)
+        return self._result(candidate, degrees, zero, placement, units, ways[0], recompute, cuts, crossing, table)
+
+    def relaxed(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement) -> float:
+        """Seconds that no cut and no recomputation can beat under the capacity; inf if it is proven that nothing fits."""
+        kinds = self._kinds(candidate, zero)
+        crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
+        ways = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
+        options = [self._stage_units(way, crossing) for way in ways]
+        key = (candidate, degrees.shard, zero)
+        bound = stages.step_bound(
+            options[0], candidate.virtual_stages, self.table(candidate), self.capacity, options=options[1:]
+        )
+        self._bounds[key] = bound
+        return (bound + self.floor_of(candidate, ways[0])) * placement.bound / placement.seconds
+
+    def _kinds(self, candidate: Candidate, zero: int) -> tuple[str, ...]:
+        """The recomputations that may be combined with a schedule."""
+        if candidate.pp == 1:
+            return self.recompute
+        legal = (kind for kind in self.recompute if illegal_combination(candidate.schedule, zero=zero, recompute=kind) is None)
+        return tuple(legal) or self.recompute[:1]
+
+    def table(self, candidate: Candidate) -> Table:
+        """The schedule's table, made once."""
+        key = (candidate.schedule, candidate.pp, candidate.virtual_stages, candidate.microbatches)
+        if key not in self._tables:
+            self._tables[key] = schedule_table(*key)
+        return self._tables[key]
+
+    def _ways(
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement
+    ) -> tuple[list[Units], list[tuple[str, ...]]]:
+        """Units under every recomputation a stage may take, and the recomputation of every position in it."""
+        plain = self.units(candidate, degrees, zero, placement, self.recompute[0])
+        blocks = np.array([placement.rows[row].block for row in placement.sequence])
+        ways, marks = [plain], [(self.recompute[0],) * len(blocks)]
+        for name in self._kinds(candidate, zero)[1:]:
+            again = self.units(candidate, degrees, zero, placement, name)
+            for part in _PARTS if candidate.virtual_stages == 1 else _PARTS[-1:]:
+                where = blocks & (np.floor((np.arange(len(blocks)) + 1) * part) > np.floor(np.arange(len(blocks)) * part))
+                ways.append(plain.mixed(again, where))
+                marks.append(tuple(name if there else self.recompute[0] for there in where))
+        return ways, marks
+
+    def _cut(
+        self, candidate: Candidate, ways: Sequence[Units], crossing: Array, table: Table, bound: float,
+    ) -> stages.Cuts:
+        options = [self._stage_units(way, crossing) for way in ways]
+        try:
+            return stages.cut(
+                options[0], candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches, self.capacity,
+                options=options[1:], table=table, bound=bound,
+            )
+        except stages.StageError as error:
+            least = min(float(w.state.sum()) for w in ways) / candidate.pp
+            raise DoesNotFitError(str(error), least) from None
+
+    def _stage_units(self, units: Units, crossing: Array) -> list[stages.Unit]:
+        places = crossing if not self.forced else np.where(np.isin(np.arange(len(crossing)) + 1, self.forced), crossing, np.inf)
+        columns = (units.forward, units.backward - units.weight, units.weight, units.state, units.saved, units.transient)
+        rows = zip(self.names, *(c.tolist() for c in columns), places.tolist(), places.tolist(), strict=True)
+        return [stages.Unit(*row) for row in rows]
+
+    def _result(
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, units: Units, plain: Units,
+        recompute: tuple[str, ...], cuts: stages.Cuts, crossing: Array, table: Table,
+    ) -> Evaluation:
+        at = crossing[[b - 1 for b in cuts.boundaries[1:-1]]]
+        run = simulate(table, cuts.forward, cuts.backward_input, cuts.backward_weight, (at, at))
+        rank_of = np.repeat(stage_rank(candidate.schedule, candidate.pp, candidate.virtual_stages), cuts.sizes)
+
+        def per_rank(column: Array) -> Array:
+            return np.bincount(rank_of, column, candidate.pp)
+
+        begin = np.array([start[0] for start in run.start])
+        ends = np.array([end[-1] for end in run.end])
+        start = float(np.maximum(per_rank(units.gather) - begin, 0.0).max())
+        left = per_rank(units.reduce)
+        if candidate.schedule not in SPLIT_BACKWARD:
+            left = self.costs.exposed(left, per_rank(units.backward))
+        optimizer = float(per_rank(units.optimizer).max())
+        seconds = start + float((ends + left).max()) + optimizer
+        floor = self.floor_of(candidate, plain)
+        parts = self._parts(candidate, placement, units, plain, optimizer)
+        parts["pipeline bubble"] = max(0.0, seconds - sum(parts.values()))
+        state = float(per_rank(units.state)[int(np.argmax(cuts.memory))])
+        kinds = {"state": state, "activations": max(cuts.memory) - state}
+        slack = placement.bound / placement.seconds
+        return Evaluation(
+            candidate, degrees, zero, placement, cuts.boundaries, recompute, seconds, (cuts.bound + floor) * slack, parts,
+            cuts.memory, kinds, self._starts(cuts.boundaries), tuple(p.block for p in self.positions),
+            {"forward": cuts.forward, "backward_input": cuts.backward_input, "backward_weight": cuts.backward_weight,
+             "transfer": tuple(at.tolist())}, run,
+        )
+
+    def _starts(self, boundaries: Sequence[int]) -> tuple[int, ...]:
+        return (*(self.positions[b].start for b in boundaries[:-1]), self.positions[-1].stop)
+
+    def _parts(
+        self, candidate: Candidate, placement: Placement, units: Units, plain: Units, optimizer: float
+    ) -> dict[str, float]:
+        """Seconds of the mean rank: compute, recomputation, communication, optimizer."""
+        share = candidate.microbatches / candidate.pp
+        first = self.recompute[0]
+        compute = sum(float(placement.rows[row].activations[first][:2].sum()) for row in placement.sequence)
+        return {
+            "compute": compute * share,
+            "exposed communication": max(0.0, plain.work - compute) * share,
+            "recomputation": max(0.0, units.work - plain.work) * share,
+            "optimizer": optimizer,
+        }
+
+    # one stage
+
+    def _alone(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement) -> Evaluation:
+        """No pipeline: the whole model on every rank; blocks recompute, the last ones first, until it fits."""
+        plain = self.units(candidate, degrees, zero, placement, self.recompute[0])
+        marks = [self.recompute[0]] * len(self.names)
+        blocks = [n for n, row in enumerate(placement.sequence) if placement.rows[row].block]
+        units, best, bound = plain, np.inf, np.inf
+        if _memory(plain) <= self.capacity:
+            best = bound = self._step_alone(candidate, placement, plain)
+        for name in self.recompute[1:] if not np.isfinite(best) else ():
+            again = self.units(candidate, degrees, zero, placement, name)
+            count = _fewest(plain, again, blocks, self.capacity)
+            if count is None:
+                continue
+            mixed, fewer = (plain.mixed(again, np.isin(np.arange(len(self.names)), blocks[:n])) for n in (count, count - 1))
+            seconds = self._step_alone(candidate, placement, mixed)
+            bound = min(bound, self._step_alone(candidate, placement, fewer))
+            if seconds < best:
+                best, units = seconds, mixed
+                marks = [name if n in blocks[:count] else self.recompute[0] for n in range(len(self.names))]
+        if not np.isfinite(best):
+            least = min(_memory(self.units(candidate, degrees, zero, placement, name)) for name in self.recompute)
+            raise DoesNotFitError(
+                f"{candidate}: {least / 2**30:.3g} GiB of {self.capacity / 2**30:.3g} GiB on every rank", least
+            )
+        memory, seconds = _memory(units), best
+        parts = self._parts(candidate, placement, units, plain, float(plain.optimizer.sum()))
+        parts["exposed communication"] += max(0.0, seconds - sum(parts.values()))
+        kinds = {"state": float(units.state.sum()), "activations": memory - float(units.state.sum())}
+        slack = placement.bound / placement.seconds
+        return Evaluation(
+            candidate, degrees, zero, placement, (0, len(self.names)), tuple(marks), seconds, bound * slack, parts, (memory,),
+            kinds, self._starts((0, len(self.names))), tuple(p.block for p in self.positions), {}, None,
+        )
+
+    def _step_alone(self, candidate: Candidate, placement: Placement, units: Units) -> float:
+        """Gathers and reductions of the step hide behind the compute of all its micro-batches, as in ``costs``."""
+        m, first = candidate.microbatches, self.recompute[0]
+        forward = np.array([placement.rows[row].activations[first][0] for row in placement.sequence]) * m
+        gather = self.costs.exposed(units.gather, forward)
+        reduce = self.costs.exposed(units.reduce, m * units.backward)
+        return float(m * units.work + gather.sum() + reduce.sum() + units.optimizer.sum())
+
+
+def _take(ways: Sequence[Units], marks: Sequence[tuple[str, ...]], chosen: Array) -> tuple[Units, tuple[str, ...]]:
+    units = ways[0]
+    for number in range(1, len(ways)):
+        units = units.mixed(ways[number], chosen == number)
+    return units, tuple(marks[way][n] for n, way in enumerate(chosen.tolist()))
+
+
+def _memory(units: Units) -> float:
+    return float(units.state.sum() + units.saved.sum() + units.transient.max())
+
+
+def _fewest(plain: Units, again: Units, blocks: Sequence[int], capacity: float) -> int | None:
+    """How many of the blocks must recompute for all to fit; None if all of them are not enough."""
+    low, high = 0, len(blocks)
+
+    def fits(count: int) -> bool:
+        where = np.isin(np.arange(len(plain.saved)), blocks[:count])
+        return _memory(plain.mixed(again, where)) <= capacity
+
+    if not fits(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low

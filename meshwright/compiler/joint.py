@@ -1,0 +1,345 @@
+"""The joint search: (pp, virtual stages, schedule, micro-batches) x (data, tensor) x ZeRO x recomputation x placement.
+
+Best first by lower bound, each candidate sharpened as often as its bound stays the least::
+
+    flops       FLOPs at the device's best efficiency                   one number for the model
+    tensor      the placement of all samples at once on ``tensor`` ranks   what tensor parallelism costs a sample at least
+    placement   the placement of (tensor, samples)                      solved once, serves every pp and schedule
+    ways        every ZeRO level and shard that none dominates          the parameters' price on this mesh
+    relaxed     units that may be divided, memory and schedule exact    ``stages.step_bound``
+    solved      cut, simulated                                          an incumbent
+
+A sample alone takes no less than its share of a large batch: kernels fill the device worse and collectives have latency. What
+rounding to whole tiles can turn around in that is within ``_ROUNDING``.
+
+A candidate without a pipeline has nothing to cut: it is solved at once. Otherwise every now and then the most promising relaxed
+one is solved before its turn (``_PROBE``), and three sweeps bring good incumbents early: layouts under 1f1b, the best of those
+under every schedule, everything. The search ends when the least bound left is within ``gap`` of the incumbent, so what was
+never solved is proven not to be better by more than that, or with the time limit. The certificate is the incumbent against
+the least bound of all candidates, open or closed; it holds for the placements that are best with memory unlimited.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time as clock
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from meshwright.compiler.candidates import Candidate, Floors, Work, candidates, degrees_of, floor, ways_of
+from meshwright.compiler.dims import batch_size
+from meshwright.compiler.evaluate import DoesNotFitError, Evaluation, Evaluator
+from meshwright.compiler.placement import Placement, Placements
+from meshwright.compiler.stage_costs import StageCosts, Units
+from meshwright.cost.cluster import Cluster
+from meshwright.graph import Graph
+from meshwright.pins import PinError, Pins
+from meshwright.plan import PlanError
+from meshwright.rule import OpRule
+
+Progress = Callable[[str, float], None]
+_FLOPS, _TENSOR, _PLACEMENT, _WAY, _RELAXED = range(5)
+_ROUNDING = 0.03
+_SHARPEN = 0.25
+"""Part of the time limit that is spent, beyond it, on bounds that need no cut."""
+_NEAR = 4
+_PROBE = 12
+"""After so many bounds without it, the best candidate whose bound counts memory is solved: good incumbents early."""
+
+
+@dataclass
+class Outcome:
+    """What the search found. ``ranking``: everything solved, best first. ``considered`` candidates (a way to keep parameters is
+    part of one from the second stage on), of which ``pruned`` by a bound (or, if it is ``late``, left open), ``infeasible`` and
+    ``solved``; ``wanted``: the gap that was asked for."""
+
+    ranking: list[Evaluation] = field(default_factory=list)
+    considered: int = 0
+    pruned: int = 0
+    infeasible: int = 0
+    placements: int = 0
+    bound: float = 0.0
+    wanted: float = 0.0
+    late: bool = False
+    nearest: DoesNotFitError | None = None
+
+    @property
+    def best(self) -> Evaluation:
+        return self.ranking[0]
+
+    @property
+    def solved(self) -> int:
+        return len(self.ranking)
+
+    @property
+    def gap(self) -> float:
+        """(incumbent - least bound) / incumbent."""
+        return max(0.0, 1.0 - self.bound / self.best.seconds)
+
+    @property
+    def runner_up(self) -> Evaluation | None:
+        """The best that lays the devices out otherwise or runs another schedule."""
+        if not self.ranking:
+            return None
+
+        def shape(e: Evaluation) -> tuple[object, ...]:
+            return e.candidate.pp, e.candidate.data, e.candidate.tensor, e.candidate.schedule
+
+        return next((e for e in self.ranking if shape(e) != shape(self.best)), None)
+
+    def why(self, other: Evaluation) -> str:
+        """What costs another evaluation more than the best: the part that differs most."""
+        more = {name: seconds - self.best.parts.get(name, 0.0) for name, seconds in other.parts.items()}
+        name = max(more, key=lambda part: more[part])
+        return f"{other}: {other.seconds:.4g} s, {max(0.0, more[name]):.3g} s more of {name}"
+
+
+def _plain(candidate: Candidate) -> bool:
+    """The layouts that are bounded and solved fastest: no pipeline, or one stage a rank."""
+    return candidate.pp == 1 or candidate.schedule == "1f1b"
+
+
+def _any(candidate: Candidate) -> bool:
+    return True
+
+
+def _layout(candidate: Candidate) -> tuple[int, int, int]:
+    return candidate.pp, candidate.tensor, candidate.microbatches
+
+
+@dataclass(order=True)
+class _Node:
+    bound: float
+    level: int
+    number: int
+    candidate: Candidate = field(compare=False)
+    zero: int = field(compare=False, default=0)
+    shard: int = field(compare=False, default=1)
+
+
+class JointSearch:
+    """One search. ``capacity``: bytes of a rank for everything but the inputs; ``recompute``: kinds, the first is none (or the
+    pinned one); ``limit``: seconds after which the incumbent is taken as it is; ``cutoff``: seconds of a plan known from
+    elsewhere, which need not be matched."""
+
+    def __init__(
+        self, graph: Graph, cluster: Cluster, rules: Mapping[str, OpRule], pins: Pins, *, itemsize: int, state_bytes: float,
+        capacity: float, recompute: Sequence[str], gap: float = 0.005, limit: float = 20.0, progress: Progress | None = None,
+        cutoff: float = float("inf"),
+    ) -> None:
+        self.graph, self.cluster, self.pins, self.gap, self.limit, self.progress = graph, cluster, pins, gap, limit, progress
+        self.cutoff = cutoff
+        self.placements = Placements(
+            graph, cluster, rules, pins, itemsize=itemsize, state_bytes=state_bytes, recompute=recompute
+        )
+        positions = self.placements.folded.positions
+        names = [graph.blocks[p.block].path if p.block >= 0 else graph.ops[p.start].module or "root" for p in positions]
+        costs = StageCosts(cluster, itemsize=itemsize, state_bytes=state_bytes)
+        self.evaluator = Evaluator(costs, positions, names, capacity, recompute, self._forced(names))
+        self.floors = Floors(self.placements.folded.graph, rules, cluster.device)
+        self.floors.sample *= self._stretch(rules)
+        self.outcome = Outcome(wanted=gap)
+        self._numbers = itertools.count()
+        self._known: dict[tuple[int, int], Placement | None] = {}
+        self._works: dict[int, Work] = {}
+        self._closed = float("inf")
+
+    def run(self) -> Outcome:
+        """Search. Raises PinError if the pins leave nothing, DoesNotFitError (of the nearest) if nothing fits. With a cutoff
+        the ranking may be empty."""
+        if self.evaluator.capacity <= 0:
+            raise DoesNotFitError("the inputs alone fill the memory", 0.0)
+        found, began = self.outcome, clock.thread_time()
+        nodes = self._start()
+        found.late = False
+        for focus, share in ((_plain, 0.4), (self._near_the_best, 0.7), (_any, 1.0)):
+            chosen = [node for node in nodes if focus(node.candidate)]
+            nodes = [node for node in nodes if not focus(node.candidate)]
+            nodes += self._sweep(chosen, began + share * self.limit)
+        if not found.ranking and self.cutoff == float("inf"):
+            raise found.nearest or PlanError(f"no layout of {self.cluster} runs this model at this batch")
+        found.pruned, found.placements = len(nodes), self.placements.count
+        known = [e.seconds for e in found.ranking[:1]] + [self.cutoff]
+        found.bound = min([self._closed, *known, *(node.bound for node in nodes)])
+        return found
+
+    def _sweep(self, heap: list[_Node], deadline: float) -> list[_Node]:
+        """Best first through some of the candidates; what is left of them, proven no better or out of time."""
+        found, total = self.outcome, max(1, len(heap))
+        ready = [node for node in heap if node.level == _RELAXED]
+        heap = [node for node in heap if node.level != _RELAXED]
+        heapq.heapify(heap)
+        heapq.heapify(ready)
+        since, frozen = 0, list[_Node]()
+        while heap or ready:
+            node = min(heap[:1] + ready[:1])
+            incumbent = min(found.best.seconds if found.ranking else float("inf"), self.cutoff)
+            spent = clock.thread_time() if incumbent < float("inf") else -float("inf")
+            if node.bound >= incumbent * (1 - self.gap) or spent > deadline + _SHARPEN * self.limit:
+                break
+            late = spent > deadline
+            found.late = found.late or late
+            if late and node.level >= _WAY:  # out of time for cuts; bounds are still cheap to sharpen
+                frozen.append(heapq.heappop(ready if node.level == _RELAXED else heap))
+                continue
+            since += 1
+            if ready and not late and (ready[0] is node or since >= _PROBE):
+                self._closed, since = min(self._closed, self._solve(heapq.heappop(ready))), 0
+                continue
+            self._report(node, 1.0 - len(heap) / total)
+            for child in self._sharper(heapq.heappop(heap)):
+                if child.level == _WAY and child.candidate.pp == 1:
+                    self._closed = min(self._closed, self._solve(child))
+                else:
+                    heapq.heappush(ready if child.level == _RELAXED else heap, child)
+        return heap + ready + frozen
+
+    def _near_the_best(self, candidate: Candidate) -> bool:
+        """Whether it runs one of the best layouts found so far under another schedule."""
+        piped = (_layout(e.candidate) for e in self.outcome.ranking if e.candidate.pp > 1)
+        return _layout(candidate) in list(dict.fromkeys(piped))[:_NEAR]
+
+    def _report(self, node: _Node, done: float) -> None:
+        if self.progress is not None:
+            self.progress(str(node.candidate), max(0.0, done))
+
+    # the levels
+
+    def _start(self) -> list[_Node]:
+        listed = candidates(self.graph, self.cluster, self.pins, len(self.evaluator.names))
+        self.outcome.considered = len(listed)
+        heap = [_Node(floor(c, self.floors.work(c)), _FLOPS, next(self._numbers), c) for c in listed]
+        heapq.heapify(heap)
+        return heap
+
+    def _sharper(self, node: _Node) -> list[_Node]:
+        """The candidate at the next level, as several where it has several ways; none if it cannot be."""
+        if node.level == _FLOPS:
+            return self._tensor(node)
+        if node.level == _TENSOR:
+            return self._place(node)
+        return self._ways(node) if node.level == _PLACEMENT else self._relax(node)
+
+    def _tensor(self, node: _Node) -> list[_Node]:
+        candidate = node.candidate
+        batch = batch_size(self.graph)
+        whole = self._placement(candidate.tensor, batch)
+        if whole is None:
+            return [_Node(node.bound, _TENSOR, node.number, candidate)]
+        part = candidate.samples / batch * (1 - _ROUNDING)
+        work = Work(whole.bound * part, (whole.bound - self._weight(whole)) * part)
+        return [_Node(max(node.bound, floor(candidate, work)), _TENSOR, node.number, candidate)]
+
+    def _place(self, node: _Node) -> list[_Node]:
+        candidate = node.candidate
+        placement = self._placement(candidate.tensor, candidate.samples)
+        if placement is None:
+            self.outcome.infeasible += 1
+            return []
+        work = self._works.get(id(placement))
+        if work is None:
+            rows = [placement.rows[row].activations[self.evaluator.recompute[0]] for row in placement.sequence]
+            ahead, back = ([float(r[at] + r[at + 2]) for r in rows] for at in (0, 1))
+            slack = placement.bound / placement.seconds
+            work = self._works[id(placement)] = self._work(placement.seconds, self._weight(placement), ahead, back, slack)
+        return [_Node(max(node.bound, floor(candidate, work)), _PLACEMENT, node.number, candidate)]
+
+    def _work(
+        self, total: float, weight: float, forward: Sequence[float], backward: Sequence[float], slack: float
+    ) -> Work:
+        least = min(f + b for f, b in zip(forward, backward, strict=True))
+        longest = max(max(forward), 0.5 * max(backward))
+        return Work(total * slack, (total - weight) * slack, least * slack, min(forward) * slack, longest * slack)
+
+    def _weight(self, placement: Placement) -> float:
+        return sum(placement.rows[row].weight for row in placement.sequence)
+
+    def _placement(self, tensor: int, samples: int) -> Placement | None:
+        key = (tensor, samples)
+        if key not in self._known:
+            try:
+                self._known[key] = self.placements.of(*key)
+            except PinError:
+                raise
+            except PlanError:  # something in the model needs the whole batch at once
+                self._known[key] = None
+        return self._known[key]
+
+    def _ways(self, node: _Node) -> list[_Node]:
+        """The ways to keep parameters that no other beats in time and in memory at once."""
+        candidate, placement = node.candidate, self._known[node.candidate.tensor, node.candidate.samples]
+        assert placement is not None
+        found: list[tuple[float, float, int, int, Units]] = []
+        for zero, shard in ways_of(candidate, self.cluster, self.pins):
+            degrees = degrees_of(candidate, shard)
+            units = self.evaluator.units(candidate, degrees, zero, placement, self.evaluator.recompute[0])
+            if not np.isfinite(units.state).all():
+                continue
+            once = float(units.gather.sum() + units.reduce.sum() + units.optimizer.sum())
+            found.append((candidate.microbatches * units.work + once, _held(units), zero, shard, units))
+        found.sort(key=lambda way: way[:4])
+        kept: list[_Node] = []
+        least, slack = float("inf"), placement.bound / placement.seconds
+        for _, held, zero, shard, units in found:
+            if held >= least:
+                continue
+            least = held
+            forward, backward = units.forward.tolist(), units.backward.tolist()
+            work = self._work(units.work, float(units.weight.sum()), forward, backward, slack)
+            bound = floor(candidate, work) + self.evaluator.floor_of(candidate, units) * slack
+            kept.append(_Node(max(node.bound, bound), _WAY, next(self._numbers), candidate, zero, shard))
+        self.outcome.considered += max(0, len(kept) - 1)
+        self.outcome.infeasible += not kept
+        return kept
+
+    def _relax(self, node: _Node) -> list[_Node]:
+        """The bound with memory."""
+        candidate, placement = node.candidate, self._known[node.candidate.tensor, node.candidate.samples]
+        assert placement is not None
+        degrees = degrees_of(candidate, node.shard)
+        bound = self.evaluator.relaxed(candidate, degrees, node.zero, placement)
+        if bound == float("inf"):
+            self.outcome.infeasible += 1
+            return []
+        return [replace(node, level=_RELAXED, bound=max(node.bound, bound))]
+
+    def _solve(self, node: _Node) -> float:
+        """Cut and simulate; the bound of what was found, inf if nothing fits."""
+        placement = self._known[node.candidate.tensor, node.candidate.samples]
+        assert placement is not None
+        try:
+            result = self.evaluator.run(node.candidate, degrees_of(node.candidate, node.shard), node.zero, placement)
+        except DoesNotFitError as error:
+            self.outcome.infeasible += 1
+            if self.outcome.nearest is None or error.least < self.outcome.nearest.least:
+                self.outcome.nearest = error
+            return float("inf")
+        self.outcome.ranking.append(result)
+        self.outcome.ranking.sort(key=lambda e: (e.seconds, e.candidate.pp, e.candidate.tensor, e.zero))
+        return max(node.bound, min(result.bound, result.seconds))
+
+    # the model
+
+    def _stretch(self, rules: Mapping[str, OpRule]) -> float:
+        """FLOPs of the whole graph over those of the folded one."""
+        if self.placements.folded.graph is self.graph or not self.floors.sample:
+            return 1.0
+        return Floors(self.graph, rules, self.cluster.device).sample / self.floors.sample
+
+    def _forced(self, names: Sequence[str]) -> tuple[int, ...]:
+        """Positions at which the pinned stages start."""
+        if self.pins.stage_cuts is None:
+            return ()
+        missing = [name for name in self.pins.stage_cuts if name not in names]
+        if missing:
+            raise PinError(f"pin stage_cuts: {missing[0]!r} is not where a stage can start; name modules such as "
+                           f"{', '.join(repr(n) for n in names[1:4])}")
+        return tuple(names.index(name) for name in self.pins.stage_cuts)
+
+
+def _held(units: Units) -> float:
+    """Bytes of state and of what is alive while a unit runs: by which ways to keep parameters are compared."""
+    return float(units.state.sum() + units.transient.max())

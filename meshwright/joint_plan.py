@@ -1,0 +1,139 @@
+"""From the joint search's outcome to a plan: assignments over the plan's axes, stages as operators, predictions, the record.
+
+``predicted["stages"]`` holds seconds of every stage and transfer, so that ``simulation_of`` runs the schedule again: for the
+printed clock and for ``plan.timeline``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from meshwright.compiler.dims import batch_inputs
+from meshwright.compiler.evaluate import DoesNotFitError, Evaluation
+from meshwright.compiler.joint import JointSearch, Outcome, Progress
+from meshwright.compiler.microbatch import split_time
+from meshwright.compiler.stage_costs import renamed, renamed_assignment
+from meshwright.cost import compute
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.schedules import schedule_table, stage_rank
+from meshwright.cost.timeline import Simulation, simulate
+from meshwright.graph import Graph
+from meshwright.mesh import Mesh
+from meshwright.pins import RECOMPUTE, Pins
+from meshwright.plan import GroupChoice, Pipeline, Plan, PlanError
+from meshwright.prediction import OutOfMemoryError, capacity, step_flops, tokens_of
+from meshwright.rule import OpRule
+
+SHOWN = 12
+
+
+def search_jointly(
+    graph: Graph, cluster: Cluster, rules: Mapping[str, OpRule], pins: Pins, *, precision: str, state_bytes: float,
+    gap: float, limit: float, progress: Progress | None = None, cutoff: float = float("inf"),
+) -> Outcome:
+    """Run the search. Raises PinError, OutOfMemoryError."""
+    inputs = float(sum(graph.values[name].bytes_ for name in graph.inputs))
+    search = JointSearch(
+        graph, cluster, rules, pins, itemsize=2 if precision == "bf16" else 4, state_bytes=state_bytes,
+        capacity=capacity(cluster) - inputs, recompute=RECOMPUTE if pins.recompute is None else (pins.recompute,),
+        gap=gap, limit=limit, progress=progress, cutoff=cutoff,
+    )
+    try:
+        return search.run()
+    except DoesNotFitError as error:
+        mesh = Mesh(("devices",), (cluster.world,))
+        found = OutOfMemoryError.of(error.least + inputs, {}, mesh, pins.microbatches or 1, cluster)
+        raise OutOfMemoryError(f"{found}. {error}", found.least, found.capacity, found.bytes_) from None
+
+
+def plan_of(
+    outcome: Outcome, graph: Graph, rules: Mapping[str, OpRule], cluster: Cluster, precision: str
+) -> Plan:
+    """The plan of the best evaluation."""
+    best = outcome.best
+    degrees, placement = best.degrees, best.placement
+    schedule = split_time(graph, dict(rules), best.candidate.microbatches, batch_inputs(graph))
+    assignments, copies = placement.decode(schedule)
+    plan = Plan(
+        graph, degrees.mesh, {name: renamed_assignment(a, degrees) for name, a in assignments.items()},
+        {name: renamed(sharding, degrees) for name, sharding in copies.items()}, groups_of(best, graph), schedule=schedule,
+        precision=precision, cluster=str(cluster), predicted=_predicted(best, graph, cluster, precision),
+        certificate=certificate(outcome),
+    )
+    return plan if best.run is None else replace(plan, pipeline=pipeline_of(best))
+
+
+def pipeline_of(best: Evaluation) -> Pipeline:
+    """Stages as operators."""
+    starts = best.starts
+    candidate = best.candidate
+    return Pipeline(candidate.schedule, starts, stage_rank(candidate.schedule, candidate.pp, candidate.virtual_stages))
+
+
+def groups_of(best: Evaluation, graph: Graph) -> tuple[GroupChoice, ...]:
+    """How every block is kept, then the root."""
+    variant = best.degrees.variant(best.zero)
+    kept = GroupChoice("", variant.zero, variant.data_axes, variant.shard_axes)
+    groups: dict[int, GroupChoice] = {}
+    for position, (block, recompute) in enumerate(zip(best.blocks, best.recompute, strict=True)):
+        if block >= 0:
+            stage = next(s for s, stop in enumerate(best.boundaries[1:]) if position < stop)
+            groups[block] = replace(kept, path=graph.blocks[block].path, recompute=recompute, stage=stage)
+    return (*(groups[i] for i in range(len(graph.blocks))), kept)
+
+
+def certificate(outcome: Outcome, seconds: float | None = None) -> dict[str, Any]:
+    """What was considered, what came second and why, and what is proven; ``seconds``: of the plan, if it is not the best
+    evaluation itself."""
+    second = outcome.runner_up
+    seconds = outcome.best.seconds if seconds is None else seconds
+    bound = min(outcome.bound, seconds)
+    gap = 1.0 - bound / seconds
+    record: dict[str, Any] = {
+        "objective": seconds, "bound": bound, "gap": gap, "status": "optimal" if gap <= outcome.wanted else "time_limit" if outcome.late else "gap",
+        "considered": outcome.considered, "pruned": outcome.pruned, "infeasible": outcome.infeasible, "solved": outcome.solved,
+        "candidates": [
+            {"mesh": str(e.candidate), "microbatches": e.candidate.microbatches, "step_seconds": e.seconds, "zero": e.zero}
+            for e in outcome.ranking[:SHOWN]
+        ],
+    }
+    if second is not None:
+        record["runner_up"] = outcome.why(second)
+    return record
+
+
+def _predicted(best: Evaluation, graph: Graph, cluster: Cluster, precision: str) -> dict[str, Any]:
+    inputs = float(sum(graph.values[name].bytes_ for name in graph.inputs))
+    flops, tokens = step_flops(graph), tokens_of(graph)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    found: dict[str, Any] = {"step_seconds": best.seconds}
+    found |= {f"{name.replace(' ', '_')}_seconds": value for name, value in best.parts.items()}
+    if tokens:
+        found["tokens_per_second"] = tokens / best.seconds
+    if flops:
+        found["tflops_per_device"] = flops / best.seconds / cluster.world / 1e12
+        found["mfu"] = compute.mfu(flops, best.seconds, cluster.world, cluster.device, dtype)
+    found["microbatches"] = best.candidate.microbatches
+    found["bytes_per_rank"] = max(best.memory) + inputs
+    found["bytes"] = {**best.kinds, "inputs": inputs}
+    found["capacity_bytes"] = capacity(cluster)
+    if best.run is not None:
+        found["bubble"] = best.bubble
+        found["bytes_per_pipeline_rank"] = [bytes_ + inputs for bytes_ in best.memory]
+        found["stages"] = {name: list(values) for name, values in best.stages.items()}
+    return found
+
+
+def simulation_of(plan: Plan) -> Simulation:
+    """The predicted step of a plan with a pipeline, action by action. Raises PlanError without one."""
+    stages = plan.predicted.get("stages")
+    if plan.pipeline is None or not stages:
+        raise PlanError("the plan has no pipeline with predicted stages, so there is no schedule to show")
+    pipeline = plan.pipeline
+    table = schedule_table(pipeline.schedule, pipeline.degree, pipeline.stages // pipeline.degree, plan.schedule.microbatches)
+    sent = stages["transfer"]
+    return simulate(table, stages["forward"], stages["backward_input"], stages["backward_weight"], (sent, sent))
