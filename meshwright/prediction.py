@@ -25,6 +25,8 @@ from meshwright.mesh import Mesh
 from meshwright.plan import PlanError
 from meshwright.sharding import ceil_div
 
+_MARGIN = 0.95
+"""A batch that is said to fit leaves this much to the difference between the solver's sum over blocks and the replay."""
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -129,7 +131,7 @@ class OutOfMemoryError(PlanError):
         growing = inputs + self.bytes_.get("activations", 0.0) + self.bytes_.get("transient", 0.0)
         free = self.capacity - (self.least - growing)
         if batch > 1 and growing > 0 and free >= growing / batch:
-            fitting = next(n for n in range(int(batch * free / growing), 0, -1) if batch % n == 0)
+            fitting = next(n for n in range(max(1, int(_MARGIN * batch * free / growing)), 0, -1) if batch % n == 0)
             return f"a batch of about {fitting} instead of {batch} would fit"
         larger = f"devices of {size(self.least)}"
         if self.capacity <= inputs:
