@@ -200,6 +200,16 @@ class Plan:
 
         return diff(self, other)
 
+    def timeline(self, path: str | Path) -> None:
+        """Write the predicted step of a pipeline as a trace for Perfetto or chrome://tracing: a thread per pipeline rank.
+
+        Raises PlanError for a plan without a pipeline.
+        """
+        from meshwright.cost.timeline import chrome_trace
+        from meshwright.joint_plan import simulation_of
+
+        Path(path).write_text(json.dumps(chrome_trace(simulation_of(self))), encoding="utf-8")
+
     def show(self, path: str | Path) -> None:
         """Write the report as one self-contained HTML file."""
         from meshwright.report import write_html

@@ -21,6 +21,7 @@ from meshwright.compiler.chain import Chain, Infeasible, Solution
 from meshwright.compiler.choices import Scope
 from meshwright.compiler.costs import Costs
 from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on
+from meshwright.compiler.joint import Outcome
 from meshwright.compiler.microbatch import split_counts, split_time
 from meshwright.compiler.problem import Problem
 from meshwright.compiler.rules import default_rules
@@ -29,6 +30,7 @@ from meshwright.compiler.units import find_units
 from meshwright.cost.cluster import Cluster
 from meshwright.footprint import with_footprint
 from meshwright.graph import Graph
+from meshwright.joint_plan import certificate, plan_of, search_jointly
 from meshwright.layouts import Layout, layouts, microbatch_counts, variants
 from meshwright.pins import RECOMPUTE, PinError, Pins, vars_of
 from meshwright.plan import Plan, PlanError, Schedule
@@ -41,6 +43,11 @@ OPTIMIZERS: Mapping[str, float] = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "momen
 """Bytes of optimizer state per parameter, fp32 states."""
 
 GAP = 0.005
+JOINT_SECONDS = 20.0
+FREE_DEVICES = 8
+"""Up to so many devices, layouts whose axes may split anything are solved as well."""
+REFINED_DEVICES = 64
+"""Up to so many devices, a layout without a pipeline is solved again for every block on its own even if it fits."""
 SOLVE_SECONDS = 30.0
 """Limit of one solve; only a solve that it strikes may come out otherwise on another run."""
 
@@ -102,12 +109,13 @@ def make_plan(
     state_bytes = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else float(optimizer)
     search = _Search(graph, cluster, rules, classes, state_bytes, precision, gap, timing, progress)
     try:
-        best = search.best(pins)
+        best = search.jointly(pins) if _open_to_pipelines(pins, cluster) else search.best(pins)
     except OutOfMemoryError as error:
         raise search.explain(error, pins) from None
+    listed = [*search.candidates, *best.certificate.get("candidates", ())]
     return replace(
         best, optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes", notes=(*notes, *best.notes),
-        certificate={**best.certificate, "candidates": search.candidates, "seconds": dict(timing.phases)},
+        certificate={**best.certificate, "candidates": listed, "seconds": dict(timing.phases)},
     )
 
 
@@ -138,8 +146,61 @@ class _Search:
     progress: Progress | None
     candidates: list[dict[str, Any]] = field(default_factory=list)
 
+    def jointly(self, pins: Pins) -> Plan:
+        """The plan of least time, pipelines included.
+
+        On few devices layouts whose axes may split anything come first, and pipelines must beat them. If no pipeline wins, the
+        best layout is solved again, every block on its own.
+        """
+        pinned, few = (pins.pp or 1) > 1, self.cluster.world <= FREE_DEVICES
+        known, failure = self._known(pins) if few and not pinned else (None, None)
+        seconds = float("inf") if known is None else float(known.predicted["step_seconds"])
+        try:
+            outcome = search_jointly(
+                self.graph, self.cluster, self.rules, pins, precision=self.precision, state_bytes=self.state_bytes,
+                gap=self.gap, limit=JOINT_SECONDS, progress=self.progress, cutoff=seconds,
+            )
+        except (PinError, PlanError) as error:
+            if known is not None:
+                return known
+            if pinned or few or isinstance(error, OutOfMemoryError):
+                raise failure or error from None
+            return self.best(pins)
+        finally:
+            self.timing.mark("joint search")
+        if not outcome.ranking or outcome.best.seconds >= seconds:
+            assert known is not None
+            return replace(known, certificate=certificate(outcome, seconds))
+        plan = plan_of(outcome, self.graph, self.rules, self.cluster, self.precision)
+        self.timing.mark("plan")
+        if plan.pipeline is not None:
+            return plan
+        return self._refined(plan, outcome, pins)
+
+    def _refined(self, plan: Plan, outcome: Outcome, pins: Pins) -> Plan:
+        """The plan without a pipeline, held to what its program needs; each block on its own where that is faster or fits."""
+        plan = with_footprint(plan, self.rules, self.state_bytes)
+        fits = plan.predicted["bytes_per_rank"] <= capacity(self.cluster)
+        if fits and self.cluster.world > REFINED_DEVICES:
+            return plan
+        roles = {axis: "tp" if axis == "tp" else "dp" for axis in plan.mesh.axes}
+        other = self.solve(Layout(plan.mesh, roles), plan.schedule.microbatches, pins).plan
+        seconds = float(other.predicted["step_seconds"])
+        if fits and plan.predicted["step_seconds"] <= seconds:
+            return plan
+        return replace(other, certificate=certificate(outcome, seconds))
+
+    def _known(self, pins: Pins) -> tuple[Plan | None, OutOfMemoryError | None]:
+        """The best plan without a pipeline, or why there is none."""
+        try:
+            return self.best(pins), None
+        except OutOfMemoryError as error:
+            return None, error
+        except (PinError, PlanError):
+            return None, None
+
     def best(self, pins: Pins) -> Plan:
-        """The plan of least time over all layouts."""
+        """The plan of least time over all layouts without a pipeline."""
         tried = layouts(self.cluster, pins)
         found: list[_Found] = []
         failures: list[OutOfMemoryError] = []
@@ -252,9 +313,16 @@ class _Search:
         return error.with_remedy(error.smaller(batch_size(self.graph), self.cluster.world))
 
 
+def _open_to_pipelines(pins: Pins, cluster: Cluster) -> bool:
+    """Whether the pins leave the number of stages open, or ask for several."""
+    if pins.pp is not None:
+        return pins.pp > 1
+    return cluster.world > 1 and cluster.world > (pins.dp or 1) * (pins.tp or 1)
+
+
 def _unsupported(pins: Pins) -> None:
-    for name in ("cp", "pp", "ep"):
+    for name in ("cp", "ep"):
         if (getattr(pins, name) or 1) > 1:
             raise PinError(
-                f"pin {name}={getattr(pins, name)}: this version plans dp, tp, sequence parallelism and ZeRO; drop the pin"
+                f"pin {name}={getattr(pins, name)}: this version plans dp, tp, pp, sequence parallelism and ZeRO; drop the pin"
             )

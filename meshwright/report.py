@@ -23,6 +23,7 @@ from meshwright.plan import GroupChoice, Plan
 
 WIDTH = 140
 _SHOWN = 8
+_TICKS = 30
 """Candidates listed; the rest are counted."""
 
 
@@ -45,6 +46,8 @@ def page(plan: Plan) -> RenderableType:
     facts = facts_of(plan)
     parts: list[RenderableType] = [_header(facts)]
     parts += [_section(section) for section in sections(facts)]
+    if plan.pipeline is not None:
+        parts += _stages(plan)
     parts.append(_groups(plan))
     if plan.certificate.get("candidates"):
         parts.append(_candidates(plan))
@@ -108,6 +111,11 @@ def _header(facts: Facts) -> Table:
     _add(table, "memory", _memory(plan.predicted))
     proof = plan.certificate
     if "gap" in proof:
+        if "considered" in proof:
+            _add(table, "search", f"{proof['considered']:,} candidates considered, {proof['pruned']:,} pruned by bound, "
+                 f"{proof['infeasible']:,} impossible, {proof['solved']:,} solved")
+        if "runner_up" in proof:
+            _add(table, "runner-up", proof["runner_up"])
         _add(table, "certificate", f"gap {proof['gap']:.2%} (objective {seconds(proof['objective'])}, lower bound "
              f"{seconds(proof['bound'])}, {proof.get('status', '')})")
     return table
@@ -176,6 +184,31 @@ def _groups(plan: Plan) -> Table:
         cells = [fold_paths(paths), str(zero), ", ".join(data) or "-", ", ".join(shard) if zero else "-", recompute]
         _add(table, *cells, *([str(stage)] if stages else []))
     return table
+
+
+def _stages(plan: Plan) -> list[RenderableType]:
+    """Every stage with its blocks and seconds, then the predicted clock."""
+    pipeline, predicted = plan.pipeline, plan.predicted
+    assert pipeline is not None
+    table = Table("stage", "rank", "operators", "blocks", "forward", "backward", box=box.SIMPLE_HEAD, title_justify="left",
+                  title=Text(f"stages under {pipeline.schedule}"), title_style="bold")
+    seconds_ = predicted.get("stages", {})
+    for stage, (start, stop) in enumerate(itertools.pairwise(pipeline.cuts)):
+        inside = [block.path for block in plan.graph.blocks if start <= block.start < stop]
+        spent = ["", ""]
+        if seconds_:
+            back = seconds_["backward_input"][stage] + seconds_["backward_weight"][stage]
+            spent = [seconds(seconds_["forward"][stage]), seconds(back)]
+        _add(table, str(stage), str(pipeline.stage_rank[stage]), f"{start}..{stop - 1}", fold_paths(inside) if inside else "-",
+             *spent)
+    if not seconds_:
+        return [table]
+    from meshwright.cost.timeline import render as clock
+    from meshwright.joint_plan import simulation_of
+
+    run = simulation_of(plan)
+    title = Text(f"predicted clock, a column for {seconds(run.makespan / _TICKS)}", style="bold")
+    return [table, title, Text(clock(run, tick=run.makespan / _TICKS), no_wrap=True, overflow="ellipsis")]
 
 
 def _group_key(group: GroupChoice) -> tuple[int, tuple[str, ...], tuple[str, ...], str, int]:

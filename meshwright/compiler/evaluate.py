@@ -21,7 +21,7 @@ import numpy as np
 
 from meshwright.compiler import stages
 from meshwright.compiler.candidates import Candidate
-from meshwright.compiler.placement import Placement
+from meshwright.compiler.placement import NONE, Placement
 from meshwright.compiler.positions import Position
 from meshwright.compiler.stage_costs import Array, Degrees, StageCosts, Units
 from meshwright.cost.schedules import SPLIT_BACKWARD, illegal_combination, schedule_table, stage_rank
@@ -114,7 +114,7 @@ class Evaluator:
 
     def relaxed(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement) -> float:
         """Seconds that no cut and no recomputation can beat under the capacity; inf if it is proven that nothing fits."""
-        kinds = self._kinds(candidate, zero)
+        kinds = self.kinds(candidate, zero)
         crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
         ways = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
         options = [self._stage_units(way, crossing) for way in ways]
@@ -125,12 +125,12 @@ class Evaluator:
         self._bounds[key] = bound
         return (bound + self.floor_of(candidate, ways[0])) * placement.bound / placement.seconds
 
-    def _kinds(self, candidate: Candidate, zero: int) -> tuple[str, ...]:
+    def kinds(self, candidate: Candidate, zero: int) -> tuple[str, ...]:
         """The recomputations that may be combined with a schedule."""
         if candidate.pp == 1:
             return self.recompute
         legal = (kind for kind in self.recompute if illegal_combination(candidate.schedule, zero=zero, recompute=kind) is None)
-        return tuple(legal) or self.recompute[:1]
+        return tuple(legal)
 
     def table(self, candidate: Candidate) -> Table:
         """The schedule's table, made once."""
@@ -146,7 +146,7 @@ class Evaluator:
         plain = self.units(candidate, degrees, zero, placement, self.recompute[0])
         blocks = np.array([placement.rows[row].block for row in placement.sequence])
         ways, marks = [plain], [(self.recompute[0],) * len(blocks)]
-        for name in self._kinds(candidate, zero)[1:]:
+        for name in self.kinds(candidate, zero)[1:]:
             again = self.units(candidate, degrees, zero, placement, name)
             for part in _PARTS if candidate.virtual_stages == 1 else _PARTS[-1:]:
                 where = blocks & (np.floor((np.arange(len(blocks)) + 1) * part) > np.floor(np.arange(len(blocks)) * part))
@@ -213,12 +213,13 @@ class Evaluator:
     ) -> dict[str, float]:
         """Seconds of the mean rank: compute, recomputation, communication, optimizer."""
         share = candidate.microbatches / candidate.pp
-        first = self.recompute[0]
-        compute = sum(float(placement.rows[row].activations[first][:2].sum()) for row in placement.sequence)
+        compute = sum(float(placement.rows[row].activations[NONE][:2].sum()) for row in placement.sequence)
+        pinned = [placement.rows[row].activations[self.recompute[0]][:4].sum() for row in placement.sequence]
+        again = sum(map(float, pinned)) - sum(float(placement.rows[row].activations[NONE][:4].sum()) for row in placement.sequence)
         return {
             "compute": compute * share,
-            "exposed communication": max(0.0, plain.work - compute) * share,
-            "recomputation": max(0.0, units.work - plain.work) * share,
+            "exposed communication": max(0.0, plain.work - again - compute) * share,
+            "recomputation": max(0.0, units.work - plain.work + again) * share,
             "optimizer": optimizer,
         }
 
@@ -260,8 +261,8 @@ class Evaluator:
 
     def _step_alone(self, candidate: Candidate, placement: Placement, units: Units) -> float:
         """Gathers and reductions of the step hide behind the compute of all its micro-batches, as in ``costs``."""
-        m, first = candidate.microbatches, self.recompute[0]
-        forward = np.array([placement.rows[row].activations[first][0] for row in placement.sequence]) * m
+        m = candidate.microbatches
+        forward = np.array([placement.rows[row].activations[NONE][0] for row in placement.sequence]) * m
         gather = self.costs.exposed(units.gather, forward)
         reduce = self.costs.exposed(units.reduce, m * units.backward)
         return float(m * units.work + gather.sum() + reduce.sum() + units.optimizer.sum())

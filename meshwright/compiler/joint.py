@@ -32,7 +32,7 @@ import numpy as np
 from meshwright.compiler.candidates import Candidate, Floors, Work, candidates, degrees_of, floor, ways_of
 from meshwright.compiler.dims import batch_size
 from meshwright.compiler.evaluate import DoesNotFitError, Evaluation, Evaluator
-from meshwright.compiler.placement import Placement, Placements
+from meshwright.compiler.placement import NONE, Placement, Placements
 from meshwright.compiler.stage_costs import StageCosts, Units
 from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
@@ -121,8 +121,8 @@ class _Node:
 
 
 class JointSearch:
-    """One search. ``capacity``: bytes of a rank for everything but the inputs; ``recompute``: kinds, the first is none (or the
-    pinned one); ``limit``: seconds after which the incumbent is taken as it is; ``cutoff``: seconds of a plan known from
+    """One search. ``capacity``: bytes of a rank for everything but the inputs; ``recompute``: kinds, none first, or the pinned
+    one alone; ``limit``: seconds after which the incumbent is taken as it is; ``cutoff``: seconds of a plan known from
     elsewhere, which need not be matched."""
 
     def __init__(
@@ -133,7 +133,8 @@ class JointSearch:
         self.graph, self.cluster, self.pins, self.gap, self.limit, self.progress = graph, cluster, pins, gap, limit, progress
         self.cutoff = cutoff
         self.placements = Placements(
-            graph, cluster, rules, pins, itemsize=itemsize, state_bytes=state_bytes, recompute=recompute
+            graph, cluster, rules, pins, itemsize=itemsize, state_bytes=state_bytes,
+            recompute=tuple(dict.fromkeys((NONE, *recompute))),
         )
         positions = self.placements.folded.positions
         names = [graph.blocks[p.block].path if p.block >= 0 else graph.ops[p.start].module or "root" for p in positions]
@@ -146,6 +147,7 @@ class JointSearch:
         self._known: dict[tuple[int, int], Placement | None] = {}
         self._works: dict[int, Work] = {}
         self._closed = float("inf")
+        self._hopeless: tuple[float, _Node] | None = None  # of what a bound proves not to fit, the nearest
 
     def run(self) -> Outcome:
         """Search. Raises PinError if the pins leave nothing, DoesNotFitError (of the nearest) if nothing fits. With a cutoff
@@ -160,6 +162,8 @@ class JointSearch:
             nodes = [node for node in nodes if not focus(node.candidate)]
             nodes += self._sweep(chosen, began + share * self.limit)
         if not found.ranking and self.cutoff == float("inf"):
+            if found.nearest is None and self._hopeless is not None:
+                self._solve(self._hopeless[1])
             raise found.nearest or PlanError(f"no layout of {self.cluster} runs this model at this batch")
         found.pruned, found.placements = len(nodes), self.placements.count
         known = [e.seconds for e in found.ranking[:1]] + [self.cutoff]
@@ -274,6 +278,8 @@ class JointSearch:
         assert placement is not None
         found: list[tuple[float, float, int, int, Units]] = []
         for zero, shard in ways_of(candidate, self.cluster, self.pins):
+            if not self.evaluator.kinds(candidate, zero):
+                continue
             degrees = degrees_of(candidate, shard)
             units = self.evaluator.units(candidate, degrees, zero, placement, self.evaluator.recompute[0])
             if not np.isfinite(units.state).all():
@@ -303,6 +309,8 @@ class JointSearch:
         bound = self.evaluator.relaxed(candidate, degrees, node.zero, placement)
         if bound == float("inf"):
             self.outcome.infeasible += 1
+            units = self.evaluator.units(candidate, degrees, node.zero, placement, self.evaluator.recompute[0])
+            self._hopeless = min((self._hopeless or (np.inf, node), (_held(units) / candidate.pp, node)))
             return []
         return [replace(node, level=_RELAXED, bound=max(node.bound, bound))]
 

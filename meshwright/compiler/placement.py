@@ -41,6 +41,7 @@ from meshwright.rule import OpRule, Placed
 from meshwright.sharding import Sharding
 
 DATA, TENSOR = "dp", "tp"
+NONE = "none"
 GAP = 1e-4
 _LIGHT = 1e-3
 """Seconds that all saved bytes of a placement may weigh, as a part of its time: of equals the one that saves less."""
@@ -165,8 +166,7 @@ class _Reader:
                 numbers[key] = len(rows)
                 rows.append(self._row(at, self.solution.choices[n], charged))
             sequence.append(numbers[key])
-        plain = self.owner.recompute[0]
-        times = [self.chain.time(rows[r].activations[plain]) for r in sequence]
+        times = [self.chain.time(rows[r].activations[NONE]) for r in sequence]
         seconds = float(sum(times))
         slack = max(0.0, 1.0 - self.solution.gap - _LIGHT * 2)
         return Placement(

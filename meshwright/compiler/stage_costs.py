@@ -39,7 +39,7 @@ from meshwright.compiler.costs import (
     Variant,
     Vector,
 )
-from meshwright.compiler.placement import DATA, TENSOR, Placement, Row
+from meshwright.compiler.placement import DATA, NONE, TENSOR, Placement, Row
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
 from meshwright.cost.schedules import SPLIT_BACKWARD
@@ -125,8 +125,8 @@ class StageCosts:
     ) -> Units:
         """The units of a placement; ``recompute`` applies to blocks."""
         own = self.parameters(placement, degrees, zero, microbatches)
-        plain = np.array([next(iter(row.activations.values())) for row in placement.rows])
-        run = np.array([row.activations[recompute if row.block else next(iter(row.activations))] for row in placement.rows])
+        plain = np.array([row.activations[NONE] for row in placement.rows])
+        run = np.array([row.activations[recompute if row.block else NONE] for row in placement.rows])
         weight = np.array([row.weight for row in placement.rows])
         each, once = own.each, own.once
         forward = run[:, FORWARD] + run[:, SEND] + each[:, SEND] + self.exposed(each[:, GATHER], run[:, FORWARD])
