@@ -19,6 +19,7 @@ import argparse
 import csv
 import json
 import math
+import re
 import sys
 import time
 from collections import defaultdict
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
 
 from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
@@ -42,13 +44,13 @@ DATA = Path(__file__).parent / "data"
 FILES = (DATA / "steps.csv", DATA / "memory.csv")
 Row = Mapping[str, str]
 
-NODES: Sequence[tuple[str, str]] = (
-    # words in "interconnect" or "source", node of the catalogue
-    ("1600Gbps RoCE", "roce1600"),
-    ("Ultra-Scale Playbook", "playbook"),
-    ("nanotron", "playbook"),
-    ("4 x 100 Gb/s RoCE", "p4d"),
-    ("A800-like", "hgx-a800"),
+NODES: Sequence[tuple[str, str, str]] = (
+    # words in "interconnect", device they are on ("" any), node of the catalogue
+    ("1600Gbps RoCE", "", "roce1600"),
+    ("4 x 100 Gb/s", "a100", "p4d"),
+    ("EFA", "a100", "p4d"),
+    ("EFA", "h100", "p5"),
+    ("A800-like", "", "hgx-a800"),
 )
 """Where none matches, the device's own node: the vendor's reference design."""
 
@@ -56,15 +58,16 @@ KERNELS: Sequence[tuple[str, str]] = (
     # words in "notes", attention kernel
     ("kernel=flash_attention2", "flash2"),
     ("kernel=flash_attentionv1", "flash1"),
-    ("kernel=", "eager"),  # any other kernel that a row names forms the matrix of scores
-    ("flash attention", "flash1"),  # the rows that say no more are of early 2023
-    ("NeMo", "flash3"),  # Transformer Engine runs cuDNN's
-    ("recompute", "eager"),  # the Megatron-LM runs of 2020 and 2021
+    ("kernel=torch", "torch"),  # scores, mask and softmax, each an operator of its own
+    ("kernel=", "scores"),  # any other kernel that a row names forms the matrix of scores, scaled and masked in its softmax
+    ("NeMo", "flash3"),  # its Transformer Engine runs cuDNN's
+    ("flash attention", "flash1"),  # of no version: the first
 )
-"""Where none matches, the device's default."""
+FLASH_PUBLISHED = (2022, 5)
+"""Dao et al. 2022. What was published before ran on scores; where nothing else is known, the device's default."""
 
-EAGER: Sequence[str] = ("kernel=torch", "kernel=fused", "kernel=flash_attentionv1", "kernel=flash_attention2;")
-"""Words in "notes" of runs whose pointwise operators run one by one: the kernel they name is attention's alone."""
+OVERLAPPED: Sequence[str] = ("TP comm overlap", "NeMo")
+"""Words in "notes" of software that cuts tensor-parallel collectives up and runs them beside the products they belong to."""
 
 GPUS: Sequence[tuple[str, str]] = (
     ("A100-40GB", "a100-40g"), ("A100", "a100-80g"), ("A800", "a800"), ("H100", "h100"), ("H800", "h800"), ("H200", "h200"),
@@ -132,41 +135,87 @@ def word_of(text: str, table: Sequence[tuple[str, str]]) -> str | None:
     return next((value for words, value in table if words.lower() in text.lower()), None)
 
 
+def published_in(row: Row) -> tuple[int, int] | None:
+    """(year, month) that a source bears: an arXiv number or a year in words; None where it bears none."""
+    text = row.get("source", "")
+    found = re.search(r"\b(\d\d)(0[1-9]|1[0-2])\.\d{4,5}\b", text)
+    if found:
+        return 2000 + int(found[1]), int(found[2])
+    year = re.search(r"\b(20[12]\d)\b", text)
+    return (int(year[1]), 12) if year else None
+
+
 def kernel_of(row: Row) -> str | None:
-    """Attention kernel that the row names."""
-    return word_of(row.get("notes", ""), KERNELS)
+    """Attention kernel that the row names, or the only one there was when it was published."""
+    named = word_of(row.get("notes", ""), KERNELS)
+    date = published_in(row)
+    return named or ("scores" if date is not None and date < FLASH_PUBLISHED else None)
+
+
+def one_by_one(row: Row) -> bool:
+    """Whether pointwise operators run one by one: the row lists its kernels, and none of them is of the norm."""
+    notes = row.get("notes", "")
+    return "kernel=" in notes and not any(word in notes for word in ("RMS", "norm"))
 
 
 def cluster_of(row: Row) -> Cluster:
-    """The devices and nodes of a row."""
+    """The devices, nodes and software of a row."""
     device = word_of(row["gpu"], GPUS)
-    if device is None:
-        device = word_of(row.get("gpu", "") + row.get("source", ""), (("Galvatron", "a800"),))
     if device is None:
         raise Unpriced(f"no device of the catalogue for {row['gpu']!r}")
     world = integer(row, "n_gpus")
     per_node = min(world, integer(row, "gpus_per_node", 8))
-    node = word_of(row.get("interconnect", "") + " " + row.get("source", ""), NODES)
+    wires = row.get("interconnect", "").lower()
+    node = next((name for words, on, name in NODES if words.lower() in wires and device.startswith(on)), None)
     cluster = Cluster.parse(f"{device}{'@' + node if node else ''}:{world // per_node}x{per_node}")
     kernel = kernel_of(row)
     known = kernel if kernel in cluster.device.attention else None
-    return cluster.with_kernels(known, fused=not any(words in row.get("notes", "") for words in EAGER))
+    overlapped = any(words in row.get("notes", "") for words in OVERLAPPED)
+    return cluster.with_kernels(known, fused=not one_by_one(row), overlapped=overlapped)
 
 
 @lru_cache(maxsize=4)
 def captured(
     family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, experts: int, top_k: int,
-    batch: int, seq: int, eager: bool, precision: str,
+    batch: int, seq: int, attention: str, precision: str,
 ) -> Graph:
-    """The graph of a model of these dimensions at this global batch."""
-    config = _config(family, layers, hidden, heads, kv_heads, ffn, vocab, experts, top_k, seq)
-    config._attn_implementation = "eager" if eager else "sdpa"
+    """The graph of a model of these dimensions at this global batch. ``attention``: "torch", "scores", else flash."""
     import transformers
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    config = _config(family, layers, hidden, heads, kv_heads, ffn, vocab, experts, top_k, seq)
+    ALL_ATTENTION_FUNCTIONS.register("scores", scores)
+    config._attn_implementation = {"torch": "eager", "scores": "scores"}.get(attention, "sdpa")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
+        _linears(model)
     ids = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
     return capture_model(model, (), {"input_ids": ids, "labels": ids.clone()}, (), None, precision)
+
+
+def scores(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention before flash kernels, [b, heads, s, d]: a product, one kernel that scales, masks and normalizes, a product.
+
+    The kernel masks by position, so there is no mask to make or to read.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    weights = torch.softmax(torch.matmul(query, key.transpose(2, 3)) * (scaling or query.shape[-1] ** -0.5), dim=-1)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), None
+
+
+def _linears(model: nn.Module) -> None:
+    """Weights as the published programs keep them, [out, in]: Hugging Face's GPT-2 alone keeps them turned."""
+    from transformers.pytorch_utils import Conv1D
+
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, Conv1D):
+                setattr(module, name, nn.Linear(child.nx, child.nf))
 
 
 def _config(
@@ -200,10 +249,12 @@ def graph_of(row: Row) -> Graph:
     batch = number(row, "global_batch_seqs") or (number(row, "micro_batch") or 0) * (number(row, "dp") or 1)
     if not batch:
         raise Unpriced("the source does not state the global batch")
+    kernel = kernel_of(row)
+    attention = kernel if kernel in ("torch", "scores") else "flash"
     return captured(
         row.get("family", ""), integer(row, "n_layers"), integer(row, "hidden"), heads, integer(row, "n_kv_heads", heads),
         integer(row, "ffn_hidden"), integer(row, "vocab"), integer(row, "n_experts", 0), integer(row, "top_k", 0),
-        int(batch), integer(row, "seq_len"), kernel_of(row) == "eager", precision_of(row),
+        int(batch), integer(row, "seq_len"), attention, precision_of(row),
     )
 
 

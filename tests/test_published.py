@@ -48,13 +48,45 @@ def test_every_row_of_the_data_names_a_known_cluster_and_legal_pins(published, s
         )
 
 
-def test_columns_become_hardware_and_kernels(published, steps):
-    roce = next(row for row in steps.values() if "RoCE" in row["interconnect"])
-    assert published.cluster_of(roce).node.name == "roce1600"
-    named = next(row for row in steps.values() if "kernel=flash_attention2" in row["notes"])
-    assert published.cluster_of(named).device.attention_kernel == "flash2"
-    older = next(row for row in steps.values() if "kernel=torch" in row["notes"])
-    assert published.kernel_of(older) == "eager"
+def test_columns_become_hardware(published):
+    row = {"gpu": "H100-80GB", "n_gpus": "16", "gpus_per_node": "8"}
+    wires = {"": "dgx-h100", "NVLink4 + EFA": "p5", "8x400Gb NDR": "dgx-h100"}
+    assert {text: published.cluster_of({**row, "interconnect": text}).node.name for text in wires} == wires
+    older = {**row, "gpu": "A100-80GB"}
+    wires = {"": "dgx-a100", "EFA": "p4d", "1600Gbps RoCE/node": "roce1600", "8x200Gb HDR IB": "dgx-a100"}
+    assert {text: published.cluster_of({**older, "interconnect": text}).node.name for text in wires} == wires
+
+
+def test_columns_become_kernels(published):
+    cases = {
+        "kernel=flash_attention2 + RMS kernel": ("flash2", False, False), "kernel=flash_attentionv1.0.8": ("flash1", True, False),
+        "kernel=torch": ("torch", True, False), "kernel=fused": ("scores", True, False), "flash attention": ("flash1", False, False),
+        "NeMo2; TP comm overlap": ("flash3", False, True), "": (None, False, False),
+    }
+    for notes, (kernel, eager, overlapped) in cases.items():
+        row = {"gpu": "H100-80GB", "n_gpus": "8", "notes": notes}
+        device = published.cluster_of(row).device
+        assert (published.kernel_of(row), not device.fused, device.overlapped) == (kernel, eager, overlapped)
+        assert device.attention_kernel == (kernel if kernel and kernel.startswith("flash") else "flash2")
+
+
+def test_a_row_older_than_flash_attention_ran_on_scores(published):
+    dates = {"A et al. (2104.04473)": (2021, 4), "README (Sept 2020)": (2020, 12), "B 2311.05610": (2023, 11), "a sheet": None}
+    assert {text: published.published_in({"source": text}) for text in dates} == dates
+    kernels = [published.kernel_of({"source": text, "notes": ""}) for text in dates]
+    assert kernels == ["scores", "scores", None, None]
+    assert published.kernel_of({"source": "2020", "notes": "kernel=torch"}) == "torch"
+
+
+@pytest.mark.parametrize(("attention", "masks", "products"), [("torch", True, 2), ("scores", False, 2), ("flash", False, 0)])
+def test_attention_kernels_capture_as_what_they_run(published, attention, masks, products):
+    graph = published.captured.__wrapped__("dense-gpt", 2, 64, 4, 4, 128, 100, 0, 0, 2, 16, attention, "bf16")
+    targets = [op.target for op in graph.ops]
+    assert targets.count("aten.matmul.default") == 2 * products
+    assert targets.count("aten.scaled_dot_product_attention.default") == (0 if products else 2)
+    assert any(graph.values[op.outputs[0]].shape[-2:] == (16, 16) and op.target.startswith("aten.where") for op in graph.ops) == masks
+    weights = [graph.values[param.value].shape for param in graph.params]
+    assert (128, 64) in weights  # [out, in]
 
 
 def test_a_row_goes_through_the_planner(published):

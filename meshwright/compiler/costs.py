@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost import compute
+from meshwright.cost import compute, overlap
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
 from meshwright.graph import Graph, Op, Value
@@ -149,10 +149,17 @@ class Costs:
         sides_ = self._pair[key]
         if sides_ is None:
             return None
-        forward = sum(self.collective(kind, (axis,), scale * bytes_) for kind, axis, scale in sides_[0])
+        forward = sum(self._moved(kind, axis, scale * bytes_) for kind, axis, scale in sides_[0])
         if not differentiable:
             return forward, 0.0
-        return forward, sum(self.collective(kind, (axis,), scale * bytes_) for kind, axis, scale in sides_[1])
+        return forward, sum(self._moved(kind, axis, scale * bytes_) for kind, axis, scale in sides_[1])
+
+    def _moved(self, kind: str, axis: str, bytes_: float) -> float:
+        """Seconds of a step of a reshard that stay exposed."""
+        seconds = self.collective(kind, (axis,), bytes_)
+        if self.device.overlapped and kind in ("all_gather", "reduce_scatter"):
+            return overlap.in_pieces(seconds, self.mesh.size(axis), self.device.contention)
+        return seconds
 
     def parameter(
         self, value: Value, need: Sharding, trainable: bool, variant: Variant, group: float, unit: Unit = MIDDLE

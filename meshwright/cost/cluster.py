@@ -130,9 +130,12 @@ class Cluster:
         )
         return Cluster(islands)
 
-    def with_kernels(self, attention: str | None = None, fused: bool | None = None) -> Cluster:
-        """The same cluster with other software: the devices' ``attention`` kernel ("flash1", "flash2", "flash3"), and whether
-        chains of pointwise operators run ``fused`` (compiled) or one by one (eager). None leaves it as it is."""
+    def with_kernels(
+        self, attention: str | None = None, fused: bool | None = None, overlapped: bool | None = None
+    ) -> Cluster:
+        """The same cluster with other software: the devices' ``attention`` kernel ("flash1", "flash2", "flash3"), whether
+        chains of pointwise operators run ``fused`` (compiled) or one by one (eager), and whether activations are gathered and
+        reduced ``overlapped`` with the products that read and make them. None leaves it as it is."""
         islands = []
         for island in self.islands:
             device = island.device
@@ -141,7 +144,8 @@ class Cluster:
                     f"no attention kernel {attention!r} for {device.name}; known: {', '.join(device.attention)}"
                 )
             device = replace(
-                device, attention_kernel=attention or device.attention_kernel, fused=device.fused if fused is None else fused
+                device, attention_kernel=attention or device.attention_kernel, fused=device.fused if fused is None else fused,
+                overlapped=device.overlapped if overlapped is None else overlapped,
             )
             islands.append(replace(island, device=device))
         return Cluster(tuple(islands))

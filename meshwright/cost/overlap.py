@@ -93,6 +93,16 @@ def ring(compute: Seconds, send: Seconds, ranks: int, contention: float = 1.0) -
     return (ranks - 1) * beside(compute, send, contention) + compute
 
 
+def in_pieces(communication: float, pieces: int, contention: float = 1.0) -> float:
+    """Exposed seconds of an all-gather or a reduce-scatter cut into ``pieces``, one a rank, each sent while the product works on
+    another: the first (or the last) waits alone, the others only slow the product down.
+
+    >>> in_pieces(8.0, 4), in_pieces(8.0, 4, 2.0)
+    (2.0, 5.0)
+    """
+    return communication * (1 + (pieces - 1) * (1.0 - 1.0 / contention)) / pieces
+
+
 def together(seconds: Mapping[str, Sequence[float]]) -> float:
     """Seconds of collectives that run at the same time, by the link each uses: those of one link share it.
 
