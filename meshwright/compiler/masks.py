@@ -25,7 +25,7 @@ from meshwright.compiler.movement import ATTENTION, ELEMENTWISE, EXPAND
 from meshwright.compiler.rewrite import Edit, eliminate_dead_code, rewrite
 from meshwright.graph import Graph, Op, Ref, map_refs
 
-MAX_ELEMENTS = 1 << 31
+MAX_ELEMENTS = 1 << 32
 """A mask with more elements than this, constant dims not counted, is left as it is."""
 _EAGER = 1 << 22
 _BLOCK = 1 << 22
