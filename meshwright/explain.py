@@ -34,7 +34,7 @@ from meshwright.mesh import Mesh
 from meshwright.plan import TIME, Plan, PlanError
 from meshwright.planner import OPTIMIZERS
 from meshwright.report import WIDTH, seconds, size
-from meshwright.rule import Placed, place
+from meshwright.rule import APART, Placed, place
 from meshwright.sharding import Sharding, format_sharding
 
 _SHOWN = 8
@@ -77,8 +77,11 @@ def _operator(facts: Facts, op: Op) -> str:
 
 
 def _choice(assignment: Mapping[str, str]) -> str:
-    words = [f"{axis} sums linear group {factor[1:] or 0} later" if factor.startswith("+") else f"{axis} splits {factor}"
-             for axis, factor in assignment.items()]
+    words = [
+        f"every rank of {axis} for itself, gradients summed later" if factor == APART
+        else f"{axis} sums linear group {factor[1:] or 0} later" if factor.startswith("+") else f"{axis} splits {factor}"
+        for axis, factor in assignment.items()
+    ]
     return ", ".join(words) or "every rank does all of it"
 
 

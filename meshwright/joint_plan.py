@@ -51,10 +51,9 @@ def search_jointly(
 
 
 def plan_of(
-    outcome: Outcome, graph: Graph, rules: Mapping[str, OpRule], cluster: Cluster, precision: str
+    best: Evaluation, outcome: Outcome, graph: Graph, rules: Mapping[str, OpRule], cluster: Cluster, precision: str
 ) -> Plan:
-    """The plan of the best evaluation."""
-    best = outcome.best
+    """The plan of an evaluation."""
     degrees, placement = best.degrees, best.placement
     schedule = split_time(graph, dict(rules), best.candidate.microbatches, batch_inputs(graph))
     assignments, copies = placement.decode(schedule)
@@ -62,7 +61,7 @@ def plan_of(
         graph, degrees.mesh, {name: renamed_assignment(a, degrees) for name, a in assignments.items()},
         {name: renamed(sharding, degrees) for name, sharding in copies.items()}, groups_of(best, graph), schedule=schedule,
         precision=precision, cluster=str(cluster), predicted=_predicted(best, graph, cluster, precision),
-        certificate=certificate(outcome),
+        certificate=certificate(outcome, best.seconds),
     )
     return plan if best.run is None else replace(plan, pipeline=pipeline_of(best))
 
@@ -93,8 +92,9 @@ def certificate(outcome: Outcome, seconds: float | None = None) -> dict[str, Any
     seconds = outcome.best.seconds if seconds is None else seconds
     bound = min(outcome.bound, seconds)
     gap = 1.0 - bound / seconds
+    status = "optimal" if gap <= outcome.wanted else "time_limit" if outcome.late else "gap"
     record: dict[str, Any] = {
-        "objective": seconds, "bound": bound, "gap": gap, "status": "optimal" if gap <= outcome.wanted else "time_limit" if outcome.late else "gap",
+        "objective": seconds, "bound": bound, "gap": gap, "status": status,
         "considered": outcome.considered, "pruned": outcome.pruned, "infeasible": outcome.infeasible, "solved": outcome.solved,
         "candidates": [
             {"mesh": str(e.candidate), "microbatches": e.candidate.microbatches, "step_seconds": e.seconds, "zero": e.zero}

@@ -85,7 +85,7 @@ class Pins:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def check_world(self, world: int) -> None:
-        """Raise PinError if the degrees cannot make up ``world`` devices. ep lies within dp x cp x tp and takes none of its own."""
+        """Raise PinError if the degrees cannot make up ``world`` devices. ep lies within dp x cp x tp, with none of its own."""
         degrees = {name: size for name, size in self.degrees().items() if name != "ep"}
         product = math.prod(degrees.values())
         shown = " x ".join(f"{name}={size}" for name, size in degrees.items())

@@ -205,10 +205,9 @@ class Plan:
 
         Raises PlanError for a plan without a pipeline.
         """
-        from meshwright.cost.timeline import chrome_trace
-        from meshwright.joint_plan import simulation_of
+        from meshwright.report import write_timeline
 
-        Path(path).write_text(json.dumps(chrome_trace(simulation_of(self))), encoding="utf-8")
+        write_timeline(self, path)
 
     def show(self, path: str | Path) -> None:
         """Write the report as one self-contained HTML file."""

@@ -44,10 +44,16 @@ OPTIMIZERS: Mapping[str, float] = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "momen
 
 GAP = 0.005
 JOINT_SECONDS = 20.0
+REMEDY_SECONDS = 5.0
+"""Limits of a joint search: for the plan, and for what would fit if a pin were dropped."""
 FREE_DEVICES = 8
 """Up to so many devices, layouts whose axes may split anything are solved as well."""
 REFINED_DEVICES = 64
 """Up to so many devices, a layout without a pipeline is solved again for every block on its own even if it fits."""
+DROPPED = (
+    "recompute", "zero", "microbatches", "shard", "sequence_parallel", "stage_cuts", "virtual_stages", "schedule", "tp", "dp", "pp",
+)
+"""Pins that an error tries to do without, in this order."""
 SOLVE_SECONDS = 30.0
 """Limit of one solve; only a solve that it strikes may come out otherwise on another run."""
 
@@ -109,7 +115,7 @@ def make_plan(
     state_bytes = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else float(optimizer)
     search = _Search(graph, cluster, rules, classes, state_bytes, precision, gap, timing, progress)
     try:
-        best = search.jointly(pins) if _open_to_pipelines(pins, cluster) else search.best(pins)
+        best = search.of(pins, JOINT_SECONDS)
     except OutOfMemoryError as error:
         raise search.explain(error, pins) from None
     listed = [*search.candidates, *best.certificate.get("candidates", ())]
@@ -146,7 +152,11 @@ class _Search:
     progress: Progress | None
     candidates: list[dict[str, Any]] = field(default_factory=list)
 
-    def jointly(self, pins: Pins) -> Plan:
+    def of(self, pins: Pins, limit: float) -> Plan:
+        """The plan of least time under the pins. ``limit``: seconds for the joint search."""
+        return self.jointly(pins, limit) if _open_to_pipelines(pins, self.cluster) else self.best(pins)
+
+    def jointly(self, pins: Pins, limit: float) -> Plan:
         """The plan of least time, pipelines included.
 
         On few devices layouts whose axes may split anything come first, and pipelines must beat them. If no pipeline wins, the
@@ -158,7 +168,7 @@ class _Search:
         try:
             outcome = search_jointly(
                 self.graph, self.cluster, self.rules, pins, precision=self.precision, state_bytes=self.state_bytes,
-                gap=self.gap, limit=JOINT_SECONDS, progress=self.progress, cutoff=seconds,
+                gap=self.gap, limit=limit, progress=self.progress, cutoff=seconds,
             )
         except (PinError, PlanError) as error:
             if known is not None:
@@ -168,14 +178,25 @@ class _Search:
             return self.best(pins)
         finally:
             self.timing.mark("joint search")
-        if not outcome.ranking or outcome.best.seconds >= seconds:
-            assert known is not None
-            return replace(known, certificate=certificate(outcome, seconds))
-        plan = plan_of(outcome, self.graph, self.rules, self.cluster, self.precision)
-        self.timing.mark("plan")
-        if plan.pipeline is not None:
-            return plan
-        return self._refined(plan, outcome, pins)
+        return self._first_that_fits(outcome, known, pins)
+
+    def _first_that_fits(self, outcome: Outcome, known: Plan | None, pins: Pins) -> Plan:
+        """The best evaluation whose program fits, ``known`` if none is faster: the search counts memory unit by unit."""
+        seconds = float("inf") if known is None else float(known.predicted["step_seconds"])
+        failure: OutOfMemoryError | None = None
+        for found in outcome.ranking:
+            if found.seconds >= seconds:
+                break
+            plan = plan_of(found, outcome, self.graph, self.rules, self.cluster, self.precision)
+            try:
+                return plan if plan.pipeline is not None else self._refined(plan, outcome, pins)
+            except OutOfMemoryError as error:
+                failure = failure or error
+            finally:
+                self.timing.mark("plan")
+        if known is None:
+            raise failure or PlanError(f"no layout of {self.cluster} runs this model")
+        return replace(known, certificate=certificate(outcome, seconds))
 
     def _refined(self, plan: Plan, outcome: Outcome, pins: Pins) -> Plan:
         """The plan without a pipeline, held to what its program needs; each block on its own where that is faster or fits."""
@@ -301,11 +322,11 @@ class _Search:
 
     def explain(self, error: OutOfMemoryError, pins: Pins) -> OutOfMemoryError:
         """The error with the nearest change that would fit: a pin dropped, a smaller batch, more devices."""
-        for name in ("recompute", "zero", "microbatches", "shard", "sequence_parallel", "tp", "dp"):
+        for name in DROPPED:
             if getattr(pins, name) is None:
                 continue
             try:
-                plan = self.best(Pins.of({**vars_of(pins), name: None}))
+                plan = self.of(Pins.of({**vars_of(pins), name: None}), REMEDY_SECONDS)
             except (PlanError, PinError):
                 continue
             need = size(plan.predicted["bytes_per_rank"])

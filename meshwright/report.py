@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,17 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.cost.timeline import chrome_trace
+from meshwright.cost.timeline import render as clock
 from meshwright.facts import Facts, Section, facts_of, fold_paths, sections
+from meshwright.joint_plan import simulation_of
 from meshwright.plan import GroupChoice, Plan
 
 WIDTH = 140
 _SHOWN = 8
-_TICKS = 30
 """Candidates listed; the rest are counted."""
+_TICKS = 30
+"""Columns of the predicted clock."""
 
 
 def render(plan: Plan, width: int = WIDTH) -> str:
@@ -39,6 +44,11 @@ def write_html(plan: Plan, path: str | Path, width: int = WIDTH) -> None:
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor", emoji=False)
     console.print(page(plan))
     Path(path).write_text(console.export_html(inline_styles=True), encoding="utf-8")
+
+
+def write_timeline(plan: Plan, path: str | Path) -> None:
+    """The predicted step of a plan with a pipeline as a Chrome trace. Raises PlanError without one."""
+    Path(path).write_text(json.dumps(chrome_trace(simulation_of(plan))), encoding="utf-8")
 
 
 def page(plan: Plan) -> RenderableType:
@@ -203,9 +213,6 @@ def _stages(plan: Plan) -> list[RenderableType]:
              *spent)
     if not seconds_:
         return [table]
-    from meshwright.cost.timeline import render as clock
-    from meshwright.joint_plan import simulation_of
-
     run = simulation_of(plan)
     title = Text(f"predicted clock, a column for {seconds(run.makespan / _TICKS)}", style="bold")
     return [table, title, Text(clock(run, tick=run.makespan / _TICKS), no_wrap=True, overflow="ellipsis")]

@@ -27,8 +27,10 @@ from meshwright.sharding import Sharding, ceil_div, piece
 
 Factor = str
 Assignment = Mapping[str, str]
-"""{mesh axis: factor it splits}, or {axis: "+k"}: the operator passes a pending sum through its k-th linear group. An axis
-not named is idle: everything invariant over it."""
+"""{mesh axis: factor it splits}, or {axis: "+k"}: the operator passes a pending sum through its k-th linear group, or
+{axis: "~"}: it runs whole on every rank, and what it makes is read differently (its gradient is a pending sum, and so are those
+of its operands). An axis not named is idle: everything invariant over it."""
+APART = "~"
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class OpRule:
             if factor.startswith("+"):
                 if int(factor[1:] or 0) >= len(self.linear):
                     return False
+                continue
+            if factor == APART:
                 continue
             if factor not in self.sizes or factor in self.whole:
                 return False
@@ -166,7 +170,10 @@ def place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Sequ
             factor = assignment.get(axis)
             if factor is None:
                 continue
-            if factor.startswith("+"):
+            if factor == APART:
+                if any(differentiable) if is_result else differentiable[position]:
+                    varying.add(axis)
+            elif factor.startswith("+"):
                 if is_result or position in rule.linear[int(factor[1:] or 0)]:
                     partial.add(axis)
                 elif differentiable[position]:

@@ -10,10 +10,12 @@ from torch import nn
 
 from meshwright.compiler.choices import Scope, choices
 from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on
+from meshwright.cost.cluster import Cluster
+from meshwright.facts import facts_of
 from meshwright.graph import Graph, Op
 from meshwright.mesh import Mesh
 from meshwright.pins import PinError, Pins
-from meshwright.planner import rules_of
+from meshwright.planner import make_plan, rules_of
 from tests.test_planner import Stack, graph_of, of_models
 
 
@@ -124,3 +126,15 @@ def test_only_layers_hand_on() -> None:
     graph = graph_of(Two(), 4, 8)
     assert [block.path for block in graph.blocks] == ["a", "b"]
     assert handed_on(graph) == []
+
+
+def test_what_is_made_of_parameters_leaves_the_sum_to_them() -> None:
+    """Turned weights (gpt2) and position biases (t5): no gradient is summed between operators under data parallelism."""
+    for name in ("gpt2", "t5"):
+        graph = of_models(name)
+        plan = make_plan(graph, Cluster.parse("h100:1x4"), Pins(dp=4))
+        moved = [step for step in facts_of(plan).collectives if step.backward]
+        assert not moved
+    scope = scope_of(of_models("gpt2"), Mesh.of(dp=2), {"dp": "dp"}, Pins())
+    turned = next(op for op in scope.graph.ops if op.target == "aten.t.default")
+    assert choices(turned, rules_of(scope.graph)[0][turned.name], scope, None) == [{"dp": "~"}]

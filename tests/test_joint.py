@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -88,7 +89,8 @@ def _chain(graph: Graph) -> Chain:
     scope = Scope(graph, mesh, {DATA: "dp", TENSOR: "tp"}, Pins(), classes, batch, sequence, frozenset(passed), 1)
     costs = Costs(Cluster.parse("h100:1x4"), mesh, microbatches=1, itemsize=2, state_bytes=8.0)
     variants = [Variant(0, (DATA,))]
-    return Problem(scope, rules, split_time(graph, rules, 1, batch_inputs(graph)), costs, variants, variants).chain(math.inf, 0.0)
+    schedule = split_time(graph, rules, 1, batch_inputs(graph))
+    return Problem(scope, rules, schedule, costs, variants, variants).chain(math.inf, 0.0)
 
 
 def test_folding_changes_nothing_but_the_size_of_the_graph() -> None:

@@ -11,6 +11,7 @@ import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from meshwright.compiler.dims import Dim, DimClasses
 from meshwright.cost.operators import operator
@@ -18,7 +19,7 @@ from meshwright.graph import Graph, Op
 from meshwright.mesh import Mesh
 from meshwright.pins import PinError, Pins
 from meshwright.plan import TIME
-from meshwright.rule import OpRule
+from meshwright.rule import APART, OpRule
 from meshwright.sharding import parse_sharding
 
 
@@ -36,16 +37,35 @@ class Scope:
     handed_on: frozenset[str]
     microbatches: int
 
+    @cached_property
+    def of_parameters(self) -> frozenset[str]:
+        """Values made of trainable parameters and of nothing that has a sample: turned weights, scales plus one, position
+        biases. Their gradients may be summed where the parameters' are."""
+        graph, found = self.graph, {param.value for param in self.graph.params if param.trainable}
+        params = frozenset(found)
+        for op in graph.ops:
+            flows = [name for name in op.inputs if graph.values[name].differentiable]
+            sampled = any(
+                self.classes.find((name, dim)) in self.batch
+                for name in (*op.inputs, *op.outputs) for dim in range(len(graph.values[name].shape))
+            )
+            if flows and found.issuperset(flows) and not sampled:
+                found.update(op.outputs)
+        return frozenset(found) - params
+
 
 def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[str, str]]:
     """All assignments of ``op`` that can run and that the pins allow, idle ones first; never empty."""
     kinds = _factor_kinds(op, rule, scope)
     weights = _contracted_weights(op, rule, scope)
+    apart = not scope.of_parameters.isdisjoint(op.outputs)
     on_gradient = any(scope.graph.values[name].differentiable for name in op.outputs)
     per_axis = []
     for axis in scope.mesh.axes:
         role = scope.roles[axis]
-        allowed: list[str | None] = [None]
+        allowed: list[str | None] = [None, *([APART] if apart else [])]
+        if apart and role == "dp":  # whatever reads it reads it for its own samples
+            allowed.remove(None)
         for factor in rule.splittable:
             batch, sequence = factor in kinds["batch"], factor in kinds["sequence"]
             if (role == "dp" and not batch) or (role == "tp" and batch):
@@ -82,7 +102,7 @@ def _legal(rule: OpRule, assignment: Mapping[str, str], mesh: Mesh) -> bool:
         return False
     split: dict[str, list[str]] = {}
     for axis, factor in assignment.items():
-        if not factor.startswith("+"):
+        if factor != APART and not factor.startswith("+"):
             split.setdefault(factor, []).append(axis)
     return all(
         rule.sizes[factor] % mesh.size(axes) == 0 or (len(axes) == 1 and axes != [TIME]) for factor, axes in split.items()

@@ -119,7 +119,8 @@ class Costs:
         for factor, traffic in rule.internal.items():
             axes = tuple(axis for axis in self.mesh.axes if assignment.get(axis) == factor)
             if axes:
-                others = self.mesh.size([axis for axis, other in assignment.items() if other != factor and other[0] != "+"])
+                cutting = [axis for axis, other in assignment.items() if other != factor and other[0] not in "+~"]
+                others = self.mesh.size(cutting)
                 for item in traffic:
                     cut = others
                     if item.operand is not None:

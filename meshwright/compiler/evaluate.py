@@ -213,9 +213,11 @@ class Evaluator:
     ) -> dict[str, float]:
         """Seconds of the mean rank: compute, recomputation, communication, optimizer."""
         share = candidate.microbatches / candidate.pp
-        compute = sum(float(placement.rows[row].activations[NONE][:2].sum()) for row in placement.sequence)
-        pinned = [placement.rows[row].activations[self.recompute[0]][:4].sum() for row in placement.sequence]
-        again = sum(map(float, pinned)) - sum(float(placement.rows[row].activations[NONE][:4].sum()) for row in placement.sequence)
+        none, pinned = (
+            np.array([placement.rows[row].activations[kind][:4] for row in placement.sequence]).sum(axis=0)
+            for kind in (NONE, self.recompute[0])
+        )
+        compute, again = float(none[:2].sum()), float(pinned.sum() - none.sum())
         return {
             "compute": compute * share,
             "exposed communication": max(0.0, plain.work - again - compute) * share,

@@ -7,8 +7,9 @@ For one axis, with the kinds of the operands (a dim it splits, "+", "~", or "" f
     some operand is pending    the pending ones are exactly one linear group; the others as above
     otherwise                  the axis is idle, or it splits a factor that only the results have (expand, arange): the
                                result's local shape says which, and several answers are possible
+    "~" alone                  if every operand that takes a gradient is "~", so is the result, and what reads it must split
 
-``~`` where nothing is split is wrong: the gradient would be whole on every rank and be summed nevertheless.
+``~`` on some operands only, where nothing is split, is wrong: the gradient would be whole on every rank and be summed.
 
 Micro-batches are one more axis, ``plan.TIME``, always the innermost of a dim: what all of them share needs no mark, since
 gradients accumulate. A piece in time also has a *frame*: the axes that split the dim when it was cut. Row i of a micro-batch
@@ -26,7 +27,7 @@ from meshwright.graph import Op, Ref, map_refs
 from meshwright.mesh import Mesh
 from meshwright.plan import TIME
 from meshwright.program import Stored
-from meshwright.rule import Assignment, Local, OpRule, place
+from meshwright.rule import APART, Assignment, Local, OpRule, place
 from meshwright.sharding import Sharding, format_sharding, piece
 
 Kind = int | str
@@ -87,13 +88,15 @@ def assignments(
     created = [f for f in rule.splittable if f not in read]
     reads = [form for form, takes in zip(forms, differentiable, strict=True) if takes]
     must = {axis for axis in idle for form in reads if form.kind(axis) == "~"}
+    apart = {axis for axis in must - {TIME} if all(form.kind(axis) == "~" for form in reads)}
     ways = [_lengthwise(rule, factor, results, idle, site) for factor in created]
     for way in itertools.product(*ways):
         used = [axis for part in way for axis in part]
-        if len(set(used)) == len(used) and must <= set(used):
-            yield {**fixed, **{axis: factor for factor, part in zip(created, way, strict=True) for axis in part}}
-    if must and not created:
-        axis = min(must)
+        if len(set(used)) == len(used) and must - apart <= set(used):
+            through = dict.fromkeys(sorted(apart - set(used)), APART)
+            yield {**fixed, **{axis: factor for factor, part in zip(created, way, strict=True) for axis in part}, **through}
+    if must - apart and not created:
+        axis = min(must - apart)
         raise MismatchError(f"nothing read differently over {axis!r} (~{axis}), which splits nothing here", _shown(forms))
 
 
