@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from meshwright.compiler.chain import Chain, Solution
-from meshwright.compiler.costs import HIDING, MEMORY, TRANSIENT
+from meshwright.compiler.costs import MEMORY, TRANSIENT
 from meshwright.compiler.problem import totals
-from meshwright.cost import compute
+from meshwright.cost import compute, overlap
 from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
 from meshwright.mesh import Mesh
@@ -54,7 +53,8 @@ def predicted(
 ) -> dict[str, Any]:
     """Seconds of the step and their parts, throughput, bytes per rank by kind."""
     forward, backward, send, back, gather, reduce_ = totals(chain, solution)[:, :6].T
-    hidden = np.minimum(gather, HIDING * forward) + np.minimum(reduce_, HIDING * backward)
+    contention = cluster.device.contention
+    exposed = overlap.exposed(forward, gather, contention) + overlap.exposed(backward, reduce_, contention)
     flops, seconds = step_flops(graph), solution.time
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     tokens = tokens_of(graph)
@@ -62,7 +62,7 @@ def predicted(
         "step_seconds": seconds,
         "compute_seconds": float((forward + backward).sum()),
         "communication_seconds": float((send + back + gather + reduce_).sum()),
-        "exposed_communication_seconds": float((send + back + gather + reduce_ - hidden).sum()),
+        "exposed_communication_seconds": float((send + back + exposed).sum()),
         **({"tokens_per_second": tokens / seconds} if tokens and seconds else {}),
         **({"tflops_per_device": flops / seconds / cluster.world / 1e12,
             "mfu": compute.mfu(flops, seconds, cluster.world, cluster.device, dtype)} if flops and seconds else {}),

@@ -14,17 +14,16 @@ from meshwright.compiler.choices import Scope
 from meshwright.compiler.costs import (
     GATHER,
     GRADIENTS,
-    HIDING,
     PARAMETERS,
     REDUCE,
     RESOURCES,
     SEND,
     SEND_BACK,
-    TIME_ROWS,
     TRANSIENT,
     Costs,
     Unit,
     Variant,
+    time_rows,
 )
 from meshwright.compiler.dims import DimClasses, batch_inputs
 from meshwright.compiler.microbatch import split_time
@@ -32,6 +31,7 @@ from meshwright.compiler.oracle import brute_force, flow_mip
 from meshwright.compiler.positions import cut, several_readers
 from meshwright.compiler.problem import Problem
 from meshwright.compiler.solve import solve
+from meshwright.cost import overlap
 from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph, Value
 from meshwright.layouts import Layout, variants
@@ -122,14 +122,17 @@ def test_communication_that_overlaps_counts_as_what_stays_exposed() -> None:
     vector = np.zeros(RESOURCES)
     vector[[0, 1]] = 3.0, 5.0  # forward, backward
     hidden, exposed = vector.copy(), vector.copy()
-    hidden[GATHER], hidden[REDUCE] = 3.0 * HIDING, 5.0 * HIDING
-    exposed[GATHER], exposed[REDUCE] = 3.0 * HIDING + 1.0, 5.0 * HIDING + 2.0
+    hidden[GATHER], hidden[REDUCE] = 2.0, 4.0
+    exposed[GATHER], exposed[REDUCE] = 7.0, 11.0
 
-    def time(v: np.ndarray) -> float:
-        return float((TIME_ROWS @ v).max())
+    def time(v: np.ndarray, contention: float = 1.0) -> float:
+        return float((time_rows(contention) @ v).max())
 
     assert time(vector) == time(hidden) == pytest.approx(8.0)
-    assert time(exposed) == pytest.approx(8.0 + 1.0 + 2.0)
+    assert time(exposed) == pytest.approx(7.0 + 11.0)
+    for both in (hidden, exposed):  # the same rule as in the pipeline's prices
+        seconds = overlap.beside(3.0, both[GATHER], 1.25) + overlap.beside(5.0, both[REDUCE], 1.25)
+        assert time(both, 1.25) == pytest.approx(seconds)
     on_the_path = vector.copy()
     on_the_path[SEND], on_the_path[SEND_BACK] = 1.0, 2.0
     assert time(on_the_path) == pytest.approx(11.0)

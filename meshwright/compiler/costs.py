@@ -10,8 +10,8 @@ Every choice of the problem is priced in the same resources:
     SAVED                  bytes of activations held from forward to backward
     TRANSIENT              bytes held while a block runs: gathered parameters, what recomputation brings back
 
-The time of a block is FORWARD + SEND + max(0, GATHER - e FORWARD) + the same of the backward: communication of parameters
-counts only as what stays exposed behind the compute that hides it (e < 1, the part of compute that can run beside it).
+The time of a block is SEND + max(GATHER, FORWARD + GATHER (1 - 1/k)) + the same of the backward: communication of parameters
+runs beside the compute and slows it down by the device's contention k (``time_rows``, ``cost.overlap``).
 """
 
 from __future__ import annotations
@@ -34,17 +34,20 @@ from meshwright.sharding import Sharding, ShardingError
 FORWARD, BACKWARD, SEND, SEND_BACK, GATHER, REDUCE, PARAMETERS, GRADIENTS, OPTIMIZER, SAVED, TRANSIENT = range(11)
 RESOURCES = 11
 MEMORY: Mapping[str, int] = {"parameters": PARAMETERS, "gradients": GRADIENTS, "optimizer": OPTIMIZER, "activations": SAVED}
-HIDING = 0.9
-"""Part of a block's compute behind which parameter communication can hide (the first gather and the last reduction cannot)."""
+HIDING = 1.0
+"""Part of a block's compute behind which parameter communication can hide. All of it: what cannot hide, the first gather and
+the last reduction, are the root's, which pays them in full."""
 
-TIME_ROWS = np.array(
-    [
-        [1 - f * HIDING, 1 - b * HIDING, 1, 1, f, b, 0, 0, 0, 0, 0]
-        for f in (0, 1)
-        for b in (0, 1)
-    ],
-    dtype=float,
-)
+
+def time_rows(contention: float) -> NDArray[np.float64]:
+    """[4, RESOURCES]: a block's seconds are the largest of these sums of its resources (``cost.overlap.beside``, both ways)."""
+    slowed = 1.0 - 1.0 / contention
+    pairs = [(f, b) for f in (0, 1) for b in (0, 1)]
+    return np.array([
+        [1 - f * HIDING, 1 - b * HIDING, 1, 1, f or slowed, b or slowed, 0, 0, 0, 0, 0] for f, b in pairs
+    ], dtype=float)
+
+
 BYTES_ROW = np.array([0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0], dtype=float)
 TRANSIENT_ROW = np.array([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1], dtype=float)
 
@@ -86,7 +89,7 @@ class Costs:
         self.microbatches, self.itemsize, self.state_bytes = microbatches, itemsize, state_bytes
         self._collective: dict[tuple[str, tuple[str, ...], float], float] = {}
         self._op: dict[object, tuple[float, float]] = {}
-        self._pair: dict[tuple[Sharding, Sharding], tuple[tuple[tuple[str, str, float], ...], ...] | None] = {}
+        self._pair: dict[tuple[Sharding, Sharding], tuple[tuple[str, str, float], ...] | None] = {}
 
     def collective(self, kind: str, axes: Sequence[str], bytes_: float) -> float:
         """Seconds of one collective over ``axes``; ``bytes_`` is its full buffer on one rank."""
@@ -129,10 +132,14 @@ class Costs:
                     seconds[item.backward] += self.collective(item.kind, axes, item.elements / cut * item.itemsize)
         return seconds[0], seconds[1]
 
-    def reshard(self, source: Sharding, target: Sharding, bytes_: float, differentiable: bool) -> tuple[float, float] | None:
+    def reshard(
+        self, source: Sharding, target: Sharding, bytes_: float, differentiable: bool, by_linears: bool = False
+    ) -> tuple[float, float] | None:
         """Seconds (forward, backward) of turning ``source`` into ``target``; None if that cannot be.
 
-        ``bytes_``: of the GLOBAL value.
+        ``bytes_``: of the GLOBAL value. ``by_linears``: linears alone read it; what they gather they gather again in the
+        backward, and they reduce-scatter its gradient, both beside the products (``mw.gather_linear``; Korthikanti et al.
+        2022).
         """
         key = (source, target)
         if key not in self._pair:
@@ -141,22 +148,23 @@ class Costs:
             except ShardingError:
                 self._pair[key] = None
             else:
-                sides: tuple[list[tuple[str, str, float]], list[tuple[str, str, float]]] = ([], [])
-                for step in steps:
-                    for side, kind in zip(sides, KINDS[step.kind], strict=True):
-                        if kind:
-                            side.append((kind, step.axis, step.scale(self.mesh)))
-                self._pair[key] = (tuple(sides[0]), tuple(sides[1]))
-        sides_ = self._pair[key]
-        if sides_ is None:
+                self._pair[key] = tuple((step.kind, step.axis, step.scale(self.mesh)) for step in steps)
+        steps_ = self._pair[key]
+        if steps_ is None:
             return None
-        forward = sum(self._moved(kind, axis, scale * bytes_) for kind, axis, scale in sides_[0])
-        if not differentiable:
-            return forward, 0.0
-        return forward, sum(self._moved(kind, axis, scale * bytes_) for kind, axis, scale in sides_[1])
+        forward = backward = 0.0
+        for kind, axis, scale in steps_:
+            ahead, back = KINDS[kind]
+            forward += self._moved(ahead, axis, scale * bytes_) if ahead else 0.0
+            if differentiable and kind == "gather_vary" and by_linears:
+                both = self.collective(ahead, (axis,), scale * bytes_) + self.collective(back, (axis,), scale * bytes_)
+                backward += both * (1.0 - 1.0 / self.device.contention)
+            elif differentiable and back:
+                backward += self._moved(back, axis, scale * bytes_)
+        return forward, backward
 
     def _moved(self, kind: str, axis: str, bytes_: float) -> float:
-        """Seconds of a step of a reshard that stay exposed."""
+        """Seconds of a collective on activations that stay exposed."""
         seconds = self.collective(kind, (axis,), bytes_)
         if self.device.overlapped and kind in ("all_gather", "reduce_scatter"):
             return overlap.in_pieces(seconds, self.mesh.size(axis), self.device.contention)

@@ -29,12 +29,12 @@ from meshwright.compiler.costs import (
     SAVED,
     SEND,
     SEND_BACK,
-    TIME_ROWS,
     TRANSIENT,
     TRANSIENT_ROW,
     Costs,
     Unit,
     Variant,
+    time_rows,
 )
 from meshwright.compiler.positions import alike, cut, renaming, several_readers
 from meshwright.compiler.tables import Array, ResourceTables
@@ -116,8 +116,8 @@ class Problem:
         order = {number: index for index, number in enumerate(kinds)}
         return Chain(
             kinds=tuple(kinds.values()), sequence=tuple(order[first] for first in self._serves), shared_sizes=tuple(sizes),
-            time_rows=TIME_ROWS, bytes_row=BYTES_ROW, transient_row=TRANSIENT_ROW, capacity=capacity, fixed_bytes=fixed_bytes,
-            fixed_time=0.0,
+            time_rows=time_rows(self.tables.costs.device.contention), bytes_row=BYTES_ROW, transient_row=TRANSIENT_ROW,
+            capacity=capacity, fixed_bytes=fixed_bytes, fixed_time=0.0,
         )
 
     def _kind(self, model: Model, number: int, shared: Mapping[str, int]) -> Kind:

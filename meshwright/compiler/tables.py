@@ -87,7 +87,7 @@ class ResourceTables:
         table = np.zeros((len(sources), len(targets), RESOURCES))
         for a, source in enumerate(sources):
             for b, target in enumerate(targets):
-                seconds = self.costs.reshard(source, target, whole, value.differentiable)
+                seconds = self.costs.reshard(source, target, whole, value.differentiable, by_linears=shard)
                 if seconds is None:
                     table[a, b] = np.inf
                     continue

@@ -94,8 +94,8 @@ def ring(compute: Seconds, send: Seconds, ranks: int, contention: float = 1.0) -
 
 
 def in_pieces(communication: float, pieces: int, contention: float = 1.0) -> float:
-    """Exposed seconds of an all-gather or a reduce-scatter cut into ``pieces``, one a rank, each sent while the product works on
-    another: the first (or the last) waits alone, the others only slow the product down.
+    """Exposed seconds of an all-gather or a reduce-scatter cut into ``pieces``, one a rank, each sent while the product works
+    on another: the first (or the last) waits alone, the others only slow the product down.
 
     >>> in_pieces(8.0, 4), in_pieces(8.0, 4, 2.0)
     (2.0, 5.0)
