@@ -1,9 +1,11 @@
-"""The command line: ``meshwright plan | show | explain | diff``.
+"""The command line: ``meshwright plan | show | explain | diff | verify | simulate | zoo``.
 
     meshwright plan config.json --cluster h100:8x8 --batch 16 --sequence 8192 --out llama.plan.json
     meshwright plan mypackage.models:build --cluster cpu:1x4 --tp 2 --json
     meshwright show llama.plan.json          meshwright explain llama.plan.json model.layers.0.mlp.down_proj.weight
-    meshwright diff old.plan.json new.plan.json
+    meshwright diff old.plan.json new.plan.json              meshwright verify llama.plan.json
+    meshwright simulate --schedule 1f1b --pp 4 --microbatches 8 --trace step.json
+    meshwright zoo "405B" --json
 
 A model is the path of a ``transformers`` config (a folder or its config.json; nothing is downloaded) or "module:callable", a
 function without arguments that returns (model, example_inputs). ``--json`` prints one JSON value on stdout, errors included;
@@ -27,12 +29,15 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.errors import InputError, MeshwrightError
+from meshwright.mesh import PP, Mesh
 from meshwright.pins import PinError, Pins
 from meshwright.plan import Plan, PlanError
 from meshwright.rule import RuleError
 from meshwright.sharding import ShardingError
 
 DIFFERENT, WRONG, NOTHING_FITS = 1, 2, 3
+FEW_RANKS = 16
+"""Up to so many ranks ``verify`` checks every one."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans of parallelized PyTorch models.",
                   pretty_exceptions_enable=False)
@@ -52,6 +57,9 @@ def plan_command(
     dp: Annotated[int | None, typer.Option(help="Pin the data-parallel degree.")] = None,
     shard: Annotated[int | None, typer.Option(help="Pin the ZeRO group within dp (HSDP).")] = None,
     tp: Annotated[int | None, typer.Option(help="Pin the tensor-parallel degree.")] = None,
+    pp: Annotated[int | None, typer.Option(help="Pin the pipeline degree.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="Pin the pipeline schedule.")] = None,
+    virtual_stages: Annotated[int | None, typer.Option(help="Pin the stages a pipeline rank runs.")] = None,
     zero: Annotated[int | None, typer.Option(help="Pin the ZeRO level, 0 to 3.")] = None,
     sequence_parallel: Annotated[bool | None, typer.Option(help="Pin Megatron's sequence parallelism on or off.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Pin the number of micro-batches.")] = None,
@@ -64,8 +72,9 @@ def plan_command(
 ) -> None:
     """Plan a model on a cluster: no processes, no GPU, any size."""
     with _errors(as_json):
-        pins = Pins(dp=dp, shard=shard, tp=tp, zero=zero, sequence_parallel=sequence_parallel, microbatches=microbatches,
-                    recompute=recompute, tensors=_tensor_pins(tensor or []))
+        pins = Pins(dp=dp, shard=shard, tp=tp, pp=pp, zero=zero, sequence_parallel=sequence_parallel, schedule=schedule,
+                    virtual_stages=virtual_stages, microbatches=microbatches, recompute=recompute,
+                    tensors=_tensor_pins(tensor or []))
         module, example = _load(model, batch, sequence)
         from meshwright.api import plan
 
@@ -130,6 +139,134 @@ def diff(file: PlanFile, other: PlanFile, as_json: Json = False) -> None:
             typer.echo(text)
     if not same:
         raise typer.Exit(DIFFERENT)
+
+
+@app.command()
+def verify(file: PlanFile, as_json: Json = False) -> None:
+    """Lower the plan for every rank that may differ and check each program: shardings, gradient types, the cut into stages."""
+    with _errors(as_json):
+        plan = Plan.load(file)
+        ranks = distinct_ranks(plan.mesh)
+        for rank in ranks:
+            _verify_rank(plan, rank)
+        if as_json:
+            _print_json({"verified": True, "world": plan.mesh.world, "ranks": ranks, "operators": len(plan.graph.ops)})
+        else:
+            same = "" if len(ranks) == plan.mesh.world else "; the others run one of these"
+            typer.echo(f"verified: {len(ranks)} of {plan.mesh.world} ranks ({plan.mesh}) compute what the graph's "
+                       f"{len(plan.graph.ops)} operators say{same}")
+
+
+@app.command("simulate")
+def simulate_command(
+    file: Annotated[Path | None, typer.Argument(help="A plan file; or else give --pp and --microbatches.")] = None,
+    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved1f1b, zb, zbv or dualpipev.")] = "1f1b",
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline ranks.")] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step.")] = None,
+    virtual_stages: Annotated[int | None, typer.Option(min=1, help="Stages of a rank.")] = None,
+    forward: Annotated[str, typer.Option(help='Seconds of a stage, or one number a stage: "1,1,1,2".')] = "1",
+    backward: Annotated[str, typer.Option(help="The same; half of it is the gradient of the weights.")] = "2",
+    transfer: Annotated[float, typer.Option(min=0, help="Seconds of a transfer between stages.")] = 0.0,
+    tick: Annotated[float | None, typer.Option(help="Seconds of a column (default: the shortest action).")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a pipeline schedule on stage times: a row per stage, a column per tick of the clock."""
+    from meshwright.cost.schedules import V_SHAPED, schedule_table
+    from meshwright.cost.timeline import chrome_trace, render, simulate
+
+    with _errors(as_json):
+        if file is not None:
+            from meshwright.joint_plan import simulation_of
+
+            run = simulation_of(Plan.load(file))
+        elif pp is None or microbatches is None:
+            raise InputError("give a plan file, or --pp and --microbatches")
+        else:
+            stages = virtual_stages or (2 if schedule in V_SHAPED or schedule == "interleaved1f1b" else 1)
+            half = [seconds / 2 for seconds in _seconds(backward, "--backward")]
+            try:
+                run = simulate(schedule_table(schedule, pp, stages, microbatches), _one_or_all(_seconds(forward, "--forward")),
+                               _one_or_all(half), _one_or_all(half), transfer)
+            except ValueError as error:  # a schedule that torch refuses, or times that do not fit its stages
+                raise InputError(str(error)) from error
+        if trace is not None:
+            trace.write_text(json.dumps(chrome_trace(run)), encoding="utf-8")
+        held = [int(count) for count in run.peak_per_rank]
+        if as_json:
+            actions = [{"rank": rank, "action": str(action), "stage": action.stage, "microbatch": action.microbatch,
+                        "start": start, "end": end} for rank, action, start, end in run.spans()]
+            _print_json({"schedule": run.table.name, "pp": run.table.pp, "stages": run.table.stages,
+                         "microbatches": run.table.microbatches, "seconds": run.makespan, "bubble": run.bubble_fraction,
+                         "busy_seconds": run.busy.tolist(), "in_flight": held, "actions": actions})
+        else:
+            typer.echo(render(run, tick=tick))
+            typer.echo(f"{run.makespan:.4g} s, bubble {run.bubble_fraction:.1%}, micro-batches held by rank: {held}")
+        if trace is not None:
+            typer.echo(f"trace written to {trace}", err=True)
+
+
+@app.command("zoo")
+def zoo_command(
+    name: Annotated[str, typer.Argument(help="Only systems whose name holds this.")] = "",
+    search: Annotated[bool, typer.Option("--search", help="The planner's own best as well (minutes).")] = False,
+    published: Annotated[bool, typer.Option("--published", help="Only what is published: nothing is priced.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Published systems: their degrees, whether they fit, predicted beside published speed."""
+    from meshwright import zoo
+
+    with _errors(as_json):
+        chosen = zoo.systems(name=name)
+        rows = []
+        for number, system in enumerate(chosen, 1):
+            if not published:
+                typer.echo(f"{number}/{len(chosen)} {system.name} ...", err=True)
+            rows.append(zoo.Row(system) if published else zoo.price(system, search))
+            if not published:
+                typer.echo(f"    {zoo.brief(rows[-1])}", err=True)
+        if as_json:
+            _print_json({"systems": [row.as_dict() for row in rows]})
+            return
+        from rich.console import Console
+
+        console = Console(emoji=False, width=None if sys.stdout.isatty() else 240 if search else 200)
+        console.print(zoo.table(rows, search))
+        for note in zoo.notes(rows):
+            console.print(note, highlight=False)
+
+
+def distinct_ranks(mesh: Mesh) -> list[int]:
+    """The ranks whose programs may differ: all of few, else those at the ends of every axis but the pipeline's (only the last
+    part of an uneven split is another) on every stage."""
+    if mesh.world <= FEW_RANKS:
+        return list(range(mesh.world))
+    return [rank for rank in range(mesh.world)
+            if all(axis == PP or at in (0, mesh.size(axis) - 1) for axis, at in mesh.coordinates(rank).items())]
+
+
+def _verify_rank(plan: Plan, rank: int) -> None:
+    from meshwright.passes import cut_stages, rank_program
+    from meshwright.passes.typecheck import typecheck
+    from meshwright.passes.verify import verify as verify_program
+    from meshwright.planner import rules_of
+
+    rules, _ = rules_of(plan.graph)
+    program = rank_program(plan, rules, rank)
+    verify_program(program, plan.graph, rules)
+    typecheck(program)
+    cut_stages(program, plan.pipeline)
+
+
+def _seconds(text: str, option: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise InputError(f'{option} {text!r}: give seconds, or one number a stage, as in "1,1,1,2"') from None
+
+
+def _one_or_all(numbers: list[float]) -> float | list[float]:
+    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def summary(plan: Plan) -> dict[str, Any]:

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from meshwright.cli import DIFFERENT, NOTHING_FITS, WRONG, app
+from meshwright.cli import DIFFERENT, NOTHING_FITS, WRONG, app, distinct_ranks
+from meshwright.errors import VerifyError
+from meshwright.mesh import Mesh
 from meshwright.plan import Plan
 from tests.handmade import handmade_plan
 
@@ -167,5 +169,109 @@ def test_diff(saved: Path, tmp_path: Path) -> None:
 def test_help_lists_the_commands() -> None:
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("plan", "show", "explain", "diff"):
+    for command in ("plan", "show", "explain", "diff", "verify", "simulate", "zoo"):
         assert command in result.stdout
+
+
+def test_verify(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "made.json"
+    assert run("plan", "tests.test_cli:build", "--cluster", "cpu:1x4", "--dp", 2, "--tp", 2, "--out", path).exit_code == 0
+    result = run("verify", path)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("verified: 4 of 4 ranks")
+    assert json.loads(run("verify", path, "--json").stdout)["ranks"] == [0, 1, 2, 3]
+    assert run("verify", tmp_path / "missing.json").exit_code == WRONG
+
+
+def test_verify_finds_a_wrong_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import meshwright.passes.verify as checker
+
+    path = tmp_path / "made.json"
+    run("plan", "tests.test_cli:build", "--cluster", "cpu:1x4", "--dp", 2, "--tp", 2, "--out", path)
+
+    def wrong(*_: object) -> None:
+        raise VerifyError("linear", "0", "f32[8@dp, 128]", "f32[8@dp, 128] +tp")
+
+    monkeypatch.setattr(checker, "verify", wrong)
+    result = run("verify", path)
+    assert result.exit_code == WRONG
+    assert "expected f32[8@dp, 128], found f32[8@dp, 128] +tp" in result.stderr
+
+
+def test_ranks_that_may_differ() -> None:
+    assert distinct_ranks(Mesh(("dp", "tp"), (4, 4))) == list(range(16))
+    assert distinct_ranks(Mesh(("dp", "tp"), (8, 4))) == [0, 3, 28, 31]
+    pipeline = distinct_ranks(Mesh(("pp", "dp"), (3, 16)))
+    assert pipeline == [0, 15, 16, 31, 32, 47]
+
+
+def test_simulate(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    result = run("simulate", "--pp", 4, "--microbatches", 8, "--trace", trace)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[4].startswith("rank 3 stage 3          F0 B0 == F1 B1")
+    assert "33 s, bubble 27.3%, micro-batches held by rank: [4, 3, 2, 1]" in result.stdout
+    assert len(json.loads(trace.read_text())["traceEvents"]) == 4 + 4 * 8 * 2
+    answer = json.loads(run("simulate", "--pp", 2, "--microbatches", 2, "--schedule", "gpipe", "--forward", "1,2",
+                            "--backward", "3", "--json").stdout)
+    # 1 2 2 | 3 3 on the last stage, 3 more on the first
+    assert answer["seconds"] == 1 + 2 * 2 + 2 * 3 + 3
+    assert answer["busy_seconds"] == [8.0, 10.0]
+    assert answer["in_flight"] == [2, 2]
+    assert answer["actions"][0] == {"rank": 0, "action": "0F0", "stage": 0, "microbatch": 0, "start": 0.0, "end": 1.0}
+    interleaved = json.loads(run("simulate", "--pp", 2, "--microbatches", 4, "--schedule", "interleaved1f1b", "--json").stdout)
+    assert interleaved["stages"] == 4
+
+
+def test_simulate_a_plan(llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pipeline.json"
+    made = run("plan", llama, "--cluster", "cpu:1x4", "--batch", 8, "--sequence", 8, "--pp", 2, "--tp", 1, "--microbatches", 4,
+               "--schedule", "1f1b", "--out", path)
+    assert made.exit_code == 0, made.output
+    result = run("simulate", path, "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert (answer["schedule"], answer["pp"], answer["microbatches"]) == ("1f1b", 2, 4)
+    assert 0 < answer["seconds"] <= Plan.load(path).predicted["step_seconds"] * 1.001
+    assert run("verify", path).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give a plan file, or --pp and --microbatches"),
+        (["--pp", 4, "--microbatches", 2], "nearest legal: microbatches=4"),
+        (["--pp", 2, "--microbatches", 2, "--forward", "x"], "--forward 'x'"),
+        (["--pp", 2, "--microbatches", 2, "--forward", "1,2,3"], "expected a number or 2 of them"),
+        (["--pp", 2, "--microbatches", 2, "--schedule", "none"], "schedule 'none' is unknown"),
+    ],
+)
+def test_simulate_errors(words: list[object], message: str) -> None:
+    result = run("simulate", *words)
+    assert result.exit_code == WRONG
+    assert message in result.stderr
+
+
+def test_simulate_refuses_a_plan_without_a_pipeline(saved: Path) -> None:
+    result = run("simulate", saved, "--json")
+    assert result.exit_code == WRONG
+    assert "no pipeline" in json.loads(result.stdout)["message"]
+
+
+def test_zoo_prints_what_is_published() -> None:
+    result = run("zoo", "gemini", "--published")
+    assert result.exit_code == 0
+    assert "Gemini 1.0 Ultra" in result.stdout
+    assert result.stderr == ""
+    answer = json.loads(run("zoo", "--published", "--json").stdout)["systems"]
+    assert len(answer) == 27
+    assert all(system["source"] for system in answer)
+    assert answer[0]["published"]["tflops"] == 137
+
+
+def test_zoo_says_why_nothing_is_predicted() -> None:
+    result = run("zoo", "131k")
+    assert result.exit_code == 0
+    assert "cp=16: not planned yet" in result.stdout
+    assert "1/1 Llama 3.1 405B, 131k" in result.stderr
+    assert run("zoo", "unheard of", "--json").exit_code == WRONG
