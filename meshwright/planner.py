@@ -21,6 +21,7 @@ from meshwright.compiler.chain import Chain, Infeasible, Solution
 from meshwright.compiler.choices import Scope
 from meshwright.compiler.costs import Costs
 from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on
+from meshwright.compiler.evaluate import DoesNotFitError, Evaluation
 from meshwright.compiler.joint import Outcome
 from meshwright.compiler.microbatch import split_counts, split_time
 from meshwright.compiler.problem import Problem
@@ -43,7 +44,7 @@ OPTIMIZERS: Mapping[str, float] = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "momen
 """Bytes of optimizer state per parameter, fp32 states."""
 
 GAP = 0.005
-JOINT_SECONDS = 20.0
+JOINT_SECONDS = 16.0
 REMEDY_SECONDS = 5.0
 """Limits of a joint search: for the plan, and for what would fit if a pin were dropped."""
 FREE_DEVICES = 8
@@ -51,9 +52,12 @@ FREE_DEVICES = 8
 REFINED_DEVICES = 64
 """Up to so many devices, a layout without a pipeline is solved again for every block on its own even if it fits."""
 DROPPED = (
-    "recompute", "zero", "microbatches", "shard", "sequence_parallel", "stage_cuts", "virtual_stages", "schedule", "tp", "dp", "pp",
+    "recompute", "zero", "microbatches", "shard", "sequence_parallel", "stage_cuts", "virtual_stages", "schedule", "tp", "dp",
+    "pp",
 )
 """Pins that an error tries to do without, in this order."""
+HELD = 4
+"""So often a plan without a pipeline is held to the memory that its program needs."""
 SOLVE_SECONDS = 30.0
 """Limit of one solve; only a solve that it strikes may come out otherwise on another run."""
 
@@ -181,35 +185,54 @@ class _Search:
         return self._first_that_fits(outcome, known, pins)
 
     def _first_that_fits(self, outcome: Outcome, known: Plan | None, pins: Pins) -> Plan:
-        """The best evaluation whose program fits, ``known`` if none is faster: the search counts memory unit by unit."""
+        """The fastest plan that fits, ``known`` if none is faster: the search counts memory unit by unit, a program decides."""
+        best, failure = known, None
         seconds = float("inf") if known is None else float(known.predicted["step_seconds"])
-        failure: OutOfMemoryError | None = None
         for found in outcome.ranking:
             if found.seconds >= seconds:
                 break
-            plan = plan_of(found, outcome, self.graph, self.rules, self.cluster, self.precision)
             try:
-                return plan if plan.pipeline is not None else self._refined(plan, outcome, pins)
-            except OutOfMemoryError as error:
+                plan = self._made(found, outcome, pins)
+            except (OutOfMemoryError, DoesNotFitError) as error:
                 failure = failure or error
+                continue
             finally:
                 self.timing.mark("plan")
-        if known is None:
+            if plan.predicted["step_seconds"] < seconds:
+                best, seconds = plan, float(plan.predicted["step_seconds"])
+        if best is None:
             raise failure or PlanError(f"no layout of {self.cluster} runs this model")
-        return replace(known, certificate=certificate(outcome, seconds))
+        return replace(best, certificate=certificate(outcome, seconds))
 
-    def _refined(self, plan: Plan, outcome: Outcome, pins: Pins) -> Plan:
-        """The plan without a pipeline, held to what its program needs; each block on its own where that is faster or fits."""
-        plan = with_footprint(plan, self.rules, self.state_bytes)
-        fits = plan.predicted["bytes_per_rank"] <= capacity(self.cluster)
-        if fits and self.cluster.world > REFINED_DEVICES:
+    def _made(self, found: Evaluation, outcome: Outcome, pins: Pins) -> Plan:
+        """The plan of an evaluation; on few devices each block on its own if that is faster. Raises OutOfMemoryError,
+        DoesNotFitError."""
+        plan = self._held(found, outcome)
+        if plan.pipeline is not None or self.cluster.world > REFINED_DEVICES:
             return plan
         roles = {axis: "tp" if axis == "tp" else "dp" for axis in plan.mesh.axes}
         other = self.solve(Layout(plan.mesh, roles), plan.schedule.microbatches, pins).plan
-        seconds = float(other.predicted["step_seconds"])
-        if fits and plan.predicted["step_seconds"] <= seconds:
-            return plan
-        return replace(other, certificate=certificate(outcome, seconds))
+        return other if other.predicted["step_seconds"] < plan.predicted["step_seconds"] else plan
+
+    def _held(self, found: Evaluation, outcome: Outcome) -> Plan:
+        """The plan of an evaluation; without a pipeline it recomputes as much as its program needs to fit."""
+        room, scale, best = capacity(self.cluster), 1.0, None
+        for _ in range(HELD):
+            plan = plan_of(found, outcome, self.graph, self.rules, self.cluster, self.precision)
+            if plan.pipeline is not None:
+                return plan
+            plan = with_footprint(plan, self.rules, self.state_bytes)
+            need = float(plan.predicted["bytes_per_rank"])
+            if need <= room and (best is None or plan.predicted["step_seconds"] < best.predicted["step_seconds"]):
+                best = plan
+            if 0.98 * room < need <= room or (need <= room and set(found.recompute) == {"none"}):
+                break
+            scale *= 0.995 * room / need
+            assert outcome.again is not None
+            found = outcome.again(found, scale)
+        if best is None:
+            raise OutOfMemoryError.of(need, {}, plan.mesh, plan.schedule.microbatches, self.cluster)
+        return best
 
     def _known(self, pins: Pins) -> tuple[Plan | None, OutOfMemoryError | None]:
         """The best plan without a pipeline, or why there is none."""

@@ -112,6 +112,10 @@ class Evaluator:
         units, recompute = _take(ways, marks, chosen)
         return self._result(candidate, degrees, zero, placement, units, ways[0], recompute, cuts, crossing, table)
 
+    def again(self, found: Evaluation, scale: float) -> Evaluation:
+        """An evaluation without a pipeline within ``scale`` times the capacity. Raises DoesNotFitError."""
+        return self._alone(found.candidate, found.degrees, found.zero, found.placement, scale)
+
     def relaxed(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement) -> float:
         """Seconds that no cut and no recomputation can beat under the capacity; inf if it is proven that nothing fits."""
         kinds = self.kinds(candidate, zero)
@@ -227,17 +231,20 @@ class Evaluator:
 
     # one stage
 
-    def _alone(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement) -> Evaluation:
-        """No pipeline: the whole model on every rank; blocks recompute, the last ones first, until it fits."""
+    def _alone(
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, scale: float = 1.0
+    ) -> Evaluation:
+        """No pipeline: the whole model on every rank; blocks recompute, the first ones first, until it fits."""
+        capacity = scale * self.capacity
         plain = self.units(candidate, degrees, zero, placement, self.recompute[0])
         marks = [self.recompute[0]] * len(self.names)
         blocks = [n for n, row in enumerate(placement.sequence) if placement.rows[row].block]
         units, best, bound = plain, np.inf, np.inf
-        if _memory(plain) <= self.capacity:
+        if _memory(plain) <= capacity:
             best = bound = self._step_alone(candidate, placement, plain)
         for name in self.recompute[1:] if not np.isfinite(best) else ():
             again = self.units(candidate, degrees, zero, placement, name)
-            count = _fewest(plain, again, blocks, self.capacity)
+            count = _fewest(plain, again, blocks, capacity)
             if count is None:
                 continue
             mixed, fewer = (plain.mixed(again, np.isin(np.arange(len(self.names)), blocks[:n])) for n in (count, count - 1))
@@ -249,7 +256,7 @@ class Evaluator:
         if not np.isfinite(best):
             least = min(_memory(self.units(candidate, degrees, zero, placement, name)) for name in self.recompute)
             raise DoesNotFitError(
-                f"{candidate}: {least / 2**30:.3g} GiB of {self.capacity / 2**30:.3g} GiB on every rank", least
+                f"{candidate}: {least / 2**30:.3g} GiB of {capacity / 2**30:.3g} GiB on every rank", least
             )
         memory, seconds = _memory(units), best
         parts = self._parts(candidate, placement, units, plain, float(plain.optimizer.sum()))

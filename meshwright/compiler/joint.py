@@ -12,18 +12,20 @@ Best first by lower bound, each candidate sharpened as often as its bound stays 
 A sample alone takes no less than its share of a large batch: kernels fill the device worse and collectives have latency. What
 rounding to whole tiles can turn around in that is within ``_ROUNDING``.
 
-A candidate without a pipeline has nothing to cut: it is solved at once. Otherwise every now and then the most promising relaxed
-one is solved before its turn (``_PROBE``), and three sweeps bring good incumbents early: layouts under 1f1b, the best of those
-under every schedule, everything. The search ends when the least bound left is within ``gap`` of the incumbent, so what was
-never solved is proven not to be better by more than that, or with the time limit. The certificate is the incumbent against
-the least bound of all candidates, open or closed; it holds for the placements that are best with memory unlimited.
+A candidate without a pipeline has nothing to cut: it is solved at once. Otherwise good incumbents are brought early: first one
+candidate of every (pp, tensor) is solved (``_layouts``), then those without a pipeline, then the best pipelines under other
+schedules and stages a rank (``_schedules``); and in the sweep through everything the most promising relaxed one is solved
+before its turn every now and then (``_PROBE``). The search ends when the least bound left is within ``gap`` of the incumbent,
+so what was never solved is proven not to be better by more than that, or with its limit. The limit counts what was done, in
+seconds that it took on one machine (``_EFFORT``), not a clock: a search ends at the same place wherever it runs. The
+certificate is the incumbent against the least bound of all candidates, open or closed; it holds for the placements that are
+best with memory unlimited.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import time as clock
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -46,6 +48,14 @@ _ROUNDING = 0.03
 _SHARPEN = 0.25
 """Part of the time limit that is spent, beyond it, on bounds that need no cut."""
 _NEAR = 4
+_DIVE = 0.35
+_ALONE = 0.5
+_ALIKE = 0.75
+"""Parts of the limit by which the first candidates of all (pp, tensor), those without a pipeline, and the best under other
+schedules are done."""
+_EFFORT = {"placement": 0.12, "way": 0.0003, "bound": 0.01, "bound of an action": 1e-5, "cut": 0.03, "cut of an action": 3e-5,
+           "cut of a stage": 0.012, "misfit of a stage": 0.03, "alone": 0.002}
+"""Nominal seconds: of one, and of an action of the schedule's table and a stage."""
 _PROBE = 12
 """After so many bounds without it, the best candidate whose bound counts memory is solved: good incumbents early."""
 
@@ -54,7 +64,8 @@ _PROBE = 12
 class Outcome:
     """What the search found. ``ranking``: everything solved, best first. ``considered`` candidates (a way to keep parameters is
     part of one from the second stage on), of which ``pruned`` by a bound (or, if it is ``late``, left open), ``infeasible`` and
-    ``solved``; ``wanted``: the gap that was asked for."""
+    ``solved``; ``wanted``: the gap that was asked for; ``again``: evaluates one without a pipeline within so many bytes more or
+    less than the capacity, a factor. Raises DoesNotFitError."""
 
     ranking: list[Evaluation] = field(default_factory=list)
     considered: int = 0
@@ -65,6 +76,7 @@ class Outcome:
     wanted: float = 0.0
     late: bool = False
     nearest: DoesNotFitError | None = None
+    again: Callable[[Evaluation, float], Evaluation] | None = None
 
     @property
     def best(self) -> Evaluation:
@@ -97,13 +109,9 @@ class Outcome:
         return f"{other}: {other.seconds:.4g} s, {max(0.0, more[name]):.3g} s more of {name}"
 
 
-def _plain(candidate: Candidate) -> bool:
-    """The layouts that are bounded and solved fastest: no pipeline, or one stage a rank."""
-    return candidate.pp == 1 or candidate.schedule == "1f1b"
-
-
-def _any(candidate: Candidate) -> bool:
-    return True
+def _simple(candidate: Candidate) -> tuple[bool, int]:
+    """Orders the schedules by how fast they are bounded and solved."""
+    return candidate.schedule != "1f1b", candidate.virtual_stages
 
 
 def _layout(candidate: Candidate) -> tuple[int, int, int]:
@@ -122,7 +130,7 @@ class _Node:
 
 class JointSearch:
     """One search. ``capacity``: bytes of a rank for everything but the inputs; ``recompute``: kinds, none first, or the pinned
-    one alone; ``limit``: seconds after which the incumbent is taken as it is; ``cutoff``: seconds of a plan known from
+    one alone; ``limit``: nominal seconds after which the incumbent is taken as it is; ``cutoff``: seconds of a plan known from
     elsewhere, which need not be matched."""
 
     def __init__(
@@ -142,33 +150,83 @@ class JointSearch:
         self.evaluator = Evaluator(costs, positions, names, capacity, recompute, self._forced(names))
         self.floors = Floors(self.placements.folded.graph, rules, cluster.device)
         self.floors.sample *= self._stretch(rules)
-        self.outcome = Outcome(wanted=gap)
+        self.outcome = Outcome(wanted=gap, again=self.evaluator.again)
         self._numbers = itertools.count()
         self._known: dict[tuple[int, int], Placement | None] = {}
+        self._wholes: dict[int, tuple[float, float] | None] = {}
         self._works: dict[int, Work] = {}
+        self._spent = 0.0
         self._closed = float("inf")
-        self._hopeless: tuple[float, _Node] | None = None  # of what a bound proves not to fit, the nearest
+        self._unfit: tuple[float, _Node] | None = None  # of what a bound proves not to fit, the nearest
 
     def run(self) -> Outcome:
         """Search. Raises PinError if the pins leave nothing, DoesNotFitError (of the nearest) if nothing fits. With a cutoff
         the ranking may be empty."""
         if self.evaluator.capacity <= 0:
             raise DoesNotFitError("the inputs alone fill the memory", 0.0)
-        found, began = self.outcome, clock.thread_time()
-        nodes = self._start()
-        found.late = False
-        for focus, share in ((_plain, 0.4), (self._near_the_best, 0.7), (_any, 1.0)):
-            chosen = [node for node in nodes if focus(node.candidate)]
-            nodes = [node for node in nodes if not focus(node.candidate)]
-            nodes += self._sweep(chosen, began + share * self.limit)
+        found = self.outcome
+        nodes = self._layouts(self._start())
+        piped = [node for node in nodes if node.candidate.pp > 1]
+        nodes = self._sweep([node for node in nodes if node.candidate.pp == 1], _ALONE * self.limit)
+        nodes = self._sweep(nodes + self._schedules(piped), self.limit)
         if not found.ranking and self.cutoff == float("inf"):
-            if found.nearest is None and self._hopeless is not None:
-                self._solve(self._hopeless[1])
+            if found.nearest is None and self._unfit is not None:
+                self._solve(self._unfit[1])
             raise found.nearest or PlanError(f"no layout of {self.cluster} runs this model at this batch")
         found.pruned, found.placements = len(nodes), self.placements.count
         known = [e.seconds for e in found.ranking[:1]] + [self.cutoff]
         found.bound = min([self._closed, *known, *(node.bound for node in nodes)])
         return found
+
+    def _layouts(self, nodes: list[_Node]) -> list[_Node]:
+        """Solve the candidate of least bound of every (pp, tensor) under the simplest schedule, best first."""
+        piped = [node for node in nodes if node.candidate.pp > 1]
+        simple = min((_simple(node.candidate) for node in piped), default=None)
+        chosen = [node for node in piped if _simple(node.candidate) == simple]
+        left = [node for node in nodes if node.candidate.pp == 1 or _simple(node.candidate) != simple]
+        layouts: dict[tuple[int, int], list[_Node]] = {}
+        for node in chosen:
+            layouts.setdefault((node.candidate.pp, node.candidate.tensor), []).extend(self._tensor(node))
+        first = sorted(min(group) for group in layouts.values())
+        rest = [node for group in layouts.values() for node in sorted(group)[1:]]
+        return left + rest + self._dive(first, _DIVE * self.limit)
+
+    def _schedules(self, nodes: list[_Node]) -> list[_Node]:
+        """Solve the best layouts under the other schedules, each with 1, 2, 4, ... stages a rank."""
+        best = dict.fromkeys(_layout(e.candidate) for e in self.outcome.ranking if e.candidate.pp > 1)
+        order = {layout: number for number, layout in enumerate([*best][:_NEAR])}
+        fresh = [node for node in nodes if node.level < _WAY and _layout(node.candidate) in order]
+        chosen = [node for node in fresh if node.candidate.virtual_stages.bit_count() == 1]
+        chosen.sort(key=lambda node: (order[_layout(node.candidate)], -node.candidate.virtual_stages, node.number))
+        taken = {node.number for node in chosen}
+        return [node for node in nodes if node.number not in taken] + self._dive(chosen, _ALIKE * self.limit)
+
+    def _dive(self, nodes: Sequence[_Node], deadline: float) -> list[_Node]:
+        """Solve each of some candidates at once, in one of its ways; what is left of them all."""
+        left: list[_Node] = []
+        for node in nodes:
+            if self._spent > deadline or self._hopeless(node):
+                left.append(node)
+                continue
+            self._report(node, self._spent / self.limit)
+            ways = [way for placed in self._place(node) for way in self._ways(placed)]
+            for number, way in enumerate(ways):
+                relaxed = [] if self._hopeless(way) else self._relax(way)
+                if relaxed and not self._hopeless(relaxed[0]):
+                    self._closed = min(self._closed, self._solve(relaxed[0]))
+                    left += ways[number + 1 :]
+                    break
+                left += relaxed or ([way] if self._hopeless(way) else [])
+        return left
+
+    def _hopeless(self, node: _Node) -> bool:
+        """Whether nothing better than the incumbent, by more than the gap, can come of it."""
+        return node.bound >= self._incumbent * (1 - self.gap)
+
+    @property
+    def _incumbent(self) -> float:
+        """Seconds to beat."""
+        return min(self.outcome.best.seconds if self.outcome.ranking else float("inf"), self.cutoff)
 
     def _sweep(self, heap: list[_Node], deadline: float) -> list[_Node]:
         """Best first through some of the candidates; what is left of them, proven no better or out of time."""
@@ -180,9 +238,8 @@ class JointSearch:
         since, frozen = 0, list[_Node]()
         while heap or ready:
             node = min(heap[:1] + ready[:1])
-            incumbent = min(found.best.seconds if found.ranking else float("inf"), self.cutoff)
-            spent = clock.thread_time() if incumbent < float("inf") else -float("inf")
-            if node.bound >= incumbent * (1 - self.gap) or spent > deadline + _SHARPEN * self.limit:
+            spent = self._spent if self._incumbent < float("inf") else -float("inf")
+            if self._hopeless(node) or spent > deadline + _SHARPEN * self.limit:
                 break
             late = spent > deadline
             found.late = found.late or late
@@ -195,16 +252,11 @@ class JointSearch:
                 continue
             self._report(node, 1.0 - len(heap) / total)
             for child in self._sharper(heapq.heappop(heap)):
-                if child.level == _WAY and child.candidate.pp == 1:
+                if child.level == _WAY and child.candidate.pp == 1 and not self._hopeless(child):
                     self._closed = min(self._closed, self._solve(child))
                 else:
                     heapq.heappush(ready if child.level == _RELAXED else heap, child)
         return heap + ready + frozen
-
-    def _near_the_best(self, candidate: Candidate) -> bool:
-        """Whether it runs one of the best layouts found so far under another schedule."""
-        piped = (_layout(e.candidate) for e in self.outcome.ranking if e.candidate.pp > 1)
-        return _layout(candidate) in list(dict.fromkeys(piped))[:_NEAR]
 
     def _report(self, node: _Node, done: float) -> None:
         if self.progress is not None:
@@ -230,11 +282,14 @@ class JointSearch:
     def _tensor(self, node: _Node) -> list[_Node]:
         candidate = node.candidate
         batch = batch_size(self.graph)
-        whole = self._placement(candidate.tensor, batch)
-        if whole is None:
+        if candidate.tensor not in self._wholes:
+            whole = self._placement(candidate.tensor, batch)
+            self._wholes[candidate.tensor] = None if whole is None else (whole.bound, whole.bound - self._weight(whole))
+        known = self._wholes[candidate.tensor]
+        if known is None:
             return [_Node(node.bound, _TENSOR, node.number, candidate)]
         part = candidate.samples / batch * (1 - _ROUNDING)
-        work = Work(whole.bound * part, (whole.bound - self._weight(whole)) * part)
+        work = Work(known[0] * part, known[1] * part)
         return [_Node(max(node.bound, floor(candidate, work)), _TENSOR, node.number, candidate)]
 
     def _place(self, node: _Node) -> list[_Node]:
@@ -264,6 +319,7 @@ class JointSearch:
     def _placement(self, tensor: int, samples: int) -> Placement | None:
         key = (tensor, samples)
         if key not in self._known:
+            self._spent += _EFFORT["placement"]
             try:
                 self._known[key] = self.placements.of(*key)
             except PinError:
@@ -281,6 +337,7 @@ class JointSearch:
             if not self.evaluator.kinds(candidate, zero):
                 continue
             degrees = degrees_of(candidate, shard)
+            self._spent += _EFFORT["way"]
             units = self.evaluator.units(candidate, degrees, zero, placement, self.evaluator.recompute[0])
             if not np.isfinite(units.state).all():
                 continue
@@ -306,11 +363,12 @@ class JointSearch:
         candidate, placement = node.candidate, self._known[node.candidate.tensor, node.candidate.samples]
         assert placement is not None
         degrees = degrees_of(candidate, node.shard)
+        self._spend("bound", candidate)
         bound = self.evaluator.relaxed(candidate, degrees, node.zero, placement)
         if bound == float("inf"):
             self.outcome.infeasible += 1
             units = self.evaluator.units(candidate, degrees, node.zero, placement, self.evaluator.recompute[0])
-            self._hopeless = min((self._hopeless or (np.inf, node), (_held(units) / candidate.pp, node)))
+            self._unfit = min((self._unfit or (np.inf, node), (_held(units) / candidate.pp, node)))
             return []
         return [replace(node, level=_RELAXED, bound=max(node.bound, bound))]
 
@@ -318,16 +376,26 @@ class JointSearch:
         """Cut and simulate; the bound of what was found, inf if nothing fits."""
         placement = self._known[node.candidate.tensor, node.candidate.samples]
         assert placement is not None
+        self._spend("cut", node.candidate)
         try:
             result = self.evaluator.run(node.candidate, degrees_of(node.candidate, node.shard), node.zero, placement)
         except DoesNotFitError as error:
             self.outcome.infeasible += 1
+            self._spent += _EFFORT["misfit of a stage"] * (node.candidate.stages if node.candidate.pp > 1 else 0)
             if self.outcome.nearest is None or error.least < self.outcome.nearest.least:
                 self.outcome.nearest = error
             return float("inf")
         self.outcome.ranking.append(result)
         self.outcome.ranking.sort(key=lambda e: (e.seconds, e.candidate.pp, e.candidate.tensor, e.zero))
         return max(node.bound, min(result.bound, result.seconds))
+
+    def _spend(self, what: str, candidate: Candidate) -> None:
+        """Count a bound or a cut."""
+        if candidate.pp == 1:
+            self._spent += _EFFORT["alone"]
+            return
+        self._spent += _EFFORT[what] + _EFFORT[f"{what} of an action"] * 2 * candidate.stages * candidate.microbatches
+        self._spent += _EFFORT.get(f"{what} of a stage", 0.0) * candidate.stages
 
     # the model
 

@@ -118,6 +118,7 @@ class StageCosts:
         self.cluster, self.itemsize, self.state_bytes = cluster, itemsize, state_bytes
         self._costs: dict[tuple[Degrees, int], Costs] = {}
         self._networks: dict[Degrees, Network] = {}
+        self._activations: dict[tuple[int, str], tuple[Array, Array, Array]] = {}
         self._priced: dict[tuple[int, Degrees, int, bool], Priced] = {}
 
     def units(
@@ -125,9 +126,7 @@ class StageCosts:
     ) -> Units:
         """The units of a placement; ``recompute`` applies to blocks."""
         own = self.parameters(placement, degrees, zero, microbatches)
-        plain = np.array([row.activations[NONE] for row in placement.rows])
-        run = np.array([row.activations[recompute if row.block else NONE] for row in placement.rows])
-        weight = np.array([row.weight for row in placement.rows])
+        plain, run, weight = self._rows(placement, recompute)
         each, once = own.each, own.once
         forward = run[:, FORWARD] + run[:, SEND] + each[:, SEND] + self.exposed(each[:, GATHER], run[:, FORWARD])
         again = (run - plain)[:, [BACKWARD, SEND_BACK]].sum(axis=1)
@@ -141,6 +140,15 @@ class StageCosts:
             once[:, GATHER] + once[:, SEND], once[:, REDUCE] + once[:, SEND_BACK], once[:, BACKWARD],
         ]
         return Units(*(column[list(placement.sequence)] for column in columns))
+
+    def _rows(self, placement: Placement, recompute: str) -> tuple[Array, Array, Array]:
+        """Resources of a placement's rows without and with a recomputation, and seconds of gradients of weights."""
+        key = (id(placement), recompute)
+        if key not in self._activations:
+            plain = np.array([row.activations[NONE] for row in placement.rows])
+            run = np.array([row.activations[recompute if row.block else NONE] for row in placement.rows])
+            self._activations[key] = plain, run, np.array([row.weight for row in placement.rows])
+        return self._activations[key]
 
     def exposed(self, moved: Array, compute: Array) -> Array:
         """Seconds of parameter communication beside compute that are left: what the compute does not hide, or by how much the
