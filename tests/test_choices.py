@@ -84,7 +84,9 @@ def test_sequence_parallelism_splits_what_blocks_hand_on() -> None:
         on = open_to(GRAPH, GRAPH.ops[index], {"tp": "tp"}, Pins(sequence_parallel=True, tp=2))
         assert [a["tp"] for a in on] == ["dim1"]
         off = open_to(GRAPH, GRAPH.ops[index], {"tp": "tp"}, Pins(sequence_parallel=False, tp=2))
-        assert all(a.get("tp") != "dim1" for a in off)
+        assert off == [{}]  # whole on every rank
+    off = [open_to(GRAPH, op, {"tp": "tp"}, Pins(sequence_parallel=False, tp=2)) for op in linears(GRAPH)]
+    assert all([set(a) for a in found] == [{"tp"}] for found in off)
 
 
 def test_a_sequence_that_tp_does_not_divide() -> None:

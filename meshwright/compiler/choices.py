@@ -38,6 +38,12 @@ class Scope:
     microbatches: int
 
     @cached_property
+    def width(self) -> frozenset[Dim]:
+        """The last dim of what blocks hand on."""
+        shapes = {name: self.graph.values[name].shape for name in self.handed_on}
+        return frozenset(self.classes.of((name, len(shape) - 1) for name, shape in shapes.items() if len(shape) >= 3))
+
+    @cached_property
     def of_parameters(self) -> frozenset[str]:
         """Values made of trainable parameters and of nothing that has a sample: turned weights, scales plus one, position
         biases. Their gradients may be summed where the parameters' are."""
@@ -70,8 +76,8 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
             batch, sequence = factor in kinds["batch"], factor in kinds["sequence"]
             if (role == "dp" and not batch) or (role == "tp" and batch):
                 continue
-            if role == "tp" and sequence and scope.pins.sequence_parallel is False:
-                continue
+            if role == "tp" and scope.pins.sequence_parallel is False and (sequence or factor in kinds["width"]):
+                continue  # what blocks hand on is whole on every rank
             allowed.append(factor)
         per_axis.append(allowed if scope.mesh.size(axis) > 1 else [None])
     found = []
@@ -110,7 +116,7 @@ def _legal(rule: OpRule, assignment: Mapping[str, str], mesh: Mesh) -> bool:
 
 
 def _factor_kinds(op: Op, rule: OpRule, scope: Scope) -> dict[str, set[str]]:
-    kinds: dict[str, set[str]] = {"batch": set(), "sequence": set()}
+    kinds: dict[str, set[str]] = {"batch": set(), "sequence": set(), "width": set()}
     pairs = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
     for name, dims in pairs:
         for dim, factor in enumerate(dims):
@@ -121,6 +127,8 @@ def _factor_kinds(op: Op, rule: OpRule, scope: Scope) -> dict[str, set[str]]:
                 kinds["batch"].add(factor)
             if root in scope.sequence:
                 kinds["sequence"].add(factor)
+            if root in scope.width:
+                kinds["width"].add(factor)
     return kinds
 
 
