@@ -61,10 +61,13 @@ KERNELS: Sequence[tuple[str, str]] = (
     ("kernel=torch", "torch"),  # scores, mask and softmax, each an operator of its own
     ("kernel=", "scores"),  # any other kernel that a row names forms the matrix of scores, scaled and masked in its softmax
     ("NeMo", "flash3"),  # its Transformer Engine runs cuDNN's
-    ("flash attention", "flash1"),  # of no version: the first
+    ("flash attention", "flash"),  # of no version
 )
 FLASH_PUBLISHED = (2022, 5)
 """Dao et al. 2022. What was published before ran on scores; where nothing else is known, the device's default."""
+
+FUSED: Sequence[str] = ("NeMo", "compile", "RMS kernel")
+"""Words in "notes" of software that fuses norms and what is around them."""
 
 OVERLAPPED: Sequence[str] = ("TP comm overlap", "NeMo")
 """Words in "notes" of software that cuts tensor-parallel collectives up and runs them beside the products they belong to."""
@@ -152,10 +155,9 @@ def kernel_of(row: Row) -> str | None:
     return named or ("scores" if date is not None and date < FLASH_PUBLISHED else None)
 
 
-def one_by_one(row: Row) -> bool:
-    """Whether pointwise operators run one by one: the row lists its kernels, and none of them is of the norm."""
-    notes = row.get("notes", "")
-    return "kernel=" in notes and not any(word in notes for word in ("RMS", "norm"))
+def fused(row: Row) -> bool:
+    """Whether chains of pointwise operators run as one kernel; PyTorch runs them one by one unless a row says otherwise."""
+    return any(words in row.get("notes", "") for words in FUSED)
 
 
 def cluster_of(row: Row) -> Cluster:
@@ -171,7 +173,7 @@ def cluster_of(row: Row) -> Cluster:
     kernel = kernel_of(row)
     known = kernel if kernel in cluster.device.attention else None
     overlapped = any(words in row.get("notes", "") for words in OVERLAPPED)
-    return cluster.with_kernels(known, fused=not one_by_one(row), overlapped=overlapped)
+    return cluster.with_kernels(known, fused=fused(row), overlapped=overlapped)
 
 
 @lru_cache(maxsize=4)

@@ -122,14 +122,24 @@ def test_pointwise_is_bytes_over_bandwidth():
     size = (8192, 8192)
     bytes_ = 8192 * 8192 * 2
     forward, backward = seconds("aten.mul.Tensor", [size, size], [size], BF16, H100)
-    assert forward == pytest.approx(3 * bytes_ / memory_speed(H100) + H100.kernel_seconds)
-    assert backward == pytest.approx(5 * bytes_ / memory_speed(H100) + H100.kernel_seconds)  # dy, x, y in; dx, dy out
+    assert forward == pytest.approx(3 * bytes_ / memory_speed(H100))
+    assert backward == pytest.approx(5 * bytes_ / memory_speed(H100))  # dy, x, y in; dx, dy out
     assert seconds("aten.add.Tensor", [size, size], [size], BF16, H100)[1] == 0.0  # the gradient passes through
 
 
 def test_unknown_operators_move_their_data():
-    forward, _ = seconds("aten.something_new.default", [(4096, 4096)], [(4096, 4096)], BF16, H100)
-    assert forward == pytest.approx(2 * 4096 * 4096 * 2 / memory_speed(H100) + H100.kernel_seconds)
+    forward, _ = seconds("aten.something_new.default", [(8192, 8192)], [(8192, 8192)], BF16, H100)
+    assert forward == pytest.approx(2 * 8192 * 8192 * 2 / memory_speed(H100))
+
+
+@pytest.mark.parametrize(
+    ("target", "operands", "kernels"),
+    [("aten.mul.Tensor", [(8, 8)] * 2, (1, 1)), (LINEAR, [(8, 8)] * 2, (1, 2)), ("aten.view.default", [(8, 8)], (0, 0))],
+)
+def test_small_kernels_take_as_long_as_the_host_to_start_them(target, operands, kernels):
+    found = seconds(target, operands, [(8, 8)], BF16, H100)
+    assert found == pytest.approx(tuple(n * H100.kernel_seconds for n in kernels))
+    assert seconds(target, [(4, 8), *operands[1:]], [(4, 8)], BF16, H100) == pytest.approx(found)
 
 
 def test_embedding_reads_the_rows_it_picks():
@@ -147,6 +157,12 @@ def test_attention_kernels_and_long_sequences():
     work = attention_flops(shapes, kwargs={"is_causal": True})
     assert work / second[0] == pytest.approx(H100.attention_forward * H100.flops(BF16), rel=0.1)
     assert 2.5 * work / second[1] == pytest.approx(H100.attention_backward * H100.flops(BF16), rel=0.1)
+    speeds = []
+    for keys in (512, 2048, 8192, 32768):
+        shorter = [(1, 256, keys, 128)] * 3
+        once, _ = seconds(ATTENTION, shorter, shorter[:1], BF16, cluster.device, kwargs={"is_causal": True})
+        speeds.append(attention_flops(shorter, kwargs={"is_causal": True}) / once)
+    assert speeds == sorted(speeds)
 
 
 def test_fp32_is_slower_than_bf16():
@@ -192,7 +208,8 @@ def test_fused_chain_costs_the_traffic_of_its_borders():
             shapes = [graph.values[name].shape for name in op.inputs], [graph.values[name].shape for name in op.outputs]
             total += seconds(op.target, *shapes, BF16, H100, fused=fused)[0]
     bytes_ = 2 * (3 * 64 * 256 + 3 * 64 * 128)
-    assert total == pytest.approx(bytes_ / memory_speed(H100) + 2 * H100.kernel_seconds)
+    started = 2 * H100.kernel_seconds
+    assert started <= total <= bytes_ / memory_speed(H100) + started
 
 
 def test_eager_devices_do_not_fuse():

@@ -61,8 +61,8 @@ def test_columns_become_kernels(published):
     cases = {
         "kernel=flash_attention2 + RMS kernel": ("flash2", False, False),
         "kernel=flash_attentionv1.0.8": ("flash1", True, False), "kernel=torch": ("torch", True, False),
-        "kernel=fused": ("scores", True, False), "flash attention": ("flash1", False, False),
-        "NeMo2; TP comm overlap": ("flash3", False, True), "": (None, False, False),
+        "kernel=fused": ("scores", True, False), "flash attention": ("flash", True, False),
+        "NeMo2; TP comm overlap": ("flash3", False, True), "": (None, True, False),
     }
     for notes, (kernel, eager, overlapped) in cases.items():
         row = {"gpu": "H100-80GB", "n_gpus": "8", "notes": notes}

@@ -1,11 +1,14 @@
 """What an operator costs on one device: a roofline with efficiency as a function of shape.
 
-    seconds = max(FLOPs / (peak x efficiency), bytes / (bandwidth x efficiency)) + kernel
+    seconds = max(FLOPs / (peak x efficiency), bytes / (bandwidth x efficiency), kernel)
 
+* ``kernel`` is what the host takes to start one: while kernels take longer it runs ahead and costs nothing, and where they are
+  all shorter (small micro-batches, many ways of tensor parallelism) it is the time of the layer.
 * A matrix product of M x K by K x N (``_product``) works on tiles of ``tile`` x ``tile`` by ``units`` multiprocessors in waves:
   efficiency = matmul_efficiency x (useful part of the tiles) x (useful part of the waves) x K / (K + depth).
   Its backward is two products of the same size with the roles of M, N and K exchanged.
-* Attention (flash): 4 b h s_q s_k d FLOPs forward, 2.5 times that backward (five products for two), half of it where causal.
+* Attention (flash): 4 b h s_q s_k d FLOPs forward, 2.5 times that backward (five products for two), half of it where causal;
+  its efficiency grows with the keys that a query sees (``_RAMP``) and with the heads.
 * Everything else is bound by memory: forward = operands read + results written; backward = gradients of the results and
   what was saved read, gradients of the operands written. Sums (``linear``) pass their gradient on for nothing.
 * Fusion (``fusion``): under torch.compile chains of pointwise operators and reductions become one kernel. A value made and
@@ -36,6 +39,9 @@ from meshwright.graph import Graph
 Shape = Sequence[int]
 _LOSS_PASSES = (2.0, 3.0)
 """Passes over the logits of cross entropy: read and write the log-probabilities; read them and the gradient, write it."""
+_RAMP = {True: 450.0, False: 150.0}
+"""Keys at which attention, causal or not, reaches half of its efficiency: the rise from 512 to 16,384 in the figures of Dao
+2023 (FlashAttention-2), from memory (trust D)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,7 @@ def seconds(
         forward, backward = _attention(operand_shapes, dtype, device, args, kwargs)
     elif declared.kind == "loss":
         stream = math.prod(operand_shapes[0]) * dtype.itemsize / memory_speed(device)
-        forward, backward = (passes * stream + device.kernel_seconds for passes in _LOSS_PASSES)
+        forward, backward = (max(passes * stream, device.kernel_seconds) for passes in _LOSS_PASSES)
     else:
         forward, backward = _traffic(target, operand_shapes, result_shapes, dtype, device, fused if device.fused else None)
     return forward, backward if any(needs) else 0.0
@@ -108,7 +114,7 @@ def memory_speed(device: Device) -> float:
 
 def optimizer_seconds(parameter_bytes: float, gradient_bytes: float, state_bytes: float, device: Device) -> float:
     """Seconds of one fused optimizer step: parameters and state are read and written, gradients read. LOCAL bytes."""
-    return (2 * parameter_bytes + gradient_bytes + 2 * state_bytes) / memory_speed(device) + device.kernel_seconds
+    return max((2 * parameter_bytes + gradient_bytes + 2 * state_bytes) / memory_speed(device), device.kernel_seconds)
 
 
 # ---------------------------------------------------------------------------------------------- matrix products
@@ -161,7 +167,7 @@ def _product(batch: int, m: int, n: int, k: int, dtype: torch.dtype, device: Dev
         return 0.0
     work = 2.0 * batch * m * n * k / (device.flops(dtype) * matmul_efficiency(batch, m, n, k, device))
     stream = batch * (m * k + k * n + m * n) * dtype.itemsize / memory_speed(device)
-    return max(work, stream) + device.kernel_seconds
+    return max(work, stream, device.kernel_seconds)
 
 
 def _matmul(
@@ -205,9 +211,10 @@ def _attention(
     shape = head / (head + device.tile / 4) * 1.25  # 1 at a head of ``tile``, less below it
     waves = blocks / device.units
     shape *= waves / math.ceil(waves) if blocks else 1.0
+    shape *= key[-2] / (key[-2] + _RAMP[is_causal(args, kwargs)]) if key[-2] else 1.0
     forward = max(work / (device.attention_forward * shape), stream) if work else 0.0
     backward = max(2.5 * work / (device.attention_backward * shape), 2.5 * stream) if work else 0.0
-    return forward + device.kernel_seconds, backward + device.kernel_seconds
+    return max(forward, device.kernel_seconds), max(backward, device.kernel_seconds)
 
 
 # ----------------------------------------------------------------------------------------------------- the rest
@@ -238,7 +245,7 @@ def _traffic(
         backward = 0.0 if passes else float(sum(outputs) + saved + sum(inputs))
     speed = memory_speed(device) / dtype.itemsize
     kernel = device.kernel_seconds if fused is None or any(fused.writes) else 0.0  # a fused kernel starts once
-    return forward / speed + kernel, backward / speed + (kernel if backward else 0.0)
+    return max(forward / speed, kernel), max(backward / speed, kernel if backward else 0.0)
 
 
 def fusion(graph: Graph) -> tuple[Fused | None, ...]:
