@@ -15,7 +15,7 @@ from meshwright.facts import facts_of
 from meshwright.graph import Graph, Op
 from meshwright.mesh import Mesh
 from meshwright.pins import PinError, Pins
-from meshwright.planner import make_plan, rules_of
+from meshwright.planner import capture_model, make_plan, rules_of
 from tests.test_planner import Stack, graph_of, of_models
 
 
@@ -140,3 +140,22 @@ def test_what_is_made_of_parameters_leaves_the_sum_to_them() -> None:
     scope = scope_of(of_models("gpt2"), Mesh.of(dp=2), {"dp": "dp"}, Pins())
     turned = next(op for op in scope.graph.ops if op.target == "aten.t.default")
     assert choices(turned, rules_of(scope.graph)[0][turned.name], scope, None) == [{"dp": "~"}]
+
+
+def test_experts_of_the_whole_batch_leave_no_sum() -> None:
+    """Tokens are sorted by expert over the whole batch, so every data rank reads the turned weights for all of it."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    with torch.device("meta"):
+        model = MixtralForCausalLM(MixtralConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=64, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
+        ))
+        ids = torch.zeros(8, 16, dtype=torch.int64)
+    graph = capture_model(model.train(), (), {"input_ids": ids, "labels": ids}, (), None, "fp32")
+    scope = scope_of(graph, Mesh.of(dp=2), {"dp": "dp"}, Pins())
+    turned = [op for op in graph.ops if scope.of_every_sample.intersection(op.outputs)]
+    assert turned
+    for op in turned:
+        assert {} in choices(op, rules_of(graph)[0][op.name], scope, None)
+    make_plan(graph, Cluster.parse("h100:1x4"), Pins(dp=4, zero=2))

@@ -51,13 +51,26 @@ class Scope:
         params = frozenset(found)
         for op in graph.ops:
             flows = [name for name in op.inputs if graph.values[name].differentiable]
-            sampled = any(
-                self.classes.find((name, dim)) in self.batch
-                for name in (*op.inputs, *op.outputs) for dim in range(len(graph.values[name].shape))
-            )
-            if flows and found.issuperset(flows) and not sampled:
+            if flows and found.issuperset(flows) and not self._sampled(op):
                 found.update(op.outputs)
         return frozenset(found) - params
+
+    @cached_property
+    def of_every_sample(self) -> frozenset[str]:
+        """Those of them that an operator reads which has no sample either, but is not made of parameters alone: experts, whose
+        tokens were sorted over the whole batch. Every data rank computes that whole, so nothing is left to sum."""
+        found: set[str] = set()
+        for op in reversed(self.graph.ops):
+            inner = self.of_parameters.intersection(op.outputs)
+            if (inner and found.intersection(inner)) or (not inner and not self._sampled(op)):
+                found.update(self.of_parameters.intersection(op.inputs))
+        return frozenset(found)
+
+    def _sampled(self, op: Op) -> bool:
+        return any(
+            self.classes.find((name, dim)) in self.batch
+            for name in (*op.inputs, *op.outputs) for dim in range(len(self.graph.values[name].shape))
+        )
 
 
 def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[str, str]]:
@@ -70,7 +83,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     for axis in scope.mesh.axes:
         role = scope.roles[axis]
         allowed: list[str | None] = [None, *([APART] if apart else [])]
-        if apart and role == "dp":  # whatever reads it reads it for its own samples
+        if apart and role == "dp" and scope.of_every_sample.isdisjoint(op.outputs):  # what reads it does so for its own samples
             allowed.remove(None)
         for factor in rule.splittable:
             batch, sequence = factor in kinds["batch"], factor in kinds["sequence"]
