@@ -1,6 +1,6 @@
 """Published runs through the planner: predicted against measured, row by row.
 
-    python benchmarks/published.py [FILE.csv ...] [--json] [--source TEXT] [--limit N] [--trust AB]
+    python benchmarks/published.py [FILE.csv ...] [--json] [--source TEXT] [--limit N] [--trust AB] [--cache FOLDER]
 
 A file has the columns of ``data/steps.csv`` (a row is a timed configuration) or of ``data/memory.csv`` (a row is a memory
 figure); default is both. Each row goes the way that plans go: the model is built from its dimensions on the meta device,
@@ -8,17 +8,21 @@ captured at the published global batch, and planned with the published degrees a
 printed with the reason.
 
 What a row says about its hardware and software is read from its own columns, by tables that any source shares: the node
-(NICs) from ``interconnect`` and ``source`` (``NODES``), the attention kernel from ``notes`` (``KERNELS``). There is no factor
-for a row, a model or a source. Measured step time is ``step_time_s``, or else tokens over throughput
-(``step_time_s_derived``), which the output marks with a tilde.
+(NICs) from ``interconnect`` (``NODES``), the attention kernel from ``notes`` or, where nothing is said, from what there was
+when it was published (``KERNELS``, ``FLASH_PUBLISHED``), fusion and overlap from ``notes`` (``FUSED``, ``OVERLAPPED``). There
+is no factor for a row, a model or a source. Measured step time is ``step_time_s``, or else tokens over throughput
+(``step_time_s_derived``), which the output marks with a tilde. ``--cache``: a folder that keeps captured graphs from run to run
+(of one version of the package: empty it after a change of the capture).
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
 import math
+import pickle
 import re
 import sys
 import time
@@ -87,7 +91,8 @@ class Unpriced(ValueError):  # noqa: N818 - a reason, not a failure
 
 @dataclass(frozen=True)
 class Result:
-    """One row's outcome. Seconds, GB (10^9 bytes), TFLOP/s per device by the row's own count of FLOPs."""
+    """One row's outcome. Seconds, GB (10^9 bytes), TFLOP/s per device by the row's own count of FLOPs. ``device_seconds``: what
+    a token takes of the devices per second of the step, which is what configurations are ranked by."""
 
     row: str
     source: str
@@ -103,6 +108,7 @@ class Result:
     predicted_gb: float | None
     reason: str
     planning_seconds: float
+    device_seconds: float = 1.0
 
     @property
     def error(self) -> float | None:
@@ -245,19 +251,41 @@ def _config(
     raise Unpriced(f"no architecture for family {family!r}")
 
 
-def graph_of(row: Row) -> Graph:
-    """The row's model at its global batch."""
+def batch_of(row: Row) -> float:
+    """Sequences of a step: one micro-batch on every data rank where the row says no more; 0 where it says nothing."""
+    return number(row, "global_batch_seqs") or (number(row, "micro_batch") or 0.0) * (number(row, "dp") or 1.0)
+
+
+def measured_seconds(row: Row) -> float | None:
+    """Seconds of a step, or tokens over throughput."""
+    seconds = number(row, "step_time_s") or number(row, "step_time_s_derived")
+    speed = (number(row, "tokens_per_s_per_gpu") or 0.0) * (number(row, "n_gpus") or 0.0)
+    return seconds or (_tokens(row) / speed if speed and batch_of(row) else None)
+
+
+def graph_of(row: Row, cache: Path | None = None) -> Graph:
+    """The row's model at its global batch; ``cache``: a folder that keeps it."""
     heads = integer(row, "n_heads")
-    batch = number(row, "global_batch_seqs") or (number(row, "micro_batch") or 0) * (number(row, "dp") or 1)
+    batch = batch_of(row)
     if not batch:
         raise Unpriced("the source does not state the global batch")
     kernel = kernel_of(row)
     attention = kernel if kernel in ("torch", "scores") else "flash"
-    return captured(
+    shape = (
         row.get("family", ""), integer(row, "n_layers"), integer(row, "hidden"), heads, integer(row, "n_kv_heads", heads),
         integer(row, "ffn_hidden"), integer(row, "vocab"), integer(row, "n_experts", 0), integer(row, "top_k", 0),
         int(batch), integer(row, "seq_len"), attention, precision_of(row),
     )
+    if cache is None:
+        return captured(*shape)
+    kept = cache / f"{hashlib.sha256(repr(shape).encode()).hexdigest()[:24]}.pickle"
+    if kept.exists():
+        graph: Graph = pickle.loads(kept.read_bytes())  # written below, by this program
+        return graph
+    graph = captured(*shape)
+    cache.mkdir(parents=True, exist_ok=True)
+    kept.write_bytes(pickle.dumps(graph))
+    return graph
 
 
 def precision_of(row: Row) -> str:
@@ -273,24 +301,25 @@ def precision_of(row: Row) -> str:
 def pins_of(row: Row, world: int) -> Pins:
     """The published degrees. What the source leaves open is searched."""
     tp, pp, cp = (integer(row, key, 1) for key in ("tp", "pp", "cp"))
-    ep, vpp = integer(row, "ep", 1), integer(row, "vpp", 1)
+    ep, vpp = integer(row, "ep", 1), number(row, "vpp")
+    interleaved = (vpp or 1) > 1 or "interleaved" in row.get("schedule", "")
     dp = world // (tp * pp * cp)
     batch, micro = number(row, "global_batch_seqs"), number(row, "micro_batch")
     zero = number(row, "zero/fsdp")
     return Pins(
         dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=None if zero is None else int(zero),
         sequence_parallel=row.get("sp") == "yes" and tp > 1,
-        schedule=None if pp == 1 else "interleaved1f1b" if vpp > 1 else "1f1b",
-        virtual_stages=vpp if pp > 1 else None,
+        schedule=None if pp == 1 else "interleaved1f1b" if interleaved else "1f1b",
+        virtual_stages=None if pp == 1 else int(vpp) if vpp else None if interleaved else 1,
         microbatches=max(1, round(batch / (dp * micro))) if batch and micro else None,
         recompute=row.get("recompute") or None,
     )
 
 
-def price(row: Row) -> Result:
+def price(row: Row, cache: Path | None = None) -> Result:
     """Plan one row; every failure becomes its reason."""
     start = time.perf_counter()
-    seconds = number(row, "step_time_s") or number(row, "step_time_s_derived")
+    seconds = measured_seconds(row)
     tflops = number(row, "measured_tflops_per_gpu")
     gib = "GiB" in (row.get("mem_kind", "") + row.get("unit", ""))
     peak = number(row, "peak_mem_GB")
@@ -299,13 +328,14 @@ def price(row: Row) -> Result:
         device=row.get("gpu", ""), config=_describe(row), measured_seconds=seconds, derived=not row.get("step_time_s"),
         predicted_seconds=None, measured_tflops=tflops, predicted_tflops=None,
         measured_gb=peak * 2**30 / 1e9 if peak and gib else peak, predicted_gb=None, reason="", planning_seconds=0.0,
+        device_seconds=(number(row, "n_gpus") or 1.0) / _tokens(row),
     )
     try:
         if not seconds and not peak:
             raise Unpriced("the row states neither a step time nor a peak memory")
         cluster = cluster_of(row)
         pins = pins_of(row, cluster.world)
-        graph, precision = graph_of(row), precision_of(row)
+        graph, precision = graph_of(row, cache), precision_of(row)
         try:
             plan = make_plan(graph, cluster, pins, precision=precision)
         except OutOfMemoryError:  # it ran, so it is priced all the same, and the prediction of memory stands beside it
@@ -319,6 +349,11 @@ def price(row: Row) -> Result:
     except Exception as error:
         result = replace(result, reason=" ".join(str(error).split())[:300] or type(error).__name__)
     return replace(result, planning_seconds=time.perf_counter() - start)
+
+
+def _tokens(row: Row) -> float:
+    """Tokens of a step, 1 where the row does not say."""
+    return (batch_of(row) or 1.0) * (number(row, "seq_len") or 1.0)
 
 
 def _describe(row: Row) -> str:
@@ -348,22 +383,32 @@ def summary(results: Iterable[Result]) -> list[dict[str, Any]]:
 
 
 def rank_correlation(results: Iterable[Result]) -> float | None:
-    """Spearman's coefficient between predicted and measured seconds per token-row, the mean over models of one size with at
-    least four priced configurations; None where there is none."""
-    by_model: dict[tuple[str, str], list[Result]] = defaultdict(list)
+    """Spearman's coefficient between predicted and measured seconds of a token: the mean over models with at least four priced
+    configurations; None where there is none."""
+    found = [value for line in ranks(results) if (value := line["rank_correlation"]) is not None]
+    return mean(found) if found else None
+
+
+def ranks(results: Iterable[Result]) -> list[dict[str, Any]]:
+    """By source, model and device: configurations priced, and Spearman's coefficient (None below four of them)."""
+    groups: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
     for result in results:
         if result.error is not None:
-            by_model[result.model, result.device].append(result)
-    found = []
-    for items in by_model.values():
-        if len(items) >= 4:
-            one = _ranks([item.predicted_seconds or 0.0 for item in items])
-            two = _ranks([item.measured_seconds or 0.0 for item in items])
-            a, b = mean(one), mean(two)
-            spread = math.sqrt(sum((x - a) ** 2 for x in one) * sum((y - b) ** 2 for y in two))
-            if spread:
-                found.append(sum((x - a) * (y - b) for x, y in zip(one, two, strict=True)) / spread)
-    return mean(found) if found else None
+            groups[result.source, result.model, result.device].append(result)
+    return [
+        {"source": source, "model": model, "device": device, "rows": len(items), "rank_correlation": _spearman(items)}
+        for (source, model, device), items in groups.items()
+    ]
+
+
+def _spearman(items: Sequence[Result]) -> float | None:
+    if len(items) < 4:
+        return None
+    one = _ranks([(item.predicted_seconds or 0.0) * item.device_seconds for item in items])
+    two = _ranks([(item.measured_seconds or 0.0) * item.device_seconds for item in items])
+    a, b = mean(one), mean(two)
+    spread = math.sqrt(sum((x - a) ** 2 for x in one) * sum((y - b) ** 2 for y in two))
+    return sum((x - a) * (y - b) for x, y in zip(one, two, strict=True)) / spread if spread else None
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
@@ -403,6 +448,11 @@ def show(results: Sequence[Result], console: Console) -> None:
         rank = "" if line["rank_correlation"] is None else f"{line['rank_correlation']:.2f}"
         lines.add_row(line["source"], line["device"], str(line["rows"]), str(line["priced"]), *words[:2], rank, words[2])
     console.print(lines)
+    order = Table("source", "model", "device", "priced", "rank correlation")
+    for line in ranks(results):
+        if line["rank_correlation"] is not None:
+            order.add_row(line["source"], line["model"], line["device"], str(line["rows"]), f"{line['rank_correlation']:.2f}")
+    console.print(order)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -413,19 +463,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--source", default="", help="only sources that hold this text")
     parser.add_argument("--trust", default="ABCD", help="only rows of these grades")
     parser.add_argument("--limit", type=int, default=None, help="at most this many rows")
+    parser.add_argument("--cache", type=Path, default=None, help="a folder that keeps captured graphs")
     options = parser.parse_args(arguments)
     rows = rows_of(options.files, options.source, options.trust)[: options.limit]
     # rows of one captured graph follow each other
     rows.sort(key=lambda row: [row.get(key, "") for key in ("source", "model_name", "seq_len", "global_batch_seqs", "notes")])
     results = []
     for count, row in enumerate(rows, 1):
-        results.append(price(row))
+        results.append(price(row, options.cache))
         if options.json:
             print(json.dumps(asdict(results[-1]) | {"error": results[-1].error}), flush=True)
         print(f"\r{count}/{len(rows)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     if options.json:
-        print(json.dumps({"sources": summary(results)}))
+        print(json.dumps({"sources": summary(results), "models": ranks(results)}))
     else:
         show(results, Console(width=None if sys.stdout.isatty() else 200))
     return 0

@@ -91,6 +91,19 @@ def test_attention_kernels_capture_as_what_they_run(published, attention, masks,
     assert (128, 64) in weights  # [out, in]
 
 
+def test_schedules_and_throughputs_become_pins_and_seconds(published):
+    row = {"pp": "4", "tp": "1", "global_batch_seqs": "32", "micro_batch": "1", "seq_len": "128", "n_gpus": "8", "dp": "2"}
+    cases = {("2", "1F1B-interleaved"): ("interleaved1f1b", 2), ("", "interleaved 1F1B"): ("interleaved1f1b", None),
+             ("1", "1F1B"): ("1f1b", 1), ("", ""): ("1f1b", 1)}
+    for (vpp, schedule), wanted in cases.items():
+        pins = published.pins_of({**row, "vpp": vpp, "schedule": schedule}, 8)
+        assert (pins.schedule, pins.virtual_stages) == wanted
+    assert published.measured_seconds({**row, "tokens_per_s_per_gpu": "512"}) == 1.0
+    assert published.measured_seconds({**row, "global_batch_seqs": "", "tokens_per_s_per_gpu": "32"}) == 1.0
+    assert published.measured_seconds({**row, "tokens_per_s_per_gpu": "512", "step_time_s": "3"}) == 3.0
+    assert published.measured_seconds(row) is None
+
+
 def test_a_row_goes_through_the_planner(published):
     result = published.price(SMALL)
     assert result.reason == ""
