@@ -11,7 +11,7 @@ What a row says about its hardware and software is read from its own columns, by
 (NICs) from ``interconnect`` (``NODES``), the attention kernel from ``notes`` or, where nothing is said, from what there was
 when it was published (``KERNELS``, ``FLASH_PUBLISHED``), fusion and overlap from ``notes`` (``FUSED``, ``OVERLAPPED``). There
 is no factor for a row, a model or a source. Measured step time is ``step_time_s``, or else tokens over throughput
-(``step_time_s_derived``), which the output marks with a tilde. ``--cache``: a folder that keeps captured graphs from run to run
+(``step_time_s_derived``), or model FLOPs over TFLOP/s, which the output marks with a tilde. ``--cache``: a folder that keeps captured graphs from run to run
 (of one version of the package: empty it after a change of the capture).
 """
 
@@ -331,8 +331,8 @@ def price(row: Row, cache: Path | None = None) -> Result:
         device_seconds=(number(row, "n_gpus") or 1.0) / _tokens(row),
     )
     try:
-        if not seconds and not peak:
-            raise Unpriced("the row states neither a step time nor a peak memory")
+        if not (seconds or peak or tflops):
+            raise Unpriced("the row states neither a step time nor a rate nor a peak memory")
         cluster = cluster_of(row)
         pins = pins_of(row, cluster.world)
         graph, precision = graph_of(row, cache), precision_of(row)
@@ -342,6 +342,9 @@ def price(row: Row, cache: Path | None = None) -> Result:
             plan = make_plan(graph, cluster.with_memory(_UNBOUNDED), pins, precision=precision)
             result = replace(result, reason="predicted not to fit")
         predicted = float(plan.predicted["step_seconds"])
+        if tflops and not (seconds or peak):  # model FLOPs over the rate
+            seconds = predicted * float(plan.predicted["tflops_per_device"]) / tflops
+            result = replace(result, measured_seconds=seconds)
         result = replace(
             result, predicted_seconds=predicted, predicted_gb=float(plan.predicted["bytes_per_rank"]) / 1e9,
             predicted_tflops=tflops * seconds / predicted if tflops and seconds else None,

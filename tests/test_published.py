@@ -116,7 +116,7 @@ def test_a_row_goes_through_the_planner(published):
     ("change", "reason"),
     [
         ({"gpu": "Other"}, "no device of the catalogue for 'Other'"), ({"dtype": "fp8"}, "no price for dtype 'fp8'"),
-        ({"vocab": ""}, "does not state vocab"), ({"step_time_s": ""}, "neither a step time nor a peak memory"),
+        ({"vocab": ""}, "does not state vocab"), ({"step_time_s": ""}, "neither a step time nor a rate nor a peak memory"),
         ({"family": "rnn"}, "no architecture for family 'rnn'"),
     ],
 )
