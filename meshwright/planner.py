@@ -50,7 +50,8 @@ REMEDY_SECONDS = 5.0
 FREE_DEVICES = 8
 """Up to so many devices, layouts whose axes may split anything are solved as well."""
 REFINED_DEVICES = 64
-"""Up to so many devices, a layout without a pipeline is solved again for every block on its own even if it fits."""
+"""Up to so many devices, a layout without a pipeline is solved again, every block on its own."""
+_TIE = 1e-4
 DROPPED = (
     "recompute", "zero", "microbatches", "shard", "sequence_parallel", "stage_cuts", "virtual_stages", "schedule", "tp", "dp",
     "pp",
@@ -198,21 +199,20 @@ class _Search:
                 continue
             finally:
                 self.timing.mark("plan")
-            if plan.predicted["step_seconds"] < seconds:
+            if plan.predicted["step_seconds"] < seconds * (1 - _TIE):
                 best, seconds = plan, float(plan.predicted["step_seconds"])
         if best is None:
             raise failure or PlanError(f"no layout of {self.cluster} runs this model")
         return replace(best, certificate=certificate(outcome, seconds))
 
     def _made(self, found: Evaluation, outcome: Outcome, pins: Pins) -> Plan:
-        """The plan of an evaluation; on few devices each block on its own if that is faster. Raises OutOfMemoryError,
-        DoesNotFitError."""
-        plan = self._held(found, outcome)
-        if plan.pipeline is not None or self.cluster.world > REFINED_DEVICES:
-            return plan
-        roles = {axis: "tp" if axis == "tp" else "dp" for axis in plan.mesh.axes}
-        other = self.solve(Layout(plan.mesh, roles), plan.schedule.microbatches, pins).plan
-        return other if other.predicted["step_seconds"] < plan.predicted["step_seconds"] else plan
+        """The plan of an evaluation; on few devices without a pipeline each block is solved on its own. Raises
+        OutOfMemoryError, DoesNotFitError."""
+        if found.candidate.pp > 1 or self.cluster.world > REFINED_DEVICES:
+            return self._held(found, outcome)
+        mesh = found.degrees.mesh
+        roles = {axis: "tp" if axis == "tp" else "dp" for axis in mesh.axes}
+        return self.solve(Layout(mesh, roles), found.candidate.microbatches, pins).plan
 
     def _held(self, found: Evaluation, outcome: Outcome) -> Plan:
         """The plan of an evaluation; without a pipeline it recomputes as much as its program needs to fit."""
