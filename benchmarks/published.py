@@ -11,8 +11,10 @@ What a row says about its hardware and software is read from its own columns, by
 (NICs) from ``interconnect`` (``NODES``), the attention kernel from ``notes`` or, where nothing is said, from what there was
 when it was published (``KERNELS``, ``FLASH_PUBLISHED``), fusion and overlap from ``notes`` (``FUSED``, ``OVERLAPPED``). There
 is no factor for a row, a model or a source. Measured step time is ``step_time_s``, or else tokens over throughput
-(``step_time_s_derived``), or model FLOPs over TFLOP/s, which the output marks with a tilde. ``--cache``: a folder that keeps captured graphs from run to run
-(of one version of the package: empty it after a change of the capture).
+(``step_time_s_derived``), or model FLOPs over TFLOP/s, which the output marks with a tilde.
+
+``--cache``: a folder that keeps captured graphs from run to run (of one version of the package: empty it after a change of
+the capture).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.overlap import beside, exposed, gathered_and_reduced, prefetched, reduced, ring, together
+from meshwright.cost.overlap import beside, exposed, gathered_and_reduced, in_pieces, prefetched, reduced, ring, together
 
 SECONDS = st.floats(0.01, 10.0)
 BLOCKS = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=8)
@@ -71,3 +71,11 @@ def test_one_link_is_shared_two_are_not():
     assert together({"nic": [1.0, 1.0]}) == 2.0
     assert together({"nic": [1.0], "nvlink": [1.0]}) == 1.0
     assert together({}) == 0.0
+
+
+@given(SECONDS, st.integers(1, 64), st.floats(1.0, 2.0))
+def test_a_collective_in_pieces_exposes_one_and_slows_the_rest_down(seconds, pieces, contention):
+    found = in_pieces(seconds, pieces, contention)
+    first = seconds / pieces
+    assert found == pytest.approx(first + exposed(1e9, seconds - first, contention), rel=1e-3, abs=1e-6)
+    assert in_pieces(seconds, 1, contention) == seconds

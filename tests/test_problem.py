@@ -163,6 +163,27 @@ def test_parameters_by_level_and_place() -> None:
     assert of(0, Unit())[GATHER] == 0
 
 
+def test_tensor_parallel_collectives_beside_the_products_they_belong_to() -> None:
+    mesh, bytes_ = Mesh.of(x=4), 1e8
+
+    def of(cluster: Cluster, source: str, target: str, by_linears: bool = False) -> tuple[float, float]:
+        costs = Costs(cluster, mesh, microbatches=1, itemsize=2, state_bytes=8)
+        found = costs.reshard(parse_sharding(source), parse_sharding(target), bytes_, True, by_linears)
+        assert found is not None
+        return found
+
+    costs = Costs(NODE, mesh, microbatches=1, itemsize=2, state_bytes=8)
+    gather, scatter = (costs.collective(kind, ("x",), bytes_) for kind in ("all_gather", "reduce_scatter"))
+    slowed = 1.0 - 1.0 / NODE.device.contention
+    assert of(NODE, "[_@x, _]", "[_, _] ~x") == pytest.approx((gather, scatter))
+    assert of(NODE, "[_@x, _]", "[_, _] ~x", True) == pytest.approx((gather, (gather + scatter) * slowed))
+    pieces = NODE.with_kernels(overlapped=True)
+    assert of(pieces, "[_, _] +x", "[_@x, _]") == pytest.approx(
+        tuple(overlap.in_pieces(m, 4, NODE.device.contention) for m in (scatter, gather))
+    )
+    assert of(pieces, "[_, _] +x", "[_, _]") == of(NODE, "[_, _] +x", "[_, _]")  # an all-reduce is not cut up
+
+
 def test_a_parameter_split_over_its_data_axis_cannot_be() -> None:
     costs = Costs(NODE, Mesh.of(x=4), microbatches=1, itemsize=4, state_bytes=8)
     value = Value("w", (6, 8), torch.float32)
