@@ -144,9 +144,16 @@ CASES: Mapping[str, Case] = {
     "llama-110m selective": Case(llama_small, (32, 1024), 4, {"dp": 4, "tp": 1, "zero": 2, "recompute": "selective"}),
     "gpt2-small selective tp 2": Case(
         small, (16, 1024), 4, {"dp": 2, "tp": 2, "zero": 3, "recompute": "selective", "microbatches": 4}, "bf16"),
+    "llama-110m tp 2 full": Case(llama_small, (16, 1024), 4, {"dp": 2, "tp": 2, "zero": 0, "recompute": "full"}),
     "mixtral zero 2": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 2}),
+    "mixtral zero 3 bf16": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 3}, "bf16"),
+    "mixtral tp 2 selective": Case(mixtral, (16, 512), 4, {"dp": 2, "tp": 2, "zero": 1, "recompute": "selective"}),
+    "mixtral full": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 0, "recompute": "full"}),
     "vit zero 0": Case(vit, (128, 3, 224, 224), 4, {"dp": 4, "tp": 1, "zero": 0}, images=True),
     "vit zero 3 bf16": Case(vit, (256, 3, 224, 224), 4, {"dp": 4, "tp": 1, "zero": 3}, "bf16", images=True),
+    "vit tp 2 selective x4": Case(
+        vit, (256, 3, 224, 224), 4, {"dp": 2, "tp": 2, "zero": 1, "recompute": "selective", "microbatches": 4}, images=True),
+    "vit full bf16": Case(vit, (256, 3, 224, 224), 4, {"dp": 4, "tp": 1, "zero": 2, "recompute": "full"}, "bf16", images=True),
 }
 
 

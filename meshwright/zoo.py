@@ -38,7 +38,7 @@ from meshwright.plan import Plan
 from meshwright.planner import OutOfMemoryError, capture_model, make_plan
 from meshwright.prediction import capacity
 
-AXES = ("dp", "shard", "tp", "cp", "pp", "ep")
+AXES: Sequence[str] = ("dp", "shard", "tp", "cp", "pp", "ep")
 UNPLANNED = ("cp", "ep")
 """Degrees above 1 of these are not planned yet."""
 PINNED = ("dp", "shard", "tp", "pp", "zero", "schedule", "virtual_stages", "microbatches", "recompute", "sequence_parallel")

@@ -68,6 +68,25 @@ def test_storages_of_a_segment(recompute: str) -> None:
     assert heap.peak == 6 * 1024
 
 
+def test_what_recomputation_stops_short_of_is_let_go() -> None:
+    """y = x w w: both products are kept; the second is not run again, and what was kept of it goes with the segment."""
+    values = {name: Value(name, (16, 16), torch.float32, True) for name in ("x", "w", "h", "y")}
+    ops = (
+        Op("h", "aten.mm.default", (Ref("x"), Ref("w")), (), ("h",)),
+        Op("y", "aten.mm.default", (Ref("h"), Ref("w")), (), ("y",)),
+    )
+    heap = Heap({})
+    x = heap.new(1024.0, ACTIVATIONS)
+    tape, made = forward(script_of(Graph(values, ("x", "w"), (), ops, (Ref("y"),)), ["w"]), heap, {"x": x}, "selective")
+    assert heap.total == 3 * 1024
+    gradients, weights = {"y": heap.new(1024.0, "transient")}, {}
+    heap.drop(made["y"])
+    backward(tape, heap, gradients, weights)
+    assert heap.total == 3 * 1024  # x and the gradients of x and w
+    # x, h, y as it was kept, its gradient, that of w for h, that of h
+    assert heap.peak == 6 * 1024
+
+
 def test_a_storage_lives_as_long_as_it_is_held() -> None:
     heap = Heap({"parameters": 10.0})
     storage = hold(heap.new(5.0, ACTIVATIONS))

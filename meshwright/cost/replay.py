@@ -10,9 +10,9 @@ an operand that several operators read sums theirs. Gradients of views and of pl
 Beside that an operator needs work space while it runs (``_FORWARD_SPACE``, ``_BACKWARD_SPACE``): copies of the logits in
 cross entropy, the buffer that a gather along an inner dim is put in order from.
 
-Recomputation: "full" keeps the segment's inputs and runs its forward again before its backward, up to the last operator
-that keeps anything; "selective" also keeps the results of matrix products and reductions between ranks, and does not run
-those again.
+Recomputation: "full" keeps the segment's inputs and runs its forward again before its backward, up to the last operator that
+keeps anything; torch stops before that one if it keeps operands only. "selective" also keeps the results of matrix products and
+reductions between ranks, and does not run those again; what it stopped short of stays until the segment's backward is done.
 """
 
 from __future__ import annotations
@@ -173,16 +173,17 @@ def forward(script: Script, heap: Heap, env: Mapping[str, Storage], recompute: s
     return tape, _run(tape, heap, keep=recompute == "none", stop=len(script.graph.ops))
 
 
-def _run(tape: Tape, heap: Heap, keep: bool, stop: int) -> dict[str, Storage]:
+def _run(tape: Tape, heap: Heap, keep: bool, stop: int, idle: int = -1) -> dict[str, Storage]:
+    """Operators before ``stop``; of ``idle`` only what it keeps of its operands."""
     script, frame = tape.script, {name: hold(storage) for name, storage in tape.inputs.items()}
     values = script.graph.values
     for index, op in enumerate(script.graph.ops[:stop]):
         again = tape.dear.get(index)
-        for name in op.outputs:
+        for name in op.outputs if index != idle else ():
             root = script.base[name]
             if root == name and name not in script.weights:
                 frame[name] = again.pop(0) if again else heap.new(float(values[name].bytes_), ACTIVATIONS)
-        heap.space(forward_space(op, script.graph))
+        heap.space(forward_space(op, script.graph) if index != idle else 0.0)
         names, extra = script.kept[index]
         if keep and (names or extra):
             roots = dict.fromkeys(script.base[name] for name in names)
@@ -206,8 +207,9 @@ def backward(
     ``weights``: gradients of parameters so far; ``copies``: parameters whose gradient is copied on its way there."""
     script = tape.script
     if tape.recompute != "none":
-        stop = max((i for i, (names, extra) in enumerate(script.kept) if names or extra), default=-1) + 1
-        for storage in _run(tape, heap, keep=True, stop=stop).values():
+        end = max((i for i, (names, extra) in enumerate(script.kept) if names or extra), default=-1)
+        idle = end if end >= 0 and _keeps_operands(script, end) else -1
+        for storage in _run(tape, heap, keep=True, stop=end + 1, idle=idle).values():
             heap.drop(storage)
         for storage in tape.inputs.values():
             heap.drop(storage)
@@ -226,6 +228,15 @@ def backward(
             heap.drop(storage)
         for storage in tape.kept.pop(index, ()):
             heap.drop(storage)
+    for left in tape.dear.values():  # what recomputation stopped short of
+        for storage in left:
+            heap.drop(storage)
+
+
+def _keeps_operands(script: Script, index: int) -> bool:
+    """Whether an operator keeps nothing that it makes: then recomputation stops before it runs."""
+    names, extra = script.kept[index]
+    return not extra and not set(names).intersection(script.graph.ops[index].outputs)
 
 
 def _add(heap: Heap, sums: dict[str, Storage], name: str, storage: Storage, copied: bool) -> None:
