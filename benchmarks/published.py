@@ -30,6 +30,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -44,6 +45,7 @@ from torch import Tensor, nn
 from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
 from meshwright.pins import Pins
+from meshwright.plan import Plan
 from meshwright.planner import OutOfMemoryError, capture_model, make_plan
 
 DATA = Path(__file__).parent / "data"
@@ -318,6 +320,18 @@ def pins_of(row: Row, world: int) -> Pins:
     )
 
 
+def planned(graph: Graph, cluster: Cluster, pins: Pins, precision: str) -> tuple[Plan, bool]:
+    """The plan of a published run, and whether it is predicted to fit. It ran, so it is priced all the same, with memory
+    unlimited; only what the row leaves open (recomputation, ZeRO, micro-batches) is chosen so that it fits, if it can."""
+    plan = make_plan(graph, cluster.with_memory(_UNBOUNDED), pins, precision=precision)
+    if plan.predicted["bytes_per_rank"] <= cluster.memory_bytes - cluster.device.reserve_bytes:
+        return plan, True
+    if None in (pins.recompute, pins.zero, pins.microbatches):
+        with suppress(OutOfMemoryError):
+            return make_plan(graph, cluster, pins, precision=precision), True
+    return plan, False
+
+
 def price(row: Row, cache: Path | None = None) -> Result:
     """Plan one row; every failure becomes its reason."""
     start = time.perf_counter()
@@ -338,10 +352,8 @@ def price(row: Row, cache: Path | None = None) -> Result:
         cluster = cluster_of(row)
         pins = pins_of(row, cluster.world)
         graph, precision = graph_of(row, cache), precision_of(row)
-        try:
-            plan = make_plan(graph, cluster, pins, precision=precision)
-        except OutOfMemoryError:  # it ran, so it is priced all the same, and the prediction of memory stands beside it
-            plan = make_plan(graph, cluster.with_memory(_UNBOUNDED), pins, precision=precision)
+        plan, fits = planned(graph, cluster, pins, precision)
+        if not fits:
             result = replace(result, reason="predicted not to fit")
         predicted = float(plan.predicted["step_seconds"])
         if tflops and not (seconds or peak):  # model FLOPs over the rate
