@@ -36,7 +36,7 @@ from meshwright.passes import rank_program
 from meshwright.passes.verify import verify
 from meshwright.pins import PinError, Pins
 from meshwright.plan import Plan, PlanError
-from meshwright.planner import OutOfMemoryError, capture_model, make_plan, rules_of
+from meshwright.planner import JOINT_SECONDS, OutOfMemoryError, capture_model, make_plan, rules_of
 from tests.models import make
 
 GIB = 2**30
@@ -69,11 +69,11 @@ def gpt(layers: int, hidden: int, heads: int, batch: int, length: int, vocab: in
     return capture_model(model, (), {"input_ids": ids, "labels": torch.empty_like(ids)}, (), None, "bf16")
 
 
-def search(graph: Graph, cluster: str, capacity: float, gap: float = 0.005, **pins: Any) -> JointSearch:
+def search(graph: Graph, cluster: str, capacity: float, gap: float = 0.005, limit: float = math.inf) -> JointSearch:
     where = Cluster.parse(cluster)
     return JointSearch(
-        graph, where, rules_of(graph)[0], Pins(**pins), itemsize=2, state_bytes=8.0, capacity=capacity,
-        recompute=("none", "full"), gap=gap, limit=math.inf,
+        graph, where, rules_of(graph)[0], Pins(), itemsize=2, state_bytes=8.0, capacity=capacity,
+        recompute=("none", "full"), gap=gap, limit=limit,
     )
 
 
@@ -272,7 +272,7 @@ def test_a_model_that_fits_one_device_is_left_alone() -> None:
 
 def test_one_node_and_a_model_of_1_3_billion_is_data_parallel() -> None:
     graph = llama(24, 2048, 64, 2048, 51200, 5504)
-    best = search(graph, "a100:1x8", 77 * GIB).run().best
+    best = search(graph, "a100:1x8", 77 * GIB, limit=JOINT_SECONDS).run().best
     assert (best.candidate.pp, best.candidate.tensor) == (1, 1)
     assert best.zero >= 1
 
@@ -280,14 +280,14 @@ def test_one_node_and_a_model_of_1_3_billion_is_data_parallel() -> None:
 @pytest.mark.slow
 def test_no_pipeline_on_a_uniform_torus() -> None:
     graph = llama(24, 2048, 256, 2048, 51200, 5504)
-    outcome = search(graph, "tpu-v4:2x2x4", 30 * GIB).run()
+    outcome = search(graph, "tpu-v4:2x2x4", 30 * GIB, limit=JOINT_SECONDS).run()
     assert outcome.best.candidate.pp == 1
 
 
 @pytest.mark.slow
 def test_never_tensor_parallelism_across_a_slow_network() -> None:
     graph = llama(32, 4096, 128, 4096, 32000, 11008)
-    outcome = search(graph, "a100@pcie4:8x8", 70 * GIB, gap=0.02).run()
+    outcome = search(graph, "a100@pcie4:8x8", 70 * GIB, limit=JOINT_SECONDS).run()
     assert outcome.best.candidate.tensor <= 8
     across = [e for e in outcome.ranking if e.candidate.tensor > 8]
     assert not across or min(e.seconds for e in across) > outcome.best.seconds
@@ -328,15 +328,13 @@ def test_175_billion_on_1024_devices_is_tensor_parallel_in_the_node_and_a_pipeli
     assert 1 < plan.mesh.size("tp") <= 8
 
 
-@pytest.mark.slow
-def test_twice_the_layers_take_little_longer() -> None:
-    spent = []
-    for layers in (32, 64):
-        graph = llama(layers, 4096, 128, 8192, 128256, 14336)
+def test_twice_the_devices_take_little_longer() -> None:
+    graph, spent = llama(16, 4096, 256, 4096, 32000, 14336), []
+    for cluster in ("h100:8x8", "h100:16x8"):
         began = time.thread_time()
-        search(graph, "h100:8x8", 76 * GIB).run()
+        search(graph, cluster, 76 * GIB, limit=JOINT_SECONDS).run()
         spent.append(time.thread_time() - began)
-    assert spent[1] < 1.5 * spent[0] + 1.0
+    assert spent[1] < 1.5 * spent[0]
 
 
 # bad input

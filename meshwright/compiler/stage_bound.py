@@ -57,9 +57,10 @@ def fractional_bound(units: Intervals, table: Table, capacity: np.ndarray) -> fl
     unit_seconds = float(classes[:3].max()) or 1.0
     seconds = classes[:3] / unit_seconds
     for s, k in np.ndindex(table.stages, 3):  # every stage's three sums are variables too: the rows of time stay short
-        own_seconds = np.zeros(shape)
-        own_seconds[s] = seconds[k]
-        rows.add(np.append(own_seconds, -np.eye(3 * table.stages)[3 * s + k]), 0.0, 0.0)
+        own_seconds = np.zeros(count + 3 * table.stages)
+        own_seconds[:count].reshape(shape)[s] = seconds[k]
+        own_seconds[count + 3 * s + k] = -1.0
+        rows.add(own_seconds, 0.0, 0.0)
     for coefficients, constant in _time_rows(units, table):
         rows.add(np.append(np.zeros(count), coefficients), -math.inf, -constant / unit_seconds, step=-1.0)
     for rank in range(table.pp):

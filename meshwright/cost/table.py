@@ -151,11 +151,11 @@ def maximal(vectors: np.ndarray) -> np.ndarray:
     """The rows that no other row dominates."""
     flat = np.unique(vectors.reshape(len(vectors), -1), axis=0)
     flat = flat[np.argsort(-flat.sum(axis=1), kind="stable")]  # what dominates a row has a larger sum
-    kept: list[int] = []
-    for index in range(len(flat)):
-        if not (flat[kept] >= flat[index]).all(axis=1).any():
-            kept.append(index)
-    return flat[sorted(kept, key=lambda index: tuple(flat[index]))].reshape(len(kept), *vectors.shape[1:])
+    kept = np.zeros((0, flat.shape[1]), dtype=flat.dtype)
+    while len(flat):  # the first is maximal; what it dominates goes with it
+        kept = np.concatenate([kept, flat[:1]])
+        flat = flat[(flat > flat[0]).any(axis=1)]
+    return np.unique(kept, axis=0).reshape(len(kept), *vectors.shape[1:])
 
 
 @dataclass(frozen=True)
