@@ -211,9 +211,20 @@ class Costs:
             vector[SEND], vector[SEND_BACK] = vector[GATHER], vector[SEND_BACK] + vector[REDUCE]
             vector[[GATHER, REDUCE]] = 0.0
         self._kept(vector, numel, variant, parts, unit)
-        moved = 3 * (2 * master + numel * self.state_bytes) / parts
+        moved = 3 * (2 * master + numel * self.state_bytes) / parts + count * self._accumulated(numel, variant, parts)
         vector[BACKWARD] += moved / (self.device.memory_bandwidth * self.device.memory_efficiency)
         return vector
+
+    def _accumulated(self, numel: float, variant: Variant, parts: int) -> float:
+        """Bytes that a micro-batch's gradient of ``numel`` local elements moves until it is in the fp32 sum.
+
+        Made in the compute dtype, it is added to a whole sum (or becomes it), or it is cast for the reduce-scatter whose result
+        is added (levels 2 and 3).
+        """
+        cast, master = numel * self.itemsize, numel * _CAST_BYTES
+        if variant.zero >= 2:
+            return cast + master + (3 * master / parts if self.microbatches > 1 else 0.0)
+        return cast + master * (2 if self.microbatches > 1 else 1)
 
     def _kept(self, vector: Vector, numel: float, variant: Variant, parts: int, unit: Unit) -> None:
         """Bytes of a trainable parameter of ``numel`` local elements, as FSDP2 holds it.
