@@ -78,7 +78,7 @@ FUSED: Sequence[str] = ("NeMo", "compile", "RMS kernel")
 """Words in "notes" of software that fuses norms and what is around them."""
 
 OVERLAPPED: Sequence[str] = ("TP comm overlap", "NeMo")
-"""Words in "notes" of software that cuts tensor-parallel collectives up and runs them beside the products they belong to."""
+"""Words in "notes" of software whose products run their collectives in pieces and add up gradients (Transformer Engine)."""
 
 GPUS: Sequence[tuple[str, str]] = (
     ("A100-40GB", "a100-40g"), ("A100", "a100-80g"), ("A800", "a800"), ("H100", "h100"), ("H800", "h800"), ("H200", "h200"),

@@ -12,6 +12,7 @@ import torch
 from meshwright.compiler.chain import Chain
 from meshwright.compiler.choices import Scope
 from meshwright.compiler.costs import (
+    BACKWARD,
     GATHER,
     GRADIENTS,
     PARAMETERS,
@@ -161,6 +162,21 @@ def test_parameters_by_level_and_place() -> None:
     assert of(2, Unit())[TRANSIENT] == 6 * numel
     assert of(0, Unit())[PARAMETERS] == 6 * numel
     assert of(0, Unit())[GATHER] == 0
+
+
+def test_gradients_of_micro_batches_are_added_up() -> None:
+    value, numel = Value("w", (1024, 1024), torch.float32), 1024.0 * 1024
+
+    def seconds(zero: int, microbatches: int, cluster: Cluster = NODE) -> float:
+        costs = Costs(cluster, Mesh.of(x=4), microbatches=microbatches, itemsize=2, state_bytes=8)
+        found = costs.parameter(value, Sharding.whole(2), True, Variant(zero, ("x",), ("x",) if zero else ()), numel)
+        assert found is not None
+        return float(found[BACKWARD])
+
+    stream = numel / (NODE.device.memory_bandwidth * NODE.device.memory_efficiency)
+    for zero, each in ((0, 10.0), (1, 10.0), (2, 9.0), (3, 9.0)):
+        assert seconds(zero, 4) - seconds(zero, 3) == pytest.approx(each * stream)
+    assert seconds(0, 4, NODE.with_kernels(overlapped=True)) == pytest.approx(seconds(0, 3, NODE.with_kernels(overlapped=True)))
 
 
 def test_tensor_parallel_collectives_beside_the_products_they_belong_to() -> None:

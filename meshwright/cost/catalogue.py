@@ -39,8 +39,8 @@ class Device:
     ``attention_kernel`` runs. ``units`` and ``tile``: multiprocessors and the edge of the matmul tile each works on (wave
     quantization); ``depth``: inner dimension at which a matmul reaches half of its efficiency. ``kernel_seconds``: what each
     kernel costs however small. ``contention``: slowdown of compute while a collective runs beside it. ``fused``: whether chains
-    of pointwise operators run as one kernel (compiled); ``overlapped``: whether activations are gathered and reduced in pieces
-    beside the products that read and make them. ``sources``: where each number comes from.
+    of pointwise operators run as one kernel (compiled); ``overlapped``: whether products, as Transformer Engine's, gather and
+    reduce activations in pieces beside their work and add their gradients to the fp32 sum. ``sources``: of every number.
     """
 
     name: str

@@ -134,8 +134,8 @@ class Cluster:
         self, attention: str | None = None, fused: bool | None = None, overlapped: bool | None = None
     ) -> Cluster:
         """The same cluster with other software: the devices' ``attention`` kernel ("flash1", "flash2", "flash3"), whether
-        chains of pointwise operators run ``fused`` (compiled) or one by one (eager), and whether activations are gathered and
-        reduced ``overlapped`` with the products that read and make them. None leaves it as it is."""
+        chains of pointwise operators run ``fused`` (compiled) or one by one (eager), and whether products run what belongs
+        to them ``overlapped``: collectives in pieces, sums of gradients (Transformer Engine). None leaves it as it is."""
         islands = []
         for island in self.islands:
             device = island.device
