@@ -17,6 +17,7 @@ from meshwright.compiler.evaluate import DoesNotFitError, Evaluation
 from meshwright.compiler.joint import JointSearch, Outcome, Progress
 from meshwright.compiler.microbatch import split_time
 from meshwright.compiler.stage_costs import renamed, renamed_assignment
+from meshwright.compiler.units import find_layers
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.schedules import schedule_table, stage_rank
@@ -35,8 +36,10 @@ def search_jointly(
     graph: Graph, cluster: Cluster, rules: Mapping[str, OpRule], pins: Pins, *, precision: str, state_bytes: float,
     gap: float, limit: float, progress: Progress | None = None, cutoff: float = float("inf"),
 ) -> Outcome:
-    """Run the search. Raises PinError, OutOfMemoryError."""
+    """Run the search. A model without blocks is cut between its layers if a pipeline is pinned. Raises PinError,
+    OutOfMemoryError."""
     inputs = float(sum(graph.values[name].bytes_ for name in graph.inputs))
+    graph = find_layers(graph) if (pins.pp or 1) > 1 else graph
     search = JointSearch(
         graph, cluster, rules, pins, itemsize=2 if precision == "bf16" else 4, state_bytes=state_bytes,
         capacity=capacity(cluster) - inputs, recompute=RECOMPUTE if pins.recompute is None else (pins.recompute,),
@@ -55,6 +58,7 @@ def plan_of(
 ) -> Plan:
     """The plan of an evaluation."""
     degrees, placement = best.degrees, best.placement
+    graph = find_layers(graph) if best.run is not None else graph
     schedule = split_time(graph, dict(rules), best.candidate.microbatches, batch_inputs(graph))
     assignments, copies = placement.decode(schedule)
     plan = Plan(

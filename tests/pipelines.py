@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshwright import api
 from meshwright.api import autoparallel
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.schedules import stage_rank
@@ -32,7 +35,7 @@ from tests.models import make
 def batch_of(name: str, double: bool = False) -> tuple[torch.nn.Module, dict[str, Any]]:
     """The named model and its batch; ``double``: of twice as many samples."""
     model, batch = make(name)
-    return model, {k: torch.cat([v, v.flip(1)]) for k, v in batch.items()} if double else batch
+    return model, {k: torch.cat([v, v.flip(-1)]) for k, v in batch.items()} if double else batch
 
 
 @cache
@@ -83,6 +86,51 @@ def check(
 ) -> list[str]:
     """Train under each plan (as a dict); what differs from the single process, on rank 0. ``calls``: forwards and backwards
     before each optimizer step."""
+
+    def build(model: torch.nn.Module, _: Mapping[str, Any], data: Any) -> torch.nn.Module:
+        plan = plan_from_dict(data)
+        return autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+
+    return _differences(rank, name, plans, build, clip, double, calls)
+
+
+def check_searched(
+    rank: int, name: str, cases: Mapping[str, Mapping[str, Any]], clip: float | None = None, double: bool = False,
+    calls: int = 1,
+) -> list[str]:
+    """As ``check``, of what ``autoparallel(model, mesh, example, pins=...)`` finds."""
+
+    def build(model: torch.nn.Module, batch: Mapping[str, Any], pins: Any) -> torch.nn.Module:
+        parallel = autoparallel(
+            model, init_device_mesh("cpu", (dist.get_world_size(),)), ((), batch), pins=dict(pins), progress=False
+        )
+        pipeline = parallel.plan.pipeline
+        assert (1 if pipeline is None else pipeline.degree) == pins["pp"], (pins, str(parallel.plan))
+        return parallel
+
+    with captured_once():
+        return _differences(rank, name, cases, build, clip, double, calls)
+
+
+@contextmanager
+def captured_once() -> Iterator[None]:
+    """Within, a process captures one model only once: half of the time of a small plan."""
+    known: list[Graph] = []
+
+    def capture(*args: Any) -> Graph:
+        if not known:
+            known.append(capture_model(*args))
+        return known[0]
+
+    with mock.patch.object(api, "capture_model", capture):
+        yield
+
+
+def _differences(
+    rank: int, name: str, cases: Mapping[str, Any], build: Callable[..., torch.nn.Module], clip: float | None, double: bool,
+    calls: int,
+) -> list[str]:
+    """What differs between a loop on ``build(model, batch, case)`` and on the model."""
     torch.set_num_threads(1)
     model, batch = batch_of(name, double)
     model.train()
@@ -90,11 +138,10 @@ def check(
     losses = train(single, batch, clip=clip, calls=calls)
     wanted = {key: value.detach().clone() for key, value in single.state_dict().items()}
     problems = []
-    for what, data in plans.items():
+    for what, case in cases.items():
         torch.manual_seed(7)
-        plan = plan_from_dict(data)
         try:
-            parallel = autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+            parallel = build(model, batch, case)
             found = train(parallel, batch, clip=clip, calls=calls)
             state = parallel.full_state_dict()
         except Exception as error:

@@ -30,7 +30,7 @@ TRANSPOSES = frozenset({"aten.t.default", "aten.transpose.int"})
 
 
 @dataclass
-class _Run:
+class Run:
     """A node of the module tree with the ops made under it."""
 
     path: str
@@ -39,7 +39,7 @@ class _Run:
     count: int = 0
     contractions: int = 0
     repeated: bool = False
-    children: dict[str, _Run] = field(default_factory=dict)
+    children: dict[str, Run] = field(default_factory=dict)
 
     @property
     def is_candidate(self) -> bool:
@@ -49,8 +49,8 @@ class _Run:
 def find_blocks(graph: Graph) -> Graph:
     """The graph with ``blocks``, in the order of their ops."""
     signatures = _Signatures(graph)
-    found: list[tuple[_Run, tuple[Any, Any]]] = []
-    stack = [_module_tree(graph)]
+    found: list[tuple[Run, tuple[Any, Any]]] = []
+    stack = [module_tree(graph)]
     while stack:
         run = stack.pop()
         siblings = [child for child in run.children.values() if child.is_candidate]
@@ -66,11 +66,11 @@ def find_blocks(graph: Graph) -> Graph:
     return replace(graph, blocks=blocks)
 
 
-def _module_tree(graph: Graph) -> _Run:
+def module_tree(graph: Graph) -> Run:
     """The tree of the modules that made ops, each with its run."""
     weights = {param.value for param in graph.params if not param.buffer}
     weights |= {op.outputs[0] for op in graph.ops if op.target in TRANSPOSES and op.inputs[0] in weights}
-    root = _Run("")
+    root = Run("")
     for index, op in enumerate(graph.ops):
         contracts = op.target.split(".")[1] in CONTRACTIONS and any(name in weights for name in op.inputs)
         for run in _ancestors(root, op.module):
@@ -81,14 +81,14 @@ def _module_tree(graph: Graph) -> _Run:
     return root
 
 
-def _ancestors(root: _Run, module: str) -> Iterator[_Run]:
+def _ancestors(root: Run, module: str) -> Iterator[Run]:
     """The runs that an op of this module belongs to; a later call of a module ("name@1") marks it as repeated."""
     run, path = root, ""
     yield run
     for part in module.split(".") if module else ():
         name, _, call = part.partition("@")
         path = f"{path}.{name}" if path else name
-        run = run.children.setdefault(name, _Run(path))
+        run = run.children.setdefault(name, Run(path))
         run.repeated = run.repeated or bool(call)
         yield run
 
@@ -108,7 +108,7 @@ class _Signatures:
             self.last_reader[name] = len(graph.ops)
         self.mutated = dict(graph.mutations)
 
-    def of(self, run: _Run) -> tuple[Any, Any]:
+    def of(self, run: Run) -> tuple[Any, Any]:
         """(the run in its own numbering: values in order of appearance, then the results that others read; what of these takes
         a gradient)."""
         numbers: dict[str, int] = {}

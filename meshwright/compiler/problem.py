@@ -69,7 +69,9 @@ class Problem:
         self.graph, self.mesh, self.schedule = scope.graph, scope.mesh, schedule
         self.block_variants, self.root_variants = tuple(block_variants), tuple(root_variants)
         shapes = body_shapes(self.graph, rules, schedule)
-        self.tables = ResourceTables(self.graph, scope.mesh, schedule, costs, shapes, saved_values(self.graph))
+        self.tables = ResourceTables(
+            self.graph, scope.mesh, schedule, costs, shapes, saved_values(self.graph), scope.of_parameters
+        )
         self.positions, whole = cut(self.graph)
         self.tied = several_readers(self.graph)
         self.builder = Builder(

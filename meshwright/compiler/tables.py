@@ -7,6 +7,7 @@ same ones. Shapes are those of one micro-batch; seconds are those of the whole s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,16 +23,18 @@ Array = NDArray[np.float64]
 
 
 class ResourceTables:
-    """The tables of one graph on one mesh. ``shapes``: of every value within a micro-batch."""
+    """The tables of one graph on one mesh. ``shapes``: of every value within a micro-batch; ``apart``: values whose gradients
+    may be summed later (``Scope.of_parameters``)."""
 
     def __init__(
-        self, graph: Graph, mesh: Mesh, schedule: Schedule, costs: Costs, shapes: Mapping[str, Shape], saved: Saved
+        self, graph: Graph, mesh: Mesh, schedule: Schedule, costs: Costs, shapes: Mapping[str, Shape], saved: Saved,
+        apart: frozenset[str] = frozenset(),
     ) -> None:
-        self.graph, self.mesh, self.schedule, self.costs = graph, mesh, schedule, costs
+        self.graph, self.mesh, self.schedule, self.costs, self.apart = graph, mesh, schedule, costs, apart
         self.shapes, self.saved = shapes, saved
         self.trainable = {param.value: param.trainable for param in graph.params}
         self._tables: dict[object, Array] = {}
-        self._states: dict[Shape, list[Sharding]] = {}
+        self._states: dict[tuple[Shape, bool], list[Sharding]] = {}
         prologue = [op for op in graph.ops if op.name in schedule.prologue]
         self._once = {name for op in prologue for name in op.outputs}
 
@@ -44,24 +47,25 @@ class ResourceTables:
 
     def states(self, name: str) -> list[Sharding]:
         """Every sharding in which an operator could leave a value, in a fixed order."""
-        shape = self.shapes[name]
-        if shape not in self._states:
+        key = shape, apart = self.shapes[name], name in self.apart
+        if key not in self._states:
             states = [Sharding.whole(len(shape))]
             for axis in self.mesh.axes:
                 if self.mesh.size(axis) > 1:
-                    states = states + [more for state in states for more in self._one_more(state, axis, shape)]
-            self._states[shape] = states
-        return self._states[shape]
+                    states = states + [more for state in states for more in self._one_more(state, axis, shape, apart)]
+            self._states[key] = states
+        return self._states[key]
 
-    def _one_more(self, state: Sharding, axis: str, shape: Shape) -> list[Sharding]:
+    def _one_more(self, state: Sharding, axis: str, shape: Shape, apart: bool) -> list[Sharding]:
         size, found = self.mesh.size(axis), []
         for dim, length in enumerate(shape):
             parts = self.mesh.size(state.dims[dim]) * size
             uneven = not state.dims[dim] and length > (size - 1) * ceil_div(length, size)
             if length > 1 and (length % parts == 0 or uneven):
                 dims = (*state.dims[:dim], (*state.dims[dim], axis), *state.dims[dim + 1 :])
-                found.append(Sharding(dims, state.partial))
-        return [*found, Sharding(state.dims, state.partial | {axis})]
+                found.append(replace(state, dims=dims))
+        found += [replace(state, varying=state.varying | {axis})] if apart else []
+        return [*found, replace(state, partial=state.partial | {axis})]
 
     def equal(self, size: int) -> Array:
         """[size + 1, size]: nothing for equal states, forbidden otherwise; the last row matches none."""

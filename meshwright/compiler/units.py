@@ -1,27 +1,53 @@
-"""Units of a model whose layers do not repeat: the modules that own a matrix, if they follow each other.
+"""Units of a model whose layers do not repeat.
 
-Parameters are gathered, freed and reduced block by block; a model without repeated layers would be one unit, and ZeRO-3 would
-free nothing. So where ``find_blocks`` finds none, a block is the run of a module that
+Parameters are gathered, freed and reduced block by block, and pipelines are cut between blocks; a model without repeated layers
+would be one unit: ZeRO-3 would free nothing, and there would be nowhere to cut. So where ``find_blocks`` finds none, a block is
+the run of a module that
 
     is contiguous in the graph, and the module was called once;
     reads a trainable parameter of at least two dims that no other run reads;
 
-and only if these runs cut the graph into a chain: each value with a gradient goes to the next position and no further. Every
-unit is of a kind of its own. Names have no influence, only which module made which operator.
+if these runs cut the graph into a chain: each value with a gradient goes to the next position and no further (``find_units``).
+
+Where they do not (skips, position biases, an encoder's output), a pipeline is cut between innermost *layers*: modules of at
+least two contractions, with siblings of that sort; if few values are read across them (``find_layers``). Without a pipeline
+such a model stays one unit: what is read across layers costs the solver more than units of so small a model bring.
+
+Every unit is of a kind of its own. Names have no influence, only which module made which operator.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
+from meshwright.compiler.blocks import Run, module_tree
 from meshwright.compiler.positions import cut
 from meshwright.graph import Block, Graph
+
+_SHARED = 4
+"""As many values may be read across layers: the solver tries all combinations of their shardings."""
 
 
 def find_units(graph: Graph) -> Graph:
     """The graph with units as blocks, if it has no blocks and at least two units."""
-    if graph.blocks:
-        return graph
+    return graph if graph.blocks else _cut_at(graph, _owners(graph), 0)
+
+
+def find_layers(graph: Graph) -> Graph:
+    """The graph with layers as blocks, if it has no blocks and at least two layers."""
+    return graph if graph.blocks else _cut_at(graph, _layers(module_tree(graph)), _SHARED)
+
+
+def _cut_at(graph: Graph, units: list[tuple[str, int, int]], shared: int) -> Graph:
+    """The graph with these blocks if they are several, and no more values than ``shared`` are read across them."""
+    found = replace(graph, blocks=tuple(Block(path, kind, start, stop) for kind, (path, start, stop) in enumerate(units)))
+    positions, _ = cut(found)
+    return found if len(units) > 1 and len({name for p in positions for name in p.shared_in}) <= shared else graph
+
+
+def _owners(graph: Graph) -> list[tuple[str, int, int]]:
+    """The runs that own a matrix."""
     runs = _runs(graph)
     where = {index: number for number, (_, start, stop) in enumerate(runs) for index in range(start, stop)}
     readers: dict[str, set[int]] = {}
@@ -31,10 +57,7 @@ def find_units(graph: Graph) -> Graph:
     matrices = [param.value for param in graph.params if param.trainable and len(graph.values[param.value].shape) >= 2]
     owners = {next(iter(readers[name])) for name in matrices if len(readers.get(name, ())) == 1}
     called = [path for path, _, _ in runs]
-    units = [run for number, run in enumerate(runs) if number in owners and run[0] and called.count(run[0]) == 1]
-    found = replace(graph, blocks=tuple(Block(path, kind, start, stop) for kind, (path, start, stop) in enumerate(units)))
-    positions, _ = cut(found)
-    return found if len(units) > 1 and not any(position.shared_in for position in positions) else graph
+    return [run for number, run in enumerate(runs) if number in owners and run[0] and called.count(run[0]) == 1]
 
 
 def _runs(graph: Graph) -> list[tuple[str, int, int]]:
@@ -46,3 +69,16 @@ def _runs(graph: Graph) -> list[tuple[str, int, int]]:
         else:
             runs.append((op.module, index, index + 1))
     return runs
+
+
+def _layers(tree: Run) -> list[tuple[str, int, int]]:
+    """(module, start, stop) of the innermost layers, in the order of their operators."""
+    return sorted(((run.path, run.start, run.stop) for run in _innermost(tree)), key=lambda unit: unit[1])
+
+
+def _innermost(run: Run) -> Iterable[Run]:
+    children = run.children.values()
+    alone = sum(child.is_candidate for child in children) < 2
+    for child in children:
+        inner = list(_innermost(child))
+        yield from inner or ([child] if child.is_candidate and not alone else [])
