@@ -12,6 +12,7 @@ What torch asks of a stage, and where it is seen to (silently wrong otherwise, i
 * what leaves with a gradient hangs on what entered with one, used or not: a split backward looks for the weights between the
   two, and drops those that it does not find there (``_Leave``; ``program.THREAD`` where nothing else enters);
 * gradients cross contiguous (``_Enter``);
+* weights that a split backward reaches on several ways get their gradients together (``_joined``);
 * shapes are given, so that torch infers none by running the model.
 
 FSDP2: torch would take over the units of a stage that is one, and then never reduces before the last micro-batch and never
@@ -174,6 +175,12 @@ class _Stage(PipelineStage):
             self.part.engine.set_microbatch(last=last_backward)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+        grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        return grads, _joined(groups) if groups else groups
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """After a split backward torch reduces what the units hold, if the stage is a unit to it."""
         root = self.part.engine.root
@@ -184,6 +191,24 @@ class _Stage(PipelineStage):
             super().perform_reduce_grad(1)
         finally:
             self.submod = self.part
+
+
+def _joined(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of weights whose gradients torch computes one after the other, each with a walk that frees what it passes.
+
+    The walk of weights that reach the stage's inputs at several places (read twice; ahead of all inputs) passes others' nodes.
+    So where there are such weights all are one group: one walk, in which torch holds every place to the gradient that it had
+    when the inputs' gradients were made.
+    """
+    if all(len(group["intermediates"]) < 2 for group in groups):
+        return groups
+    places = {
+        node: grads
+        for group in groups for node, grads in zip(group["intermediates"], group.get("grads", ()), strict=False)
+        if grads is not None
+    }
+    weights = set().union(*(group["params"] for group in groups))
+    return [{"params": weights, "intermediates": list(places), "grads": list(places.values())}]
 
 
 def _example(value: Value, device: torch.device) -> Tensor:
