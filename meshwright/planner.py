@@ -35,7 +35,7 @@ from meshwright.joint_plan import certificate, plan_of, search_jointly
 from meshwright.layouts import Layout, layouts, microbatch_counts, variants
 from meshwright.pins import RECOMPUTE, PinError, Pins, vars_of
 from meshwright.plan import Plan, PlanError, Schedule
-from meshwright.prediction import OutOfMemoryError, bytes_by_kind, capacity, predicted, size
+from meshwright.prediction import OutOfMemoryError, capacity, predicted, size
 from meshwright.rule import OpRule
 
 __all__ = ["OPTIMIZERS", "OutOfMemoryError", "Timing", "capture_model", "make_plan", "rules_of"]
@@ -296,31 +296,61 @@ class _Search:
         root = variants(layout, pins, microbatches, ("none",))
         kinds = (pins.recompute,) if pins.recompute is not None else ("none",)
         problem = Problem(scope, self.rules, schedule, costs, variants(layout, pins, microbatches, kinds), root)
+        return self._fitted(layout, schedule, problem, pins)
+
+    def _fitted(self, layout: Layout, schedule: Schedule, problem: Problem, pins: Pins) -> _Found:
+        """The plan without a limit if it fits; else under the limit. Raises OutOfMemoryError."""
         room = capacity(self.cluster)
-        chain, solution = self._attempt(problem, float("inf"))
+        chain = self._chain(problem, float("inf"))
+        solution = self._solution(chain)
         plan = self._plan(layout, schedule, problem, chain, solution)
         if plan.predicted["bytes_per_rank"] <= room:
             return _Found(plan, False)
         if pins.recompute is None:
-            problem = problem.with_variants(variants(layout, pins, microbatches, RECOMPUTE))
+            problem = problem.with_variants(variants(layout, pins, schedule.microbatches, RECOMPUTE))
         # what the program needs decides; the solver's sum over blocks is held to the same scale
-        scale = plan.predicted["bytes_per_rank"] / (solution.bytes_ + solution.transient)
-        while plan.predicted["bytes_per_rank"] > room:
-            plan = self._plan(layout, schedule, problem, *self._attempt(problem, room / scale, scale))
+        scale, least = plan.predicted["bytes_per_rank"] / (solution.bytes_ + solution.transient), None
+        for _ in range(HELD):
+            chain = self._chain(problem, room / scale)
+            try:
+                plan = self._plan(layout, schedule, problem, chain, self._solution(chain))
+            except Infeasible as error:
+                if least is not None:  # the scale of the leanest plan: nothing else fits
+                    return _Found(least, True)
+                lean, bytes_ = self._leanest(layout, schedule, problem, chain, error)
+                need = error.least * scale if lean is None else float(lean.predicted["bytes_per_rank"])
+                if lean is None or need > room:
+                    raise OutOfMemoryError.of(need, bytes_, problem.mesh, schedule.microbatches, self.cluster) from None
+                least, scale = lean, need / error.least
+                continue
+            if plan.predicted["bytes_per_rank"] <= room:
+                return _Found(plan, True)
             scale *= 1.01 * plan.predicted["bytes_per_rank"] / room
-        return _Found(plan, True)
+        if least is not None:
+            return _Found(least, True)
+        raise OutOfMemoryError.of(
+            plan.predicted["bytes_per_rank"], plan.predicted["bytes"], problem.mesh, schedule.microbatches, self.cluster
+        )
 
-    def _attempt(self, problem: Problem, limit: float, scale: float = 1.0) -> tuple[Chain, Solution]:
-        """The best plan within ``limit`` of the solver's bytes, of which one is ``scale`` real ones."""
+    def _leanest(
+        self, layout: Layout, schedule: Schedule, problem: Problem, chain: Chain, error: Infeasible
+    ) -> tuple[Plan | None, Mapping[str, float]]:
+        """The plan of least memory by the solver's sum, if it found one, and its bytes by kind."""
+        if error.solution is None:
+            return None, {}
+        plan = self._plan(layout, schedule, problem, chain, error.solution)
+        return plan, plan.predicted["bytes"]
+
+    def _chain(self, problem: Problem, limit: float) -> Chain:
+        """The problem within ``limit`` of the solver's bytes."""
         chain = problem.chain(limit, float(sum(self.graph.values[name].bytes_ for name in self.graph.inputs)))
         self.timing.mark("build")
+        return chain
+
+    def _solution(self, chain: Chain) -> Solution:
+        """The best of a chain. Raises Infeasible."""
         try:
-            return chain, solve(chain, gap=self.gap, time_limit=SOLVE_SECONDS)
-        except Infeasible as error:
-            found = {} if error.solution is None else bytes_by_kind(chain, error.solution)
-            bytes_ = {kind: value * scale for kind, value in found.items()}
-            count = problem.schedule.microbatches
-            raise OutOfMemoryError.of(error.least * scale, bytes_, problem.mesh, count, self.cluster) from None
+            return solve(chain, gap=self.gap, time_limit=SOLVE_SECONDS)
         finally:
             self.timing.mark("solve")
 

@@ -53,8 +53,10 @@ _ALONE = 0.5
 _ALIKE = 0.75
 """Parts of the limit by which the first candidates of all (pp, tensor), those without a pipeline, and the best under other
 schedules are done."""
-_EFFORT = {"placement": 0.12, "way": 0.0003, "bound": 0.01, "bound of an action": 1e-5, "cut": 0.03, "cut of an action": 3e-5,
-           "cut of a stage": 0.012, "misfit of a stage": 0.03, "alone": 0.002}
+_EFFORT: Mapping[str, float] = {
+    "placement": 0.12, "way": 0.0003, "alone": 0.002, "bound": 0.01, "bound of an action": 1e-5,
+    "cut": 0.03, "cut of an action": 3e-5, "cut of a stage": 0.012, "misfit of a stage": 0.03,
+}
 """Nominal seconds: of one, and of an action of the schedule's table and a stage."""
 _PROBE = 12
 """After so many bounds without it, the best candidate whose bound counts memory is solved: good incumbents early."""
