@@ -20,11 +20,11 @@ from meshwright.compiler.stage_costs import renamed, renamed_assignment
 from meshwright.compiler.units import find_layers
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.schedules import schedule_table, stage_rank
+from meshwright.cost.schedules import illegal_combination, schedule_table, stage_rank
 from meshwright.cost.timeline import Simulation, simulate
 from meshwright.graph import Graph
 from meshwright.mesh import Mesh
-from meshwright.pins import RECOMPUTE, Pins
+from meshwright.pins import RECOMPUTE, PinError, Pins
 from meshwright.plan import GroupChoice, Pipeline, Plan, PlanError
 from meshwright.prediction import OutOfMemoryError, capacity, step_flops, tokens_of
 from meshwright.rule import OpRule
@@ -38,6 +38,7 @@ def search_jointly(
 ) -> Outcome:
     """Run the search. A model without blocks is cut between its layers if a pipeline is pinned. Raises PinError,
     OutOfMemoryError."""
+    _check_combination(pins, cluster)
     inputs = float(sum(graph.values[name].bytes_ for name in graph.inputs))
     graph = find_layers(graph) if (pins.pp or 1) > 1 else graph
     search = JointSearch(
@@ -51,6 +52,17 @@ def search_jointly(
         mesh = Mesh(("devices",), (cluster.world,))
         found = OutOfMemoryError.of(error.least + inputs, {}, mesh, pins.microbatches or 1, cluster)
         raise OutOfMemoryError(f"{found}. {error}", found.least, found.capacity, found.bytes_) from None
+
+
+def _check_combination(pins: Pins, cluster: Cluster) -> None:
+    """Raise PinError for pins that torch's schedules run wrong together; what is not pinned the search leaves out itself."""
+    if pins.schedule is None or pins.pp in (None, 1):
+        return
+    several = (pins.dp or cluster.world // (pins.pp * (pins.tp or 1))) > 1
+    zero = pins.zero if several and pins.zero is not None else 0
+    reason = illegal_combination(pins.schedule, zero=zero, recompute=pins.recompute or "none")
+    if reason is not None:
+        raise PinError(reason)
 
 
 def plan_of(

@@ -115,13 +115,15 @@ def _schedules(pp: int, count: int, pins: Pins, units: int) -> Iterator[tuple[st
 
 def _nothing(batch: int, cluster: Cluster, pins: Pins, units: int) -> PinError:
     """Which pin leaves no candidate, and the nearest that does."""
-    pp, virtual = pins.pp or 1, pins.virtual_stages or 1
+    pp, several = pins.pp or 1, pins.schedule in (*V_SHAPED, "interleaved1f1b")
+    virtual = pins.virtual_stages or (2 if several else 1)
     if pins.stage_cuts is not None and pins.pp is not None and (len(pins.stage_cuts) + 1) % pins.pp:
         return PinError(f"pin stage_cuts names {len(pins.stage_cuts)} cuts, so {len(pins.stage_cuts) + 1} stages, which do not "
                         f"divide over pp={pins.pp}; name pp x virtual_stages - 1 cuts")
     if pp * virtual > units:
-        return PinError(f"pins pp={pp} and virtual_stages={virtual} make {pp * virtual} stages, but the model can be cut into "
-                        f"{units} pieces; take at most that many")
+        why = f"schedule={pins.schedule!r}" if several and pins.virtual_stages is None else f"virtual_stages={virtual}"
+        return PinError(f"pins pp={pp} and {why} make {pp * virtual} stages, but the model can be cut into {units} pieces; "
+                        "take at most that many")
     data = pins.dp or cluster.world // (pp * (pins.tp or 1))
     if pins.dp is not None and batch % pins.dp:
         return PinError(f"pin dp={pins.dp} does not divide the batch of {batch} samples; nearest: dp={_near(batch, pins.dp)}")
@@ -133,7 +135,7 @@ def _nothing(batch: int, cluster: Cluster, pins: Pins, units: int) -> PinError:
         return PinError(f"pin microbatches={pins.microbatches}: the batch of {batch} samples does not divide into "
                         f"{data} data ranks x {pins.microbatches} micro-batches; nearest: microbatches={near}")
     if pins.schedule is not None and pins.pp is not None:
-        stages = pins.virtual_stages or (2 if pins.schedule in V_SHAPED else 1 if pins.schedule in ("gpipe", "1f1b") else 2)
+        stages = pins.virtual_stages or (1 if pins.schedule in ("gpipe", "1f1b") else 2)
         counts = (pins.microbatches,) if pins.microbatches else divisors(max(1, batch // data))[::-1]
         reasons = [illegal(pins.schedule, pp, stages, count) for count in counts]
         if all(reasons):

@@ -75,8 +75,8 @@ def illegal_combination(
     other = "schedule 'interleaved1f1b'" if schedule in V_SHAPED else "schedule '1f1b' or 'interleaved1f1b'"
     if zero == 3 and not keep:
         return (f"schedule {schedule!r} with zero=3: it splits the backward, and weights that FSDP2 freed after the forward "
-                "are not gathered again for it, so gradients would be dropped; nearest legal: zero=1, which gathers the weights "
-                f"once a step, or {other}")
+                "are not gathered again for it, so gradients would be dropped; nearest legal: zero=1, which gathers the weights"
+                f" once a step, or {other}")
     if zero >= 2:
         return (f"schedule {schedule!r} with zero={zero}: it splits the backward, and FSDP2 reduces gradients after a whole "
                 f"backward only, so they stay whole until the end of the step; nearest legal: zero=1, or {other}")
