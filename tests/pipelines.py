@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from meshwright import api
 from meshwright.api import autoparallel
@@ -24,7 +25,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.schedules import stage_rank
 from meshwright.graph import Graph
 from meshwright.mesh import PP, Mesh
-from meshwright.pins import Pins
+from meshwright.pins import PinError, Pins
 from meshwright.plan import Pipeline, Plan, PlanError
 from meshwright.planner import capture_model, make_plan
 from meshwright.serialize import plan_from_dict, plan_to_dict
@@ -98,14 +99,14 @@ def check_searched(
     rank: int, name: str, cases: Mapping[str, Mapping[str, Any]], clip: float | None = None, double: bool = False,
     calls: int = 1,
 ) -> list[str]:
-    """As ``check``, of what ``autoparallel(model, mesh, example, pins=...)`` finds."""
+    """As ``check``, of what ``autoparallel(model, mesh, example, pins=...)`` finds; without a pin on pp no pipeline."""
 
     def build(model: torch.nn.Module, batch: Mapping[str, Any], pins: Any) -> torch.nn.Module:
         parallel = autoparallel(
             model, init_device_mesh("cpu", (dist.get_world_size(),)), ((), batch), pins=dict(pins), progress=False
         )
         pipeline = parallel.plan.pipeline
-        assert (1 if pipeline is None else pipeline.degree) == pins["pp"], (pins, str(parallel.plan))
+        assert (1 if pipeline is None else pipeline.degree) == pins.get("pp", 1), (pins, str(parallel.plan))
         return parallel
 
     with captured_once():
@@ -302,3 +303,36 @@ def bf16_losses(rank: int, plans: Mapping[str, Mapping[str, Any]]) -> list[float
         parallel.zero_grad()
         off += [abs(a - b) / b for a, b in zip(train(parallel, batch, 3), wanted, strict=True)]
     return off
+
+
+def check_as_used(rank: int, name: str, pins: Mapping[str, Any], folder: str) -> None:
+    """What a user does beside training, on a pipeline that the search finds: a mesh with named axes, ``eval()``, a saved plan,
+    a checkpoint that a run under that plan goes on from, pins that contradict the mesh."""
+    torch.set_num_threads(1)
+    model, batch = batch_of(name, double=True)
+    axes = {"pp": 2, "dp": dist.get_world_size() // 2}
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    with captured_once():
+        parallel = autoparallel(model.train(), mesh, ((), batch), pins=dict(pins), progress=False)
+        with pytest.raises(PinError, match="pp=4 contradicts the mesh, whose axis 'pp' has size 2"):
+            autoparallel(model, mesh, ((), batch), pins={**pins, "pp": 4}, progress=False)
+    assert {axis: parallel.plan.mesh.size(axis) for axis in axes} == axes
+    single = copy.deepcopy(model)
+    wanted = train(single, batch, clip=0.1)
+    torch.testing.assert_close(train(parallel, batch, clip=0.1), wanted, rtol=RELATIVE, atol=0.0)
+    parallel.eval()
+    with torch.no_grad():
+        for key, want in single.eval()(**batch).items():
+            have = parallel(**batch)[key]
+            have = have.full_tensor() if isinstance(have, DTensor) else have
+            torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
+    parallel.save(f"{folder}/checkpoint")
+    if rank == 0:
+        parallel.plan.save(f"{folder}/plan.json")
+    dist.barrier()
+    again = autoparallel(model, mesh, plan=f"{folder}/plan.json")
+    assert str(again.plan) == str(parallel.plan)
+    again.load(f"{folder}/checkpoint")
+    problems = compare(again.full_state_dict(), single.state_dict() if rank == 0 else {})
+    assert not problems, problems
+    torch.testing.assert_close(train(again, batch), train(single.train(), batch), rtol=RELATIVE, atol=0.0)

@@ -1,0 +1,146 @@
+"""Pipelines that the search finds, run through ``autoparallel(model, mesh, example, pins=...)``, equal the single process.
+
+``test_pipeline.py`` shows the runtime under plans made by hand; here the planner chooses cuts, micro-batches, schedules and
+placements within the pins, and what it may not choose is refused with the nearest legal setting.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshwright as mw
+from meshwright.compiler.joint import JointSearch
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.schedules import SCHEDULES, SPLIT_BACKWARD, illegal_combination
+from meshwright.graph import Graph
+from meshwright.pins import RECOMPUTE, PinError, Pins
+from meshwright.plan import Plan
+from meshwright.planner import capture_model, make_plan, rules_of
+from tests.pipelines import batch_of, check_as_used, check_searched
+
+CLIP = 0.1
+TWICE = 2
+"""Forwards and backwards before each optimizer step."""
+Cases = Sequence[Mapping[str, Any]]
+ZERO = [{"pp": 2, "dp": 2, "zero": level, "microbatches": 2} for level in (0, 1, 2, 3)]
+TENSOR = [{"pp": 2, "tp": 2, "microbatches": 2}, {"pp": 2, "tp": 2, "sequence_parallel": True}]
+SCHEDULED = [{"pp": 2, "schedule": schedule, "microbatches": 4, "dp": 2, "tp": 1} for schedule in SCHEDULES]
+MODELS: dict[str, list[Mapping[str, Any]]] = {
+    "llama": [
+        {}, {"pp": 4, "microbatches": 4}, *TENSOR, *SCHEDULED,
+        *({"pp": 2, "dp": 2, "recompute": kind, "microbatches": 2, "schedule": "1f1b"} for kind in RECOMPUTE),
+    ],
+    "gpt2": [{"pp": 4, "microbatches": 4, "schedule": "zb"}, *TENSOR, *ZERO, {**SCHEDULED[4], "zero": 1}],
+    "t5": [{"pp": 4, "schedule": "zbv", "microbatches": 4}, TENSOR[0], ZERO[3], {**SCHEDULED[3], "virtual_stages": 2}],
+    "vit": [{"pp": 4, "schedule": "1f1b"}, TENSOR[0], {**ZERO[3], "recompute": "full", "schedule": "interleaved1f1b"}],
+    "bert": [{"pp": 4, "schedule": "gpipe", "microbatches": 2}, TENSOR[1], {**ZERO[2], "recompute": "selective"}, SCHEDULED[5]],
+}
+
+
+def differences(pool: Callable[[int], Any], world: int, name: str, cases: Cases, *how: Any) -> list[str]:
+    """What ``check_searched`` finds, on all ranks."""
+    named = {str(dict(pins)): dict(pins) for pins in cases}
+    return [line for lines in pool(world).run(check_searched, name, named, *how, timeout=300) for line in lines]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pinned_pipelines(pool: Callable[[int], Any], name: str) -> None:
+    """Four processes, as stages alone and with data and tensor parallel ranks, under every schedule, ZeRO level and
+    recomputation, and what is found without a pin; clipped, two backwards a step."""
+    assert differences(pool, 4, name, MODELS[name], CLIP, True, TWICE) == []
+
+
+@pytest.mark.parametrize(("name", "pins"), [("gpt2", {"zero": 3, "microbatches": 2}), ("t5", {"schedule": "zbv"})])
+def test_as_used(pool: Callable[[int], Any], tmp_path: Path, name: str, pins: dict[str, Any]) -> None:
+    """Named axes of a mesh, ``eval()``, plans and checkpoints on disk."""
+    pool(4).run(check_as_used, name, pins, str(tmp_path), timeout=300)
+
+
+def test_eight_processes(pool: Callable[[int], Any]) -> None:
+    """Stages of data and tensor parallel ranks at once; replicas of shards; more stages than ranks."""
+    cases = [
+        {"pp": 2, "dp": 2, "tp": 2, "zero": 3, "sequence_parallel": True, "microbatches": 2, "schedule": "1f1b"},
+        {"pp": 2, "dp": 4, "shard": 2, "zero": 2, "tp": 1, "microbatches": 2, "schedule": "interleaved1f1b"},
+        {"pp": 4, "tp": 2, "dp": 1, "schedule": "zb", "microbatches": 4},
+    ]
+    assert differences(pool, 8, "gpt2", cases, CLIP, True, TWICE) == []
+
+
+# what the search may not choose
+
+
+@cache
+def graph() -> Graph:
+    """Llama's."""
+    model, batch = batch_of("llama", double=True)
+    return capture_model(model.train(), (), batch, (), None, "fp32")
+
+
+def planned(devices: int = 4, **pins: Any) -> Plan:
+    """The plan of the small Llama."""
+    return make_plan(graph(), Cluster.parse(f"cpu:1x{devices}"), Pins(**pins))
+
+
+def test_pins_that_torch_runs_wrong_are_refused() -> None:
+    """With the reason and the nearest legal setting, by ``plan`` itself."""
+    model, batch = batch_of("llama", double=True)
+    with pytest.raises(PinError, match=r"'zbv' with zero=3.*gradients would be dropped; nearest legal: zero=1"):
+        mw.plan(model, "cpu:1x4", ((), batch), pins={"pp": 2, "dp": 2, "schedule": "zbv", "zero": 3})
+    for schedule, zero, recompute in itertools.product(SPLIT_BACKWARD, (1, 2, 3), RECOMPUTE):
+        reason = illegal_combination(schedule, zero=zero, recompute=recompute)
+        if reason is None:
+            continue
+        with pytest.raises(PinError) as caught:
+            planned(pp=2, dp=2, schedule=schedule, zero=zero, recompute=recompute)
+        assert str(caught.value) == reason
+        assert "nearest legal: " in reason
+    assert planned(pp=2, tp=2, schedule="zb", zero=3).pipeline is not None  # nothing is split over one data rank
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"pp": 4, "schedule": "zbv"}, "schedule='zbv' make 8 stages, but the model can be cut into 4 pieces"),
+        ({"pp": 2, "dp": 2, "schedule": "dualpipev", "microbatches": 2}, "2 pp = 4; nearest legal: microbatches=4"),
+        ({"pp": 2, "schedule": "1f1b", "microbatches": 1}, "at least pp = 2 micro-batches; nearest legal: microbatches=2"),
+        ({"pp": 2, "dp": 2, "microbatches": 3}, "3 micro-batches; nearest: microbatches=2"),
+        ({"pp": 3}, "3 devices, which does not divide the 4"),
+    ],
+)
+def test_pins_that_cannot_be(pins: dict[str, Any], message: str) -> None:
+    """Micro-batches that do not divide the batch, more stages than pieces, schedules that want more micro-batches."""
+    with pytest.raises(PinError, match=message):
+        planned(**pins)
+
+
+@pytest.mark.parametrize("pins", [{"zero": 3}, {"recompute": "full"}, {"zero": 2, "recompute": "selective"}])
+def test_an_open_schedule_goes_with_the_pins(pins: dict[str, Any]) -> None:
+    """What is pinned decides which schedules are considered."""
+    plan = planned(pp=2, dp=2, **pins)
+    assert plan.pipeline is not None
+    assert plan.pipeline.schedule not in SPLIT_BACKWARD
+    assert {group.zero for group in plan.groups} == {pins.get("zero", plan.groups[0].zero)}
+
+
+def test_nothing_refused_is_proposed() -> None:
+    """Of everything that a search solved, memory plentiful and scarce."""
+    seen, kinds = set(), set()
+    for kib in (1000.0, 450.0):
+        run = JointSearch(
+            graph(), Cluster.parse("cpu:1x4"), rules_of(graph())[0], Pins(pp=2), itemsize=4, state_bytes=8.0,
+            capacity=kib * 1024, recompute=RECOMPUTE, limit=30.0,
+        )
+        for found in run.run().ranking:
+            seen.add(found.candidate.schedule)
+            kinds |= set(found.recompute)
+            for kind in set(found.recompute):
+                assert illegal_combination(found.candidate.schedule, zero=found.zero, recompute=kind) is None
+    assert seen & set(SPLIT_BACKWARD)
+    assert seen - set(SPLIT_BACKWARD)
+    assert len(kinds) > 1
