@@ -222,7 +222,11 @@ def zoo_command(
         for number, system in enumerate(chosen, 1):
             if not published:
                 typer.echo(f"{number}/{len(chosen)} {system.name} ...", err=True)
-            rows.append(zoo.Row(system) if published else zoo.price(system, search))
+            try:
+                rows.append(zoo.Row(system) if published else zoo.price(system, search))
+            except KeyboardInterrupt:  # what is priced is printed all the same
+                rows += [zoo.Row(left, reason="interrupted") for left in chosen[number - 1:]]
+                break
             if not published:
                 typer.echo(f"    {zoo.brief(rows[-1])}", err=True)
         if as_json:

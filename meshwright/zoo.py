@@ -316,7 +316,7 @@ def _faster(row: Row) -> str:
     """The planner's own plan beside the published one."""
     assert row.best is not None
     times = f", {row.predicted.step_seconds / row.best.step_seconds:.2f} times as fast" if row.predicted is not None else ""
-    return f"{row.best.tokens_per_second:,.4g} tokens/s{times}"
+    return f"{_speed(None, None, row.best.tokens_per_second)}{times}"
 
 
 def _of(priced: Priced, published: Published) -> str:
@@ -329,7 +329,7 @@ def _of(priced: Priced, published: Published) -> str:
 def _speed(tflops: float | None, mfu: float | None, tokens: float | None) -> str:
     words = [f"{tflops:.0f} TFLOP/s"] if tflops is not None else []
     words += [f"{mfu:.1%}"] if mfu is not None else []
-    return ", ".join([*words, *([f"{tokens:,.4g} tokens/s"] if tokens is not None else [])])
+    return ", ".join([*words, *([f"{tokens:,.{0 if tokens >= 1000 else 1}f} tokens/s"] if tokens is not None else [])])
 
 
 def _parameters(row: Row) -> str:
