@@ -163,8 +163,35 @@ def heads() -> Case:
     return _Heads(), {"x": torch.randn(BATCH, LENGTH, 16), "target": torch.randn(BATCH, LENGTH, 16), "padding": padding}
 
 
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(F.gelu(self.inside(x)))
+
+
+class _Bare(nn.Module):
+    """Layers between operators that train nothing: a pipeline may put those on a rank of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = F.relu(x) + 1.0
+        for layer in self.layers:
+            y = layer(y)
+        return {"loss": F.mse_loss(F.softmax(y, -1), target), "prediction": y}
+
+
+def bare() -> Case:
+    return _Bare(), {"x": torch.randn(BATCH, LENGTH, 16), "target": torch.randn(BATCH, LENGTH, 16)}
+
+
 MODELS: dict[str, Callable[[], Case]] = {
-    f.__name__: f for f in (llama, gpt2, bert, t5, vit, convnet, masked_mean, odd, encoder, heads)
+    f.__name__: f for f in (llama, gpt2, bert, t5, vit, convnet, masked_mean, odd, encoder, heads, bare)
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-import pytest
 import torch
 
 from meshwright.compiler.rules import default_rules
@@ -13,7 +12,7 @@ from meshwright.graph import Graph, Op, Param, Ref, Value
 from meshwright.mesh import Mesh
 from meshwright.passes import cut_stages, rank_program
 from meshwright.passes.verify import verify
-from meshwright.plan import GroupChoice, Pipeline, Plan, PlanError
+from meshwright.plan import GroupChoice, Pipeline, Plan
 from meshwright.program import THREAD, Program
 from meshwright.sharding import parse_sharding
 
@@ -106,10 +105,11 @@ def test_a_thread_where_no_gradient_crosses() -> None:
     assert [value.name for value in stages.crossing[0]] == ["mask", THREAD]
 
 
-def test_a_rank_without_weights_is_refused() -> None:
-    """torch's optimizers refuse an empty list, so the cut does."""
-    with pytest.raises(PlanError, match=r"pipeline rank 1 \(stages \[1\]\) would hold no trained weight"):
-        part(plan((0, 8, 9), (0, 1), "gpipe"), 0)
+def test_a_rank_without_weights_shares_another_rank_s() -> None:
+    """torch's optimizers refuse an empty list; with the gradients summed over both the copies stay equal."""
+    found = [{item.value: item.holders for item in part(plan((0, 8, 9), (0, 1), "gpipe"), rank).stored} for rank in (0, 2)]
+    shared = {"tied": (0, 1)}
+    assert found == [{"w1": (0,), "w2": (0,), "spare": (0,)} | shared, shared]
 
 
 def test_without_a_pipeline_nothing_is_cut() -> None:

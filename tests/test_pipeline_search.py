@@ -39,6 +39,7 @@ MODELS: dict[str, list[Mapping[str, Any]]] = {
     "gpt2": [{"pp": 4, "microbatches": 4, "schedule": "zb"}, *TENSOR, *ZERO, {**SCHEDULED[4], "zero": 1}],
     "t5": [{"pp": 4, "schedule": "zbv", "microbatches": 4}, TENSOR[0], ZERO[3], {**SCHEDULED[3], "virtual_stages": 2}],
     "vit": [{"pp": 4, "schedule": "1f1b"}, TENSOR[0], {**ZERO[3], "recompute": "full", "schedule": "interleaved1f1b"}],
+    "bare": [{"pp": 4, "schedule": "gpipe", "microbatches": 4}, {**ZERO[3], "schedule": "1f1b"}, {**SCHEDULED[3], "zero": 1}],
     "bert": [{"pp": 4, "schedule": "gpipe", "microbatches": 2}, TENSOR[1], {**ZERO[2], "recompute": "selective"}, SCHEDULED[5]],
 }
 

@@ -7,11 +7,13 @@ leaves things out, and says what must be sent instead:
                   stage between, since torch sends to the next stage only. The loss goes on to the last stage.
     prologue      the operators that this rank's stages (or an output) need of it
     stored        what this rank's stages and prologue read; a weight read on several ranks is stored on each, and what nobody
-                  reads on the rank of the first stage
+                  reads on the rank of the first stage. A rank that would train nothing stores the smallest weight of another:
+                  torch's optimizers refuse an empty list
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -24,8 +26,8 @@ from meshwright.program import SEED, THREAD, Program, Segment, Stages
 
 
 def cut_stages(program: Program, pipeline: Pipeline | None) -> Program:
-    """The part of this rank; the program itself without a pipeline. Raises PlanError for a rank without a weight, and for a
-    buffer that one stage updates and another rank reads."""
+    """The part of this rank; the program itself without a pipeline. Raises PlanError for a buffer that one stage updates and
+    another rank reads."""
     return program if pipeline is None else _Cut(program, pipeline).run()
 
 
@@ -102,12 +104,10 @@ class _Cut:
                 raise PlanError(f"buffer {name!r} is updated in stage {self.made[new]} and read on the pipeline ranks "
                                 f"{sorted(ranks)}; cut the stages so that one rank does both")
         held[at[0]] |= self.stored - set().union(*held)
-        trained = {item.value for item in self.program.stored if item.trainable}
-        for rank, names in enumerate(held):
-            if trained and not names & trained:
-                stages = [s for s, r in enumerate(at) if r == rank]
-                raise PlanError(f"pipeline rank {rank} (stages {stages}) would hold no trained weight, and torch's optimizers "
-                                f"refuse an empty list; cut the stages elsewhere")
+        trained = [item for item in self.program.stored if item.trainable]
+        for names in held:
+            if trained and names.isdisjoint(item.value for item in trained):
+                names.add(min(trained, key=lambda item: math.prod(item.shape)).value)
         return {name: tuple(r for r, names in enumerate(held) if name in names) for name in self.stored}
 
     def _read_by(self, rank: int, held: set[str]) -> set[str]:
