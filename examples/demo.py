@@ -6,6 +6,8 @@ itself, in one process. Both run the same batches, so the losses agree up to the
 
     python examples/demo.py                      the searched plan
     python examples/demo.py --pins dp=2,tp=2     a plan of your own
+
+``train_gpt2_pipeline.py`` runs the same on a pipeline.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +65,15 @@ def train(model: torch.nn.Module, steps: int, report: Any = None) -> list[float]
     return losses
 
 
-def worker(rank: int, store: str, out: str, steps: int, pins: dict[str, int], reference: list[float]) -> None:
+def worker(
+    rank: int, store: str, out: Path, steps: int, make: Callable[[], torch.nn.Module], pins: dict[str, Any],
+    reference: list[float],
+) -> None:
     """One of the four processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     mesh = init_device_mesh("cpu", (WORLD,))
-    parallel = mw.autoparallel(make_model(), mesh, ((), make_batch(0)), pins=pins)
+    parallel = mw.autoparallel(make(), mesh, ((), make_batch(0)), pins=pins)
 
     def report(step: int, loss: float) -> None:
         if rank == 0:
@@ -77,6 +83,8 @@ def worker(rank: int, store: str, out: str, steps: int, pins: dict[str, int], re
     if rank == 0:
         print(parallel.plan, flush=True)
         parallel.plan.save(out)
+        if parallel.plan.pipeline is not None:
+            parallel.plan.timeline(_trace(out))
         print(f"\n{'step':>4s}   {'one process':>14s}   {f'{WORLD} processes':>14s}   {'relative':>10s}", flush=True)
     losses = train(parallel, steps, report)
     worst = max(abs(a - b) / b for a, b in zip(losses, reference, strict=True))
@@ -85,23 +93,31 @@ def worker(rank: int, store: str, out: str, steps: int, pins: dict[str, int], re
         raise SystemExit(f"rank {rank}: the losses differ by {worst:.1e}, more than rounding explains")
 
 
-def main() -> None:
-    """Parse the command line, train on one process, then on four."""
-    parser = argparse.ArgumentParser(description="Train a small Llama on four CPU processes and on one.")
-    parser.add_argument("--out", default="demo.plan.json", help="where the plan is written")
+def run(make: Callable[[], torch.nn.Module], what: str, pins: str, out: str) -> None:
+    """Parse the command line, train on one process, then on four. ``pins``, ``out``: what is pinned and written by default."""
+    parser = argparse.ArgumentParser(description=f"Train {what} on four CPU processes and on one.")
+    parser.add_argument("--out", default=out, help="where the plan is written")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--pins", default="", help="such as dp=2,tp=2 or tp=4,sequence_parallel=1; default: search")
+    parser.add_argument("--pins", default=pins, help="such as dp=2,tp=2 or pp=2,schedule=1f1b; nothing: search")
     options = parser.parse_args()
-    pins = {name: int(value) for name, value in (word.split("=") for word in options.pins.split(",") if word)}
+    words = dict(word.split("=") for word in options.pins.split(",") if word)
+    pinned = {name: int(value) if value.isdigit() else value for name, value in words.items()}
     started = time.perf_counter()
     torch.set_num_threads(1)
-    reference = train(make_model(), options.steps)
-    out = Path(options.out).resolve()
-    out.parent.mkdir(parents=True, exist_ok=True)
+    reference = train(make(), options.steps)
+    path = Path(options.out).resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (f"{folder}/store", str(out), options.steps, pins, reference), nprocs=WORLD)
+        mp.spawn(worker, (f"{folder}/store", path, options.steps, make, pinned, reference), nprocs=WORLD)
     print(f"\n{time.perf_counter() - started:.0f} s; the plan is in {options.out}: meshwright show {options.out}")
+    if _trace(path).exists():
+        print(f"the predicted step is in {_trace(path)}: open it in https://ui.perfetto.dev")
+
+
+def _trace(out: Path) -> Path:
+    """Where the timeline goes: beside the plan."""
+    return out.with_suffix(".trace.json")
 
 
 if __name__ == "__main__":
-    main()
+    run(make_model, "a small Llama", "", "demo.plan.json")

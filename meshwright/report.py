@@ -23,6 +23,7 @@ from meshwright.cost.timeline import chrome_trace
 from meshwright.cost.timeline import render as clock
 from meshwright.facts import Facts, Section, facts_of, fold_paths, sections
 from meshwright.joint_plan import simulation_of
+from meshwright.mesh import PP
 from meshwright.plan import GroupChoice, Plan
 
 WIDTH = 140
@@ -90,9 +91,10 @@ def size(bytes_: float) -> str:
 
 
 def axis_roles(facts: Facts) -> dict[str, list[str]]:
-    """{axis: what it does}: "data" (gradients are summed over it), "tensor" (it splits parameters), "zero" (it splits their
-    state at rest)."""
-    roles: dict[str, list[str]] = {axis: [] for axis in facts.plan.mesh.axes}
+    """{axis: what it does}: "stages" (of the pipeline), "data" (gradients are summed over it), "tensor" (it splits parameters),
+    "zero" (it splits their state at rest)."""
+    staged = facts.plan.pipeline is not None
+    roles: dict[str, list[str]] = {axis: ["stages"] if staged and axis == PP else [] for axis in facts.plan.mesh.axes}
     for axis, found in roles.items():
         if any(axis in group.data_axes for group in facts.plan.groups):
             found.append("data")
