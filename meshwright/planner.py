@@ -57,7 +57,7 @@ DROPPED = (
     "pp",
 )
 """Pins that an error tries to do without, in this order."""
-HELD = 4
+HELD = 3
 """So often a plan without a pipeline is held to the memory that its program needs."""
 SOLVE_SECONDS = 30.0
 """Limit of one solve; only a solve that it strikes may come out otherwise on another run."""
@@ -225,7 +225,7 @@ class _Search:
             need = float(plan.predicted["bytes_per_rank"])
             if need <= room and (best is None or plan.predicted["step_seconds"] < best.predicted["step_seconds"]):
                 best = plan
-            if 0.98 * room < need <= room or (need <= room and set(found.recompute) == {"none"}):
+            if 0.95 * room < need <= room or (need <= room and set(found.recompute) == {"none"}):
                 break
             scale *= 0.995 * room / need
             assert outcome.again is not None

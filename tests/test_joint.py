@@ -346,7 +346,7 @@ def test_twice_the_devices_take_little_longer() -> None:
         ({"pp": 8}, "8 stages, but the model can be cut into 6 pieces"),
         ({"pp": 2, "virtual_stages": 4, "schedule": "zb"}, "8 stages, but the model can be cut into 6 pieces"),
         ({"pp": 2, "dp": 2, "microbatches": 3}, "3 micro-batches; nearest: microbatches=2"),
-        ({"pp": 4, "dp": 2, "schedule": "dualpipev", "microbatches": 4}, "at least one micro-batch a stage.*nearest legal"),
+        ({"pp": 2, "dp": 4, "schedule": "dualpipev", "microbatches": 2}, "at least one micro-batch a stage.*nearest legal"),
         ({"pp": 2, "schedule": "1f1b", "virtual_stages": 2}, "takes 1 stage.*nearest legal: virtual_stages=1"),
         ({"pp": 2, "stage_cuts": ("model.layers.9",)}, "'model.layers.9' is not where a stage can start"),
         ({"pp": 2, "stage_cuts": ("model.layers.1", "model.layers.2")}, "3 stages, which do not divide over pp=2"),
@@ -362,3 +362,18 @@ def test_a_stage_that_cannot_fit_is_named() -> None:
     tiny = Cluster.parse("h100:1x8").with_memory(30 * 2**20)
     with pytest.raises(OutOfMemoryError, match=r"stage \d.*GiB too much"):
         make_plan(llama(4, 512, 8), tiny, Pins(pp=2, tp=1, schedule="1f1b", microbatches=2), precision="bf16")
+
+
+def test_buffers_to_receive_into_count() -> None:
+    """Twice the micro-batches of half the size: the same activations in flight at most, but as many buffers as micro-batches."""
+    graph = llama(4, 512, 32)
+    run = search(graph, "h100:1x2", 4 * GIB)
+    placement = run.placements.of(1, 1)
+    for count, virtual, schedule in ((4, 1, "1f1b"), (32, 1, "1f1b"), (32, 2, "interleaved1f1b")):
+        candidate = Candidate(2, virtual, schedule, 1, 1, count, 32 // count)
+        buffers = 4 * GIB - run.evaluator.room(candidate, placement)
+        hidden = 512 * 512 * 2  # bytes of one sample in 16 bits
+        assert buffers == pytest.approx([(2 * virtual - 1) * count * hidden] * 2)
+    best = run.evaluator.run(candidate, degrees_of(candidate, 1), 0, placement)
+    assert best.kinds["receive buffers"] == pytest.approx(3 * 32 * hidden)
+    assert sum(best.kinds.values()) == pytest.approx(max(best.memory))

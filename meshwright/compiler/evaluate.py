@@ -7,6 +7,9 @@
                 backward is split: it reduces at the end); an early rank reduces while the others still drain
     optimizer   of the slowest rank
 
+Beside its units a rank holds what torch receives into: for every micro-batch of the step a buffer of each value that enters a
+stage, and one of each gradient that comes back to it, from the start to the end (``room``).
+
 Recomputation: every stage takes one of none, parts of its blocks evenly spread (``_PARTS``), and all of them, chosen with the
 cut; with several stages a rank none or all of them. Without a pipeline there is one rank and nothing to cut: blocks are
 recomputed one by one until the rest fits (``_alone``).
@@ -105,12 +108,13 @@ class Evaluator:
         crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
         table = self.table(candidate)
         bound = self._bounds.get((candidate, degrees.shard, zero), 0.0)
-        cuts = self._cut(candidate, ways, crossing, table, bound)
+        room = self.room(candidate, placement)
+        cuts = self._cut(candidate, ways, crossing, table, bound, room)
         chosen = np.zeros(len(self.names), dtype=int)
         for stage, option in enumerate(cuts.options):
             chosen[cuts.boundaries[stage] : cuts.boundaries[stage + 1]] = option
         units, recompute = _take(ways, marks, chosen)
-        return self._result(candidate, degrees, zero, placement, units, ways[0], recompute, cuts, crossing, table)
+        return self._result(candidate, degrees, zero, placement, units, ways[0], recompute, cuts, crossing, table, room)
 
     def again(self, found: Evaluation, scale: float) -> Evaluation:
         """An evaluation without a pipeline within ``scale`` times the capacity. Raises DoesNotFitError."""
@@ -124,10 +128,19 @@ class Evaluator:
         options = [self._stage_units(way, crossing) for way in ways]
         key = (candidate, degrees.shard, zero)
         bound = stages.step_bound(
-            options[0], candidate.virtual_stages, self.table(candidate), self.capacity, options=options[1:]
+            options[0], candidate.virtual_stages, self.table(candidate), self.room(candidate, placement).tolist(),
+            options=options[1:],
         )
         self._bounds[key] = bound
         return (bound + self.floor_of(candidate, ways[0])) * placement.bound / placement.seconds
+
+    def room(self, candidate: Candidate, placement: Placement) -> Array:
+        """Bytes of every rank [pp] for its units: the capacity less the buffers to receive into, at the widest boundary."""
+        stage_ranks = stage_rank(candidate.schedule, candidate.pp, candidate.virtual_stages)
+        ends = np.full(candidate.stages, 2.0)
+        ends[0], ends[-1] = ends[0] - 1, ends[-1] - 1
+        buffers = np.bincount(stage_ranks, ends, candidate.pp) * candidate.microbatches * max(placement.crossing[:-1])
+        return np.asarray(np.maximum(self.capacity - buffers, 1.0))
 
     def kinds(self, candidate: Candidate, zero: int) -> tuple[str, ...]:
         """The recomputations that may be combined with a schedule."""
@@ -159,12 +172,12 @@ class Evaluator:
         return ways, marks
 
     def _cut(
-        self, candidate: Candidate, ways: Sequence[Units], crossing: Array, table: Table, bound: float,
+        self, candidate: Candidate, ways: Sequence[Units], crossing: Array, table: Table, bound: float, room: Array
     ) -> stages.Cuts:
         options = [self._stage_units(way, crossing) for way in ways]
         try:
             return stages.cut(
-                options[0], candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches, self.capacity,
+                options[0], candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches, room.tolist(),
                 options=options[1:], table=table, bound=bound,
             )
         except stages.StageError as error:
@@ -179,7 +192,7 @@ class Evaluator:
 
     def _result(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, units: Units, plain: Units,
-        recompute: tuple[str, ...], cuts: stages.Cuts, crossing: Array, table: Table,
+        recompute: tuple[str, ...], cuts: stages.Cuts, crossing: Array, table: Table, room: Array,
     ) -> Evaluation:
         at = crossing[[b - 1 for b in cuts.boundaries[1:-1]]]
         run = simulate(table, cuts.forward, cuts.backward_input, cuts.backward_weight, (at, at))
@@ -199,12 +212,14 @@ class Evaluator:
         floor = self.floor_of(candidate, plain)
         parts = self._parts(candidate, placement, units, plain, optimizer)
         parts["pipeline bubble"] = max(0.0, seconds - sum(parts.values()))
-        state = float(per_rank(units.state)[int(np.argmax(cuts.memory))])
-        kinds = {"state": state, "activations": max(cuts.memory) - state}
+        memory = np.array(cuts.memory) + self.capacity - room
+        fullest = int(np.argmax(memory))
+        state, buffers = float(per_rank(units.state)[fullest]), float(self.capacity - room[fullest])
+        kinds = {"state": state, "activations": float(memory[fullest]) - state - buffers, "receive buffers": buffers}
         slack = placement.bound / placement.seconds
         return Evaluation(
             candidate, degrees, zero, placement, cuts.boundaries, recompute, seconds, (cuts.bound + floor) * slack, parts,
-            cuts.memory, kinds, self._starts(cuts.boundaries), tuple(p.block for p in self.positions),
+            tuple(memory.tolist()), kinds, self._starts(cuts.boundaries), tuple(p.block for p in self.positions),
             {"forward": cuts.forward, "backward_input": cuts.backward_input, "backward_weight": cuts.backward_weight,
              "transfer": tuple(at.tolist())}, run,
         )
