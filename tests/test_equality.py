@@ -26,16 +26,18 @@ def test_four_processes(pool: Callable[[int], Any], name: str) -> None:
     assert pool(4).run(check, name, 4, list(DEGREES.values()), timeout=300) == [[]] * 4
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "convnet", "odd"])
+@pytest.mark.parametrize("name", MODELS)
 def test_two_processes(pool: Callable[[int], Any], name: str) -> None:
-    """On two."""
-    assert pool(2).run(check, name, 2, [{}, {"dp": 2, "zero": 3}, {"tp": 2, "sequence_parallel": True}]) == [[]] * 2
+    """Searched, and under every pin that two ranks can hold."""
+    pins = [{}, {"dp": 2}, {"tp": 2}, *({"dp": 2, "zero": zero} for zero in (1, 2, 3)), {"tp": 2, "sequence_parallel": True}]
+    assert pool(2).run(check, name, 2, pins, timeout=300) == [[]] * 2
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "convnet", "masked_mean"])
+@pytest.mark.parametrize("name", MODELS)
 def test_one_process(pool: Callable[[int], Any], name: str) -> None:
     """World size 1 is an ordinary case."""
-    assert pool(1).run(check, name, 1, [{}, {"dp": 1, "tp": 1}]) == [[]]
+    pins = [{}, {"dp": 1, "tp": 1}, {"zero": 3}, {"sequence_parallel": True}]
+    assert pool(1).run(check, name, 1, pins, timeout=300) == [[]]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit", "masked_mean", "encoder"])
