@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
 
 import meshwright as mw
 from meshwright.compiler.joint import JointSearch
+from meshwright.compiler.units import find_layers
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.schedules import SCHEDULES, SPLIT_BACKWARD, illegal_combination
 from meshwright.graph import Graph
 from meshwright.pins import RECOMPUTE, PinError, Pins
 from meshwright.plan import Plan
 from meshwright.planner import capture_model, make_plan, rules_of
+from tests.models import make
 from tests.pipelines import batch_of, check_as_used, check_searched
 
 CLIP = 0.1
@@ -71,6 +75,30 @@ def test_eight_processes(pool: Callable[[int], Any]) -> None:
         {"pp": 4, "tp": 2, "dp": 1, "schedule": "zb", "microbatches": 4},
     ]
     assert differences(pool, 8, "gpt2", cases, CLIP, True, TWICE) == []
+
+
+# models whose layers share values
+
+
+def test_biases_that_layers_share() -> None:
+    """T5's layers read the position biases of the first and the encoder's output: with like layers it is planned alone and in
+    stages of several data ranks, without any it is cut between the layers there are."""
+    config = T5Config(
+        d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, vocab_size=64, dropout_rate=0.0, use_cache=False,
+        decoder_start_token_id=0, pad_token_id=0, relative_attention_num_buckets=8,
+    )
+    batch = {"input_ids": torch.ones((8, 8), dtype=torch.int64), "labels": torch.ones((8, 6), dtype=torch.int64)}
+    deep = capture_model(T5ForConditionalGeneration(config), (), batch, (), None, "fp32")
+    for pins in (Pins(pp=1, dp=2, tp=2), Pins(pp=2, dp=2, schedule="1f1b")):
+        plan = make_plan(deep, Cluster.parse("cpu:1x4"), pins)
+        assert plan.mesh.size("dp") == 2
+    shallow = capture_model(make("t5")[0], (), make("t5")[1], (), None, "fp32")
+    assert not shallow.blocks
+    assert [block.path for block in find_layers(shallow).blocks] == [
+        *(f"encoder.block.{n}.layer.{k}" for n in range(2) for k in range(2)),
+        *(f"decoder.block.{n}.layer.{k}" for n in range(2) for k in range(3)),
+    ]
+    assert find_layers(deep) is deep
 
 
 # what the search may not choose
