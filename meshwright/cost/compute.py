@@ -39,8 +39,8 @@ from meshwright.graph import Graph
 Shape = Sequence[int]
 _LOSS_PASSES = (2.0, 3.0)
 """Passes over the logits of cross entropy: read and write the log-probabilities; read them and the gradient, write it."""
-_RAMP = {True: 450.0, False: 150.0}
-"""Keys at which attention, causal or not, reaches half of its efficiency: the rise from 512 to 16,384 in the figures of Dao
+_RAMP = (150.0, 450.0)
+"""Keys at which attention, not causal and causal, reaches half of its efficiency: the rise from 512 to 16,384 in the figures of Dao
 2023 (FlashAttention-2), from memory (trust D)."""
 
 
