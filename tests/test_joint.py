@@ -365,7 +365,7 @@ def test_a_stage_that_cannot_fit_is_named() -> None:
 
 
 def test_buffers_to_receive_into_count() -> None:
-    """Twice the micro-batches of half the size: the same activations in flight at most, but as many buffers as micro-batches."""
+    """As many buffers as micro-batches, whatever is in flight."""
     graph = llama(4, 512, 32)
     run = search(graph, "h100:1x2", 4 * GIB)
     placement = run.placements.of(1, 1)

@@ -40,8 +40,8 @@ Shape = Sequence[int]
 _LOSS_PASSES = (2.0, 3.0)
 """Passes over the logits of cross entropy: read and write the log-probabilities; read them and the gradient, write it."""
 _RAMP = (150.0, 450.0)
-"""Keys at which attention, not causal and causal, reaches half of its efficiency: the rise from 512 to 16,384 in the figures of Dao
-2023 (FlashAttention-2), from memory (trust D)."""
+"""Keys at which attention, not causal and causal, reaches half of its efficiency: the rise from 512 to 16,384 in the figures of
+Dao 2023 (FlashAttention-2), from memory (trust D)."""
 
 
 @dataclass(frozen=True, slots=True)
