@@ -28,6 +28,7 @@ from meshwright.mesh import PP, Mesh
 from meshwright.pins import PinError, Pins
 from meshwright.plan import Pipeline, Plan, PlanError
 from meshwright.planner import capture_model, make_plan
+from meshwright.runtime import pipeline
 from meshwright.serialize import plan_from_dict, plan_to_dict
 from tests.equality import RELATIVE, compare, train
 from tests.models import make
@@ -153,6 +154,22 @@ def _differences(
         if rank == 0:
             problems += [f"{name} under {what}: {line}" for line in compare(state, wanted)]
     return problems
+
+
+def largest_walk(rank: int, name: str, data: Mapping[str, Any]) -> int:
+    """Of the groups of weights whose gradients a split backward computes in one walk: the most places one starts at."""
+    model, batch = make(name)
+    plan = plan_from_dict(data)
+    parallel = autoparallel(model.train(), init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+    seen: list[int] = []
+
+    def joined(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        seen.extend(len(group["intermediates"]) for group in groups)
+        return groups
+
+    with mock.patch.object(pipeline, "_joined", joined):
+        parallel(**batch).loss.backward()
+    return max(seen)
 
 
 def as_dicts(plans: Mapping[str, Plan]) -> dict[str, dict[str, Any]]:

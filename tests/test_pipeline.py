@@ -31,6 +31,7 @@ from tests.pipelines import (
     dropout_plan,
     fail_in_a_stage,
     inner_plan,
+    largest_walk,
     losses_with_dropout,
     pipelined,
 )
@@ -98,6 +99,13 @@ def test_tensor_parallel(pool: Callable[[int], Any]) -> None:
     plans = of("llama", world=4, tp=2) | of("llama", schedules=("1f1b", "zb", "zbv"), world=4, **SEQUENCE)
     plans |= of("llama", schedules=("1f1b",), world=4, recompute="full", **SEQUENCE)
     assert differences(pool, 4, "llama", plans) == []
+
+
+def test_weights_are_walked_apart(pool: Callable[[int], Any]) -> None:
+    """A split backward computes the gradients of a weight without those of the inputs once more, DTensor or not."""
+    for world in (2, 4):
+        plan = pipelined("llama", "zb", 2, 2, world=world, tp=world // 2)
+        assert pool(world).run(largest_walk, "llama", plan_to_dict(plan)) == [1] * world
 
 
 def test_tied_weights(pool: Callable[[int], Any]) -> None:

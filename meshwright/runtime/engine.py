@@ -108,10 +108,13 @@ class Slot:
         return local if self.parts is None else split_parts(local, self.parts)
 
 
-def read(slots: Sequence[Slot]) -> list[Tensor]:
-    """The values segments use, as local tensors that autograd follows back to the parameters."""
+def read(slots: Sequence[Slot], apart: bool = False) -> list[Tensor]:
+    """The values segments use, as local tensors that autograd follows back to the parameters. ``apart``: to each on its own
+    way, so that gradients of weights can be computed one by one, after those of inputs."""
     tensors = [slot.tensor() for slot in slots]
-    if any(isinstance(t, DTensor) for t in tensors):
+    if apart and torch.is_grad_enabled():
+        locals_ = [Locals.apply(t)[0] if isinstance(t, DTensor) else t for t in tensors]
+    elif any(isinstance(t, DTensor) for t in tensors):
         locals_ = Locals.apply(*tensors) if torch.is_grad_enabled() else [local_of(t) for t in tensors]
     else:
         locals_ = tensors
@@ -126,6 +129,7 @@ class Runner:
         self.arguments: tuple[str, ...] = ()  # names in the order of the call, those that the slots bring last
         self.slots: Sequence[Slot] = ()
         self.training = True
+        self.apart = False
         self._code: dict[bool, Callable[..., tuple[Any, ...]]] = {}
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
@@ -139,7 +143,7 @@ class Runner:
     def _run(self, *inputs: Any) -> tuple[Any, ...]:
         if self.training not in self._code:
             self._code[self.training] = generate(self.segment.graph, self.arguments, self.groups, self.training)
-        return self._code[self.training](*inputs, *read(self.slots))
+        return self._code[self.training](*inputs, *read(self.slots, self.apart))
 
 
 def _selective() -> Any:
@@ -183,6 +187,7 @@ class Engine:
         self.main: Sequence[Step] = ()
         self.shared: Mapping[str, Slot] = {}  # what the root owns
         self.leaving: Sequence[str] = ()
+        self.apart = False
         self.root: Callable[[Environment], dict[str, Any]] = self.body
         self.units: Sequence[tuple[FSDPModule, int]] = ()  # (unit, its ZeRO level), the root first
 
@@ -191,10 +196,16 @@ class Engine:
         for step in (*self.prologue, *self.main):
             step.runner.training = mode
 
+    def split_backward(self) -> None:
+        """Keep the ways of gradients to the weights apart: torch computes those of what shares one together."""
+        self.apart = True
+        for step in self.main:
+            step.runner.apart = True
+
     def body(self, environment: Environment) -> dict[str, Any]:
         """One micro-batch, inside the root unit: every value that leaves the program."""
         values = environment.values
-        values.update(zip(self.shared, read(list(self.shared.values())), strict=True))
+        values.update(zip(self.shared, read(list(self.shared.values()), self.apart), strict=True))
         for step in self.main:
             step(values)
         return {name: values[name] for name in self.leaving}

@@ -289,6 +289,8 @@ class Pipeline:
             output_tree=(), loss=None, mutations=(),
         )
         engine = assemble(share, self.groups, meshes, self.tensors)
+        if stages.schedule in SPLIT:
+            engine.split_backward()
         for stored in share.stored:
             known = self.tensors.setdefault(stored.value, engine.tensors[stored.value])
             if known is not engine.tensors[stored.value]:
