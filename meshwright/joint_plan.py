@@ -40,7 +40,7 @@ def search_jointly(
     OutOfMemoryError."""
     _check_combination(pins, cluster)
     inputs = float(sum(graph.values[name].bytes_ for name in graph.inputs))
-    graph = find_layers(graph) if (pins.pp or 1) > 1 else graph
+    graph = find_layers(graph) if pins.needs_stages(cluster.world) else graph
     search = JointSearch(
         graph, cluster, rules, pins, itemsize=2 if precision == "bf16" else 4, state_bytes=state_bytes,
         capacity=capacity(cluster) - inputs, recompute=RECOMPUTE if pins.recompute is None else (pins.recompute,),
@@ -56,9 +56,9 @@ def search_jointly(
 
 def _check_combination(pins: Pins, cluster: Cluster) -> None:
     """Raise PinError for pins that torch's schedules run wrong together; what is not pinned the search leaves out itself."""
-    if pins.schedule is None or pins.pp in (None, 1):
+    if pins.schedule is None:
         return
-    several = (pins.dp or cluster.world // (pins.pp * (pins.tp or 1))) > 1
+    several = (pins.dp or cluster.world // ((pins.pp or cluster.world) * (pins.tp or 1))) > 1
     zero = pins.zero if several and pins.zero is not None else 0
     reason = illegal_combination(pins.schedule, zero=zero, recompute=pins.recompute or "none")
     if reason is not None:

@@ -61,6 +61,9 @@ class Pins:
                 raise PinError(f"pin shard={self.shard} must divide dp={self.dp}: it is the ZeRO group within the data ranks")
             if self.zero == 0 and self.shard > 1:
                 raise PinError(f"pins shard={self.shard} and zero=0 contradict: zero=0 keeps whole replicas; drop one")
+        for name in ("schedule", "stage_cuts", "virtual_stages"):
+            if self.pp == 1 and getattr(self, name) not in (None, 1):
+                raise PinError(f"pin {name}={getattr(self, name)!r} needs pp > 1: without a pipeline there are no stages")
         if self.sequence_parallel and self.tp == 1:
             raise PinError("pin sequence_parallel=True needs tp > 1: the sequence is split over the tensor-parallel ranks")
 
@@ -84,6 +87,12 @@ class Pins:
         names = ("pp", "dp", "cp", "ep", "tp")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
+    def needs_stages(self, world: int) -> bool:
+        """Whether only a pipeline can serve the pins on ``world`` devices."""
+        asked = self.schedule is not None or self.stage_cuts is not None or (self.virtual_stages or 1) > 1
+        rest = self.pp is None and self.dp is not None and self.tp is not None and self.dp * self.tp < world
+        return (self.pp or 1) > 1 or asked or rest
+
     def check_world(self, world: int) -> None:
         """Raise PinError if the degrees cannot make up ``world`` devices. ep lies within dp x cp x tp, with none of its own."""
         degrees = {name: size for name, size in self.degrees().items() if name != "ep"}
@@ -91,7 +100,7 @@ class Pins:
         shown = " x ".join(f"{name}={size}" for name, size in degrees.items())
         if world % product:
             raise PinError(f"pins {shown} make {product} devices, which does not divide the {world} there are")
-        if product != world and self.dp is not None and self.tp is not None:
+        if product != world and None not in (self.dp, self.tp, self.pp):
             raise PinError(f"pins {shown} make {product} devices but there are {world}; change one or leave one to the search")
 
 

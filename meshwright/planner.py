@@ -167,7 +167,7 @@ class _Search:
         On few devices layouts whose axes may split anything come first, and pipelines must beat them. If no pipeline wins, the
         best layout is solved again, every block on its own.
         """
-        pinned, few = (pins.pp or 1) > 1, self.cluster.world <= FREE_DEVICES
+        pinned, few = pins.needs_stages(self.cluster.world), self.cluster.world <= FREE_DEVICES
         known, failure = self._known(pins) if few and not pinned else (None, None)
         seconds = float("inf") if known is None else float(known.predicted["step_seconds"])
         try:
@@ -389,9 +389,9 @@ class _Search:
 
 def _open_to_pipelines(pins: Pins, cluster: Cluster) -> bool:
     """Whether the pins leave the number of stages open, or ask for several."""
-    if pins.pp is not None:
-        return pins.pp > 1
-    return cluster.world > 1 and cluster.world > (pins.dp or 1) * (pins.tp or 1)
+    if pins.needs_stages(cluster.world):
+        return True
+    return pins.pp is None and cluster.world > 1 and cluster.world > (pins.dp or 1) * (pins.tp or 1)
 
 
 def _unsupported(pins: Pins) -> None:

@@ -260,6 +260,19 @@ def test_the_record_says_what_was_seen_and_what_came_second() -> None:
     assert "runner-up" in str(plan)
 
 
+@pytest.mark.parametrize(
+    "pins", [{"schedule": "1f1b"}, {"schedule": "zbv", "tp": 2}, {"virtual_stages": 2}, {"dp": 2, "tp": 2}], ids=str
+)
+def test_pins_that_only_a_pipeline_can_serve_make_one(pins: dict[str, Any]) -> None:
+    """However slow it is: what is pinned is not dropped."""
+    plan = make_plan(llama(4, 512, 8), Cluster.parse("h100:1x8"), Pins(**pins), precision="bf16")
+    assert plan.pipeline is not None
+    assert plan.pipeline.schedule == pins.get("schedule", plan.pipeline.schedule)
+    assert plan.mesh.size("tp") == pins.get("tp", plan.mesh.size("tp"))
+    with pytest.raises(PinError, match="one device"):
+        make_plan(llama(4, 512, 8), Cluster.parse("h100:1x1"), Pins(schedule="1f1b"), precision="bf16")
+
+
 # what the costs say
 
 
@@ -348,6 +361,7 @@ def test_twice_the_devices_take_little_longer() -> None:
         ({"pp": 2, "dp": 2, "microbatches": 3}, "3 micro-batches; nearest: microbatches=2"),
         ({"pp": 2, "dp": 4, "schedule": "dualpipev", "microbatches": 2}, "at least one micro-batch a stage.*nearest legal"),
         ({"pp": 2, "schedule": "1f1b", "virtual_stages": 2}, "takes 1 stage.*nearest legal: virtual_stages=1"),
+        ({"pp": 1, "schedule": "zb"}, "'zb' needs pp > 1"),
         ({"pp": 2, "stage_cuts": ("model.layers.9",)}, "'model.layers.9' is not where a stage can start"),
         ({"pp": 2, "stage_cuts": ("model.layers.1", "model.layers.2")}, "3 stages, which do not divide over pp=2"),
     ],

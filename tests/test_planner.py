@@ -246,7 +246,8 @@ def test_unknown_operators_are_listed_or_refused() -> None:
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
-        ({"dp": 3}, "do not|does not divide"), ({"dp": 2, "tp": 4}, "make 8 devices"), ({"dp": 2, "tp": 1}, "make 2 devices"),
+        ({"dp": 3}, "do not|does not divide"), ({"dp": 2, "tp": 4}, "make 8 devices"),
+        ({"dp": 2, "tp": 1, "pp": 1}, "make 2 devices"),
         ({"dp": 4, "microbatches": 3}, "does not divide into dp=4 ranks x microbatches=3"), ({"cp": 2}, "pin cp=2"),
     ],
 )

@@ -100,7 +100,7 @@ def _of_layout(pp: int, data: int, tensor: int, batch: int, pins: Pins, units: i
 def _schedules(pp: int, count: int, pins: Pins, units: int) -> Iterator[tuple[str, int]]:
     """The schedules that are legal for these degrees, with their stages a rank."""
     if pp == 1:
-        if pins.virtual_stages in (None, 1):
+        if pins.virtual_stages in (None, 1) and pins.schedule is None and pins.stage_cuts is None:
             yield _NONE, 1
         return
     stages = None if pins.stage_cuts is None else len(pins.stage_cuts) + 1
@@ -124,6 +124,8 @@ def _nothing(batch: int, cluster: Cluster, pins: Pins, units: int) -> PinError:
         why = f"schedule={pins.schedule!r}" if several and pins.virtual_stages is None else f"virtual_stages={virtual}"
         return PinError(f"pins pp={pp} and {why} make {pp * virtual} stages, but the model can be cut into {units} pieces; "
                         "take at most that many")
+    if cluster.world == 1:
+        return PinError("pins schedule, stage_cuts or virtual_stages ask for a pipeline, but there is one device; drop them")
     data = pins.dp or cluster.world // (pp * (pins.tp or 1))
     if pins.dp is not None and batch % pins.dp:
         return PinError(f"pin dp={pins.dp} does not divide the batch of {batch} samples; nearest: dp={_near(batch, pins.dp)}")
