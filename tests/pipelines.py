@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from meshwright import api
 from meshwright.api import autoparallel
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.schedules import stage_rank
@@ -30,7 +28,7 @@ from meshwright.plan import Pipeline, Plan, PlanError
 from meshwright.planner import capture_model, make_plan
 from meshwright.runtime import pipeline
 from meshwright.serialize import plan_from_dict, plan_to_dict
-from tests.equality import RELATIVE, compare, train
+from tests.equality import RELATIVE, captured_once, compare, train
 from tests.models import make
 
 
@@ -112,20 +110,6 @@ def check_searched(
 
     with captured_once():
         return _differences(rank, name, cases, build, clip, double, calls)
-
-
-@contextmanager
-def captured_once() -> Iterator[None]:
-    """Within, a process captures one model only once: half of the time of a small plan."""
-    known: list[Graph] = []
-
-    def capture(*args: Any) -> Graph:
-        if not known:
-            known.append(capture_model(*args))
-        return known[0]
-
-    with mock.patch.object(api, "capture_model", capture):
-        yield
 
 
 def _differences(

@@ -48,7 +48,7 @@ def plan(**changed: Any) -> Plan:
         ({"shard": 2, "zero": 0}, ["shard=2 and zero=0 contradict"]),
         ({"sequence_parallel": True, "tp": 1}, ["sequence_parallel=True needs tp > 1"]),
         ({"dp": 2, "tp": 2}, ["dp=2 x tp=2 make 4 devices", "the 2 there are"]),
-        ({"dp": 1, "tp": 1}, ["dp=1 x tp=1 make 1 devices but there are 2"]),
+        ({"dp": 1, "tp": 1, "pp": 1}, ["pp=1 x dp=1 x tp=1 make 1 devices but there are 2"]),
         ({"dp": 2, "microbatches": 4}, ["4 samples does not divide into dp=2 ranks x microbatches=4"]),
         ({"dp": 1, "tp": 2, "tensors": {"up.weight": "[_@ep, _]"}}, ["names axis 'ep'", "dp, tp"]),
         ({"dp": 1, "tp": 2, "tensors": {"up.weight": "[_@tp]"}}, ["has 1 dims, the parameter has 2"]),
