@@ -302,7 +302,11 @@ class _Search:
         """The plan without a limit if it fits; else under the limit. Raises OutOfMemoryError."""
         room = capacity(self.cluster)
         chain = self._chain(problem, float("inf"))
-        solution = self._solution(chain)
+        try:
+            solution = self._solution(chain)
+        except Infeasible:
+            raise PinError(f"the pins leave nothing that runs on {layout.mesh} with microbatches={schedule.microbatches}; drop "
+                           "one of sequence_parallel, tensors, zero or tp") from None
         plan = self._plan(layout, schedule, problem, chain, solution)
         if plan.predicted["bytes_per_rank"] <= room:
             return _Found(plan, False)

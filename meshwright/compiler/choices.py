@@ -85,11 +85,13 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
         allowed: list[str | None] = [None, *([APART] if apart else [])]
         if apart and role == "dp" and scope.of_every_sample.isdisjoint(op.outputs):  # what reads it does so for its own samples
             allowed.remove(None)
+        own = weights - kinds["batch"] - kinds["sequence"] - kinds["width"]
+        inner = not weights or any(rule.sizes[f] % scope.mesh.size(axis) == 0 for f in own & set(rule.splittable))
         for factor in rule.splittable:
             batch, sequence = factor in kinds["batch"], factor in kinds["sequence"]
             if (role == "dp" and not batch) or (role == "tp" and batch):
                 continue
-            if role == "tp" and scope.pins.sequence_parallel is False and (sequence or factor in kinds["width"]):
+            if role == "tp" and scope.pins.sequence_parallel is False and (sequence or (factor in kinds["width"] and inner)):
                 continue  # what blocks hand on is whole on every rank
             allowed.append(factor)
         per_axis.append(allowed if scope.mesh.size(axis) > 1 else [None])
