@@ -42,6 +42,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from meshwright.architectures import Architecture, configuration
 from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
 from meshwright.pins import Pins
@@ -236,23 +237,15 @@ def _config(
     """The Hugging Face configuration of an architecture family."""
     import transformers as hf
 
-    common: dict[str, Any] = {"vocab_size": vocab, "use_cache": False}
-    plain: dict[str, Any] = {
-        **common, "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "intermediate_size": ffn, "max_position_embeddings": seq,
-    }
-    if family == "moe":
-        return hf.MixtralConfig(**plain, num_local_experts=experts, num_experts_per_tok=top_k)
-    if family == "llama":
-        return hf.LlamaConfig(**plain)
-    if family == "dense-gpt" and kv_heads != heads:
-        return hf.NemotronConfig(**plain)
-    if family == "dense-gpt":
+    if family == "dense-gpt" and kv_heads == heads:
         return hf.GPT2Config(
-            **common, n_layer=layers, n_embd=hidden, n_head=heads, n_inner=ffn, n_positions=seq,
+            vocab_size=vocab, use_cache=False, n_layer=layers, n_embd=hidden, n_head=heads, n_inner=ffn, n_positions=seq,
             activation_function="gelu", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
         )
-    raise Unpriced(f"no architecture for family {family!r}")
+    known = {"dense-gpt": "nemotron", "llama": "llama", "moe": "moe"}
+    if family not in known:
+        raise Unpriced(f"no architecture for family {family!r}")
+    return configuration(Architecture(known[family], layers, hidden, heads, ffn, vocab, kv_heads, 0, experts, top_k), seq)
 
 
 def batch_of(row: Row) -> float:

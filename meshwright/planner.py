@@ -314,7 +314,7 @@ class _Search:
             problem = problem.with_variants(variants(layout, pins, schedule.microbatches, RECOMPUTE))
         # what the program needs decides; the solver's sum over blocks is held to the same scale
         scale, least = plan.predicted["bytes_per_rank"] / (solution.bytes_ + solution.transient), None
-        for _ in range(HELD):
+        while True:  # the scale grows until a plan fits or none is left
             chain = self._chain(problem, room / scale)
             try:
                 plan = self._plan(layout, schedule, problem, chain, self._solution(chain))
@@ -330,11 +330,6 @@ class _Search:
             if plan.predicted["bytes_per_rank"] <= room:
                 return _Found(plan, True)
             scale *= 1.01 * plan.predicted["bytes_per_rank"] / room
-        if least is not None:
-            return _Found(least, True)
-        raise OutOfMemoryError.of(
-            plan.predicted["bytes_per_rank"], plan.predicted["bytes"], problem.mesh, schedule.microbatches, self.cluster
-        )
 
     def _leanest(
         self, layout: Layout, schedule: Schedule, problem: Problem, chain: Chain, error: Infeasible

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -79,28 +80,40 @@ def captured_once() -> Iterator[None]:
         yield
 
 
-def check(rank: int, name: str, world: int, all_pins: Sequence[Mapping[str, Any]], clip: float | None = None) -> list[str]:
-    """Train the named model in parallel under each of ``all_pins``; what differs from the single process, on rank 0."""
+def differences(
+    rank: int, model: nn.Module, batch: Mapping[str, torch.Tensor], cases: Mapping[str, Callable[[], nn.Module]],
+    clip: float | None = None, calls: int = 1,
+) -> list[str]:
+    """What differs between a loop on the model and on each of the modules that ``cases`` build, by their names."""
     torch.set_num_threads(1)
-    model, batch = make(name)
-    model.train()
     single = copy.deepcopy(model)
-    losses = train(single, batch, clip=clip)
+    losses = train(single, batch, clip=clip, calls=calls)
     wanted = {key: value.detach().clone() for key, value in single.state_dict().items()}
     problems = []
-    with captured_once():
-        for pins in all_pins:
-            torch.manual_seed(7)
-            try:
-                mesh = init_device_mesh("cpu", (world,))
-                parallel = autoparallel(model, mesh, ((), batch), pins=dict(pins), progress=False)
-                found = train(parallel, batch, clip=clip)
-                state = parallel.full_state_dict()
-            except Exception as error:
-                raise RuntimeError(f"{name} on {world} under {dict(pins)}: {type(error).__name__}: {error}") from error
-            off = [f"{a} instead of {b}" for a, b in zip(found, losses, strict=True) if not abs(a - b) <= RELATIVE * abs(b)]
-            if off:
-                problems.append(f"{name} on {world} under {dict(pins)}: losses {off}")
-            if rank == 0:
-                problems += [f"{name} on {world} under {dict(pins)}: {line}" for line in compare(state, wanted)]
+    for what, build in cases.items():
+        torch.manual_seed(7)
+        try:
+            parallel = build()
+            found = train(parallel, batch, clip=clip, calls=calls)
+            state = parallel.full_state_dict()
+        except Exception as error:
+            raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
+        off = [f"{a} instead of {b}" for a, b in zip(found, losses, strict=True) if not abs(a - b) <= RELATIVE * abs(b)]
+        if off:
+            problems.append(f"{what}: losses {off}")
+        if rank == 0:
+            problems += [f"{what}: {line}" for line in compare(state, wanted)]
     return problems
+
+
+def check(rank: int, name: str, world: int, all_pins: Sequence[Mapping[str, Any]], clip: float | None = None) -> list[str]:
+    """Train the named model in parallel under each of ``all_pins``; what differs from the single process."""
+    model, batch = make(name)
+    model.train()
+
+    def build(pins: Mapping[str, Any]) -> nn.Module:
+        return autoparallel(model, init_device_mesh("cpu", (world,)), ((), batch), pins=dict(pins), progress=False)
+
+    with captured_once():
+        cases = {f"{name} on {world} under {dict(pins)}": partial(build, pins) for pins in all_pins}
+        return differences(rank, model, batch, cases, clip)

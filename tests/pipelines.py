@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -28,7 +28,7 @@ from meshwright.plan import Pipeline, Plan, PlanError
 from meshwright.planner import capture_model, make_plan
 from meshwright.runtime import pipeline
 from meshwright.serialize import plan_from_dict, plan_to_dict
-from tests.equality import RELATIVE, captured_once, compare, train
+from tests.equality import RELATIVE, captured_once, compare, differences, train
 from tests.models import make
 
 
@@ -117,27 +117,10 @@ def _differences(
     calls: int,
 ) -> list[str]:
     """What differs between a loop on ``build(model, batch, case)`` and on the model."""
-    torch.set_num_threads(1)
     model, batch = batch_of(name, double)
     model.train()
-    single = copy.deepcopy(model)
-    losses = train(single, batch, clip=clip, calls=calls)
-    wanted = {key: value.detach().clone() for key, value in single.state_dict().items()}
-    problems = []
-    for what, case in cases.items():
-        torch.manual_seed(7)
-        try:
-            parallel = build(model, batch, case)
-            found = train(parallel, batch, clip=clip, calls=calls)
-            state = parallel.full_state_dict()
-        except Exception as error:
-            raise RuntimeError(f"{name} under {what}: {type(error).__name__}: {error}") from error
-        off = [f"{a} instead of {b}" for a, b in zip(found, losses, strict=True) if not abs(a - b) <= RELATIVE * abs(b)]
-        if off:
-            problems.append(f"{name} under {what}: losses {off}")
-        if rank == 0:
-            problems += [f"{name} under {what}: {line}" for line in compare(state, wanted)]
-    return problems
+    named = {f"{name} under {what}": partial(build, model, batch, case) for what, case in cases.items()}
+    return differences(rank, model, batch, named, clip, calls)
 
 
 def largest_walk(rank: int, name: str, data: Mapping[str, Any]) -> int:
