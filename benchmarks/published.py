@@ -40,9 +40,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
-from meshwright.architectures import Architecture, configuration
+from meshwright.architectures import Architecture, build
 from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
 from meshwright.pins import Pins
@@ -193,59 +192,13 @@ def captured(
     batch: int, seq: int, attention: str, precision: str,
 ) -> Graph:
     """The graph of a model of these dimensions at this global batch. ``attention``: "torch", "scores", else flash."""
-    import transformers
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    config = _config(family, layers, hidden, heads, kv_heads, ffn, vocab, experts, top_k, seq)
-    ALL_ATTENTION_FUNCTIONS.register("scores", scores)
-    config._attn_implementation = {"torch": "eager", "scores": "scores"}.get(attention, "sdpa")
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        _linears(model)
-    ids = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
-    return capture_model(model, (), {"input_ids": ids, "labels": ids.clone()}, (), None, precision)
-
-
-def scores(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention before flash kernels, [b, heads, s, d]: a product, one kernel that scales, masks and normalizes, a product.
-
-    The kernel masks by position, so there is no mask to make or to read.
-    """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    weights = torch.softmax(torch.matmul(query, key.transpose(2, 3)) * (scaling or query.shape[-1] ** -0.5), dim=-1)
-    return torch.matmul(weights, value).transpose(1, 2).contiguous(), None
-
-
-def _linears(model: nn.Module) -> None:
-    """Weights as the published programs keep them, [out, in]: Hugging Face's GPT-2 alone keeps them turned."""
-    from transformers.pytorch_utils import Conv1D
-
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, Conv1D):
-                setattr(module, name, nn.Linear(child.nx, child.nf))
-
-
-def _config(
-    family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, experts: int, top_k: int, seq: int
-) -> Any:
-    """The Hugging Face configuration of an architecture family."""
-    import transformers as hf
-
-    if family == "dense-gpt" and kv_heads == heads:
-        return hf.GPT2Config(
-            vocab_size=vocab, use_cache=False, n_layer=layers, n_embd=hidden, n_head=heads, n_inner=ffn, n_positions=seq,
-            activation_function="gelu", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
-        )
-    known = {"dense-gpt": "nemotron", "llama": "llama", "moe": "moe"}
+    known = {"dense-gpt": "gpt" if kv_heads == heads else "nemotron", "llama": "llama", "moe": "moe"}
     if family not in known:
         raise Unpriced(f"no architecture for family {family!r}")
-    return configuration(Architecture(known[family], layers, hidden, heads, ffn, vocab, kv_heads, 0, experts, top_k), seq)
+    architecture = Architecture(known[family], layers, hidden, heads, ffn, vocab, kv_heads, 0, experts, top_k)
+    model = build(architecture, seq, {"torch": "eager", "scores": "scores"}.get(attention, "sdpa"))
+    ids = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
+    return capture_model(model, (), {"input_ids": ids, "labels": ids.clone()}, (), None, precision)
 
 
 def batch_of(row: Row) -> float:

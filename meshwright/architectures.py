@@ -58,17 +58,21 @@ class Architecture:
 
 
 def build(architecture: Architecture, sequence: int, attention: str = "sdpa") -> nn.Module:
-    """The model on the meta device, its output with a ``loss``. ``attention``: "sdpa", or "eager", which forms the matrix of
-    scores. Raises InputError where ``transformers`` is missing."""
+    """The model on the meta device, its output with a ``loss``. Raises InputError where ``transformers`` is missing.
+
+    ``attention``: "sdpa"; "eager", which forms the matrix of scores and masks it; "scores", whose softmax masks by position.
+    """
     if architecture.family in ("gpt", "palm"):
         with torch.device("meta"):
             return Gpt(architecture, sequence, attention) if architecture.family == "gpt" else Palm(architecture)
     try:
         import transformers
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     except ImportError as error:
         raise InputError(
             f"building a model of family {architecture.family!r} needs transformers: pip install 'meshwright[demo]'"
         ) from error
+    ALL_ATTENTION_FUNCTIONS.register("scores", _attend)
     config = configuration(architecture, sequence)
     config._attn_implementation = attention
     with torch.device("meta"):
@@ -99,6 +103,26 @@ def configuration(architecture: Architecture, sequence: int) -> Any:
     return getattr(hf, named[a.family])(**plain, **experts)
 
 
+def scores(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    """Attention before flash kernels, [b, heads, s, d]: a product, one kernel that scales, masks and normalizes, a product.
+
+    The kernel masks by position, so there is no mask to make or to read.
+    """
+    weights = torch.softmax(query @ key.transpose(-1, -2) * (scale or query.shape[-1] ** -0.5), dim=-1)
+    return weights @ value
+
+
+def _attend(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    scaling: float | None = None, **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """``scores`` as ``transformers`` calls it; several queries may share a key."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return scores(query, key, value, scaling).transpose(1, 2).contiguous(), None
+
+
 class Gpt(nn.Module):
     """Megatron-LM's GPT (Narayanan et al. 2021): 12 l h^2 (1 + 13 / 12 h + (V + s) / 12 l h) parameters."""
 
@@ -123,7 +147,7 @@ class GptLayer(nn.Module):
     def __init__(self, architecture: Architecture, attention: str) -> None:
         super().__init__()
         hidden = architecture.hidden
-        self.width, self.eager = hidden // architecture.heads, attention == "eager"
+        self.width, self.attention = hidden // architecture.heads, attention
         self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
         self.up, self.down = nn.Linear(hidden, architecture.ffn), nn.Linear(architecture.ffn, hidden)
@@ -132,10 +156,12 @@ class GptLayer(nn.Module):
         """[batch, sequence, hidden] -> the same."""
         heads = self.qkv(self.norm_1(x)).unflatten(-1, (-1, 3 * self.width)).transpose(1, 2)
         query, key, value = heads.chunk(3, -1)
-        if self.eager:
-            scores = (query / math.sqrt(self.width)) @ key.transpose(-1, -2)
+        if self.attention == "eager":
+            products = (query / math.sqrt(self.width)) @ key.transpose(-1, -2)
             later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
-            mixed = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
+            mixed = products.masked_fill(later, -torch.inf).softmax(-1) @ value
+        elif self.attention == "scores":
+            mixed = scores(query, key, value)
         else:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(-2))
