@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT := out
+JOBS ?= 2
 
 # One thread per process: the tests and the demo run up to four processes, and a sum must not depend on the thread count.
 export OMP_NUM_THREADS := 1
@@ -28,8 +29,9 @@ demo: $(STAMP)
 	@mkdir -p $(OUT)
 	@$(BIN)/python examples/demo.py --out $(OUT)/demo.plan.json
 
+# JOBS test processes side by side; each starts its own pool of ranks when it first needs one.
 test: $(STAMP)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # Style, types, the import order, and every test that starts no processes and is not marked slow.
 check: $(STAMP)

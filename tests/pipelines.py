@@ -139,6 +139,34 @@ def largest_walk(rank: int, name: str, data: Mapping[str, Any]) -> int:
     return max(seen)
 
 
+def most_received(rank: int, name: str, plans: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
+    """Under each plan, of buffers that are received into: the most that this rank holds before they are read; all that it is
+    left with after a step."""
+    torch.set_num_threads(1)
+    model, batch = batch_of(name, double=True)
+    counts: dict[str, tuple[int, int]] = {}
+    for what, data in plans.items():
+        plan = plan_from_dict(data)
+        parallel = autoparallel(model.train(), init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+        stages = parallel._engine[0].schedule.__dict__.get("_stages") or [parallel._engine[0].schedule._stage]
+        seen = [0]
+
+        def held(stages: Sequence[Any] = stages) -> int:
+            """Micro-batches' values and gradients that wait: a boundary's several tensors count once."""
+            waiting = [infos for s in stages for table in (s.args_recv_info, s.grad_recv_info) for infos in table.values()]
+            return sum(any(not info.buffer.is_meta for info in infos if info.buffer is not None) for infos in waiting)
+
+        def make_(stage: Any, infos: Any, seen: list[int] = seen, held: Callable[[], int] = held) -> None:
+            stage._move(infos, stage.device)
+            seen[0] = max(seen[0], held())
+
+        with mock.patch.object(pipeline._Stage, "_make", make_):
+            for _ in range(2):
+                parallel(**batch).loss.backward()
+        counts[what] = seen[0], held()
+    return counts
+
+
 def as_dicts(plans: Mapping[str, Plan]) -> dict[str, dict[str, Any]]:
     """Plans in the form that goes to worker processes."""
     return {what: plan_to_dict(plan) for what, plan in plans.items()}

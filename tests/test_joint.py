@@ -378,16 +378,18 @@ def test_a_stage_that_cannot_fit_is_named() -> None:
         make_plan(llama(4, 512, 8), tiny, Pins(pp=2, tp=1, schedule="1f1b", microbatches=2), precision="bf16")
 
 
-def test_buffers_to_receive_into_count() -> None:
-    """As many buffers as micro-batches, whatever is in flight."""
+def test_what_a_stage_receives_counts() -> None:
+    """As much as is in flight and as is received early, however many micro-batches there are."""
     graph = llama(4, 512, 32)
     run = search(graph, "h100:1x2", 4 * GIB)
     placement = run.placements.of(1, 1)
-    for count, virtual, schedule in ((4, 1, "1f1b"), (32, 1, "1f1b"), (32, 2, "interleaved1f1b")):
+    hidden = 512 * 512 * 2  # bytes of one sample in 16 bits
+    # rank 0 enters nothing itself; of its other stage and of rank 1's: the micro-batches in flight; then what waits to be read
+    cases = {("1f1b", 1, 4): (0 + 1, 1 + 1), ("1f1b", 1, 32): (0 + 1, 1 + 1), ("interleaved1f1b", 2, 32): (2 + 3, 3 + 3)}
+    for (schedule, virtual, count), received in cases.items():
         candidate = Candidate(2, virtual, schedule, 1, 1, count, 32 // count)
         buffers = 4 * GIB - run.evaluator.room(candidate, placement)
-        hidden = 512 * 512 * 2  # bytes of one sample in 16 bits
-        assert buffers == pytest.approx([(2 * virtual - 1) * count * hidden] * 2)
+        assert buffers == pytest.approx([number * hidden for number in received]), candidate
     best = run.evaluator.run(candidate, degrees_of(candidate, 1), 0, placement)
-    assert best.kinds["receive buffers"] == pytest.approx(3 * 32 * hidden)
+    assert best.kinds["received"] in [pytest.approx(number * hidden) for number in received]
     assert sum(best.kinds.values()) == pytest.approx(max(best.memory))

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from meshwright.cost.schedules import SCHEDULES, SPLIT_BACKWARD, illegal_combination
+from meshwright.cost.schedules import SCHEDULES, SPLIT_BACKWARD, illegal_combination, waiting
 from meshwright.plan import Plan, PlanError
 from meshwright.serialize import plan_to_dict
 from tests.pipelines import (
@@ -33,6 +33,7 @@ from tests.pipelines import (
     inner_plan,
     largest_walk,
     losses_with_dropout,
+    most_received,
     pipelined,
 )
 
@@ -63,6 +64,15 @@ def test_four_ranks(pool: Callable[[int], Any], name: str) -> None:
     """Four ranks, of one stage or two each; T5's position biases cross several."""
     schedules = ("gpipe", "1f1b", "interleaved1f1b", "zb") + (("zbv",) if name != "llama" else ())
     assert differences(pool, 4, name, of(name, 4, schedules, even=name == "t5")) == []
+
+
+def test_what_is_received_is_let_go_of(pool: Callable[[int], Any]) -> None:
+    """Buffers are as many as the search counts, not as many as there are micro-batches, under every schedule."""
+    plans = {s: pipelined("llama", s, 2, VIRTUAL[s], microbatches=8, double=True) for s in SCHEDULES}
+    for found in pool(2).run(most_received, "llama", as_dicts(plans), timeout=200):
+        for schedule, (most, left) in found.items():
+            assert 1 <= most <= waiting(schedule, 2, VIRTUAL[schedule]), schedule
+            assert left == 0, schedule
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from meshwright.cost.schedules import SCHEDULES, SPLIT_BACKWARD, V_SHAPED, illegal, schedule_table
+from meshwright.cost.schedules import SCHEDULES, SPLIT_BACKWARD, V_SHAPED, illegal, schedule_table, waiting
 from meshwright.cost.table import Action, ScheduleError, Table
 from meshwright.cost.timeline import (
     chrome_trace,
@@ -124,6 +124,32 @@ def test_multi_stage_orders_and_refusals_are_those_of_torch(name: str) -> None:
             assert [str(a) for a in actions] == [text for a in theirs.pipeline_order[rank] for text in flatten(a)]
         compared += 1
     assert compared >= 20
+
+
+def waiting_in_torch(order: dict[int, list[object]], stage_rank: tuple[int, ...]) -> int:
+    """The most receives of a rank that torch's order of communication posts before what reads them."""
+    most = 0
+    for rank, actions in torch_schedules._add_send_recv(order, lambda s: stage_rank[s], len(stage_rank)).items():
+        now = 0
+        for text in (text for action in actions for text in flatten(action)):
+            stage, kind = re.fullmatch(r"(\d+)([A-Z_]+)\d+", text).groups()
+            source = int(stage) + {"F": -1, "B": 1, "I": 1}.get(kind, len(stage_rank))
+            now += kind.startswith("RECV")
+            most = max(most, now)
+            now -= 0 <= source < len(stage_rank) and stage_rank[source] != rank
+    return most
+
+
+@pytest.mark.parametrize("name", MULTI)
+def test_what_torch_receives_early(name: str) -> None:
+    least = set()
+    for pp, v, rounds in itertools.product((2, 3, 4, 8), virtual(name), (2, 3)):
+        stages = [SimpleNamespace(num_stages=pp * v, group_size=pp, group_rank=0, submod=None) for _ in range(v)]
+        order = {r: [a for a in actions if a] for r, actions in MULTI[name](stages, rounds * pp).pipeline_order.items()}
+        found = waiting_in_torch(order, schedule_table(name, pp, v, rounds * pp).stage_rank)
+        assert found <= waiting(name, pp, v)
+        least.add(waiting(name, pp, v) - found)
+    assert 0 in least  # and no more than needed
 
 
 # --------------------------------------------------------------------------------------------------------- legality

@@ -27,7 +27,7 @@ from meshwright.compiler.candidates import Candidate
 from meshwright.compiler.placement import NONE, Placement
 from meshwright.compiler.positions import Position
 from meshwright.compiler.stage_costs import Array, Degrees, StageCosts, Units
-from meshwright.cost.schedules import SPLIT_BACKWARD, illegal_combination, schedule_table, stage_rank
+from meshwright.cost.schedules import SPLIT_BACKWARD, illegal_combination, schedule_table, stage_rank, waiting
 from meshwright.cost.table import Table
 from meshwright.cost.timeline import Simulation, simulate
 
@@ -135,11 +135,14 @@ class Evaluator:
         return (bound + self.floor_of(candidate, ways[0])) * placement.bound / placement.seconds
 
     def room(self, candidate: Candidate, placement: Placement) -> Array:
-        """Bytes of every rank [pp] for its units: the capacity less the buffers to receive into, at the widest boundary."""
-        stage_ranks = stage_rank(candidate.schedule, candidate.pp, candidate.virtual_stages)
-        ends = np.full(candidate.stages, 2.0)
-        ends[0], ends[-1] = ends[0] - 1, ends[-1] - 1
-        buffers = np.bincount(stage_ranks, ends, candidate.pp) * candidate.microbatches * max(placement.crossing[:-1])
+        """Bytes of every rank [pp] for its units: the capacity less what was received, each value like the widest: what the
+        micro-batches in flight entered with, and what waits to be read."""
+        table = self.table(candidate)
+        held = np.array([
+            counts[:, :, [stage > 0 for stage in table.stages_of(rank)]].sum(axis=(1, 2)).max()
+            for rank, counts in enumerate(table.in_flight)
+        ])
+        buffers = (held + waiting(candidate.schedule, candidate.pp, candidate.virtual_stages)) * max(placement.crossing[:-1])
         return np.asarray(np.maximum(self.capacity - buffers, 1.0))
 
     def kinds(self, candidate: Candidate, zero: int) -> tuple[str, ...]:
@@ -215,7 +218,7 @@ class Evaluator:
         memory = np.array(cuts.memory) + self.capacity - room
         fullest = int(np.argmax(memory))
         state, buffers = float(per_rank(units.state)[fullest]), float(self.capacity - room[fullest])
-        kinds = {"state": state, "activations": float(memory[fullest]) - state - buffers, "receive buffers": buffers}
+        kinds = {"state": state, "activations": float(memory[fullest]) - state - buffers, "received": buffers}
         slack = placement.bound / placement.seconds
         return Evaluation(
             candidate, degrees, zero, placement, cuts.boundaries, recompute, seconds, (cuts.bound + floor) * slack, parts,

@@ -16,7 +16,7 @@ S = pp x virtual_stages stages lie on pp ranks in one of two ways::
 The orders are those that torch's schedule classes run (``tests/test_timeline.py`` holds them equal, action by action); they
 are written out here because building torch's classes takes longer than the search has, and because ``Schedule1F1B`` prints a
 table that is not what it runs. The functions: ``illegal`` (the last two columns), ``illegal_combination`` (what else a plan
-may not ask of a schedule), ``schedule_table``, and one generator a row.
+may not ask of a schedule), ``schedule_table``, ``waiting`` (what torch receives early), and one generator a row.
 """
 
 from __future__ import annotations
@@ -106,6 +106,16 @@ def stage_rank(name: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
     if name in V_SHAPED:
         return (*range(pp), *reversed(range(pp)))
     return tuple(s % pp for s in range(pp * virtual_stages))
+
+
+def waiting(name: str, pp: int, virtual_stages: int) -> int:
+    """Of values and gradients that a rank was sent, the most that wait to be read at once: torch posts a receive where the
+    sender has sent, which in its order of the communication may be some actions early."""
+    if name in ("gpipe", "1f1b"):
+        return 1
+    if name in V_SHAPED or virtual_stages == 1:
+        return 4 if name == "dualpipev" else 3
+    return pp + 1
 
 
 def schedule_table(name: str, pp: int, virtual_stages: int, microbatches: int) -> Table:

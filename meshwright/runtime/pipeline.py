@@ -13,7 +13,9 @@ What torch asks of a stage, and where it is seen to (silently wrong otherwise, i
   two, and drops those that it does not find there (``_Leave``; ``program.THREAD`` where nothing else enters);
 * gradients cross contiguous (``_Enter``);
 * weights that a split backward reaches on several ways get their gradients together (``_joined``);
-* shapes are given, so that torch infers none by running the model.
+* shapes are given, so that torch infers none by running the model;
+* a buffer to receive into is made when the receive is posted and let go when it was read: torch makes one for every micro-batch
+  and boundary, and keeps them (``_Stage``).
 
 FSDP2: torch would take over the units of a stage that is one, and then never reduces before the last micro-batch and never
 frees what was gathered. So torch sees a plain module (``Part``), and the units are told what to do before every backward as
@@ -27,7 +29,8 @@ gradients (``eval()``, ``no_grad``) every rank has every output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,7 +156,10 @@ class Part(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """A stage for torch's schedules, which tells its part the micro-batch and its units what to do after a backward."""
+    """A stage for torch's schedules, which tells its part the micro-batch and its units what to do after a backward.
+
+    What torch knows of a value to receive is its shape, on the meta device, but for the time from the receive to the read.
+    """
 
     def __init__(self, part: Part, stages: Stages, group: dist.ProcessGroup) -> None:
         inputs, outputs = (tuple(_example(value, part.device) for value in values) for values in (part.enters, part.leaves))
@@ -162,9 +168,54 @@ class _Stage(PipelineStage):
         )
         self.part, self.split = part, stages.schedule in SPLIT
 
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _on_meta(self) -> Iterator[None]:
+        """Buffers made within take no memory. Nothing else is made there: shapes are given."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._make(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._make(self.grad_recv_info.get(bwd_chunk_id, ()))
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        infos = self.grad_recv_info[mb_index]
+        self._make([info for info, grad in zip(infos, next_stage_bwd_outputs, strict=True) if grad is None])
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _make(self, infos: Iterable[Any]) -> None:
+        self._move(infos, self.device)
+
+    def _forget(self, infos: Iterable[Any]) -> None:
+        """Whoever still needs what was received holds it."""
+        self._move(infos, torch.device("meta"))
+
+    def _move(self, infos: Iterable[Any], device: torch.device) -> None:
+        for info in infos:
+            buffer = getattr(info, "buffer", None)  # what the caller gives has none
+            if buffer is not None and buffer.device != device:
+                info.buffer = torch.empty_like(buffer, device=device).requires_grad_(buffer.requires_grad)
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.part.microbatch = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._forget(self.args_recv_info[fwd_chunk_id])
+        return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -174,6 +225,7 @@ class _Stage(PipelineStage):
         else:
             self.part.engine.set_microbatch(last=last_backward)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self._forget(self.grad_recv_info.get(bwd_chunk_id, ()))
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
