@@ -20,6 +20,7 @@ from meshwright.compiler.capture import capture
 from meshwright.compiler.chain import Chain, Infeasible, Solution
 from meshwright.compiler.choices import Scope
 from meshwright.compiler.costs import Costs
+from meshwright.compiler.dead_end import nothing_runs
 from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on
 from meshwright.compiler.evaluate import DoesNotFitError, Evaluation
 from meshwright.compiler.joint import Outcome
@@ -179,7 +180,8 @@ class _Search:
             if known is not None:
                 return known
             if pinned or few or isinstance(error, OutOfMemoryError):
-                raise failure or error from None
+                unclear = not isinstance(error, OutOfMemoryError | PinError)
+                raise (failure if failure and (unclear or isinstance(failure, OutOfMemoryError)) else error) from None
             return self.best(pins)
         finally:
             self.timing.mark("joint search")
@@ -234,25 +236,29 @@ class _Search:
             raise OutOfMemoryError.of(need, {}, plan.mesh, plan.schedule.microbatches, self.cluster)
         return best
 
-    def _known(self, pins: Pins) -> tuple[Plan | None, OutOfMemoryError | None]:
+    def _known(self, pins: Pins) -> tuple[Plan | None, PinError | PlanError | None]:
         """The best plan without a pipeline, or why there is none."""
         try:
             return self.best(pins), None
-        except OutOfMemoryError as error:
+        except (PinError, PlanError) as error:
             return None, error
-        except (PinError, PlanError):
-            return None, None
 
     def best(self, pins: Pins) -> Plan:
-        """The plan of least time over all layouts without a pipeline."""
+        """The plan of least time over all layouts without a pipeline; those on which nothing runs are left out. Raises
+        OutOfMemoryError, PinError, PlanError if none runs."""
         tried = layouts(self.cluster, pins)
         found: list[_Found] = []
         failures: list[OutOfMemoryError] = []
+        impossible: list[PinError | PlanError] = []
         for number, layout in enumerate(tried):
-            best = self._best_of(layout, pins, number / len(tried), failures)
+            try:
+                best = self._best_of(layout, pins, number / len(tried), failures)
+            except (PinError, PlanError) as error:
+                impossible.append(error)
+                continue
             found += [best] if best is not None else []
         if not found:
-            raise min(failures, key=lambda error: error.least)
+            raise min(failures, key=lambda error: error.least) if failures else impossible[0]
         first = found[0]
         for other in found[1:]:
             first = other if other.seconds < first.seconds * (1 - 1e-9) else first
@@ -272,10 +278,10 @@ class _Search:
                 entry["result"] = "does not fit"
                 failures.append(error)
                 continue
-            except PlanError as error:
+            except (PinError, PlanError) as error:
+                entry["result"] = str(error)
                 if pins.microbatches is not None or count == 1:
                     raise
-                entry["result"] = str(error)
                 continue
             entry["step_seconds"] = found.seconds
             if best is not None and found.seconds >= best.seconds:
@@ -299,14 +305,17 @@ class _Search:
         return self._fitted(layout, schedule, problem, pins)
 
     def _fitted(self, layout: Layout, schedule: Schedule, problem: Problem, pins: Pins) -> _Found:
-        """The plan without a limit if it fits; else under the limit. Raises OutOfMemoryError."""
+        """The plan without a limit if it fits; else under the limit. Raises OutOfMemoryError, PinError or PlanError if nothing
+        runs."""
         room = capacity(self.cluster)
         chain = self._chain(problem, float("inf"))
         try:
             solution = self._solution(chain)
         except Infeasible:
-            raise PinError(f"the pins leave nothing that runs on {layout.mesh} with microbatches={schedule.microbatches}; drop "
-                           "one of sequence_parallel, tensors, zero or tp") from None
+            pinned = [name for name, value in vars_of(pins).items() if value is not None and value != {}]
+            if pinned:
+                raise PinError(f"{nothing_runs(problem)}; change one of the pins {', '.join(pinned)}") from None
+            raise PlanError(f"{nothing_runs(problem)}; another rule for it may help: meshwright.register_rule") from None
         plan = self._plan(layout, schedule, problem, chain, solution)
         if plan.predicted["bytes_per_rank"] <= room:
             return _Found(plan, False)

@@ -174,7 +174,7 @@ def _views() -> dict[str, Maker]:
         "squeeze.dims": lambda: [s(n(4, 1, 2, 1), (1, 3, 2))],
         "expand.default": lambda: [s(n(4, 1, 8), (4, 6, 8)), s(n(8), (4, 8)), s(n(4, 1), (2, 4, 8)), s(n(4, 8), (-1, 8))],
         "broadcast_to.default": lambda: [s(n(4, 1), (4, 8))],
-        "repeat.default": lambda: [s(n(4, 1), (1, 8)), s(n(4, 8), (2, 1, 2)), s(n(4, 8), (1, 1))],
+        "repeat.default": lambda: [s(n(4, 1), (1, 8)), s(n(4, 8), (2, 1, 2)), s(n(4, 8), (1, 1)), s(n(3, 2), (4, 1, 2))],
         "tile.default": lambda: [s(n(4, 1), (8,)), s(n(4, 8), (1, 2))],
         "repeat_interleave.self_int": lambda: [s(n(4, 8), 2, 0), s(n(4, 8), 3, -1, output_size=24), s(n(4), 2), s(n(2, 4), 2)],
         "tril.default": triangle,

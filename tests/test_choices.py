@@ -13,9 +13,11 @@ from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, hande
 from meshwright.cost.cluster import Cluster
 from meshwright.facts import facts_of
 from meshwright.graph import Graph, Op
+from meshwright.layouts import Layout
 from meshwright.mesh import Mesh
 from meshwright.pins import PinError, Pins
-from meshwright.planner import capture_model, make_plan, rules_of
+from meshwright.plan import PlanError
+from meshwright.planner import Timing, _Search, capture_model, make_plan, rules_of
 from tests.test_planner import Stack, graph_of, of_models
 
 
@@ -159,3 +161,42 @@ def test_experts_of_the_whole_batch_leave_no_sum() -> None:
     for op in turned:
         assert {} in choices(op, rules_of(graph)[0][op.name], scope, None)
     make_plan(graph, Cluster.parse("h100:1x4"), Pins(dp=4, zero=2))
+
+
+class Tiled(nn.Module):
+    """Positions made of a parameter, copied for every sample, and turned over by an operator that no axis may split there."""
+
+    def __init__(self, flip: bool) -> None:
+        super().__init__()
+        self.flip, self.positions, self.up = flip, nn.Parameter(torch.randn(6, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        copies = self.up(self.positions).repeat(x.shape[0], 1)
+        copies = copies.flip(0) if self.flip else copies
+        return (x + copies.view(x.shape)).square().mean()
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_copies_of_parameters_for_every_sample_leave_data_parallelism(flip: bool) -> None:
+    """What no axis may split is read whole, so what it reads is left whole as well."""
+    graph = graph_of(Tiled(flip), 4, 6, 8)
+    scope = scope_of(graph, Mesh.of(dp=2), {"dp": "dp"}, Pins())
+    (repeat,) = (op for op in graph.ops if op.target == "aten.repeat.default")
+    found = choices(repeat, rules_of(graph)[0][repeat.name], scope, None)
+    assert found == ([{}, {"dp": "~"}] if flip else [{"dp": "dim0"}])
+    for pins in (Pins(dp=2, zero=3), Pins()):
+        make_plan(graph, Cluster.parse("h100:1x2"), pins)
+
+
+def test_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the operator whose choices fit nothing around it; without pins it blames none."""
+    monkeypatch.setattr(Scope, "of_every_sample", frozenset())
+    graph, cluster = graph_of(Tiled(True), 4, 6, 8), Cluster.parse("h100:1x2")
+    rules = rules_of(graph)[0]
+    text = r"nothing runs on dp=2 x tp=1 .* aten\.(repeat|flip)\.default of the model \(.*\) fits nothing around it; "
+    with pytest.raises(PinError, match=text + "change one of the pins dp, zero"):
+        make_plan(graph, cluster, Pins(dp=2, zero=3))
+    assert make_plan(graph, cluster, Pins()).mesh.world == 2  # the joint search and the layouts do without data ranks
+    monkeypatch.setattr("meshwright.planner.layouts", lambda *_: [Layout(Mesh.of(dp=2, tp=1), {"dp": "dp", "tp": "tp"})])
+    with pytest.raises(PlanError, match=text + "another rule"):
+        _Search(graph, cluster, rules, DimClasses(graph, rules), 8.0, "fp32", 0.01, Timing(), None).best(Pins())

@@ -57,14 +57,22 @@ class Scope:
 
     @cached_property
     def of_every_sample(self) -> frozenset[str]:
-        """Those of them that an operator reads which has no sample either, but is not made of parameters alone: experts, whose
-        tokens were sorted over the whole batch. Every data rank computes that whole, so nothing is left to sum."""
+        """Those of them that an operator reads which is not made of parameters alone, and runs for all samples on every data
+        rank: experts, whose tokens were sorted over the whole batch. Then nothing is left to sum."""
         found: set[str] = set()
         for op in reversed(self.graph.ops):
             inner = self.of_parameters.intersection(op.outputs)
-            if (inner and found.intersection(inner)) or (not inner and not self._sampled(op)):
+            if (inner and found.intersection(inner)) or (not inner and not self._split_by_sample(op)):
                 found.update(self.of_parameters.intersection(op.inputs))
         return frozenset(found)
+
+    def _split_by_sample(self, op: Op) -> bool:
+        """Whether the data axes may split the operator's samples."""
+        rule, axes = self.classes.rules[op.name], [axis for axis in self.mesh.axes if self.roles[axis] == "dp"]
+        return any(
+            _legal(rule, dict.fromkeys(axes, factor), self.mesh)
+            for factor in _factor_kinds(op, rule, self)["batch"].intersection(rule.splittable)
+        )
 
     def _sampled(self, op: Op) -> bool:
         return any(

@@ -15,9 +15,10 @@ Dim = tuple[str, int]
 
 
 class DimClasses:
-    """Union-find over (value, dim), joined by the factors of every operator's rule."""
+    """Union-find over (value, dim), joined by the factors of every operator's rule (``rules``: by its name)."""
 
     def __init__(self, graph: Graph, rules: Mapping[str, OpRule]) -> None:
+        self.rules = rules
         self._parent: dict[Dim, Dim] = {}
         for op in graph.ops:
             rule = rules[op.name]

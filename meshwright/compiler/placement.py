@@ -22,9 +22,10 @@ import numpy as np
 
 from meshwright.compiler.activations import operand_shapes
 from meshwright.compiler.blockmodel import ROOT, Model
-from meshwright.compiler.chain import BlockModel, Chain, Solution
+from meshwright.compiler.chain import BlockModel, Chain, Infeasible, Solution
 from meshwright.compiler.choices import Scope
 from meshwright.compiler.costs import RESOURCES, SAVED, Costs, Variant, Vector, local_shapes
+from meshwright.compiler.dead_end import nothing_runs
 from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on
 from meshwright.compiler.folding import Folded, fold
 from meshwright.compiler.microbatch import split_time
@@ -36,7 +37,7 @@ from meshwright.cost.operators import operator
 from meshwright.graph import Graph, Op, Value
 from meshwright.mesh import Mesh
 from meshwright.pins import Pins
-from meshwright.plan import Schedule
+from meshwright.plan import PlanError, Schedule
 from meshwright.rule import OpRule, Placed
 from meshwright.sharding import Sharding
 
@@ -100,7 +101,7 @@ class Placements:
 
     def of(self, tensor: int, samples: int) -> Placement:
         """The placement of ``tensor`` ranks that hold ``samples`` of the batch at a time. Raises PlanError where the batch
-        cannot be cut so."""
+        cannot be cut so, or no operators' choices fit together."""
         key = (tensor, samples)
         if key not in self._known:
             self._known[key] = self._solve(tensor, samples)
@@ -122,7 +123,10 @@ class Placements:
         variants = [Variant(0, kept, (), kind) for kind in self.recompute]
         problem = Problem(self._scope(mesh, count), self.rules, schedule, costs, variants, variants[:1])
         chain = problem.chain(float("inf"), 0.0)
-        solution = solve(self._stretched(chain), gap=GAP)
+        try:
+            solution = solve(self._stretched(chain), gap=GAP)
+        except Infeasible:
+            raise PlanError(nothing_runs(problem)) from None
         return _Reader(self, problem, chain, solution, count).placement(tensor, samples)
 
     def _scope(self, mesh: Mesh, count: int) -> Scope:

@@ -124,20 +124,19 @@ def _expand(call: Call) -> OpRule:
 
 
 def _repeat(call: Call) -> OpRule:
-    """A dim repeated once passes; a dim of size 1 becomes a new factor; a longer one that is repeated stays whole."""
+    """A dim repeated once passes; one that is repeated splits between its copies, which a rank makes of the whole."""
     x = call.operands[0]
     shift = len(call.shape) - x.ndim
     operand: list[Factor | None] = [None] * x.ndim
-    result: list[Factor | None] = [None] * len(call.shape)
-    for i in range(len(call.shape)):
-        length = x.shape[i - shift] if i >= shift else 1
-        if length == call.shape[i]:
-            result[i] = f"dim{i}"
-            if i >= shift:
-                operand[i - shift] = result[i]
-        elif length == 1:
-            result[i] = f"dim{i}"
-    return call.rule([operand], [result], linear=[[0]], localize=_repeat_local)
+    result: list[Factor | None] = [f"dim{i}" for i in range(len(call.shape))]
+    units: dict[Factor, int] = {}
+    for i, length in enumerate(x.shape):
+        size = call.shape[i + shift]
+        if length == size:
+            operand[i] = f"dim{i + shift}"
+        elif length > 1:
+            units[f"dim{i + shift}"] = size // length
+    return call.rule([operand], [result], units=units, linear=[[0]], localize=_repeat_local)
 
 
 def _repeat_local(op: Op, local: Local) -> Rewritten:
