@@ -133,7 +133,7 @@ def test_every_bound_is_below_the_next() -> None:
     run = search(graph, "h100:2x4", 4 * GIB)
     checked = 0
     for candidate in candidates(graph, run.cluster, run.pins, 8)[::7]:
-        nodes = [_Node(floor(candidate, run.floors.work(candidate)), _FLOPS, 0, candidate)]
+        nodes = [_Node(floor(candidate, run.floors.work(candidate)), _FLOPS, 0, candidate, (candidate.virtual_stages,))]
         for sharpen in (run._tensor, run._place, run._ways):
             after = [child for node in nodes for child in sharpen(node)]
             before = max(node.bound for node in nodes)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from meshwright.compiler import stages
-from meshwright.compiler.stages import StageError, Unit, cut
-from meshwright.cost.schedules import ScheduleError, schedule_table
+from meshwright.compiler.stage_bound import entered, held
+from meshwright.compiler.stages import StageError, Unit, cut, several_bound
+from meshwright.cost.schedules import ScheduleError, illegal, schedule_table
 from meshwright.cost.timeline import peak_bytes, simulate
 
 SETTINGS = [
@@ -129,6 +130,35 @@ def test_options_are_chosen_with_the_cut(setting: tuple[str, int, int, int]) -> 
     assert got.makespan == pytest.approx(best[2], rel=1e-12)
     assert 1 in got.options
     assert max(got.memory) <= capacity
+
+
+@pytest.mark.parametrize("name", ["interleaved1f1b", "zb", "zbv", "dualpipev"])
+def test_what_is_held_at_some_moments_is_held_by_the_table(name: str) -> None:
+    for pp, v, m in itertools.product((2, 3, 4, 8), (2, 3, 5), (1, 2, 4, 6, 8, 16, 24)):
+        if illegal(name, pp, v, m) is not None:
+            continue
+        table = schedule_table(name, pp, v, m)
+        received = entered(name, pp, v, m)
+        for rank in range(pp):
+            counts = table.in_flight[rank]
+            for parts in held(name, pp, m, rank):
+                full, half = (np.array([part[0], *[part[1]] * (v - 2), part[2]]) for part in parts)
+                assert ((counts[:, 0] >= full).all(axis=1) & (counts.sum(axis=1) >= full + half).all(axis=1)).any()
+            come = [stage > 0 for stage in table.stages_of(rank)]
+            assert received[rank] <= counts[:, :, come].sum(axis=(1, 2)).max()
+
+
+@pytest.mark.parametrize("name", ["interleaved1f1b", "zb"])
+def test_one_bound_holds_for_all_numbers_of_stages_a_rank(name: str) -> None:
+    units, pp, m = random_units(9, seed=5), 2, 4
+    capacity = 0.95 * max(cut(units, pp, 2, name, m).memory)
+    for room in (1e9, capacity):
+        together = several_bound(units, pp, (2, 4), name, m, [room] * pp)
+        for v in (2, 3, 4):
+            alone = several_bound(units, pp, (v, v), name, m, [room] * pp)
+            every = brute_force([units], name, pp, v, m, room)
+            assert together <= alone * (1 + 1e-9)
+            assert not every or alone <= every[0][2] * (1 + 1e-9)
 
 
 # ------------------------------------------------------------------------------------------------ realistic instances

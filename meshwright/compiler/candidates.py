@@ -5,10 +5,10 @@
 
 ``candidates`` lists every one that the devices, the batch, the model and the pins allow; none is left out because it looks bad.
 ``floor`` bounds the step from W, seconds of all units for one micro-batch (P = pp, M micro-batches, w the least unit, w_f its
-forward, u the longest forward or backward of a unit)::
+forward, u the longest forward or backward of a unit, w_b all forwards or all backwards, V stages a rank)::
 
     M W / P                                         every rank's share of the work, on average
-    W + (M - 1) u                                   one micro-batch through everything, the others through the longest unit
+    W + (M - 1) max(u, w_b / (P V))                 one micro-batch through everything, the others through the slowest stage
       + (P - 1) w / 2     whole backward            rank r idles until r stages have passed it the first micro-batch, and
       + (P - 1) w_f / 2   split backward            again after its last
     W / (1 - (1 - 1/M)^P)           1f1b            w_r <= (T - w_0 - .. - w_(r-1)) / M, summed
@@ -182,24 +182,27 @@ def degrees_of(candidate: Candidate, shard: int) -> Degrees:
 @dataclass(frozen=True, slots=True)
 class Work:
     """Seconds of one micro-batch: ``total`` of all units, ``path`` of them without gradients of weights, the ``least`` unit,
-    its ``least_forward``, and the ``longest`` forward or backward of a unit."""
+    its ``least_forward``, the ``longest`` forward or backward of a unit, and all ``forward`` (0: not known)."""
 
     total: float
     path: float
     least: float = 0.0
     least_forward: float = 0.0
     longest: float = 0.0
+    forward: float = 0.0
 
 
-def floor(candidate: Candidate, work: Work) -> float:
-    """Seconds that no cut can beat; see the head of this file."""
+def floor(candidate: Candidate, work: Work, most: int = 0) -> float:
+    """Seconds that no cut can beat, with up to ``most`` stages a rank if that is more; see the head of this file."""
     p, m, w = candidate.pp, candidate.microbatches, work.total
     if p == 1:
         return m * w
     if candidate.schedule == "gpipe":
         return w + (m - 1) * w / p
     split = candidate.schedule in SPLIT_BACKWARD
-    bound = max(m * w / p, (work.path if split else w) + (m - 1) * work.longest)
+    path = work.path if split else w
+    slowest = max(work.forward, path - work.forward) if work.forward else path / 2
+    bound = max(m * w / p, path + (m - 1) * max(work.longest, slowest / p / max(candidate.virtual_stages, most)))
     if candidate.schedule == "1f1b" and m > 1:
         bound = max(bound, w / (1.0 - (1.0 - 1.0 / m) ** p))
     if candidate.schedule in V_SHAPED:

@@ -26,6 +26,7 @@ from meshwright.compiler import stages
 from meshwright.compiler.candidates import Candidate
 from meshwright.compiler.placement import NONE, Placement
 from meshwright.compiler.positions import Position
+from meshwright.compiler.stage_bound import entered
 from meshwright.compiler.stage_costs import Array, Degrees, StageCosts, Units
 from meshwright.cost.schedules import SPLIT_BACKWARD, illegal_combination, schedule_table, stage_rank, waiting
 from meshwright.cost.table import Table
@@ -120,18 +121,24 @@ class Evaluator:
         """An evaluation without a pipeline within ``scale`` times the capacity. Raises DoesNotFitError."""
         return self._alone(found.candidate, found.degrees, found.zero, found.placement, scale)
 
-    def relaxed(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement) -> float:
-        """Seconds that no cut and no recomputation can beat under the capacity; inf if it is proven that nothing fits."""
+    def relaxed(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, most: int = 0) -> float:
+        """Seconds that no cut and no recomputation can beat under the capacity, with any number of stages a rank from the
+        candidate's to ``most`` if that is more; inf if it is proven that nothing fits."""
         kinds = self.kinds(candidate, zero)
         crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
         ways = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
         options = [self._stage_units(way, crossing) for way in ways]
-        key = (candidate, degrees.shard, zero)
-        bound = stages.step_bound(
-            options[0], candidate.virtual_stages, self.table(candidate), self.room(candidate, placement).tolist(),
-            options=options[1:],
-        )
-        self._bounds[key] = bound
+        several = candidate.virtual_stages, max(candidate.virtual_stages, most)
+        if several == (1, 1):
+            room = self.room(candidate, placement)
+            bound = stages.step_bound(options[0], 1, self.table(candidate), room.tolist(), options=options[1:])
+        else:
+            schedule, pp, count = candidate.schedule, candidate.pp, candidate.microbatches
+            received = entered(schedule, pp, several[0], count) + waiting(schedule, pp, several[0])
+            room = np.maximum(self.capacity - received * max(placement.crossing[:-1]), 1.0)
+            bound = stages.several_bound(options[0], pp, several, schedule, count, room.tolist(), options=options[1:])
+        if several[0] == several[1]:
+            self._bounds[candidate, degrees.shard, zero] = bound
         return (bound + self.floor_of(candidate, ways[0])) * placement.bound / placement.seconds
 
     def room(self, candidate: Candidate, placement: Placement) -> Array:

@@ -122,12 +122,20 @@ def _layout(candidate: Candidate) -> tuple[int, int, int]:
 
 @dataclass(order=True)
 class _Node:
+    """Candidates that differ in their stages a rank only (``virtual``, ascending), by the one that has the fewest."""
+
     bound: float
     level: int
     number: int
     candidate: Candidate = field(compare=False)
+    virtual: tuple[int, ...] = field(compare=False)
     zero: int = field(compare=False, default=0)
     shard: int = field(compare=False, default=1)
+
+    def of(self, virtual: Sequence[int], bound: float, number: int) -> _Node:
+        """Some of the candidates, with a bound."""
+        first = replace(self.candidate, virtual_stages=virtual[0])
+        return replace(self, candidate=first, virtual=tuple(virtual), bound=max(self.bound, bound), number=number)
 
 
 class JointSearch:
@@ -175,7 +183,7 @@ class JointSearch:
             if found.nearest is None and self._unfit is not None:
                 self._solve(self._unfit[1])
             raise found.nearest or PlanError(f"no layout of {self.cluster} runs this model at this batch")
-        found.pruned, found.placements = len(nodes), self.placements.count
+        found.pruned, found.placements = sum(len(node.virtual) for node in nodes), self.placements.count
         known = [e.seconds for e in found.ranking[:1]] + [self.cutoff]
         found.bound = min([self._closed, *known, *(node.bound for node in nodes)])
         return found
@@ -184,8 +192,10 @@ class JointSearch:
         """Solve the candidate of least bound of every (pp, tensor) under the simplest schedule, best first."""
         piped = [node for node in nodes if node.candidate.pp > 1]
         simple = min((_simple(node.candidate) for node in piped), default=None)
-        chosen = [node for node in piped if _simple(node.candidate) == simple]
         left = [node for node in nodes if node.candidate.pp == 1 or _simple(node.candidate) != simple]
+        split = [self._split(node, 1) for node in piped if _simple(node.candidate) == simple]
+        chosen = [parts[0] for parts in split]
+        left += [part for parts in split for part in parts[1:]]
         layouts: dict[tuple[int, int], list[_Node]] = {}
         for node in chosen:
             layouts.setdefault((node.candidate.pp, node.candidate.tensor), []).extend(self._tensor(node))
@@ -198,10 +208,13 @@ class JointSearch:
         best = dict.fromkeys(_layout(e.candidate) for e in self.outcome.ranking if e.candidate.pp > 1)
         order = {layout: number for number, layout in enumerate([*best][:_NEAR])}
         fresh = [node for node in nodes if node.level < _WAY and _layout(node.candidate) in order]
-        chosen = [node for node in fresh if node.candidate.virtual_stages.bit_count() == 1]
+        taken = {node.number for node in fresh}
+        single = [node.of([virtual], 0.0, next(self._numbers)) for node in fresh for virtual in node.virtual]
+        chosen = [node for node in single if node.candidate.virtual_stages.bit_count() == 1]
+        left = [node.of(others, 0.0, next(self._numbers)) for node in fresh
+                if (others := [virtual for virtual in node.virtual if virtual.bit_count() > 1])]
         chosen.sort(key=lambda node: (order[_layout(node.candidate)], -node.candidate.virtual_stages, node.number))
-        taken = {node.number for node in chosen}
-        return [node for node in nodes if node.number not in taken] + self._dive(chosen, _ALIKE * self.limit)
+        return [node for node in nodes if node.number not in taken] + left + self._dive(chosen, _ALIKE * self.limit)
 
     def _dive(self, nodes: Sequence[_Node], deadline: float) -> list[_Node]:
         """Solve each of some candidates at once, in one of its ways; what is left of them all."""
@@ -269,9 +282,20 @@ class JointSearch:
     def _start(self) -> list[_Node]:
         listed = candidates(self.graph, self.cluster, self.pins, len(self.evaluator.names))
         self.outcome.considered = len(listed)
-        heap = [_Node(floor(c, self.floors.work(c)), _FLOPS, next(self._numbers), c) for c in listed]
-        heapq.heapify(heap)
-        return heap
+        alike: dict[Candidate, list[int]] = {}
+        for candidate in listed:
+            alike.setdefault(replace(candidate, virtual_stages=1), []).append(candidate.virtual_stages)
+        nodes = []
+        for one, virtual in alike.items():
+            first = replace(one, virtual_stages=virtual[0])
+            bound = floor(first, self.floors.work(first), virtual[-1])
+            nodes.append(_Node(bound, _FLOPS, next(self._numbers), first, tuple(virtual)))
+        return nodes
+
+    def _split(self, node: _Node, at: int, bound: float = 0.0) -> list[_Node]:
+        """The node as two: its first candidates and the others, if there are any."""
+        parts = [part for part in (node.virtual[:at], node.virtual[at:]) if part]
+        return [node.of(part, bound, next(self._numbers)) for part in parts]
 
     def _sharper(self, node: _Node) -> list[_Node]:
         """The candidate at the next level, as several where it has several ways; none if it cannot be."""
@@ -289,16 +313,16 @@ class JointSearch:
             self._wholes[candidate.tensor] = None if whole is None else (whole.bound, whole.bound - self._weight(whole))
         known = self._wholes[candidate.tensor]
         if known is None:
-            return [_Node(node.bound, _TENSOR, node.number, candidate)]
+            return [replace(node, level=_TENSOR)]
         part = candidate.samples / batch * (1 - _ROUNDING)
         work = Work(known[0] * part, known[1] * part)
-        return [_Node(max(node.bound, floor(candidate, work)), _TENSOR, node.number, candidate)]
+        return [replace(node, level=_TENSOR, bound=max(node.bound, floor(candidate, work, node.virtual[-1])))]
 
     def _place(self, node: _Node) -> list[_Node]:
         candidate = node.candidate
         placement = self._placement(candidate.tensor, candidate.samples)
         if placement is None:
-            self.outcome.infeasible += 1
+            self.outcome.infeasible += len(node.virtual)
             return []
         work = self._works.get(id(placement))
         if work is None:
@@ -306,14 +330,16 @@ class JointSearch:
             ahead, back = ([float(r[at] + r[at + 2]) for r in rows] for at in (0, 1))
             slack = placement.bound / placement.seconds
             work = self._works[id(placement)] = self._work(placement.seconds, self._weight(placement), ahead, back, slack)
-        return [_Node(max(node.bound, floor(candidate, work)), _PLACEMENT, node.number, candidate)]
+        return [replace(node, level=_PLACEMENT, bound=max(node.bound, floor(candidate, work, node.virtual[-1])))]
 
     def _work(
         self, total: float, weight: float, forward: Sequence[float], backward: Sequence[float], slack: float
     ) -> Work:
         least = min(f + b for f, b in zip(forward, backward, strict=True))
         longest = max(max(forward), 0.5 * max(backward))
-        return Work(total * slack, (total - weight) * slack, least * slack, min(forward) * slack, longest * slack)
+        return Work(
+            total * slack, (total - weight) * slack, least * slack, min(forward) * slack, longest * slack, sum(forward) * slack
+        )
 
     def _weight(self, placement: Placement) -> float:
         return sum(placement.rows[row].weight for row in placement.sequence)
@@ -354,25 +380,38 @@ class JointSearch:
             least = held
             forward, backward = units.forward.tolist(), units.backward.tolist()
             work = self._work(units.work, float(units.weight.sum()), forward, backward, slack)
-            bound = floor(candidate, work) + self.evaluator.floor_of(candidate, units) * slack
-            kept.append(_Node(max(node.bound, bound), _WAY, next(self._numbers), candidate, zero, shard))
-        self.outcome.considered += max(0, len(kept) - 1)
-        self.outcome.infeasible += not kept
+            bound = floor(candidate, work, node.virtual[-1]) + self.evaluator.floor_of(candidate, units) * slack
+            number = next(self._numbers)
+            way = replace(node, level=_WAY, bound=max(node.bound, bound), number=number, zero=zero, shard=shard)
+            if units.state.sum() > candidate.pp * self.evaluator.capacity:
+                self._missed(way, units)
+                continue
+            kept.append(way)
+        self.outcome.considered += max(0, len(kept) - 1) * len(node.virtual)
+        self.outcome.infeasible += len(node.virtual) * (not kept)
         return kept
 
     def _relax(self, node: _Node) -> list[_Node]:
-        """The bound with memory."""
+        """The bound with memory; of several candidates together, and then they part."""
         candidate, placement = node.candidate, self._known[node.candidate.tensor, node.candidate.samples]
         assert placement is not None
+        if node.virtual[0] == 1 < len(node.virtual):
+            return self._split(node, 1)
         degrees = degrees_of(candidate, node.shard)
         self._spend("bound", candidate)
-        bound = self.evaluator.relaxed(candidate, degrees, node.zero, placement)
+        bound = self.evaluator.relaxed(candidate, degrees, node.zero, placement, node.virtual[-1])
         if bound == float("inf"):
-            self.outcome.infeasible += 1
-            units = self.evaluator.units(candidate, degrees, node.zero, placement, self.evaluator.recompute[0])
-            self._unfit = min((self._unfit or (np.inf, node), (_held(units) / candidate.pp, node)))
+            self.outcome.infeasible += len(node.virtual)
+            self._missed(node, self.evaluator.units(candidate, degrees, node.zero, placement, self.evaluator.recompute[0]))
             return []
+        if len(node.virtual) > 1:
+            return self._split(node, len(node.virtual) // 2, bound)
         return [replace(node, level=_RELAXED, bound=max(node.bound, bound))]
+
+    def _missed(self, node: _Node, units: Units) -> None:
+        """Remember what is proven not to fit, if it is the nearest."""
+        single = node.of(node.virtual[:1], 0.0, node.number)
+        self._unfit = min(self._unfit or (np.inf, single), (_held(units) / node.candidate.pp, single))
 
     def _solve(self, node: _Node) -> float:
         """Cut and simulate; the bound of what was found, inf if nothing fits."""

@@ -4,27 +4,28 @@ Both drop the order of the units, so equal units are one number ("how many of th
 
 - ``packing_bound`` keeps units whole: of the k P + 1 longest, some rank has k + 1.
 - ``fractional_bound`` lets them be divided, and keeps what the schedule and memory say. With x[s, c, o] units of class c run in
-  way o in stage s, all rows of ``cost.timeline.lower_bounds`` (path, rank, return) and the memory of every rank at its
-  largest in-flight vectors are linear in x; GLOP minimizes the step T.
+  way o in stage s, all rows of ``cost.timeline.lower_bounds`` (path, rank, return) and the memory of every rank at some moments
+  of its order (``held``) are linear in x; GLOP minimizes the step T.
 
-Of crossings the cheapest are assumed, transients are left out, both are relaxations.
+The program knows a rank's first stage, its last one, and all between together: these enter the rows alike, and the slowest of
+them takes no less than their mean. So its size does not grow with the stages of a rank, and one program bounds a whole range of
+their numbers: what grows with it (transfers, a unit in every stage) is counted for the fewest, the mean for the most.
+
+Of crossings the cheapest are assumed, of transients the least that a rank cannot avoid; both are relaxations.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
 from meshwright.compiler.intervals import Intervals
-from meshwright.cost.schedules import SPLIT_BACKWARD
-from meshwright.cost.table import Table
-
-_VECTORS = 6
-"""In-flight vectors a rank is held to in the linear program, the largest ones; fewer rows only relax it."""
+from meshwright.cost.schedules import SPLIT_BACKWARD, V_SHAPED
+from meshwright.cost.timeline import warmup_forwards
 
 
 def packing_bound(units: Intervals, name: str, pp: int, microbatches: int) -> float:
@@ -42,84 +43,189 @@ def packing_bound(units: Intervals, name: str, pp: int, microbatches: int) -> fl
     return float(max(microbatches * max(shares), path))
 
 
-def fractional_bound(units: Intervals, table: Table, capacity: np.ndarray) -> float:
-    """Seconds that no run can beat whatever the cut; inf if not even divided units fit. ``capacity``: bytes [pp]."""
-    classes, first, members = _classes(units)
-    shape = (table.stages, len(members), units.ways)
-    count = int(np.prod(shape))
-    rows = _Rows(count + 3 * table.stages)
-    for c, n in enumerate(members.tolist()):
-        rows.add(_marked(shape, np.s_[:, c]), float(n), float(n))
-    for s in range(table.stages):
-        rows.add(_marked(shape, np.s_[s]), 1.0, math.inf)
-    for stage, unit in ((0, 0), (-1, units.count - 1)):
-        rows.add(_marked(shape, np.s_[stage, first[unit]]), 1.0, math.inf)
-    unit_seconds = float(classes[:3].max()) or 1.0
-    seconds = classes[:3] / unit_seconds
-    for s, k in np.ndindex(table.stages, 3):  # every stage's three sums are variables too: the rows of time stay short
-        own_seconds = np.zeros(count + 3 * table.stages)
-        own_seconds[:count].reshape(shape)[s] = seconds[k]
-        own_seconds[count + 3 * s + k] = -1.0
-        rows.add(own_seconds, 0.0, 0.0)
-    for coefficients, constant in _time_rows(units, table):
-        rows.add(np.append(np.zeros(count), coefficients), -math.inf, -constant / unit_seconds, step=-1.0)
-    for rank in range(table.pp):
-        own = list(table.stages_of(rank))
-        counts = table.in_flight[rank]
-        for full, half in counts[np.argsort(-counts.sum(axis=(1, 2)), kind="stable")[:_VECTORS]]:
-            held = np.zeros(shape)
-            held[own] = classes[3] + full[:, None, None] * classes[4] + half[:, None, None] * classes[5]
-            if (held.max(axis=(0, 2)) * members).sum() > capacity[rank]:
-                rows.add(held / capacity[rank], -math.inf, 1.0)
-    upper = np.append(np.broadcast_to(members[None, :, None], shape).ravel().astype(float), np.full(3 * table.stages, math.inf))
-    result = mathopt.solve(rows.model(upper), mathopt.SolverType.GLOP, params=mathopt.SolveParameters(threads=1))
+def held(name: str, pp: int, microbatches: int, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Micro-batches that a rank of several stages surely holds at some moments, whatever their number: (between F and B or I,
+    between I and W), each int [3] of its first stage, each one between, and its last one.
+
+    After the warm-up forwards and backwards alternate, and the first backwards are all of the last stage.
+    """
+    none = np.zeros(3, dtype=np.int64)
+    if name in V_SHAPED:
+        counts = warmup_forwards(name, pp, 2, microbatches)
+        return [(np.array([counts[rank], 0, counts[2 * pp - 1 - rank]]), none)]
+    split = name in SPLIT_BACKWARD
+    in_turn = microbatches // max(1, microbatches // pp)
+    moments = []
+    for done in sorted({0, min(rank, in_turn), in_turn // 2, in_turn}):
+        forwards = (1 if split else 2) * (pp - 1 - rank) + 1 + done  # since the last stage ran its first
+        again = min(max(forwards - in_turn, 0), in_turn) if in_turn < microbatches else 0
+        full = np.array([in_turn + again, in_turn, min(forwards, in_turn) - done])
+        moments.append((full, np.array([0, 0, min(done, rank)]) if split else none))
+    return moments
+
+
+def entered(name: str, pp: int, virtual_stages: int, microbatches: int) -> np.ndarray:
+    """Of what a rank of several stages holds at once, what came from another rank, at least: int [pp]."""
+    moments = [held(name, pp, microbatches, rank) for rank in range(pp)]
+    most = [max(np.array([rank > 0, virtual_stages - 2, 1]) @ full for full, _ in own) for rank, own in enumerate(moments)]
+    return np.array(most)
+
+
+def fractional_bound(
+    units: Intervals, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int, capacity: np.ndarray
+) -> float:
+    """Seconds that no run can beat whatever the cut, with any number of stages a rank from the first of ``virtual_stages``, at
+    least 2, to the second; inf if not even divided units fit. ``capacity``: bytes [pp]."""
+    program = _Program(units, name, pp, virtual_stages, microbatches)
+    room = capacity - program.transient()
+    if room.min() <= 0:
+        return math.inf
+    program.place()
+    program.time()
+    program.memory(room)
+    result = mathopt.solve(program.model(), mathopt.SolverType.GLOP, params=mathopt.SolveParameters(threads=1))
     if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
         return math.inf
-    return max(0.0, float(result.dual_bound())) * unit_seconds * (1 - 1e-6)
-
-
-def _marked(shape: tuple[int, ...], where: Any) -> np.ndarray:
-    mask = np.zeros(shape)
-    mask[where] = 1.0
-    return mask
+    return max(0.0, float(result.dual_bound())) * program.scale * (1 - 1e-6)
 
 
 class _Rows:
-    """A linear program row by row: minimize the last of ``variables`` + 1 variables, the step. Written as a proto: building it
-    through the modelling classes takes longer than solving it."""
+    """A linear program row by row: minimize variable 0, the step, over variables that are no less than 0. Written as a proto:
+    building it through the modelling classes takes longer than solving it."""
 
-    def __init__(self, variables: int) -> None:
-        self.step = variables
+    def __init__(self) -> None:
+        self.count = 1
         self.lower: list[float] = []
         self.upper: list[float] = []
         self.parts: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def add(self, weights: np.ndarray, lower: float, upper: float, step: float = 0.0) -> None:
-        flat = np.zeros(self.step + 1)
-        flat[: weights.size], flat[-1] = weights.ravel(), step
-        columns = np.flatnonzero(flat)
-        self.parts.append((columns, flat[columns]))
+    def variables(self, *shape: int) -> np.ndarray:
+        """New variables, as their numbers."""
+        first, self.count = self.count, self.count + math.prod(shape)
+        return np.arange(first, self.count).reshape(shape)
+
+    def add(self, terms: Sequence[tuple[np.ndarray, np.ndarray | float]], lower: float, upper: float = math.inf) -> None:
+        """A row: the sum of weights x variables is within the limits."""
+        self.parts.append((
+            np.concatenate([columns.ravel() for columns, _ in terms]),
+            np.concatenate([np.broadcast_to(weights, columns.shape).ravel() for columns, weights in terms]),
+        ))
         self.lower.append(lower)
         self.upper.append(upper)
 
-    def model(self, bounds: np.ndarray) -> mathopt.Model:
-        """``bounds``: the largest value of every variable but the step."""
-        proto, count = model_pb2.ModelProto(), self.step + 1
-        proto.variables.ids.extend(range(count))
-        proto.variables.lower_bounds.extend([0.0] * count)
-        proto.variables.upper_bounds.extend([*bounds.tolist(), math.inf])
-        proto.variables.integers.extend([False] * count)
+    def step(self, terms: Sequence[tuple[np.ndarray, np.ndarray | float]], seconds: float) -> None:
+        """The step takes no less than this sum and these seconds."""
+        self.add([(np.zeros(1, dtype=np.int64), 1.0), *((columns, -1.0 * weights) for columns, weights in terms)], seconds)
+
+    def model(self) -> mathopt.Model:
+        proto = model_pb2.ModelProto()
+        proto.variables.ids.extend(range(self.count))
+        proto.variables.lower_bounds.extend([0.0] * self.count)
+        proto.variables.upper_bounds.extend([math.inf] * self.count)
+        proto.variables.integers.extend([False] * self.count)
         proto.linear_constraints.ids.extend(range(len(self.parts)))
         proto.linear_constraints.lower_bounds.extend(self.lower)
         proto.linear_constraints.upper_bounds.extend(self.upper)
         matrix = proto.linear_constraint_matrix
         for row, (columns, values) in enumerate(self.parts):
+            order = np.argsort(columns)
             matrix.row_ids.extend([row] * len(columns))
-            matrix.column_ids.extend(columns.tolist())
-            matrix.coefficients.extend(values.tolist())
-        proto.objective.linear_coefficients.ids.append(self.step)
+            matrix.column_ids.extend(columns[order].tolist())
+            matrix.coefficients.extend(values[order].tolist())
+        proto.objective.linear_coefficients.ids.append(0)
         proto.objective.linear_coefficients.values.append(1.0)
         return mathopt.Model.from_model_proto(proto)
+
+
+class _Program(_Rows):
+    """The program of one schedule. A *part* [kind, rank] is a rank's first stage, all between, or its last one. Seconds are in
+    units of the longest class (``scale``)."""
+
+    def __init__(self, units: Intervals, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int) -> None:
+        super().__init__()
+        self.units, self.name, self.pp, self.microbatches = units, name, pp, microbatches
+        self.least, self.most = virtual_stages
+        self.chosen = [0, 2] if self.most == 2 else [0, 1, 2]  # of first, between, last
+        self.turns = name in V_SHAPED
+        self.classes, self.first, self.members = _classes(units)
+        self.scale = float(self.classes[:3].max()) or 1.0
+        self.amounts = self.variables(len(self.chosen), pp, len(self.members), units.ways)
+        self.seconds = self.variables(len(self.chosen), pp, 3)
+
+    def place(self) -> None:
+        """All units are somewhere, one or more in every stage, the first and the last at the ends; the seconds of every part."""
+        for number, count in enumerate(self.members.tolist()):
+            self.add([(self.amounts[:, :, number], 1.0)], count, count)
+        work, fewest = self.classes[:3] / self.scale, np.array([1, self.least - 2, 1])[self.chosen]
+        for kind, rank in np.ndindex(len(self.chosen), self.pp):
+            amounts = self.amounts[kind, rank]
+            self.add([(amounts, 1.0)], fewest[kind])
+            for column, seconds in zip(work, self.seconds[kind, rank, :, None], strict=True):
+                self.add([(amounts, column), (seconds, -1.0)], 0.0, 0.0)
+        self.add([(self.amounts[0, 0, self.first[0]], 1.0)], 1.0)
+        self.add([(self.amounts[-1, 0 if self.turns else -1, self.first[-1]], 1.0)], 1.0)
+
+    def time(self) -> None:
+        """The rows of ``cost.timeline.lower_bounds``; what many of them share is a variable."""
+        pp, m, split = self.pp, self.microbatches, self.name in SPLIT_BACKWARD
+        crossings = self.units.value, self.units.gradient
+        down, up = (float(x[1:-1].min()) / self.scale if self.units.count > 1 else 0.0 for x in crossings)
+        sends = 2 * pp - 2 if self.turns else self.least * pp - 1
+        ahead, back = self.seconds[:, :, :1], self.seconds[:, :, 1:2] if split else self.seconds[:, :, 1:]
+        forwards, backwards, slowest = self.variables(3, 1)
+        self.add([(forwards, 1.0), (ahead, -1.0)], 0.0)
+        self.add([(backwards, 1.0), (back, -1.0)], 0.0)
+        for kind, rank in np.ndindex(len(self.chosen), pp):
+            share = self.most - 2 if self.chosen[kind] == 1 else 1
+            for part in (ahead, back):
+                self.add([(slowest, share), (part[kind, rank], -1.0)], 0.0)
+        self.step([(forwards, 1.0), (backwards, 1.0), (slowest, m - 1)], sends * (down + up))
+        head, tail = self._sums(ahead[0], range(pp)), self._sums(back[0], range(pp))
+        behind = self._sums(back[-1], range(pp) if self.turns else range(pp)[::-1])
+        warm = warmup_forwards(self.name, pp, len(self.chosen), m).reshape(-1, pp)
+        for rank in range(pp):
+            own, after = self.seconds[:, rank], rank if self.turns else pp - 1 - rank
+            spent = np.zeros(own.shape)
+            spent[:, 0] = warm[:, rank]
+            if self.turns:
+                spent[-1, 0] = warm[-1, -1 - rank]
+            returned = [(forwards, 1.0), (behind[rank], 1.0)]
+            begins = [([(head[rank], 1.0)], 0.0, rank * down), (returned, spent, sends * down + after * up)]
+            for begin, done, seconds in begins:
+                last = [(tail[rank], 1.0)]
+                if split:
+                    self.step([*begin, (own, m - done)], seconds)
+                    self.step([*begin, (own, m * np.array([1.0, 1.0, 0.0]) - done), *last], seconds + rank * up)
+                else:
+                    self.step([*begin, (own, m - done), *last], seconds + rank * up)
+
+    def _sums(self, seconds: np.ndarray, order: Iterable[int]) -> np.ndarray:
+        """Variables [pp, 1]: at each rank the seconds [pp, k] of those before it in an order."""
+        sums, before = self.variables(self.pp, 1), None
+        for rank in order:
+            if before is not None:
+                self.add([(sums[rank], 1.0), (sums[before], -1.0), (seconds[before], -1.0)], 0.0)
+            before = rank
+        return sums
+
+    def transient(self) -> np.ndarray:
+        """Bytes of transients that a rank cannot avoid [pp]: of the least of its units, of the one that it must have."""
+        each = np.array([self.units.transient[:, i, i + 1].min() for i in range(self.units.count)])
+        least = np.full(self.pp, each[1:-1].min() if len(each) > 2 else 0.0)
+        least[0] = max(least[0], each[0])
+        end = 0 if self.turns else -1
+        least[end] = max(least[end], each[-1])
+        return least
+
+    def memory(self, room: np.ndarray) -> None:
+        """Every rank holds at its moments no more than ``room`` bytes."""
+        state, saved, pending = self.classes[3:]
+        for rank in range(self.pp):
+            for full, half in held(self.name, self.pp, self.microbatches, rank):
+                counts = np.array([full, half])[:, self.chosen, None, None]
+                bytes_ = (state + counts[0] * saved + counts[1] * pending) / room[rank]
+                if (bytes_.max(axis=(0, 2)) * self.members).sum() > 1.0:
+                    self.add([(self.amounts[:, rank], bytes_)], -math.inf, 1.0)
 
 
 def _classes(units: Intervals) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -129,34 +235,3 @@ def _classes(units: Intervals) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     keys = np.round(numbers / scale, 12).transpose(2, 0, 1).reshape(units.count, -1)
     _, where, inverse, members = np.unique(keys, axis=0, return_index=True, return_inverse=True, return_counts=True)
     return numbers[:, :, where].transpose(0, 2, 1), inverse.ravel(), members
-
-
-def _time_rows(units: Intervals, table: Table) -> list[tuple[np.ndarray, float]]:
-    """The rows of ``lower_bounds``: (coefficients of forward, backward input, backward weight per stage [S, 3], seconds)."""
-    m, split, stages = table.microbatches, table.name in SPLIT_BACKWARD, table.stages
-    ranks = np.array(table.stage_rank)
-    sends = np.concatenate([[0], np.cumsum(ranks[1:] != ranks[:-1])])  # transfers before each stage
-    down, up = (float(x[1:-1].min()) if units.count > 1 else 0.0 for x in (units.value, units.gradient))
-    ahead, back, work = np.array([1.0, 0, 0]), np.array([0, 1.0, 0 if split else 1]), np.ones(3)
-    through = np.tile(ahead + back, (stages, 1))
-    rows = []
-    for s in range(stages):
-        for slow in (ahead + back,) if table.name == "gpipe" else (ahead, back):
-            row = through.copy()
-            row[s] += (m - 1) * slow
-            rows.append((row, sends[-1] * (down + up)))
-    for rank in range(table.pp):
-        own = list(table.stages_of(rank))
-        head, tail, returned, spent = (np.zeros((stages, 3)) for _ in range(4))
-        head[: own[0]], tail[: own[0]] = ahead, back
-        returned += ahead
-        returned[own[-1] + 1 :] += back
-        for s, count in table.warmup(rank).items():
-            spent[s] = -count * ahead
-        begins = ((head, sends[own[0]] * down), (returned + spent, sends[-1] * down + (sends[-1] - sends[own[-1]]) * up))
-        for begin, seconds in begins:
-            for kind, end in ((work, not split), (ahead + back, True)):
-                row = begin + tail * end
-                row[own] += m * kind
-                rows.append((row, seconds + sends[own[0]] * up * end))
-    return rows

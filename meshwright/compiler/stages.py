@@ -133,13 +133,30 @@ def step_bound(
     return _several_bound(problem)
 
 
+def several_bound(
+    units: Sequence[Unit],
+    pp: int,
+    virtual_stages: tuple[int, int],
+    schedule: str,
+    microbatches: int,
+    capacity: Sequence[float],
+    *,
+    options: Sequence[Sequence[Unit]] = (),
+) -> float:
+    """As ``step_bound``, for any number of stages a rank from the first to the second of ``virtual_stages``, at least 2, at
+    once; needs no table."""
+    intervals = Intervals.of((units, *options), _positions(units))
+    packed = packing_bound(intervals, schedule, pp, microbatches)
+    return max(packed, fractional_bound(intervals, schedule, pp, virtual_stages, microbatches, np.asarray(capacity)))
+
+
 def _problem(
     ways: tuple[tuple[Unit, ...], ...], table: Table, virtual_stages: int, capacity: float | Sequence[float], overlap: bool
 ) -> _Problem:
     units = ways[0]
     if len({len(way) for way in ways}) != 1:
         raise StageError(f"every option must list the same {len(units)} units, got {[len(way) for way in ways[1:]]}")
-    positions = [0, *(i + 1 for i, u in enumerate(units[:-1]) if math.isfinite(u.value + u.gradient)), len(units)]
+    positions = _positions(units)
     if table.stages > len(positions) - 1:
         raise StageError(
             f"{table.name} with pp={table.pp} and virtual_stages={virtual_stages} needs {table.stages} stages, but the model "
@@ -149,6 +166,11 @@ def _problem(
     if not (room > 0).all():
         raise StageError(f"capacity must be bytes greater than 0 on every rank, got {capacity}")
     return _Problem(table, virtual_stages, Intervals.of(ways, positions), room, overlap, tuple(positions))
+
+
+def _positions(units: Sequence[Unit]) -> list[int]:
+    """Where cuts are allowed."""
+    return [0, *(i + 1 for i, u in enumerate(units[:-1]) if math.isfinite(u.value + u.gradient)), len(units)]
 
 
 @dataclass(frozen=True)
@@ -256,7 +278,8 @@ def _several_bound(problem: _Problem) -> float:
     """The bound with several stages a rank."""
     table, units = problem.table, problem.units
     packed = packing_bound(units, table.name, table.pp, table.microbatches)
-    return max(packed, fractional_bound(units, table, problem.capacity))
+    several = problem.virtual_stages, problem.virtual_stages
+    return max(packed, fractional_bound(units, table.name, table.pp, several, table.microbatches, problem.capacity))
 
 
 def _search(problem: _Problem, known: float = 0.0) -> _Found:
