@@ -19,7 +19,7 @@ import meshwright as mw
 from meshwright import planner
 from meshwright.compiler.chain import Chain, Solution
 from meshwright.compiler.problem import price
-from meshwright.footprint import footprint
+from meshwright.footprint import footprints
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
         price(chain, solution)
     each = (time.perf_counter() - start) / runs
     start = time.perf_counter()
-    footprint(plan, planner.rules_of(plan.graph)[0], 8.0)
+    footprints(plan, planner.rules_of(plan.graph)[0], 8.0)
     replay = time.perf_counter() - start
     print(f"{options.layers} layers, {len(plan.graph.ops)} operators, {len(chain.sequence)} positions: "
           f"{each * 1e3:.2f} ms to price, {replay:.2f} s to lower and replay")

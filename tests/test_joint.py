@@ -388,8 +388,10 @@ def test_what_a_stage_receives_counts() -> None:
     cases = {("1f1b", 1, 4): (0 + 1, 1 + 1), ("1f1b", 1, 32): (0 + 1, 1 + 1), ("interleaved1f1b", 2, 32): (2 + 3, 3 + 3)}
     for (schedule, virtual, count), received in cases.items():
         candidate = Candidate(2, virtual, schedule, 1, 1, count, 32 // count)
-        buffers = 4 * GIB - run.evaluator.room(candidate, placement)
-        assert buffers == pytest.approx([number * hidden for number in received]), candidate
+        beside = [received[0] * hidden, received[1] * hidden + count * placement.outputs]
+        assert 4 * GIB - run.evaluator.room(candidate, placement) == pytest.approx(beside), candidate
+    logits = next(graph.values[name] for name in graph.outputs if graph.values[name].shape)
+    assert placement.outputs == logits.bytes_ / 32
     best = run.evaluator.run(candidate, degrees_of(candidate, 1), 0, placement)
-    assert best.kinds["received"] in [pytest.approx(number * hidden) for number in received]
+    assert best.kinds["received and handed back"] in [pytest.approx(bytes_) for bytes_ in beside]
     assert sum(best.kinds.values()) == pytest.approx(max(best.memory))

@@ -17,6 +17,7 @@ OTHERS = (  # every model, level, split, recomputation and precision; the benchm
     ("gpt2-medium zero 3 full", "llama-110m selective", "mixtral tp 2 selective"),
     ("gpt2-small selective tp 2", "llama-110m zero 3 x4", "mixtral full", "vit tp 2 selective x4"),
 )
+PIPELINES = ("gpt2-small zb", "gpt2-small zbv", "gpt2-small pp 4 zero 3", "llama-110m pp 2 selective")
 
 
 def rows(*names: str) -> list[dict[str, Any]]:
@@ -45,4 +46,12 @@ def test_three_programs() -> None:
 def test_other_programs(names: tuple[str, ...]) -> None:
     found = rows(*names)
     assert len(found) == len(names)
+    check(found)
+
+
+@pytest.mark.slow
+def test_pipelines() -> None:
+    """Every pipeline rank, whole and split backwards, under ZeRO, recomputation and tensor parallelism."""
+    found = rows(*PIPELINES)
+    assert len(found) == 2 + 2 + 4 + 2
     check(found)

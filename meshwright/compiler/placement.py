@@ -8,6 +8,7 @@ is solved once for each such pair (``Placements.of``), on the folded graph, with
     Row.weight             the part of its backward seconds that makes gradients of weights (zero-bubble schedules run it apart)
     Row.uses               the parameters it reads and how; ``parameter_costs`` prices them for a mesh and a ZeRO level
     Placement.crossing     local bytes of what a stage boundary behind each position sends
+    Placement.outputs      local bytes of what a micro-batch hands back to the caller, who gets that of all micro-batches
 
 ``time_of`` and ``bound`` are seconds of all positions for one micro-batch: no pipeline of P ranks does M of them in less than
 M bound / P.
@@ -15,6 +16,7 @@ M bound / P.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,7 +36,7 @@ from meshwright.compiler.solve import solve
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import operator
-from meshwright.graph import Graph, Op, Value
+from meshwright.graph import Graph, Op, Value, refs
 from meshwright.mesh import Mesh
 from meshwright.pins import Pins
 from meshwright.plan import PlanError, Schedule
@@ -73,13 +75,14 @@ class Row:
 @dataclass(frozen=True)
 class Placement:
     """The solved placement. ``rows``; ``sequence``: the row of every position of the whole graph; ``crossing``: bytes behind
-    each; ``bound <= least seconds of a micro-batch <= seconds``."""
+    each; ``outputs``: bytes; ``bound <= least seconds of a micro-batch <= seconds``."""
 
     tensor: int
     samples: int
     rows: tuple[Row, ...]
     sequence: tuple[int, ...]
     crossing: tuple[float, ...]
+    outputs: float
     seconds: float
     bound: float
     decode: Callable[[Schedule], tuple[dict[str, dict[str, str]], dict[str, Sharding]]]
@@ -174,7 +177,8 @@ class _Reader:
         seconds = float(sum(times))
         slack = max(0.0, 1.0 - self.solution.gap - _LIGHT * 2)
         return Placement(
-            tensor, samples, tuple(rows), tuple(sequence), tuple(self._crossing()), seconds, seconds * slack, self.decode
+            tensor, samples, tuple(rows), tuple(sequence), tuple(self._crossing()), self._outputs(), seconds, seconds * slack,
+            self.decode,
         )
 
     # one position
@@ -262,6 +266,23 @@ class _Reader:
             total += sum(bytes_ for until, bytes_ in live.values() if until > n)
             crossing.append(float(total))
         return crossing
+
+    def _outputs(self) -> float:
+        graph, folded = self.owner.graph, self.owner.folded
+        wanted = {ref.name for ref in refs(graph.output_tree) if graph.values[ref.name].shape}
+        total = 0.0
+        for n, at in enumerate(folded.serves):
+            ops = folded.positions[n].ops(graph)
+            if not wanted.intersection(name for op in ops for name in op.outputs):
+                continue
+            model, serving = self.problem.model(at), self.problem.positions[self.problem.serves(at)].ops(folded.graph)
+            for i, op in enumerate(ops):
+                local = self._local(serving[i], model.placed[i][self.solution.choices[n][i]])[1]
+                total += sum(
+                    math.prod(shape) * graph.values[name].dtype.itemsize
+                    for name, shape in zip(op.outputs, local, strict=True) if name in wanted
+                )
+        return total
 
     def _bytes(self, model: Model, name: str, chosen: Sequence[int]) -> float:
         var, options = model.states[name]

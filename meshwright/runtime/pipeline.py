@@ -98,7 +98,7 @@ class _Leave(Function):
 
 class Part(nn.Module):
     """The inside of one stage. ``enters``, ``leaves``: what crosses (the last stage: the loss leaves); ``aside``: outputs that
-    are kept here, by micro-batch in ``results``."""
+    are kept here, put together in ``results``."""
 
     def __init__(
         self, stage: int, engine: Engine, enters: Sequence[Value], leaves: Sequence[Value], aside: Sequence[str],
@@ -111,7 +111,7 @@ class Part(nn.Module):
             self.units = engine.root
         self.microbatch = 0
         self.environments: Sequence[Mapping[str, Any]] = ()
-        self.results: dict[int, dict[str, Tensor]] = {}
+        self.results: Join | None = None
         of_units = {id(parameter) for parameter in self.parameters()}
         for number, tensor in enumerate(engine.tensors.values()):  # those of no unit: a split backward asks the stage for all
             if isinstance(tensor, nn.Parameter) and id(tensor) not in of_units:
@@ -122,22 +122,23 @@ class Part(nn.Module):
         """The stage's segments and units."""
         return self.engines[0]
 
-    def begin(self, environments: Sequence[Mapping[str, Any]]) -> None:
-        """What every micro-batch of the coming step reads of the prologue."""
-        self.environments, self.results = environments, {}
+    def begin(self, environments: Sequence[Mapping[str, Any]], results: Join) -> None:
+        """What every micro-batch of the coming step reads of the prologue, and where outputs go."""
+        self.environments, self.results = environments, results
 
-    def end(self) -> list[dict[str, Tensor]]:
-        """The outputs of every micro-batch; forgets the step."""
-        results = [self.results[m] for m in sorted(self.results)]
-        self.environments, self.results = (), {}
-        return results
+    def end(self) -> dict[str, Tensor]:
+        """The outputs of all micro-batches; forgets the step."""
+        found = self.results.values if self.results is not None else {}
+        self.environments, self.results = (), None
+        return found
 
     def forward(self, *entering: Tensor) -> tuple[Tensor, ...]:
         entered = {
             value.name: _Enter.apply(x) if value.differentiable else x for value, x in zip(self.enters, entering, strict=True)
         }
         found = self.engine.root(Environment({**self.environments[self.microbatch], **entered}))
-        self.results[self.microbatch] = {name: found[name].detach() for name in self.aside}
+        if self.results is not None:
+            self.results.add({name: found[name].detach() for name in self.aside})
         hung = [entered[value.name] for value in self.enters if value.differentiable]
         if not hung:  # what leaves takes part in the backward even if no weight here is trained
             hung = [torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())]
@@ -370,7 +371,7 @@ class Pipeline:
                 local_of(pair.copy).copy_(local_of(pair.original))
         environments = microbatches_of(self.program, values, seed)
         for part in self.parts:
-            part.begin(environments)
+            part.begin(environments, Join(self.program))
 
     def forward_backward(self) -> Tensor:
         """The schedule, and what stages do together after it: every gradient is in place when it returns the loss."""
@@ -389,8 +390,8 @@ class Pipeline:
                 _sum(local_of(parameter.grad), group)
         port, last = self.loss, self.parts[-1]
         assert port is not None
-        mine = [last.results[m][port.name] for m in sorted(last.results)] if last.stage == self.stages.last else []
-        return self._from(self.stages.stage_rank[-1], torch.stack(mine).sum(0) if mine else None, (), port.dtype)
+        mine = last.results.values[port.name] if last.results is not None and last.stage == self.stages.last else None
+        return self._from(self.stages.stage_rank[-1], mine, (), port.dtype)
 
     def forward(self) -> None:
         """Every micro-batch through this rank's stages, without gradients.
@@ -444,7 +445,7 @@ class Pipeline:
         numbers, without the loss."""
         found: dict[str, Tensor] = {}
         for part in self.parts:
-            found |= Join(self.program).all(part.end())
+            found |= part.end()
         mesh, made = self.program.mesh, self.stages.made
         for port in self.program.outputs:
             if port.name not in made:

@@ -42,8 +42,10 @@ def run_step(
         outputs = _forward_backward(engine, values, parameters(), seed)
     else:
         engine.set_microbatch(last=True)
-        batches = microbatches_of(program, values, seed)
-        outputs = Join(program).all(engine.root(Environment(batch)) for batch in batches)
+        join = Join(program)
+        for batch in microbatches_of(program, values, seed):
+            join.add(engine.root(Environment(batch)))
+        outputs = join.values
     if not torch.is_grad_enabled():
         engine.reshard()  # no backward will, and the parameters may be written before the next forward
     return outputs
@@ -68,28 +70,30 @@ def microbatches_of(program: Program, values: Mapping[str, Any], seed: tuple[int
 
 
 class Join:
-    """Outputs of micro-batches, put together as their ports say."""
+    """Outputs of micro-batches, put together as their ports say. What is joined along a dim lies there whole from the first one
+    on, so that it never takes twice its memory."""
 
     def __init__(self, program: Program) -> None:
         self.how = {port.name: port.time for port in program.outputs}
-        self.values: dict[str, list[Any]] = {}
+        self.count = program.microbatches
+        self.values: dict[str, Any] = {}
+        self._filled: dict[str, int] = {}
 
     def add(self, outputs: Mapping[str, Any]) -> None:
+        """Of the next micro-batch."""
         for name, value in outputs.items():
-            so_far = self.values.setdefault(name, [])
-            if self.how.get(name) is None:
-                so_far.clear()
-            elif self.how[name] == "sum" and so_far:
-                value = so_far.pop() + value
-            so_far.append(value)
+            how = self.how.get(name)
+            if isinstance(how, int) and self.count > 1:
+                self._append(name, value, how)
+            else:
+                self.values[name] = self.values[name] + value if how == "sum" and name in self.values else value
 
-    def all(self, each: Any = ()) -> dict[str, Any]:
-        for outputs in each:
-            self.add(outputs)
-        return {
-            name: torch.cat(parts, how) if isinstance(how := self.how.get(name), int) else parts[-1]
-            for name, parts in self.values.items()
-        }
+    def _append(self, name: str, value: Tensor, dim: int) -> None:
+        if name not in self.values:
+            self.values[name] = value.new_empty([n * self.count if d == dim else n for d, n in enumerate(value.shape)])
+        start = self._filled.get(name, 0)
+        self.values[name].narrow(dim, start, value.shape[dim]).copy_(value)
+        self._filled[name] = start + value.shape[dim]
 
 
 def _forward_backward(
@@ -111,11 +115,11 @@ def _forward_backward(
                 torch.autograd.backward(outputs[loss_name])
             join.add({name: value.detach() for name, value in outputs.items()})
             outputs.clear()
-        loss: Tensor = join.values[loss_name][-1]
+        loss: Tensor = join.values[loss_name]
         return loss.clone()
 
     loss: Tensor = Release.apply(run, *parameters)
-    return {**join.all(), loss_name: loss}
+    return {**join.values, loss_name: loss}
 
 
 class Release(Function):
