@@ -21,7 +21,7 @@ from meshwright.compiler.chain import Chain, Infeasible, Solution
 from meshwright.compiler.choices import Scope
 from meshwright.compiler.costs import Costs
 from meshwright.compiler.dead_end import nothing_runs
-from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on
+from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_dims
 from meshwright.compiler.evaluate import DoesNotFitError, Evaluation
 from meshwright.compiler.joint import Outcome
 from meshwright.compiler.microbatch import split_counts, split_time
@@ -59,7 +59,7 @@ DROPPED = (
 )
 """Pins that an error tries to do without, in this order."""
 HELD = 3
-"""So often a plan without a pipeline is held to the memory that its program needs."""
+"""So often a plan is held to the memory that its program needs."""
 SOLVE_SECONDS = 30.0
 """Limit of one solve; only a solve that it strikes may come out otherwise on another run."""
 
@@ -217,12 +217,10 @@ class _Search:
         return self.solve(Layout(mesh, roles), found.candidate.microbatches, pins).plan
 
     def _held(self, found: Evaluation, outcome: Outcome) -> Plan:
-        """The plan of an evaluation; without a pipeline it recomputes as much as its program needs to fit."""
+        """The plan of an evaluation, cut and recomputed so that its program fits. Raises OutOfMemoryError, DoesNotFitError."""
         room, scale, best = capacity(self.cluster), 1.0, None
         for _ in range(HELD):
             plan = plan_of(found, outcome, self.graph, self.rules, self.cluster, self.precision)
-            if plan.pipeline is not None:
-                return plan
             plan = with_footprint(plan, self.rules, self.state_bytes)
             need = float(plan.predicted["bytes_per_rank"])
             if need <= room and (best is None or plan.predicted["step_seconds"] < best.predicted["step_seconds"]):
@@ -231,7 +229,12 @@ class _Search:
                 break
             scale *= 0.995 * room / need
             assert outcome.again is not None
-            found = outcome.again(found, scale)
+            try:
+                found = outcome.again(found, scale)
+            except DoesNotFitError:
+                if best is None:
+                    raise
+                break
         if best is None:
             raise OutOfMemoryError.of(need, {}, plan.mesh, plan.schedule.microbatches, self.cluster)
         return best
@@ -376,10 +379,8 @@ class _Search:
         graph, classes = self.graph, self.classes
         passed = handed_on(graph)
         batch = classes.of(batch_inputs(graph).items())
-        sequence = classes.of((name, 1) for name in passed if len(graph.values[name].shape) >= 3)
-        return Scope(
-            graph, layout.mesh, layout.roles, pins, classes, batch, sequence - batch, frozenset(passed), microbatches
-        )
+        sequence = classes.of(sequence_dims(graph, passed, classes, batch).items())
+        return Scope(graph, layout.mesh, layout.roles, pins, classes, batch, sequence, frozenset(passed), microbatches)
 
     def explain(self, error: OutOfMemoryError, pins: Pins) -> OutOfMemoryError:
         """The error with the nearest change that would fit: a pin dropped, a smaller batch, more devices."""

@@ -18,7 +18,9 @@ def _unary(name: str) -> Maker:
     extra: tuple[Any, ...] = {"clamp": (0.3, 0.6), "clamp_min": (0.5,), "clamp_max": (0.5,), "threshold": (0.5, 0.0)}.get(
         name, ()
     )
-    if name in ("conj", "resolve_conj", "resolve_neg"):
+    if name == "imag":
+        return lambda: [s(c(4, 8))]
+    if name in ("conj", "conj_physical", "real", "resolve_conj", "resolve_neg"):
         return lambda: [s(c(4, 8)), s(r(4, 8))]
     return lambda: [s(r(4, 8), *extra)]
 
@@ -107,6 +109,7 @@ def _matmul() -> dict[str, Maker]:
         "bmm.default": lambda: [s(n(4, 2, 8), n(4, 8, 6))],
         "mv.default": lambda: [s(n(4, 8), n(8))],
         "dot.default": lambda: [s(n(8), n(8))],
+        "vdot.default": lambda: [s(n(8), n(8))],
         "outer.default": lambda: [s(n(4), n(8))],
         "addmm.default": lambda: [
             s(n(4), n(4, 8), n(8, 4)),
@@ -168,6 +171,7 @@ def _views() -> dict[str, Maker]:
         "adjoint.default": lambda: [s(n(2, 4, 8))],
         "movedim.intlist": lambda: [s(n(4, 2, 8), (0, 1), (-1, 0))],
         "movedim.int": lambda: [s(n(4, 2, 8), 0, 2)],
+        "diagonal.default": lambda: [s(n(4, 8)), s(n(4, 2, 8), 1, 2, 0)],
         "unsqueeze.default": lambda: [s(n(4, 8), 1), s(n(4, 8), -1)],
         "squeeze.default": lambda: [s(n(4, 1, 2))],
         "squeeze.dim": lambda: [s(n(4, 1, 2), 1), s(n(4, 2), 0)],

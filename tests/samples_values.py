@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.samples import F64, I64, Maker, Sample, b, i, n, r, s
+from tests.samples import F64, I64, Maker, Sample, b, c, i, n, r, s
 
 
 def _normalization() -> dict[str, Maker]:
@@ -31,6 +31,7 @@ def _normalization() -> dict[str, Maker]:
         "native_layer_norm.default": lambda: [s(n(4, 2, 8), (8,), n(8), n(8), 1e-5), s(n(4, 8), (8,), None, None, 1e-5)],
         "rms_norm.default": lambda: [s(n(4, 2, 8), (8,), n(8), 1e-5)],
         "_fused_rms_norm.default": lambda: [s(n(4, 2, 8), (8,), n(8), 1e-5)],
+        "_weight_norm.default": lambda: [s(n(4, 2, 8), r(4, 1, 1)), s(n(4, 2, 8), r(1, 1, 8), 2)],
         "group_norm.default": lambda: [s(n(4, 8, 3), 4, n(8), n(8)), s(n(4, 8), 2)],
         "native_group_norm.default": lambda: [s(n(4, 8, 3), n(8), n(8), 4, 8, 3, 4, 1e-5)],
         "instance_norm.default": lambda: [
@@ -145,6 +146,15 @@ def _reductions() -> dict[str, Maker]:
         **{f"{name}.default": dim_only for name in ("cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "glu")},
         "sort.stable": lambda: [s(n(4, 8), stable=True, dim=0)],
         "topk.default": lambda: [s(n(4, 8), 3), s(n(4, 8), 4, 0)],
+        **{f"fft_{name}.default": lambda: [s(n(4, 2, 8)), s(n(4, 8), 6, 0)] for name in ("fft", "ifft", "rfft")},
+        **{f"fft_{name}.default": lambda: [s(n(4, 2, 8))] for name in ("fft2", "ifft2", "rfft2")},
+        **{f"fft_{name}.default": lambda: [s(n(4, 2, 8), dim=(1,))] for name in ("fftshift", "ifftshift")},
+        **{
+            f"fft_{name}.default": lambda: [s(n(4, 2, 8), dim=(1, 2)), s(n(4, 8), (6,)), s(n(4, 8))]
+            for name in ("fftn", "ifftn", "rfftn")
+        },
+        "fft_irfft.default": lambda: [s(c(4, 5), 8)],
+        **{f"fft_{name}.default": lambda: [s(c(4, 2, 5), (2, 8))] for name in ("irfft2", "irfftn")},
     }
 
 
@@ -169,7 +179,14 @@ def _loss() -> dict[str, Maker]:
             s(n(8, 8), i(8, 8), 3, 0.0),
             s(n(2, 6, 7), i(7, 2, 6), -1, 0.2),
         ],
-        "cross_entropy_loss.default": lambda: [s(n(4, 8), i(8, 4))],
+        "cross_entropy_loss.default": lambda: [
+            s(n(4, 8), i(8, 4)),
+            s(n(4, 8, 2), i(8, 4, 2), None, 0, 3, 0.1),
+            s(n(4, 8), i(8, 4), r(8), 0, fixed=(2,)),
+            s(n(4, 8, 2), r(4, 8, 2), None, 0, fixed=(1,)),
+        ],
+        **{f"nll_loss{nd}.default": lambda: [s(n(4, 8), i(8, 4), None, 0), s(n(4, 8), i(8, 4))] for nd in ("", "_nd")},
+        "nll_loss2d.default": lambda: [s(n(4, 8, 2, 2), i(8, 4, 2, 2), None, 0), s(n(4, 8, 2, 2), i(8, 4, 2, 2))],
         "nll_loss_forward.default": lambda: [s(n(4, 8), i(8, 4), None, 1, -100)],
         "nll_loss2d_forward.default": lambda: [s(n(4, 8, 2, 2), i(8, 4, 2, 2), None, 1, -100)],
         **{
@@ -285,4 +302,28 @@ def _random() -> dict[str, Maker]:
     }
 
 
-TABLES = _normalization, _attention, _indexing, _reductions, _loss, _convolution, _factories, _random
+def _recurrent() -> dict[str, Maker]:
+    def weights(gates: int) -> list[Tensor]:
+        return [n(2 * gates, 3), n(2 * gates, 2), n(2 * gates), n(2 * gates)]
+
+    def layers(gates: int) -> Maker:
+        def states(samples: int) -> Any:
+            return [n(1, samples, 2), n(1, samples, 2)] if gates == 4 else n(1, samples, 2)
+
+        numbers = (True, 1, 0.0, True, False)
+        return lambda: [
+            s(n(4, 2, 3), states(4), weights(gates), *numbers, True),
+            s(n(2, 6, 3), states(6), weights(gates), *numbers, False),
+        ]
+
+    def cell(gates: int) -> Maker:
+        return lambda: [s(n(4, 3), [n(4, 2), n(4, 2)] if gates == 4 else n(4, 2), *weights(gates))]
+
+    gates = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+    return {
+        **{f"{name}.input": layers(count) for name, count in gates.items()},
+        **{f"{name}_cell.default": cell(count) for name, count in gates.items()},
+    }
+
+
+TABLES = _normalization, _attention, _indexing, _reductions, _loss, _convolution, _factories, _random, _recurrent

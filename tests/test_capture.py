@@ -390,11 +390,47 @@ def test_cross_entropy(loss):
     assert not {"aten.reshape.default", "aten.transpose.int", "aten.permute.default"} & set(targets(graph))
 
 
-@pytest.mark.parametrize("options", [{"weight": torch.ones(5)}, {"reduction": "none"}], ids=["weighted", "none"])
-def test_other_cross_entropies_stay(options):
+@pytest.mark.parametrize("options", [
+    {"reduction": "none"}, {"weight": torch.rand(5)}, {"weight": torch.rand(5), "reduction": "sum"},
+    {"weight": torch.rand(5), "ignore_index": 3, "label_smoothing": 0.1},
+], ids=["none", "weighted", "weighted sum", "smoothed"])
+def test_other_cross_entropies_stay_losses_of_labels(options):
     model = Losses(lambda y, t: F.cross_entropy(y.transpose(1, 2), t, **options).mean())
     graph = equal(model, (torch.randn(2, 3, 4), torch.tensor([[0, 1, 2], [3, 4, 2]])))
-    assert "mw.cross_entropy" not in targets(graph)
+    (op,) = [op for op in graph.ops if "cross_entropy" in op.target]
+    assert graph.values[op.outputs[0]].shape == (2, 3)
+
+
+def test_a_cross_entropy_of_probabilities():
+    model = Losses(lambda y, t: F.cross_entropy(y.transpose(1, 2), t.transpose(1, 2).softmax(1), label_smoothing=0.1))
+    graph = equal(model, (torch.randn(2, 3, 4), torch.randn(2, 3, 5)))
+    (op,) = [op for op in graph.ops if "cross_entropy" in op.target]
+    assert graph.values[op.outputs[0]].shape == (2, 3)
+
+
+@pytest.mark.parametrize("pick", [
+    lambda y: y[torch.arange(2), torch.tensor([2, -1])], lambda y: y[torch.arange(2)[:, None], torch.tensor([[0, 2], [1, 1]])],
+    lambda y: y[..., 0][torch.arange(2), y.argmax(-1)[:, 0].int() % 3],
+], ids=["one", "some", "computed"])
+def test_places_of_every_sample_are_gathered(pick):
+    graph = equal(Losses(lambda y, t: (pick(y) * 1.0).square().sum()), (torch.randn(2, 3, 4), torch.zeros(2)))
+    assert "aten.gather.default" in targets(graph)
+    assert "aten.index.Tensor" not in targets(graph)
+
+
+@pytest.mark.parametrize("pick", [
+    lambda y: y[torch.arange(2), torch.arange(3)[:, None]], lambda y: y[torch.arange(2).flip(0), torch.tensor([2, 1])],
+    lambda y: y.transpose(0, 1)[torch.arange(2), torch.tensor([1, 1])],
+], ids=["crossed", "turned", "not all"])
+def test_other_look_ups_stay(pick):
+    model = Losses(lambda y, t: pick(y).square().sum())
+    assert "aten.index.Tensor" in targets(equal(model, (torch.randn(2, 3, 4), torch.zeros(2))))
+
+
+def test_what_lends_its_shape_is_not_read():
+    model = Losses(lambda y, t: (y * torch.ones_like(y) + y.new_full((5,), 2.0) + torch.full_like(t, 3)).sum())
+    graph = equal(model, (torch.randn(2, 3, 4), torch.zeros(2, 3, 1)))
+    assert targets(graph)["aten.full.default"] == 3
 
 
 @pytest.mark.parametrize("loss", [
@@ -644,3 +680,32 @@ class TestErrors:
 
         with pytest.raises(CaptureError, match="cond"):
             capture(nn.Sequential(Cond()), (torch.randn(2, 4),), {})
+
+
+class Moments(nn.Module):
+    """Buffers that the forward updates: one kept for the backward, one kept as a view, one that is moved into another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("keys", torch.randn(6, 4))
+        self.register_buffer("old", torch.zeros(6, 4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.head(x)
+        y = (h * self.scale.clone()) @ self.keys.clone().t()
+        with torch.no_grad():
+            self.old.copy_(self.keys)
+            self.keys.copy_(torch.cat([h, self.keys[: -h.shape[0]].clone()]))
+            self.scale.mul_(0.9).add_(h.mean(0))
+            self.calls += 1
+        return y.square().sum()
+
+
+def test_buffers_that_are_updated_are_read_before():
+    graph = equal(Moments(), (torch.randn(2, 4),))
+    copies = {op.inputs[0] for op in graph.ops if op.target == "aten.clone.default"}
+    assert copies == {"b_scale", "b_keys"}
+    assert graph.ops[0].target == graph.ops[1].target == "aten.clone.default"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.compiler.choices import Scope, choices
-from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on
+from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_dims
 from meshwright.cost.cluster import Cluster
 from meshwright.facts import facts_of
 from meshwright.graph import Graph, Op
@@ -25,8 +25,8 @@ def scope_of(graph: Graph, mesh: Mesh, roles: Mapping[str, str], pins: Pins, mic
     classes = DimClasses(graph, rules_of(graph)[0])
     batch = classes.of(batch_inputs(graph).items())
     passed = handed_on(graph)
-    sequence = classes.of((name, 1) for name in passed if len(graph.values[name].shape) >= 3)
-    return Scope(graph, mesh, roles, pins, classes, batch, sequence - batch, frozenset(passed), microbatches)
+    sequence = classes.of(sequence_dims(graph, passed, classes, batch).items())
+    return Scope(graph, mesh, roles, pins, classes, batch, sequence, frozenset(passed), microbatches)
 
 
 def open_to(graph: Graph, op: Op, roles: Mapping[str, str], pins: Pins = Pins(), size: int = 2) -> list[dict[str, str]]:  # noqa: B008
@@ -96,6 +96,21 @@ def test_a_sequence_that_tp_does_not_divide() -> None:
     op = graph.ops[graph.producers[handed_on(graph)[0]]]
     with pytest.raises(PinError, match=r"sequence of length 1 .* cannot be split over tp=2"):
         open_to(graph, op, {"tp": "tp"}, Pins(sequence_parallel=True, tp=2))
+
+
+def test_the_sequence_is_the_first_dim_but_the_batch() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = Stack(2, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.stack(x.transpose(0, 1))
+
+    graph = graph_of(Turned(), 4, 6, 16)
+    for name in handed_on(graph):
+        on = open_to(graph, graph.ops[graph.producers[name]], {"tp": "tp"}, Pins(sequence_parallel=True, tp=2))
+        assert [a["tp"] for a in on] == ["dim0"]
 
 
 def test_a_pinned_tensor_is_read_so() -> None:

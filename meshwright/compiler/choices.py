@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshwright.compiler.dims import Dim, DimClasses
+from meshwright.compiler.dims import Dim, DimClasses, sequence_dims
 from meshwright.cost.operators import operator
 from meshwright.graph import Graph, Op
 from meshwright.mesh import Mesh
@@ -187,14 +187,15 @@ def _forced(found: list[dict[str, str]], factors: set[str], scope: Scope, role: 
 def _sequence_between_blocks(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:
     """Sequence parallelism pinned: what blocks hand on is split over tp along the sequence."""
     axes = [axis for axis in scope.mesh.axes if scope.roles[axis] == "tp"]
+    where = sequence_dims(scope.graph, scope.handed_on.intersection(op.outputs), scope.classes, scope.batch)
     for name, dims in zip(op.outputs, rule.results, strict=True):
-        if name not in scope.handed_on or len(dims) < 3 or not axes or dims[1] is None:
+        if name not in where or not axes or (factor := dims[where[name]]) is None:
             continue  # a sequence that the operator itself keeps whole is split where it is read next
-        kept = [a for a in found if all(a.get(axis) == dims[1] for axis in axes)]
+        kept = [a for a in found if all(a.get(axis) == factor for axis in axes)]
         if not kept:
-            shape = scope.graph.values[name].shape
+            length = scope.graph.values[name].shape[where[name]]
             raise PinError(
-                f"pin sequence_parallel=True: the sequence of length {shape[1]} that {op.target} of {op.module or 'the model'} "
+                f"pin sequence_parallel=True: the sequence of length {length} that {op.target} of {op.module or 'the model'} "
                 f"hands on cannot be split over tp={scope.mesh.size(axes)}; use a length that tp divides, or drop the pin"
             )
         found = kept

@@ -1,7 +1,7 @@
 """What the dims of a graph are: batch, sequence - by where they come from, never by name.
 
 Dims that one factor joins inside an operator belong together; the classes of that relation follow a dim through the whole
-graph. The *batch* is the class of dim 0 of the inputs, the *sequence* the class of dim 1 of what blocks hand on.
+graph. The *batch* is the class of dim 0 of the inputs, the *sequence* the class of the first other dim of what blocks hand on.
 """
 
 from __future__ import annotations
@@ -76,3 +76,14 @@ def handed_on(graph: Graph) -> list[str]:
             if where.get(name, inside) != inside and value.differentiable and value.shape in enters[where[name]]:
                 result.append(name)
     return list(dict.fromkeys(result))
+
+
+def sequence_dims(graph: Graph, passed: Iterable[str], classes: DimClasses, batch: frozenset[Dim]) -> dict[str, int]:
+    """{value with three dims or more: its sequence}: the first dim that is not the batch's, the last left out."""
+    found: dict[str, int] = {}
+    for name in passed:
+        ndim = len(graph.values[name].shape)
+        dim = next((dim for dim in range(ndim - 1) if classes.find((name, dim)) not in batch), None)
+        if ndim >= 3 and dim is not None:
+            found[name] = dim
+    return found

@@ -6,10 +6,11 @@
     unmerge_batches                                          (``batches``) batch products on the dims of their batch
     merge_reshapes, split_before_permute, sink_expands       (``movement``) dims that were merged or expanded too early
     linear_nd, absorb_repeat_kv, normalize_batch_norm,       (``patterns``) composite operators
-    normalize_cross_entropy, reduce_losses
+    normalize_cross_entropy, reduce_losses, gather_by_sample
     fuse_projections                                         (``projections``) several projections in one weight
     simplify_masks                                           (``masks``) attention masks that are known before the run
     mark_differentiable                                      (``rewrite``) what a gradient flows through
+    keep_old_values                                          (``buffers``) copies of buffers that are updated
 
 Everything is functional here, so copies that only change strides (``contiguous``, ``clone``) are no-ops, and ``view`` is
 ``reshape``.
@@ -26,10 +27,12 @@ from typing import Any
 import torch
 
 from meshwright.compiler.batches import unmerge_batches
+from meshwright.compiler.buffers import keep_old_values
 from meshwright.compiler.masks import simplify_masks
 from meshwright.compiler.movement import merge_reshapes, sink_expands, split_before_permute
 from meshwright.compiler.patterns import (
     absorb_repeat_kv,
+    gather_by_sample,
     linear_nd,
     normalize_batch_norm,
     normalize_cross_entropy,
@@ -62,6 +65,10 @@ RENAMED: Mapping[str, str] = {
     "aten.slice_copy.Tensor": "aten.slice.Tensor", "aten.swapaxes.default": "aten.transpose.int",
     "aten.concat.default": "aten.cat.default",
 }
+FILLS: Mapping[str, int | float | None] = {  # what stands in them; None: it is the second argument
+    "aten.zeros_like.default": 0, "aten.ones_like.default": 1, "aten.empty_like.default": 0, "aten.full_like.default": None,
+    "aten.new_zeros.default": 0, "aten.new_ones.default": 1, "aten.new_empty.default": 0, "aten.new_full.default": None,
+}
 DROPPED_KWARGS = frozenset({"device", "pin_memory", "layout", "non_blocking", "memory_format"})
 DIM_ARGUMENTS = frozenset({"dim", "dims", "dim0", "dim1"})
 ONE_MORE_DIM = frozenset({"aten.unsqueeze.default", "aten.stack.default"})
@@ -76,7 +83,8 @@ def clean(graph: Graph) -> Graph:
 NORMALIZATIONS: tuple[Pass, ...] = (
     clean, merge_reshapes, normalize_batch_norm, absorb_repeat_kv, linear_nd, merge_reshapes, fuse_projections,
     merge_reshapes, unmerge_batches, merge_reshapes, split_before_permute, merge_reshapes, simplify_masks, sink_expands,
-    normalize_cross_entropy, merge_reshapes, reduce_losses, mark_differentiable,
+    normalize_cross_entropy, merge_reshapes, reduce_losses, gather_by_sample, mark_differentiable,
+    keep_old_values,
 )
 
 
@@ -103,7 +111,10 @@ def _clean_op(op: Op, edit: Edit) -> Iterable[Op] | None:
         edit.replace(op.outputs[0], same.name)
         return ()
     out = edit.values[op.outputs[0]]
-    if target in RESHAPES:
+    if target in FILLS:  # the operand lends its shape and dtype alone
+        value = FILLS[target] if FILLS[target] is not None else op.args[1 if target.endswith("_like.default") else 2]
+        op = replace(op, target="aten.full.default", args=(out.shape, value), kwargs=(("dtype", out.dtype),))
+    elif target in RESHAPES:
         op = replace(op, target="aten.reshape.default", args=(op.args[0], out.shape), kwargs=())
     elif target in EXPANDS:
         op = replace(op, target="aten.expand.default", args=(op.args[0], out.shape), kwargs=())

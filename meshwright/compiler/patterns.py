@@ -5,7 +5,9 @@
     normalize_batch_norm      any batch norm in training   =>   (out, mean, var) = mw.batch_norm(...), the statistics mutated
     normalize_cross_entropy   cross_entropy_loss, nll_loss of log_softmax on class indices, mean or sum
                               =>   (sum, count) = mw.cross_entropy(logits [*b, v], labels [*b], ignore, smoothing); sum / count
-    reduce_losses             an elementwise loss (mse_loss, ..) and its reduction   =>   the losses; their mean or sum
+    reduce_losses             an elementwise loss (mse_loss, .., a weighted or soft cross entropy) and its reduction
+                              =>   the losses; their mean or sum
+    gather_by_sample          x[arange(b), i], a place or some of every sample   =>   gather along the dim after the sample's
 """
 
 from __future__ import annotations
@@ -244,6 +246,8 @@ def reduce_losses(graph: Graph) -> Graph:
 
 
 def _reduced_loss(op: Op, edit: Edit) -> Iterable[Op] | None:
+    if op.target == "aten.cross_entropy_loss.default":
+        return _reduced_entropy(op, edit)
     if op.target not in REDUCTIONS:
         return None
     at, named = REDUCTIONS[op.target], dict(op.kwargs)
@@ -256,3 +260,75 @@ def _reduced_loss(op: Op, edit: Edit) -> Iterable[Op] | None:
     dtype = edit.values[op.outputs[0]].dtype
     each = edit.op(op, op.target, (*before, 0, *op.args[at + 1 :]), shape, dtype, tuple(named.items()))
     return each, replace(op, target=reduce, args=(Ref(each.outputs[0]),), kwargs=())
+
+
+def _reduced_entropy(op: Op, edit: Edit) -> Iterable[Op] | None:
+    """A mean over class indices is one by the weights of the classes of the labels that count."""
+    logits, labels, weight, reduction, ignore, smoothing = arguments(op, None, None, None, 1, -100, 0.0)
+    soft, dtype = edit.dtype(labels).is_floating_point, edit.values[op.outputs[0]].dtype
+    if reduction not in (1, 2) or len(edit.shape(logits)) < 2 or not (soft or weight is not None):
+        return None
+    shape = (edit.shape(logits)[0], *edit.shape(logits)[2:])
+    each = edit.op(op, op.target, (logits, labels, weight, 0, ignore, smoothing), shape, dtype)
+    if soft or reduction == 2:
+        target = "aten.mean.default" if reduction == 1 else "aten.sum.default"
+        return each, replace(op, target=target, args=(Ref(each.outputs[0]),), kwargs=())
+    kind = edit.dtype(weight)
+    total = edit.op(op, "aten.sum.default", (Ref(each.outputs[0]),), (), dtype)
+    ignored = edit.op(op, "aten.eq.Scalar", (labels, ignore), shape, torch.bool)
+    known = edit.op(op, "aten.masked_fill.Scalar", (labels, Ref(ignored.outputs[0]), 0), shape, edit.dtype(labels))
+    weights = edit.op(op, "aten.index.Tensor", (weight, (Ref(known.outputs[0]),)), shape, kind)
+    counted = edit.op(op, "aten.masked_fill.Scalar", (Ref(weights.outputs[0]), Ref(ignored.outputs[0]), 0), shape, kind)
+    count = edit.op(op, "aten.sum.default", (Ref(counted.outputs[0]),), (), kind)
+    mean = replace(op, target="aten.div.Tensor", args=(Ref(total.outputs[0]), Ref(count.outputs[0])), kwargs=())
+    return each, total, ignored, known, weights, counted, count, mean
+
+
+# ------------------------------------------------------------------------------------------------------------------ look-ups
+ARANGES = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
+
+
+def gather_by_sample(graph: Graph) -> Graph:
+    """Look-ups by sample as gathers, so that the samples pass through."""
+    return eliminate_dead_code(rewrite(graph, _by_sample))
+
+
+def _by_sample(op: Op, edit: Edit) -> Iterable[Op] | None:
+    if op.target != "aten.index.Tensor" or len(op.args[1]) != 2 or None in op.args[1]:
+        return None
+    x, (rows, places) = op.args
+    shape, found, dtype = edit.shape(x), edit.shape(places), edit.dtype(places)
+    integer = not dtype.is_floating_point and dtype not in (torch.bool, torch.uint8)
+    if not _counts(rows, shape[0], edit) or found[:1] != shape[:1] or len(found) != len(edit.shape(rows)) or not integer:
+        return None
+    wide = (*(*found, 1)[:2], *shape[2:])
+    ops: list[Op] = []
+
+    def then(target: str, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
+        kwargs = (("dtype", dtype),) if target == "aten._to_copy.default" else ()
+        ops.append(edit.op(op, target, args, shape, dtype, kwargs))
+        return Ref(ops[-1].outputs[0])
+
+    at = places if dtype == torch.int64 else then("aten._to_copy.default", (places,), found, torch.int64)
+    below = then("aten.lt.Scalar", (at, 0), found, torch.bool)
+    from_end = then("aten.add.Tensor", (at, shape[1]), found, torch.int64)
+    at = then("aten.where.self", (below, from_end, at), found, torch.int64)
+    thin = (*wide[:2], *(1,) * len(shape[2:]))
+    at = at if found == thin else then(RESHAPE, (at, thin), thin, torch.int64)
+    at = at if wide == thin else then("aten.expand.default", (at, wide), wide, torch.int64)
+    picked = then("aten.gather.default", (x, 1, at), wide, edit.dtype(x))
+    if len(found) == 2:
+        edit.replace(op.outputs[0], picked.name)
+        return ops
+    return (*ops, replace(op, target=RESHAPE, args=(picked, edit.values[op.outputs[0]].shape), kwargs=()))
+
+
+def _counts(rows: Ref, samples: int, edit: Edit) -> bool:
+    """Whether a value is 0, 1, .. samples - 1, as a vector or a column."""
+    if edit.shape(rows) == (samples, 1):
+        turned = edit.made_by(rows, RESHAPE, "aten.unsqueeze.default")
+        rows = turned.args[0] if turned else rows
+    made = edit.made_by(rows, *ARANGES)
+    if made is None or edit.shape(rows) != (samples,):
+        return False
+    return made.target == ARANGES[0] or (made.args[0] == 0 and made.args[2:] in ((), (1,)))

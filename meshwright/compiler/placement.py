@@ -28,7 +28,7 @@ from meshwright.compiler.chain import BlockModel, Chain, Infeasible, Solution
 from meshwright.compiler.choices import Scope
 from meshwright.compiler.costs import RESOURCES, SAVED, Costs, Variant, Vector, local_shapes
 from meshwright.compiler.dead_end import nothing_runs
-from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on
+from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_dims
 from meshwright.compiler.folding import Folded, fold
 from meshwright.compiler.microbatch import split_time
 from meshwright.compiler.problem import Problem
@@ -136,9 +136,9 @@ class Placements:
         graph = self.folded.graph
         passed = handed_on(graph)
         batch = self._classes.of(batch_inputs(graph).items())
-        sequence = self._classes.of((name, 1) for name in passed if len(graph.values[name].shape) >= 3)
+        sequence = self._classes.of(sequence_dims(graph, passed, self._classes, batch).items())
         roles = {DATA: "dp", TENSOR: "tp"}
-        return Scope(graph, mesh, roles, self.pins, self._classes, batch, sequence - batch, frozenset(passed), count)
+        return Scope(graph, mesh, roles, self.pins, self._classes, batch, sequence, frozenset(passed), count)
 
     def _stretched(self, chain: Chain) -> Chain:
         """The chain of the whole graph, without recomputation: with memory unlimited none pays."""

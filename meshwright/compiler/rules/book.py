@@ -25,7 +25,7 @@ from meshwright.rule import Localize, OpRule, RuleError
 
 TABLES = (
     "pointwise", "matmul", "views", "joining", "normalization", "attention", "indexing", "reductions", "loss", "convolution",
-    "factories", "random",
+    "factories", "random", "recurrent",
 )
 """Modules of this folder, each with a table ``RULES`` of target -> declaration."""
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from meshwright.compiler.rules.book import Declaration, declare
-from meshwright.compiler.rules.call import Call, Rewritten, broadcast_dims, numel, rewrite, words
+from meshwright.compiler.rules.call import Call, Rewritten, broadcast_dims, dims_of, numel, rewrite, words
 from meshwright.graph import Op
 from meshwright.rule import Factor, Local, OpRule, Traffic
 
@@ -45,6 +45,18 @@ def _elementwise_loss(call: Call) -> OpRule:
     return call.rule([broadcast_dims(operand.shape, shape, factors) for operand in call.operands], [[]])
 
 
+def _class_loss(call: Call) -> OpRule:
+    """A loss per label, classes whole: ``[n, c, *d]`` and labels ``[n, *d]``, or probabilities like the logits. One that is
+    reduced as well stays whole."""
+    x, labels = call["self"], call["target"]
+    if call["reduction"] != NONE or x.ndim < 2:
+        return call.whole()
+    dims = dims_of(x, 1)
+    each = [dims[0], *dims[2:]]
+    weight: list[list[Factor | None]] = [[None]] * (len(call.operands) - 2)
+    return call.rule([dims, dims if labels.ndim == x.ndim else each, *weight], [each])
+
+
 def _whole(call: Call) -> OpRule:
     return call.whole()
 
@@ -52,11 +64,12 @@ def _whole(call: Call) -> OpRule:
 ELEMENTWISE = words(
     "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div"
 )
+CLASSES = words("cross_entropy_loss nll_loss nll_loss2d nll_loss_nd")
 
 RULES: Mapping[str, Declaration] = {
     "mw.cross_entropy": declare(_cross_entropy),
     "mw.valid_count": declare("*b -> ()"),
-    "aten.cross_entropy_loss.default": declare(_whole),
+    **{f"aten.{name}.default": declare(_class_loss) for name in CLASSES},
     "aten.nll_loss_forward.default": declare(_whole),
     "aten.nll_loss2d_forward.default": declare(_whole),
     **{f"aten.{name}.default": declare(_elementwise_loss) for name in ELEMENTWISE},

@@ -145,6 +145,7 @@ RULES: Mapping[str, Declaration] = {
     "aten.bmm.default": declare("b m k, b k n -> b m n"),
     "aten.mv.default": declare("m k, k -> m"),
     "aten.dot.default": declare("k, k -> ()"),
+    "aten.vdot.default": declare("k, k -> ()"),
     "aten.outer.default": declare("m, n -> m n"),
     "aten.addmm.default": declare(_product_plus("m k, k n -> m n"), _scaled_beta),
     "aten.baddbmm.default": declare(_product_plus("b m k, b k n -> b m n"), _scaled_beta),

@@ -47,6 +47,13 @@ def _instance_norm(call: Call) -> OpRule:
     return call.rule([dims, *(["c"] for _ in call.operands[1:])], [dims])
 
 
+def _weight_norm(call: Call) -> OpRule:
+    """Every slice along ``dim`` scaled to a length of its own."""
+    direction, length = call["v"], call["g"]
+    dims: list[Factor | None] = ["n" if i == call["dim"] % direction.ndim else None for i in range(direction.ndim)]
+    return call.rule([dims, [f if size > 1 else None for f, size in zip(dims, length.shape, strict=True)]], [dims])
+
+
 def _group_norm_local(op: Op, local: Local) -> Rewritten:
     parts = local.mesh.size(local.axes_of("c"))
     if op.target == "aten.group_norm.default":
@@ -102,6 +109,7 @@ RULES: Mapping[str, Declaration] = {
     "aten.group_norm.default": declare(_group_norm, _group_norm_local),
     "aten.native_group_norm.default": declare(_group_norm, _group_norm_local),
     "aten.instance_norm.default": declare(_instance_norm),
+    "aten._weight_norm.default": declare(_weight_norm),
     "aten.batch_norm.default": declare(_fixed_batch_norm),
     "mw.batch_norm": declare(_batch_norm),
 }

@@ -19,7 +19,7 @@ UNARY = words(
     "logical_not logit mish nan_to_num reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh "
     "softplus sqrt square tan tanh trunc clamp clamp_min clamp_max threshold hardshrink softshrink celu"
 )
-UNARY_LINEAR = words("neg positive clone contiguous alias detach conj resolve_conj resolve_neg")
+UNARY_LINEAR = words("neg positive clone contiguous alias detach conj conj_physical resolve_conj resolve_neg real imag")
 CASTS = ("_to_copy.default", "to.dtype", "to.device", "to.dtype_layout")
 BINARY = words(
     "atan2.default bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor "

@@ -80,6 +80,16 @@ def _cosine_similarity(call: Call) -> OpRule:
     return call.rule([broadcast_dims(x.shape, shape, factors) for x in call.operands], [factors[:at] + factors[at + 1 :]])
 
 
+def _transform(call: Call) -> OpRule:
+    """A Fourier transform: whole along the dims that it transforms."""
+    x, dim, sizes = call.operands[0], call["dim"], call.arguments.get("s")
+    if dim is None:
+        dim = range(-len(sizes), 0) if sizes else range(x.ndim)
+    dims = dims_of(x, *(dim if isinstance(dim, tuple | list | range) else (dim,)))
+    return call.rule([dims], [dims], linear=[[0]])
+
+
+TRANSFORMS = words("fft ifft rfft irfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn fftshift ifftshift")
 WHOLE_DIMS = words(
     "amax.default amin.default max.default min.default max.dim min.dim argmax.default argmin.default all.default all.dim "
     "any.default any.dim prod.default prod.dim_int logsumexp.default median.default median.dim norm.Scalar "
@@ -102,4 +112,5 @@ RULES: Mapping[str, Declaration] = {
     "aten.cumsum.default": declare(_cumulative_sum),
     **{f"aten.{name}": declare(_whole_dims) for name in WHOLE_DIMS},
     **{f"aten.{name}": declare(_along) for name in ALONG},
+    **{f"aten.fft_{name}.default": declare(_transform) for name in TRANSFORMS},
 }

@@ -102,6 +102,14 @@ def _movedim(call: Call) -> OpRule:
     return _permuted(call, [placed[i] if i in placed else next(rest) for i in range(ndim)])
 
 
+def _diagonal(call: Call) -> OpRule:
+    """The diagonal of two dims, as a new last dim."""
+    x = call.operands[0]
+    a, b = call["dim1"] % x.ndim, call["dim2"] % x.ndim
+    dims = dims_of(x, a, b)
+    return call.rule([dims], [[*(f for i, f in enumerate(dims) if i not in (a, b)), None]], linear=[[0]])
+
+
 def _unsqueeze(call: Call) -> OpRule:
     dims = dims_of(call.operands[0])
     at = call["dim"] % (len(dims) + 1)
@@ -183,6 +191,7 @@ RULES: Mapping[str, Declaration] = {
     "aten.adjoint.default": declare(_matrix_transpose),
     "aten.movedim.intlist": declare(_movedim),
     "aten.movedim.int": declare(_movedim),
+    "aten.diagonal.default": declare(_diagonal),
     "aten.unsqueeze.default": declare(_unsqueeze),
     "aten.squeeze.default": declare(_squeeze, _as_reshape),
     "aten.squeeze.dim": declare(_squeeze, _as_reshape),
