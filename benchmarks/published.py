@@ -9,9 +9,12 @@ printed with the reason.
 
 What a row says about its hardware and software is read from its own columns, by tables that any source shares: the node
 (NICs) from ``interconnect`` (``NODES``), the attention kernel from ``notes`` or, where nothing is said, from what there was
-when it was published (``KERNELS``, ``FLASH_PUBLISHED``), fusion and overlap from ``notes`` (``FUSED``, ``OVERLAPPED``). There
-is no factor for a row, a model or a source. Measured step time is ``step_time_s``, or else tokens over throughput
-(``step_time_s_derived``), or model FLOPs over TFLOP/s, which the output marks with a tilde.
+when it was published (``KERNELS``, ``FLASH_PUBLISHED``), fusion and overlap from ``notes`` (``FUSED``, ``NORMED``,
+``OVERLAPPED``), what recomputation runs again and where stages are cut from the columns that name the software
+(``CHECKPOINTED``, ``BALANCED``). There is no factor for a row, a model or a source.
+
+Measured step time is ``step_time_s``, or else tokens over throughput (``step_time_s_derived``), or model FLOPs over TFLOP/s,
+which the output marks with a tilde.
 
 ``--cache``: a folder that keeps captured graphs from run to run (of one version of the package: empty it after a change of
 the capture).
@@ -40,6 +43,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from meshwright.architectures import Architecture, build
 from meshwright.cost.cluster import Cluster
@@ -57,6 +61,7 @@ NODES: Sequence[tuple[str, str, str]] = (
     ("1600Gbps RoCE", "", "roce1600"),
     ("4 x 100 Gb/s", "a100", "p4d"),
     ("EFA", "a100", "p4d"),
+    ("(playbook)", "h100", "playbook"),
     ("EFA", "h100", "p5"),
     ("A800-like", "", "hgx-a800"),
 )
@@ -74,11 +79,21 @@ KERNELS: Sequence[tuple[str, str]] = (
 FLASH_PUBLISHED = (2022, 5)
 """Dao et al. 2022. What was published before ran on scores; where nothing else is known, the device's default."""
 
-FUSED: Sequence[str] = ("NeMo", "compile", "RMS kernel")
+FUSED: Sequence[str] = ("NeMo", "compile")
 """Words in "notes" of software that fuses norms and what is around them."""
+
+NORMED: Sequence[str] = ("RMS kernel", "nanotron")
+"""Words in "notes" or "model_name" of software whose RMS norm alone is one kernel (FlashAttention's)."""
 
 OVERLAPPED: Sequence[str] = ("TP comm overlap", "NeMo")
 """Words in "notes" of software whose products run their collectives in pieces and add up gradients (Transformer Engine)."""
+
+BALANCED: Sequence[str] = ("nanotron",)
+"""Words in "model_name" or "notes" of software that cuts stages by what they take; others give each as many layers."""
+
+CHECKPOINTED: Sequence[str] = ("FSDP",)
+"""Words in "schedule", "dtype" or "notes" of software that recomputes with torch's checkpoint, which stops at the last value
+that the backward needs; Megatron-LM's and its kin's run the whole block again."""
 
 GPUS: Sequence[tuple[str, str]] = (
     ("A100-40GB", "a100-40g"), ("A100", "a100-80g"), ("A800", "a800"), ("H100", "h100"), ("H800", "h800"), ("H200", "h200"),
@@ -183,22 +198,35 @@ def cluster_of(row: Row) -> Cluster:
     kernel = kernel_of(row)
     known = kernel if kernel in cluster.device.attention else None
     overlapped = any(words in row.get("notes", "") for words in OVERLAPPED)
-    return cluster.with_kernels(known, fused=fused(row), overlapped=overlapped)
+    said = " ".join(row.get(key, "") for key in ("schedule", "dtype", "notes"))
+    repeats = not any(words in said for words in CHECKPOINTED)
+    return cluster.with_kernels(known, fused=fused(row), overlapped=overlapped, repeats=repeats)
 
 
 @lru_cache(maxsize=4)
 def captured(
     family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, experts: int, top_k: int,
-    batch: int, seq: int, attention: str, precision: str,
+    batch: int, seq: int, attention: str, precision: str, norms: str = "",
 ) -> Graph:
-    """The graph of a model of these dimensions at this global batch. ``attention``: "torch", "scores", else flash."""
+    """The graph of a model of these dimensions at this global batch. ``attention``: "torch", "scores", else flash; ``norms``:
+    "kernel" where an RMS norm is one operator."""
     known = {"dense-gpt": "gpt" if kv_heads == heads else "nemotron", "llama": "llama", "moe": "moe"}
     if family not in known:
         raise Unpriced(f"no architecture for family {family!r}")
     architecture = Architecture(known[family], layers, hidden, heads, ffn, vocab, kv_heads, 0, experts, top_k)
     model = build(architecture, seq, {"torch": "eager", "scores": "scores"}.get(attention, "sdpa"))
+    if norms == "kernel":
+        _norms(model)
     ids = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
     return capture_model(model, (), {"input_ids": ids, "labels": ids.clone()}, (), None, precision)
+
+
+def _norms(model: nn.Module) -> None:
+    """Every RMS norm of a model of ``transformers`` as one operator."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__.endswith("RMSNorm"):
+                setattr(module, name, nn.RMSNorm(child.weight.shape[0], child.variance_epsilon, device="meta"))
 
 
 def batch_of(row: Row) -> float:
@@ -225,6 +253,7 @@ def graph_of(row: Row, cache: Path | None = None) -> Graph:
         row.get("family", ""), integer(row, "n_layers"), integer(row, "hidden"), heads, integer(row, "n_kv_heads", heads),
         integer(row, "ffn_hidden"), integer(row, "vocab"), integer(row, "n_experts", 0), integer(row, "top_k", 0),
         int(batch), integer(row, "seq_len"), attention, precision_of(row),
+        *(["kernel"] if any(words in row.get("notes", "") + row.get("model_name", "") for words in NORMED) else []),
     )
     if cache is None:
         return captured(*shape)
@@ -248,8 +277,9 @@ def precision_of(row: Row) -> str:
     raise Unpriced(f"no price for dtype {dtype!r}")
 
 
-def pins_of(row: Row, world: int) -> Pins:
-    """The published degrees. What the source leaves open is searched."""
+def pins_of(row: Row, world: int, blocks: Sequence[str] = ()) -> Pins:
+    """The published degrees. What the source leaves open is searched, but for recomputation: programs do it where they are told
+    to. ``blocks``: the layers' names."""
     tp, pp, cp = (integer(row, key, 1) for key in ("tp", "pp", "cp"))
     ep, vpp = integer(row, "ep", 1), number(row, "vpp")
     interleaved = (vpp or 1) > 1 or "interleaved" in row.get("schedule", "")
@@ -260,19 +290,28 @@ def pins_of(row: Row, world: int) -> Pins:
         dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=None if zero is None else int(zero),
         sequence_parallel=row.get("sp") == "yes" and tp > 1,
         schedule=None if pp == 1 else "interleaved1f1b" if interleaved else "1f1b",
+        stage_cuts=_stage_cuts(row, pp * int(vpp or not interleaved), blocks),
         virtual_stages=None if pp == 1 else int(vpp) if vpp else None if interleaved else 1,
         microbatches=max(1, round(batch / (dp * micro))) if batch and micro else None,
-        recompute=row.get("recompute") or None,
+        recompute=row.get("recompute") or "none",
     )
+
+
+def _stage_cuts(row: Row, stages: int, blocks: Sequence[str]) -> tuple[str, ...] | None:
+    """The layers at which stages start: as many to each, where they divide and the software does it so."""
+    balanced = any(words in row.get("notes", "") + row.get("model_name", "") for words in BALANCED)
+    if stages < 2 or balanced or not blocks or len(blocks) % stages:
+        return None
+    return tuple(blocks[len(blocks) // stages :: len(blocks) // stages])
 
 
 def planned(graph: Graph, cluster: Cluster, pins: Pins, precision: str) -> tuple[Plan, bool]:
     """The plan of a published run, and whether it is predicted to fit. It ran, so it is priced all the same, with memory
-    unlimited; only what the row leaves open (recomputation, ZeRO, micro-batches) is chosen so that it fits, if it can."""
+    unlimited; only what the row leaves open (ZeRO, micro-batches) is chosen so that it fits, if it can."""
     plan = make_plan(graph, cluster.with_memory(_UNBOUNDED), pins, precision=precision)
     if plan.predicted["bytes_per_rank"] <= cluster.memory_bytes - cluster.device.reserve_bytes:
         return plan, True
-    if None in (pins.recompute, pins.zero, pins.microbatches):
+    if None in (pins.zero, pins.microbatches):
         with suppress(OutOfMemoryError):
             return make_plan(graph, cluster, pins, precision=precision), True
     return plan, False
@@ -296,8 +335,8 @@ def price(row: Row, cache: Path | None = None) -> Result:
         if not (seconds or peak or tflops):
             raise Unpriced("the row states neither a step time nor a rate nor a peak memory")
         cluster = cluster_of(row)
-        pins = pins_of(row, cluster.world)
         graph, precision = graph_of(row, cache), precision_of(row)
+        pins = pins_of(row, cluster.world, [block.path for block in graph.blocks])
         plan, fits = planned(graph, cluster, pins, precision)
         if not fits:
             result = replace(result, reason="predicted not to fit")

@@ -106,10 +106,9 @@ def configuration(architecture: Architecture, sequence: int) -> Any:
 def scores(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None) -> torch.Tensor:
     """Attention before flash kernels, [b, heads, s, d]: a product, one kernel that scales, masks and normalizes, a product.
 
-    The kernel masks by position, so there is no mask to make or to read.
+    The kernel masks by position, so there is no mask to make or to read; the scale stands with the queries, which are few.
     """
-    weights = torch.softmax(query @ key.transpose(-1, -2) * (scale or query.shape[-1] ** -0.5), dim=-1)
-    return weights @ value
+    return torch.softmax((query * (scale or query.shape[-1] ** -0.5)) @ key.transpose(-1, -2), dim=-1) @ value
 
 
 def _attend(

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from meshwright.compiler.chain import Chain, Solution
-from meshwright.compiler.costs import MEMORY, TRANSIENT
+from meshwright.compiler.costs import MEMORY, SECONDS, TRANSIENT
 from meshwright.compiler.problem import totals
 from meshwright.cost import compute, overlap
 from meshwright.cost.cluster import Cluster
@@ -52,16 +53,18 @@ def predicted(
     graph: Graph, cluster: Cluster, chain: Chain, solution: Solution, precision: str, microbatches: int
 ) -> dict[str, Any]:
     """Seconds of the step and their parts, throughput, bytes per rank by kind."""
-    forward, backward, send, back, gather, reduce_ = totals(chain, solution)[:, :6].T
-    contention = cluster.device.contention
-    exposed = overlap.exposed(forward, gather, contention) + overlap.exposed(backward, reduce_, contention)
+    forward, backward, send, back, gather, reduce_, first, last, *host = totals(chain, solution)[:, :SECONDS].T
+    forward, backward = np.maximum(forward, host[0]), np.maximum(backward, host[1])
+    contention, one = cluster.device.contention, 1.0 / microbatches  # of what happens once a step, behind one micro-batch
+    exposed = overlap.exposed(forward, gather, contention) + overlap.exposed(one * forward, first, contention)
+    exposed += overlap.exposed(backward, reduce_, contention) + overlap.exposed(one * backward, last, contention)
     flops, seconds = step_flops(graph), solution.time
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     tokens = tokens_of(graph)
     return {
         "step_seconds": seconds,
         "compute_seconds": float((forward + backward).sum()),
-        "communication_seconds": float((send + back + gather + reduce_).sum()),
+        "communication_seconds": float((send + back + gather + reduce_ + first + last).sum()),
         "exposed_communication_seconds": float((send + back + exposed).sum()),
         **({"tokens_per_second": tokens / seconds} if tokens and seconds else {}),
         **({"tflops_per_device": flops / seconds / cluster.world / 1e12,

@@ -13,10 +13,15 @@ from meshwright.compiler.chain import Chain
 from meshwright.compiler.choices import Scope
 from meshwright.compiler.costs import (
     BACKWARD,
+    FORWARD,
     GATHER,
+    GATHER_ONCE,
     GRADIENTS,
+    HOST,
+    HOST_BACK,
     PARAMETERS,
     REDUCE,
+    REDUCE_ONCE,
     RESOURCES,
     SEND,
     SEND_BACK,
@@ -137,6 +142,36 @@ def test_communication_that_overlaps_counts_as_what_stays_exposed() -> None:
     on_the_path = vector.copy()
     on_the_path[SEND], on_the_path[SEND_BACK] = 1.0, 2.0
     assert time(on_the_path) == pytest.approx(11.0)
+
+
+def test_what_happens_once_a_step_hides_behind_one_micro_batch() -> None:
+    vector = np.zeros(RESOURCES)
+    vector[[FORWARD, BACKWARD]] = 12.0, 24.0  # of four micro-batches
+    vector[GATHER_ONCE], vector[REDUCE_ONCE] = 2.0, 10.0
+    assert float((time_rows(1.0, 4) @ vector).max()) == pytest.approx(12.0 + 24.0 + (10.0 - 24.0 / 4))
+    slowed = float((time_rows(1.25, 4) @ vector).max())
+    assert slowed == pytest.approx(12.0 + 0.2 * 2.0 + 24.0 + 4.0)
+    assert slowed == pytest.approx(float((time_rows(1.25, 4, each=False) @ vector).max()))
+    assert len(time_rows(1.0, 4, each=False)) == len(time_rows(1.0, 4, once=False)) < len(time_rows(1.0, 4))
+
+
+def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
+    vector = np.zeros(RESOURCES)
+    vector[[FORWARD, BACKWARD, HOST, HOST_BACK, SEND]] = 3.0, 5.0, 4.0, 4.0, 1.0
+    assert float((time_rows(1.0) @ vector).max()) == pytest.approx(1.0 + 4.0 + 5.0)
+
+
+@pytest.mark.parametrize(("repeats", "skipped"), [(False, 2), (True, 0)])
+def test_recomputation_stops_where_torchs_does(repeats: bool, skipped: int) -> None:
+    cluster = Cluster.parse("h100:1x2").with_kernels(repeats=repeats)
+    built = problem(of_models("llama"), Mesh.of(x=2), cluster)
+    number = next(n for n, position in enumerate(built.positions) if position.block == 0)
+    ops = built.positions[number].ops(built.graph)
+    last, left = built._skipped(number)
+    assert len(left) == skipped  # the last product, which keeps operands only, and the sum behind it
+    if not repeats:
+        assert ops[last].target == "aten.linear.default"
+        assert left == {last, len(ops) - 1}
 
 
 def test_parameters_by_level_and_place() -> None:

@@ -59,7 +59,7 @@ def test_columns_become_hardware(published):
 
 def test_columns_become_kernels(published):
     cases = {
-        "kernel=flash_attention2 + RMS kernel": ("flash2", False, False),
+        "kernel=flash_attention2 + RMS kernel": ("flash2", True, False),
         "kernel=flash_attentionv1.0.8": ("flash1", True, False), "kernel=torch": ("torch", True, False),
         "kernel=fused": ("scores", True, False), "flash attention": ("flash", True, False),
         "NeMo2; TP comm overlap": ("flash3", False, True), "": (None, True, False),
@@ -88,6 +88,18 @@ def test_attention_kernels_capture_as_what_they_run(published, attention, masks,
     assert any(target.startswith("aten.masked_fill") for target in targets) == masks
     weights = [graph.values[param.value].shape for param in graph.params]
     assert (128, 64) in weights  # [out, in]
+
+
+@pytest.mark.parametrize(("norms", "kernels"), [("", 0), ("kernel", 5)])
+def test_a_norm_is_one_operator_where_the_software_has_a_kernel_for_it(published, norms, kernels):
+    graph = published.captured.__wrapped__("llama", 2, 64, 4, 4, 128, 100, 0, 0, 2, 16, "flash", "bf16", norms)
+    assert sum(op.target.startswith("aten.rms_norm") for op in graph.ops) == kernels
+
+
+def test_recomputation_stops_early_where_it_is_torchs(published):
+    row = {"gpu": "A100-80GB", "n_gpus": "8"}
+    said = [{"schedule": "FSDP"}, {"dtype": "bf16-amp(FSDP MP=DEFAULT)"}, {"schedule": "1F1B"}, {}]
+    assert [published.cluster_of({**row, **more}).device.repeats for more in said] == [False, False, True, True]
 
 
 def test_schedules_and_throughputs_become_pins_and_seconds(published):

@@ -22,6 +22,8 @@ from meshwright.compiler.choices import Scope, choices
 from meshwright.compiler.costs import (
     BACKWARD,
     FORWARD,
+    HOST,
+    HOST_BACK,
     RESOURCES,
     SAVED,
     SEND,
@@ -133,7 +135,7 @@ class Builder:
         for row, assignment, where in zip(unary, found, placed, strict=True):
             local = local_shapes(where, read, self.mesh, False), local_shapes(where, made, self.mesh, True)
             seconds = (*self.costs.op(op, *local, self.graph, self.fused[op.name]), *self.costs.internal(rule, assignment))
-            row[[FORWARD, BACKWARD, SEND, SEND_BACK]] = np.array(seconds) * times
+            row[[FORWARD, BACKWARD, HOST, HOST_BACK, SEND, SEND_BACK]] = np.array(seconds) * times
             row[SAVED] = sum(self.tables.bytes(op.outputs[index], where.results[index]) for index in saved)
             row[SAVED] += self._beside(op, differentiable, *local)
             row[TRANSIENT] = self._space(op, local[0])

@@ -4,18 +4,24 @@ Every choice of the problem is priced in the same resources:
 
     FORWARD, BACKWARD      seconds of compute
     SEND, SEND_BACK        seconds of communication on the critical path (activations, and gradients the program reduces)
-    GATHER, REDUCE         seconds of communication that overlaps compute (parameters gathered forward; gathered and reduced
-                           backward)
+    GATHER, REDUCE         seconds of communication that every micro-batch repeats beside its compute (parameters gathered
+                           forward; gathered and reduced backward)
+    GATHER_ONCE, REDUCE_ONCE  the same of what happens once a step, where there are several micro-batches
+    HOST, HOST_BACK        seconds that the host takes to start the kernels
     PARAMETERS, GRADIENTS, OPTIMIZER     bytes held over the step (buffers and copies in the compute dtype count as parameters)
     SAVED                  bytes of activations held from forward to backward
     TRANSIENT              bytes held while a block runs: gathered parameters, what recomputation brings back
 
 The time of a block is SEND + max(GATHER, FORWARD + GATHER (1 - 1/k)) + the same of the backward: communication of parameters
-runs beside the compute and slows it down by the device's contention k (``time_rows``, ``cost.overlap``).
+runs beside the compute and slows it down by the device's contention k (``time_rows``, ``cost.overlap``). What happens once a
+step hides behind one of its m micro-batches only, gathers behind the first one's forward and reductions behind the last one's
+backward: there it is max(GATHER_ONCE + (1 - 1/m) FORWARD, FORWARD + GATHER_ONCE (1 - 1/k)). Where the host is slower than the
+device HOST stands in FORWARD's place: it runs ahead, so the sums over a block are compared, not each kernel with its start.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,25 +37,35 @@ from meshwright.reshard import KINDS, reshard
 from meshwright.rule import OpRule, Placed
 from meshwright.sharding import Sharding, ShardingError
 
-FORWARD, BACKWARD, SEND, SEND_BACK, GATHER, REDUCE, PARAMETERS, GRADIENTS, OPTIMIZER, SAVED, TRANSIENT = range(11)
-RESOURCES = 11
+FORWARD, BACKWARD, SEND, SEND_BACK, GATHER, REDUCE, GATHER_ONCE, REDUCE_ONCE, HOST, HOST_BACK = range(10)
+PARAMETERS, GRADIENTS, OPTIMIZER, SAVED, TRANSIENT = range(10, 15)
+RESOURCES = 15
+SECONDS = 10
+"""The first of them are seconds."""
 MEMORY: Mapping[str, int] = {"parameters": PARAMETERS, "gradients": GRADIENTS, "optimizer": OPTIMIZER, "activations": SAVED}
-HIDING = 1.0
-"""Part of a block's compute behind which parameter communication can hide. All of it: what cannot hide, the first gather and
-the last reduction, are the root's, which pays them in full."""
 
 
-def time_rows(contention: float) -> NDArray[np.float64]:
-    """[4, RESOURCES]: a block's seconds are the largest of these sums of its resources (``cost.overlap.beside``, both ways)."""
-    slowed = 1.0 - 1.0 / contention
-    pairs = [(f, b) for f in (0, 1) for b in (0, 1)]
-    return np.array([
-        [1 - f * HIDING, 1 - b * HIDING, 1, 1, f or slowed, b or slowed, 0, 0, 0, 0, 0] for f, b in pairs
-    ], dtype=float)
+def time_rows(contention: float, microbatches: int = 1, each: bool = True, once: bool = True) -> NDArray[np.float64]:
+    """[rows, RESOURCES]: a block's seconds are the largest of these sums of its resources (``cost.overlap.beside``, both ways).
+
+    ``each``, ``once``: whether anything is gathered or reduced in every micro-batch, and once a step; no block does both.
+    """
+    slowed, rest = 1.0 - 1.0 / contention, 1.0 - 1.0 / microbatches
+    # of the compute, of what every micro-batch repeats, of what happens once, of the host
+    ways = [(1.0, slowed, slowed, 0.0), (0.0, slowed, slowed, 1.0)]
+    ways += [(0.0, 1.0, 0.0, 0.0)] if each or (once and microbatches == 1) else []
+    ways += [(rest, 0.0, 1.0, 0.0)] if once and microbatches > 1 else []
+    rows = np.zeros((len(ways) ** 2, RESOURCES))
+    rows[:, [SEND, SEND_BACK]] = 1.0
+    for row, (ahead, back) in zip(rows, itertools.product(ways, ways), strict=True):
+        row[[FORWARD, GATHER, GATHER_ONCE, HOST]] = ahead
+        row[[BACKWARD, REDUCE, REDUCE_ONCE, HOST_BACK]] = back
+    return rows
 
 
-BYTES_ROW = np.array([0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0], dtype=float)
-TRANSIENT_ROW = np.array([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1], dtype=float)
+BYTES_ROW, TRANSIENT_ROW = np.zeros(RESOURCES), np.zeros(RESOURCES)
+BYTES_ROW[[PARAMETERS, GRADIENTS, OPTIMIZER, SAVED]] = 1.0
+TRANSIENT_ROW[TRANSIENT] = 1.0
 
 Vector = NDArray[np.float64]
 
@@ -88,7 +104,7 @@ class Costs:
         self.network = Network(cluster, mesh)
         self.microbatches, self.itemsize, self.state_bytes = microbatches, itemsize, state_bytes
         self._collective: dict[tuple[str, tuple[str, ...], float], float] = {}
-        self._op: dict[object, tuple[float, float]] = {}
+        self._op: dict[object, tuple[float, float, float, float]] = {}
         self._pair: dict[tuple[Sharding, Sharding], tuple[tuple[str, str, float], ...] | None] = {}
 
     def collective(self, kind: str, axes: Sequence[str], bytes_: float) -> float:
@@ -104,15 +120,17 @@ class Costs:
     def op(
         self, op: Op, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], graph: Graph,
         fused: compute.Fused | None,
-    ) -> tuple[float, float]:
-        """Seconds (forward, backward) of one call on LOCAL shapes; ``fused``: what its fused kernel reads and writes."""
+    ) -> tuple[float, float, float, float]:
+        """Seconds (forward, backward) of one call on LOCAL shapes, and what the host takes to start it; ``fused``: what its
+        fused kernel reads and writes."""
         dtype = graph.values[op.outputs[0]].dtype
         needs = tuple(graph.values[name].differentiable for name in op.inputs)
         literals = tuple((at, arg) for at, arg in (*enumerate(op.args), *op.kwargs) if isinstance(arg, bool | int | float))
         key = (op.target, tuple(operands), tuple(results), dtype, literals, needs, fused)
         if key not in self._op:
-            self._op[key] = compute.seconds(
-                op.target, operands, results, dtype, self.device, op.args, op.kwargs, fused, needs
+            self._op[key] = (
+                *compute.seconds(op.target, operands, results, dtype, self.device, op.args, op.kwargs, fused, needs),
+                *compute.started(op.target, operands, results, dtype, self.device, fused, needs),
             )
         return self._op[key]
 
@@ -200,19 +218,26 @@ class Costs:
 
         parts = self.mesh.size(variant.shard_axes) if variant.zero else 1
         replicas = tuple(axis for axis in variant.data_axes if axis not in (variant.shard_axes if variant.zero else ()))
-        reductions = count if variant.zero >= 2 else 1
-        vector[REDUCE] += reductions * share("all_reduce", replicas, _CAST_BYTES / parts)
+        gather_at, reduce_at, gathers, reductions = GATHER, REDUCE, count, count
+        if variant.zero < 3 and count > 1:
+            gather_at, gathers = GATHER_ONCE, 1
+        if variant.zero < 2 and count > 1:
+            reduce_at, reductions = REDUCE_ONCE, 1
+        vector[reduce_at] += reductions * share("all_reduce", replicas, _CAST_BYTES / parts)
         if variant.zero:
-            vector[REDUCE] += reductions * share("reduce_scatter", variant.shard_axes, _CAST_BYTES)
-            gather = share("all_gather", variant.shard_axes, self.itemsize)
-            vector[GATHER] += gather * (count if variant.zero == 3 else 1)
-            vector[REDUCE] += gather * count if variant.zero == 3 else 0.0
+            vector[reduce_at] += reductions * share("reduce_scatter", variant.shard_axes, _CAST_BYTES)
+            gather = gathers * share("all_gather", variant.shard_axes, self.itemsize)
+            vector[gather_at] += gather
+            vector[REDUCE] += gather if variant.zero == 3 else 0.0
         if unit.root:  # gathered before the first operator and reduced after the last: nothing hides that
-            vector[SEND], vector[SEND_BACK] = vector[GATHER], vector[SEND_BACK] + vector[REDUCE]
-            vector[[GATHER, REDUCE]] = 0.0
+            vector[SEND] = vector[GATHER] + vector[GATHER_ONCE]
+            vector[SEND_BACK] += vector[REDUCE] + vector[REDUCE_ONCE]
+            vector[GATHER : REDUCE_ONCE + 1] = 0.0
         self._kept(vector, numel, variant, parts, unit)
-        moved = 3 * (2 * master + numel * self.state_bytes) / parts + count * self._accumulated(numel, variant, parts)
-        vector[BACKWARD] += moved / (self.device.memory_bandwidth * self.device.memory_efficiency)
+        speed = self.device.memory_bandwidth * self.device.memory_efficiency
+        optimizer = 3 * (2 * master + numel * self.state_bytes) / parts / speed
+        vector[BACKWARD] += optimizer + count * self._accumulated(numel, variant, parts) / speed
+        vector[HOST_BACK] += optimizer  # no host runs ahead of it
         return vector
 
     def _accumulated(self, numel: float, variant: Variant, parts: int) -> float:

@@ -24,6 +24,7 @@ import numpy as np
 
 from meshwright.compiler import stages
 from meshwright.compiler.candidates import Candidate
+from meshwright.compiler.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK
 from meshwright.compiler.placement import NONE, Placement
 from meshwright.compiler.positions import Position
 from meshwright.compiler.stage_bound import entered
@@ -243,10 +244,12 @@ class Evaluator:
         """Seconds of the mean rank: compute, recomputation, communication, optimizer."""
         share = candidate.microbatches / candidate.pp
         none, pinned = (
-            np.array([placement.rows[row].activations[kind][:4] for row in placement.sequence]).sum(axis=0)
+            np.array([placement.rows[row].activations[kind] for row in placement.sequence])
             for kind in (NONE, self.recompute[0])
         )
-        compute, again = float(none[:2].sum()), float(pinned.sum() - none.sum())
+        computes = [np.maximum(a[:, [FORWARD, BACKWARD]], a[:, [HOST, HOST_BACK]]).sum() for a in (none, pinned)]
+        compute, again = float(computes[0]), float(computes[1] - computes[0])
+        again += float((pinned - none)[:, [SEND, SEND_BACK]].sum())
         return {
             "compute": compute * share,
             "exposed communication": max(0.0, plain.work - again - compute) * share,
@@ -294,12 +297,11 @@ class Evaluator:
         )
 
     def _step_alone(self, candidate: Candidate, placement: Placement, units: Units) -> float:
-        """Gathers and reductions of the step hide behind the compute of all its micro-batches, as in ``costs``."""
-        m = candidate.microbatches
-        forward = np.array([placement.rows[row].activations[NONE][0] for row in placement.sequence]) * m
-        gather = self.costs.exposed(units.gather, forward)
-        reduce = self.costs.exposed(units.reduce, m * units.backward)
-        return float(m * units.work + gather.sum() + reduce.sum() + units.optimizer.sum())
+        """Gathers of the step hide behind its first micro-batch's forward, reductions behind the last one's backward, as in
+        ``costs``."""
+        forward = np.array([placement.rows[row].activations[NONE][0] for row in placement.sequence])
+        exposed = self.costs.exposed(units.gather, forward) + self.costs.exposed(units.reduce, units.backward)
+        return float(candidate.microbatches * units.work + exposed.sum() + units.optimizer.sum())
 
 
 def _take(ways: Sequence[Units], marks: Sequence[tuple[str, ...]], chosen: Array) -> tuple[Units, tuple[str, ...]]:

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from meshwright.compiler.candidates import Candidate, Floors, Work, candidates, degrees_of, floor, ways_of
+from meshwright.compiler.costs import HOST
 from meshwright.compiler.dims import batch_size
 from meshwright.compiler.evaluate import DoesNotFitError, Evaluation, Evaluator
 from meshwright.compiler.placement import NONE, Placement, Placements
@@ -327,7 +328,7 @@ class JointSearch:
         work = self._works.get(id(placement))
         if work is None:
             rows = [placement.rows[row].activations[self.evaluator.recompute[0]] for row in placement.sequence]
-            ahead, back = ([float(r[at] + r[at + 2]) for r in rows] for at in (0, 1))
+            ahead, back = ([float(max(r[at], r[HOST + at]) + r[at + 2]) for r in rows] for at in (0, 1))
             slack = placement.bound / placement.seconds
             work = self._works[id(placement)] = self._work(placement.seconds, self._weight(placement), ahead, back, slack)
         return [replace(node, level=_PLACEMENT, bound=max(node.bound, floor(candidate, work, node.virtual[-1])))]

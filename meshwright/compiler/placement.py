@@ -26,7 +26,7 @@ from meshwright.compiler.activations import operand_shapes
 from meshwright.compiler.blockmodel import ROOT, Model
 from meshwright.compiler.chain import BlockModel, Chain, Infeasible, Solution
 from meshwright.compiler.choices import Scope
-from meshwright.compiler.costs import RESOURCES, SAVED, Costs, Variant, Vector, local_shapes
+from meshwright.compiler.costs import RESOURCES, SAVED, SECONDS, Costs, Variant, Vector, local_shapes
 from meshwright.compiler.dead_end import nothing_runs
 from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_dims
 from meshwright.compiler.folding import Folded, fold
@@ -201,7 +201,7 @@ class _Reader:
     def _per_microbatch(self, vector: Vector) -> Vector:
         """Seconds of a step -> of a micro-batch; bytes are of one already."""
         result = vector.copy()
-        result[:6] /= self.count
+        result[:SECONDS] /= self.count
         return result
 
     def _weight(self, at: int, chosen: Sequence[int]) -> float:

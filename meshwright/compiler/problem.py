@@ -7,7 +7,8 @@
 
 How a block's parameters are kept and whether it is recomputed are its variants. Under recomputation its forward runs again
 in the backward, what it reads is saved, and what it would have saved comes back while it runs (``_recomputed``); selective
-recomputation keeps the results of matrix products and does not run them again.
+recomputation keeps the results of matrix products and does not run them again. It stops where torch's checkpoint does, at the
+last operator that keeps anything, before it if that keeps operands only (``_skipped``), unless the software ``repeats`` it all.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from copy import copy
 
 import numpy as np
 
-from meshwright.compiler.activations import body_shapes, saved_values
+from meshwright.compiler.activations import body_shapes, saved_by, saved_values
 from meshwright.compiler.blockmodel import ROOT, Builder, Model
 from meshwright.compiler.chain import BlockModel, Chain, Edge, Kind, Solution
 from meshwright.compiler.choices import Scope
@@ -25,6 +26,8 @@ from meshwright.compiler.costs import (
     BACKWARD,
     BYTES_ROW,
     FORWARD,
+    HOST,
+    HOST_BACK,
     RESOURCES,
     SAVED,
     SEND,
@@ -45,15 +48,16 @@ from meshwright.rule import OpRule
 from meshwright.sharding import Sharding
 
 
-def _again() -> Array:
-    """Resources of a part of the block -> those of the same part when it runs again in the backward."""
+def _later(runs: bool) -> Array:
+    """Resources of a part of the block -> those of the same part when what it saves comes back in the backward; ``runs``: it
+    runs again there."""
     matrix = np.eye(RESOURCES)
-    matrix[FORWARD, BACKWARD] = matrix[SEND, SEND_BACK] = 1.0
+    matrix[FORWARD, BACKWARD] = matrix[SEND, SEND_BACK] = matrix[HOST, HOST_BACK] = float(runs)
     matrix[SAVED, SAVED], matrix[SAVED, TRANSIENT] = 0.0, 1.0
     return matrix
 
 
-AGAIN = _again()
+AGAIN, SKIPPED = _later(True), _later(False)
 
 
 class Problem:
@@ -118,8 +122,15 @@ class Problem:
         order = {number: index for index, number in enumerate(kinds)}
         return Chain(
             kinds=tuple(kinds.values()), sequence=tuple(order[first] for first in self._serves), shared_sizes=tuple(sizes),
-            time_rows=time_rows(self.tables.costs.device.contention), bytes_row=BYTES_ROW, transient_row=TRANSIENT_ROW,
+            time_rows=self._time_rows(), bytes_row=BYTES_ROW, transient_row=TRANSIENT_ROW,
             capacity=capacity, fixed_bytes=fixed_bytes, fixed_time=0.0,
+        )
+
+    def _time_rows(self) -> Array:
+        """Rows for the ways that are open to the blocks."""
+        levels = {variant.zero for variant in self.block_variants}
+        return time_rows(
+            self.tables.costs.device.contention, self.schedule.microbatches, each=max(levels) >= 2, once=min(levels) < 3
         )
 
     def _kind(self, model: Model, number: int, shared: Mapping[str, int]) -> Kind:
@@ -134,7 +145,7 @@ class Problem:
                 unary[var] += self.builder.parameter(model, name, needs, variant, unit)
             edges = model.edges
             if variant.recompute != "none":
-                unary, edges = self._recomputed(model, unary, self._dear(number, variant.recompute))
+                unary, edges = self._recomputed(number, model, unary, self._dear(number, variant.recompute))
             blocks.append(BlockModel(tuple(model.sizes), tuple(unary), tuple(edges)))
         return Kind(tuple(blocks), tuple(np.zeros(RESOURCES) for _ in blocks), *coupling)
 
@@ -150,25 +161,44 @@ class Problem:
         served = [self.positions[n].block for n, first in enumerate(self._serves) if first == number]
         return Unit(ahead=max(served) > 0, behind=min(served) < len(self.graph.blocks) - 1)
 
-    def _recomputed(self, model: Model, unary: Sequence[Array], dear: frozenset[int]) -> tuple[list[Array], list[Edge]]:
-        """The block whose forward runs again in the backward, but for the operators in ``dear``: what those make is kept."""
-        seen: dict[tuple[int, bool], Array] = {}
+    def _recomputed(
+        self, number: int, model: Model, unary: Sequence[Array], dear: frozenset[int]
+    ) -> tuple[list[Array], list[Edge]]:
+        """The block whose forward runs again in the backward, but for the operators in ``dear``, whose results are kept, and
+        for those at its end that nothing in the backward waits for."""
+        seen: dict[tuple[int, bool, bool], Array] = {}
+        last, skipped = self._skipped(number)
 
-        def through(table: Array, kept: bool) -> Array:
-            key = (id(table), kept)
+        def through(table: Array, kept: bool, skip: bool) -> Array:
+            key = (id(table), kept, skip)
             if key not in seen:
-                forbidden = np.isinf(table)
-                seen[key] = table if kept else np.where(forbidden, np.inf, np.where(forbidden, 0.0, table) @ AGAIN)
+                forbidden, matrix = np.isinf(table), SKIPPED if skip else AGAIN
+                seen[key] = table if kept else np.where(forbidden, np.inf, np.where(forbidden, 0.0, table) @ matrix)
             return seen[key]
 
-        changed = [through(array, var in dear) for var, array in enumerate(unary)]
+        changed = [through(array, var in dear, var in skipped) for var, array in enumerate(unary)]
         for name, (var, states) in model.states.items():
             if var in model.entry:
                 held = [self.tables.bytes(name, state) for state in states]
                 changed[var] = changed[var] + np.outer(held, np.eye(RESOURCES)[SAVED])
         makers = {var: model.makers.get(name, -1) for name, (var, _) in model.copies.items()}
-        edges = [Edge(e.i, e.j, through(e.table, makers.get(e.i, e.i) in dear), e.rows, e.cols) for e in model.edges]
+        edges = []
+        for e in model.edges:
+            maker = makers.get(e.i, e.i)
+            table = through(e.table, maker in dear, maker in skipped or (e.j in skipped and e.j != last))
+            edges.append(Edge(e.i, e.j, table, e.rows, e.cols))
         return changed, edges
+
+    def _skipped(self, number: int) -> tuple[int, frozenset[int]]:
+        """The last operator that keeps anything, and those that recomputation does not come to: what follows it, and itself
+        where it keeps operands only (they are there before it runs)."""
+        ops = self.positions[number].ops(self.graph)
+        saved = [saved_by(op, self.graph) for op in ops]
+        keeping = [(i, results) for i, (operands, results) in enumerate(saved) if operands or results]
+        if not keeping or self.tables.costs.device.repeats:
+            return -1, frozenset()
+        last, results = keeping[-1]
+        return last, frozenset(range(last + bool(results), len(ops)))
 
     def _dear(self, number: int, recompute: str) -> frozenset[int]:
         """Operators that selective recomputation keeps: the matrix products."""

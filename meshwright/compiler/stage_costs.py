@@ -24,11 +24,14 @@ from meshwright.compiler.costs import (
     BACKWARD,
     FORWARD,
     GATHER,
+    GATHER_ONCE,
     GRADIENTS,
-    HIDING,
+    HOST,
+    HOST_BACK,
     OPTIMIZER,
     PARAMETERS,
     REDUCE,
+    REDUCE_ONCE,
     RESOURCES,
     SAVED,
     SEND,
@@ -128,16 +131,17 @@ class StageCosts:
         own = self.parameters(placement, degrees, zero, microbatches)
         plain, run, weight = self._rows(placement, recompute)
         each, once = own.each, own.once
-        forward = run[:, FORWARD] + run[:, SEND] + each[:, SEND] + self.exposed(each[:, GATHER], run[:, FORWARD])
+        forward = run[:, SEND] + each[:, SEND] + self.beside(run[:, FORWARD], each[:, GATHER], run[:, HOST])
         again = (run - plain)[:, [BACKWARD, SEND_BACK]].sum(axis=1)
         split = schedule in SPLIT_BACKWARD
-        backward = run[:, BACKWARD] + run[:, SEND_BACK] + each[:, SEND_BACK] + each[:, BACKWARD]
-        backward = backward + self.exposed(each[:, REDUCE], run[:, BACKWARD]) + again * split
+        backward = run[:, SEND_BACK] + each[:, SEND_BACK] + again * split
+        backward = backward + self.beside(run[:, BACKWARD] + each[:, BACKWARD], each[:, REDUCE], run[:, HOST_BACK])
         columns = [
             forward, backward, weight + again * split,
             once[:, [PARAMETERS, GRADIENTS, OPTIMIZER]].sum(axis=1) + run[:, [PARAMETERS]].sum(axis=1),
             run[:, SAVED], run[:, TRANSIENT] + once[:, TRANSIENT],
-            once[:, GATHER] + once[:, SEND], once[:, REDUCE] + once[:, SEND_BACK], once[:, BACKWARD],
+            once[:, [GATHER, GATHER_ONCE, SEND]].sum(axis=1), once[:, [REDUCE, REDUCE_ONCE, SEND_BACK]].sum(axis=1),
+            once[:, BACKWARD],
         ]
         return Units(*(column[list(placement.sequence)] for column in columns))
 
@@ -150,11 +154,16 @@ class StageCosts:
             self._activations[key] = plain, run, np.array([row.weight for row in placement.rows])
         return self._activations[key]
 
+    def beside(self, compute: Array, moved: Array, host: Array) -> Array:
+        """Seconds of compute with parameter communication beside it, started by a host that may take longer."""
+        slowed = moved * (1.0 - 1.0 / self.cluster.device.contention)
+        return np.asarray(np.maximum(moved, np.maximum(compute, host) + slowed))
+
     def exposed(self, moved: Array, compute: Array) -> Array:
         """Seconds of parameter communication beside compute that are left: what the compute does not hide, or by how much the
         communication slows it down, if that is more (``cost.overlap.beside``)."""
         slowed = moved * (1.0 - 1.0 / self.cluster.device.contention)
-        return np.asarray(np.maximum(moved - HIDING * compute, slowed))
+        return np.asarray(np.maximum(moved - compute, slowed))
 
     def parameters(self, placement: Placement, degrees: Degrees, zero: int, microbatches: int) -> Priced:
         """What the parameters of every row cost."""

@@ -1,9 +1,9 @@
 """What an operator costs on one device: a roofline with efficiency as a function of shape.
 
-    seconds = max(FLOPs / (peak x efficiency), bytes / (bandwidth x efficiency), kernel)
+    seconds = max(FLOPs / (peak x efficiency), bytes / (bandwidth x efficiency))
 
-* ``kernel`` is what the host takes to start one: while kernels take longer it runs ahead and costs nothing, and where they are
-  all shorter (small micro-batches, many ways of tensor parallelism) it is the time of the layer.
+* The host starts kernels one after the other (``started``), ahead of the device while those take longer than their start; where
+  they are shorter (small micro-batches, many ways of tensor parallelism) the sum of the starts is the time of the layer.
 * A matrix product of M x K by K x N (``_product``) works on tiles of ``tile`` x ``tile`` by ``units`` multiprocessors in waves:
   efficiency = matmul_efficiency x (useful part of the tiles) x (useful part of the waves) x K / (K + depth).
   Its backward is two products of the same size with the roles of M, N and K exchanged.
@@ -79,10 +79,28 @@ def seconds(
         forward, backward = _attention(operand_shapes, dtype, device, args, kwargs)
     elif declared.kind == "loss":
         stream = math.prod(operand_shapes[0]) * dtype.itemsize / memory_speed(device)
-        forward, backward = (max(passes * stream, device.kernel_seconds) for passes in _LOSS_PASSES)
+        forward, backward = (passes * stream for passes in _LOSS_PASSES)
     else:
         forward, backward = _traffic(target, operand_shapes, result_shapes, dtype, device, fused if device.fused else None)
     return forward, backward if any(needs) else 0.0
+
+
+def started(
+    target: str, operand_shapes: Sequence[Shape], result_shapes: Sequence[Shape], dtype: torch.dtype, device: Device,
+    fused: Fused | None = None, needs: Sequence[bool] | None = None,
+) -> tuple[float, float]:
+    """(forward, backward) seconds that the host takes to start an operator's kernels: one each way; of a product's backward one
+    for each operand that takes a gradient; none for views and for gradients that are passed on; a fused kernel starts once."""
+    kind, needs = operator(target).kind, tuple(needs) if needs is not None else (True,) * len(operand_shapes)
+    if kind == "view" or (fused is not None and device.fused and not any(fused.writes)):
+        return 0.0, 0.0
+    if kind == "matmul":
+        ahead, back = _kernels(target, operand_shapes, result_shapes, needs)
+    else:
+        ahead = 1
+        traffic = seconds(target, operand_shapes, result_shapes, dtype, device, fused=fused, needs=needs)[1]
+        back = int(kind == "attention" or traffic > 0) if any(needs) else 0
+    return ahead * device.kernel_seconds, back * device.kernel_seconds
 
 
 def flops(
@@ -167,7 +185,7 @@ def _product(batch: int, m: int, n: int, k: int, dtype: torch.dtype, device: Dev
         return 0.0
     work = 2.0 * batch * m * n * k / (device.flops(dtype) * matmul_efficiency(batch, m, n, k, device))
     stream = batch * (m * k + k * n + m * n) * dtype.itemsize / memory_speed(device)
-    return max(work, stream, device.kernel_seconds)
+    return max(work, stream)
 
 
 def _matmul(
@@ -175,12 +193,27 @@ def _matmul(
     needs: Sequence[bool],
 ) -> tuple[float, float]:
     forward = backward = 0.0
-    left, right = (needs[-2], needs[-1]) if packet(target) in ("aten.addmm", "aten.baddbmm") else (needs[0], any(needs[1:]))
+    left, right = _gradients(target, needs)
     for batch, m, n, k in products(target, operand_shapes, result_shapes):
         forward += _product(batch, m, n, k, dtype, device)
         backward += _product(batch, m, k, n, dtype, device) if left else 0.0
         backward += _product(batch, k, n, m, dtype, device) if right else 0.0
     return forward, backward
+
+
+def _gradients(target: str, needs: Sequence[bool]) -> tuple[bool, bool]:
+    """Whether the left and the right operand of a product take a gradient."""
+    if packet(target) in ("aten.addmm", "aten.baddbmm"):
+        return needs[-2], needs[-1]
+    return needs[0], any(needs[1:])
+
+
+def _kernels(
+    target: str, operand_shapes: Sequence[Shape], result_shapes: Sequence[Shape], needs: Sequence[bool]
+) -> tuple[int, int]:
+    """Kernels of a product, forward and backward."""
+    count = len(products(target, operand_shapes, result_shapes))
+    return count, count * sum(_gradients(target, needs))
 
 
 # ---------------------------------------------------------------------------------------------------- attention
@@ -214,7 +247,7 @@ def _attention(
     shape *= key[-2] / (key[-2] + _RAMP[is_causal(args, kwargs)]) if key[-2] else 1.0
     forward = max(work / (device.attention_forward * shape), stream) if work else 0.0
     backward = max(2.5 * work / (device.attention_backward * shape), 2.5 * stream) if work else 0.0
-    return max(forward, device.kernel_seconds), max(backward, device.kernel_seconds)
+    return forward, backward
 
 
 # ----------------------------------------------------------------------------------------------------- the rest
@@ -244,8 +277,7 @@ def _traffic(
         passes = declared.kind == "factory" or (declared.kind == "linear" and whole)
         backward = 0.0 if passes else float(sum(outputs) + saved + sum(inputs))
     speed = memory_speed(device) / dtype.itemsize
-    kernel = device.kernel_seconds if fused is None or any(fused.writes) else 0.0  # a fused kernel starts once
-    return max(forward / speed, kernel), max(backward / speed, kernel if backward else 0.0)
+    return forward / speed, backward / speed
 
 
 def fusion(graph: Graph) -> tuple[Fused | None, ...]:
