@@ -205,18 +205,63 @@ _OTHER_CONFIGS: dict[str, dict[str, Any]] = {
     "Falcon": {**_SMALL, "multi_query": True, "parallel_attn": True, "new_decoder_architecture": False},
     "Bloom": {**_SMALL, "hidden_dropout": 0.0, "attention_dropout": 0.0},  # ALiBi, fused qkv by head
 }
-OTHERS = (*_OTHER_CONFIGS, "ResNet")
+
+
+def resnet() -> Case:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5)
+    images, labels = torch.randn(BATCH, 3, 32, 32), torch.randint(0, 5, (BATCH,))
+    return ResNetForImageClassification(config), {"pixel_values": images, "labels": labels}
+
+
+def deberta() -> Case:
+    """Attention whose positions are a parameter, projected and copied for every sample; batch and heads in one dim."""
+    from transformers import DebertaV2Config, DebertaV2ForMaskedLM
+
+    config = DebertaV2Config(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=VOCAB,
+        max_position_embeddings=16, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )
+    ids = _tokens()
+    return DebertaV2ForMaskedLM(config), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": _tokens()}
+
+
+class _Towers(nn.Module):
+    """Every sample against every other and against a queue of earlier ones, which the forward updates; one place of each."""
+
+    queue: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2))
+        self.register_buffer("queue", torch.randn(6, 8))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, at: torch.Tensor) -> dict[str, torch.Tensor]:
+        samples = torch.arange(x.shape[0])
+        a, b = F.normalize(self.left(x[samples, at]), dim=-1), F.normalize(self.right(y), dim=-1)
+        scores = torch.cat([a @ b.t(), a @ self.queue.clone().t()], 1) / 0.5
+        with torch.no_grad():
+            self.queue.copy_(torch.cat([b, self.queue[: -len(b)].clone()]))
+        return {"loss": F.cross_entropy(scores, samples), "scores": scores}
+
+
+def towers() -> Case:
+    return _Towers(), {
+        "x": torch.randn(BATCH, LENGTH, 16), "y": torch.randn(BATCH, 16), "at": torch.randint(0, LENGTH, (BATCH,)),
+    }
+
+
+_OTHER_MODELS: dict[str, Callable[[], Case]] = {f.__name__: f for f in (resnet, deberta, towers)}
+OTHERS = (*_OTHER_CONFIGS, *_OTHER_MODELS)
 
 
 def _other(name: str) -> Case:
     import transformers
 
-    if name == "ResNet":
-        config = transformers.ResNetConfig(
-            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5
-        )
-        images, labels = torch.randn(BATCH, 3, 32, 32), torch.randint(0, 5, (BATCH,))
-        return transformers.ResNetForImageClassification(config), {"pixel_values": images, "labels": labels}
+    if name in _OTHER_MODELS:
+        return _OTHER_MODELS[name]()
     ids = _tokens()
     config = getattr(transformers, f"{name}Config")(**_OTHER_CONFIGS[name])
     return getattr(transformers, f"{name}ForCausalLM")(config), {"input_ids": ids, "labels": ids.clone()}
