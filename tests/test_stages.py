@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from meshwright.compiler import stages
+from meshwright.compiler.intervals import Ends
 from meshwright.compiler.stage_bound import entered, held
 from meshwright.compiler.stages import StageError, Unit, cut, several_bound
 from meshwright.cost.schedules import ScheduleError, illegal, schedule_table
@@ -151,11 +152,12 @@ def test_what_is_held_at_some_moments_is_held_by_the_table(name: str) -> None:
 @pytest.mark.parametrize("name", ["interleaved1f1b", "zb"])
 def test_one_bound_holds_for_all_numbers_of_stages_a_rank(name: str) -> None:
     units, pp, m = random_units(9, seed=5), 2, 4
+    nothing = Ends(np.zeros(9), np.zeros(9), np.zeros(9), 1.0)
     capacity = 0.95 * max(cut(units, pp, 2, name, m).memory)
     for room in (1e9, capacity):
-        together = several_bound(units, pp, (2, 4), name, m, [room] * pp)
+        together = several_bound([units], pp, (2, 4), name, m, [room] * pp, nothing)
         for v in (2, 3, 4):
-            alone = several_bound(units, pp, (v, v), name, m, [room] * pp)
+            alone = several_bound([units], pp, (v, v), name, m, [room] * pp, nothing)
             every = brute_force([units], name, pp, v, m, room)
             assert together <= alone * (1 + 1e-9)
             assert not every or alone <= every[0][2] * (1 + 1e-9)

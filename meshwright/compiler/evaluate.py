@@ -25,9 +25,10 @@ import numpy as np
 from meshwright.compiler import stages
 from meshwright.compiler.candidates import Candidate
 from meshwright.compiler.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK
+from meshwright.compiler.intervals import Ends
 from meshwright.compiler.placement import NONE, Placement
 from meshwright.compiler.positions import Position
-from meshwright.compiler.stage_bound import entered
+from meshwright.compiler.stage_bound import entered, least_held
 from meshwright.compiler.stage_costs import Array, Degrees, StageCosts, Units
 from meshwright.cost.schedules import SPLIT_BACKWARD, illegal_combination, schedule_table, stage_rank, waiting
 from meshwright.cost.table import Table
@@ -90,37 +91,61 @@ class Evaluator:
         self.costs, self.names, self.capacity, self.recompute = costs, tuple(names), capacity, tuple(recompute)
         self.forced = tuple(forced)
         self._tables: dict[tuple[str, int, int, int], Table] = {}
-        self._bounds: dict[tuple[Candidate, int, int], float] = {}
+        self._units: dict[tuple[int, Degrees, int, bool, bool, str], Units] = {}
 
     def units(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, recompute: str) -> Units:
-        return self.costs.units(placement, degrees, zero, candidate.microbatches, candidate.schedule, recompute)
+        """The units of a candidate, made once for all that schedules share."""
+        split = candidate.schedule in SPLIT_BACKWARD
+        key = (id(placement), degrees, zero, candidate.microbatches > 1, split, recompute)
+        if key not in self._units:
+            count, schedule = candidate.microbatches, candidate.schedule
+            self._units[key] = self.costs.units(placement, degrees, zero, count, schedule, recompute)
+        return self._units[key]
 
-    def floor_of(self, candidate: Candidate, units: Units) -> float:
-        """Seconds of a step beside the work of its micro-batches that no cut avoids: of the mean rank."""
+    def step_of(self, candidate: Candidate, units: Units, run: float) -> float:
+        """Seconds of a step that no cut can beat, if its micro-batches take no less than ``run``: to those, or to the mean
+        rank's work and reductions, comes what the first rank gathers for its first unit, and the mean rank's optimizer."""
         late = units.reduce.sum()
         if candidate.schedule not in SPLIT_BACKWARD:
             late = self.costs.exposed(late, units.backward.sum())
-        return float(late + units.optimizer.sum()) / candidate.pp
+        mean = float(candidate.microbatches * units.work + late) / candidate.pp
+        start = float(units.gather[0]) if candidate.pp > 1 else 0.0
+        return start + max(run, mean) + float(units.optimizer.sum()) / candidate.pp
 
-    def run(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement) -> Evaluation:
-        """The best cut and recomputation of a candidate. Raises DoesNotFitError, ScheduleError."""
+    def too_much(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, alone: bool) -> bool:
+        """Whether all ranks together cannot hold the units of a pipeline, however they are cut: a proof that takes no time.
+        ``alone``: of one stage a rank or more, else of more."""
         if candidate.pp == 1:
-            return self._alone(candidate, degrees, zero, placement)
+            return False
+        room = candidate.pp * self.capacity - self.units(candidate, degrees, zero, placement, self.recompute[0]).state.sum()
+        counts = [least_held(candidate.schedule, candidate.pp, candidate.microbatches, one) for one in {alone, False}
+                  if one or candidate.schedule not in ("gpipe", "1f1b")]
+        if room < 0 or min(counts) <= 1:
+            return bool(room < 0)
+        ways = [self.units(candidate, degrees, zero, placement, name) for name in self.kinds(candidate, zero)]
+        return bool(min(counts) * np.min([way.saved for way in ways], axis=0).sum() > room)
+
+    def run(
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, scale: float = 1.0
+    ) -> Evaluation:
+        """The best cut and recomputation of a candidate within ``scale`` times the capacity. Raises DoesNotFitError,
+        ScheduleError."""
+        if candidate.pp == 1:
+            return self._alone(candidate, degrees, zero, placement, scale)
         ways, marks = self._ways(candidate, degrees, zero, placement)
         crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
         table = self.table(candidate)
-        bound = self._bounds.get((candidate, degrees.shard, zero), 0.0)
-        room = self.room(candidate, placement)
-        cuts = self._cut(candidate, ways, crossing, table, bound, room)
+        room = self.room(candidate, placement, scale)
+        cuts = self._cut(candidate, ways, crossing, table, room)
         chosen = np.zeros(len(self.names), dtype=int)
         for stage, option in enumerate(cuts.options):
             chosen[cuts.boundaries[stage] : cuts.boundaries[stage + 1]] = option
         units, recompute = _take(ways, marks, chosen)
-        return self._result(candidate, degrees, zero, placement, units, ways[0], recompute, cuts, crossing, table, room)
+        return self._result(candidate, degrees, zero, placement, units, ways[0], recompute, cuts, crossing, table)
 
     def again(self, found: Evaluation, scale: float) -> Evaluation:
-        """An evaluation without a pipeline within ``scale`` times the capacity. Raises DoesNotFitError."""
-        return self._alone(found.candidate, found.degrees, found.zero, found.placement, scale)
+        """An evaluation within ``scale`` times the capacity. Raises DoesNotFitError."""
+        return self.run(found.candidate, found.degrees, found.zero, found.placement, scale)
 
     def relaxed(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, most: int = 0) -> float:
         """Seconds that no cut and no recomputation can beat under the capacity, with any number of stages a rank from the
@@ -130,28 +155,34 @@ class Evaluator:
         ways = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
         options = [self._stage_units(way, crossing) for way in ways]
         several = candidate.virtual_stages, max(candidate.virtual_stages, most)
+        schedule, pp, count = candidate.schedule, candidate.pp, candidate.microbatches
+        slowed = 1.0 if schedule in SPLIT_BACKWARD else float(self.costs.exposed(np.ones(1), np.full(1, np.inf))[0])
+        ends = Ends(ways[0].gather, ways[0].reduce, ways[0].optimizer, slowed)
+        received = entered(schedule, pp, several[0], count) + waiting(schedule, pp, several[0])
+        beside = received * max(placement.crossing[:-1])
+        beside[stage_rank(schedule, pp, several[0])[-1]] += count * placement.outputs
+        room = np.maximum(self.capacity - beside, 1.0).tolist()
         if several == (1, 1):
-            room = self.room(candidate, placement)
-            bound = stages.step_bound(options[0], 1, self.table(candidate), room.tolist(), options=options[1:])
+            bound = stages.single_bound(options, pp, schedule, count, room, ends)
         else:
-            schedule, pp, count = candidate.schedule, candidate.pp, candidate.microbatches
-            received = entered(schedule, pp, several[0], count) + waiting(schedule, pp, several[0])
-            room = np.maximum(self.capacity - received * max(placement.crossing[:-1]), 1.0)
-            bound = stages.several_bound(options[0], pp, several, schedule, count, room.tolist(), options=options[1:])
-        if several[0] == several[1]:
-            self._bounds[candidate, degrees.shard, zero] = bound
-        return (bound + self.floor_of(candidate, ways[0])) * placement.bound / placement.seconds
+            bound = stages.several_bound(options, pp, several, schedule, count, room, ends)
+        return bound * placement.bound / placement.seconds
 
-    def room(self, candidate: Candidate, placement: Placement) -> Array:
-        """Bytes of every rank [pp] for its units: the capacity less what was received, each value like the widest: what the
-        micro-batches in flight entered with, and what waits to be read."""
+    def room(self, candidate: Candidate, placement: Placement, scale: float = 1.0) -> Array:
+        """Bytes of every rank [pp] for its units, of ``scale`` times the capacity."""
+        return np.asarray(np.maximum(scale * self.capacity - self._beside(candidate, placement), 1.0))
+
+    def _beside(self, candidate: Candidate, placement: Placement) -> Array:
+        """Bytes of every rank [pp] beside its units: what was received, each value like the widest (what the micro-batches in
+        flight entered with, and what waits to be read), and on the last stage's rank what all micro-batches hand back."""
         table = self.table(candidate)
         held = np.array([
             counts[:, :, [stage > 0 for stage in table.stages_of(rank)]].sum(axis=(1, 2)).max()
             for rank, counts in enumerate(table.in_flight)
         ])
-        buffers = (held + waiting(candidate.schedule, candidate.pp, candidate.virtual_stages)) * max(placement.crossing[:-1])
-        return np.asarray(np.maximum(self.capacity - buffers, 1.0))
+        found = (held + waiting(candidate.schedule, candidate.pp, candidate.virtual_stages)) * max(placement.crossing[:-1])
+        found[table.stage_rank[-1]] += candidate.microbatches * placement.outputs
+        return np.asarray(found)
 
     def kinds(self, candidate: Candidate, zero: int) -> tuple[str, ...]:
         """The recomputations that may be combined with a schedule."""
@@ -183,13 +214,13 @@ class Evaluator:
         return ways, marks
 
     def _cut(
-        self, candidate: Candidate, ways: Sequence[Units], crossing: Array, table: Table, bound: float, room: Array
+        self, candidate: Candidate, ways: Sequence[Units], crossing: Array, table: Table, room: Array
     ) -> stages.Cuts:
         options = [self._stage_units(way, crossing) for way in ways]
         try:
             return stages.cut(
                 options[0], candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches, room.tolist(),
-                options=options[1:], table=table, bound=bound,
+                options=options[1:], table=table,
             )
         except stages.StageError as error:
             least = min(float(w.state.sum()) for w in ways) / candidate.pp
@@ -203,7 +234,7 @@ class Evaluator:
 
     def _result(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, units: Units, plain: Units,
-        recompute: tuple[str, ...], cuts: stages.Cuts, crossing: Array, table: Table, room: Array,
+        recompute: tuple[str, ...], cuts: stages.Cuts, crossing: Array, table: Table,
     ) -> Evaluation:
         at = crossing[[b - 1 for b in cuts.boundaries[1:-1]]]
         run = simulate(table, cuts.forward, cuts.backward_input, cuts.backward_weight, (at, at))
@@ -220,16 +251,17 @@ class Evaluator:
             left = self.costs.exposed(left, per_rank(units.backward))
         optimizer = float(per_rank(units.optimizer).max())
         seconds = start + float((ends + left).max()) + optimizer
-        floor = self.floor_of(candidate, plain)
         parts = self._parts(candidate, placement, units, plain, optimizer)
         parts["pipeline bubble"] = max(0.0, seconds - sum(parts.values()))
-        memory = np.array(cuts.memory) + self.capacity - room
+        beside = self._beside(candidate, placement)
+        memory = np.array(cuts.memory) + beside
         fullest = int(np.argmax(memory))
-        state, buffers = float(per_rank(units.state)[fullest]), float(self.capacity - room[fullest])
-        kinds = {"state": state, "activations": float(memory[fullest]) - state - buffers, "received": buffers}
+        state, buffers = float(per_rank(units.state)[fullest]), float(beside[fullest])
+        kinds = {"state": state, "activations": float(memory[fullest]) - state - buffers, "received and handed back": buffers}
         slack = placement.bound / placement.seconds
         return Evaluation(
-            candidate, degrees, zero, placement, cuts.boundaries, recompute, seconds, (cuts.bound + floor) * slack, parts,
+            candidate, degrees, zero, placement, cuts.boundaries, recompute, seconds,
+            self.step_of(candidate, plain, cuts.bound) * slack, parts,
             tuple(memory.tolist()), kinds, self._starts(cuts.boundaries), tuple(p.block for p in self.positions),
             {"forward": cuts.forward, "backward_input": cuts.backward_input, "backward_weight": cuts.backward_weight,
              "transfer": tuple(at.tolist())}, run,

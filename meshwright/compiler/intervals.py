@@ -13,7 +13,8 @@ before and behind it depends on i and j only, and of other boundaries the cheape
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +45,32 @@ class Unit:
     value: float = 0.0
     gradient: float = 0.0
     pending: float | None = None
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Seconds of every unit [n] outside the micro-batches: its rank waits for ``gather`` before its first action, for
+    ``reduce`` after its last one, less what a backward hides but no less than ``slowed`` of it, then for ``optimizer``::
+
+        step = gathers of rank 0 + max over ranks (end of the last action + left) + max over ranks of optimizer, at least
+    """
+
+    gather: np.ndarray
+    reduce: np.ndarray
+    optimizer: np.ndarray
+    slowed: float
+
+    def at(self, positions: Sequence[int]) -> Ends:
+        """The same of what lies between positions, as in ``Intervals.of``."""
+        gather, reduce, optimizer = (np.add.reduceat(x, positions[:-1]) for x in (self.gather, self.reduce, self.optimizer))
+        return Ends(gather, reduce, optimizer, self.slowed)
+
+    @property
+    def sums(self) -> np.ndarray:
+        """Gathers, reductions and optimizer of every interval, [3, n + 1, n + 1]."""
+        columns = np.array([self.gather, self.reduce, self.optimizer])
+        prefix = np.concatenate([np.zeros((3, 1)), np.cumsum(columns, axis=1)], axis=1)
+        return np.asarray(prefix[:, None, :] - prefix[:, :, None])
 
 
 @dataclass(frozen=True)
@@ -100,6 +127,7 @@ class Intervals:
         stage = self.prefix[:, options, cuts[:, 1:]] - self.prefix[:, options, cuts[:, :-1]]
         return np.asarray(np.maximum(stage, 0.0).transpose(0, 2, 1))
 
+    @functools.cached_property
     def matrices(self) -> np.ndarray:
         """The six sums of every interval, [6, ways, n + 1, n + 1]."""
         return np.asarray(self.prefix[:, :, None, :] - self.prefix[:, :, :, None])
@@ -110,58 +138,74 @@ class Intervals:
         return np.concatenate([np.zeros((6, 1)), np.cumsum(least, axis=1)], axis=1)
 
 
-def stage_bounds(units: Intervals, name: str, pp: int, microbatches: int) -> list[Matrix]:
-    """Seconds that no run can beat if stage s is [i, j) run in way o, one stage a rank: per stage [ways, n + 1, n + 1]."""
+def stage_bounds(units: Intervals, name: str, pp: int, microbatches: int, ends: Ends | None = None) -> Iterator[Matrix]:
+    """Seconds that no run can beat if stage s is [i, j) run in way o, one stage a rank: per stage [ways, n + 1, n + 1]. With
+    ``ends``: no step."""
     split = name in SPLIT_BACKWARD
-    forward, inputs, weights = units.matrices()[:3]
     least = units.cheapest()
     ahead, back = least[0], least[1] if split else least[1] + least[2]
-    turn = inputs if split else inputs + weights
-    work = forward + inputs + weights
     last_weight = np.diff(least[2]).min() * split
     cheap = [x[1:-1].min() if units.count > 1 else 0.0 for x in (units.value, units.gradient)]
     warmup = warmup_forwards(name, pp, 1, microbatches)
-    out = []
+    sums = np.zeros(0) if ends is None else ends.sums
     for s in range(pp):
+        rows, columns = _band(units.count, s, pp)
+        forward, inputs, weights = units.matrices[:3, :, rows, columns]
+        turn = inputs if split else inputs + weights
+        work = forward + inputs + weights
         # Crossings: this stage's own two boundaries as they are, all others the cheapest there is.
-        down_before = units.value[:, None] + max(0, s - 1) * cheap[0]
-        up_before = units.gradient[:, None] + max(0, s - 1) * cheap[1]
+        down_before = units.value[rows, None] + max(0, s - 1) * cheap[0]
+        up_before = units.gradient[rows, None] + max(0, s - 1) * cheap[1]
         after = max(0, pp - 2 - s)
-        down = down_before + units.value[None, :] + after * cheap[0]
-        up_after = units.gradient[None, :] + after * cheap[1]
-        head, tail = ahead[:, None] + down_before, back[:, None] + up_before + last_weight
-        ahead_all = ahead[:, None] + forward + ahead[-1] - ahead[None, :] + down
-        returned = ahead_all + back[-1] - back[None, :] + up_after
+        down = down_before + units.value[None, columns] + after * cheap[0]
+        up_after = units.gradient[None, columns] + after * cheap[1]
+        head, tail = ahead[rows, None] + down_before, back[rows, None] + up_before + last_weight
+        ahead_all = ahead[rows, None] + forward + ahead[-1] - ahead[None, columns] + down
+        returned = ahead_all + back[-1] - back[None, columns] + up_after
         path = returned + turn + tail
         slow = forward + turn if name == "gpipe" else np.maximum(forward, turn)
         bound = path + (microbatches - 1) * slow
-        for begin in (head, returned - warmup[s] * forward):
+        begins = head, returned - warmup[s] * forward
+        for begin in begins:
             turned = begin + microbatches * (forward + turn) + tail
             bound = np.maximum(bound, np.maximum(turned, begin + microbatches * work) if split else turned)
-        out.append(_allowed(bound, s, pp))
-    return out
+        if ends is not None:
+            gather, reduce, optimizer = sums[:, rows, columns]
+            left = np.maximum(reduce - inputs - weights, ends.slowed * reduce)
+            own = np.maximum(*begins) + microbatches * work + left
+            bound = np.maximum(bound + ends.slowed * ends.reduce[0], own) + optimizer + (ends.gather[0] if s else gather)
+        yield _allowed(bound, units.count, s, pp)
 
 
-def _allowed(matrix: np.ndarray, stage: int, stages: int) -> np.ndarray:
-    """inf where stage ``stage`` of ``stages`` cannot be [i, j): every other stage needs a unit, the ends are fixed."""
-    n = matrix.shape[-1] - 1
-    i, j = np.ogrid[: n + 1, : n + 1]
-    fine = (i < j) & (i >= stage) & (j <= n - (stages - 1 - stage))
-    fine &= (i == 0) if stage == 0 else (i > 0)
-    fine &= (j == n) if stage == stages - 1 else (j < n)
-    return np.where(fine, matrix, np.inf)
+def _band(count: int, stage: int, stages: int) -> tuple[slice, slice]:
+    """Where stage ``stage`` of ``stages`` can begin and end if every other stage needs a unit."""
+    spare = count - stages + 1
+    return slice(stage, stage + spare), slice(stage + 1, stage + 1 + spare)
 
 
-def stage_memory(units: Intervals, in_flight: np.ndarray) -> np.ndarray:
+def _allowed(band: np.ndarray, count: int, stage: int, stages: int) -> np.ndarray:
+    """The whole matrix of numbers of the band (``_band``): inf where stage ``stage`` cannot be [i, j); the ends are fixed."""
+    rows, columns = _band(count, stage, stages)
+    i, j = np.ogrid[rows, columns]
+    fine = (i < j) & ((i == 0) | (stage > 0)) & ((j == count) | (stage < stages - 1))
+    matrix = np.full((*band.shape[:-2], count + 1, count + 1), np.inf)
+    matrix[..., rows, columns] = np.where(fine, band, np.inf)
+    return matrix
+
+
+def stage_memory(units: Intervals, in_flight: np.ndarray, stage: int, stages: int) -> np.ndarray:
     """Bytes of every interval as a stage alone: [ways, n + 1, n + 1]. ``in_flight``: int [k, 2], see ``Table.in_flight``."""
-    state, saved, pending = units.matrices()[3:]
-    held = [state + full * saved + half * pending for full, half in in_flight]
-    return np.asarray(np.max(held, axis=0) + units.transient)
+    rows, columns = _band(units.count, stage, stages)
+    state, saved, pending = units.matrices[3:, :, rows, columns]
+    held = [state + full * saved + (half * pending if half else 0.0) for full, half in in_flight.tolist()]
+    bytes_ = functools.reduce(np.maximum, held) + units.transient[:, rows, columns]
+    return _allowed(bytes_, units.count, stage, stages)
 
 
 def stage_work(units: Intervals, stage: int, stages: int) -> np.ndarray:
     """Seconds per micro-batch of every interval: [ways, n + 1, n + 1]."""
-    return _allowed(units.matrices()[:3].sum(axis=0), stage, stages)
+    rows, columns = _band(units.count, stage, stages)
+    return _allowed(units.matrices[:3, :, rows, columns].sum(axis=0), units.count, stage, stages)
 
 
 def smallest_bottleneck(matrices: Sequence[Matrix]) -> float:

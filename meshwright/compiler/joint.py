@@ -6,7 +6,7 @@ Best first by lower bound, each candidate sharpened as often as its bound stays 
     tensor      the placement of all samples at once on ``tensor`` ranks   what tensor parallelism costs a sample at least
     placement   the placement of (tensor, samples)                      solved once, serves every pp and schedule
     ways        every ZeRO level and shard that none dominates          the parameters' price on this mesh
-    relaxed     units that may be divided, memory and schedule exact    ``stages.step_bound``
+    relaxed     units that may be divided, memory and schedule exact    ``Evaluator.relaxed``
     solved      cut, simulated                                          an incumbent
 
 A sample alone takes no less than its share of a large batch: kernels fill the device worse and collectives have latency. What
@@ -46,8 +46,6 @@ from meshwright.rule import OpRule
 Progress = Callable[[str, float], None]
 _FLOPS, _TENSOR, _PLACEMENT, _WAY, _RELAXED = range(5)
 _ROUNDING = 0.03
-_SHARPEN = 0.25
-"""Part of the time limit that is spent, beyond it, on bounds that need no cut."""
 _NEAR = 4
 _DIVE = 0.35
 _ALONE = 0.5
@@ -55,19 +53,17 @@ _ALIKE = 0.75
 """Parts of the limit by which the first candidates of all (pp, tensor), those without a pipeline, and the best under other
 schedules are done."""
 _EFFORT: Mapping[str, float] = {
-    "placement": 0.12, "way": 0.0003, "alone": 0.002, "bound": 0.01, "bound of an action": 1e-5,
-    "cut": 0.03, "cut of an action": 3e-5, "cut of a stage": 0.012, "misfit of a stage": 0.03,
+    "placement": 0.12, "way": 0.0003, "alone": 0.002, "bound": 0.01, "bound of a rank": 0.0012,
+    "cut": 0.03, "cut of an action": 3e-5, "cut of a stage": 0.012, "misfit of a stage": 0.006,
 }
-"""Nominal seconds: of one, and of an action of the schedule's table and a stage."""
-_PROBE = 12
-"""After so many bounds without it, the best candidate whose bound counts memory is solved: good incumbents early."""
+"""Nominal seconds: of one, and of a rank, a stage, an action of the schedule's table."""
 
 
 @dataclass
 class Outcome:
     """What the search found. ``ranking``: everything solved, best first. ``considered`` candidates (a way to keep parameters is
     part of one from the second stage on), of which ``pruned`` by a bound (or, if it is ``late``, left open), ``infeasible`` and
-    ``solved``; ``wanted``: the gap that was asked for; ``again``: evaluates one without a pipeline within so many bytes more or
+    ``solved``; ``wanted``: the gap that was asked for; ``again``: evaluates one within so many bytes more or
     less than the capacity, a factor. Raises DoesNotFitError."""
 
     ranking: list[Evaluation] = field(default_factory=list)
@@ -251,20 +247,16 @@ class JointSearch:
         heap = [node for node in heap if node.level != _RELAXED]
         heapq.heapify(heap)
         heapq.heapify(ready)
-        since, frozen = 0, list[_Node]()
         while heap or ready:
             node = min(heap[:1] + ready[:1])
             spent = self._spent if self._incumbent < float("inf") else -float("inf")
-            if self._hopeless(node) or spent > deadline + _SHARPEN * self.limit:
+            if self._hopeless(node):
                 break
-            late = spent > deadline
-            found.late = found.late or late
-            if late and node.level >= _WAY:  # out of time for cuts; bounds are still cheap to sharpen
-                frozen.append(heapq.heappop(ready if node.level == _RELAXED else heap))
-                continue
-            since += 1
-            if ready and not late and (ready[0] is node or since >= _PROBE):
-                self._closed, since = min(self._closed, self._solve(heapq.heappop(ready))), 0
+            if spent > deadline:
+                found.late = True
+                break
+            if node.level == _RELAXED:
+                self._closed = min(self._closed, self._solve(heapq.heappop(ready)))
                 continue
             self._report(node, 1.0 - len(heap) / total)
             for child in self._sharper(heapq.heappop(heap)):
@@ -272,7 +264,7 @@ class JointSearch:
                     self._closed = min(self._closed, self._solve(child))
                 else:
                     heapq.heappush(ready if child.level == _RELAXED else heap, child)
-        return heap + ready + frozen
+        return heap + ready
 
     def _report(self, node: _Node, done: float) -> None:
         if self.progress is not None:
@@ -381,10 +373,11 @@ class JointSearch:
             least = held
             forward, backward = units.forward.tolist(), units.backward.tolist()
             work = self._work(units.work, float(units.weight.sum()), forward, backward, slack)
-            bound = floor(candidate, work, node.virtual[-1]) + self.evaluator.floor_of(candidate, units) * slack
+            run = floor(candidate, work, node.virtual[-1]) / slack
+            bound = self.evaluator.step_of(candidate, units, run) * slack
             number = next(self._numbers)
             way = replace(node, level=_WAY, bound=max(node.bound, bound), number=number, zero=zero, shard=shard)
-            if units.state.sum() > candidate.pp * self.evaluator.capacity:
+            if self.evaluator.too_much(candidate, degrees_of(candidate, shard), zero, placement, node.virtual[0] == 1):
                 self._missed(way, units)
                 continue
             kept.append(way)
@@ -436,8 +429,10 @@ class JointSearch:
         if candidate.pp == 1:
             self._spent += _EFFORT["alone"]
             return
-        self._spent += _EFFORT[what] + _EFFORT[f"{what} of an action"] * 2 * candidate.stages * candidate.microbatches
-        self._spent += _EFFORT.get(f"{what} of a stage", 0.0) * candidate.stages
+        counts = {"rank": candidate.pp, "stage": candidate.stages, "action": 2 * candidate.stages * candidate.microbatches}
+        self._spent += _EFFORT[what] + sum(
+            _EFFORT.get(f"{what} of a{'n' * (part == 'action')} {part}", 0.0) * count for part, count in counts.items()
+        )
 
     # the model
 

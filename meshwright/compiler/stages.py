@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.compiler.intervals import (
+    Ends,
     Intervals,
     Matrix,
     Unit,
@@ -37,7 +38,7 @@ from meshwright.compiler.intervals import (
     stage_memory,
     stage_work,
 )
-from meshwright.compiler.stage_bound import fractional_bound, packing_bound
+from meshwright.compiler.stage_bound import fractional_bound, held_alone, packing_bound
 from meshwright.cost.schedules import schedule_table
 from meshwright.cost.table import Table, maximal
 from meshwright.cost.timeline import Times, lower_bounds, makespans, peak_bytes
@@ -96,14 +97,12 @@ def cut(
     options: Sequence[Sequence[Unit]] = (),
     overlap: bool = True,
     table: Table | None = None,
-    bound: float = 0.0,
 ) -> Cuts:
     """The best cut of ``units`` for a schedule.
 
     ``capacity``: bytes per rank, one number or one per rank. ``options``: further ways to run the same units (recomputation,
     ZeRO: other seconds and bytes, the same boundaries), of which every stage takes one; option 0 is ``units`` itself.
-    ``overlap``: see ``simulate``. ``table``: the schedule's table, if there already is one. ``bound``: seconds from
-    ``step_bound``, if known (else it is computed where it is needed). Raises ScheduleError for a setting
+    ``overlap``: see ``simulate``. ``table``: the schedule's table, if there already is one. Raises ScheduleError for a setting
     that torch refuses, StageError if there are fewer units than stages or no cut found fits (which stage, by how much).
 
     >>> blocks = [Unit(f"block {i}", 1.0, 1.0, 1.0) for i in range(7)]
@@ -112,42 +111,34 @@ def cut(
     """
     table = table or schedule_table(schedule, pp, virtual_stages, microbatches)
     problem = _problem((tuple(units), *map(tuple, options)), table, virtual_stages, capacity, overlap)
-    found = _all_cuts(problem) if _count(problem) <= _EXHAUSTIVE else _search(problem, bound)
+    found = _all_cuts(problem) if _count(problem) <= _EXHAUSTIVE else _search(problem)
     return _result(problem, found)
 
 
-def step_bound(
-    units: Sequence[Unit],
-    virtual_stages: int,
-    table: Table,
-    capacity: float | Sequence[float] = math.inf,
-    *,
-    options: Sequence[Sequence[Unit]] = (),
+def single_bound(
+    ways: Sequence[Sequence[Unit]], pp: int, schedule: str, microbatches: int, capacity: Sequence[float], ends: Ends
 ) -> float:
-    """Seconds that no cut of ``units`` can beat (arguments as in ``cut``); inf where it is proven that none fits. Takes a
-    fraction of the time of a cut. Raises StageError if there are fewer units than stages.
-    """
-    problem = _problem((tuple(units), *map(tuple, options)), table, virtual_stages, capacity, True)
-    if virtual_stages == 1:
-        return smallest_bottleneck(_stage_matrices(problem)[0])
-    return _several_bound(problem)
+    """Seconds of a step that no cut can beat, one stage a rank; inf where it is proven that none fits. ``ways`` to run the
+    units, of which every stage takes one; ``ends``: what they add outside the micro-batches."""
+    positions = _positions(ways[0])
+    units = Intervals.of(ways, positions)
+    matrices = []
+    for rank, bound in enumerate(stage_bounds(units, schedule, pp, microbatches, ends.at(positions))):
+        memory = stage_memory(units, held_alone(schedule, pp, microbatches, rank), rank, pp)
+        matrices.append(np.where(memory <= capacity[rank], bound, np.inf).min(axis=0))
+    return smallest_bottleneck(matrices)
 
 
 def several_bound(
-    units: Sequence[Unit],
-    pp: int,
-    virtual_stages: tuple[int, int],
-    schedule: str,
-    microbatches: int,
-    capacity: Sequence[float],
-    *,
-    options: Sequence[Sequence[Unit]] = (),
+    ways: Sequence[Sequence[Unit]], pp: int, virtual_stages: tuple[int, int], schedule: str, microbatches: int,
+    capacity: Sequence[float], ends: Ends,
 ) -> float:
-    """As ``step_bound``, for any number of stages a rank from the first to the second of ``virtual_stages``, at least 2, at
+    """As ``single_bound``, for any number of stages a rank from the first to the second of ``virtual_stages``, at least 2, at
     once; needs no table."""
-    intervals = Intervals.of((units, *options), _positions(units))
-    packed = packing_bound(intervals, schedule, pp, microbatches)
-    return max(packed, fractional_bound(intervals, schedule, pp, virtual_stages, microbatches, np.asarray(capacity)))
+    positions = _positions(ways[0])
+    units, ends = Intervals.of(ways, positions), ends.at(positions)
+    packed = packing_bound(units, schedule, pp, microbatches) + float(ends.gather[0] + ends.optimizer.sum() / pp)
+    return max(packed, fractional_bound(units, schedule, pp, virtual_stages, microbatches, np.asarray(capacity), ends))
 
 
 def _problem(
@@ -282,7 +273,7 @@ def _several_bound(problem: _Problem) -> float:
     return max(packed, fractional_bound(units, table.name, table.pp, several, table.microbatches, problem.capacity))
 
 
-def _search(problem: _Problem, known: float = 0.0) -> _Found:
+def _search(problem: _Problem) -> _Found:
     table, units = problem.table, problem.units
     costs, best_option = _stage_matrices(problem)
     top = smallest_bottleneck(costs)
@@ -293,7 +284,7 @@ def _search(problem: _Problem, known: float = 0.0) -> _Found:
         cuts = np.unique([narrow_cuts(costs, top * (1 + slack)) for slack in _SLACK], axis=0)
         options = np.array([[o[i, j] for o, i, j in zip(best_option, c[:-1], c[1:], strict=True)] for c in cuts])
     else:
-        bound = known or _several_bound(problem)
+        bound = _several_bound(problem)
         if not math.isfinite(bound):
             raise _too_much(problem)
         even = np.linspace(0, units.count, table.stages + 1).astype(np.int64)
@@ -400,15 +391,15 @@ def _make_fit(problem: _Problem, cuts: np.ndarray, options: np.ndarray) -> tuple
 def _stage_matrices(problem: _Problem) -> tuple[list[Matrix], list[Matrix]]:
     """(per stage what it costs at least, the option that does), [n + 1, n + 1] each; inf where no option fits.
 
-    With one stage a rank: the stage bound, in seconds of the whole step. With several: the work of one micro-batch.
+    With one stage a rank: the stage bound, in seconds of the whole run. With several: the work of one micro-batch.
     """
     table, units, alone = problem.table, problem.units, problem.virtual_stages == 1
-    bounds = stage_bounds(units, table.name, table.pp, table.microbatches) if alone else None
+    bounds = list(stage_bounds(units, table.name, table.pp, table.microbatches)) if alone else None
     costs, options = [], []
     for stage in range(table.stages):
         cost = bounds[stage] if bounds else stage_work(units, stage, table.stages)
         room = problem.capacity[table.stage_rank[stage]]
-        cost = np.where(stage_memory(units, _in_flight(table, stage)) <= room, cost, np.inf)
+        cost = np.where(stage_memory(units, _in_flight(table, stage), stage, table.stages) <= room, cost, np.inf)
         options.append(cost.argmin(axis=0))
         costs.append(cost.min(axis=0))
     return costs, options
@@ -423,9 +414,8 @@ def _in_flight(table: Table, stage: int) -> np.ndarray:
 def _tightest(problem: _Problem) -> StageError:
     """Proof that no cut fits, one stage a rank: the cut whose fullest stage overflows least still does."""
     table, units = problem.table, problem.units
-    memory = [stage_memory(units, _in_flight(table, s)) - problem.capacity[s] for s in range(table.stages)]
-    fine = [np.isfinite(stage_work(units, s, table.stages)) for s in range(table.stages)]
-    excess = [np.where(ok, np.maximum(over, 0.0), np.inf) for ok, over in zip(fine, memory, strict=True)]
+    memory = [stage_memory(units, _in_flight(table, s), s, table.stages) - problem.capacity[s] for s in range(table.stages)]
+    excess = [np.maximum(over, 0.0) for over in memory]
     cuts = narrow_cuts([e.min(axis=0) for e in excess], smallest_bottleneck([e.min(axis=0) for e in excess]))
     options = np.array([e[:, i, j].argmin() for e, (i, j) in zip(excess, itertools.pairwise(cuts), strict=True)])
     return _does_not_fit(problem, cuts, options, proven=True)
