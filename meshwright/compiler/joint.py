@@ -12,15 +12,14 @@ Best first by lower bound, each candidate sharpened as often as its bound stays 
 A sample alone takes no less than its share of a large batch: kernels fill the device worse and collectives have latency. What
 rounding to whole tiles can turn around in that is within ``_ROUNDING``.
 
-Candidates that differ in their stages a rank only are one node (``_Node``) until memory counts: a bound for a whole range of them
-comes first, then for its halves. A candidate without a pipeline has nothing to cut: it is solved at once. Otherwise good
+Candidates that differ in their stages a rank only are one node (``_Node``) until memory counts: a bound for a whole range of
+them comes first, then for its halves. A candidate without a pipeline has nothing to cut: it is solved at once. Otherwise good
 incumbents are brought early: first one candidate of every (pp, tensor) is solved (``_layouts``), then those without a pipeline,
-then the best pipelines under other schedules and stages a rank (``_schedules``). The sweep through everything ends when the least
-bound left is within ``gap`` of the incumbent, so what was never solved is proven not to be better by more than that, or with its
-limit. The limit counts what was done, in
-seconds that it took on one machine (``_EFFORT``), not a clock: a search ends at the same place wherever it runs. The
-certificate is the incumbent against the least bound of all candidates, open or closed; it holds for the placements that are
-best with memory unlimited.
+then the best pipelines under other schedules and stages a rank (``_schedules``). The sweep through everything ends when the
+least bound left is within ``gap`` of the incumbent, so what was never solved is proven not to be better by more than that, or
+with its limit. The limit counts what was done, in seconds that it took on one machine (``_EFFORT``), not a clock: a search ends
+at the same place wherever it runs. The certificate is the incumbent against the least bound of all candidates, open or closed;
+it holds for the placements that are best with memory unlimited.
 """
 
 from __future__ import annotations
