@@ -59,7 +59,7 @@ DROPPED = (
 )
 """Pins that an error tries to do without, in this order."""
 HELD = 3
-"""So often a plan without a pipeline is held to the memory that its program needs."""
+"""So often a plan is held to the memory that its program needs."""
 SOLVE_SECONDS = 30.0
 """Limit of one solve; only a solve that it strikes may come out otherwise on another run."""
 
@@ -217,12 +217,10 @@ class _Search:
         return self.solve(Layout(mesh, roles), found.candidate.microbatches, pins).plan
 
     def _held(self, found: Evaluation, outcome: Outcome) -> Plan:
-        """The plan of an evaluation; without a pipeline it recomputes as much as its program needs to fit."""
+        """The plan of an evaluation, cut and recomputed so that its program fits. Raises OutOfMemoryError, DoesNotFitError."""
         room, scale, best = capacity(self.cluster), 1.0, None
         for _ in range(HELD):
             plan = plan_of(found, outcome, self.graph, self.rules, self.cluster, self.precision)
-            if plan.pipeline is not None:
-                return plan
             plan = with_footprint(plan, self.rules, self.state_bytes)
             need = float(plan.predicted["bytes_per_rank"])
             if need <= room and (best is None or plan.predicted["step_seconds"] < best.predicted["step_seconds"]):
@@ -231,7 +229,12 @@ class _Search:
                 break
             scale *= 0.995 * room / need
             assert outcome.again is not None
-            found = outcome.again(found, scale)
+            try:
+                found = outcome.again(found, scale)
+            except DoesNotFitError:
+                if best is None:
+                    raise
+                break
         if best is None:
             raise OutOfMemoryError.of(need, {}, plan.mesh, plan.schedule.microbatches, self.cluster)
         return best

@@ -16,7 +16,6 @@ M bound / P.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,7 +35,7 @@ from meshwright.compiler.solve import solve
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.operators import operator
-from meshwright.graph import Graph, Op, Value, refs
+from meshwright.graph import Graph, Op, Value
 from meshwright.mesh import Mesh
 from meshwright.pins import Pins
 from meshwright.plan import PlanError, Schedule
@@ -189,6 +188,9 @@ class _Reader:
         roots = {var for name, var in model.shared if name == ROOT}
         edges = tuple(e for e in model.edges if e.j not in roots)
         plain = BlockModel(tuple(model.sizes), tuple(model.unary), edges).cost(chosen)
+        # what is handed back is held by the step, not by what is in flight
+        for name, bytes_ in self._handed_back(at, self.problem.serves(at), chosen):
+            plain[SAVED] -= bytes_ * (self.count - (name in self.problem.tables.saved.values))
         block = position.block >= 0
         activations = {}
         for number, name in enumerate(self.owner.recompute):
@@ -268,21 +270,18 @@ class _Reader:
         return crossing
 
     def _outputs(self) -> float:
-        graph, folded = self.owner.graph, self.owner.folded
-        wanted = {ref.name for ref in refs(graph.output_tree) if graph.values[ref.name].shape}
-        total = 0.0
-        for n, at in enumerate(folded.serves):
-            ops = folded.positions[n].ops(graph)
-            if not wanted.intersection(name for op in ops for name in op.outputs):
-                continue
-            model, serving = self.problem.model(at), self.problem.positions[self.problem.serves(at)].ops(folded.graph)
-            for i, op in enumerate(ops):
-                local = self._local(serving[i], model.placed[i][self.solution.choices[n][i]])[1]
-                total += sum(
-                    math.prod(shape) * graph.values[name].dtype.itemsize
-                    for name, shape in zip(op.outputs, local, strict=True) if name in wanted
-                )
-        return total
+        pairs = [(at, self.solution.choices[n]) for n, at in enumerate(self.owner.folded.serves)]
+        return sum(bytes_ for at, chosen in pairs for _, bytes_ in self._handed_back(at, at, chosen))
+
+    def _handed_back(self, at: int, position: int, chosen: Sequence[int]) -> list[tuple[str, float]]:
+        """(value, bytes of a micro-batch) of what the model hands back, of a position whose model is that of ``at``."""
+        graph, placed = self.owner.folded.graph, self.problem.model(at).placed
+        wanted = {name for name in graph.outputs if graph.values[name].shape}
+        return [
+            (name, self.problem.tables.bytes(name, state))
+            for i, op in enumerate(self.problem.positions[position].ops(graph))
+            for name, state in zip(op.outputs, placed[i][chosen[i]].results, strict=True) if name in wanted
+        ]
 
     def _bytes(self, model: Model, name: str, chosen: Sequence[int]) -> float:
         var, options = model.states[name]

@@ -166,17 +166,19 @@ class Problem:
     ) -> tuple[list[Array], list[Edge]]:
         """The block whose forward runs again in the backward, but for the operators in ``dear``, whose results are kept, and
         for those at its end that nothing in the backward waits for."""
-        seen: dict[tuple[int, bool, bool], Array] = {}
+        seen: dict[tuple[int, bool], Array] = {}
         last, skipped = self._skipped(number)
 
-        def through(table: Array, kept: bool, skip: bool) -> Array:
-            key = (id(table), kept, skip)
+        def through(table: Array, skip: bool) -> Array:
+            key = (id(table), skip)
             if key not in seen:
                 forbidden, matrix = np.isinf(table), SKIPPED if skip else AGAIN
-                seen[key] = table if kept else np.where(forbidden, np.inf, np.where(forbidden, 0.0, table) @ matrix)
+                seen[key] = np.where(forbidden, np.inf, np.where(forbidden, 0.0, table) @ matrix)
             return seen[key]
 
-        changed = [through(array, var in dear, var in skipped) for var, array in enumerate(unary)]
+        changed = [through(array, var in dear or var in skipped) for var, array in enumerate(unary)]
+        for var in dear:
+            changed[var] = changed[var] + np.outer(self._results(number, model, var), np.eye(RESOURCES)[SAVED])
         for name, (var, states) in model.states.items():
             if var in model.entry:
                 held = [self.tables.bytes(name, state) for state in states]
@@ -185,9 +187,20 @@ class Problem:
         edges = []
         for e in model.edges:
             maker = makers.get(e.i, e.i)
-            table = through(e.table, maker in dear, maker in skipped or (e.j in skipped and e.j != last))
+            table = through(e.table, maker in dear or maker in skipped or (e.j in skipped and e.j != last))
             edges.append(Edge(e.i, e.j, table, e.rows, e.cols))
         return changed, edges
+
+    def _results(self, number: int, model: Model, var: int) -> list[float]:
+        """Bytes of what an operator makes under each of its choices; of a sum that is pending, and of its pieces after it."""
+        op = self.positions[number].ops(self.graph)[var]
+        return [
+            sum(
+                self.tables.bytes(name, state) * (1.0 + (1.0 / self.mesh.size(tuple(state.partial)) if state.partial else 0.0))
+                for name, state in zip(op.outputs, placed.results, strict=True)
+            )
+            for placed in model.placed[var]
+        ]
 
     def _skipped(self, number: int) -> tuple[int, frozenset[int]]:
         """The last operator that keeps anything, and those that recomputation does not come to: what follows it, and itself
