@@ -95,6 +95,7 @@ def _pointwise() -> dict[str, Maker]:
             s(r(4, 6).sort().values, r(4, 8), fixed=(0, 1)),
         ],
         "isin.Tensor_Tensor": lambda: [s(i(9, 4, 8), i(9, 3))],
+        "prelu.default": lambda: [s(n(4, 8, 2), n(8)), s(n(4, 8), n(1))],
         "_prelu_kernel.default": lambda: [s(n(4, 8), n(1, 8))],
     }
 
@@ -106,6 +107,8 @@ def _matmul() -> dict[str, Maker]:
         ],
         "linear.default": lambda: [s(n(4, 6, 8), n(4, 8)), s(n(2, 4, 8), n(8, 8), n(8)), s(n(8), n(4, 8), n(4))],
         "mm.default": lambda: [s(n(4, 8), n(8, 6))],
+        "bilinear.default": lambda: [s(n(4, 2, 3), n(4, 2, 5), n(8, 3, 5), n(8)), s(n(4, 3), n(4, 5), n(8, 3, 5))],
+        "cdist.default": lambda: [s(n(2, 4, 3), n(2, 6, 3)), s(n(4, 3), n(2, 6, 3)), s(n(4, 3), n(8, 3), 1.0)],
         "bmm.default": lambda: [s(n(4, 2, 8), n(4, 8, 6))],
         "mv.default": lambda: [s(n(4, 8), n(8))],
         "dot.default": lambda: [s(n(8), n(8))],

@@ -247,6 +247,10 @@ def _convolution() -> dict[str, Maker]:
         "_adaptive_avg_pool2d.default": pool(2, (2, 2)),
         "pixel_shuffle.default": lambda: [s(n(2, 4, 2, 2), 2)],
         "pixel_unshuffle.default": lambda: [s(n(2, 1, 4, 4), 2)],
+        "col2im.default": lambda: [s(n(4, 8, 4), (4, 4), (2, 2), (1, 1), (0, 0), (2, 2))],
+        "grid_sampler.default": lambda: [
+            s(n(4, 2, 4, 4), r(4, 3, 5, 2), 0, 0, False), s(n(2, 4, 3, 3, 3), r(2, 2, 2, 2, 3), 0, 0, True),
+        ],
         "im2col.default": lambda: [s(n(2, 2, 4, 4), (2, 2), (1, 1), (0, 0), (1, 1))],
     }
 

@@ -203,6 +203,28 @@ def test_copies_of_parameters_for_every_sample_leave_data_parallelism(flip: bool
         make_plan(graph, Cluster.parse("h100:1x2"), pins)
 
 
+def test_a_parameter_without_a_gradient_leaves_data_parallelism() -> None:
+    """A detached parameter is read by every sample, and nothing is to be summed."""
+
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.up = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.up(x) * self.scale.detach()).square().mean()
+
+    make_plan(graph_of(Detached(), 4, 6, 8), Cluster.parse("h100:1x2"), Pins(dp=2, zero=3))
+
+
+def test_a_weight_is_split_where_it_hands_on() -> None:
+    """Sequence parallelism pinned: what a linear hands on is split along the sequence by its reader."""
+    graph = graph_of(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), 4, 6, 16)
+    assert handed_on(graph)[0] == "linear"
+    pins = Pins(sequence_parallel=True, tp=2)
+    assert all({a["tp"] for a in open_to(graph, op, {"tp": "tp"}, pins)} == {"k", "n"} for op in linears(graph))
+
+
 def test_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names the operator whose choices fit nothing around it; without pins it blames none."""
     monkeypatch.setattr(Scope, "of_every_sample", frozenset())

@@ -52,7 +52,7 @@ class Scope:
         for op in graph.ops:
             flows = [name for name in op.inputs if graph.values[name].differentiable]
             if flows and found.issuperset(flows) and not self._sampled(op):
-                found.update(op.outputs)
+                found.update(name for name in op.outputs if graph.values[name].differentiable)
         return frozenset(found) - params
 
     @cached_property
@@ -116,7 +116,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
         # nothing with a sequence dim is computed over again on every tensor-parallel rank
         found = _forced(found, set(rule.splittable) - kinds["batch"], scope, "tp")
     if scope.pins.sequence_parallel:
-        found = _sequence_between_blocks(op, rule, found, scope)
+        found = _sequence_between_blocks(op, rule, found, scope, bool(weights))
     return _pinned_tensors(op, rule, found, scope)
 
 
@@ -184,13 +184,16 @@ def _forced(found: list[dict[str, str]], factors: set[str], scope: Scope, role: 
     return [assignment for assignment in found if count(assignment) == most]
 
 
-def _sequence_between_blocks(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:
-    """Sequence parallelism pinned: what blocks hand on is split over tp along the sequence."""
+def _sequence_between_blocks(
+    op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope, weights: bool
+) -> list[dict[str, str]]:
+    """Sequence parallelism pinned: what blocks hand on is split over tp along the sequence. ``weights``: the operator contracts
+    some, and splits those instead."""
     axes = [axis for axis in scope.mesh.axes if scope.roles[axis] == "tp"]
     where = sequence_dims(scope.graph, scope.handed_on.intersection(op.outputs), scope.classes, scope.batch)
     for name, dims in zip(op.outputs, rule.results, strict=True):
-        if name not in where or not axes or (factor := dims[where[name]]) is None:
-            continue  # a sequence that the operator itself keeps whole is split where it is read next
+        if name not in where or not axes or weights or (factor := dims[where[name]]) is None:
+            continue  # a sequence that the operator itself does not split is split where it is read next
         kept = [a for a in found if all(a.get(axis) == factor for axis in axes)]
         if not kept:
             length = scope.graph.values[name].shape[where[name]]

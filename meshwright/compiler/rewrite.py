@@ -115,7 +115,7 @@ def eliminate_dead_code(graph: Graph) -> Graph:
 
 
 _CUT = ("detach", "ones_like", "zeros_like", "full_like", "empty_like", "rand_like", "randn_like", "new_ones", "new_zeros",
-        "new_full", "new_empty", "bernoulli", "sign", "round", "floor", "ceil")
+        "new_full", "new_empty", "bernoulli")
 
 
 def mark_differentiable(graph: Graph) -> Graph:

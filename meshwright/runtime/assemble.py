@@ -43,7 +43,7 @@ def fused_axes(program: Program) -> set[tuple[str, ...]]:
     for segment in program.segments:
         for op in segment.graph.ops:
             for name, axes in op.kwargs:
-                if name in ("axis", "axes") and axes is not None and not isinstance(axes, str):
+                if op.target.startswith("mw.") and name in ("axis", "axes") and axes is not None and not isinstance(axes, str):
                     found.add(tuple(axes))
     return {key for axes in found if len(key := live(mesh, axes)) > 1}
 

@@ -32,6 +32,12 @@ CONVOLUTIONS = words(
 )
 
 
+def _sampled(call: Call) -> OpRule:
+    """Values of ``[n, c, *s]`` at the places ``[n, *t, dims]``."""
+    space: list[Factor | None] = [None] * (call["input"].ndim - 2)
+    return call.rule([["n", "c", *space], ["n", *space, None]], [["n", "c", *space]])
+
+
 def _line(space: int, results: int = 1) -> str:
     dots = " ." * space
     return f"*b{dots} -> " + ", ".join([f"*b{dots}"] * results)
@@ -53,6 +59,8 @@ def _rules() -> dict[str, Declaration]:
     rules["aten.pixel_shuffle.default"] = declare("*b . . . -> *b . . . ; +0")
     rules["aten.pixel_unshuffle.default"] = declare("*b . . . -> *b . . . ; +0")
     rules["aten.im2col.default"] = declare("b . . . -> b . . ; +0")
+    rules["aten.col2im.default"] = declare("b . . -> b . . . ; +0")
+    rules["aten.grid_sampler.default"] = declare(_sampled)
     return rules
 
 

@@ -143,6 +143,8 @@ RULES: Mapping[str, Declaration] = {
     "mw.fused_linear": declare(_fused_linear),
     "aten.mm.default": declare("m k, k n -> m n"),
     "aten.bmm.default": declare("b m k, b k n -> b m n"),
+    "aten.bilinear.default": declare("*b i!, *b j!, n i! j!, n? -> *b n"),
+    "aten.cdist.default": declare("... m k!, ... n k! -> ... m n"),
     "aten.mv.default": declare("m k, k -> m"),
     "aten.dot.default": declare("k, k -> ()"),
     "aten.vdot.default": declare("k, k -> ()"),

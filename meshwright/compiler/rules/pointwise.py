@@ -69,6 +69,14 @@ def _type_as(call: Call) -> OpRule:
     return call.rule([dims, [None] * other.ndim], [dims], linear=[[0]])
 
 
+def _prelu(call: Call) -> OpRule:
+    """A slope for every channel (dim 1), or one for all."""
+    x, slope = call["self"], call["weight"]
+    dims: list[Factor | None] = [f"dim{i}" for i in range(x.ndim)]
+    own = [dims[1] if slope.shape[0] > 1 and x.ndim > 1 else None] if slope.ndim else []
+    return call.rule([dims, own], [dims])
+
+
 def _searchsorted(call: Call) -> OpRule:
     """One sorted row for all, or one for each row that is sought in."""
     row, sought = call["sorted_sequence"], call["self"]
@@ -133,6 +141,7 @@ def _rules() -> dict[str, Declaration]:
         "aten.bucketize.Tensor": declare("..., . -> ..."),
         "aten.searchsorted.Tensor": declare(_searchsorted),
         "aten.isin.Tensor_Tensor": declare(_isin),
+        "aten.prelu.default": declare(_prelu),
         "aten._prelu_kernel.default": declare("..., ... -> ..."),
     }
     return rules
