@@ -160,7 +160,7 @@ def test_an_open_schedule_goes_with_the_pins(pins: dict[str, Any]) -> None:
 def test_nothing_refused_is_proposed() -> None:
     """Of everything that a search solved, memory plentiful and scarce."""
     seen, kinds = set(), set()
-    for kib in (1000.0, 450.0):
+    for kib in (1000.0, 360.0, 280.0):
         run = JointSearch(
             graph(), Cluster.parse("cpu:1x4"), rules_of(graph())[0], Pins(pp=2), itemsize=4, state_bytes=8.0,
             capacity=kib * 1024, recompute=RECOMPUTE, limit=30.0,

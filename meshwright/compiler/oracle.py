@@ -187,8 +187,12 @@ def flow_mip(chain: Chain, *, objective: str = "time", time_limit: float = 60.0,
         cost = mip.add(mip.position(k))
         t = mip.model.add_variable(lb=0)
         times.append(t)
-        for row in chain.time_rows:
-            mip.model.add_linear_constraint(t >= _dot(row / second, cost))
+        parts = []
+        for rows in _factors(chain.time_rows):
+            parts.append(mip.model.add_variable(lb=0))
+            for row in rows:
+                mip.model.add_linear_constraint(parts[-1] >= _dot(row / second, cost))
+        mip.model.add_linear_constraint(t == mathopt.fast_sum(parts))
         memory.append(_dot(chain.bytes_row / byte, cost))
         mip.model.add_linear_constraint(peak >= _dot(chain.transient_row / byte, cost))
         kind = chain.kinds[k]
@@ -213,6 +217,24 @@ def flow_mip(chain: Chain, *, objective: str = "time", time_limit: float = 60.0,
     if objective == "time":
         bound = chain.fixed_time + result.best_objective_bound() * second * (1 - TOLERANCE)
     return _solution(chain, variants, choices, bound)
+
+
+def _factors(rows: Array) -> list[Array]:
+    """Two lots of rows whose largest sums add up to the largest of ``rows``, where those are all pairs of them (what the forward
+    may take with what the backward may take); else the rows as they are. Far fewer, and half as dense."""
+    columns = range(rows.shape[1])
+
+    def together(a: int, b: int) -> bool:
+        pairs, left, right = (len(np.unique(rows[:, at], axis=0)) for at in ([a, b], [a], [b]))
+        return pairs < left * right
+
+    start = next((c for c in columns if len(np.unique(rows[:, c])) > 1), 0)
+    one = {start}
+    while more := {b for b in columns if b not in one and any(together(a, b) for a in one)}:
+        one |= more
+    mask = np.isin(columns, sorted(one))
+    pair = [np.unique(np.where(keep, rows, 0.0), axis=0) for keep in (mask, ~mask)]
+    return pair if len(pair[0]) * len(pair[1]) == len(np.unique(rows, axis=0)) else [rows]
 
 
 def _run(model: mathopt.Model, time_limit: float, precision: float) -> mathopt.SolveResult:

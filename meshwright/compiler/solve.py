@@ -151,7 +151,7 @@ def _polish(chain: Chain, solution: Solution, gap: float, deadline: float) -> So
     if left < 0.1 or flow_size(chain) > SMALL:
         return solution
     try:
-        other = flow_mip(chain, time_limit=left, precision=gap / 10)
+        other = flow_mip(chain, time_limit=left, precision=gap / 2)
     except Infeasible:
         return solution
     fits = other.bytes_ + other.transient <= chain.capacity
