@@ -38,11 +38,12 @@ _PARTS = (0.25, 0.5, 0.75, 1.0)
 
 
 class DoesNotFitError(Exception):
-    """No cut of a candidate is within the capacity: the message says where; ``least`` bytes that it needs on some rank."""
+    """No cut of a candidate is within the capacity: the message says where; ``least`` bytes that it needs on some rank. Unless
+    ``proven``, none was found."""
 
-    def __init__(self, message: str, least: float) -> None:
+    def __init__(self, message: str, least: float, proven: bool = True) -> None:
         super().__init__(message)
-        self.least = least
+        self.least, self.proven = least, proven
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ class Evaluator:
             )
         except stages.StageError as error:
             least = min(float(w.state.sum()) for w in ways) / candidate.pp
-            raise DoesNotFitError(str(error), least) from None
+            raise DoesNotFitError(str(error), least, error.proven) from None
 
     def _stage_units(self, units: Units, crossing: Array) -> list[stages.Unit]:
         places = crossing if not self.forced else np.where(np.isin(np.arange(len(crossing)) + 1, self.forced), crossing, np.inf)

@@ -408,7 +408,7 @@ class JointSearch:
         self._unfit = min(self._unfit or (np.inf, single), (_held(units) / node.candidate.pp, single))
 
     def _solve(self, node: _Node) -> float:
-        """Cut and simulate; the bound of what was found, inf if nothing fits."""
+        """Cut and simulate; the bound of what was found, or of what was not, inf if nothing fits."""
         placement = self._known[node.candidate.tensor, node.candidate.samples]
         assert placement is not None
         self._spend("cut", node.candidate)
@@ -419,7 +419,7 @@ class JointSearch:
             self._spent += _EFFORT["misfit of a stage"] * (node.candidate.stages if node.candidate.pp > 1 else 0)
             if self.outcome.nearest is None or error.least < self.outcome.nearest.least:
                 self.outcome.nearest = error
-            return float("inf")
+            return float("inf") if error.proven else node.bound
         self.outcome.ranking.append(result)
         self.outcome.ranking.sort(key=lambda e: (e.seconds, e.candidate.pp, e.candidate.tensor, e.zero))
         return max(node.bound, min(result.bound, result.seconds))

@@ -220,8 +220,8 @@ def flow_mip(chain: Chain, *, objective: str = "time", time_limit: float = 60.0,
 
 
 def _factors(rows: Array) -> list[Array]:
-    """Two lots of rows whose largest sums add up to the largest of ``rows``, where those are all pairs of them (what the forward
-    may take with what the backward may take); else the rows as they are. Far fewer, and half as dense."""
+    """Two lots of rows whose largest sums add up to the largest of ``rows``, where those are all pairs of them (what the
+    forward may take with what the backward may take); else the rows as they are. Far fewer, and half as dense."""
     columns = range(rows.shape[1])
 
     def together(a: int, b: int) -> bool:

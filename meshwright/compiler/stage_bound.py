@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 
 import numpy as np
 from ortools.math_opt import model_pb2
@@ -111,9 +112,14 @@ def fractional_bound(
     result = program.solved({0: 1.0})
     if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
         return math.inf
+    if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
+        return 0.0
     return max(0.0, float(result.dual_bound())) * program.scale * (1 - 1e-6)
 
 
+ITERATIONS, SECONDS = 20_000, 2.0
+"""Limits of one program, which takes 10 to 40 ms; but GLOP has been seen to go on for minutes. What it did not finish bounds
+nothing."""
 Term = tuple[np.ndarray, np.ndarray | float]
 """Variables and their weights."""
 
@@ -168,7 +174,7 @@ class _Rows:
             variable_values_filter=mathopt.SparseVectorFilter(**read) if read else none, reduced_costs_filter=none,
             dual_values_filter=none,
         )
-        params = mathopt.SolveParameters(threads=1)
+        params = mathopt.SolveParameters(threads=1, iteration_limit=ITERATIONS, time_limit=timedelta(seconds=SECONDS))
         return mathopt.solve(model, mathopt.SolverType.GLOP, params=params, model_params=only)
 
 
@@ -290,6 +296,8 @@ class _Program(_Rows):
         result = self.solved(dict.fromkeys(amounts.ravel().tolist(), -1.0), amounts)
         if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
             return False
+        if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
+            return True
         values = {variable.id: value for variable, value in result.variable_values().items()}
         fit = np.array([values[variable] for variable in amounts.ravel().tolist()]).reshape(amounts.shape)
         most = np.floor(fit.sum(axis=(0, 2)) + 1e-6)

@@ -52,7 +52,11 @@ _SLACK = (0.0, 0.01, 0.03, 0.1)
 
 
 class StageError(ValueError):
-    """No cut exists: more stages than units, or a rank that cannot fit."""
+    """No cut exists: more stages than units, or a rank that cannot fit; unless ``proven``, none was found."""
+
+    def __init__(self, message: str, proven: bool = True) -> None:
+        super().__init__(message)
+        self.proven = proven
 
 
 @dataclass(frozen=True)
@@ -438,5 +442,5 @@ def _does_not_fit(problem: _Problem, cuts: np.ndarray, options: np.ndarray, *, p
     return StageError(
         f"{table.name} on {table.pp} ranks, {table.microbatches} micro-batches: {found}. The closest one leaves rank {rank}, "
         f"{own}, at {need:.3g} GiB of {room:.3g} GiB: {need - room:.3g} GiB too much. Recompute activations, shard the state "
-        "further, make micro-batches smaller or the pipeline longer."
+        "further, make micro-batches smaller or the pipeline longer.", proven
     )
