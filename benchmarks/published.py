@@ -10,8 +10,8 @@ printed with the reason.
 What a row says about its hardware and software is read from its own columns, by tables that any source shares: the node
 (NICs) from ``interconnect`` (``NODES``), the attention kernel from ``notes`` or, where nothing is said, from what there was
 when it was published (``KERNELS``, ``FLASH_PUBLISHED``), fusion and overlap from ``notes`` (``FUSED``, ``NORMED``,
-``OVERLAPPED``), what recomputation runs again and where stages are cut from the columns that name the software
-(``CHECKPOINTED``, ``BALANCED``). There is no factor for a row, a model or a source.
+``OVERLAPPED``), what recomputation runs again from the columns that name the software (``CHECKPOINTED``). There is no factor
+for a row, a model or a source.
 
 Measured step time is ``step_time_s``, or else tokens over throughput (``step_time_s_derived``), or model FLOPs over TFLOP/s,
 which the output marks with a tilde.
@@ -82,14 +82,11 @@ FLASH_PUBLISHED = (2022, 5)
 FUSED: Sequence[str] = ("NeMo", "compile")
 """Words in "notes" of software that fuses norms and what is around them."""
 
-NORMED: Sequence[str] = ("RMS kernel", "nanotron")
-"""Words in "notes" or "model_name" of software whose RMS norm alone is one kernel (FlashAttention's)."""
+NORMED: Sequence[str] = ("RMS kernel",)
+"""Words in "notes" of software whose RMS norm alone is one kernel (FlashAttention's)."""
 
 OVERLAPPED: Sequence[str] = ("TP comm overlap", "NeMo")
 """Words in "notes" of software whose products run their collectives in pieces and add up gradients (Transformer Engine)."""
-
-BALANCED: Sequence[str] = ("nanotron",)
-"""Words in "model_name" or "notes" of software that cuts stages by what they take; others give each as many layers."""
 
 CHECKPOINTED: Sequence[str] = ("FSDP",)
 """Words in "schedule", "dtype" or "notes" of software that recomputes with torch's checkpoint, which stops at the last value
@@ -253,7 +250,7 @@ def graph_of(row: Row, cache: Path | None = None) -> Graph:
         row.get("family", ""), integer(row, "n_layers"), integer(row, "hidden"), heads, integer(row, "n_kv_heads", heads),
         integer(row, "ffn_hidden"), integer(row, "vocab"), integer(row, "n_experts", 0), integer(row, "top_k", 0),
         int(batch), integer(row, "seq_len"), attention, precision_of(row),
-        *(["kernel"] if any(words in row.get("notes", "") + row.get("model_name", "") for words in NORMED) else []),
+        *(["kernel"] if any(words in row.get("notes", "") for words in NORMED) else []),
     )
     if cache is None:
         return captured(*shape)
@@ -290,17 +287,16 @@ def pins_of(row: Row, world: int, blocks: Sequence[str] = ()) -> Pins:
         dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=None if zero is None else int(zero),
         sequence_parallel=row.get("sp") == "yes" and tp > 1,
         schedule=None if pp == 1 else "interleaved1f1b" if interleaved else "1f1b",
-        stage_cuts=_stage_cuts(row, pp * int(vpp or not interleaved), blocks),
+        stage_cuts=_stage_cuts(pp * int(vpp or not interleaved), blocks),
         virtual_stages=None if pp == 1 else int(vpp) if vpp else None if interleaved else 1,
         microbatches=max(1, round(batch / (dp * micro))) if batch and micro else None,
         recompute=row.get("recompute") or "none",
     )
 
 
-def _stage_cuts(row: Row, stages: int, blocks: Sequence[str]) -> tuple[str, ...] | None:
-    """The layers at which stages start: as many to each, where they divide and the software does it so."""
-    balanced = any(words in row.get("notes", "") + row.get("model_name", "") for words in BALANCED)
-    if stages < 2 or balanced or not blocks or len(blocks) % stages:
+def _stage_cuts(stages: int, blocks: Sequence[str]) -> tuple[str, ...] | None:
+    """The layers at which stages start: as many to each, where they divide; else it is left to the search."""
+    if stages < 2 or not blocks or len(blocks) % stages:
         return None
     return tuple(blocks[len(blocks) // stages :: len(blocks) // stages])
 

@@ -7,8 +7,8 @@
                 backward is split: it reduces at the end); an early rank reduces while the others still drain
     optimizer   of the slowest rank
 
-Beside its units a rank holds what torch receives into: for every micro-batch of the step a buffer of each value that enters a
-stage, and one of each gradient that comes back to it, from the start to the end (``room``).
+Beside its units a rank holds what it received, for the micro-batches in flight and a few early ones, and the last stage's rank
+what the step hands back (``_beside``).
 
 Recomputation: every stage takes one of none, parts of its blocks evenly spread (``_PARTS``), and all of them, chosen with the
 cut; with several stages a rank none or all of them. Without a pipeline there is one rank and nothing to cut: blocks are
