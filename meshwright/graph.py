@@ -110,7 +110,8 @@ class Graph:
     ``inputs``: names of the user's tensors in order; ``output_tree``: nested tuple/dict/None/number structure whose tensor
     leaves are ``Ref`` (``signature["output"]``: how to rebuild the user's container, see ``meshwright.signature``);
     ``loss``: the scalar to differentiate, if any; ``mutations``: (buffer value, the value that replaces it); ``constants``:
-    the contents, by value name, of buffers that are no registered buffers of the model (literals, plain attributes).
+    the contents, by value name, of buffers that are no registered buffers of the model (literals, plain attributes);
+    ``changes``: from the inputs, {input: its new value} for those that the forward changes in place, if there are any.
     """
 
     values: Mapping[str, Value]
@@ -123,6 +124,7 @@ class Graph:
     blocks: tuple[Block, ...] = ()
     signature: Any = None  # JSON-able description of the call: see meshwright.signature
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    changes: Graph | None = None
     producers: Mapping[str, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -38,6 +38,7 @@ def graph_to_dict(graph: Graph) -> dict[str, Any]:
         "blocks": [[b.path, b.kind, b.start, b.stop] for b in graph.blocks],
         "signature": graph.signature,
         "constants": {name: [DTYPE_NAMES[t.dtype], list(t.shape), t.flatten().tolist()] for name, t in graph.constants.items()},
+        "changes": graph.changes and graph_to_dict(graph.changes),
     }
 
 
@@ -60,6 +61,7 @@ def graph_from_dict(data: Mapping[str, Any]) -> Graph:
             name: torch.tensor(numbers, dtype=DTYPES[dtype]).reshape(shape)
             for name, (dtype, shape, numbers) in data["constants"].items()
         },
+        changes=data["changes"] and graph_from_dict(data["changes"]),
     )
 
 

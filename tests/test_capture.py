@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.compiler.capture import capture
 from meshwright.errors import CaptureError, InputError
 from meshwright.graph import Graph
-from meshwright.interpret import run
+from meshwright.runtime.interpret import run
 from meshwright.signature import bind, rebuild_output
 
 

@@ -1,7 +1,7 @@
 """The way imports point, and other promises about the code that only the code as a whole can break.
 
     doors (facts report explain planner api cli, the package itself)
-      -> compiler -> cost -> values        passes -> values        runtime -> values        interpret -> runtime, values
+      -> compiler -> cost -> values        passes -> values        runtime -> values
 
 Only imports that run when a module is imported count towards circles; those inside functions must still point the allowed
 way, except ``plan``, whose methods (``save``, ``explain``, ...) hand on to the doors.
@@ -31,8 +31,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "compiler": frozenset({"compiler", "cost", "values"}),
     "passes": frozenset({"passes", "values"}),
     "runtime": frozenset({"runtime", "values"}),
-    "interpret": frozenset({"runtime", "values"}),
-    "doors": frozenset({"doors", "compiler", "cost", "passes", "runtime", "interpret", "values"}),
+    "doors": frozenset({"doors", "compiler", "cost", "passes", "runtime", "values"}),
 }
 THIRD_PARTY: Mapping[str, frozenset[str]] = {
     "values": frozenset({"torch"}),
@@ -107,8 +106,6 @@ def room(name: str) -> str:
     parts = name.split(".")
     if len(parts) > 1 and parts[1] in FOLDERS:
         return parts[1]
-    if name == "meshwright.interpret":
-        return "interpret"
     return "values" if len(parts) > 1 and parts[1] in VALUES else "doors"
 
 

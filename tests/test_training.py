@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import meshwright
 from meshwright.api import autoparallel
+from meshwright.errors import CaptureError, InputError
 from tests.equality import RELATIVE, compare, loss_of, train
 from tests.models import make
 
@@ -180,3 +181,77 @@ def test_a_gather_keeps_its_shard(pool: Callable[[int], Any]) -> None:
     for whole, pieces in pool(4).run(_saved_whole):
         assert whole == 0
         assert pieces > 0
+
+
+class _Changing(nn.Module):
+    """Changes what it is given: padding in the labels, the scale of what it reads, under autocast too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.between, self.out = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 12)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        labels[labels == 3] = -100
+        before = x.abs().clone()
+        x.sub_(x.mean(0)).mul_(0.9)
+        logits = self.out(torch.relu(self.between(torch.relu(self.inside(x + before)))))
+        return {"loss": nn.functional.cross_entropy(logits.float(), labels), "logits": logits}
+
+
+class _Mixing(_Changing):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x.copy_(self.inside(x)[:, :8])
+        return super().forward(x, labels)
+
+
+def _changed(rank: int, pins: dict[str, Any], precision: str) -> list[str]:
+    model, world = _Changing(), torch.distributed.get_world_size()
+    x, labels = torch.randn(8, 8), torch.arange(8) % 5
+    mine, theirs = {"x": x, "labels": labels}, {"x": x.clone(), "labels": labels.clone()}
+    parallel = autoparallel(copy.deepcopy(model), init_device_mesh("cpu", (world,)), ((), mine), pins=pins, precision=precision,
+                            progress=False)
+    assert torch.equal(mine["x"], theirs["x"]), "planning changes nothing"
+    losses, wanted = train(parallel, mine), train(model, theirs)
+    near = RELATIVE if precision == "fp32" else 3e-2
+    bad = [f"{a} instead of {b}" for a, b in zip(losses, wanted, strict=True) if not abs(a - b) <= near * abs(b)]
+    bad += [name for name in mine if not torch.allclose(mine[name], theirs[name], rtol=near, atol=near)]
+    state = parallel.full_state_dict()
+    return bad + (compare(state, model.state_dict()) if rank == 0 and precision == "fp32" else [])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "pins", [{"dp": 2, "tp": 2}, {"dp": 4, "microbatches": 2}, {"pp": 2, "dp": 2, "microbatches": 2}], ids=str
+)
+def test_inputs_changed_in_place_are_changed_for_the_caller(
+    pool: Callable[[int], Any], pins: dict[str, Any], precision: str
+) -> None:
+    """On every rank, by statistics of the global batch, whatever the plan splits."""
+    assert pool(4).run(_changed, pins, precision) == [[], [], [], []]
+
+
+class _Twins(nn.Module):
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        labels.masked_fill_(labels == 3, 0)
+        return (ids * labels).sum()
+
+
+def _given_twice(rank: int) -> None:
+    ids = torch.arange(8)
+    parallel = autoparallel(_Twins(), init_device_mesh("cpu", (1,)), ((ids, ids.clone()), {}), progress=False)
+    assert parallel(ids, ids.clone()).item() == sum(i * i for i in range(8) if i != 3)
+    with pytest.raises(InputError, match="'labels' in place, and 'ids' is given the same memory"):
+        parallel(ids, ids)
+    assert torch.equal(ids, torch.arange(8))
+
+
+def test_memory_given_twice_is_refused_where_it_would_change(pool: Callable[[int], Any]) -> None:
+    """The graph has two inputs: what the change of one does to the other it cannot know."""
+    pool(1).run(_given_twice)
+
+
+def test_inputs_changed_by_weights_are_refused() -> None:
+    """What only some ranks could compute is not written back silently wrong."""
+    example = ((torch.randn(8, 8), torch.arange(8) % 5), {})
+    with pytest.raises(CaptureError, match=r"changes its input 'x' in place, from 'inside.*clone"):
+        meshwright.plan(_Mixing(), "cpu:1x4", example)

@@ -4,9 +4,9 @@
 
 ``shadow`` traces without memory, ``importer`` reads the export, ``normalize`` gives the one spelling that rules are written
 for, ``meshwright.signature`` says how a call binds to the graph. The graph computes what the module computes in the given
-mode at the given (global) shapes, with these limits: in-place changes of *inputs* are not seen by the caller, outputs that are
-no tensors, numbers or containers of them (key/value caches) are None, and activation checkpointing in the model is gone (it
-is the planner's choice). With ``loss_fn`` the graph's output is the loss.
+mode at the given (global) shapes, with these limits: outputs that are no tensors, numbers or containers of them (key/value
+caches) are None, and activation checkpointing in the model is gone (it is the planner's choice). With ``loss_fn`` the graph's
+output is the loss.
 """
 
 from __future__ import annotations

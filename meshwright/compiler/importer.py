@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -100,6 +100,7 @@ class _Importer:
     params: list[Param] = field(default_factory=list)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    random: set[str] = field(default_factory=set)
 
     def run(self, traced: Traced, held: list[Held], inputs: list[str]) -> Graph:
         nodes = list(self.program.graph.nodes)
@@ -132,9 +133,11 @@ class _Importer:
                     self._constant(node, held_by_graph, owned)
         outputs = [self.env[arg] if isinstance(arg, fx.Node) else arg for arg in nodes[-1].args[0]]
         mutations, results = self._split_outputs(outputs, owners)
+        changed = self._changed(nodes, outputs)
         tree = _fill(traced.tree, results)
-        return Graph(self.values, tuple(graph_inputs), tuple(self.params), tuple(self.ops), tree, mutations=mutations,
-                     constants=self.constants)
+        graph = Graph(self.values, tuple(graph_inputs), tuple(self.params), tuple(self.ops), tree, mutations=mutations,
+                      constants=self.constants)
+        return replace(graph, changes=_changes(graph, changed, self.random)) if changed else graph
 
     def _hold(self, held: list[Held], nodes: list[fx.Node], taken: set[str]) -> dict[str, str]:
         """Declare what the model holds, used or not; {fully qualified name: value name}."""
@@ -200,6 +203,8 @@ class _Importer:
         args = tuple(self._argument(arg) for arg in node.args)
         name = outputs[0] if len(outputs) == 1 else node.name
         self.ops.append(Op(name, str(node.target), args, kwargs, outputs, module, source))
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            self.random.add(name)
 
     def _argument(self, arg: Any) -> Any:
         if isinstance(arg, fx.Node):
@@ -242,6 +247,35 @@ class _Importer:
                 raise CaptureError(f"the forward changes {str(spec.target).removeprefix(f'{WRAPPED}.')!r} in place "
                                    f"({spec.kind.name.lower()}); only buffers may change in a forward")
         return tuple(mutations), results
+
+    def _changed(self, nodes: list[fx.Node], outputs: list[Any]) -> dict[str, Ref]:
+        """{input that the forward changes in place: what it holds afterwards}."""
+        inputs = {node.name: self.env[node].name for node in nodes if node.op == "placeholder" and node in self.env}
+        pairs = zip(self.program.graph_signature.output_specs, outputs, strict=True)
+        return {inputs[str(spec.target)]: output for spec, output in pairs if spec.kind is OutputKind.USER_INPUT_MUTATION}
+
+
+def _changes(graph: Graph, changed: Mapping[str, Ref], random: set[str]) -> Graph:
+    """What computes the new values of inputs, cut out of the graph: every process does it on the inputs as they are given."""
+    held = {param.value: param.fqns[0] for param in graph.params if param.value not in graph.constants}
+    wanted, ops = {ref.name for ref in changed.values()}, []
+    for op in reversed(graph.ops):
+        if wanted.isdisjoint(op.outputs):
+            continue
+        ops.append(op)
+        wanted |= set(op.inputs)
+        reason = next((f"from {held[name]!r}" for name in op.inputs if name in held), "")
+        if op.name in random:
+            reason = f"at random ({op.target})"
+        if reason:
+            raise CaptureError(f"the forward changes its input {next(iter(changed))!r} in place, {reason}, in module "
+                               f"{op.module!r} ({op.source}): only what follows from the inputs alone can be written back to "
+                               f"the caller; change a copy (.clone()) and return it", module=op.module, source=op.source)
+    inputs = tuple(name for name in graph.inputs if name in wanted)
+    values = {name: value for name, value in graph.values.items()
+              if name in wanted or any(name in op.outputs for op in ops)}
+    constants = {name: tensor for name, tensor in graph.constants.items() if name in wanted}
+    return Graph(values, inputs, (), tuple(ops[::-1]), dict(changed), constants=constants)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -128,6 +128,9 @@ class _Wrapper(nn.Module):
         inputs = [t.to(dtype) if dtype is not None and t.is_floating_point() else t for t in tensors[:count]]
         args, kwargs = split_arguments(signature, rebuild_arguments(signature, inputs, named))
         output = getattr(self, WRAPPED)(*args, **kwargs)
+        for given, cast in zip(tensors, inputs, strict=False):
+            if cast is not given and cast._version:  # the forward changed it in place, which the caller is to see
+                given.copy_(cast)
         if loss_fn is not None:
             output = loss_fn(output, *tensors[count:])
         self.seen.tensors = []  # the export undoes assignments to the module, not to what it holds

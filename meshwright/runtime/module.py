@@ -26,6 +26,7 @@ from meshwright.runtime import checkpoint
 from meshwright.runtime.assemble import assemble, fused_axes, rest_dtype
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.groups import Groups, make_groups
+from meshwright.runtime.interpret import run as interpret
 from meshwright.runtime.layout import global_stride, local_of, owner
 from meshwright.runtime.materialize import Source, fill
 from meshwright.runtime.pipeline import Pipeline, run_pipeline
@@ -85,7 +86,7 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Takes and returns what the model does. Raises InputError, changing nothing, if the call is not as planned."""
         program, engine = self._program, self._engine[0]
-        inputs = self._bind(args, kwargs)
+        inputs, changes = self._bind(args, kwargs)
         if self.training:
             self._calls += 1
         seed = self._seed, self._calls
@@ -95,6 +96,8 @@ class ParallelModule(nn.Module):
             values = run_step(engine, inputs, self._trainable, seed, self.training)
         if self.training:
             self._mutate(values)
+        for tensor, changed in changes:
+            tensor.copy_(changed)
         outputs = {port.name: self._present(values.get(port.name), port, i) for i, port in enumerate(program.outputs)}
         if program.signature is None:
             return map_refs(program.output_tree, lambda ref: outputs[ref.name])
@@ -109,8 +112,8 @@ class ParallelModule(nn.Module):
     def _trainable(self) -> list[Tensor]:
         return [p for p in self.parameters() if p.requires_grad]
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """{port: this rank's piece}."""
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+        """{port: this rank's piece}, and the tensors that the forward changes in place, with what they will hold."""
         program = self._program
         ports = [port for port in program.inputs if port.name != SEED]
         if program.signature is not None:
@@ -124,7 +127,23 @@ class ParallelModule(nn.Module):
             given = [kwargs[name] for name in names]
         for port, tensor in zip(ports, given, strict=True):
             _check(port, tensor)
-        return {port.name: self._piece(port, tensor) for port, tensor in zip(ports, given, strict=True)}
+        by_name = {port.name: tensor for port, tensor in zip(ports, given, strict=True)}
+        pieces = {port.name: self._piece(port, by_name[port.name]) for port in ports}
+        if program.changes is None:
+            return pieces, []
+        needed = {name: by_name[name].detach() for name in program.changes.inputs}
+        if any(isinstance(tensor, DTensor) for tensor in needed.values()):
+            raise InputError(f"the forward changes inputs in place, from {sorted(needed)}: give these as plain tensors, the "
+                             f"same on every rank, not as DTensors")
+        for name in program.changes.output_tree:
+            memory = by_name[name].untyped_storage().data_ptr()
+            twin = next((n for n, t in by_name.items() if n != name and t.untyped_storage().data_ptr() == memory), None)
+            if twin is not None:
+                raise InputError(f"the forward changes its input {name!r} in place, and {twin!r} is given the same memory; the "
+                                 f"plan was made for separate tensors: give one of them a .clone()")
+        new = interpret(program.changes, needed)
+        changes = [(needed[name], new[ref.name]) for name, ref in program.changes.output_tree.items()]
+        return {name: piece.clone() if name in needed else piece for name, piece in pieces.items()}, changes
 
     def _piece(self, port: Port, tensor: Tensor) -> Tensor:
         groups = self._groups

@@ -1,4 +1,4 @@
-"""Run a ``Graph`` eagerly, operator by operator: what it means, and the oracle of the tests.
+"""Run a ``Graph`` eagerly, operator by operator: what it means, and the oracle of the capture's tests.
 
 ``aten.*`` targets are torch's own overloads, ``mw.*`` targets come from ``operators`` (by default ``meshwright.runtime.ops``).
 Autograd works through it as through any eager code.
