@@ -229,18 +229,20 @@ def deberta() -> Case:
 
 
 class _Towers(nn.Module):
-    """Every sample against every other and against a queue of earlier ones, which the forward updates; one place of each."""
+    """Every sample against every other and against a queue of earlier ones, which the forward updates; one place of each, and
+    bags of words (an operator without a rule, with results that nobody reads)."""
 
     queue: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = (nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2))
+        self.bag = nn.EmbeddingBag(12, 16)
         self.register_buffer("queue", torch.randn(6, 8))
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor, at: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x: torch.Tensor, words: torch.Tensor, at: torch.Tensor) -> dict[str, torch.Tensor]:
         samples = torch.arange(x.shape[0])
-        a, b = F.normalize(self.left(x[samples, at]), dim=-1), F.normalize(self.right(y), dim=-1)
+        a, b = F.normalize(self.left(x[samples, at]), dim=-1), F.normalize(self.right(self.bag(words)), dim=-1)
         scores = torch.cat([a @ b.t(), a @ self.queue.clone().t()], 1) / 0.5
         with torch.no_grad():
             self.queue.copy_(torch.cat([b, self.queue[: -len(b)].clone()]))
@@ -249,7 +251,8 @@ class _Towers(nn.Module):
 
 def towers() -> Case:
     return _Towers(), {
-        "x": torch.randn(BATCH, LENGTH, 16), "y": torch.randn(BATCH, 16), "at": torch.randint(0, LENGTH, (BATCH,)),
+        "x": torch.randn(BATCH, LENGTH, 16), "words": torch.randint(0, 12, (BATCH, 3)),
+        "at": torch.randint(0, LENGTH, (BATCH,)),
     }
 
 
