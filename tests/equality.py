@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -66,10 +66,15 @@ def compare(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor
     return bad
 
 
+@cache
+def _known(name: str, double: bool) -> list[Graph]:
+    return []
+
+
 @contextmanager
-def captured_once() -> Iterator[None]:
-    """Within, a process captures one model only once: half of the time of a small plan."""
-    known: list[Graph] = []
+def captured_once(name: str, double: bool = False) -> Iterator[None]:
+    """Within, only this model is captured, in training, and by every process only once: half of the time of a small plan."""
+    known = _known(name, double)
 
     def capture(*args: Any) -> Graph:
         if not known:
@@ -114,6 +119,6 @@ def check(rank: int, name: str, world: int, all_pins: Sequence[Mapping[str, Any]
     def build(pins: Mapping[str, Any]) -> nn.Module:
         return autoparallel(model, init_device_mesh("cpu", (world,)), ((), batch), pins=dict(pins), progress=False)
 
-    with captured_once():
+    with captured_once(name):
         cases = {f"{name} on {world} under {dict(pins)}": partial(build, pins) for pins in all_pins}
         return differences(rank, model, batch, cases, clip)

@@ -108,7 +108,7 @@ def check_searched(
         assert (1 if pipeline is None else pipeline.degree) == pins.get("pp", 1), (pins, str(parallel.plan))
         return parallel
 
-    with captured_once():
+    with captured_once(name, double):
         return _differences(rank, name, cases, build, clip, double, calls)
 
 
@@ -324,7 +324,7 @@ def check_as_used(rank: int, name: str, pins: Mapping[str, Any], folder: str) ->
     model, batch = batch_of(name, double=True)
     axes = {"pp": 2, "dp": dist.get_world_size() // 2}
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    with captured_once():
+    with captured_once(name, double=True):
         parallel = autoparallel(model.train(), mesh, ((), batch), pins=dict(pins), progress=False)
         with pytest.raises(PinError, match="pp=4 contradicts the mesh, whose axis 'pp' has size 2"):
             autoparallel(model, mesh, ((), batch), pins={**pins, "pp": 4}, progress=False)
