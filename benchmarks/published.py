@@ -5,13 +5,8 @@
 A file has the columns of ``data/steps.csv`` (a row is a timed configuration) or of ``data/memory.csv`` (a row is a memory
 figure); default is both. Each row goes the way that plans go: the model is built from its dimensions on the meta device,
 captured at the published global batch, and planned with the published degrees as pins. A row that cannot be priced is
-printed with the reason.
-
-What a row says about its hardware and software is read from its own columns, by tables that any source shares: the node
-(NICs) from ``interconnect`` (``NODES``), the attention kernel from ``notes`` or, where nothing is said, from what there was
-when it was published (``KERNELS``, ``FLASH_PUBLISHED``), fusion and overlap from ``notes`` (``FUSED``, ``NORMED``,
-``OVERLAPPED``), what recomputation runs again from the columns that name the software (``CHECKPOINTED``). There is no factor
-for a row, a model or a source.
+printed with the reason. What a row says about its hardware and software, ``rows.py`` reads from its own columns by tables that
+any source shares. There is no factor for a row, a model or a source.
 
 Measured step time is ``step_time_s``, or else tokens over throughput (``step_time_s_derived``), or model FLOPs over TFLOP/s,
 which the output marks with a tilde.
@@ -28,11 +23,10 @@ import hashlib
 import json
 import math
 import pickle
-import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -43,9 +37,32 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rows import (
+    YES,
+    Row,
+    Shape,
+    Unpriced,
+    assumed,
+    cluster_of,
+    counted,
+    degree,
+    kernel_of,
+    measured_seconds,
+    measured_tflops,
+    normed,
+    number,
+    pins_of,
+    precision_of,
+    recompute_of,
+    shape_of,
+    text_of,
+    tokens_of,
+    world_of,
+    zero_of,
+)
 from torch import nn
 
-from meshwright.architectures import Architecture, build
+from meshwright.architectures import build
 from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
 from meshwright.pins import Pins
@@ -54,55 +71,8 @@ from meshwright.planner import OutOfMemoryError, capture_model, make_plan
 
 DATA = Path(__file__).parent / "data"
 FILES = (DATA / "steps.csv", DATA / "memory.csv")
-Row = Mapping[str, str]
-
-NODES: Sequence[tuple[str, str, str]] = (
-    # words in "interconnect", device they are on ("" any), node of the catalogue
-    ("1600Gbps RoCE", "", "roce1600"),
-    ("4 x 100 Gb/s", "a100", "p4d"),
-    ("EFA", "a100", "p4d"),
-    ("(playbook)", "h100", "playbook"),
-    ("EFA", "h100", "p5"),
-    ("A800-like", "", "hgx-a800"),
-)
-"""Where none matches, the device's own node: the vendor's reference design."""
-
-KERNELS: Sequence[tuple[str, str]] = (
-    # words in "notes", attention kernel
-    ("kernel=flash_attention2", "flash2"),
-    ("kernel=flash_attentionv1", "flash1"),
-    ("kernel=torch", "torch"),  # scores, mask and softmax, each an operator of its own
-    ("kernel=", "scores"),  # any other kernel that a row names forms the matrix of scores, scaled and masked in its softmax
-    ("NeMo", "flash3"),  # its Transformer Engine runs cuDNN's
-    ("flash attention", "flash"),  # of no version
-)
-FLASH_PUBLISHED = (2022, 5)
-"""Dao et al. 2022. What was published before ran on scores; where nothing else is known, the device's default."""
-
-FUSED: Sequence[str] = ("NeMo", "compile")
-"""Words in "notes" of software that fuses norms and what is around them."""
-
-NORMED: Sequence[str] = ("RMS kernel",)
-"""Words in "notes" of software whose RMS norm alone is one kernel (FlashAttention's)."""
-
-OVERLAPPED: Sequence[str] = ("TP comm overlap", "NeMo")
-"""Words in "notes" of software whose products run their collectives in pieces and add up gradients (Transformer Engine)."""
-
-CHECKPOINTED: Sequence[str] = ("FSDP",)
-"""Words in "schedule", "dtype" or "notes" of software that recomputes with torch's checkpoint, which stops at the last value
-that the backward needs; Megatron-LM's and its kin's run the whole block again."""
-
-GPUS: Sequence[tuple[str, str]] = (
-    ("A100-40GB", "a100-40g"), ("A100", "a100-80g"), ("A800", "a800"), ("H100", "h100"), ("H800", "h800"), ("H200", "h200"),
-    ("V100", "v100"), ("GB200", "gb200"), ("B200", "b200"),
-)
-
 
 _UNBOUNDED = 2**50  # bytes
-
-
-class Unpriced(ValueError):  # noqa: N818 - a reason, not a failure
-    """Why a row has no prediction."""
 
 
 @dataclass(frozen=True)
@@ -139,82 +109,14 @@ class Result:
         return None if self.predicted_gb is None or not self.measured_gb else self.predicted_gb / self.measured_gb - 1
 
 
-def number(row: Row, key: str, default: float | None = None) -> float | None:
-    """A column as a number, ``default`` where it is blank or missing."""
-    try:
-        return float(row.get(key) or "")
-    except ValueError:
-        return default
-
-
-def integer(row: Row, key: str, default: int | None = None) -> int:
-    """A column as an integer. Raises Unpriced where it is blank and has no default."""
-    value = number(row, key, default)
-    if value is None:
-        raise Unpriced(f"the source does not state {key}")
-    return int(value)
-
-
-def word_of(text: str, table: Sequence[tuple[str, str]]) -> str | None:
-    """The entry of the first words that the text holds."""
-    return next((value for words, value in table if words.lower() in text.lower()), None)
-
-
-def published_in(row: Row) -> tuple[int, int] | None:
-    """(year, month) that a source bears: an arXiv number or a year in words; None where it bears none."""
-    text = row.get("source", "")
-    found = re.search(r"\b(\d\d)(0[1-9]|1[0-2])\.\d{4,5}\b", text)
-    if found:
-        return 2000 + int(found[1]), int(found[2])
-    year = re.search(r"\b(20[12]\d)\b", text)
-    return (int(year[1]), 12) if year else None
-
-
-def kernel_of(row: Row) -> str | None:
-    """Attention kernel that the row names, or the only one there was when it was published."""
-    named = word_of(row.get("notes", ""), KERNELS)
-    date = published_in(row)
-    return named or ("scores" if date is not None and date < FLASH_PUBLISHED else None)
-
-
-def fused(row: Row) -> bool:
-    """Whether chains of pointwise operators run as one kernel; PyTorch runs them one by one unless a row says otherwise."""
-    return any(words in row.get("notes", "") for words in FUSED)
-
-
-def cluster_of(row: Row) -> Cluster:
-    """The devices, nodes and software of a row."""
-    device = word_of(row["gpu"], GPUS)
-    if device is None:
-        raise Unpriced(f"no device of the catalogue for {row['gpu']!r}")
-    world = integer(row, "n_gpus")
-    per_node = min(world, integer(row, "gpus_per_node", 8))
-    wires = row.get("interconnect", "").lower()
-    node = next((name for words, on, name in NODES if words.lower() in wires and device.startswith(on)), None)
-    cluster = Cluster.parse(f"{device}{'@' + node if node else ''}:{world // per_node}x{per_node}")
-    kernel = kernel_of(row)
-    known = kernel if kernel in cluster.device.attention else None
-    overlapped = any(words in row.get("notes", "") for words in OVERLAPPED)
-    said = " ".join(row.get(key, "") for key in ("schedule", "dtype", "notes"))
-    repeats = not any(words in said for words in CHECKPOINTED)
-    return cluster.with_kernels(known, fused=fused(row), overlapped=overlapped, repeats=repeats)
-
-
 @lru_cache(maxsize=4)
-def captured(
-    family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, experts: int, top_k: int,
-    batch: int, seq: int, attention: str, precision: str, norms: str = "",
-) -> Graph:
-    """The graph of a model of these dimensions at this global batch. ``attention``: "torch", "scores", else flash; ``norms``:
-    "kernel" where an RMS norm is one operator."""
-    known = {"dense-gpt": "gpt" if kv_heads == heads else "nemotron", "llama": "llama", "moe": "moe"}
-    if family not in known:
-        raise Unpriced(f"no architecture for family {family!r}")
-    architecture = Architecture(known[family], layers, hidden, heads, ffn, vocab, kv_heads, 0, experts, top_k)
-    model = build(architecture, seq, {"torch": "eager", "scores": "scores"}.get(attention, "sdpa"))
-    if norms == "kernel":
+def captured(shape: Shape, attention: str, precision: str, norms: bool = False) -> Graph:
+    """The graph of a model of these dimensions at its global batch. ``attention``: "torch", "scores", else flash; ``norms``:
+    whether an RMS norm is one operator."""
+    model = build(shape.architecture, shape.seq, {"torch": "eager", "scores": "scores"}.get(attention, "sdpa"))
+    if norms:
         _norms(model)
-    ids = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
+    ids = torch.zeros(shape.batch, shape.seq, dtype=torch.int64, device="meta")
     return capture_model(model, (), {"input_ids": ids, "labels": ids.clone()}, (), None, precision)
 
 
@@ -226,79 +128,20 @@ def _norms(model: nn.Module) -> None:
                 setattr(module, name, nn.RMSNorm(child.weight.shape[0], child.variance_epsilon, device="meta"))
 
 
-def batch_of(row: Row) -> float:
-    """Sequences of a step: one micro-batch on every data rank where the row says no more; 0 where it says nothing."""
-    return number(row, "global_batch_seqs") or (number(row, "micro_batch") or 0.0) * (number(row, "dp") or 1.0)
-
-
-def measured_seconds(row: Row) -> float | None:
-    """Seconds of a step, or tokens over throughput."""
-    seconds = number(row, "step_time_s") or number(row, "step_time_s_derived")
-    speed = (number(row, "tokens_per_s_per_gpu") or 0.0) * (number(row, "n_gpus") or 0.0)
-    return seconds or (_tokens(row) / speed if speed and batch_of(row) else None)
-
-
 def graph_of(row: Row, cache: Path | None = None) -> Graph:
     """The row's model at its global batch; ``cache``: a folder that keeps it."""
-    heads = integer(row, "n_heads")
-    batch = batch_of(row)
-    if not batch:
-        raise Unpriced("the source does not state the global batch")
-    kernel = kernel_of(row)
-    attention = kernel if kernel in ("torch", "scores") else "flash"
-    shape = (
-        row.get("family", ""), integer(row, "n_layers"), integer(row, "hidden"), heads, integer(row, "n_kv_heads", heads),
-        integer(row, "ffn_hidden"), integer(row, "vocab"), integer(row, "n_experts", 0), integer(row, "top_k", 0),
-        int(batch), integer(row, "seq_len"), attention, precision_of(row),
-        *(["kernel"] if any(words in row.get("notes", "") for words in NORMED) else []),
-    )
+    kernel, shape = kernel_of(row), shape_of(row)
+    what = (shape, kernel if kernel in ("torch", "scores") else "flash", precision_of(row), normed(row))
     if cache is None:
-        return captured(*shape)
-    kept = cache / f"{hashlib.sha256(repr(shape).encode()).hexdigest()[:24]}.pickle"
+        return captured(*what)
+    kept = cache / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.pickle"
     if kept.exists():
         graph: Graph = pickle.loads(kept.read_bytes())  # written below, by this program
         return graph
-    graph = captured(*shape)
+    graph = captured(*what)
     cache.mkdir(parents=True, exist_ok=True)
     kept.write_bytes(pickle.dumps(graph))
     return graph
-
-
-def precision_of(row: Row) -> str:
-    """The planner's name of a dtype column."""
-    dtype = row.get("dtype", "")
-    if dtype.startswith(("bf16", "fp16")):
-        return "bf16"
-    if dtype.startswith("fp32"):
-        return "fp32"
-    raise Unpriced(f"no price for dtype {dtype!r}")
-
-
-def pins_of(row: Row, world: int, blocks: Sequence[str] = ()) -> Pins:
-    """The published degrees. What the source leaves open is searched, but for recomputation: programs do it where they are told
-    to. ``blocks``: the layers' names."""
-    tp, pp, cp = (integer(row, key, 1) for key in ("tp", "pp", "cp"))
-    ep, vpp = integer(row, "ep", 1), number(row, "vpp")
-    interleaved = (vpp or 1) > 1 or "interleaved" in row.get("schedule", "")
-    dp = world // (tp * pp * cp)
-    batch, micro = number(row, "global_batch_seqs"), number(row, "micro_batch")
-    zero = number(row, "zero/fsdp")
-    return Pins(
-        dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=None if zero is None else int(zero),
-        sequence_parallel=row.get("sp") == "yes" and tp > 1,
-        schedule=None if pp == 1 else "interleaved1f1b" if interleaved else "1f1b",
-        stage_cuts=_stage_cuts(pp * int(vpp or not interleaved), blocks),
-        virtual_stages=None if pp == 1 else int(vpp) if vpp else None if interleaved else 1,
-        microbatches=max(1, round(batch / (dp * micro))) if batch and micro else None,
-        recompute=row.get("recompute") or "none",
-    )
-
-
-def _stage_cuts(stages: int, blocks: Sequence[str]) -> tuple[str, ...] | None:
-    """The layers at which stages start: as many to each, where they divide; else it is left to the search."""
-    if stages < 2 or not blocks or len(blocks) % stages:
-        return None
-    return tuple(blocks[len(blocks) // stages :: len(blocks) // stages])
 
 
 def planned(graph: Graph, cluster: Cluster, pins: Pins, precision: str) -> tuple[Plan, bool]:
@@ -316,50 +159,50 @@ def planned(graph: Graph, cluster: Cluster, pins: Pins, precision: str) -> tuple
 def price(row: Row, cache: Path | None = None) -> Result:
     """Plan one row; every failure becomes its reason."""
     start = time.perf_counter()
-    seconds = measured_seconds(row)
-    tflops = number(row, "measured_tflops_per_gpu")
-    gib = "GiB" in (row.get("mem_kind", "") + row.get("unit", ""))
+    gib = "gib" in text_of(row, "mem_kind", "unit")
     peak = number(row, "peak_mem_GB")
     result = Result(
-        row=row.get("row_id") or row.get("name", ""), source=row.get("source", ""), model=row.get("model_name", ""),
-        device=row.get("gpu", ""), config=_describe(row), measured_seconds=seconds, derived=not row.get("step_time_s"),
-        predicted_seconds=None, measured_tflops=tflops, predicted_tflops=None,
+        row=row.get("row_id") or row.get("name") or "", source=row.get("source") or "", model=row.get("model_name") or "",
+        device=row.get("gpu") or "", config="", measured_seconds=None, derived=not row.get("step_time_s"),
+        predicted_seconds=None, measured_tflops=number(row, "measured_tflops_per_gpu"), predicted_tflops=None,
         measured_gb=peak * 2**30 / 1e9 if peak and gib else peak, predicted_gb=None, reason="", planning_seconds=0.0,
-        device_seconds=(number(row, "n_gpus") or 1.0) / _tokens(row),
     )
     try:
-        if not (seconds or peak or tflops):
-            raise Unpriced("the row states neither a step time nor a rate nor a peak memory")
-        cluster = cluster_of(row)
-        graph, precision = graph_of(row, cache), precision_of(row)
-        pins = pins_of(row, cluster.world, [block.path for block in graph.blocks])
-        plan, fits = planned(graph, cluster, pins, precision)
-        if not fits:
-            result = replace(result, reason="predicted not to fit")
-        predicted = float(plan.predicted["step_seconds"])
-        if tflops and not (seconds or peak):  # model FLOPs over the rate
-            seconds = predicted * float(plan.predicted["tflops_per_device"]) / tflops
-            result = replace(result, measured_seconds=seconds)
         result = replace(
-            result, predicted_seconds=predicted, predicted_gb=float(plan.predicted["bytes_per_rank"]) / 1e9,
-            predicted_tflops=tflops * seconds / predicted if tflops and seconds else None,
+            result, config=_describe(row), measured_seconds=measured_seconds(row),
+            device_seconds=world_of(row) / tokens_of(row),
         )
+        result = _priced(row, result, cache)
     except Exception as error:
         result = replace(result, reason=" ".join(str(error).split())[:300] or type(error).__name__)
     return replace(result, planning_seconds=time.perf_counter() - start)
 
 
-def _tokens(row: Row) -> float:
-    """Tokens of a step, 1 where the row does not say."""
-    return (batch_of(row) or 1.0) * (number(row, "seq_len") or 1.0)
+def _priced(row: Row, result: Result, cache: Path | None) -> Result:
+    """The result with its predictions. Raises whatever stands in their way."""
+    cluster, precision = cluster_of(row), precision_of(row)
+    seconds, tflops = result.measured_seconds, measured_tflops(row, cluster.device.flops(torch.bfloat16))
+    if not (seconds or tflops or result.measured_gb):
+        raise Unpriced("the row states neither a step time nor a rate nor a peak memory")
+    pins = pins_of(row, cluster.world)  # before the capture: what is wrong with them is known at once
+    plan, fits = planned(graph_of(row, cache), cluster, pins, precision)
+    predicted = float(plan.predicted["step_seconds"])
+    if tflops and not (seconds or result.measured_gb):  # FLOPs over the rate
+        seconds = predicted * float(plan.predicted["tflops_per_device"]) * counted(row) / tflops
+    notes = [words for words in (assumed(row), "" if fits else "predicted not to fit") if words]
+    return replace(
+        result, measured_seconds=seconds, predicted_seconds=predicted,
+        predicted_gb=float(plan.predicted["bytes_per_rank"]) / 1e9, reason="; ".join(notes),
+        predicted_tflops=result.measured_tflops * seconds / predicted if result.measured_tflops and seconds else None,
+    )
 
 
 def _describe(row: Row) -> str:
-    words = [f"{key}{integer(row, key, 1)}" for key in ("tp", "cp", "pp", "vpp", "ep", "dp") if integer(row, key, 1) > 1]
-    words += [f"zero{int(value)}" for value in [number(row, "zero/fsdp")] if value is not None]
-    words += ["sp"] if row.get("sp") == "yes" else []
+    words = [f"{key}{degree(row, key)}" for key in ("tp", "cp", "pp", "vpp", "ep", "dp") if degree(row, key) > 1]
+    words += [f"zero{level}" for level in [zero_of(row)] if level is not None]
+    words += ["sp"] if text_of(row, "sp") in YES else []
     words += [f"mb{int(value)}" for value in [number(row, "micro_batch")] if value]
-    return " ".join([*words, row.get("recompute") or ""]).strip()
+    return " ".join([*words, recompute_of(row) if text_of(row, "recompute") else ""]).strip()
 
 
 def summary(results: Iterable[Result]) -> list[dict[str, Any]]:
@@ -420,10 +263,7 @@ def rows_of(paths: Sequence[Path], source: str, trust: str) -> list[Row]:
     for path in paths:
         with path.open(encoding="utf-8") as file:
             rows += [row for row in csv.DictReader(file) if row.get("kind") not in ("formula", "published-estimate")]
-    return [
-        row for row in rows
-        if source.lower() in row.get("source", "").lower() and (row.get("trust") or "A") in trust
-    ]
+    return [row for row in rows if source.lower() in text_of(row, "source") and (row.get("trust") or "A") in trust]
 
 
 def show(results: Sequence[Result], console: Console) -> None:
@@ -465,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     rows = rows_of(options.files, options.source, options.trust)[: options.limit]
     # rows of one captured graph follow each other
-    rows.sort(key=lambda row: [row.get(key, "") for key in ("source", "model_name", "seq_len", "global_batch_seqs", "notes")])
+    rows.sort(key=lambda row: [text_of(row, key) for key in ("source", "model_name", "seq_len", "global_batch_seqs", "notes")])
     results = []
     for count, row in enumerate(rows, 1):
         results.append(price(row, options.cache))

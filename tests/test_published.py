@@ -21,8 +21,17 @@ def published() -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["published"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
     return module
+
+
+@pytest.fixture(scope="module")
+def rows(published: ModuleType) -> ModuleType:
+    return sys.modules["rows"]
 
 
 @pytest.fixture(scope="module")
@@ -39,49 +48,100 @@ SMALL = {
 }
 
 
-def test_every_row_of_the_data_names_a_known_cluster_and_legal_pins(published, steps):
+def test_every_row_of_the_data_names_a_known_cluster_and_legal_pins(rows, steps):
     for row in steps.values():
-        cluster = published.cluster_of(row)
+        cluster = rows.cluster_of(row)
         assert cluster.world == int(float(row["n_gpus"]))
-        assert published.pins_of(row, cluster.world).dp == cluster.world // int(
-            float(row["tp"]) * float(row["pp"]) * float(row["cp"] or 1)
-        )
+        pins = rows.pins_of(row, cluster.world)
+        assert pins.dp == cluster.world // int(float(row["tp"]) * float(row["pp"]) * float(row["cp"] or 1))
+        assert rows.shape_of(row).batch >= 1
 
 
-def test_columns_become_hardware(published):
+def test_columns_become_hardware(rows):
     row = {"gpu": "H100-80GB", "n_gpus": "16", "gpus_per_node": "8"}
-    wires = {"": "dgx-h100", "NVLink4 + EFA": "p5", "8x400Gb NDR": "dgx-h100"}
-    assert {text: published.cluster_of({**row, "interconnect": text}).node.name for text in wires} == wires
+    wires = {"": "dgx-h100", "NVLink4 + EFA": "p5", "8x400Gb NDR": "dgx-h100", "GCP A3 Mega": "a3-mega"}
+    assert {text: rows.cluster_of({**row, "interconnect": text}).node.name for text in wires} == wires
     older = {**row, "gpu": "A100-80GB"}
-    wires = {"": "dgx-a100", "EFA": "p4d", "1600Gbps RoCE/node": "roce1600", "8x200Gb HDR IB": "dgx-a100"}
-    assert {text: published.cluster_of({**older, "interconnect": text}).node.name for text in wires} == wires
+    wires = {"": "dgx-a100", "EFA": "p4d", "1600Gbps RoCE/node": "dgx-a100", "PCIe, 1x100 Gb/s": "pcie4"}
+    assert {text: rows.cluster_of({**older, "interconnect": text}).node.name for text in wires} == wires
 
 
-def test_columns_become_kernels(published):
+@pytest.mark.parametrize(
+    ("wires", "nics", "gbits"),
+    [
+        ("", 8, 200), ("something new", 8, 200), ("8x200Gb HDR IB", 8, 200), ("4 x 200 Gbps per node", 4, 200),
+        ("1600Gbps RoCE/node", 8, 200), ("1.6 Tb/s per node", 8, 200), ("NVLink 300GB/s + 100 Gb/s per GPU", 8, 100),
+        ("100 Gbit Ethernet", 8, 12.5), ("HDR100 InfiniBand", 8, 100), ("DGX A100 SuperPOD 8xHDR200", 8, 200),
+        ("4xHDR", 4, 200), ("EDR", 8, 100),
+    ],
+)
+def test_stated_bandwidths_become_nics(rows, wires, nics, gbits):
+    node = rows.cluster_of({"gpu": "A100", "n_gpus": "16", "gpus_per_node": "8", "interconnect": wires}).node
+    assert (node.nics, node.nic_bandwidth * 8 / 1e9) == (nics, pytest.approx(gbits))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "device"),
+    [
+        ("A100-80GB", "a100-80g"), ("NVIDIA A100-SXM4-40GB", "a100-40g"), ("A100 40 GB (DGX-A100)", "a100-40g"),
+        ("H100-80GB (700W, HBM3)", "h100-80g"), ("NVIDIA H800", "h800-80g"), ("A800-SXM4-80GB", "a800-80g"), ("H200", "h200"),
+        ("B200 180GB", "b200"), ("GB200", "gb200"), ("Tesla V100-SXM2-32GB", "v100-32g"), ("RTX 4090", "rtx4090"),
+        ("TPU v4", "tpu-v4"), ("A10", "a10"), ("L40S", "l40s"),
+    ],
+)
+def test_spellings_of_devices(rows, gpu, device):
+    assert rows.cluster_of({"gpu": gpu, "n_gpus": "8"}).device.name == device
+
+
+@pytest.mark.parametrize("gpu", ["GH200", "GB300", "H20", "MI300X", "A10G", "H100 PCIe", "TPU v6"])
+def test_devices_that_are_not_known_are_refused(rows, gpu):
+    with pytest.raises(rows.Unpriced, match="no device of the catalogue"):
+        rows.cluster_of({"gpu": gpu, "n_gpus": "8"})
+
+
+def test_devices_that_do_not_fill_nodes(rows):
+    worlds = {"12": (3, 4), "8": (1, 8), "2": (1, 2), "1,024": (128, 8), "": (2, 8)}
+    for world, shape in worlds.items():
+        cluster = rows.cluster_of({"gpu": "A100", "n_gpus": world, "gpus_per_node": "8", "tp": "8", "dp": "2"})
+        assert (cluster.nodes, cluster.per_node) == shape
+    assert rows.cluster_of({"gpu": "GB200", "n_gpus": "72"}).nodes == 1
+
+
+def test_columns_become_kernels(rows):
     cases = {
-        "kernel=flash_attention2 + RMS kernel": ("flash2", True, False),
-        "kernel=flash_attentionv1.0.8": ("flash1", True, False), "kernel=torch": ("torch", True, False),
-        "kernel=fused": ("scores", True, False), "flash attention": ("flash", True, False),
-        "NeMo2; TP comm overlap": ("flash3", False, True), "": (None, True, False),
+        "kernel=flash_attention2 + RMS kernel": ("flash2", False, False),
+        "kernel=flash_attentionv1.0.8": ("flash1", False, False), "kernel=torch": ("torch", False, False),
+        "kernel=fused": ("scores", False, False), "flash attention": ("flash", False, False),
+        "FlashAttention-2": ("flash2", False, False), "no flash attention": ("scores", False, False),
+        "NeMo2; TP comm overlap": ("flash3", True, True), "torch.compile": (None, True, False),
+        "no torch.compile": (None, False, False), "compile=off": (None, False, False), "": (None, False, False),
     }
-    for notes, (kernel, eager, overlapped) in cases.items():
+    for notes, (kernel, fused, overlapped) in cases.items():
         row = {"gpu": "H100-80GB", "n_gpus": "8", "notes": notes}
-        device = published.cluster_of(row).device
-        assert (published.kernel_of(row), not device.fused, device.overlapped) == (kernel, eager, overlapped)
+        device = rows.cluster_of(row).device
+        assert (rows.kernel_of(row), device.fused, device.overlapped) == (kernel, fused, overlapped)
         assert device.attention_kernel == (kernel if kernel and kernel.startswith("flash") else "flash2")
 
 
-def test_a_row_older_than_flash_attention_ran_on_scores(published):
-    dates = {"A et al. (2104.04473)": (2021, 4), "README (Sept 2020)": (2020, 12), "B 2311.05610": (2023, 11), "a sheet": None}
-    assert {text: published.published_in({"source": text}) for text in dates} == dates
-    kernels = [published.kernel_of({"source": text, "notes": ""}) for text in dates]
-    assert kernels == ["scores", "scores", None, None]
-    assert published.kernel_of({"source": "2020", "notes": "kernel=torch"}) == "torch"
+def test_a_row_ran_at_best_on_the_newest_kernel_of_its_time(rows):
+    dates = {
+        "A et al. (2104.04473)": (2021, 4), "README (Sept 2020)": (2020, 12), "C 2205.05198": (2022, 5),
+        "D 2302.13971": (2023, 2), "B 2311.05610": (2023, 11), "a sheet": None,
+    }
+    assert {text: rows.published_in({"source": text}) for text in dates} == dates
+    kernels = [rows.kernel_of({"source": text, "notes": ""}) for text in dates]
+    assert kernels == ["scores", "scores", "scores", "flash1", None, None]
+    assert rows.kernel_of({"source": "2020", "notes": "kernel=torch"}) == "torch"
+
+
+def test_an_rms_norm_is_one_kernel_unless_the_row_names_others(rows):
+    notes = {"": True, "kernel=flash_attention2 + RMS kernel": True, "kernel=flash_attention2": False}
+    assert {text: rows.normed({"notes": text}) for text in notes} == notes
 
 
 @pytest.mark.parametrize(("attention", "masks", "products"), [("torch", True, 2), ("scores", False, 2), ("flash", False, 0)])
-def test_attention_kernels_capture_as_what_they_run(published, attention, masks, products):
-    graph = published.captured.__wrapped__("dense-gpt", 2, 64, 4, 4, 128, 100, 0, 0, 2, 16, attention, "bf16")
+def test_attention_kernels_capture_as_what_they_run(published, rows, attention, masks, products):
+    graph = published.captured.__wrapped__(rows.Shape("gpt", 2, 64, 4, 4, 128, 100, 0, 0, 2, 16), attention, "bf16")
     targets = [op.target for op in graph.ops]
     assert targets.count("aten.matmul.default") == 2 * products
     assert targets.count("aten.scaled_dot_product_attention.default") == (0 if products else 2)
@@ -90,29 +150,59 @@ def test_attention_kernels_capture_as_what_they_run(published, attention, masks,
     assert (128, 64) in weights  # [out, in]
 
 
-@pytest.mark.parametrize(("norms", "kernels"), [("", 0), ("kernel", 5)])
-def test_a_norm_is_one_operator_where_the_software_has_a_kernel_for_it(published, norms, kernels):
-    graph = published.captured.__wrapped__("llama", 2, 64, 4, 4, 128, 100, 0, 0, 2, 16, "flash", "bf16", norms)
+@pytest.mark.parametrize(("norms", "kernels"), [(False, 0), (True, 5)])
+def test_a_norm_is_one_operator_where_the_software_has_a_kernel_for_it(published, rows, norms, kernels):
+    shape = rows.Shape("llama", 2, 64, 4, 4, 128, 100, 0, 0, 2, 16)
+    graph = published.captured.__wrapped__(shape, "flash", "bf16", norms)
     assert sum(op.target.startswith("aten.rms_norm") for op in graph.ops) == kernels
 
 
-def test_recomputation_stops_early_where_it_is_torchs(published):
+def test_recomputation_stops_early_where_it_is_torchs(rows):
     row = {"gpu": "A100-80GB", "n_gpus": "8"}
     said = [{"schedule": "FSDP"}, {"dtype": "bf16-amp(FSDP MP=DEFAULT)"}, {"schedule": "1F1B"}, {}]
-    assert [published.cluster_of({**row, **more}).device.repeats for more in said] == [False, False, True, True]
+    assert [rows.cluster_of({**row, **more}).device.repeats for more in said] == [False, False, True, True]
 
 
-def test_schedules_and_throughputs_become_pins_and_seconds(published):
+def test_schedules_and_throughputs_become_pins_and_seconds(rows):
     row = {"pp": "4", "tp": "1", "global_batch_seqs": "32", "micro_batch": "1", "seq_len": "128", "n_gpus": "8", "dp": "2"}
     cases = {("2", "1F1B-interleaved"): ("interleaved1f1b", 2), ("", "interleaved 1F1B"): ("interleaved1f1b", None),
-             ("1", "1F1B"): ("1f1b", 1), ("", ""): ("1f1b", 1)}
+             ("1", "1F1B"): ("1f1b", 1), ("", ""): ("1f1b", 1), ("2", ""): ("interleaved1f1b", 2), ("", "GPipe"): ("gpipe", 1),
+             ("", "ZB-H1"): ("zb", 1), ("", "zbv"): ("zbv", None)}
     for (vpp, schedule), wanted in cases.items():
-        pins = published.pins_of({**row, "vpp": vpp, "schedule": schedule}, 8)
+        pins = rows.pins_of({**row, "vpp": vpp, "schedule": schedule}, 8)
         assert (pins.schedule, pins.virtual_stages) == wanted
-    assert published.measured_seconds({**row, "tokens_per_s_per_gpu": "512"}) == 1.0
-    assert published.measured_seconds({**row, "global_batch_seqs": "", "tokens_per_s_per_gpu": "32"}) == 1.0
-    assert published.measured_seconds({**row, "tokens_per_s_per_gpu": "512", "step_time_s": "3"}) == 3.0
-    assert published.measured_seconds(row) is None
+    with pytest.raises(rows.Unpriced, match="schedule 'DualPipe' is not planned"):
+        rows.pins_of({**row, "schedule": "DualPipe"}, 8)
+    assert rows.measured_seconds({**row, "tokens_per_s_per_gpu": "512"}) == 1.0
+    assert rows.measured_seconds({**row, "global_batch_seqs": "", "tokens_per_s_per_gpu": "32"}) == 1.0
+    assert rows.measured_seconds({**row, "tokens_per_s_per_gpu": "512", "step_time_s": "3"}) == 3.0
+    assert rows.measured_seconds(row) is None
+
+
+def test_batches_that_are_not_stated(rows):
+    row = {"n_gpus": "16", "tp": "4", "micro_batch": "2", "seq_len": "100"}
+    assert rows.batch_of(row) == 8
+    assert rows.batch_of({**row, "notes": "grad_accum=4; other"}) == 32
+    assert rows.batch_of({**row, "step_time_s": "2", "tokens_per_s_per_gpu": "50"}) == 16
+    assert rows.batch_of({"n_gpus": "16"}) == 0
+    assert rows.pins_of(row, 16).microbatches == 1
+
+
+def test_words_become_levels_and_recomputation(rows):
+    levels = {"": None, "3.0": 3, "ZeRO-1": 1, "FSDP": 3, "none": 0, "DDP": 0, "distributed optimizer": 1, "2": 2}
+    assert {text: rows.zero_of({"zero/fsdp": text}) for text in levels} == levels
+    again = {"": "none", "None": "none", "no": "none", "selective": "selective", "full": "full", "yes": "full"}
+    assert {text: rows.recompute_of({"recompute": text}) for text in again} == again
+    with pytest.raises(rows.Unpriced, match="recompute = 'perhaps' is not known"):
+        rows.recompute_of({"recompute": "perhaps"})
+
+
+def test_a_rate_alone_is_read(rows):
+    assert rows.measured_tflops({"measured_tflops_per_gpu": "150"}, 1e15) == 150
+    assert rows.measured_tflops({"mfu": "41.2%"}, 1e15) == pytest.approx(412)
+    assert rows.measured_tflops({"mfu": "0.41"}, 1e15) == pytest.approx(410)
+    assert rows.counted({"notes": "TF incl recompute", "recompute": "full"}) == 4 / 3
+    assert rows.counted({"notes": "TF incl recompute", "recompute": "none"}) == 1
 
 
 def test_a_row_goes_through_the_planner(published):
@@ -128,13 +218,30 @@ def test_a_row_goes_through_the_planner(published):
     [
         ({"gpu": "Other"}, "no device of the catalogue for 'Other'"), ({"dtype": "fp8"}, "no price for dtype 'fp8'"),
         ({"vocab": ""}, "does not state vocab"), ({"step_time_s": ""}, "neither a step time nor a rate nor a peak memory"),
-        ({"family": "rnn"}, "no architecture for family 'rnn'"),
+        ({"family": "rnn"}, "no architecture for family 'rnn'"), ({"family": ""}, "does not state family"),
+        ({"tp": "3"}, "tp 3 x pp 1 x cp 1 do not divide 4 devices"),
+        ({"dp": "8"}, "dp 8 x tp 2 x pp 1 x cp 1 are not 4 devices"),
+        ({"ffn_hidden": ""}, "does not state ffn_hidden"), ({"n_heads": "3"}, "do not divide"),
+        ({"gpu": ""}, "does not state gpu"), ({"micro_batch": "", "global_batch_seqs": ""}, "does not state the global batch"),
+        ({"cp": "2", "dp": "1"}, "pin cp=2"), ({"tp": "many"}, "tp = 'many' is no degree"),
+        ({"pp": "0"}, "pp = '0' is no degree"),
     ],
 )
 def test_a_row_that_cannot_be_priced_says_why(published, change, reason):
     result = published.price({**SMALL, **change})
     assert result.predicted_seconds is None
     assert reason in result.reason
+
+
+def test_blank_columns_are_named(published):
+    result = published.price({**SMALL, "dtype": "", "global_batch_seqs": "", "zero/fsdp": "", "sp": "", "recompute": ""})
+    assert result.predicted_seconds is not None
+    assert result.reason == "assumed: dtype bf16, 4 sequences a step"
+
+
+def test_an_empty_row_is_a_row(published):
+    result = published.price({})
+    assert (result.reason, result.row) == ("the source does not state gpu", "")
 
 
 def test_command_on_a_file_of_ones_own(published, tmp_path, capsys):

@@ -1,0 +1,422 @@
+"""What a row of published runs says, column by column: hardware, software, model, degrees, and what was measured.
+
+Whatever a row says is read by tables that any source shares. Nothing is read from the name of a model or of a source but the
+year that a source bears, which bounds the kernels there were. A blank column takes what the table beside it says and is
+reported (``assumed``); where nothing sensible can be taken the row is Unpriced, with the reason.
+
+    gpu                       the device of the catalogue (its names and aliases; of several, the one of that memory)
+    interconnect              the node: named clouds (``INSTANCES``), else the device's own with the NICs that are stated
+    notes                     attention kernel (``KERNELS``), fusion (``FUSED``), norm (``normed``), overlap (``OVERLAPPED``)
+    schedule, dtype, notes    what recomputation runs again (``CHECKPOINTED``)
+    family                    the architecture (``FAMILIES``); experts make it a mixture
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from meshwright.architectures import Architecture
+from meshwright.cost.catalogue import catalogue
+from meshwright.cost.cluster import Cluster
+from meshwright.pins import Pins
+
+Row = Mapping[str, str]
+
+INSTANCES: Sequence[tuple[str, str, str]] = (
+    # words in "interconnect", device they are on ("" any), node of the catalogue
+    ("4 x 100 Gb/s", "a100", "p4d"), ("p4d", "a100", "p4d"), ("EFA", "a100", "p4d"), ("EFA", "h", "p5"), ("p5", "h", "p5"),
+    ("A3 Mega", "h100", "a3-mega"), ("A3 High", "h100", "a3-high"), ("A800", "a", "hgx-a800"), ("H800", "h", "hgx-h800"),
+    ("DGX-1", "v100", "dgx1-v100"), ("Omni-Path", "v100", "jeanzay-v100"),
+)
+"""Where none matches, the device's own node: the vendor's reference design."""
+
+PORTS: Mapping[str, float] = {"FDR": 56, "EDR": 100, "HDR100": 100, "HDR": 200, "NDR200": 200, "NDR": 400, "XDR": 800}
+"""Gb/s of an InfiniBand port."""
+
+KERNELS: Sequence[tuple[str, str]] = (
+    # words in "notes" (without blanks, hyphens and underscores), attention kernel
+    ("noflash", "scores"), ("withoutflash", "scores"), ("flash=off", "scores"), ("flash=no", "scores"),
+    ("flashattention3", "flash3"), ("flashattentionv3", "flash3"), ("flashattn3", "flash3"), ("cudnnattention", "flash3"),
+    ("flashattention2", "flash2"), ("flashattentionv2", "flash2"), ("flashattn2", "flash2"), ("flashattnv2", "flash2"),
+    ("flashattention1", "flash1"), ("flashattentionv1", "flash1"), ("flashattn1", "flash1"), ("flashattnv1", "flash1"),
+    ("xformers", "flash1"),
+    ("kernel=torch", "torch"),  # scores, mask and softmax, each an operator of its own
+    ("flashattention", "flash"), ("flashattn", "flash"),  # of no version
+    ("kernel=", "scores"),  # any other kernel that a row names forms the matrix of scores, scaled and masked in its softmax
+)
+NEWEST: Sequence[tuple[tuple[int, int], str]] = (((2022, 5), "scores"), ((2023, 7), "flash1"))
+"""What was published up to (year, month) ran at best on this kernel: Dao et al. 2022 is of that May, Dao 2023 of that July."""
+SOFTWARE_KERNELS: Sequence[tuple[str, str]] = (("nemo", "flash3"), ("transformerengine", "flash3"))
+"""Words in "notes" of software with an attention kernel of its own (Transformer Engine runs cuDNN's)."""
+
+FUSED: Sequence[str] = ("nemo", "compile", "xla", "jax")
+"""Words in "notes" of software that fuses norms and what is around them."""
+UNFUSED = re.compile(r"(?:\bno|\bnot|without|w/o)\s+(?:torch\.)?compil|compiled?\s*[=:]\s*(?:no|off|false|0)", re.IGNORECASE)
+
+OVERLAPPED: Sequence[str] = ("tp comm overlap", "nemo", "transformer engine")
+"""Words in "notes" of software whose products run their collectives in pieces and add up gradients (Transformer Engine)."""
+
+CHECKPOINTED: Sequence[str] = ("fsdp", "torchtitan")
+"""Words in "schedule", "dtype" or "notes" of software that recomputes with torch's checkpoint, which stops at the last value
+that the backward needs; Megatron-LM's and its kin's run the whole block again."""
+
+FAMILIES: Sequence[tuple[str, str]] = (
+    # words in "family", architecture
+    ("palm", "palm"), ("deepseek", ""), ("moe", "moe"), ("mixtral", "moe"), ("mixture", "moe"),
+    *((word, "llama") for word in ("llama", "mistral", "qwen", "yi", "gemma", "olmo", "internlm", "swiglu", "gated")),
+    *((word, "gpt") for word in ("gpt", "opt", "bloom", "mpt", "falcon", "neox", "nemotron", "megatron", "dense")),
+)
+
+SCHEDULES: Sequence[tuple[str, str]] = (
+    # words in "schedule" of a pipeline, schedule
+    ("interleaved", "interleaved1f1b"), ("1f1b", "1f1b"), ("gpipe", "gpipe"), ("afab", "gpipe"), ("all forward", "gpipe"),
+    ("dualpipev", "dualpipev"), ("dualpipe", ""), ("zbv", "zbv"), ("zb-v", "zbv"), ("zb", "zb"), ("zero bubble", "zb"),
+    ("chimera", ""),
+)
+NO = ("no", "none", "off", "false", "0")
+YES = ("yes", "on", "true", "1", "full", "uniform", "block")
+
+
+class Unpriced(ValueError):  # noqa: N818 - a reason, not a failure
+    """Why a row has no prediction."""
+
+
+class Shape(NamedTuple):
+    """A model by its dimensions, at its global batch."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    experts: int
+    top_k: int
+    batch: int
+    seq: int
+
+    @property
+    def architecture(self) -> Architecture:
+        """As ``meshwright.architectures`` builds it."""
+        return Architecture(
+            self.family, self.layers, self.hidden, self.heads, self.ffn, self.vocab, self.kv_heads, 0, self.experts, self.top_k
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ columns
+
+
+def text_of(row: Row, *keys: str) -> str:
+    """Columns side by side, in lower case; blank where they are missing."""
+    return " ".join(str(row.get(key) or "").strip() for key in keys).strip().lower()
+
+
+def number(row: Row, key: str, default: float | None = None) -> float | None:
+    """A column as a number, ``default`` where it is blank or no number ("1,024" is one, and so is "41.2%")."""
+    try:
+        value = float(text_of(row, key).replace(",", "").rstrip("%") or "nan")
+    except ValueError:
+        return default
+    return value if math.isfinite(value) else default
+
+
+def integer(row: Row, key: str, default: int | None = None) -> int:
+    """A column as an integer. Raises Unpriced where it is blank and has no default."""
+    value = number(row, key, default)
+    if value is None:
+        raise Unpriced(f"the source does not state {key}")
+    return int(value)
+
+
+def degree(row: Row, key: str) -> int:
+    """A degree of parallelism, 1 where blank. Raises Unpriced for what is none."""
+    value = number(row, key) if text_of(row, key) else 1.0
+    if value is None or value < 1 or value != int(value):
+        raise Unpriced(f"{key} = {row.get(key)!r} is no degree of parallelism")
+    return int(value)
+
+
+def word_of(text: str, table: Sequence[tuple[str, str]]) -> str | None:
+    """The entry of the first words that the text holds."""
+    return next((value for words, value in table if words.lower() in text.lower()), None)
+
+
+def published_in(row: Row) -> tuple[int, int] | None:
+    """(year, month) that a source bears: an arXiv number or a year in words; None where it bears none."""
+    text = text_of(row, "source")
+    found = re.search(r"\b(\d\d)(0[1-9]|1[0-2])\.\d{4,5}\b", text)
+    if found:
+        return 2000 + int(found[1]), int(found[2])
+    year = re.search(r"\b(20[12]\d)\b", text)
+    return (int(year[1]), 12) if year else None
+
+
+# ----------------------------------------------------------------------------------------------------- hardware
+
+
+def device_of(row: Row) -> str:
+    """The catalogue's name of the row's device: the longest of its names in the column, of the memory that is stated."""
+    text = text_of(row, "gpu")
+    if not text:
+        raise Unpriced("the source does not state gpu")
+    plain = re.sub(r"\b(rtx|tpu)[ -]*(?=v?\d)", r"\1-", text)
+    tables = catalogue()["device"]
+    aliases = {alias: key for key, table in tables.items() for alias in (key, *table.get("aliases", ()))}
+    found = [alias for alias in aliases if re.search(rf"(?<![a-z0-9]){re.escape(alias)}(?![a-z0-9])", plain)]
+    if not found or ("pcie" in text and "h100" in text) or "nvl" in text.split():
+        raise Unpriced(f"no device of the catalogue for {row['gpu']!r}")
+    name: str = aliases[max(found, key=len)]
+    memory = re.search(r"(\d+) ?g(?:i?b)?\b", plain)
+    kin = [key for key in tables if key.partition("-")[0] == name.partition("-")[0]]
+    return next((key for key in kin if memory and key.endswith(f"-{memory[1]}g")), name)
+
+
+def nics_of(text: str, per_node: int, nics: int, rate: float) -> tuple[int, float]:
+    """(NICs of a node, bits per second of each) that an "interconnect" states; ``nics``, ``rate``: the device's own.
+
+    >>> nics_of("NVLink3 300GB/s + 4x200Gb HDR per node", 8, 8, 2e11), nics_of("1600 Gbps RoCE/node", 8, 8, 4e11)
+    ((4, 200000000000.0), (8, 200000000000.0))
+    >>> nics_of("NDR 400Gb/s per GPU", 4, 8, 2e11), nics_of("8xHDR100", 8, 4, 2e11), nics_of("NVSwitch", 8, 8, 2e11)
+    ((4, 400000000000.0), (8, 100000000000.0), (8, 200000000000.0))
+    """
+    ports = "|".join(sorted(PORTS, key=len, reverse=True))
+    count = re.search(rf"(\d+) ?[x×] ?(?:(?:{ports}) ?)?(\d+(?:\.\d+)?) ?([GTgt])b", text)
+    named = re.search(rf"(?:(\d+) ?[x×] ?)?\b({ports})\b", text.replace("x", "x ")) or re.search(rf"()({ports})", text)
+    plain = re.search(r"(\d+(?:\.\d+)?) ?([GTgt])b", text)
+    if count:
+        return int(count[1]), _bits(count[2], count[3])
+    if plain:
+        bits = _bits(plain[1], plain[2])
+        if re.search(r"(?:/|per ?)(?:gpu|device|chip|accelerator)", text, re.IGNORECASE):
+            return per_node, bits
+        node = re.search(r"(?:/|per ?)(?:node|server|host|machine|instance)|ethernet|\bEN\b", text, re.IGNORECASE)
+        return (nics, bits / nics) if node else (nics, bits)
+    if named:
+        return int(named[1] or nics), PORTS[named[2]] * 1e9
+    return nics, rate
+
+
+def _bits(value: str, unit: str) -> float:
+    return float(value) * {"g": 1e9, "t": 1e12}[unit.lower()]
+
+
+def world_of(row: Row) -> int:
+    """Devices: as stated, or the product of the degrees."""
+    stated = number(row, "n_gpus")
+    return int(stated) if stated else math.prod(degree(row, key) for key in ("dp", "tp", "pp", "cp"))
+
+
+def wired(row: Row) -> Cluster:
+    """The devices of a row on their nodes."""
+    device, world, wires = device_of(row), world_of(row), str(row.get("interconnect") or "")
+    node = next((name for words, on, name in INSTANCES if words.lower() in wires.lower() and device.startswith(on)), "")
+    if "pcie" in (wires + text_of(row, "gpu")).lower() and not re.search("nvlink|nvswitch", wires, re.IGNORECASE):
+        node = node or "pcie4"
+    reference = Cluster.parse(f"{device}{'@' + node if node else ''}:1x1").node
+    stated = number(row, "gpus_per_node") or reference.per_node
+    per_node = math.gcd(world, int(stated)) if world > stated else world
+    island = Cluster.parse(f"{device}{'@' + node if node else ''}:{world // per_node}x{per_node}").island
+    own = island.node
+    if node in ("", "pcie4") and own.nics:
+        nics, bits = nics_of(wires, int(stated), own.nics, own.nic_bandwidth * 8)
+        island = replace(island, node=replace(own, nics=nics, nic_bandwidth=bits / 8, per_node=int(stated)))
+    return Cluster((island,))
+
+
+# ----------------------------------------------------------------------------------------------------- software
+
+
+def kernel_of(row: Row) -> str | None:
+    """Attention kernel that the row names, or the newest there was when it was published, or its software's; None: the
+    device's default."""
+    notes = re.sub(r"[\s_-]+", "", text_of(row, "notes"))
+    named, date = word_of(notes, KERNELS), published_in(row)
+    newest = next((kernel for until, kernel in NEWEST if date is not None and date <= until), None)
+    return named or newest or word_of(notes, SOFTWARE_KERNELS)
+
+
+def fused(row: Row) -> bool:
+    """Whether chains of pointwise operators run as one kernel; PyTorch runs them one by one unless a row says otherwise."""
+    notes = text_of(row, "notes")
+    return any(words in notes for words in FUSED) and not UNFUSED.search(notes)
+
+
+def normed(row: Row) -> bool:
+    """Whether an RMS norm is one kernel, as a layer norm is (Apex, FlashAttention and Transformer Engine have one since 2022):
+    yes, unless the notes name the kernels ("kernel=") and none for it."""
+    notes = text_of(row, "notes")
+    return "rms kernel" in notes or "kernel=" not in notes
+
+
+def cluster_of(row: Row) -> Cluster:
+    """The devices, nodes and software of a row."""
+    cluster, kernel = wired(row), kernel_of(row)
+    known = kernel if kernel in cluster.device.attention else None
+    overlapped = any(words in text_of(row, "notes") for words in OVERLAPPED)
+    repeats = not any(words in text_of(row, "schedule", "dtype", "notes") for words in CHECKPOINTED)
+    return cluster.with_kernels(known, fused=fused(row), overlapped=overlapped, repeats=repeats)
+
+
+def precision_of(row: Row) -> str:
+    """The planner's name of a dtype column."""
+    dtype = text_of(row, "dtype")
+    if re.search("fp8|mxfp|nvfp|int8|tf32", dtype):
+        raise Unpriced(f"no price for dtype {row['dtype']!r}")
+    if not dtype or re.search("bf16|fp16|float16|half|mixed|amp|16-bit|16bit", dtype):
+        return "bf16"
+    if re.search("fp32|float32|single", dtype):
+        return "fp32"
+    raise Unpriced(f"no price for dtype {row['dtype']!r}")
+
+
+# -------------------------------------------------------------------------------------------------------- model
+
+
+def shape_of(row: Row) -> Shape:
+    """The row's model at its global batch. Raises Unpriced for what the source does not state."""
+    layers, hidden, heads, vocab, seq = (integer(row, key) for key in ("n_layers", "hidden", "n_heads", "vocab", "seq_len"))
+    batch, experts = batch_of(row), integer(row, "n_experts", 0)
+    if batch < 1:
+        raise Unpriced("the source does not state the global batch")
+    kv_heads = integer(row, "n_kv_heads", 0) or heads
+    family = _family(row, experts)
+    if family == "gpt" and kv_heads != heads:
+        family = "nemotron"
+    experts_ffn = integer(row, "moe_ffn_hidden", 0) if family == "moe" else 0
+    ffn = experts_ffn or integer(row, "ffn_hidden", _usual_ffn(family, hidden))
+    if hidden % heads or heads % kv_heads:
+        raise Unpriced(f"hidden {hidden}, {heads} heads and {kv_heads} key and value heads do not divide")
+    return Shape(family, layers, hidden, heads, kv_heads, ffn, vocab, experts, integer(row, "top_k", 0), int(batch), seq)
+
+
+def _family(row: Row, experts: int) -> str:
+    text = text_of(row, "family")
+    if not text:
+        raise Unpriced("the source does not state family")
+    known = word_of(text, FAMILIES)
+    if not known:
+        raise Unpriced(f"no architecture for family {row['family']!r}")
+    return "moe" if experts > 1 else known
+
+
+def _usual_ffn(family: str, hidden: int) -> int | None:
+    return 4 * hidden if family in ("gpt", "nemotron", "palm") else None
+
+
+def batch_of(row: Row) -> float:
+    """Sequences of a step: as stated; tokens a second times seconds; micro-batches of every data rank times their number
+    ("grad_accum" in the notes), one where the row says no more; 0 where it says nothing."""
+    stated, rate, seconds = number(row, "global_batch_seqs"), number(row, "tokens_per_s_per_gpu"), number(row, "step_time_s")
+    if stated:
+        return stated
+    if rate and seconds and number(row, "seq_len"):
+        return float(round(rate * seconds * world_of(row) / (number(row, "seq_len") or 1.0)))
+    accumulated = re.search(r"grad_accum\w*\s*[=:]\s*(\d+)", text_of(row, "notes"))
+    return (number(row, "micro_batch") or 0.0) * replicas(row) * (int(accumulated[1]) if accumulated else 1)
+
+
+def replicas(row: Row) -> int:
+    """Data-parallel ranks: as stated, or what the other degrees leave of the devices."""
+    return int(number(row, "dp") or world_of(row) // math.prod(degree(row, key) for key in ("tp", "pp", "cp")))
+
+
+def assumed(row: Row) -> str:
+    """What was taken for the columns that are blank, for the reader."""
+    words = [] if text_of(row, "dtype") else ["dtype bf16"]
+    words += [] if number(row, "ffn_hidden") or number(row, "moe_ffn_hidden") else ["ffn_hidden = 4 hidden"]
+    words += [] if number(row, "global_batch_seqs") else [f"{batch_of(row):.0f} sequences a step"]
+    words += [] if number(row, "gpus_per_node") or world_of(row) <= 8 else ["the device's own node"]
+    return "assumed: " + ", ".join(words) if words else ""
+
+
+# --------------------------------------------------------------------------------------------------------- pins
+
+
+def pins_of(row: Row, world: int) -> Pins:
+    """The published degrees. What the source leaves open is searched, but for recomputation: programs do it where they are told
+    to. Raises Unpriced for degrees that do not make up ``world`` devices."""
+    tp, pp, cp, ep = (degree(row, key) for key in ("tp", "pp", "cp", "ep"))
+    stated = number(row, "dp")
+    dp = world // (tp * pp * cp)
+    if dp * tp * pp * cp != world:
+        raise Unpriced(f"tp {tp} x pp {pp} x cp {cp} do not divide {world} devices")
+    if stated and stated != dp and stated * ep != dp:
+        raise Unpriced(f"dp {stated:.0f} x tp {tp} x pp {pp} x cp {cp} are not {world} devices")
+    batch, micro = batch_of(row), number(row, "micro_batch")
+    vpp = number(row, "vpp")
+    schedule = _schedule(row) if pp > 1 else None
+    return Pins(
+        dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero_of(row),
+        sequence_parallel=None if tp > 1 and not text_of(row, "sp") else text_of(row, "sp") in YES and tp > 1,
+        schedule=schedule,
+        virtual_stages=None if pp == 1 or schedule in ("zbv", "dualpipev") else int(vpp) if vpp
+        else None if schedule == "interleaved1f1b" else 1,
+        microbatches=max(1, round(batch / (dp * micro))) if batch and micro else None, recompute=recompute_of(row),
+    )
+
+
+def zero_of(row: Row) -> int | None:
+    """The level of a "zero/fsdp" column: a digit, or words; None where it is blank."""
+    text = text_of(row, "zero/fsdp")
+    found = re.search(r"[0-3]", text)
+    if not text or found:
+        return int(found[0]) if found else None
+    if text in NO or "ddp" in text:
+        return 0
+    if "fsdp" in text or "full" in text or text in YES:
+        return 3
+    return 1 if "dist" in text else None  # a distributed optimizer
+
+
+def recompute_of(row: Row) -> str:
+    """What is run again in the backward; nothing where the source does not say."""
+    text = text_of(row, "recompute")
+    if not text or text in NO or text.startswith("no"):
+        return "none"
+    if "select" in text:
+        return "selective"
+    if any(word in text for word in (*YES, "every", "checkpoint", "all")):
+        return "full"
+    raise Unpriced(f"recompute = {row['recompute']!r} is not known")
+
+
+def _schedule(row: Row) -> str:
+    text = text_of(row, "schedule")
+    known = word_of(text, SCHEDULES)
+    if known == "":
+        raise Unpriced(f"schedule {row['schedule']!r} is not planned")
+    several = (number(row, "vpp") or 1) > 1
+    return "interleaved1f1b" if several and known in (None, "1f1b") else known or "1f1b"
+
+
+# ----------------------------------------------------------------------------------------------------- measured
+
+
+def tokens_of(row: Row) -> float:
+    """Tokens of a step, 1 where the row does not say."""
+    return (batch_of(row) or 1.0) * (number(row, "seq_len") or 1.0)
+
+
+def measured_seconds(row: Row) -> float | None:
+    """Seconds of a step, or tokens over throughput."""
+    seconds = number(row, "step_time_s") or number(row, "step_time_s_derived")
+    speed = (number(row, "tokens_per_s_per_gpu") or 0.0) * world_of(row)
+    return seconds or (tokens_of(row) / speed if speed and batch_of(row) else None)
+
+
+def measured_tflops(row: Row, peak: float) -> float | None:
+    """TFLOP/s of a device: as stated, or the MFU (in percent, or a fraction) of ``peak``."""
+    stated, mfu = number(row, "measured_tflops_per_gpu"), number(row, "mfu")
+    return stated or (mfu / (100.0 if mfu > 1 else 1.0) * peak / 1e12 if mfu else None)
+
+
+def counted(row: Row) -> float:
+    """FLOPs that the row's TFLOP/s count, over model FLOPs: with the forward that full recomputation repeats where the notes
+    say so (Narayanan et al. 2021), without it elsewhere."""
+    hardware = any(words in text_of(row, "notes") for words in ("incl recompute", "incl. full recompute", "hardware flops"))
+    return 4 / 3 if hardware and recompute_of(row) == "full" else 1.0
