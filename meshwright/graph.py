@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -135,6 +136,18 @@ class Graph:
         """Names of the values that leave the graph (with the mutated buffers' new values), without repeats."""
         names = [ref.name for ref in refs(self.output_tree)] + [new for _, new in self.mutations]
         return tuple(dict.fromkeys(names))
+
+    @cached_property
+    def parameter_free(self) -> frozenset[str]:
+        """Names of the ops that depend on inputs, buffers and constants only: masks, position tables, labels."""
+        made = {param.value for param in self.params if not param.buffer}
+        free = set()
+        for op in self.ops:
+            if made.isdisjoint(op.inputs):
+                free.add(op.name)
+            else:
+                made.update(op.outputs)
+        return frozenset(free)
 
     def consumers(self) -> dict[str, list[int]]:
         """For every value the indices of the ops that read it (once per op)."""

@@ -1,7 +1,7 @@
 """Graphs and plans as JSON: nothing pickled, nothing executed on reading.
 
 Tensors' uses are {"%": name}; dtypes, memory formats, layouts and devices are {"torch": name}; small constant tensors are
-lists of numbers. Infinite and missing numbers are JSON's Infinity and NaN.
+lists of numbers, two for a complex one. Infinite and missing numbers are JSON's Infinity and NaN.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def graph_to_dict(graph: Graph) -> dict[str, Any]:
         "mutations": [list(pair) for pair in graph.mutations],
         "blocks": [[b.path, b.kind, b.start, b.stop] for b in graph.blocks],
         "signature": graph.signature,
-        "constants": {name: [DTYPE_NAMES[t.dtype], list(t.shape), t.flatten().tolist()] for name, t in graph.constants.items()},
+        "constants": {name: [DTYPE_NAMES[t.dtype], list(t.shape), _numbers(t)] for name, t in graph.constants.items()},
         "changes": graph.changes and graph_to_dict(graph.changes),
     }
 
@@ -58,11 +58,23 @@ def graph_from_dict(data: Mapping[str, Any]) -> Graph:
         blocks=tuple(Block(*block) for block in data["blocks"]),
         signature=data["signature"],
         constants={
-            name: torch.tensor(numbers, dtype=DTYPES[dtype]).reshape(shape)
+            name: _tensor(numbers, DTYPES[dtype]).reshape(shape)
             for name, (dtype, shape, numbers) in data["constants"].items()
         },
         changes=data["changes"] and graph_from_dict(data["changes"]),
     )
+
+
+def _numbers(tensor: torch.Tensor) -> list[Any]:
+    """The elements; a complex one as two."""
+    flat = tensor.detach().flatten()
+    return list((torch.view_as_real(flat.resolve_conj()).flatten() if flat.is_complex() else flat).tolist())
+
+
+def _tensor(numbers: list[Any], dtype: torch.dtype) -> torch.Tensor:
+    if not dtype.is_complex:
+        return torch.tensor(numbers, dtype=dtype)
+    return torch.view_as_complex(torch.tensor(numbers, dtype=dtype.to_real()).reshape(-1, 2))
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:

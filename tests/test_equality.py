@@ -40,7 +40,7 @@ def test_one_process(pool: Callable[[int], Any], name: str) -> None:
     assert pool(1).run(check, name, 1, pins, timeout=300) == [[]]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit", "masked_mean", "encoder"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit", "masked_mean", "encoder", "adapted"])
 def test_gradient_accumulation(pool: Callable[[int], Any], name: str) -> None:
     """Two micro-batches are the whole batch, masked means included."""
     pins = [{k: v for k, v in p.items() if name != "vit" or k != "sequence_parallel"} for p in ACCUMULATED]

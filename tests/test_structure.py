@@ -41,7 +41,7 @@ THIRD_PARTY: Mapping[str, frozenset[str]] = {
 PRIVATE: Mapping[str, str] = {
     "compiler/capture.py": "FakeTensorMode: export under shapes without data",
     "compiler/importer.py": "FakeTensor and OpOverload: reading an exported graph's nodes",
-    "compiler/shadow.py": "FakeTensorMode: a shadow of the module with fake parameters",
+    "compiler/shadow.py": "FakeTensorMode: a shadow with fake parameters; _detect_is_causal_mask of nn.Transformer",
     "compiler/rules/book.py": "OpOverload: an operator object given to register_rule",
     "runtime/collectives.py": "the operator namespace _c10d_functional",
     "runtime/module.py": "_foreach_norm, _foreach_mul_: clipping, as torch.nn.utils does it",

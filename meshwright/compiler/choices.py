@@ -86,7 +86,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     kinds = _factor_kinds(op, rule, scope)
     weights = _contracted_weights(op, rule, scope)
     apart = not scope.of_parameters.isdisjoint(op.outputs)
-    on_gradient = any(scope.graph.values[name].differentiable for name in op.outputs)
+    on_weights = op.name not in scope.graph.parameter_free
     per_axis = []
     for axis in scope.mesh.axes:
         role = scope.roles[axis]
@@ -109,10 +109,10 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
         assignment = {axis: factor for axis, factor in zip(scope.mesh.axes, combination, strict=True) if factor is not None}
         if _legal(rule, {**assignment, **({TIME: time} if time else {})}, timed):
             found.append(assignment)
-    found = _forced(found, kinds["batch"], scope, "dp") if on_gradient else found
+    found = _forced(found, kinds["batch"], scope, "dp") if on_weights else found
     if weights:
         found = _forced(found, weights, scope, "tp")
-    elif scope.pins.sequence_parallel and on_gradient and kinds["sequence"] & set(rule.splittable):
+    elif scope.pins.sequence_parallel and on_weights and kinds["sequence"] & set(rule.splittable):
         # nothing with a sequence dim is computed over again on every tensor-parallel rank
         found = _forced(found, set(rule.splittable) - kinds["batch"], scope, "tp")
     if scope.pins.sequence_parallel:
@@ -156,12 +156,12 @@ def _factor_kinds(op: Op, rule: OpRule, scope: Scope) -> dict[str, set[str]]:
 
 
 def _contracted_weights(op: Op, rule: OpRule, scope: Scope) -> set[str]:
-    """Factors of the trainable weights that the operator contracts or looks rows up in."""
-    trainable = {param.value for param in scope.graph.params if param.trainable}
+    """Factors of the weights, trained or frozen, that the operator contracts or looks rows up in."""
+    weights = {param.value for param in scope.graph.params if not param.buffer}
     results = {factor for dims in rule.results for factor in dims}
     factors: set[str] = set()
     for name, dims in zip(op.inputs, rule.operands, strict=True):
-        if _viewed(name, scope.graph) in trainable and any(factor is not None and factor not in results for factor in dims):
+        if _viewed(name, scope.graph) in weights and any(factor is not None and factor not in results for factor in dims):
             factors.update(factor for factor in dims if factor is not None)
     return factors
 

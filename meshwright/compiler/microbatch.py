@@ -64,7 +64,7 @@ def split_time(graph: Graph, rules: dict[str, OpRule], microbatches: int, batch_
         if graph.values[name].shape[dim] % microbatches:
             raise PlanError(f"microbatches={microbatches} does not divide the batch {graph.values[name].shape[dim]} of input "
                             f"{name!r}; choose a divisor")
-    free = _parameter_free(graph)
+    free = graph.parameter_free
     state: dict[str, int | str | None] = {}  # value -> dim split over time, "+" or None (the same in every micro-batch)
     state.update(batch_inputs)
     time: dict[str, str] = {}
@@ -92,23 +92,11 @@ def split_time(graph: Graph, rules: dict[str, OpRule], microbatches: int, batch_
                         f"microbatches={microbatches}; use microbatches=1")
     if graph.mutations:
         raise PlanError("a model that updates buffers from the whole batch (batch norm) needs microbatches=1")
-    return Schedule(microbatches, time, frozenset(free))
-
-
-def _parameter_free(graph: Graph) -> set[str]:
-    """Names of the ops that depend on inputs, buffers and constants only."""
-    tainted = {param.value for param in graph.params if not param.buffer}
-    free = set()
-    for op in graph.ops:
-        if any(name in tainted for name in op.inputs):
-            tainted.update(op.outputs)
-        else:
-            free.add(op.name)
-    return free
+    return Schedule(microbatches, time, free)
 
 
 def _batch_of_prologue(
-    graph: Graph, rules: dict[str, OpRule], free: set[str], batch_inputs: dict[str, int]
+    graph: Graph, rules: dict[str, OpRule], free: frozenset[str], batch_inputs: dict[str, int]
 ) -> dict[str, int]:
     """The batch dim of prologue values, followed from the inputs through pass-through factors."""
     where: dict[str, int] = dict(batch_inputs)
@@ -133,7 +121,7 @@ def _factor(
     graph: Graph,
     time: dict[str, str],
     rules: dict[str, OpRule],
-    free: set[str],
+    free: frozenset[str],
 ) -> str | None:
     """The factor the time axis splits in ``op``, given its operands' states; None: nothing of it depends on time."""
     factors, pending = set(), set()
@@ -174,7 +162,7 @@ def _demand(
     graph: Graph,
     time: dict[str, str],
     rules: dict[str, OpRule],
-    free: set[str],
+    free: frozenset[str],
 ) -> None:
     """Make a value that was the same in every micro-batch (an expanded position table) come split along ``dim``."""
     if name in graph.inputs or (name in graph.producers and graph.ops[graph.producers[name]].name in free):

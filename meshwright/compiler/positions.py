@@ -1,8 +1,8 @@
 """Where a graph is cut into positions, and what passes between them.
 
-A *position* is a block, or a run of the root's operators between blocks. A value with a gradient that only the next position
-reads is handed on (``exit`` there, ``entry`` here); one that others read is *shared* by all of them. What carries no gradient
-(masks, position tables) leaves whole, so that each reader slices its part freely: it couples nothing.
+A *position* is a block, or a run of the root's operators between blocks. What parameters made, trained or frozen, is handed on
+where only the next position reads it (``exit`` there, ``entry`` here) and *shared* by all where others do. What is made of
+inputs and buffers alone (masks, position tables) leaves whole, so that each reader slices its part freely: it couples nothing.
 
 Blocks of one kind that stand in the chain in the same way are ``alike``: one model serves them all.
 """
@@ -45,16 +45,17 @@ def cut(graph: Graph) -> tuple[list[Position], frozenset[str]]:
     if at < len(graph.ops) or not positions:
         positions.append(Position(at, len(graph.ops), -1))
     makers = {name: n for n, position in enumerate(positions) for op in position.ops(graph) for name in op.outputs}
+    free = {name for op in graph.ops if op.name in graph.parameter_free for name in op.outputs}
     whole: set[str] = set()
     readers: dict[str, dict[int, None]] = {}
     for number, position in enumerate(positions):
         for name in (name for op in position.ops(graph) for name in op.inputs):
             if makers.get(name, number) == number:
                 continue
-            if graph.values[name].differentiable:
-                readers.setdefault(name, {})[number] = None
-            else:
+            if name in free:
                 whole.add(name)
+            else:
+                readers.setdefault(name, {})[number] = None
     for name, numbers in readers.items():
         maker = makers[name]
         if list(numbers) == [maker + 1]:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
+from torch.nn.modules import transformer
 
 from meshwright.errors import CaptureError
 from meshwright.signature import flatten_output, rebuild_arguments, split_arguments
@@ -164,9 +165,20 @@ def trace(
 ) -> Traced:
     """Export the shadow on fake inputs. The random state of the process is as before."""
     wrapper = _Wrapper(shadow, signature, named, loss_fn, dtype)
-    with _random_state(), _collector_paused():
+    with _random_state(), _collector_paused(), _masks_as_given():
         program = torch.export.export(wrapper, tuple(tensors), strict=False)
     return Traced(program, wrapper.seen.tree, wrapper.seen.type_)
+
+
+@contextlib.contextmanager
+def _masks_as_given() -> Iterator[None]:
+    """``nn.Transformer`` looks whether a mask is causal, to hint at it. The mask is read whatever the hint says."""
+    detect = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detect
 
 
 @contextlib.contextmanager
