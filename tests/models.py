@@ -299,7 +299,28 @@ def adapted() -> Case:
     return _Student(student, teacher), {"input_ids": batch["input_ids"], "weights": weights}
 
 
-_OTHER_MODELS: dict[str, Callable[[], Case]] = {f.__name__: f for f in (resnet, deberta, towers, adapted)}
+class _Skips(nn.Module):
+    """No two layers alike: down and up again past a skip, then one block called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.down = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, stride=2, padding=1)
+        self.up, self.join = nn.ConvTranspose2d(16, 8, 4, stride=2, padding=1), nn.Conv2d(16, 8, 1)
+        self.again, self.out = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor, wanted: torch.Tensor) -> dict[str, torch.Tensor]:
+        skipped = F.silu(self.into(x))
+        y = self.join(torch.cat([self.up(F.silu(self.down(skipped))), skipped], 1))
+        for _ in range(3):
+            y = y + F.silu(self.again(y))
+        return {"loss": F.mse_loss(self.out(y), wanted)}
+
+
+def skips() -> Case:
+    return _Skips(), {"x": torch.randn(BATCH, 3, 8, 8), "wanted": torch.randn(BATCH, 4, 8, 8)}
+
+
+_OTHER_MODELS: dict[str, Callable[[], Case]] = {f.__name__: f for f in (resnet, deberta, towers, adapted, skips)}
 OTHERS = (*_OTHER_CONFIGS, *_OTHER_MODELS)
 
 

@@ -45,6 +45,7 @@ MODELS: dict[str, list[Mapping[str, Any]]] = {
     "vit": [{"pp": 4, "schedule": "1f1b"}, TENSOR[0], {**ZERO[3], "recompute": "full", "schedule": "interleaved1f1b"}],
     "bare": [{"pp": 4, "schedule": "gpipe", "microbatches": 4}, {**ZERO[3], "schedule": "1f1b"}, {**SCHEDULED[3], "zero": 1}],
     "bert": [{"pp": 4, "schedule": "gpipe", "microbatches": 2}, TENSOR[1], {**ZERO[2], "recompute": "selective"}, SCHEDULED[5]],
+    "skips": [{"pp": 4, "schedule": "1f1b", "microbatches": 4}, TENSOR[0], {**SCHEDULED[2], "zero": 3}],
 }
 
 

@@ -13,12 +13,17 @@ Where they do not (skips, position biases, an encoder's output), a pipeline is c
 least two contractions, with siblings of that sort; if few values are read across them (``find_layers``). Without a pipeline
 such a model stays one unit: what is read across layers costs the solver more than units of so small a model bring.
 
+Where there are no such layers either (weights called again and again, skips between convolutions), it is cut wherever few
+values cross, of those that parameters made (``_narrow``).
+
 Every unit is of a kind of its own. Names have no influence, only which module made which operator.
+
+Where a pin cuts inside a block, the block is two (``split_at``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from meshwright.compiler.blocks import Run, module_tree
@@ -27,6 +32,8 @@ from meshwright.graph import Block, Graph
 
 _SHARED = 4
 """As many values may be read across layers: the solver tries all combinations of their shardings."""
+_ENOUGH, _MOST = 4, 16
+"""Units between narrow places: with as many no wider places are taken; weights are counted so that there are no more."""
 
 
 def find_units(graph: Graph) -> Graph:
@@ -35,8 +42,59 @@ def find_units(graph: Graph) -> Graph:
 
 
 def find_layers(graph: Graph) -> Graph:
-    """The graph with layers as blocks, if it has no blocks and at least two layers."""
-    return graph if graph.blocks else _cut_at(graph, _layers(module_tree(graph)), _SHARED)
+    """The graph with layers as blocks, else with what lies between narrow places, if it has none and two or more of these."""
+    if graph.blocks:
+        return graph
+    layers = _cut_at(graph, _layers(module_tree(graph)), _SHARED)
+    if layers.blocks:
+        return layers
+    ways = [_cut_at(graph, _narrow(graph, width), _SHARED) for width in range(1, _SHARED + 1)]
+    return next((way for way in ways if len(way.blocks) >= _ENOUGH), max(ways, key=lambda way: len(way.blocks)))
+
+
+def _narrow(graph: Graph, width: int) -> list[tuple[str, int, int]]:
+    """(name, start, stop) of runs that read weights, between places that at most ``width`` values cross; at most ``_MOST``."""
+    last = {name: index for index, op in enumerate(graph.ops) for name in op.inputs}
+    weights = {param.value for param in graph.params if not param.buffer and len(graph.values[param.value].shape) >= 2}
+    share = -(-sum(not weights.isdisjoint(op.inputs) for op in graph.ops) // _MOST)
+    units: list[tuple[str, int, int]] = []
+    crossing: set[str] = set()
+    start = read = 0
+    for index, op in enumerate(graph.ops):
+        if len(crossing) <= width and read >= share:
+            units.append((graph.ops[start].name, start, index))
+            start, read = index, 0
+        read += not weights.isdisjoint(op.inputs)
+        if op.name not in graph.parameter_free:
+            crossing |= {name for name in op.outputs if last.get(name, -1) > index}
+        crossing = {name for name in crossing if last[name] > index}
+    return [*units, (graph.ops[start].name, start, len(graph.ops))] if read else units
+
+
+def split_at(graph: Graph, names: Iterable[str]) -> Graph:
+    """The graph with blocks that start at each of the named modules or operators too; those it does not have are left out.
+
+    Blocks of one kind that are split in the same place stay of one kind, a new one for each part.
+    """
+    kinds: dict[tuple[int, int, int], int] = {}
+    for name in names:
+        inside = (i for i, op in enumerate(graph.ops) if name in (op.name, op.module) or op.module.startswith(f"{name}."))
+        at = next(inside, None)
+        if at is None or any(block.start == at for block in graph.blocks):
+            continue
+        block = next((block for block in graph.blocks if block.start < at < block.stop), None)
+        following = min((block.start for block in graph.blocks if block.start > at), default=len(graph.ops))
+        start, stop, kind = (block.start, block.stop, block.kind) if block else (at, following, -1)
+        parts = [Block(path, kinds.setdefault((kind, first - start, last - start), _new(graph, kinds)), first, last)
+                 for path, first, last in ((block.path if block else "", start, at), (name, at, stop)) if first < last]
+        rest = [other for other in graph.blocks if other != block]
+        graph = replace(graph, blocks=tuple(sorted((*rest, *parts), key=lambda block: block.start)))
+    return graph
+
+
+def _new(graph: Graph, kinds: Mapping[tuple[int, int, int], int]) -> int:
+    """A kind that no block has."""
+    return max((*(block.kind for block in graph.blocks), *kinds.values()), default=-1) + 1
 
 
 def _cut_at(graph: Graph, units: list[tuple[str, int, int]], shared: int) -> Graph:
