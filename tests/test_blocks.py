@@ -123,3 +123,18 @@ def test_the_layers_and_not_their_parts():
     graph = blocks_of(nn.Sequential(nn.Linear(8, 8), *pair, nn.Linear(8, 8)), torch.randn(2, 8))
     assert [block.path for block in graph.blocks] == ["1", "2"]
     assert [block.kind for block in graph.blocks] == [0, 0]
+
+
+def test_a_weight_turned_in_any_spelling_is_one() -> None:
+    """``x @ w.T`` reads a weight as ``nn.Linear`` does."""
+
+    class Turned(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.relu(self.norm(x) @ self.up.weight.T)
+            return x + hidden @ self.down.weight.permute(1, 0)
+
+    model = Stack(["a", "b"], [16, 16])
+    model.a, model.b = Turned(8, 16), Turned(8, 16)
+    graph = find_blocks(capture(model, (torch.randn(2, 8),), {}))
+    assert [block.path for block in graph.blocks] == ["a", "b"]
+    assert len({block.kind for block in graph.blocks}) == 1

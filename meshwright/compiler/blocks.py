@@ -26,7 +26,7 @@ CONTRACTIONS = frozenset({
     "linear", "fused_linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "_grouped_mm", "tensordot",
     "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
 })
-TRANSPOSES = frozenset({"aten.t.default", "aten.transpose.int"})
+TRANSPOSES = frozenset({"aten.t.default", "aten.transpose.int", "aten.permute.default"})
 
 
 @dataclass
