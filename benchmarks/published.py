@@ -62,12 +62,13 @@ from rows import (
 )
 from torch import nn
 
-from meshwright.architectures import build
+from meshwright.architectures import Gpt, build
 from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
 from meshwright.pins import Pins
 from meshwright.plan import Plan
 from meshwright.planner import OutOfMemoryError, capture_model, make_plan
+from meshwright.zoo import Trained
 
 DATA = Path(__file__).parent / "data"
 FILES = (DATA / "steps.csv", DATA / "memory.csv")
@@ -117,7 +118,8 @@ def captured(shape: Shape, attention: str, precision: str, norms: bool = False) 
     if norms:
         _norms(model)
     ids = torch.zeros(shape.batch, shape.seq, dtype=torch.int64, device="meta")
-    return capture_model(model, (), {"input_ids": ids, "labels": ids.clone()}, (), None, precision)
+    step = model if isinstance(model, Gpt) else Trained(model)  # a Gpt has no other result than its loss
+    return capture_model(step, (), {"input_ids": ids, "labels": ids.clone()}, (), None, precision)
 
 
 def _norms(model: nn.Module) -> None:
@@ -184,8 +186,10 @@ def _priced(row: Row, result: Result, cache: Path | None) -> Result:
     seconds, tflops = result.measured_seconds, measured_tflops(row, cluster.device.flops(torch.bfloat16))
     if not (seconds or tflops or result.measured_gb):
         raise Unpriced("the row states neither a step time nor a rate nor a peak memory")
-    pins = pins_of(row, cluster.world)  # before the capture: what is wrong with them is known at once
-    plan, fits = planned(graph_of(row, cache), cluster, pins, precision)
+    pins_of(row, cluster.world)  # before the capture: what is wrong with them is known at once
+    graph = graph_of(row, cache)
+    pins = pins_of(row, cluster.world, [block.path for block in graph.blocks])
+    plan, fits = planned(graph, cluster, pins, precision)
     predicted = float(plan.predicted["step_seconds"])
     if tflops and not (seconds or result.measured_gb):  # FLOPs over the rate
         seconds = predicted * float(plan.predicted["tflops_per_device"]) * counted(row) / tflops

@@ -337,9 +337,10 @@ def assumed(row: Row) -> str:
 # --------------------------------------------------------------------------------------------------------- pins
 
 
-def pins_of(row: Row, world: int) -> Pins:
+def pins_of(row: Row, world: int, blocks: Sequence[str] = ()) -> Pins:
     """The published degrees. What the source leaves open is searched, but for recomputation: programs do it where they are told
-    to. Raises Unpriced for degrees that do not make up ``world`` devices."""
+    to. ``blocks``: the layers' names; stages of equal layers are pinned where no other cut is faster. Raises Unpriced for
+    degrees that do not make up ``world`` devices."""
     tp, pp, cp, ep = (degree(row, key) for key in ("tp", "pp", "cp", "ep"))
     stated = number(row, "dp")
     dp = world // (tp * pp * cp)
@@ -353,7 +354,7 @@ def pins_of(row: Row, world: int) -> Pins:
     return Pins(
         dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero_of(row),
         sequence_parallel=None if tp > 1 and not text_of(row, "sp") else text_of(row, "sp") in YES and tp > 1,
-        schedule=schedule,
+        schedule=schedule, stage_cuts=_even_cuts(row, pp * int(vpp or schedule != "interleaved1f1b"), blocks),
         virtual_stages=None if pp == 1 or schedule in ("zbv", "dualpipev") else int(vpp) if vpp
         else None if schedule == "interleaved1f1b" else 1,
         microbatches=max(1, round(batch / (dp * micro))) if batch and micro else None, recompute=recompute_of(row),
@@ -392,6 +393,18 @@ def _schedule(row: Row) -> str:
         raise Unpriced(f"schedule {row['schedule']!r} is not planned")
     several = (number(row, "vpp") or 1) > 1
     return "interleaved1f1b" if several and known in (None, "1f1b") else known or "1f1b"
+
+
+def _even_cuts(row: Row, stages: int, blocks: Sequence[str]) -> tuple[str, ...] | None:
+    """The layers at which stages start, as many in each. Where the head weighs less than a layer no other cut is faster: fewer
+    layers in the last stage are more in another. Else, and where they do not divide, None: searched."""
+    if stages < 2 or not blocks or len(blocks) % stages:
+        return None
+    shape = shape_of(row)
+    layer = shape.hidden * (2 * shape.hidden * (1 + shape.kv_heads / shape.heads) + 2 * shape.ffn)
+    if shape.hidden * shape.vocab > layer:
+        return None
+    return tuple(blocks[len(blocks) // stages :: len(blocks) // stages])
 
 
 # ----------------------------------------------------------------------------------------------------- measured

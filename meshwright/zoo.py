@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch import nn
 
 from meshwright.architectures import Architecture, build
 from meshwright.cost.cluster import Cluster
@@ -188,6 +189,19 @@ class Row:
         }
 
 
+class Trained(nn.Module):
+    """A model as training programs call it: its loss alone is returned. Logits that were handed back would be held for every
+    micro-batch until the step ends."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """[batch, sequence] ids to the loss."""
+        return {"loss": self.model(input_ids=input_ids, labels=labels)["loss"]}
+
+
 def systems(path: str | Path | None = None, name: str = "") -> tuple[System, ...]:
     """The data, or a file of the same form; ``name``: only systems whose name holds it. Raises InputError if none does."""
     file = Path(path) if path is not None else Path(__file__).with_name("zoo.toml")
@@ -221,7 +235,7 @@ def _priced(row: Row, search: bool) -> Row:
     model = build(system.model, system.sequence, system.attention)
     row = replace(row, parameters=sum(p.numel() for p in model.parameters()) / 1e9, capacity_bytes=capacity(cluster))
     ids = torch.zeros(system.batch, system.sequence, dtype=torch.int64, device="meta")
-    graph = capture_model(model, (), {"input_ids": ids, "labels": ids.clone()}, (), None, "bf16")
+    graph = capture_model(Trained(model), (), {"input_ids": ids, "labels": ids.clone()}, (), None, "bf16")
     if not row.reason:
         try:
             row = _published(row, graph, cluster)

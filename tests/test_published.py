@@ -179,6 +179,15 @@ def test_schedules_and_throughputs_become_pins_and_seconds(rows):
     assert rows.measured_seconds(row) is None
 
 
+def test_stages_of_equal_layers_where_no_other_cut_is_faster(rows):
+    row = {**SMALL, "pp": "2", "tp": "1", "n_layers": "4", "vocab": "100"}
+    blocks = ["a", "b", "c", "d"]
+    assert rows.pins_of(row, 4, blocks).stage_cuts == ("c",)
+    assert rows.pins_of(row, 4, blocks[:3]).stage_cuts is None
+    assert rows.pins_of({**row, "vocab": "10000"}, 4, blocks).stage_cuts is None  # the head weighs more than a layer
+    assert rows.pins_of({**row, "vpp": "2"}, 4, blocks).stage_cuts == ("b", "c", "d")
+
+
 def test_batches_that_are_not_stated(rows):
     row = {"n_gpus": "16", "tp": "4", "micro_batch": "2", "seq_len": "100"}
     assert rows.batch_of(row) == 8
