@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshwright.graph import Block, Graph, Op, Param, Ref, Value
+from meshwright.graph import Block, Graph, Op, Param, Ref, Value, map_refs
 from meshwright.mesh import Mesh
 from meshwright.plan import GroupChoice, Pipeline, Plan, PlanError, Schedule
 from meshwright.sharding import DTYPE_NAMES, DTYPES, format_sharding, parse_sharding
@@ -132,6 +132,37 @@ def plan_hash(plan: Plan) -> str:
     data = plan_to_dict(plan)
     for key in ("predicted", "certificate", "notes"):
         data.pop(key)
+    return _digest({**data, "graph": graph_digest(plan.graph)})
+
+
+def graph_digest(graph: Graph) -> str:
+    """Equal for graphs that compute the same of the same tensors, whatever the order of their operators and the names of what
+    these make: a model that walks a set is captured in another order by every process."""
+    made: dict[str, str] = {}
+
+    def known(tree: Any) -> Any:
+        return _pack(map_refs(tree, lambda ref: made[ref.name]))
+
+    def kind(name: str) -> list[Any]:
+        value = graph.values[name]
+        return [DTYPE_NAMES[value.dtype], list(value.shape), value.differentiable]
+
+    made.update((name, _digest(["input", name, kind(name)])) for name in graph.inputs)
+    for param in graph.params:
+        what = _numbers(graph.constants[param.value]) if param.value in graph.constants else list(param.fqns)
+        made[param.value] = _digest([what, kind(param.value), param.trainable, param.buffer, param.persistent])
+    held = sorted(made[param.value] for param in graph.params)
+    for op in graph.ops:
+        call = _digest([op.target, known(op.args), known(dict(op.kwargs))])
+        made.update((name, _digest([call, number, kind(name)])) for number, name in enumerate(op.outputs))
+    return _digest([
+        list(graph.inputs), held, known(graph.output_tree), graph.loss and made[graph.loss],
+        sorted([made[old], made[new]] for old, new in graph.mutations), sorted(block.path for block in graph.blocks),
+        graph.signature, graph.changes and graph_digest(graph.changes),
+    ])
+
+
+def _digest(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

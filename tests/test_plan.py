@@ -9,14 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from meshwright.compiler.capture import capture
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
 from meshwright.explain import prices
 from meshwright.facts import facts_of
 from meshwright.plan import Plan, PlanError
 from meshwright.planner import make_plan
-from meshwright.serialize import graph_to_dict, plan_hash, plan_to_dict
+from meshwright.serialize import graph_digest, graph_from_dict, graph_to_dict, plan_hash, plan_to_dict
 from meshwright.sharding import parse_sharding
 from tests.handmade import handmade_graph, handmade_plan
 
@@ -84,6 +87,26 @@ def test_the_hash_covers_decisions_not_predictions(plan: Plan) -> None:
 
 
 # explanations
+
+
+def test_what_ranks_compare_is_what_is_computed_not_its_order_or_names() -> None:
+    """A process that captured independent operators in another order has the same graph; one with another operator has not."""
+
+    class Branches(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x) + torch.tanh(x) * torch.tensor([2.0, 3.0])
+
+    graph = capture(Branches(), (torch.randn(3, 2),), {})
+    at = [op.target for op in graph.ops].index("aten.tanh.default")
+    ops = graph.ops
+    assert ops[at - 1].target == "aten.relu.default"
+    swapped = replace(graph, ops=(*ops[: at - 1], ops[at], ops[at - 1], *ops[at + 1 :]))
+    renamed = graph_from_dict(json.loads(json.dumps(graph_to_dict(graph)).replace('"tanh"', '"elsewhere"')))
+    other = replace(graph, ops=(*ops[:at], replace(ops[at], target="aten.sin.default"), *ops[at + 1 :]))
+    constant = next(iter(graph.constants))
+    numbers = replace(graph, constants={constant: torch.tensor([2.0, 4.0])})
+    assert graph_digest(swapped) == graph_digest(renamed) == graph_digest(graph)
+    assert graph_digest(graph) not in (graph_digest(other), graph_digest(numbers))
 
 
 def test_explain_an_operator(plan: Plan) -> None:

@@ -120,6 +120,8 @@ def _clean_op(op: Op, edit: Edit) -> Iterable[Op] | None:
         op = replace(op, target="aten.expand.default", args=(op.args[0], out.shape), kwargs=())
     elif target in CASTS:
         op = replace(op, target="aten._to_copy.default", args=(op.args[0],), kwargs=(("dtype", out.dtype),))
+    elif len(out.shape) == 2 and _turns(op, out.dtype):
+        op = replace(op, target="aten.t.default", args=(op.args[0],), kwargs=())
     elif target == "aten.squeeze.default":
         op = replace(op, target="aten.reshape.default", args=(op.args[0], out.shape))
     elif target == "aten.slice.Tensor":
@@ -154,6 +156,16 @@ def _copy(op: Op, edit: Edit) -> Iterable[Op]:
         edit.replace(op.outputs[0], source.name)
     else:
         yield replace(op, target="aten.expand.default", args=(source, out.shape), kwargs=())
+
+
+def _turns(op: Op, dtype: torch.dtype) -> bool:
+    """Whether the op is the transposition of a matrix."""
+    if op.target == "aten.permute.default":
+        return [dim % 2 for dim in op.args[1]] == [1, 0]
+    if op.target == "aten.transpose.int":
+        return bool((op.args[1] - op.args[2]) % 2)
+    conjugates = op.target == "aten.adjoint.default" and dtype.is_complex
+    return op.target in ("aten.numpy_T.default", "aten.mT.default", "aten.adjoint.default") and not conjugates
 
 
 def _unchanged(op: Op, edit: Edit) -> Ref | None:

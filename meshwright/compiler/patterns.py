@@ -29,6 +29,9 @@ def arguments(op: Op, *defaults: Any) -> tuple[Any, ...]:
     return (*op.args, *defaults[len(op.args) - len(defaults):]) if len(op.args) < len(defaults) else op.args
 
 
+PRODUCTS = frozenset({"aten.mm.default", "aten.matmul.default"})
+
+
 # ------------------------------------------------------------------------------------------------------------------- linear
 def linear_nd(graph: Graph) -> Graph:
     """Matrix products with a weight keep the dims that their operand had before it was flattened."""
@@ -42,7 +45,7 @@ def linear_nd(graph: Graph) -> Graph:
         elif op.target == "aten.addmm.default" and not op.kwargs and len(edit.shape(op.args[0])) == 1:
             bias, x, weight = op.args
             weight, ops = _transposed(weight, op, edit)
-        elif op.target == "aten.mm.default" and _is_weight(op.args[1], weights, edit):
+        elif op.target in PRODUCTS and len(edit.shape(op.args[0])) > 1 and _is_weight(op.args[1], weights, edit):
             (x, weight), bias = op.args, None
             weight, ops = _transposed(weight, op, edit)
         else:
@@ -62,12 +65,14 @@ def linear_nd(graph: Graph) -> Graph:
 
 
 def _is_weight(ref: Ref, weights: set[str], edit: Edit) -> bool:
-    turned = edit.made_by(ref, "aten.t.default", "aten.transpose.int")
+    turned = edit.made_by(ref, "aten.t.default")
+    if len(edit.shape(ref)) != 2:
+        return False
     return (turned.args[0] if turned else ref).name in weights
 
 
 def _transposed(weight: Ref, op: Op, edit: Edit) -> tuple[Ref, list[Op]]:
-    turned = edit.made_by(weight, "aten.t.default", "aten.transpose.int")
+    turned = edit.made_by(weight, "aten.t.default")
     if turned:
         return turned.args[0], []
     turn = edit.op(op, "aten.t.default", (weight,), reversed(edit.shape(weight)), edit.dtype(weight))

@@ -24,7 +24,7 @@ from meshwright.graph import Graph, Op, Ref
 LINEAR, FUSED = "aten.linear.default", "mw.fused_linear"
 SPLIT = "aten.split.Tensor"
 SPLITS = frozenset({SPLIT, "aten.split_with_sizes.default", "aten.chunk.default"})
-TURNS = frozenset({"aten.t.default", TRANSPOSE, "aten.numpy_T.default"})
+TURN = "aten.t.default"
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class _Search:
         if at is None:
             return (ref, False) if self._read_once(ref) else None
         turn = self.graph.ops[at]
-        turned = turn.target in TURNS and (turn.target != TRANSPOSE or turn.args[1] != turn.args[2])
+        turned = turn.target == TURN
         alone = len(self.readers[ref.name]) == 1 and ref.name not in self.leaving
         return (turn.args[0], True) if turned and alone and self._read_once(turn.args[0]) else None
 
