@@ -329,13 +329,17 @@ def test_175_billion_on_1024_devices_is_tensor_parallel_in_the_node_and_a_pipeli
     assert 1 < plan.mesh.size("tp") <= 8
 
 
-def test_twice_the_devices_take_little_longer() -> None:
+@pytest.mark.parametrize(
+    ("layers", "cluster"), [((16, 16), ("h100:8x8", "h100:16x8")), ((16, 32), ("h100:8x8", "h100:8x8"))],
+    ids=["devices", "layers"],
+)
+def test_twice_the_devices_or_the_layers_take_little_longer(layers: tuple[int, int], cluster: tuple[str, str]) -> None:
     """By the search's own count of its work, which no other load on the machine changes."""
-    graph, spent = llama(16, 4096, 256, 4096, 32000, 14336), []
-    for cluster in ("h100:8x8", "h100:16x8"):
-        run = search(graph, cluster, 76 * GIB)
+    spent = []
+    for count, where in zip(layers, cluster, strict=True):
+        run = search(llama(count, 4096, 256, 4096, 32000, 14336), where, 76 * GIB)
         run.run()
-        spent.append(run._spent)
+        spent.append(run.effort)
     assert spent[1] < 1.5 * spent[0]
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from meshwright.compiler import stages
-from meshwright.compiler.intervals import Ends
-from meshwright.compiler.stage_bound import entered, held
+from meshwright.compiler.intervals import Ends, Intervals
+from meshwright.compiler.stage_bound import entered, fractional_bound, held
 from meshwright.compiler.stages import StageError, Unit, cut, several_bound
 from meshwright.cost.schedules import ScheduleError, illegal, schedule_table
 from meshwright.cost.timeline import peak_bytes, simulate
@@ -150,17 +150,38 @@ def test_what_is_held_at_some_moments_is_held_by_the_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["interleaved1f1b", "zb"])
-def test_one_bound_holds_for_all_numbers_of_stages_a_rank(name: str) -> None:
+@pytest.mark.parametrize("alike", [False, True], ids=["all different", "of three kinds"])
+def test_one_bound_holds_for_all_numbers_of_stages_a_rank(name: str, alike: bool) -> None:
     units, pp, m = random_units(9, seed=5), 2, 4
+    if alike:
+        units = [units[0], *[units[1 + n % 3] for n in range(7)], units[8]]
     nothing = Ends(np.zeros(9), np.zeros(9), np.zeros(9), 1.0)
     capacity = 0.95 * max(cut(units, pp, 2, name, m).memory)
-    for room in (1e9, capacity):
-        together = several_bound([units], pp, (2, 4), name, m, [room] * pp, nothing)
-        for v in (2, 3, 4):
-            alone = several_bound([units], pp, (v, v), name, m, [room] * pp, nothing)
-            every = brute_force([units], name, pp, v, m, room)
-            assert together <= alone * (1 + 1e-9)
-            assert not every or alone <= every[0][2] * (1 + 1e-9)
+    for room, v in itertools.product((1e9, capacity), (2, 3, 4)):
+        together, whole = (several_bound([units], pp, (2, 4), name, m, [room] * pp, nothing, to) for to in (0.0, math.inf))
+        alone, sharp = (several_bound([units], pp, (v, v), name, m, [room] * pp, nothing, to) for to in (0.0, math.inf))
+        assert together.seconds <= whole.seconds * (1 + 1e-5)
+        assert whole.seconds <= sharp.seconds * (1 + 1e-5)
+        assert alone.seconds <= sharp.seconds * (1 + 1e-5)
+        assert (sharp.by == "whole") == alike or sharp.seconds == math.inf
+        every = brute_force([units], name, pp, v, m, room)
+        assert not every or sharp.seconds <= every[0][2] * (1 + 1e-9)
+        if every and sharp.by == "whole":  # no more is asked than whether less than so many seconds are possible
+            asked = several_bound([units], pp, (v, v), name, m, [room] * pp, nothing, 1.02 * alone.seconds)
+            assert asked.seconds <= min(1.02 * alone.seconds, every[0][2]) * (1 + 1e-5)
+
+
+def test_whole_units_are_bounded_as_such() -> None:
+    """Nine equal units on two ranks: one of them runs five, the others of divided ones are half of nine."""
+    units, m = [Unit(str(n), 1.0, 1.0, 1.0) for n in range(9)], 8
+    nothing = Ends(np.zeros(9), np.zeros(9), np.zeros(9), 1.0)
+    divided, whole = (
+        fractional_bound(Intervals.of([units], range(10)), "interleaved1f1b", 2, (2, 2), m, np.full(2, 1e9), nothing, enough)
+        for enough in (0.0, math.inf)
+    )
+    assert divided.seconds < 0.99 * m * 3 * 5
+    assert whole.seconds >= m * 3 * 5 * (1 - 1e-5)
+    assert whole.seconds <= cut(units, 2, 2, "interleaved1f1b", m).makespan
 
 
 # ------------------------------------------------------------------------------------------------ realistic instances

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from meshwright.cost.schedules import SCHEDULES, SPLIT_BACKWARD, V_SHAPED, illeg
 from meshwright.cost.table import Action, ScheduleError, Table
 from meshwright.cost.timeline import (
     chrome_trace,
+    late_weights,
     lower_bound,
     lower_bounds,
     makespans,
@@ -26,6 +28,7 @@ from meshwright.cost.timeline import (
     render,
     simulate,
     times,
+    turn_of,
     warmup_forwards,
 )
 
@@ -362,6 +365,33 @@ def test_warmup_in_closed_form_is_that_of_the_table(setting: tuple[str, int, int
     table = schedule_table(*setting)
     counted = {s: n for rank in range(table.pp) for s, n in table.warmup(rank).items()}
     assert warmup_forwards(*setting).tolist() == [counted[s] for s in range(table.stages)]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved1f1b", "zb"])
+def test_begin_and_end_in_closed_form_are_those_of_the_table(name: str) -> None:
+    """What ranks have done by the first forward of their last stage, and have left after its last backward and after the last
+    forward of all: by which the bound begins and ends."""
+    for pp, v, m in itertools.product((1, 2, 3, 4), virtual(name), (1, 2, 4, 6, 8, 12)):
+        if illegal(name, pp, v, m) is not None:
+            continue
+        table, warmup, turn = schedule_table(name, pp, v, m), warmup_forwards(name, pp, v, m), turn_of(name, pp, v, m)
+        assert turn is not None
+        for rank, actions in enumerate(table.ranks):
+            own = list(table.stages_of(rank))
+
+            def counted(part: Sequence[Action], kinds: str, own: list[int] = own) -> list[int]:
+                return [sum(a.stage == stage and a.kind in kinds for a in part) for stage in own]
+
+            kinds = [(a.kind if a.kind in "FW" else "B", a.stage == own[-1]) for a in actions]
+            first, back = kinds.index(("F", True)), len(kinds) - kinds[::-1].index(("B", True))
+            drained = len(kinds) - [kind for kind, _ in kinds[::-1]].index("F")
+            assert counted(actions[:first], "FBIW") == turn[own].tolist()
+            assert counted(actions[back:], "BI") == turn[own].tolist()
+            assert counted(actions[drained:], "BI") == warmup[own].tolist()
+            for left, after in ((turn[own], back), (warmup[own], drained)):
+                assert (np.array(counted(actions[after:], "W")) <= late_weights(left, rank, m)).all()
+    for name_ in V_SHAPED:
+        assert turn_of(name_, 4, 2, 8) is None
 
 
 # --------------------------------------------------------------------------------------------------------- pictures

@@ -17,6 +17,7 @@ recomputed one by one until the rest fits (``_alone``).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -82,7 +83,7 @@ class Evaluation:
 
 class Evaluator:
     """Evaluates candidates of one model. ``names``: of the positions, for errors; ``capacity``: bytes of a rank; ``forced``:
-    positions at which stages must start."""
+    positions at which stages must start. ``work`` counts what was done, which is the same on every machine."""
 
     def __init__(
         self, costs: StageCosts, positions: Sequence[Position], names: Sequence[str], capacity: float, recompute: Sequence[str],
@@ -91,6 +92,7 @@ class Evaluator:
         self.positions = tuple(positions)
         self.costs, self.names, self.capacity, self.recompute = costs, tuple(names), capacity, tuple(recompute)
         self.forced = tuple(forced)
+        self.work: Counter[str] = Counter()
         self._tables: dict[tuple[str, int, int, int], Table] = {}
         self._units: dict[tuple[int, Degrees, int, bool, bool, str], Units] = {}
 
@@ -132,6 +134,7 @@ class Evaluator:
         """The best cut and recomputation of a candidate within ``scale`` times the capacity. Raises DoesNotFitError,
         ScheduleError."""
         if candidate.pp == 1:
+            self.work["alone"] += 1
             return self._alone(candidate, degrees, zero, placement, scale)
         ways, marks = self._ways(candidate, degrees, zero, placement)
         crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
@@ -148,15 +151,19 @@ class Evaluator:
         """An evaluation within ``scale`` times the capacity. Raises DoesNotFitError."""
         return self.run(found.candidate, found.degrees, found.zero, found.placement, scale)
 
-    def relaxed(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, most: int = 0) -> float:
+    def relaxed(
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, most: int = 0, enough: float = 0.0
+    ) -> float:
         """Seconds that no cut and no recomputation can beat under the capacity, with any number of stages a rank from the
-        candidate's to ``most`` if that is more; inf if it is proven that nothing fits."""
+        candidate's to ``most`` if that is more; inf if it is proven that nothing fits. ``enough``: seconds above which nothing
+        sharper is needed."""
         kinds = self.kinds(candidate, zero)
         crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
         ways = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
         options = [self._stage_units(way, crossing) for way in ways]
         several = candidate.virtual_stages, max(candidate.virtual_stages, most)
         schedule, pp, count = candidate.schedule, candidate.pp, candidate.microbatches
+        slack = placement.bound / placement.seconds
         slowed = 1.0 if schedule in SPLIT_BACKWARD else float(self.costs.exposed(np.ones(1), np.full(1, np.inf))[0])
         ends = Ends(ways[0].gather, ways[0].reduce, ways[0].optimizer, slowed)
         received = entered(schedule, pp, several[0], count) + waiting(schedule, pp, several[0])
@@ -164,10 +171,13 @@ class Evaluator:
         beside[stage_rank(schedule, pp, several[0])[-1]] += count * placement.outputs
         room = np.maximum(self.capacity - beside, 1.0).tolist()
         if several == (1, 1):
-            bound = stages.single_bound(options, pp, schedule, count, room, ends)
-        else:
-            bound = stages.several_bound(options, pp, several, schedule, count, room, ends)
-        return bound * placement.bound / placement.seconds
+            self.work["rank alone"] += pp
+            return stages.single_bound(options, pp, schedule, count, room, ends) * slack
+        bound = stages.several_bound(options, pp, several, schedule, count, room, ends, enough / slack)
+        self.work["packing"] += 1
+        self.work["rank of divided units"] += pp * (bound.by != "packing")
+        self.work["pair of ranks of whole units"] += pp * pp * (bound.by == "whole")
+        return bound.seconds * slack
 
     def room(self, candidate: Candidate, placement: Placement, scale: float = 1.0) -> Array:
         """Bytes of every rank [pp] for its units, of ``scale`` times the capacity."""
@@ -218,12 +228,17 @@ class Evaluator:
         self, candidate: Candidate, ways: Sequence[Units], crossing: Array, table: Table, room: Array
     ) -> stages.Cuts:
         options = [self._stage_units(way, crossing) for way in ways]
+        self.work["cut"] += 1
         try:
-            return stages.cut(
+            cuts = stages.cut(
                 options[0], candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches, room.tolist(),
-                options=options[1:], table=table,
+                options=options[1:], table=table, bound=0.0,
             )
+            self.work["stage cut"] += cuts.looked * candidate.stages
+            self.work["action simulated"] += cuts.candidates * table.microbatches * table.stages * 2
+            return cuts
         except stages.StageError as error:
+            self.work["stage that does not fit"] += candidate.stages
             least = min(float(w.state.sum()) for w in ways) / candidate.pp
             raise DoesNotFitError(str(error), least, error.proven) from None
 

@@ -165,14 +165,18 @@ def stage_bounds(units: Intervals, name: str, pp: int, microbatches: int, ends: 
         path = returned + turn + tail
         slow = forward + turn if name == "gpipe" else np.maximum(forward, turn)
         bound = path + (microbatches - 1) * slow
-        begins = head, returned - warmup[s] * forward
-        for begin in begins:
-            turned = begin + microbatches * (forward + turn) + tail
-            bound = np.maximum(bound, np.maximum(turned, begin + microbatches * work) if split else turned)
+        begin = np.maximum(head, returned - warmup[s] * forward)
+        end, late = tail, 0.0
+        if warmup[s] < microbatches:  # a forward follows the warm-up
+            after = ahead[-1] - ahead[None, columns] + down - down_before + back[-1] + last_weight + up_before + up_after
+            end = np.maximum(end, after - warmup[s] * turn)
+            late = np.maximum(late, after - warmup[s] * turn - min(warmup[s] + s + 1, microbatches) * weights)
+        bound = np.maximum(bound, begin + microbatches * (forward + turn) + end)
+        bound = np.maximum(bound, begin + microbatches * work + (late if split else end))
         if ends is not None:
             gather, reduce, optimizer = sums[:, rows, columns]
             left = np.maximum(reduce - inputs - weights, ends.slowed * reduce)
-            own = np.maximum(*begins) + microbatches * work + left
+            own = begin + microbatches * work + left
             bound = np.maximum(bound + ends.slowed * ends.reduce[0], own) + optimizer + (ends.gather[0] if s else gather)
         yield _allowed(bound, units.count, s, pp)
 

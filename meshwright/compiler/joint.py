@@ -53,10 +53,11 @@ _ALIKE = 0.75
 """Parts of the limit by which the first candidates of all (pp, tensor), those without a pipeline, and the best under other
 schedules are done."""
 _EFFORT: Mapping[str, float] = {
-    "placement": 0.12, "way": 0.0003, "alone": 0.002, "bound": 0.01, "bound of a rank": 0.0012,
-    "cut": 0.03, "cut of an action": 3e-5, "cut of a stage": 0.012, "misfit of a stage": 0.006,
+    "placement": 0.1, "way": 0.0006, "alone": 0.001, "packing": 0.0015, "rank alone": 0.001, "rank of divided units": 0.002,
+    "pair of ranks of whole units": 0.0015, "cut": 0.015, "stage cut": 1.2e-6, "action simulated": 6e-8,
+    "stage that does not fit": 0.004,
 }
-"""Nominal seconds: of one, and of a rank, a stage, an action of the schedule's table."""
+"""Nominal seconds of what is done, as ``Evaluator.work`` counts it."""
 
 
 @dataclass
@@ -162,7 +163,6 @@ class JointSearch:
         self._known: dict[tuple[int, int], Placement | None] = {}
         self._wholes: dict[int, tuple[float, float] | None] = {}
         self._works: dict[int, Work] = {}
-        self._spent = 0.0
         self._closed = float("inf")
         self._unfit: tuple[float, _Node] | None = None  # of what a bound proves not to fit, the nearest
 
@@ -217,10 +217,10 @@ class JointSearch:
         """Solve each of some candidates at once, in one of its ways; what is left of them all."""
         left: list[_Node] = []
         for node in nodes:
-            if self._spent > deadline or self._hopeless(node):
+            if self.effort > deadline or self._hopeless(node):
                 left.append(node)
                 continue
-            self._report(node, self._spent / self.limit)
+            self._report(node, self.effort / self.limit)
             ways = [way for placed in self._place(node) for way in self._ways(placed)]
             for number, way in enumerate(ways):
                 relaxed = [] if self._hopeless(way) else self._relax(way)
@@ -236,6 +236,11 @@ class JointSearch:
         return node.bound >= self._incumbent * (1 - self.gap)
 
     @property
+    def effort(self) -> float:
+        """Nominal seconds of everything done so far."""
+        return sum(_EFFORT[what] * count for what, count in self.evaluator.work.items())
+
+    @property
     def _incumbent(self) -> float:
         """Seconds to beat."""
         return min(self.outcome.best.seconds if self.outcome.ranking else float("inf"), self.cutoff)
@@ -249,7 +254,7 @@ class JointSearch:
         heapq.heapify(ready)
         while heap or ready:
             node = min(heap[:1] + ready[:1])
-            spent = self._spent if self._incumbent < float("inf") else -float("inf")
+            spent = self.effort if self._incumbent < float("inf") else -float("inf")
             if self._hopeless(node):
                 break
             if spent > deadline:
@@ -340,7 +345,7 @@ class JointSearch:
     def _placement(self, tensor: int, samples: int) -> Placement | None:
         key = (tensor, samples)
         if key not in self._known:
-            self._spent += _EFFORT["placement"]
+            self.evaluator.work["placement"] += 1
             try:
                 self._known[key] = self.placements.of(*key)
             except PinError:
@@ -358,7 +363,7 @@ class JointSearch:
             if not self.evaluator.kinds(candidate, zero):
                 continue
             degrees = degrees_of(candidate, shard)
-            self._spent += _EFFORT["way"]
+            self.evaluator.work["way"] += 1
             units = self.evaluator.units(candidate, degrees, zero, placement, self.evaluator.recompute[0])
             if not np.isfinite(units.state).all():
                 continue
@@ -392,8 +397,8 @@ class JointSearch:
         if node.virtual[0] == 1 < len(node.virtual):
             return self._split(node, 1)
         degrees = degrees_of(candidate, node.shard)
-        self._spend("bound", candidate)
-        bound = self.evaluator.relaxed(candidate, degrees, node.zero, placement, node.virtual[-1])
+        enough = self._incumbent * (1 - self.gap)
+        bound = self.evaluator.relaxed(candidate, degrees, node.zero, placement, node.virtual[-1], enough)
         if bound == float("inf"):
             self.outcome.infeasible += len(node.virtual)
             self._missed(node, self.evaluator.units(candidate, degrees, node.zero, placement, self.evaluator.recompute[0]))
@@ -411,28 +416,16 @@ class JointSearch:
         """Cut and simulate; the bound of what was found, or of what was not, inf if nothing fits."""
         placement = self._known[node.candidate.tensor, node.candidate.samples]
         assert placement is not None
-        self._spend("cut", node.candidate)
         try:
             result = self.evaluator.run(node.candidate, degrees_of(node.candidate, node.shard), node.zero, placement)
         except DoesNotFitError as error:
             self.outcome.infeasible += 1
-            self._spent += _EFFORT["misfit of a stage"] * (node.candidate.stages if node.candidate.pp > 1 else 0)
             if self.outcome.nearest is None or error.least < self.outcome.nearest.least:
                 self.outcome.nearest = error
             return float("inf") if error.proven else node.bound
         self.outcome.ranking.append(result)
         self.outcome.ranking.sort(key=lambda e: (e.seconds, e.candidate.pp, e.candidate.tensor, e.zero))
         return max(node.bound, min(result.bound, result.seconds))
-
-    def _spend(self, what: str, candidate: Candidate) -> None:
-        """Count a bound or a cut."""
-        if candidate.pp == 1:
-            self._spent += _EFFORT["alone"]
-            return
-        counts = {"rank": candidate.pp, "stage": candidate.stages, "action": 2 * candidate.stages * candidate.microbatches}
-        self._spent += _EFFORT[what] + sum(
-            _EFFORT.get(f"{what} of a{'n' * (part == 'action')} {part}", 0.0) * count for part, count in counts.items()
-        )
 
     # the model
 

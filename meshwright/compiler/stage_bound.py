@@ -3,9 +3,10 @@
 Both drop the order of the units, so equal units are one number ("how many of this kind in stage s"):
 
 - ``packing_bound`` keeps units whole: of the k P + 1 longest, some rank has k + 1.
-- ``fractional_bound`` lets them be divided, and keeps what the schedule and memory say. With x[s, c, o] units of class c run in
-  way o in stage s, all rows of ``cost.timeline.lower_bounds`` (path, rank, return) and the memory of every rank at some moments
-  of its order (``held``) are linear in x; GLOP minimizes the step T.
+- ``fractional_bound`` keeps what the schedule and memory say. With x[s, c, o] units of class c run in way o in stage s, what
+  ``cost.timeline.lower_bounds`` takes the largest of (the path; every rank's begin, work and end) and the memory of every rank
+  at some moments of its order (``held``) are linear in x; the step T is minimized, over divided units and, where that is not
+  enough, over whole numbers of every class of several units on every rank.
 
 The program knows a rank's first stage, its last one, and all between together: these enter the rows alike, and the slowest of
 them takes no less than their mean. So its size does not grow with the stages of a rank, and one program bounds a whole range of
@@ -18,16 +19,16 @@ Divided units fit where whole ones do not, so of the most frequent class a rank 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from ortools.math_opt import model_pb2
-from ortools.math_opt.python import mathopt
 
 from meshwright.compiler.intervals import Ends, Intervals
+from meshwright.compiler.linear import LinearProgram, NoSolutionError, Term
 from meshwright.cost.schedules import SPLIT_BACKWARD, V_SHAPED
-from meshwright.cost.timeline import warmup_forwards
+from meshwright.cost.timeline import late_weights, turn_of, warmup_forwards
 
 
 def packing_bound(units: Intervals, name: str, pp: int, microbatches: int) -> float:
@@ -92,93 +93,57 @@ def entered(name: str, pp: int, virtual_stages: int, microbatches: int) -> np.nd
     return np.array(most)
 
 
+class Bound(NamedTuple):
+    """Seconds that no run can beat, inf if it is proven that nothing fits, and the sharpest that was asked: the ``packing``,
+    ``divided`` units, or ``whole`` ones."""
+
+    seconds: float
+    by: str
+
+
 def fractional_bound(
     units: Intervals, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int, capacity: np.ndarray,
-    ends: Ends | None = None,
-) -> float:
-    """Seconds that no run can beat whatever the cut, with any number of stages a rank from the first of ``virtual_stages``, at
-    least 2, to the second; inf if not even divided units fit. ``capacity``: bytes [pp]. With ``ends``: no step."""
+    ends: Ends | None = None, enough: float = 0.0,
+) -> Bound:
+    """The bound whatever the cut, with any number of stages a rank from the first of ``virtual_stages``, at least 2, to the
+    second. ``capacity``: bytes [pp]. With ``ends``: no step. If divided units can be run in less than ``enough`` seconds, every
+    rank is made to run whole ones; what takes longer than that is not told apart."""
     nothing = np.zeros(units.count)
     program = _Program(units, name, pp, virtual_stages, microbatches, ends or Ends(nothing, nothing, nothing, 1.0))
     room = capacity - program.transient()
     if room.min() <= 0:
-        return math.inf
+        return Bound(math.inf, "packing")
     program.place()
     if program.memory(room) and not program.whole():
-        return math.inf
+        return Bound(math.inf, "divided")
     program.all()
     program.time()
     program.outside()
-    result = program.solved({0: 1.0})
-    if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
-        return math.inf
-    if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
-        return 0.0
-    return max(0.0, float(result.dual_bound())) * program.scale * (1 - 1e-6)
+    divided = program.bound()
+    if divided >= enough or not program.round():
+        return Bound(divided, "divided")
+    return Bound(max(divided, program.bound(enough)), "whole")
 
 
-ITERATIONS, SECONDS = 20_000, 2.0
-"""Limits of one program, which takes 10 to 40 ms; but GLOP has been seen to go on for minutes. What it did not finish bounds
-nothing."""
-Term = tuple[np.ndarray, np.ndarray | float]
-"""Variables and their weights."""
+_SAFE = 1 + 1e-6
+"""More than what the solvers' tolerance can make of a bound."""
 
 
-class _Rows:
-    """A linear program row by row, over variables that are no less than 0; number 0 is the step. Written as a proto: building
-    it through the modelling classes takes longer than solving it."""
+@dataclass(frozen=True)
+class _Links:
+    """Seconds of the cheapest crossing, ``down`` and ``up``; stages a rank at ``least``; crossings of one way, ``sends``."""
 
-    def __init__(self) -> None:
-        self.count = 1
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-        self.parts: list[tuple[np.ndarray, np.ndarray]] = []
+    down: float
+    up: float
+    least: int
+    sends: int
 
-    def variables(self, *shape: int) -> np.ndarray:
-        """New variables, as their numbers."""
-        first, self.count = self.count, self.count + math.prod(shape)
-        return np.arange(first, self.count).reshape(shape)
-
-    def add(self, terms: Sequence[Term], lower: float, upper: float = math.inf) -> None:
-        """A row: the sum of weights x variables, each of which is named once, is within the limits."""
-        values = [np.empty(columns.shape) for columns, _ in terms]
-        for value, (_, weights) in zip(values, terms, strict=True):
-            value[...] = weights
-        columns = np.concatenate([columns.ravel() for columns, _ in terms])
-        self.parts.append((columns, np.concatenate([value.ravel() for value in values])))
-        self.lower.append(lower)
-        self.upper.append(upper)
-
-    def solved(self, objective: Mapping[int, float], wanted: np.ndarray | None = None) -> mathopt.SolveResult:
-        """Minimize the sum of weights x variables; read the values of those that are wanted, which takes a while."""
-        proto = model_pb2.ModelProto()
-        proto.variables.ids.extend(range(self.count))
-        proto.variables.lower_bounds.extend([0.0] * self.count)
-        proto.variables.upper_bounds.extend([math.inf] * self.count)
-        proto.variables.integers.extend([False] * self.count)
-        proto.linear_constraints.ids.extend(range(len(self.parts)))
-        proto.linear_constraints.lower_bounds.extend(self.lower)
-        proto.linear_constraints.upper_bounds.extend(self.upper)
-        matrix = proto.linear_constraint_matrix
-        for row, (columns, values) in enumerate(self.parts):
-            order = columns.argsort()
-            matrix.row_ids.extend([row] * len(columns))
-            matrix.column_ids.extend(columns[order].tolist())
-            matrix.coefficients.extend(values[order].tolist())
-        proto.objective.linear_coefficients.ids.extend(sorted(objective))
-        proto.objective.linear_coefficients.values.extend(objective[variable] for variable in sorted(objective))
-        model = mathopt.Model.from_model_proto(proto)
-        read = {} if wanted is None else {"filtered_items": [model.get_variable(int(variable)) for variable in wanted.ravel()]}
-        none = mathopt.SparseVectorFilter(filtered_items=[])
-        only = mathopt.ModelSolveParameters(
-            variable_values_filter=mathopt.SparseVectorFilter(**read) if read else none, reduced_costs_filter=none,
-            dual_values_filter=none,
-        )
-        params = mathopt.SolveParameters(threads=1, iteration_limit=ITERATIONS, time_limit=timedelta(seconds=SECONDS))
-        return mathopt.solve(model, mathopt.SolverType.GLOP, params=params, model_params=only)
+    def before(self, rank: int, pp: int) -> int:
+        """Crossings before the last stage of a rank, not in a V."""
+        return (self.least - 1) * pp + rank
 
 
-class _Program(_Rows):
+class _Program(LinearProgram):
     """The program of one schedule. A *part* [kind, rank] is a rank's first stage, all between, or its last one. Seconds are in
     units of the longest class (``scale``)."""
 
@@ -198,9 +163,9 @@ class _Program(_Rows):
         self.gather, self.optimizer = self.variables(2, 1)
         self.left = self.variables(pp, 1)
 
-    def end(self, rank: int, terms: Sequence[Term], seconds: float) -> None:
-        """The rank's last action ends no sooner than after this sum and these seconds."""
-        step = [(np.zeros(1, dtype=np.int64), 1.0), (self.gather, -1.0), (self.optimizer, -1.0), (self.left[rank], -1.0)]
+    def end(self, terms: Sequence[Term], seconds: float = 0.0) -> None:
+        """The step ends no sooner than after this sum and these seconds, what comes before and after its actions apart."""
+        step = [(np.zeros(1, dtype=np.int64), 1.0), (self.gather, -1.0), (self.optimizer, -1.0)]
         self.add([*step, *((columns, -weights) for columns, weights in terms)], seconds)
 
     def outside(self) -> None:
@@ -238,30 +203,71 @@ class _Program(_Rows):
             share = self.most - 2 if self.chosen[kind] == 1 else 1
             for part in (ahead, back):
                 self.add([(slowest, float(share)), (part[kind, rank], -1.0)], 0.0)
-        self.end(0, [(forwards, 1.0), (backwards, 1.0), (slowest, m - 1)], sends * (down + up))
-        head, tail = self._sums(ahead[0], range(pp)), self._sums(back[0], range(pp))
-        behind = self._sums(back[-1], range(pp) if self.turns else range(pp)[::-1])
-        warm = warmup_forwards(self.name, pp, len(self.chosen), m).reshape(-1, pp)
+        self.end([(forwards, 1.0), (backwards, 1.0), (slowest, m - 1), (self.left[0], 1.0)], sends * (down + up))
+        links = _Links(down, up, self.least, sends)
+        begin, end, late = self.variables(3, pp, 1)
+        self._begins(begin, ahead, back[-1], forwards, links)
+        self._ends(end, late, ahead, back, backwards, links)
         for rank in range(pp):
-            own, after = self.seconds[:, rank], rank if self.turns else pp - 1 - rank
-            spent = np.zeros(own.shape)
-            spent[:, 0] = warm[:, rank]
-            if self.turns:
-                spent[-1, 0] = warm[-1, -1 - rank]
-            work = np.full(own.shape, float(m))
-            turned = work * [1.0, 1.0, not split]
-            arrived: list[Term] = [(head[rank], 1.0)]
-            returned: list[Term] = [(forwards, 1.0), (behind[rank], 1.0)]
-            for begin, done, seconds in ((arrived, 0.0, rank * down), (returned, spent, sends * down + after * up)):
-                self.end(rank, [*begin, (own, work - done)], seconds)
-                self.end(0, [*begin, (own, turned - done), (tail[rank], 1.0)], seconds + rank * up)
+            own = self.seconds[:, rank]
+            self.end([(begin[rank], 1.0), (own, m * np.ones(own.shape) * [1.0, 1.0, not split]), (end[rank], 1.0)])
+            if split:
+                self.end([(begin[rank], 1.0), (own, m), (late[rank], 1.0)])
 
-    def _sums(self, seconds: np.ndarray, order: Iterable[int]) -> np.ndarray:
-        """Variables [pp, 1]: at each rank the seconds [pp, k] of those before it in an order."""
+    def _begins(self, begin: np.ndarray, ahead: np.ndarray, back: np.ndarray, forwards: np.ndarray, links: _Links) -> None:
+        """When a rank begins, less what it has done by then; ``back``: backwards of the last stages."""
+        pp, m, kinds = self.pp, self.microbatches, len(self.chosen)
+        warm, turn = warmup_forwards(self.name, pp, kinds, m), turn_of(self.name, pp, kinds, m)
+        head, behind = self._sums(ahead[0], range(pp)), self._sums(back, range(pp) if self.turns else range(pp)[::-1])
+        last = None if turn is None else self._sums(ahead[-1], range(pp), ahead[:-1])
+        for rank in range(pp):
+            own, after = self.seconds[:, rank, 0], rank if self.turns else pp - 1 - rank
+            done = warm[self._stages(rank)].astype(float)
+            returned = links.sends * links.down + after * links.up
+            self.add([(begin[rank], 1.0), (head[rank], -1.0)], rank * links.down)
+            self.add([(begin[rank], 1.0), (forwards, -1.0), (behind[rank], -1.0), (own, done)], returned)
+            if turn is not None and last is not None:
+                done = turn[self._stages(rank)].astype(float)
+                self.add([(begin[rank], 1.0), (last[rank], -1.0), (own, done)], links.before(rank, pp) * links.down)
+
+    def _ends(
+        self, end: np.ndarray, late: np.ndarray, ahead: np.ndarray, back: np.ndarray, backwards: np.ndarray, links: _Links
+    ) -> None:
+        """What comes after a rank's work, less what it has left then; ``late``: where gradients of weights are work too."""
+        pp, m, kinds, split = self.pp, self.microbatches, len(self.chosen), self.name in SPLIT_BACKWARD
+        warm, turn = warmup_forwards(self.name, pp, kinds, m), turn_of(self.name, pp, kinds, m)
+        tail, beyond = self._sums(back[0], range(pp)), self._sums(ahead[-1], range(pp)[::-1])
+        last, first = self._sums(back[-1], range(pp), back[:-1]), (self.left[0], -1.0)
+        for rank in range(pp):
+            own, mine = self.seconds[:, rank, 1:], self._stages(rank)
+            self.add([(end[rank], 1.0), (tail[rank], -1.0), first], rank * links.up)
+            for after in (end, late):
+                self.add([(after[rank], 1.0), (self.left[rank], -1.0)], 0.0)
+            ways: list[tuple[np.ndarray, list[Term], float]] = []
+            if turn is not None:
+                ways.append((turn[mine], [(last[rank], -1.0)], links.before(rank, pp) * links.up))
+            if turn is not None and warm[mine].sum() < m * kinds:
+                on = (pp - 1 - rank) * links.down + links.sends * links.up
+                ways.append((warm[mine], [(beyond[rank], -1.0), (backwards, -1.0)], on))
+            for left, then, seconds in ways:
+                self.add([(end[rank], 1.0), *then, (own, np.stack([left, left * (not split)], axis=1)), first], seconds)
+                if split:
+                    rest = np.stack([left, late_weights(left, rank, m)], axis=1)
+                    self.add([(late[rank], 1.0), *then, (own, rest), first], seconds)
+
+    def _stages(self, rank: int) -> list[int]:
+        """The rank's stages if it had one of each kind."""
+        stages = [kind * self.pp + rank for kind in range(len(self.chosen))]
+        return [*stages[:-1], 2 * self.pp - 1 - rank] if self.turns else stages
+
+    def _sums(self, seconds: np.ndarray, order: Iterable[int], base: np.ndarray | None = None) -> np.ndarray:
+        """Variables [pp, 1]: at each rank the seconds [pp, k] of those before it in an order, and all of ``base``."""
         sums, before = self.variables(self.pp, 1), None
         for rank in order:
             if before is not None:
                 self.add([(sums[rank], 1.0), (sums[before], -1.0), (seconds[before], -1.0)], 0.0)
+            elif base is not None:
+                self.add([(sums[rank], 1.0), (base, -1.0)], 0.0)
             before = rank
         return sums
 
@@ -293,17 +299,34 @@ class _Program(_Rows):
         amounts = self.amounts[:, :, common]
         for rank in range(self.pp):
             self.add([(amounts[:, rank], 1.0)], 0.0, float(self.members[common]))
-        result = self.solved(dict.fromkeys(amounts.ravel().tolist(), -1.0), amounts)
-        if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
+        try:
+            fit = self.values(dict.fromkeys(amounts.ravel().tolist(), -1.0), amounts)
+        except NoSolutionError:
             return False
-        if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
+        if fit is None:
             return True
-        values = {variable.id: value for variable, value in result.variable_values().items()}
-        fit = np.array([values[variable] for variable in amounts.ravel().tolist()]).reshape(amounts.shape)
         most = np.floor(fit.sum(axis=(0, 2)) + 1e-6)
         for rank in range(self.pp):
             self.add([(amounts[:, rank], 1.0)], 0.0, most[rank])
         return bool(most.sum() >= self.members[common])
+
+    def bound(self, most: float = math.inf) -> float:
+        """Seconds of the step at least; ``most`` if no step takes less, inf if none is possible."""
+        if math.isfinite(most):
+            self.add([(np.zeros(1, dtype=np.int64), 1.0)], 0.0, most * _SAFE / self.scale)
+        try:
+            return min(most, max(0.0, self.minimum({0: 1.0})) * self.scale / _SAFE)
+        except NoSolutionError:
+            return most
+
+    def round(self) -> bool:
+        """Of every class of several units each rank has whole ones: whether there is such a class."""
+        for common in np.flatnonzero(self.members > 1).tolist():
+            counts = self.variables(self.pp, 1)
+            for rank in range(self.pp):
+                self.add([(self.amounts[:, rank, common], 1.0), (counts[rank], -1.0)], 0.0, 0.0)
+            self.integers.update(counts.ravel().tolist())
+        return bool(self.integers)
 
     def all(self) -> None:
         """Every unit is somewhere."""

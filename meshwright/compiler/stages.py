@@ -38,7 +38,7 @@ from meshwright.compiler.intervals import (
     stage_memory,
     stage_work,
 )
-from meshwright.compiler.stage_bound import fractional_bound, held_alone, packing_bound
+from meshwright.compiler.stage_bound import Bound, fractional_bound, held_alone, packing_bound
 from meshwright.cost.schedules import schedule_table
 from meshwright.cost.table import Table, maximal
 from meshwright.cost.timeline import Times, lower_bounds, makespans, peak_bytes
@@ -63,7 +63,8 @@ class StageError(ValueError):
 class Cuts:
     """``boundaries``: S + 1 unit indices, stage s = units boundaries[s]..boundaries[s + 1] - 1, on rank ``stage_rank[s]`` with
     option ``options[s]``. Seconds per stage and micro-batch; ``memory``: bytes per rank; ``makespan``: seconds of the simulated
-    step; ``bound``: seconds that no cut can beat; ``candidates``: cuts simulated."""
+    step; ``bound``: seconds that no cut can beat; ``candidates``: cuts simulated; ``looked``: cuts that were
+    bounded."""
 
     boundaries: tuple[int, ...]
     options: tuple[int, ...]
@@ -75,6 +76,7 @@ class Cuts:
     makespan: float
     bound: float
     candidates: int
+    looked: int
 
     @property
     def gap(self) -> float:
@@ -101,13 +103,15 @@ def cut(
     options: Sequence[Sequence[Unit]] = (),
     overlap: bool = True,
     table: Table | None = None,
+    bound: float | None = None,
 ) -> Cuts:
     """The best cut of ``units`` for a schedule.
 
     ``capacity``: bytes per rank, one number or one per rank. ``options``: further ways to run the same units (recomputation,
     ZeRO: other seconds and bytes, the same boundaries), of which every stage takes one; option 0 is ``units`` itself.
-    ``overlap``: see ``simulate``. ``table``: the schedule's table, if there already is one. Raises ScheduleError for a setting
-    that torch refuses, StageError if there are fewer units than stages or no cut found fits (which stage, by how much).
+    ``overlap``: see ``simulate``. ``table``: the schedule's table, if there already is one; ``bound``: seconds that no cut can
+    beat, if they are known. Raises ScheduleError for a setting that torch refuses, StageError if there are fewer units than
+    stages or no cut found fits (which stage, by how much).
 
     >>> blocks = [Unit(f"block {i}", 1.0, 1.0, 1.0) for i in range(7)]
     >>> cut([Unit("embedding", 0.5, 0.5, 0.5), *blocks, Unit("head", 1.0, 1.0, 1.0)], 4, 1, "1f1b", 16).sizes
@@ -115,7 +119,7 @@ def cut(
     """
     table = table or schedule_table(schedule, pp, virtual_stages, microbatches)
     problem = _problem((tuple(units), *map(tuple, options)), table, virtual_stages, capacity, overlap)
-    found = _all_cuts(problem) if _count(problem) <= _EXHAUSTIVE else _search(problem)
+    found = _all_cuts(problem) if _count(problem) <= _EXHAUSTIVE else _search(problem, bound)
     return _result(problem, found)
 
 
@@ -135,14 +139,17 @@ def single_bound(
 
 def several_bound(
     ways: Sequence[Sequence[Unit]], pp: int, virtual_stages: tuple[int, int], schedule: str, microbatches: int,
-    capacity: Sequence[float], ends: Ends,
-) -> float:
+    capacity: Sequence[float], ends: Ends, enough: float = 0.0,
+) -> Bound:
     """As ``single_bound``, for any number of stages a rank from the first to the second of ``virtual_stages``, at least 2, at
-    once; needs no table."""
+    once; needs no table. ``enough``: seconds above which nothing sharper is needed."""
     positions = _positions(ways[0])
     units, ends = Intervals.of(ways, positions), ends.at(positions)
     packed = packing_bound(units, schedule, pp, microbatches) + float(ends.gather[0] + ends.optimizer.sum() / pp)
-    return max(packed, fractional_bound(units, schedule, pp, virtual_stages, microbatches, np.asarray(capacity), ends))
+    if packed >= enough > 0:
+        return Bound(packed, "packing")
+    bound = fractional_bound(units, schedule, pp, virtual_stages, microbatches, np.asarray(capacity), ends, enough)
+    return bound._replace(seconds=max(packed, bound.seconds))
 
 
 def _problem(
@@ -212,6 +219,7 @@ class _Found:
     makespan: float
     bound: float
     candidates: int
+    looked: int
 
 
 def _result(problem: _Problem, found: _Found) -> Cuts:
@@ -229,6 +237,7 @@ def _result(problem: _Problem, found: _Found) -> Cuts:
         found.makespan,
         min(found.bound, found.makespan),
         found.candidates,
+        found.looked,
     )
 
 
@@ -263,7 +272,7 @@ def _all_cuts(problem: _Problem) -> _Found:
         priced += len(batch)
         if seconds.min() < best:
             best, where = float(seconds.min()), int(batch[seconds.argmin()])
-    return _Found(cuts[where], options[where], best, best, priced)
+    return _Found(cuts[where], options[where], best, best, priced, len(excess))
 
 
 # ------------------------------------------------------------------------------------------------------------- search
@@ -274,21 +283,22 @@ def _several_bound(problem: _Problem) -> float:
     table, units = problem.table, problem.units
     packed = packing_bound(units, table.name, table.pp, table.microbatches)
     several = problem.virtual_stages, problem.virtual_stages
-    return max(packed, fractional_bound(units, table.name, table.pp, several, table.microbatches, problem.capacity))
+    divided = fractional_bound(units, table.name, table.pp, several, table.microbatches, problem.capacity)
+    return max(packed, divided.seconds)
 
 
-def _search(problem: _Problem) -> _Found:
+def _search(problem: _Problem, known: float | None) -> _Found:
     table, units = problem.table, problem.units
     costs, best_option = _stage_matrices(problem)
     top = smallest_bottleneck(costs)
     if problem.virtual_stages == 1:
         if not math.isfinite(top):
             raise _tightest(problem)
-        bound = top
+        bound = top if known is None else max(top, known)
         cuts = np.unique([narrow_cuts(costs, top * (1 + slack)) for slack in _SLACK], axis=0)
         options = np.array([[o[i, j] for o, i, j in zip(best_option, c[:-1], c[1:], strict=True)] for c in cuts])
     else:
-        bound = _several_bound(problem)
+        bound = _several_bound(problem) if known is None else known
         if not math.isfinite(bound):
             raise _too_much(problem)
         even = np.linspace(0, units.count, table.stages + 1).astype(np.int64)
@@ -311,15 +321,17 @@ def _refine(problem: _Problem, cuts: np.ndarray, options: np.ndarray, bound: flo
     stages = problem.table.stages
     seen: set[bytes] = set()
     pool: list[tuple[float, bytes]] = []
-    best, priced, idle = (math.inf, b""), 0, 0
+    best, priced, looked, idle = (math.inf, b""), 0, 0, 0
     while True:
-        rows = np.concatenate([cuts, options], axis=1)[problem.excess(cuts, options) <= 0]
-        rows = rows[[row.tobytes() not in seen for row in rows]]
-        if len(rows):
-            bounds = problem.bounds(rows[:, : stages + 1], rows[:, stages + 1 :])
-            order = np.argsort(bounds, kind="stable")[:_BATCH]
-            rows = rows[order[bounds[order] < best[0] * (1 - 1e-12)]]
-        if len(rows):
+        looked += len(cuts)
+        rows = np.concatenate([cuts, options], axis=1)
+        bounds = problem.bounds(cuts, options)
+        better = np.flatnonzero(bounds < best[0] * (1 - 1e-12))
+        better = better[[row.tobytes() not in seen for row in rows[better]]] if len(better) else better
+        if len(better):
+            better = better[problem.excess(cuts[better], options[better]) <= 0]
+        if len(better):
+            rows = rows[better[np.argsort(bounds[better], kind="stable")[:_BATCH]]]
             seconds = problem.seconds(rows[:, : stages + 1], rows[:, stages + 1 :]).tolist()
             priced += len(rows)
             keys = [row.tobytes() for row in rows]
@@ -330,7 +342,7 @@ def _refine(problem: _Problem, cuts: np.ndarray, options: np.ndarray, bound: flo
         best = min(best, pool[0]) if pool else best
         if not pool or best[0] <= bound or idle >= _PATIENCE or priced >= _PRICED:
             row = np.frombuffer(best[1], dtype=np.int64)
-            return _Found(row[: stages + 1], row[stages + 1 :], best[0], bound, priced)
+            return _Found(row[: stages + 1], row[stages + 1 :], best[0], bound, priced, looked)
         row = np.frombuffer(heapq.heappop(pool)[1], dtype=np.int64)
         cuts, options = _neighbours(problem, row[: stages + 1], row[stages + 1 :])
 
@@ -343,13 +355,12 @@ def _neighbours(problem: _Problem, cuts: np.ndarray, options: np.ndarray) -> tup
 
 
 def _moves(cuts: np.ndarray, sources: np.ndarray) -> np.ndarray:
-    """Boundaries [K, S + 1] with one unit of a source stage moved to another stage."""
-    stages = len(cuts) - 1
+    """Boundaries [K, S + 1] with one unit of a source stage, which keeps another one, moved to another stage."""
+    sources = sources[np.diff(cuts)[sources] > 1]
     # Boundary k (between stages k - 1 and k) moves down where a < k <= b, up where b < k <= a.
-    a, b, k = sources[:, None, None], np.arange(stages)[None, :, None], np.arange(stages + 1)[None, None, :]
-    shift = ((b < k) & (k <= a)).astype(int) - ((a < k) & (k <= b)).astype(int)
-    moved = cuts + shift.reshape(-1, stages + 1)
-    return np.asarray(moved[(np.diff(moved, axis=1) > 0).all(axis=1) & (moved != cuts).any(axis=1)])
+    a, b, k = sources[:, None, None], np.arange(len(cuts) - 1)[None, :, None], np.arange(len(cuts))[None, None, :]
+    shift = ((b < k) & (k <= a)).astype(np.int8) - ((a < k) & (k <= b)).astype(np.int8)
+    return np.asarray(cuts + shift[sources[:, None] != np.arange(len(cuts) - 1)])
 
 
 def _flips(problem: _Problem, options: np.ndarray) -> np.ndarray:

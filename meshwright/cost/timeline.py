@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from meshwright.cost.schedules import SPLIT_BACKWARD, interleaved_warmup, stage_rank
+from meshwright.cost.schedules import SPLIT_BACKWARD, V_SHAPED, interleaved_warmup, stage_rank
 from meshwright.cost.table import Action, Table
 
 
@@ -201,6 +201,23 @@ def warmup_forwards(name: str, pp: int, virtual_stages: int, microbatches: int) 
     return counts
 
 
+def turn_of(name: str, pp: int, virtual_stages: int, microbatches: int) -> np.ndarray | None:
+    """Forwards of every stage before the first one of its rank's last stage, and backwards after the last one of it, int
+    [stages]: micro-batches go through a rank's stages in turns. None for a V."""
+    if name in V_SHAPED:
+        return None
+    per_turn = microbatches // max(1, microbatches // pp)
+    return np.repeat([per_turn, 0], [pp * (virtual_stages - 1), pp])
+
+
+def late_weights(left: np.ndarray, rank: int, microbatches: int) -> np.ndarray:
+    """Gradients of weights, where they are split off and not in a V, after a moment of a rank's last stage at which so many
+    backwards of its stages are left: at most, int [stages of the rank]. They lag by as many as the rank."""
+    late = np.array(left)
+    late[-1] = min(left[-1] + rank + 1, microbatches)
+    return late
+
+
 def lower_bound(
     name: str,
     pp: int,
@@ -223,40 +240,50 @@ def lower_bound(
 def lower_bounds(name: str, pp: int, virtual_stages: int, microbatches: int, given: Times) -> np.ndarray:
     """``lower_bound`` of K cases: float [K], without a table.
 
-    The largest of (M micro-batches; head, tail = what the first micro-batch needs before, the last one after, a stage):
+    The largest of *path*: one micro-batch through everything and M - 1 more through its slowest stage or link, and of every
+    rank's *begin + work + end*. From all work of the rank is taken what it can have done before it begins, or do at the end::
 
-    - path:   one micro-batch through everything, and M - 1 more through its slowest stage or link;
-    - rank:   head + all work of the rank + tail;
-    - return: the first backward on a rank waits for a whole forward and the backwards behind it; by then the rank has done at
-      most its warm-up forwards; all its other work and the tail follow.
+        begin   head     the first micro-batch comes through the stages before the rank's first one
+                turn     it comes to the rank's last stage: the others ran a turn of micro-batches (``turn_of``; not in a V)
+                return   it comes back to the rank's last stage: the warm-up was run (``warmup_forwards``)
+        end     tail     the last micro-batch goes back through the stages before the rank's first one
+                turn     it goes back from the rank's last stage: a turn of the others is left (not in a V)
+                drain    from the rank's last forward it goes on and all the way back: as many backwards are left as the warm-up
+                         had forwards (not in a V, nor where no forward follows the warm-up)
 
-    For a split backward weight gradients may fill the tail, so there the work is counted with them, or the tail with inputs.
+    For a split backward weight gradients may fill the end, so there the work is counted once without them and once with those
+    that cannot be so late (``late_weights``).
     """
     ranks = np.array(stage_rank(name, pp, virtual_stages))
     split = name in SPLIT_BACKWARD
     local = (ranks[1:] == ranks[:-1])[:, None]
     value, gradient = np.where(local, 0.0, given.value), np.where(local, 0.0, given.gradient)
-    ahead = given.forward
-    back = given.backward_input if split else given.backward_input + given.backward_weight
-    work = ahead + given.backward_input + given.backward_weight
-    last_weight = given.backward_weight[0] * split
-    head, tail = _before(ahead, value), _before(back, gradient) + last_weight
+    ahead, weight = given.forward, given.backward_weight
+    back = given.backward_input if split else given.backward_input + weight
+    head, tail = _before(ahead, value), _before(back, gradient) + weight[0] * split
     all_ahead, all_back = head[-1] + ahead[-1], tail[-1] + back[-1]
     down = np.concatenate([ahead, value]).max(axis=0)
     up = np.concatenate([back, gradient]).max(axis=0)
     bound = all_ahead + all_back + (microbatches - 1) * (down + up if name == "gpipe" else np.maximum(down, up))
     warmup = warmup_forwards(name, pp, virtual_stages, microbatches)
+    turn = turn_of(name, pp, virtual_stages, microbatches)
     for rank in range(pp):
         own = np.flatnonzero(ranks == rank)
-        first, last = own[0], own[-1]
-        all_work = microbatches * work[own].sum(axis=0)
-        turned = microbatches * (ahead[own] + back[own]).sum(axis=0)
-        returned = all_ahead + all_back - tail[last] - back[last]  # the earliest first backward of the rank
-        done = np.tensordot(warmup[own].astype(float), ahead[own], axes=1)
-        for begin, spent in ((head[first], 0.0), (returned, done)):
-            bound = np.maximum(bound, begin - spent + all_work + (0.0 if split else tail[first]))
-            if split:
-                bound = np.maximum(bound, begin - spent + turned + tail[first])
+        first, last, warm = own[0], own[-1], warmup[own]
+        begins = [head[first], all_ahead + all_back - tail[last] - back[last] - warm @ ahead[own]]
+        ends: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]] = [(tail[first], np.zeros(len(own)), None)]
+        if turn is not None:
+            begins.append(head[last] - turn[own] @ ahead[own])
+            ends.append((tail[last], turn[own], late_weights(turn[own], rank, microbatches)))
+            if warm.sum() < microbatches * len(own):
+                ends.append((all_ahead - head[last] - ahead[last] + all_back, warm, late_weights(warm, rank, microbatches)))
+        begin = np.maximum.reduce(begins)
+        work = begin + microbatches * (ahead[own] + back[own]).sum(axis=0)
+        bound = np.maximum(bound, work + np.maximum.reduce([after - left @ back[own] for after, left, _ in ends]))
+        if split:
+            work = work + microbatches * weight[own].sum(axis=0)
+            rest = [after - left @ back[own] - late @ weight[own] for after, left, late in ends if late is not None]
+            bound = np.maximum(bound, work + np.maximum.reduce([np.zeros_like(work), *rest]))
     return np.asarray(bound)
 
 

@@ -1,0 +1,101 @@
+"""Small linear programs, written row by row.
+
+A program is written as a proto: building it through the modelling classes takes longer than solving it. Divided variables are
+HiGHS's; where some are whole numbers, SCIP's. Both are told to stop after so many steps, not seconds, so that a program has the
+same answer on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import numpy as np
+from ortools.math_opt import model_pb2
+from ortools.math_opt.python import mathopt
+
+ITERATIONS, NODES, SECONDS = 20_000, 200, 20.0
+"""Limits of one program; the clock is for what never ends."""
+Term = tuple[np.ndarray, np.ndarray | float]
+"""Variables and their weights."""
+_NONE = (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED)
+
+
+class NoSolutionError(Exception):
+    """No values of the variables are within all limits."""
+
+
+class LinearProgram:
+    """Rows over variables that are no less than 0, some of them ``integers``; there is one variable to begin with, number 0."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+        self.integers: set[int] = set()
+        self.parts: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def variables(self, *shape: int) -> np.ndarray:
+        """New variables, as their numbers."""
+        first, self.count = self.count, self.count + math.prod(shape)
+        return np.arange(first, self.count).reshape(shape)
+
+    def add(self, terms: Sequence[Term], lower: float, upper: float = math.inf) -> None:
+        """A row: the sum of weights x variables, each of which is named once, is within the limits."""
+        values = [np.empty(columns.shape) for columns, _ in terms]
+        for value, (_, weights) in zip(values, terms, strict=True):
+            value[...] = weights
+        columns = np.concatenate([columns.ravel() for columns, _ in terms])
+        self.parts.append((columns, np.concatenate([value.ravel() for value in values])))
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+    def minimum(self, objective: Mapping[int, float]) -> float:
+        """What the sum of weights x variables is at least: the minimum, if there was time to find it. Raises
+        NoSolutionError."""
+        result = self._solved(objective, np.zeros(0, dtype=np.int64))
+        whole = result.termination.reason == mathopt.TerminationReason.OPTIMAL or self.integers
+        return float(result.dual_bound()) if whole else -math.inf
+
+    def values(self, objective: Mapping[int, float], wanted: np.ndarray) -> np.ndarray | None:
+        """Values of some variables at the minimum; None if there was no time to find it. Raises NoSolutionError."""
+        result = self._solved(objective, wanted)
+        if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
+            return None
+        values = {variable.id: value for variable, value in result.variable_values().items()}
+        return np.array([values[variable] for variable in wanted.ravel().tolist()]).reshape(wanted.shape)
+
+    def _solved(self, objective: Mapping[int, float], wanted: np.ndarray) -> mathopt.SolveResult:
+        """Minimize; read the values of those that are wanted alone, since reading takes a while."""
+        proto = model_pb2.ModelProto()
+        proto.variables.ids.extend(range(self.count))
+        proto.variables.lower_bounds.extend([0.0] * self.count)
+        proto.variables.upper_bounds.extend([math.inf] * self.count)
+        proto.variables.integers.extend([variable in self.integers for variable in range(self.count)])
+        proto.linear_constraints.ids.extend(range(len(self.parts)))
+        proto.linear_constraints.lower_bounds.extend(self.lower)
+        proto.linear_constraints.upper_bounds.extend(self.upper)
+        matrix = proto.linear_constraint_matrix
+        for row, (columns, values) in enumerate(self.parts):
+            order = columns.argsort()
+            matrix.row_ids.extend([row] * len(columns))
+            matrix.column_ids.extend(columns[order].tolist())
+            matrix.coefficients.extend(values[order].tolist())
+        proto.objective.linear_coefficients.ids.extend(sorted(objective))
+        proto.objective.linear_coefficients.values.extend(objective[variable] for variable in sorted(objective))
+        result = self._run(mathopt.Model.from_model_proto(proto), wanted)
+        if result.termination.reason in _NONE:
+            raise NoSolutionError
+        return result
+
+    def _run(self, model: mathopt.Model, wanted: np.ndarray) -> mathopt.SolveResult:
+        limit = timedelta(seconds=SECONDS)
+        if self.integers:
+            params = mathopt.SolveParameters(threads=1, node_limit=NODES, time_limit=limit)
+            return mathopt.solve(model, mathopt.SolverType.GSCIP, params=params)
+        none = mathopt.SparseVectorFilter(filtered_items=[])
+        read = mathopt.SparseVectorFilter(filtered_items=[model.get_variable(int(variable)) for variable in wanted.ravel()])
+        only = mathopt.ModelSolveParameters(variable_values_filter=read, reduced_costs_filter=none, dual_values_filter=none)
+        params = mathopt.SolveParameters(iteration_limit=ITERATIONS, time_limit=limit)
+        return mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, model_params=only)
