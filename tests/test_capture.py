@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright.compiler.capture import capture
 from meshwright.errors import CaptureError, InputError
-from meshwright.graph import Graph
+from meshwright.graph import Graph, refs
 from meshwright.runtime.interpret import run
 from meshwright.signature import bind, rebuild_output
 
@@ -709,3 +709,32 @@ def test_buffers_that_are_updated_are_read_before():
     copies = {op.inputs[0] for op in graph.ops if op.target == "aten.clone.default"}
     assert copies == {"b_scale", "b_keys"}
     assert graph.ops[0].target == graph.ops[1].target == "aten.clone.default"
+
+
+class Scalars(nn.Module):
+    """A loss beside other things, in a container of choice."""
+
+    def __init__(self, pack) -> None:
+        super().__init__()
+        self.linear, self.pack = nn.Linear(4, 3), pack
+
+    def forward(self, x, labels):
+        logits = self.linear(x)
+        return self.pack(logits, F.cross_entropy(logits, labels), (logits.argmax(-1) == labels).float().mean())
+
+
+@pytest.mark.parametrize(("pack", "found"), [
+    (lambda logits, loss, accuracy: (logits, loss), True),
+    (lambda logits, loss, accuracy: [accuracy, loss, logits], True),
+    (lambda logits, loss, accuracy: {"total": loss, "accuracy": accuracy}, True),
+    (lambda logits, loss, accuracy: {"loss": loss, "other": loss * 2}, True),
+    (lambda logits, loss, accuracy: (loss, loss * 2), False),
+    (lambda logits, loss, accuracy: (logits, accuracy), False),
+    (lambda logits, loss, accuracy: (logits, (loss,)), False),
+])
+def test_the_loss_is_the_one_scalar_with_a_gradient(pack, found):
+    graph = capture(Scalars(pack), (torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])), {})
+    assert (graph.loss is not None) == found
+    if found:
+        assert graph.loss == next(ref.name for ref in refs(graph.output_tree)
+                                  if graph.values[ref.name].shape == () and graph.values[ref.name].differentiable)

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.compiler.importer import import_graph
 from meshwright.compiler.normalize import normalize
+from meshwright.compiler.rewrite import mark_differentiable
 from meshwright.compiler.shadow import Traced, failing_frame, fake_inputs, held_tensors, make_shadow, trace
 from meshwright.errors import CaptureError
 from meshwright.graph import Graph, Ref
@@ -73,8 +74,14 @@ def _leaf_names(signature: Mapping[str, Any]) -> list[str]:
 
 
 def _with_loss(graph: Graph, traced: Traced, loss_fn: Callable[..., Any] | None) -> Graph:
+    """With ``Graph.loss``: what is called so, or else the one scalar of the output's items that a gradient flows through."""
     tree = graph.output_tree
     loss = tree.get("loss") if isinstance(tree, Mapping) else tree
+    if loss is None or isinstance(loss, tuple | list):
+        marked = mark_differentiable(graph).values
+        items = [item for item in (tree.values() if isinstance(tree, Mapping) else tree) if isinstance(item, Ref)]
+        scalars = [item for item in items if marked[item.name].shape == () and marked[item.name].differentiable]
+        loss = scalars[0] if len(scalars) == 1 else None
     scalar = isinstance(loss, Ref) and graph.values[loss.name].shape == () and graph.values[loss.name].dtype.is_floating_point
     if loss_fn is not None and (not scalar or not isinstance(tree, Ref)):
         found = str(graph.values[tree.name]) if isinstance(tree, Ref) else f"a {type(tree).__name__}"
