@@ -34,8 +34,8 @@ def plan(
     """Plan ``model`` on ``cluster`` ("h100:8x8", a Cluster): no processes, no GPU, any size; meta parameters are enough.
 
     ``example_inputs``: (args, kwargs), args or kwargs at the GLOBAL batch, with the loss function's targets as a third
-    item; None takes ``model.dummy_inputs``. The loss is what ``loss_fn(output, *targets)`` returns, or else the output's "loss",
-    or its only scalar with a gradient. ``optimizer``: a name or the bytes of state per parameter. ``strict``: refuse
+    item; None takes ``model.dummy_inputs``. The loss is what ``loss_fn(output, *targets)`` returns, or else the output's
+    "loss", or its only scalar with a gradient. ``optimizer``: a name or the bytes of state per parameter. ``strict``: refuse
     operators without a sharding rule instead of replicating them. Raises InputError, CaptureError, PinError, PlanError.
     """
     timing = timing or Timing()
