@@ -164,6 +164,7 @@ class JointSearch:
         self._wholes: dict[int, tuple[float, float] | None] = {}
         self._works: dict[int, Work] = {}
         self._closed = float("inf")
+        self._refused: PlanError | None = None  # why the last placement that cannot be has none
         self._unfit: tuple[float, _Node] | None = None  # of what a bound proves not to fit, the nearest
 
     def run(self) -> Outcome:
@@ -179,7 +180,7 @@ class JointSearch:
         if not found.ranking and self.cutoff == float("inf"):
             if found.nearest is None and self._unfit is not None:
                 self._solve(self._unfit[1])
-            raise found.nearest or PlanError(f"no layout of {self.cluster} runs this model at this batch")
+            raise found.nearest or self._refused or PlanError(f"no layout of {self.cluster} runs this model at this batch")
         found.pruned, found.placements = sum(len(node.virtual) for node in nodes), self.placements.count
         known = [e.seconds for e in found.ranking[:1]] + [self.cutoff]
         found.bound = min([self._closed, *known, *(node.bound for node in nodes)])
@@ -350,8 +351,8 @@ class JointSearch:
                 self._known[key] = self.placements.of(*key)
             except PinError:
                 raise
-            except PlanError:  # something in the model needs the whole batch at once
-                self._known[key] = None
+            except PlanError as error:  # something in the model needs the whole batch at once
+                self._known[key], self._refused = None, error
         return self._known[key]
 
     def _ways(self, node: _Node) -> list[_Node]:
