@@ -6,12 +6,14 @@ is alive at the worst moment of the step. The first rank (of a stage) has the la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from meshwright.cost.peak import Peak, peak
 from meshwright.passes import cut_stages, rank_program
 from meshwright.plan import Plan
+from meshwright.program import Program
 from meshwright.rule import OpRule
 
 LOOKED_AT = 4
@@ -24,7 +26,11 @@ def footprints(
 ) -> dict[int, Peak]:
     """The worst moment of a training step, of a rank of every stage group by pipeline rank (without a pipeline: of rank 0).
     ``ranks``: of the pipeline, all if not given."""
-    program = rank_program(plan, rules, 0)
+    return _peaks(plan, rank_program(plan, rules, 0), state_bytes, ranks)
+
+
+def _peaks(plan: Plan, program: Program, state_bytes: float, ranks: Collection[int] | None) -> dict[int, Peak]:
+    """``program``: of rank 0 of the whole model."""
     if plan.pipeline is None:
         return {0: peak(program, state_bytes)}
     apart = plan.mesh.world // plan.pipeline.degree
@@ -32,16 +38,54 @@ def footprints(
     return {r: peak(cut_stages(replace(program, rank=r * apart), plan.pipeline), state_bytes) for r in chosen}
 
 
+@dataclass
+class Footprints:
+    """Judges plans one after the other. The program of the whole model is lowered once for plans that differ in recomputation
+    alone, and the rank that was the fullest is looked at first."""
+
+    rules: Mapping[str, OpRule]
+    state_bytes: float
+    _lowered: tuple[Plan, Program] | None = None
+    _fullest: int | None = None
+
+    def of(self, plan: Plan, room: float = math.inf) -> Plan:
+        """The plan, predicted to need what its program does; where one rank needs more than ``room`` bytes, what that one
+        does."""
+        program = self._program(plan)
+        sums = list(plan.predicted.get("bytes_per_pipeline_rank", ()))
+        ranks: set[int] = set()
+        if plan.pipeline is not None:
+            ranks = {0, plan.pipeline.stage_rank[-1], *sorted(range(len(sums)), key=lambda r: -sums[r])[:LOOKED_AT]}
+        found: dict[int, Peak] = {}
+        if self._fullest in ranks:
+            found = _peaks(plan, program, self.state_bytes, [self._fullest])
+        if all(one.bytes <= room for one in found.values()):
+            found |= _peaks(plan, program, self.state_bytes, sorted(ranks - set(found)))
+        self._fullest = max(found, key=lambda rank: found[rank].bytes)
+        fullest = found[self._fullest]
+        predicted = {**plan.predicted, "bytes_per_rank": fullest.bytes, "bytes": dict(fullest.kinds)}
+        if plan.pipeline is not None:
+            known = {rank: one.bytes for rank, one in found.items()}
+            predicted["bytes_per_pipeline_rank"] = [known.get(rank, min(sum_, fullest.bytes)) for rank, sum_ in enumerate(sums)]
+        return replace(plan, predicted=predicted)
+
+    def _program(self, plan: Plan) -> Program:
+        if self._lowered is None or not _alike(plan, self._lowered[0]):
+            self._lowered = plan, rank_program(plan, self.rules, 0)
+        recompute = {group.path: group.recompute for group in plan.groups}
+        program = self._lowered[1]
+        segments = (s if s.prologue else replace(s, recompute=recompute[s.path]) for s in program.segments)
+        return replace(program, segments=tuple(segments))
+
+
+def _alike(plan: Plan, other: Plan) -> bool:
+    """Whether two plans lower to the same program but for recomputation."""
+    groups = [[replace(group, recompute="none") for group in one.groups] for one in (plan, other)]
+    same = plan.graph is other.graph and plan.assignments is other.assignments and plan.copies is other.copies
+    settings = [(one.mesh, one.pipeline, one.precision) for one in (plan, other)]
+    return same and plan.schedule is other.schedule and groups[0] == groups[1] and settings[0] == settings[1]
+
+
 def with_footprint(plan: Plan, rules: Mapping[str, OpRule], state_bytes: float) -> Plan:
     """The plan, predicted to need what its program needs."""
-    sums = list(plan.predicted.get("bytes_per_pipeline_rank", ()))
-    ranks: set[int] = set()
-    if plan.pipeline is not None:
-        ranks = {0, plan.pipeline.stage_rank[-1], *sorted(range(len(sums)), key=lambda r: -sums[r])[:LOOKED_AT]}
-    found = footprints(plan, rules, state_bytes, sorted(ranks))
-    fullest = max(found.values(), key=lambda one: one.bytes)
-    predicted = {**plan.predicted, "bytes_per_rank": fullest.bytes, "bytes": dict(fullest.kinds)}
-    if plan.pipeline is not None:
-        known = {rank: one.bytes for rank, one in found.items()}
-        predicted["bytes_per_pipeline_rank"] = [known.get(rank, min(sum_, fullest.bytes)) for rank, sum_ in enumerate(sums)]
-    return replace(plan, predicted=predicted)
+    return Footprints(rules, state_bytes).of(plan)

@@ -7,7 +7,8 @@ printed clock and for ``plan.timeline``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from meshwright.compiler.dims import batch_inputs
 from meshwright.compiler.evaluate import DoesNotFitError, Evaluation
 from meshwright.compiler.joint import JointSearch, Outcome, Progress
 from meshwright.compiler.microbatch import split_time
-from meshwright.compiler.stage_costs import renamed, renamed_assignment
+from meshwright.compiler.stage_costs import Degrees, renamed, renamed_assignment
 from meshwright.compiler.units import find_layers
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
@@ -65,21 +66,48 @@ def _check_combination(pins: Pins, cluster: Cluster) -> None:
         raise PinError(reason)
 
 
-def plan_of(
-    best: Evaluation, outcome: Outcome, graph: Graph, rules: Mapping[str, OpRule], cluster: Cluster, precision: str
-) -> Plan:
-    """The plan of an evaluation."""
-    degrees, placement = best.degrees, best.placement
-    graph = find_layers(graph) if best.run is not None else graph
-    schedule = split_time(graph, dict(rules), best.candidate.microbatches, batch_inputs(graph))
-    assignments, copies = placement.decode(schedule)
-    plan = Plan(
-        graph, degrees.mesh, {name: renamed_assignment(a, degrees) for name, a in assignments.items()},
-        {name: renamed(sharding, degrees) for name, sharding in copies.items()}, groups_of(best, graph), schedule=schedule,
-        precision=precision, cluster=str(cluster), predicted=_predicted(best, graph, cluster, precision),
-        certificate=certificate(outcome, best.seconds),
-    )
-    return plan if best.run is None else replace(plan, pipeline=pipeline_of(best))
+@dataclass
+class Plans:
+    """Makes plans of the evaluations of one outcome; what evaluations share is made once: how a placement reads in the axes of
+    the mesh, and the FLOPs of a step."""
+
+    outcome: Outcome
+    graph: Graph
+    rules: Mapping[str, OpRule]
+    cluster: Cluster
+    precision: str
+    _decoded: dict[tuple[int, Degrees, int], Plan] = field(default_factory=dict)
+
+    def of(self, found: Evaluation) -> Plan:
+        """The plan of an evaluation."""
+        key = (id(found.placement), found.degrees, found.candidate.microbatches)
+        if key not in self._decoded:
+            self._decoded[key] = self._placed(found)
+        plan = self._decoded[key]
+        return replace(
+            plan, groups=groups_of(found, plan.graph), certificate=certificate(self.outcome, found.seconds),
+            predicted=_predicted(found, plan.graph, self._flops, self.cluster, self.precision),
+            pipeline=None if found.run is None else pipeline_of(found),
+        )
+
+    def _placed(self, found: Evaluation) -> Plan:
+        """What does not depend on the cuts, how parameters are kept, and recomputation."""
+        degrees, graph = found.degrees, self._layers if found.run is not None else self.graph
+        schedule = split_time(graph, dict(self.rules), found.candidate.microbatches, batch_inputs(graph))
+        assignments, copies = found.placement.decode(schedule)
+        return Plan(
+            graph, degrees.mesh, {name: renamed_assignment(a, degrees) for name, a in assignments.items()},
+            {name: renamed(sharding, degrees) for name, sharding in copies.items()}, groups_of(found, graph), schedule=schedule,
+            precision=self.precision, cluster=str(self.cluster),
+        )
+
+    @cached_property
+    def _layers(self) -> Graph:
+        return find_layers(self.graph)
+
+    @cached_property
+    def _flops(self) -> float:
+        return step_flops(self.graph)
 
 
 def pipeline_of(best: Evaluation) -> Pipeline:
@@ -101,13 +129,14 @@ def groups_of(best: Evaluation, graph: Graph) -> tuple[GroupChoice, ...]:
     return (*(groups[i] for i in range(len(graph.blocks))), kept)
 
 
-def certificate(outcome: Outcome, seconds: float | None = None) -> dict[str, Any]:
+def certificate(outcome: Outcome, seconds: float | None = None, counted: float = 0.0) -> dict[str, Any]:
     """What was considered, what came second and why, and what is proven; ``seconds``: of the plan, if it is not the best
-    evaluation itself."""
+    evaluation itself; ``counted``: those of its evaluation. If they are more, the program left room that the search had not
+    counted, as those of other candidates may: then no more is proven than the gap of the evaluation."""
     second = outcome.runner_up
     seconds = outcome.best.seconds if seconds is None else seconds
-    bound = min(outcome.bound, seconds)
-    gap = 1.0 - bound / seconds
+    gap = max(0.0, 1.0 - outcome.bound / max(seconds, counted))
+    bound = (1.0 - gap) * seconds
     status = "optimal" if gap <= outcome.wanted else "time_limit" if outcome.late else "gap"
     record: dict[str, Any] = {
         "objective": seconds, "bound": bound, "gap": gap, "status": status,
@@ -122,9 +151,9 @@ def certificate(outcome: Outcome, seconds: float | None = None) -> dict[str, Any
     return record
 
 
-def _predicted(best: Evaluation, graph: Graph, cluster: Cluster, precision: str) -> dict[str, Any]:
+def _predicted(best: Evaluation, graph: Graph, flops: float, cluster: Cluster, precision: str) -> dict[str, Any]:
     inputs = float(sum(graph.values[name].bytes_ for name in graph.inputs))
-    flops, tokens = step_flops(graph), tokens_of(graph)
+    tokens = tokens_of(graph)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     found: dict[str, Any] = {"step_seconds": best.seconds}
     found |= {f"{name.replace(' ', '_')}_seconds": value for name, value in best.parts.items()}

@@ -30,9 +30,9 @@ from meshwright.compiler.rules import default_rules
 from meshwright.compiler.solve import solve
 from meshwright.compiler.units import find_units
 from meshwright.cost.cluster import Cluster
-from meshwright.footprint import with_footprint
+from meshwright.footprint import Footprints, with_footprint
 from meshwright.graph import Graph
-from meshwright.joint_plan import certificate, plan_of, search_jointly
+from meshwright.joint_plan import Plans, certificate, search_jointly
 from meshwright.layouts import Layout, layouts, microbatch_counts, variants
 from meshwright.pins import RECOMPUTE, PinError, Pins, vars_of
 from meshwright.plan import Plan, PlanError, Schedule
@@ -189,7 +189,7 @@ class _Search:
 
     def _first_that_fits(self, outcome: Outcome, known: Plan | None, pins: Pins) -> Plan:
         """The fastest plan that fits, ``known`` if none is faster: the search counts memory unit by unit, a program decides."""
-        best, failure = known, None
+        best, failure, counted = known, None, 0.0
         seconds = float("inf") if known is None else float(known.predicted["step_seconds"])
         for found in outcome.ranking:
             if found.seconds >= seconds:
@@ -202,10 +202,10 @@ class _Search:
             finally:
                 self.timing.mark("plan")
             if plan.predicted["step_seconds"] < seconds * (1 - _TIE):
-                best, seconds = plan, float(plan.predicted["step_seconds"])
+                best, seconds, counted = plan, float(plan.predicted["step_seconds"]), found.seconds
         if best is None:
             raise failure or PlanError(f"no layout of {self.cluster} runs this model")
-        return replace(best, certificate=certificate(outcome, seconds))
+        return replace(best, certificate=certificate(outcome, seconds, counted))
 
     def _made(self, found: Evaluation, outcome: Outcome, pins: Pins) -> Plan:
         """The plan of an evaluation; on few devices without a pipeline each block is solved on its own. Raises
@@ -219,9 +219,10 @@ class _Search:
     def _held(self, found: Evaluation, outcome: Outcome) -> Plan:
         """The plan of an evaluation, cut and recomputed so that its program fits. Raises OutOfMemoryError, DoesNotFitError."""
         room, scale, best = capacity(self.cluster), 1.0, None
+        plans = Plans(outcome, self.graph, self.rules, self.cluster, self.precision)
+        judged = Footprints(self.rules, self.state_bytes)
         for _ in range(HELD):
-            plan = plan_of(found, outcome, self.graph, self.rules, self.cluster, self.precision)
-            plan = with_footprint(plan, self.rules, self.state_bytes)
+            plan = judged.of(plans.of(found), room)
             need = float(plan.predicted["bytes_per_rank"])
             if need <= room and (best is None or plan.predicted["step_seconds"] < best.predicted["step_seconds"]):
                 best = plan

@@ -349,7 +349,7 @@ def _refine(problem: _Problem, cuts: np.ndarray, options: np.ndarray, bound: flo
 
 def _neighbours(problem: _Problem, cuts: np.ndarray, options: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """One unit from stage a to stage b, everything between shifted; or one stage to another option."""
-    moved, flips = _moves(cuts, np.arange(len(options))), _flips(problem, options)
+    moved, flips = _moves(cuts, np.arange(len(options))), _flips(problem, options, np.arange(len(options)))
     both = np.concatenate([moved, np.tile(cuts, (len(flips), 1))])
     return both, np.concatenate([np.tile(options, (len(moved), 1)), flips])
 
@@ -363,11 +363,11 @@ def _moves(cuts: np.ndarray, sources: np.ndarray) -> np.ndarray:
     return np.asarray(cuts + shift[sources[:, None] != np.arange(len(cuts) - 1)])
 
 
-def _flips(problem: _Problem, options: np.ndarray) -> np.ndarray:
-    """Options [K, S] with one stage changed."""
+def _flips(problem: _Problem, options: np.ndarray, sources: np.ndarray) -> np.ndarray:
+    """Options [K, S] with one source stage changed."""
     rows = [
         [*options[:s], way, *options[s + 1 :]]
-        for s in range(len(options)) for way in range(problem.units.ways) if way != options[s]
+        for s in sources.tolist() for way in range(problem.units.ways) if way != options[s]
     ]
     return np.array(rows, dtype=np.int64).reshape(-1, len(options))
 
@@ -377,17 +377,20 @@ def _make_fit(problem: _Problem, cuts: np.ndarray, options: np.ndarray) -> tuple
     overflows, and of those changes first the one that frees the most bytes per second it adds."""
     excess = float(problem.excess(cuts[None], options[None])[0])
     while excess > 0:
+        over = problem.memory(cuts[None], options[None])[:, 0] > problem.capacity
+        sources = np.flatnonzero(over[list(problem.table.stage_rank)])  # no other stage can help
         for flip in (True, False):
             if flip:
-                ways = _flips(problem, options)
+                ways = _flips(problem, options, sources)
                 moved = np.tile(cuts, (len(ways), 1))
             else:
-                over = problem.memory(cuts[None], options[None])[:, 0] > problem.capacity
-                moved = _moves(cuts, np.flatnonzero(over[list(problem.table.stage_rank)]))
+                moved = _moves(cuts, sources)
                 ways = np.tile(options, (len(moved), 1))
             if not len(ways):
                 continue
             left = problem.excess(moved, ways)
+            if not (left < excess).any():
+                continue
             stage = problem.units.sums(moved, ways)[:3].sum(axis=(0, 1))
             added = np.maximum(stage - problem.units.sums(cuts[None], options[None])[:3].sum(), 1e-12 * stage)
             gain = np.where(left < excess, (excess - left) / added, -1.0)

@@ -93,6 +93,8 @@ class Script:
     last: Mapping[int, tuple[str, ...]]  # op -> roots nobody in the segment reads after it
     weights: frozenset[str]  # parameters and what shows their storage
     dear: frozenset[int]  # what selective recomputation keeps
+    gradients: tuple[tuple[tuple[str, float, bool], ...], ...]  # per op: (operand, bytes, whether it is the result's)
+    spaces: tuple[tuple[float, float], ...]  # per op: bytes beside what it reads and makes, forward and backward
 
 
 _DEAR = ("mw.all_reduce", "mw.reduce_scatter", "mw.all_to_all", "aten._grouped_mm")
@@ -117,7 +119,9 @@ def script_of(graph: Graph, held: Iterable[str]) -> Script:
         i for i, op in enumerate(graph.ops)
         if packet(op.target) in (*products, *_DEAR) or packet(op.target).startswith("aten.conv")
     )
-    return Script(graph, base, kept, {index: tuple(roots) for index, roots in going.items()}, weights, dear)
+    spaces = tuple((forward_space(op, graph), backward_space(op, graph)) for op in graph.ops)
+    gradients = tuple(_gradients(op, graph) for op in graph.ops)
+    return Script(graph, base, kept, {index: tuple(roots) for index, roots in going.items()}, weights, dear, gradients, spaces)
 
 
 def _bases(graph: Graph) -> dict[str, str]:
@@ -183,7 +187,7 @@ def _run(tape: Tape, heap: Heap, keep: bool, stop: int, idle: int = -1) -> dict[
             root = script.base[name]
             if root == name and name not in script.weights:
                 frame[name] = again.pop(0) if again else heap.new(float(values[name].bytes_), ACTIVATIONS)
-        heap.space(forward_space(op, script.graph) if index != idle else 0.0)
+        heap.space(script.spaces[index][0] if index != idle else 0.0)
         names, extra = script.kept[index]
         if keep and (names or extra):
             roots = dict.fromkeys(script.base[name] for name in names)
@@ -217,8 +221,10 @@ def backward(
         op = script.graph.ops[index]
         made = {name: grads.pop(name) for name in op.outputs if name in grads}
         if made:
-            heap.space(backward_space(op, script.graph))
-            for name, storage in _gradients(op, script.graph, heap, made):
+            heap.space(script.spaces[index][1])
+            first = next(iter(made.values()))
+            found = [(name, hold(first) if same else heap.new(bytes_, WORK)) for name, bytes_, same in script.gradients[index]]
+            for name, storage in found:
                 if name in script.weights and name not in script.graph.producers:
                     _add(heap, weights, name, storage, name in copies)
                     heap.become(weights[name], GRADIENTS)
@@ -260,16 +266,10 @@ def _add(heap: Heap, sums: dict[str, Storage], name: str, storage: Storage, copi
 # --------------------------------------------------------------------------------------------- gradients of one operator
 
 
-def _gradients(op: Op, graph: Graph, heap: Heap, made: Mapping[str, Storage]) -> list[tuple[str, Storage]]:
-    """(operand, storage of the gradient that this operator makes for it)."""
-    found: list[tuple[str, Storage]] = []
-    first = next(iter(made.values()))
-    for at, name in enumerate(op.inputs):
-        value = graph.values[name]
-        if value.differentiable:
-            same = _passes(op, at, graph)
-            found.append((name, hold(first) if same else heap.new(float(value.bytes_), WORK)))
-    return found
+def _gradients(op: Op, graph: Graph) -> tuple[tuple[str, float, bool], ...]:
+    """(operand, bytes of the gradient that this operator makes for it, whether it is that of the result)."""
+    operands = ((at, name, graph.values[name]) for at, name in enumerate(op.inputs))
+    return tuple((name, float(value.bytes_), _passes(op, at, graph)) for at, name, value in operands if value.differentiable)
 
 
 _PASSING = frozenset({
