@@ -28,7 +28,7 @@ from meshwright.compiler.microbatch import split_counts, split_time
 from meshwright.compiler.problem import Problem
 from meshwright.compiler.rules import default_rules
 from meshwright.compiler.solve import solve
-from meshwright.compiler.units import find_units
+from meshwright.compiler.units import find_units, split_at
 from meshwright.cost.cluster import Cluster
 from meshwright.footprint import Footprints, with_footprint
 from meshwright.graph import Graph
@@ -115,6 +115,7 @@ def make_plan(
     timing = timing or Timing()
     _unsupported(pins)
     pins.check_world(cluster.world)
+    graph = split_at(graph, pins.stage_cuts or ())
     rules, notes = rules_of(graph, strict)
     classes = DimClasses(graph, rules)
     timing.mark("rules")
@@ -222,7 +223,7 @@ class _Search:
         plans = Plans(outcome, self.graph, self.rules, self.cluster, self.precision)
         judged = Footprints(self.rules, self.state_bytes)
         for _ in range(HELD):
-            plan = judged.of(plans.of(found), room)
+            plan = judged.of(plans.of(found))
             need = float(plan.predicted["bytes_per_rank"])
             if need <= room and (best is None or plan.predicted["step_seconds"] < best.predicted["step_seconds"]):
                 best = plan

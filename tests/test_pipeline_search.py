@@ -39,6 +39,7 @@ MODELS: dict[str, list[Mapping[str, Any]]] = {
     "llama": [
         {}, {"pp": 4, "microbatches": 4}, *TENSOR, *SCHEDULED,
         *({"pp": 2, "dp": 2, "recompute": kind, "microbatches": 2, "schedule": "1f1b"} for kind in RECOMPUTE),
+        {"pp": 2, "dp": 2, "zero": 3, "microbatches": 2, "schedule": "1f1b", "stage_cuts": ("model.layers.1.mlp",)},
     ],
     "gpt2": [{"pp": 4, "microbatches": 4, "schedule": "zb"}, *TENSOR, *ZERO, {**SCHEDULED[4], "zero": 1}],
     "t5": [{"pp": 4, "schedule": "zbv", "microbatches": 4}, TENSOR[0], ZERO[3], {**SCHEDULED[3], "virtual_stages": 2}],
@@ -79,6 +80,24 @@ def test_eight_processes(pool: Callable[[int], Any]) -> None:
 
 
 # models whose layers share values
+
+
+def test_stages_start_where_a_pin_says() -> None:
+    """At a layer, a module inside of one, or an operator; the other halves of what is cut so stay of one kind."""
+    layers = {block.path: block for block in graph().blocks}
+    second = next(i for i, op in enumerate(graph().ops) if op.module.startswith("model.layers.1.mlp"))
+    inner = graph().ops[layers["model.layers.0"].start + 3]
+    for cuts, starts, kinds in (
+        (("model.layers.1",), [layers["model.layers.1"].start], 1), (("model.layers.1.mlp",), [second], 3),
+        (("model.layers.0.mlp", "model.layers.1", "model.layers.1.mlp"), [None, layers["model.layers.1"].start, second], 2),
+        ((inner.name, "model.norm", "lm_head"), [graph().producers[inner.outputs[0]], None, None], 4),
+    ):
+        plan = planned(pp=len(cuts) + 1, schedule="gpipe", microbatches=2, stage_cuts=cuts)
+        assert plan.pipeline is not None
+        assert [a for a, b in zip(plan.pipeline.cuts[1:], starts, strict=False) if b not in (None, a)] == []
+        assert len({block.kind for block in plan.graph.blocks}) == kinds
+    with pytest.raises(PinError, match=r"'model.embed_tokens' is not where a stage can start"):
+        planned(pp=2, stage_cuts=("model.embed_tokens",))
 
 
 def test_biases_that_layers_share() -> None:

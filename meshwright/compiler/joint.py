@@ -37,6 +37,7 @@ from meshwright.compiler.dims import batch_size
 from meshwright.compiler.evaluate import DoesNotFitError, Evaluation, Evaluator
 from meshwright.compiler.placement import NONE, Placement, Placements
 from meshwright.compiler.stage_costs import StageCosts, Units
+from meshwright.compiler.units import start_of
 from meshwright.cost.cluster import Cluster
 from meshwright.graph import Graph
 from meshwright.pins import PinError, Pins
@@ -155,7 +156,8 @@ class JointSearch:
         positions = self.placements.folded.positions
         names = [graph.blocks[p.block].path if p.block >= 0 else graph.ops[p.start].module or "root" for p in positions]
         costs = StageCosts(cluster, itemsize=itemsize, state_bytes=state_bytes)
-        self.evaluator = Evaluator(costs, positions, names, capacity, recompute, self._forced(names))
+        forced = self._forced(names, [position.start for position in positions])
+        self.evaluator = Evaluator(costs, positions, names, capacity, recompute, forced)
         self.floors = Floors(self.placements.folded.graph, rules, cluster.device)
         self.floors.sample *= self._stretch(rules)
         self.outcome = Outcome(wanted=gap, again=self.evaluator.again)
@@ -436,15 +438,16 @@ class JointSearch:
             return 1.0
         return Floors(self.graph, rules, self.cluster.device).sample / self.floors.sample
 
-    def _forced(self, names: Sequence[str]) -> tuple[int, ...]:
+    def _forced(self, names: Sequence[str], starts: Sequence[int]) -> tuple[int, ...]:
         """Positions at which the pinned stages start."""
         if self.pins.stage_cuts is None:
             return ()
-        missing = [name for name in self.pins.stage_cuts if name not in names]
+        found = [start_of(self.graph, name) for name in self.pins.stage_cuts]
+        missing = [name for name, at in zip(self.pins.stage_cuts, found, strict=True) if at not in starts[1:]]
         if missing:
             raise PinError(f"pin stage_cuts: {missing[0]!r} is not where a stage can start; name modules such as "
-                           f"{', '.join(repr(n) for n in names[1:4])}")
-        return tuple(names.index(name) for name in self.pins.stage_cuts)
+                           f"{', '.join(repr(n) for n in names[1:4])}, modules inside of them, or operators")
+        return tuple(starts.index(at) for at in found if at is not None)
 
 
 def _held(units: Units) -> float:

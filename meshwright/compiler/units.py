@@ -78,9 +78,8 @@ def split_at(graph: Graph, names: Iterable[str]) -> Graph:
     """
     kinds: dict[tuple[int, int, int], int] = {}
     for name in names:
-        inside = (i for i, op in enumerate(graph.ops) if name in (op.name, op.module) or op.module.startswith(f"{name}."))
-        at = next(inside, None)
-        if at is None or any(block.start == at for block in graph.blocks):
+        at = start_of(graph, name)
+        if at is None or at in (0, *(edge for block in graph.blocks for edge in (block.start, block.stop))):
             continue
         block = next((block for block in graph.blocks if block.start < at < block.stop), None)
         following = min((block.start for block in graph.blocks if block.start > at), default=len(graph.ops))
@@ -90,6 +89,12 @@ def split_at(graph: Graph, names: Iterable[str]) -> Graph:
         rest = [other for other in graph.blocks if other != block]
         graph = replace(graph, blocks=tuple(sorted((*rest, *parts), key=lambda block: block.start)))
     return graph
+
+
+def start_of(graph: Graph, name: str) -> int | None:
+    """The first operator of a module, or the operator of that name."""
+    where = (i for i, op in enumerate(graph.ops) if name in (op.name, op.module) or op.module.startswith(f"{name}."))
+    return next(where, None)
 
 
 def _new(graph: Graph, kinds: Mapping[tuple[int, int, int], int]) -> int:
