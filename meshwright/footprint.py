@@ -6,7 +6,6 @@ is alive at the worst moment of the step. The first rank (of a stage) has the la
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -40,29 +39,21 @@ def _peaks(plan: Plan, program: Program, state_bytes: float, ranks: Collection[i
 
 @dataclass
 class Footprints:
-    """Judges plans one after the other. The program of the whole model is lowered once for plans that differ in recomputation
-    alone, and the rank that was the fullest is looked at first."""
+    """Judges plans one after the other: the program of the whole model is lowered once for plans that differ in recomputation
+    alone."""
 
     rules: Mapping[str, OpRule]
     state_bytes: float
     _lowered: tuple[Plan, Program] | None = None
-    _fullest: int | None = None
 
-    def of(self, plan: Plan, room: float = math.inf) -> Plan:
-        """The plan, predicted to need what its program does; where one rank needs more than ``room`` bytes, what that one
-        does."""
-        program = self._program(plan)
+    def of(self, plan: Plan) -> Plan:
+        """The plan, predicted to need what its program needs."""
         sums = list(plan.predicted.get("bytes_per_pipeline_rank", ()))
         ranks: set[int] = set()
         if plan.pipeline is not None:
             ranks = {0, plan.pipeline.stage_rank[-1], *sorted(range(len(sums)), key=lambda r: -sums[r])[:LOOKED_AT]}
-        found: dict[int, Peak] = {}
-        if self._fullest in ranks:
-            found = _peaks(plan, program, self.state_bytes, [self._fullest])
-        if all(one.bytes <= room for one in found.values()):
-            found |= _peaks(plan, program, self.state_bytes, sorted(ranks - set(found)))
-        self._fullest = max(found, key=lambda rank: found[rank].bytes)
-        fullest = found[self._fullest]
+        found = _peaks(plan, self._program(plan), self.state_bytes, sorted(ranks))
+        fullest = max(found.values(), key=lambda one: one.bytes)
         predicted = {**plan.predicted, "bytes_per_rank": fullest.bytes, "bytes": dict(fullest.kinds)}
         if plan.pipeline is not None:
             known = {rank: one.bytes for rank, one in found.items()}
