@@ -60,6 +60,13 @@ UNFUSED = re.compile(r"(?:\bno|\bnot|without|w/o)\s+(?:torch\.)?compil|compiled?
 OVERLAPPED: Sequence[str] = ("tp comm overlap", "nemo", "transformer engine")
 """Words in "notes" of software whose products run their collectives in pieces and add up gradients (Transformer Engine)."""
 
+MEGATRON: Sequence[str] = ("megatron", "interleaved", "selective")
+"""Words in "schedule" or "recompute" of Megatron-LM, which brought the interleaved schedule and selective recomputation; a
+"vpp" above 1 says the same."""
+
+MERGED = (2022, 5)
+"""Korthikanti et al. 2022. Megatron-LM since then adds a weight's gradient to its fp32 sum within the product that makes it."""
+
 CHECKPOINTED: Sequence[str] = ("fsdp", "torchtitan")
 """Words in "schedule", "dtype" or "notes" of software that recomputes with torch's checkpoint, which stops at the last value
 that the backward needs; Megatron-LM's and its kin's run the whole block again."""
@@ -253,13 +260,22 @@ def normed(row: Row) -> bool:
     return "rms kernel" in notes or "kernel=" not in notes
 
 
+def megatron(row: Row) -> bool:
+    """Whether the columns say that Megatron-LM ran."""
+    said = text_of(row, "schedule", "recompute")
+    return (number(row, "vpp") or 1) > 1 or any(word in said for word in MEGATRON)
+
+
 def cluster_of(row: Row) -> Cluster:
     """The devices, nodes and software of a row."""
     cluster, kernel = wired(row), kernel_of(row)
     known = kernel if kernel in cluster.device.attention else None
     overlapped = any(words in text_of(row, "notes") for words in OVERLAPPED)
     repeats = not any(words in text_of(row, "schedule", "dtype", "notes") for words in CHECKPOINTED)
-    return cluster.with_kernels(known, fused=fused(row), overlapped=overlapped, repeats=repeats)
+    added = megatron(row) and (published_in(row) or MERGED) >= MERGED
+    return cluster.with_kernels(
+        known, fused=fused(row), overlapped=overlapped, accumulates=overlapped or added, repeats=repeats
+    )
 
 
 def precision_of(row: Row) -> str:

@@ -157,6 +157,16 @@ def test_a_norm_is_one_operator_where_the_software_has_a_kernel_for_it(published
     assert sum(op.target.startswith("aten.rms_norm") for op in graph.ops) == kernels
 
 
+@pytest.mark.parametrize(("columns", "accumulates"), [
+    ({"vpp": "3", "source": "2205.05198"}, True), ({"recompute": "selective", "source": "someone 2023"}, True),
+    ({"schedule": "1F1B-interleaved"}, True), ({"vpp": "3", "source": "2104.04473"}, False),
+    ({"vpp": "1", "schedule": "1F1B", "recompute": "full", "source": "someone 2023"}, False), ({"notes": "NeMo"}, True),
+])
+def test_gradients_are_added_up_in_products_where_the_columns_speak_of_megatron(rows, columns, accumulates):
+    row = {"gpu": "A100", "n_gpus": "8", "source": "", **columns}
+    assert rows.cluster_of(row).device.accumulates == accumulates
+
+
 def test_recomputation_stops_early_where_it_is_torchs(rows):
     row = {"gpu": "A100-80GB", "n_gpus": "8"}
     said = [{"schedule": "FSDP"}, {"dtype": "bf16-amp(FSDP MP=DEFAULT)"}, {"schedule": "1F1B"}, {}]

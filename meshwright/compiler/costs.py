@@ -244,12 +244,12 @@ class Costs:
         """Bytes that a micro-batch's gradient of ``numel`` local elements moves until it is in the fp32 sum.
 
         Made in the compute dtype, it is added to a whole sum (or becomes it), or it is cast for the reduce-scatter whose result
-        is added (levels 2 and 3). Products that add to a whole sum themselves (``Device.overlapped``) do it beside their work.
+        is added (levels 2 and 3). Products that add to a whole sum themselves (``Device.accumulates``) do it beside their work.
         """
         cast, master = numel * self.itemsize, numel * _CAST_BYTES
         if variant.zero >= 2:
             return cast + master + (3 * master / parts if self.microbatches > 1 else 0.0)
-        return 0.0 if self.device.overlapped else cast + master * (2 if self.microbatches > 1 else 1)
+        return 0.0 if self.device.accumulates else cast + master * (2 if self.microbatches > 1 else 1)
 
     def _kept(self, vector: Vector, numel: float, variant: Variant, parts: int, unit: Unit) -> None:
         """Bytes of a trainable parameter of ``numel`` local elements, as FSDP2 holds it.

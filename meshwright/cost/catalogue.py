@@ -40,9 +40,9 @@ class Device:
     quantization); ``depth``: inner dimension at which a matmul reaches half of its efficiency. ``kernel_seconds``: what each
     kernel costs however small. ``contention``: slowdown of compute while a collective runs beside it. ``fused``: whether chains
     of pointwise operators run as one kernel (compiled); ``overlapped``: whether products, as Transformer Engine's, gather and
-    reduce activations in pieces beside their work and add their gradients to the fp32 sum; ``repeats``: whether recomputation
-    runs a block's whole forward again (Megatron-LM's checkpoint) or stops at the last value kept (torch's). ``sources``: of
-    every number.
+    reduce activations in pieces beside their work; ``accumulates``: whether they add a weight's gradient to its fp32 sum
+    themselves (Megatron-LM's gradient accumulation fusion); ``repeats``: whether recomputation runs a block's whole forward
+    again (Megatron-LM's checkpoint) or stops at the last value kept (torch's). ``sources``: of every number.
     """
 
     name: str
@@ -62,6 +62,7 @@ class Device:
     contention: float
     fused: bool = True
     overlapped: bool = False
+    accumulates: bool = False
     repeats: bool = False
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 

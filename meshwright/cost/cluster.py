@@ -132,12 +132,12 @@ class Cluster:
 
     def with_kernels(
         self, attention: str | None = None, fused: bool | None = None, overlapped: bool | None = None,
-        repeats: bool | None = None,
+        accumulates: bool | None = None, repeats: bool | None = None,
     ) -> Cluster:
         """The same cluster with other software: the devices' ``attention`` kernel ("flash1", "flash2", "flash3"), whether
-        chains of pointwise operators run ``fused`` (compiled) or one by one (eager), whether products run what belongs
-        to them ``overlapped``: collectives in pieces, sums of gradients (Transformer Engine), and whether recomputation
-        ``repeats`` whole blocks (Megatron-LM). None leaves it as it is."""
+        chains of pointwise operators run ``fused`` (compiled) or one by one (eager), whether products run their collectives
+        ``overlapped``, in pieces (Transformer Engine), whether a product ``accumulates`` gradients itself and whether
+        recomputation ``repeats`` whole blocks (Megatron-LM). None leaves it as it is."""
         islands = []
         for island in self.islands:
             device = island.device
@@ -148,6 +148,7 @@ class Cluster:
             device = replace(
                 device, attention_kernel=attention or device.attention_kernel, fused=device.fused if fused is None else fused,
                 overlapped=device.overlapped if overlapped is None else overlapped,
+                accumulates=device.accumulates if accumulates is None else accumulates,
                 repeats=device.repeats if repeats is None else repeats,
             )
             islands.append(replace(island, device=device))
