@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -25,9 +25,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, stage
 from torch.distributed.pipelining.schedules import _PipelineSchedule
-from torch.distributed.pipelining.stage import InferenceMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshwright as mw
@@ -218,8 +217,8 @@ class NoModules:
 
 def given_shapes(_: Any, stages: Sequence[PipelineStage], *__: Any) -> None:
     """In place of the vote of all stages whether shapes are given, which a fake process group cannot take."""
-    for stage in stages:
-        stage._inference_mode = InferenceMode.STATIC
+    for one in stages:
+        one._inference_mode = stage.InferenceMode.STATIC
 
 
 def tracked(plan: Plan, case: Case, rank: int = 0) -> dict[str, float]:
@@ -248,7 +247,8 @@ def tracked(plan: Plan, case: Case, rank: int = 0) -> dict[str, float]:
 
             tracker = MemTracker()
             tracker._mod_tracker = NoModules()
-            with patch.object(_PipelineSchedule, "_warmup_p2p", given_shapes):
+            voting = hasattr(stage, "InferenceMode")  # older versions of torch do not vote
+            with patch.object(_PipelineSchedule, "_warmup_p2p", given_shapes) if voting else nullcontext():
                 step()  # makes the optimizer's state; DTensor tries every operator once, on tensors that a tracker would count
                 tracker.track_external(parallel, optimizer, *batch.values())
                 with tracker:
