@@ -1,5 +1,5 @@
 """Marks and order of all tests: ``distributed`` is whatever asks for the pool of worker processes (``make check`` leaves it
-out); ``slow`` tests come first, so that what is left at the end is short and the test processes can share it."""
+out); long tests come first, so that what is left at the end is short and the test processes can share it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the p
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that use the ``pool`` fixture; put the slow ones first."""
+    """Mark the tests that use the ``pool`` fixture; put the long ones first: ``slow``, then ``distributed``."""
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.distributed)
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=lambda item: [item.get_closest_marker(mark) is None for mark in ("slow", "distributed")])
