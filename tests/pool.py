@@ -26,8 +26,6 @@ import torch.multiprocessing as mp
 from torch.distributed.tensor import debug
 
 LARGEST = 4
-PRELOADED = ["torch._dynamo", "transformers", "meshwright.api", "meshwright.planner"]
-"""Imported once, by the process that all workers are forked from; FSDP2 imports the first when it is first used."""
 TIMEOUT = 120.0
 START_TIMEOUT = 300.0
 
@@ -38,6 +36,7 @@ class WorkerError(RuntimeError):
 
 def _serve(rank: int, jobs: Any, results: Any) -> None:
     import torch
+    import torch._dynamo  # FSDP2 imports it when first used: seconds that belong to the start, not to a job
 
     torch.set_num_threads(1)
     results.put((0, rank, None, None))
@@ -69,8 +68,7 @@ class Pool:
     """Worker processes, one per rank, started when first needed."""
 
     def __init__(self) -> None:
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+        self._context = mp.get_context("spawn")
         self._workers: list[tuple[Any, Any]] = []
         self._results: Any = None
         self._number = 0
