@@ -149,6 +149,11 @@ class Graph:
                 made.update(op.outputs)
         return frozenset(free)
 
+    @cached_property
+    def parameter_free_values(self) -> frozenset[str]:
+        """What these ops make."""
+        return frozenset(name for op in self.ops if op.name in self.parameter_free for name in op.outputs)
+
     def consumers(self) -> dict[str, list[int]]:
         """For every value the indices of the ops that read it (once per op)."""
         result: dict[str, list[int]] = {name: [] for name in self.values}

@@ -80,10 +80,17 @@ def _tensor(numbers: list[Any], dtype: torch.dtype) -> torch.Tensor:
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """A plan as JSON-able values."""
     return {
+        **_decisions(plan), "predicted": _pack(plan.predicted), "certificate": _pack(plan.certificate),
+        "notes": list(plan.notes), "graph": graph_to_dict(plan.graph),
+    }
+
+
+def _decisions(plan: Plan) -> dict[str, Any]:
+    """A plan without its graph and what was predicted."""
+    return {
         "meshwright": VERSION,
         "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)),
         "cluster": plan.cluster, "precision": plan.precision, "optimizer": plan.optimizer,
-        "predicted": _pack(plan.predicted), "certificate": _pack(plan.certificate), "notes": list(plan.notes),
         "groups": [asdict(group) for group in plan.groups],
         "schedule": {
             "microbatches": plan.schedule.microbatches, "time": dict(plan.schedule.time),
@@ -92,7 +99,6 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "pipeline": None if plan.pipeline is None else asdict(plan.pipeline),
         "assignments": {name: dict(assignment) for name, assignment in plan.assignments.items() if assignment},
         "copies": {name: format_sharding(sharding) for name, sharding in plan.copies.items()},
-        "graph": graph_to_dict(plan.graph),
     }
 
 
@@ -129,10 +135,7 @@ def _pipeline(data: Mapping[str, Any] | None) -> Pipeline | None:
 
 def plan_hash(plan: Plan) -> str:
     """What every rank must agree on: a digest of all decisions and of the graph, not of predictions."""
-    data = plan_to_dict(plan)
-    for key in ("predicted", "certificate", "notes"):
-        data.pop(key)
-    return _digest({**data, "graph": graph_digest(plan.graph)})
+    return _digest({**_decisions(plan), "graph": graph_digest(plan.graph)})
 
 
 def graph_digest(graph: Graph) -> str:

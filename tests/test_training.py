@@ -190,8 +190,9 @@ class _Changing(nn.Module):
         super().__init__()
         self.inside, self.between, self.out = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 12)
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, last: torch.Tensor) -> dict[str, torch.Tensor]:
         labels[labels == 3] = -100
+        last.copy_(labels)
         before = x.abs().clone()
         x.sub_(x.mean(0)).mul_(0.9)
         logits = self.out(torch.relu(self.between(torch.relu(self.inside(x + before)))))
@@ -199,15 +200,16 @@ class _Changing(nn.Module):
 
 
 class _Mixing(_Changing):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, last: torch.Tensor) -> dict[str, torch.Tensor]:
         x.copy_(self.inside(x)[:, :8])
-        return super().forward(x, labels)
+        return super().forward(x, labels, last)
 
 
 def _changed(rank: int, pins: dict[str, Any], precision: str) -> list[str]:
     model, world = _Changing(), torch.distributed.get_world_size()
     x, labels = torch.randn(8, 8), torch.arange(8) % 5
-    mine, theirs = {"x": x, "labels": labels}, {"x": x.clone(), "labels": labels.clone()}
+    mine = {"x": x, "labels": labels, "last": torch.zeros_like(labels)}
+    theirs = {name: tensor.clone() for name, tensor in mine.items()}
     parallel = autoparallel(copy.deepcopy(model), init_device_mesh("cpu", (world,)), ((), mine), pins=pins, precision=precision,
                             progress=False)
     assert torch.equal(mine["x"], theirs["x"]), "planning changes nothing"
@@ -252,6 +254,6 @@ def test_memory_given_twice_is_refused_where_it_would_change(pool: Callable[[int
 
 def test_inputs_changed_by_weights_are_refused() -> None:
     """What only some ranks could compute is not written back silently wrong."""
-    example = ((torch.randn(8, 8), torch.arange(8) % 5), {})
-    with pytest.raises(CaptureError, match=r"changes its input 'x' in place, from 'inside.*clone"):
+    example = ((torch.randn(8, 8), torch.arange(8) % 5, torch.arange(8)), {})
+    with pytest.raises(CaptureError, match=r"changes its input .*'x'.* in place, from 'inside.*clone"):
         meshwright.plan(_Mixing(), "cpu:1x4", example)

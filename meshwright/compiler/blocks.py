@@ -20,13 +20,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from meshwright.compiler.movement import TURN
 from meshwright.graph import Block, Graph, Op, Ref, map_refs
 
 CONTRACTIONS = frozenset({
     "linear", "fused_linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "_grouped_mm", "tensordot",
     "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
 })
-TRANSPOSE = "aten.t.default"
 
 
 @dataclass
@@ -69,7 +69,7 @@ def find_blocks(graph: Graph) -> Graph:
 def module_tree(graph: Graph) -> Run:
     """The tree of the modules that made ops, each with its run."""
     weights = {param.value for param in graph.params if not param.buffer}
-    weights |= {op.outputs[0] for op in graph.ops if op.target == TRANSPOSE and op.inputs[0] in weights}
+    weights |= {op.outputs[0] for op in graph.ops if op.target == TURN and op.inputs[0] in weights}
     root = Run("")
     for index, op in enumerate(graph.ops):
         contracts = op.target.split(".")[1] in CONTRACTIONS and any(name in weights for name in op.inputs)

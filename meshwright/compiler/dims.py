@@ -63,7 +63,6 @@ def handed_on(graph: Graph) -> list[str]:
     """Values made of parameters that leave a block as what it reads came in: what layers hand to the next."""
     where: dict[str, int] = {}
     enters: list[set[tuple[int, ...]]] = []
-    free = {name for op in graph.ops if op.name in graph.parameter_free for name in op.outputs}
     for index, block in enumerate(graph.blocks):
         ops = graph.ops[block.start : block.stop]
         where.update({name: index for op in ops for name in op.outputs})
@@ -73,8 +72,9 @@ def handed_on(graph: Graph) -> list[str]:
     for position, op in enumerate(graph.ops):
         inside = next((i for i, b in enumerate(graph.blocks) if b.start <= position < b.stop), -1)
         for name in op.inputs:
-            value = graph.values[name]
-            if where.get(name, inside) != inside and name not in free and value.shape in enters[where[name]]:
+            if name in graph.parameter_free_values or where.get(name, inside) == inside:
+                continue
+            if graph.values[name].shape in enters[where[name]]:
                 result.append(name)
     return list(dict.fromkeys(result))
 

@@ -258,22 +258,21 @@ class _Importer:
 def _changes(graph: Graph, changed: Mapping[str, Ref], random: set[str]) -> Graph:
     """What computes the new values of inputs, cut out of the graph: every process does it on the inputs as they are given."""
     held = {param.value: param.fqns[0] for param in graph.params if param.value not in graph.constants}
-    wanted, ops = {ref.name for ref in changed.values()}, []
+    wanted, ops = {*changed, *(ref.name for ref in changed.values())}, []
     for op in reversed(graph.ops):
         if wanted.isdisjoint(op.outputs):
             continue
         ops.append(op)
-        wanted |= set(op.inputs)
+        wanted.update(op.inputs, op.outputs)
         reason = next((f"from {held[name]!r}" for name in op.inputs if name in held), "")
         if op.name in random:
             reason = f"at random ({op.target})"
         if reason:
-            raise CaptureError(f"the forward changes its input {next(iter(changed))!r} in place, {reason}, in module "
+            raise CaptureError(f"the forward changes its input {', '.join(map(repr, changed))} in place, {reason}, in module "
                                f"{op.module!r} ({op.source}): only what follows from the inputs alone can be written back to "
                                f"the caller; change a copy (.clone()) and return it", module=op.module, source=op.source)
     inputs = tuple(name for name in graph.inputs if name in wanted)
-    values = {name: value for name, value in graph.values.items()
-              if name in wanted or any(name in op.outputs for op in ops)}
+    values = {name: value for name, value in graph.values.items() if name in wanted}
     constants = {name: tensor for name, tensor in graph.constants.items() if name in wanted}
     return Graph(values, inputs, (), tuple(ops[::-1]), dict(changed), constants=constants)
 

@@ -23,7 +23,7 @@ from meshwright.compiler.rewrite import Edit, eliminate_dead_code, rewrite
 from meshwright.graph import Graph, Op, Ref, map_refs, refs
 
 RESHAPE, EXPAND, PERMUTE = "aten.reshape.default", "aten.expand.default", "aten.permute.default"
-TRANSPOSE = "aten.transpose.int"
+TRANSPOSE, TURN = "aten.transpose.int", "aten.t.default"  # of any two dims; of a matrix, whose only spelling it is
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 ELEMENTWISE = frozenset({

@@ -29,7 +29,7 @@ import torch
 from meshwright.compiler.batches import unmerge_batches
 from meshwright.compiler.buffers import keep_old_values
 from meshwright.compiler.masks import simplify_masks
-from meshwright.compiler.movement import merge_reshapes, sink_expands, split_before_permute
+from meshwright.compiler.movement import TURN, merge_reshapes, sink_expands, split_before_permute
 from meshwright.compiler.patterns import (
     absorb_repeat_kv,
     gather_by_sample,
@@ -121,7 +121,7 @@ def _clean_op(op: Op, edit: Edit) -> Iterable[Op] | None:
     elif target in CASTS:
         op = replace(op, target="aten._to_copy.default", args=(op.args[0],), kwargs=(("dtype", out.dtype),))
     elif len(out.shape) == 2 and _turns(op, out.dtype):
-        op = replace(op, target="aten.t.default", args=(op.args[0],), kwargs=())
+        op = replace(op, target=TURN, args=(op.args[0],), kwargs=())
     elif target == "aten.squeeze.default":
         op = replace(op, target="aten.reshape.default", args=(op.args[0], out.shape))
     elif target == "aten.slice.Tensor":

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from meshwright.compiler.movement import ATTENTION, RESHAPE
+from meshwright.compiler.movement import ATTENTION, RESHAPE, TURN
 from meshwright.compiler.rewrite import Edit, eliminate_dead_code, rewrite
 from meshwright.graph import Graph, Op, Ref
 
@@ -65,17 +65,17 @@ def linear_nd(graph: Graph) -> Graph:
 
 
 def _is_weight(ref: Ref, weights: set[str], edit: Edit) -> bool:
-    turned = edit.made_by(ref, "aten.t.default")
+    turned = edit.made_by(ref, TURN)
     if len(edit.shape(ref)) != 2:
         return False
     return (turned.args[0] if turned else ref).name in weights
 
 
 def _transposed(weight: Ref, op: Op, edit: Edit) -> tuple[Ref, list[Op]]:
-    turned = edit.made_by(weight, "aten.t.default")
+    turned = edit.made_by(weight, TURN)
     if turned:
         return turned.args[0], []
-    turn = edit.op(op, "aten.t.default", (weight,), reversed(edit.shape(weight)), edit.dtype(weight))
+    turn = edit.op(op, TURN, (weight,), reversed(edit.shape(weight)), edit.dtype(weight))
     return Ref(turn.outputs[0]), [turn]
 
 

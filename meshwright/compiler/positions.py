@@ -45,14 +45,13 @@ def cut(graph: Graph) -> tuple[list[Position], frozenset[str]]:
     if at < len(graph.ops) or not positions:
         positions.append(Position(at, len(graph.ops), -1))
     makers = {name: n for n, position in enumerate(positions) for op in position.ops(graph) for name in op.outputs}
-    free = {name for op in graph.ops if op.name in graph.parameter_free for name in op.outputs}
     whole: set[str] = set()
     readers: dict[str, dict[int, None]] = {}
     for number, position in enumerate(positions):
         for name in (name for op in position.ops(graph) for name in op.inputs):
             if makers.get(name, number) == number:
                 continue
-            if name in free:
+            if name in graph.parameter_free_values:
                 whole.add(name)
             else:
                 readers.setdefault(name, {})[number] = None

@@ -17,14 +17,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.compiler.movement import PERMUTE, RESHAPE, TRANSPOSE
+from meshwright.compiler.movement import PERMUTE, RESHAPE, TRANSPOSE, TURN
 from meshwright.compiler.rewrite import Edit, eliminate_dead_code, rewrite
 from meshwright.graph import Graph, Op, Ref
 
 LINEAR, FUSED = "aten.linear.default", "mw.fused_linear"
 SPLIT = "aten.split.Tensor"
 SPLITS = frozenset({SPLIT, "aten.split_with_sizes.default", "aten.chunk.default"})
-TURN = "aten.t.default"
 
 
 @dataclass(frozen=True)

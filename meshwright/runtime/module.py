@@ -136,8 +136,8 @@ class ParallelModule(nn.Module):
             raise InputError(f"the forward changes inputs in place, from {sorted(needed)}: give these as plain tensors, the "
                              f"same on every rank, not as DTensors")
         for name in program.changes.output_tree:
-            memory = by_name[name].untyped_storage().data_ptr()
-            twin = next((n for n, t in by_name.items() if n != name and t.untyped_storage().data_ptr() == memory), None)
+            memory = {other: local_of(tensor).untyped_storage().data_ptr() for other, tensor in by_name.items()}
+            twin = next((other for other in memory if other != name and memory[other] == memory[name]), None)
             if twin is not None:
                 raise InputError(f"the forward changes its input {name!r} in place, and {twin!r} is given the same memory; the "
                                  f"plan was made for separate tensors: give one of them a .clone()")
