@@ -149,7 +149,9 @@ def test_every_bound_is_below_the_next() -> None:
             assert node.bound <= found.seconds * (1 + 1e-9)
             assert found.bound <= found.seconds * (1 + 1e-9)
             if candidate.pp > 1:
-                assert run.evaluator.relaxed(candidate, degrees, node.zero, placement) <= found.seconds * (1 + 1e-9)
+                for enough in (0.0, 1.001 * found.seconds):  # the second: what a bound that need not be sharp may not pass
+                    relaxed = run.evaluator.relaxed(candidate, degrees, node.zero, placement, enough=enough)
+                    assert relaxed <= found.seconds * (1 + 1e-9)
             assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=1e-6)
             checked += 1
     assert checked > 30
@@ -330,8 +332,9 @@ def test_175_billion_on_1024_devices_is_tensor_parallel_in_the_node_and_a_pipeli
 
 
 @pytest.mark.parametrize(
-    ("layers", "cluster"), [((16, 16), ("h100:8x8", "h100:16x8")), ((16, 32), ("h100:8x8", "h100:8x8"))],
-    ids=["devices", "layers"],
+    ("layers", "cluster"),
+    [((16, 16), ("h100:8x8", "h100:16x8")), ((16, 32), ("h100:8x8", "h100:8x8")), ((32, 64), ("h100:8x8", "h100:8x8"))],
+    ids=["devices", "layers", "more layers"],
 )
 def test_twice_the_devices_or_the_layers_take_little_longer(layers: tuple[int, int], cluster: tuple[str, str]) -> None:
     """By the search's own count of its work, which no other load on the machine changes."""

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from meshwright.compiler import stages
+from meshwright.compiler.held import entered, held
 from meshwright.compiler.intervals import Ends, Intervals
-from meshwright.compiler.stage_bound import entered, fractional_bound, held
-from meshwright.compiler.stages import StageError, Unit, cut, several_bound
+from meshwright.compiler.stage_bound import crowded, fractional_bound
+from meshwright.compiler.stages import StageError, Unit, cut, step_bound
 from meshwright.cost.schedules import ScheduleError, illegal, schedule_table
 from meshwright.cost.timeline import peak_bytes, simulate
 
@@ -142,7 +143,7 @@ def test_what_is_held_at_some_moments_is_held_by_the_table(name: str) -> None:
         received = entered(name, pp, v, m)
         for rank in range(pp):
             counts = table.in_flight[rank]
-            for parts in held(name, pp, m, rank):
+            for parts in held(name, pp, m)[rank]:
                 full, half = (np.array([part[0], *[part[1]] * (v - 2), part[2]]) for part in parts)
                 assert ((counts[:, 0] >= full).all(axis=1) & (counts.sum(axis=1) >= full + half).all(axis=1)).any()
             come = [stage > 0 for stage in table.stages_of(rank)]
@@ -158,8 +159,8 @@ def test_one_bound_holds_for_all_numbers_of_stages_a_rank(name: str, alike: bool
     nothing = Ends(np.zeros(9), np.zeros(9), np.zeros(9), 1.0)
     capacity = 0.95 * max(cut(units, pp, 2, name, m).memory)
     for room, v in itertools.product((1e9, capacity), (2, 3, 4)):
-        together, whole = (several_bound([units], pp, (2, 4), name, m, [room] * pp, nothing, to) for to in (0.0, math.inf))
-        alone, sharp = (several_bound([units], pp, (v, v), name, m, [room] * pp, nothing, to) for to in (0.0, math.inf))
+        together, whole = (step_bound([units], pp, (2, 4), name, m, [room] * pp, nothing, to) for to in (0.0, math.inf))
+        alone, sharp = (step_bound([units], pp, (v, v), name, m, [room] * pp, nothing, to) for to in (0.0, math.inf))
         assert together.seconds <= whole.seconds * (1 + 1e-5)
         assert whole.seconds <= sharp.seconds * (1 + 1e-5)
         assert alone.seconds <= sharp.seconds * (1 + 1e-5)
@@ -167,7 +168,7 @@ def test_one_bound_holds_for_all_numbers_of_stages_a_rank(name: str, alike: bool
         every = brute_force([units], name, pp, v, m, room)
         assert not every or sharp.seconds <= every[0][2] * (1 + 1e-9)
         if every and sharp.by == "whole":  # no more is asked than whether less than so many seconds are possible
-            asked = several_bound([units], pp, (v, v), name, m, [room] * pp, nothing, 1.02 * alone.seconds)
+            asked = step_bound([units], pp, (v, v), name, m, [room] * pp, nothing, 1.02 * alone.seconds)
             assert asked.seconds <= min(1.02 * alone.seconds, every[0][2]) * (1 + 1e-5)
 
 
@@ -182,6 +183,22 @@ def test_whole_units_are_bounded_as_such() -> None:
     assert divided.seconds < 0.99 * m * 3 * 5
     assert whole.seconds >= m * 3 * 5 * (1 - 1e-5)
     assert whole.seconds <= cut(units, 2, 2, "interleaved1f1b", m).makespan
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s)))
+def test_ranks_are_crowded_only_where_no_cut_is_as_fast(setting: tuple[str, int, int, int]) -> None:
+    name, pp, v, m = setting
+    units = [replace(random_units(3, seed=2)[n], transient=0.0) for n in (0, *[1] * 7, 2)]
+    again = [replace(u, backward_input=u.backward_input + u.forward, saved=0.2 * u.saved) for u in units]
+    nothing = Ends(np.zeros(9), np.zeros(9), np.zeros(9), 1.0)
+    known = Intervals.of([units, again], range(10))
+    roomy = brute_force([units, again], name, pp, v, m, math.inf)[0][2]
+    for share in (0.95, 0.8, 0.7):
+        capacity = share * max(cut(units, pp, v, name, m).memory)
+        every, room = brute_force([units, again], name, pp, v, m, capacity), np.full(pp, capacity)
+        best = every[0][2] if every else math.inf
+        assert not crowded(known, name, pp, (v, v), m, room, nothing, best)
+        assert crowded(known, name, pp, (v, v), m, room, nothing, 0.7 * min(best, roomy))
 
 
 # ------------------------------------------------------------------------------------------------ realistic instances

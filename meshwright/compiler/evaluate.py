@@ -26,10 +26,10 @@ import numpy as np
 from meshwright.compiler import stages
 from meshwright.compiler.candidates import Candidate
 from meshwright.compiler.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK
+from meshwright.compiler.held import entered, least_held
 from meshwright.compiler.intervals import Ends
 from meshwright.compiler.placement import NONE, Placement
 from meshwright.compiler.positions import Position
-from meshwright.compiler.stage_bound import entered, least_held
 from meshwright.compiler.stage_costs import Array, Degrees, StageCosts, Units
 from meshwright.cost.schedules import SPLIT_BACKWARD, illegal_combination, schedule_table, stage_rank, waiting
 from meshwright.cost.table import Table
@@ -170,14 +170,13 @@ class Evaluator:
         beside = received * max(placement.crossing[:-1])
         beside[stage_rank(schedule, pp, several[0])[-1]] += count * placement.outputs
         room = np.maximum(self.capacity - beside, 1.0).tolist()
-        if several == (1, 1):
-            self.work["rank alone"] += pp
-            return stages.single_bound(options, pp, schedule, count, room, ends) * slack
-        bound = stages.several_bound(options, pp, several, schedule, count, room, ends, enough / slack)
+        asked = enough / slack
+        bound = stages.step_bound(options, pp, several, schedule, count, room, ends, asked)
         self.work["packing"] += 1
-        self.work["rank of divided units"] += pp * (bound.by != "packing")
+        self.work["rank alone"] += pp * (bound.by == "stages")
+        self.work["rank of divided units"] += pp * (bound.by in ("divided", "whole"))
         self.work["pair of ranks of whole units"] += pp * pp * (bound.by == "whole")
-        return bound.seconds * slack
+        return bound.seconds * slack if bound.seconds < asked else max(enough, bound.seconds * slack)
 
     def room(self, candidate: Candidate, placement: Placement, scale: float = 1.0) -> Array:
         """Bytes of every rank [pp] for its units, of ``scale`` times the capacity."""

@@ -3,6 +3,8 @@
 Both drop the order of the units, so equal units are one number ("how many of this kind in stage s"):
 
 - ``packing_bound`` keeps units whole: of the k P + 1 longest, some rank has k + 1.
+- ``crowded`` asks whether T seconds are enough: of the most frequent class, a rank runs no more units than its seconds and its
+  memory at every moment (``held``) leave room for, which is a program of two rows and so a closed form; together too few?
 - ``fractional_bound`` keeps what the schedule and memory say. With x[s, c, o] units of class c run in way o in stage s, what
   ``cost.timeline.lower_bounds`` takes the largest of (the path; every rank's begin, work and end) and the memory of every rank
   at some moments of its order (``held``) are linear in x; the step T is minimized, over divided units and, where that is not
@@ -18,6 +20,7 @@ Divided units fit where whole ones do not, so of the most frequent class a rank 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.compiler.held import held, held_alone
 from meshwright.compiler.intervals import Ends, Intervals
 from meshwright.compiler.linear import LinearProgram, NoSolutionError, Term
 from meshwright.cost.schedules import SPLIT_BACKWARD, V_SHAPED
@@ -46,56 +50,64 @@ def packing_bound(units: Intervals, name: str, pp: int, microbatches: int) -> fl
     return float(max(microbatches * max(shares), path))
 
 
-def held(name: str, pp: int, microbatches: int, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Micro-batches that a rank of several stages surely holds at some moments, whatever their number: (between F and B or I,
-    between I and W), each int [3] of its first stage, each one between, and its last one.
-
-    After the warm-up forwards and backwards alternate, and the first backwards are all of the last stage.
-    """
-    none = np.zeros(3, dtype=np.int64)
-    if name in V_SHAPED:
-        counts = warmup_forwards(name, pp, 2, microbatches)
-        return [(np.array([counts[rank], 0, counts[2 * pp - 1 - rank]]), none)]
-    split = name in SPLIT_BACKWARD
-    in_turn = microbatches // max(1, microbatches // pp)
-    moments = []
-    for done in sorted({0, min(rank, in_turn), in_turn // 2, in_turn}):
-        forwards = (1 if split else 2) * (pp - 1 - rank) + 1 + done  # since the last stage ran its first
-        again = min(max(forwards - in_turn, 0), in_turn) if in_turn < microbatches else 0
-        full = np.array([in_turn + again, in_turn, min(forwards, in_turn) - done])
-        moments.append((full, np.array([0, 0, min(done, rank)]) if split else none))
-    return moments
-
-
-def held_alone(name: str, pp: int, microbatches: int, rank: int) -> np.ndarray:
-    """What a rank of one stage holds at some moments, the fullest among them: int [k, 2] as in ``Table.in_flight``."""
-    if name == "gpipe":
-        return np.array([[microbatches, 0]])
-    moments = (0, min(rank, microbatches)) if name in SPLIT_BACKWARD else (0,)
-    return np.array([(min(pp - rank + done, microbatches) - done, done) for done in moments])
-
-
-def least_held(name: str, pp: int, microbatches: int, alone: bool) -> int:
-    """Micro-batches that every unit is held for at once, wherever it is: at each rank's fullest moment in this sense."""
-    if alone:
-        return int(min(held_alone(name, pp, microbatches, rank).sum(axis=1).max() for rank in range(pp)))
-    parts = [0, 2] if name in V_SHAPED else [0, 1, 2]
-    moments = (held(name, pp, microbatches, rank) for rank in range(pp))
-    return int(min(max((full + half)[parts].min() for full, half in own) for own in moments))
+def crowded(
+    units: Intervals, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int, capacity: np.ndarray, ends: Ends,
+    seconds: float,
+) -> bool:
+    """Whether no cut runs in ``seconds`` (inf: at all), with any number of stages a rank from the first to the second of
+    ``virtual_stages``: units of the most frequent class are left over when every rank has taken what it can."""
+    classes, kinds, members = _classes(units, ends)
+    common, split, turns = int(members.argmax()), name in SPLIT_BACKWARD, name in V_SHAPED
+    if virtual_stages == (1, 1):
+        counts = held_alone(name, pp, microbatches)[..., None]
+    else:
+        counts = held(name, pp, microbatches)[..., [0, 2] if virtual_stages[1] == 2 else [0, 1, 2]]
+    forward, inputs, weights, state, saved, pending, gather, reduce, optimizer = classes
+    # Seconds of a unit for the whole step, and how many its rank has: begin + work + left, or + what it passes back.
+    work = microbatches * (forward + inputs + weights)
+    ranks, back = np.arange(pp), inputs if split else inputs + weights
+    down, up = (float(x[1:-1].min()) if units.count > 1 else 0.0 for x in (units.value, units.gradient))
+    budget = seconds - float(gather[kinds[0]].min()) - ranks * (down + float(forward.min()))
+    tail = ranks * (up + float(back.min()))
+    spent = [(work + ends.slowed * reduce + optimizer, budget)] + [(work + optimizer, budget - tail)] * (not split)
+    bytes_ = state + counts[:, :, 0, :, None, None] * saved + counts[:, :, 1, :, None, None] * pending
+    room = np.repeat((capacity - _transient(units, pp, turns))[:, None], counts.shape[1], axis=1)
+    for rank, part, kind in ((0, 0, kinds[0]), (0 if turns else pp - 1, -1, kinds[-1])):
+        if kind != common:  # the first unit and the last are where they must be
+            room[rank] -= bytes_[rank, :, part, kind].min(axis=-1)
+            for cost, left in spent:
+                left[rank] -= cost[kind].min()
+    least = bytes_[:, :, :, common].min(axis=2)
+    fit = np.min([_most(cost[common], left[:, None], least, room) for cost, left in spent], axis=(0, 2))
+    return bool(np.floor(fit + 1e-6).sum() < members[common])
 
 
-def entered(name: str, pp: int, virtual_stages: int, microbatches: int) -> np.ndarray:
-    """Of what a rank holds at once, what came from another rank, at least: int [pp]."""
-    if virtual_stages == 1:
-        return np.array([held_alone(name, pp, microbatches, rank).sum(axis=1).max() * (rank > 0) for rank in range(pp)])
-    moments = [held(name, pp, microbatches, rank) for rank in range(pp)]
-    most = [max(np.array([rank > 0, virtual_stages - 2, 1]) @ full for full, _ in own) for rank, own in enumerate(moments)]
-    return np.array(most)
+def _most(seconds: np.ndarray, budget: np.ndarray, bytes_: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """How many units, some in one way and some in another, fit ``budget`` seconds [..., 1] and ``room`` bytes [...]: one way
+    takes ``seconds`` [ways] and ``bytes_`` [..., ways]. At a vertex one way or two are used."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        most = np.minimum(budget[..., None] / seconds, room[..., None] / bytes_).max(axis=-1)
+        for a, b in itertools.combinations(range(len(seconds)), 2):
+            across = seconds[a] * bytes_[..., b] - seconds[b] * bytes_[..., a]
+            first = (budget * bytes_[..., b] - seconds[b] * room) / across
+            second = (seconds[a] * room - budget * bytes_[..., a]) / across
+            most = np.where((first >= 0) & (second >= 0), np.fmax(most, first + second), most)
+    return np.asarray(np.maximum(np.nan_to_num(most, nan=np.inf), 0.0))
+
+
+def _transient(units: Intervals, pp: int, turns: bool) -> np.ndarray:
+    """Bytes of transients that a rank cannot avoid [pp]: of the least of its units, of the one that it must have."""
+    each = np.array([units.transient[:, i, i + 1].min() for i in range(units.count)])
+    least = np.full(pp, each[1:-1].min() if len(each) > 2 else 0.0)
+    least[0] = max(least[0], each[0])
+    end = 0 if turns else -1
+    least[end] = max(least[end], each[-1])
+    return least
 
 
 class Bound(NamedTuple):
-    """Seconds that no run can beat, inf if it is proven that nothing fits, and the sharpest that was asked: the ``packing``,
-    ``divided`` units, or ``whole`` ones."""
+    """Seconds that no run can beat, inf if it is proven that nothing fits, and the sharpest that was asked: the ``packing`` (or
+    crowding), the ``stages`` of ranks that have one each, ``divided`` units, or ``whole`` ones."""
 
     seconds: float
     by: str
@@ -110,7 +122,7 @@ def fractional_bound(
     rank is made to run whole ones; what takes longer than that is not told apart."""
     nothing = np.zeros(units.count)
     program = _Program(units, name, pp, virtual_stages, microbatches, ends or Ends(nothing, nothing, nothing, 1.0))
-    room = capacity - program.transient()
+    room = capacity - _transient(units, pp, name in V_SHAPED)
     if room.min() <= 0:
         return Bound(math.inf, "packing")
     program.place()
@@ -271,22 +283,14 @@ class _Program(LinearProgram):
             before = rank
         return sums
 
-    def transient(self) -> np.ndarray:
-        """Bytes of transients that a rank cannot avoid [pp]: of the least of its units, of the one that it must have."""
-        each = np.array([self.units.transient[:, i, i + 1].min() for i in range(self.units.count)])
-        least = np.full(self.pp, each[1:-1].min() if len(each) > 2 else 0.0)
-        least[0] = max(least[0], each[0])
-        end = 0 if self.turns else -1
-        least[end] = max(least[end], each[-1])
-        return least
-
     def memory(self, room: np.ndarray) -> bool:
         """Every rank holds at its moments no more than ``room`` bytes; whether that keeps anything from a rank."""
         rows = len(self.parts)
         state, saved, pending = self.classes[3:6]
+        counted = held(self.name, self.pp, self.microbatches)
         for rank in range(self.pp):
-            for full, half in held(self.name, self.pp, self.microbatches, rank):
-                counts = np.array([full, half])[:, self.chosen, None, None]
+            for moment in np.unique(counted[rank], axis=0):
+                counts = moment[:, self.chosen, None, None]
                 bytes_ = (state + counts[0] * saved + counts[1] * pending) / room[rank]
                 if (bytes_.max(axis=(0, 2)) * self.members).sum() > 1.0:
                     self.add([(self.amounts[:, rank], bytes_)], -math.inf, 1.0)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.compiler.held import held_alone
 from meshwright.compiler.intervals import (
     Ends,
     Intervals,
@@ -38,7 +39,7 @@ from meshwright.compiler.intervals import (
     stage_memory,
     stage_work,
 )
-from meshwright.compiler.stage_bound import Bound, fractional_bound, held_alone, packing_bound
+from meshwright.compiler.stage_bound import Bound, crowded, fractional_bound, packing_bound
 from meshwright.cost.schedules import schedule_table
 from meshwright.cost.table import Table, maximal
 from meshwright.cost.timeline import Times, lower_bounds, makespans, peak_bytes
@@ -123,33 +124,36 @@ def cut(
     return _result(problem, found)
 
 
-def single_bound(
-    ways: Sequence[Sequence[Unit]], pp: int, schedule: str, microbatches: int, capacity: Sequence[float], ends: Ends
-) -> float:
-    """Seconds of a step that no cut can beat, one stage a rank; inf where it is proven that none fits. ``ways`` to run the
-    units, of which every stage takes one; ``ends``: what they add outside the micro-batches."""
-    positions = _positions(ways[0])
-    units = Intervals.of(ways, positions)
-    matrices = []
-    for rank, bound in enumerate(stage_bounds(units, schedule, pp, microbatches, ends.at(positions))):
-        memory = stage_memory(units, held_alone(schedule, pp, microbatches, rank), rank, pp)
-        matrices.append(np.where(memory <= capacity[rank], bound, np.inf).min(axis=0))
-    return smallest_bottleneck(matrices)
-
-
-def several_bound(
+def step_bound(
     ways: Sequence[Sequence[Unit]], pp: int, virtual_stages: tuple[int, int], schedule: str, microbatches: int,
     capacity: Sequence[float], ends: Ends, enough: float = 0.0,
 ) -> Bound:
-    """As ``single_bound``, for any number of stages a rank from the first to the second of ``virtual_stages``, at least 2, at
-    once; needs no table. ``enough``: seconds above which nothing sharper is needed."""
-    positions = _positions(ways[0])
+    """Seconds of a step that no cut can beat, with any number of stages a rank from the first to the second of
+    ``virtual_stages`` (1 and 1, or both at least 2) at once; inf where it is proven that none fits. Needs no table. ``ways`` to
+    run the units, of which every stage takes one; ``ends``: what they add outside the micro-batches; ``enough``: seconds above
+    which nothing sharper is needed."""
+    positions, room = _positions(ways[0]), np.asarray(capacity)
     units, ends = Intervals.of(ways, positions), ends.at(positions)
     packed = packing_bound(units, schedule, pp, microbatches) + float(ends.gather[0] + ends.optimizer.sum() / pp)
     if packed >= enough > 0:
         return Bound(packed, "packing")
-    bound = fractional_bound(units, schedule, pp, virtual_stages, microbatches, np.asarray(capacity), ends, enough)
+    for asked in (math.inf, enough):
+        if asked > 0 and crowded(units, schedule, pp, virtual_stages, microbatches, room, ends, asked):
+            return Bound(asked, "packing")
+    if virtual_stages == (1, 1):
+        alone = _single_bound(units, pp, schedule, microbatches, room, ends)
+        return Bound(max(packed, alone), "stages")
+    bound = fractional_bound(units, schedule, pp, virtual_stages, microbatches, room, ends, enough)
     return bound._replace(seconds=max(packed, bound.seconds))
+
+
+def _single_bound(units: Intervals, pp: int, schedule: str, microbatches: int, capacity: np.ndarray, ends: Ends) -> float:
+    """With one stage a rank."""
+    matrices, counts = [], held_alone(schedule, pp, microbatches)
+    for rank, bound in enumerate(stage_bounds(units, schedule, pp, microbatches, ends)):
+        memory = stage_memory(units, counts[rank], rank, pp)
+        matrices.append(np.where(memory <= capacity[rank], bound, np.inf).min(axis=0))
+    return smallest_bottleneck(matrices)
 
 
 def _problem(
@@ -316,8 +320,8 @@ def _search(problem: _Problem, known: float | None) -> _Found:
 
 def _refine(problem: _Problem, cuts: np.ndarray, options: np.ndarray, bound: float) -> _Found:
     """Best-first local search from several starts: the cheapest cut not yet looked around is; of its neighbours those with
-    the smallest bounds are simulated, none whose bound is no better than the best. Ends when ``_PATIENCE`` looks in a row
-    found nothing better."""
+    the smallest bounds are simulated, none whose bound is no better than the best. A look that found nothing
+    better is followed by a wide one around the best; ends when ``_PATIENCE`` in a row found nothing."""
     stages = problem.table.stages
     seen: set[bytes] = set()
     pool: list[tuple[float, bytes]] = []
@@ -343,24 +347,35 @@ def _refine(problem: _Problem, cuts: np.ndarray, options: np.ndarray, bound: flo
         if not pool or best[0] <= bound or idle >= _PATIENCE or priced >= _PRICED:
             row = np.frombuffer(best[1], dtype=np.int64)
             return _Found(row[: stages + 1], row[stages + 1 :], best[0], bound, priced, looked)
-        row = np.frombuffer(heapq.heappop(pool)[1], dtype=np.int64)
-        cuts, options = _neighbours(problem, row[: stages + 1], row[stages + 1 :])
+        again = best if idle == 1 else heapq.heappop(pool)
+        row = np.frombuffer(again[1], dtype=np.int64)
+        cuts, options = _neighbours(problem, row[: stages + 1], row[stages + 1 :], wide=idle == 1)
 
 
-def _neighbours(problem: _Problem, cuts: np.ndarray, options: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """One unit from stage a to stage b, everything between shifted; or one stage to another option."""
-    moved, flips = _moves(cuts, np.arange(len(options))), _flips(problem, options, np.arange(len(options)))
+def _neighbours(problem: _Problem, cuts: np.ndarray, options: np.ndarray, wide: bool) -> tuple[np.ndarray, np.ndarray]:
+    """One unit from stage a to stage b, everything between shifted (``wide``: between any two, see ``_moves``); or one stage to
+    another option."""
+    moved, flips = _moves(problem, cuts, range(problem.table.pp), wide), _flips(problem, options, np.arange(len(options)))
     both = np.concatenate([moved, np.tile(cuts, (len(flips), 1))])
     return both, np.concatenate([np.tile(options, (len(moved), 1)), flips])
 
 
-def _moves(cuts: np.ndarray, sources: np.ndarray) -> np.ndarray:
-    """Boundaries [K, S + 1] with one unit of a source stage, which keeps another one, moved to another stage."""
-    sources = sources[np.diff(cuts)[sources] > 1]
+def _moves(problem: _Problem, cuts: np.ndarray, ranks: Sequence[int], wide: bool) -> np.ndarray:
+    """Boundaries [K, S + 1] with one unit of a stage of these ranks, which keeps another one, moved to another stage. Of the
+    stages between a rank's first and last, which are much alike, the longest gives and the shortest takes; ``wide``: all."""
+    sizes = np.diff(cuts)
+    stages_of = problem.table.stages_of
+
+    def chosen(rank: int, sign: int) -> set[int]:
+        own = list(stages_of(rank))
+        return set(own) if wide else {own[0], own[-1], *sorted(own[1:-1], key=lambda stage: sign * sizes[stage])[:1]}
+
+    give = np.array([stage for rank in ranks for stage in sorted(chosen(rank, -1)) if sizes[stage] > 1], dtype=np.int64)
+    take = np.array([stage for rank in range(problem.table.pp) for stage in sorted(chosen(rank, 1))])
     # Boundary k (between stages k - 1 and k) moves down where a < k <= b, up where b < k <= a.
-    a, b, k = sources[:, None, None], np.arange(len(cuts) - 1)[None, :, None], np.arange(len(cuts))[None, None, :]
+    a, b, k = give[:, None, None], take[None, :, None], np.arange(len(cuts))[None, None, :]
     shift = ((b < k) & (k <= a)).astype(np.int8) - ((a < k) & (k <= b)).astype(np.int8)
-    return np.asarray(cuts + shift[sources[:, None] != np.arange(len(cuts) - 1)])
+    return np.asarray(cuts + shift[give[:, None] != take])
 
 
 def _flips(problem: _Problem, options: np.ndarray, sources: np.ndarray) -> np.ndarray:
@@ -378,13 +393,12 @@ def _make_fit(problem: _Problem, cuts: np.ndarray, options: np.ndarray) -> tuple
     excess = float(problem.excess(cuts[None], options[None])[0])
     while excess > 0:
         over = problem.memory(cuts[None], options[None])[:, 0] > problem.capacity
-        sources = np.flatnonzero(over[list(problem.table.stage_rank)])  # no other stage can help
-        for flip in (True, False):
+        for flip in (True, False):  # no other rank can help
             if flip:
-                ways = _flips(problem, options, sources)
+                ways = _flips(problem, options, np.flatnonzero(over[list(problem.table.stage_rank)]))
                 moved = np.tile(cuts, (len(ways), 1))
             else:
-                moved = _moves(cuts, sources)
+                moved = _moves(problem, cuts, np.flatnonzero(over).tolist(), wide=True)
                 ways = np.tile(options, (len(moved), 1))
             if not len(ways):
                 continue
