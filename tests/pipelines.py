@@ -26,7 +26,8 @@ from meshwright.mesh import PP, Mesh
 from meshwright.pins import PinError, Pins
 from meshwright.plan import Pipeline, Plan, PlanError
 from meshwright.planner import capture_model, make_plan
-from meshwright.runtime import pipeline
+from meshwright.runtime import stage
+from meshwright.runtime.stage import Stage
 from meshwright.serialize import plan_from_dict, plan_to_dict
 from tests.equality import RELATIVE, captured_once, compare, differences, train
 from tests.models import make
@@ -130,11 +131,11 @@ def largest_walk(rank: int, name: str, data: Mapping[str, Any]) -> int:
     parallel = autoparallel(model.train(), init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
     seen: list[int] = []
 
-    def joined(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def joined(groups: Sequence[Mapping[str, Any]], joins: Any = stage._joined) -> Any:
         seen.extend(len(group["intermediates"]) for group in groups)
-        return groups
+        return joins(groups)
 
-    with mock.patch.object(pipeline, "_joined", joined):
+    with mock.patch.object(stage, "_joined", joined):
         parallel(**batch).loss.backward()
     return max(seen)
 
@@ -153,14 +154,17 @@ def most_received(rank: int, name: str, plans: Mapping[str, Mapping[str, Any]]) 
 
         def held(stages: Sequence[Any] = stages) -> int:
             """Micro-batches' values and gradients that wait: a boundary's several tensors count once."""
-            waiting = [infos for s in stages for table in (s.args_recv_info, s.grad_recv_info) for infos in table.values()]
-            return sum(any(not info.buffer.is_meta for info in infos if info.buffer is not None) for infos in waiting)
+            torchs = [infos for s in stages for table in (s.args_recv_info, s.grad_recv_info) for infos in table.values()]
+            buffers = [getattr(info, "buffer", None) for infos in torchs for info in infos]
+            assert all(buffer is None or buffer.is_meta for buffer in buffers)
+            waiting = [tensors for s in stages for table in (s.arrived, s.returned) for tensors in table.values()]
+            return sum(any(x is not None for x in tensors) for tensors in waiting)
 
-        def make_(stage: Any, infos: Any, seen: list[int] = seen, held: Callable[[], int] = held) -> None:
-            stage._move(infos, stage.device)
+        def p2p(*how: Any, seen: list[int] = seen, held: Callable[[], int] = held, make: Any = Stage._p2p) -> Any:
             seen[0] = max(seen[0], held())
+            return make(*how)
 
-        with mock.patch.object(pipeline._Stage, "_make", make_):
+        with mock.patch.object(Stage, "_p2p", p2p):
             for _ in range(2):
                 parallel(**batch).loss.backward()
         counts[what] = seen[0], held()
