@@ -332,9 +332,8 @@ def test_175_billion_on_1024_devices_is_tensor_parallel_in_the_node_and_a_pipeli
 
 
 @pytest.mark.parametrize(
-    ("layers", "cluster"),
-    [((16, 16), ("h100:8x8", "h100:16x8")), ((16, 32), ("h100:8x8", "h100:8x8")), ((32, 64), ("h100:8x8", "h100:8x8"))],
-    ids=["devices", "layers", "more layers"],
+    ("layers", "cluster"), [((16, 16), ("h100:8x8", "h100:16x8")), ((16, 32), ("h100:8x8", "h100:8x8"))],
+    ids=["devices", "layers"],
 )
 def test_twice_the_devices_or_the_layers_take_little_longer(layers: tuple[int, int], cluster: tuple[str, str]) -> None:
     """By the search's own count of its work, which no other load on the machine changes."""

@@ -129,10 +129,11 @@ class Evaluator:
         return bool(min(counts) * np.min([way.saved for way in ways], axis=0).sum() > room)
 
     def run(
-        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, scale: float = 1.0
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, scale: float = 1.0,
+        cutoff: float = float("inf"),
     ) -> Evaluation:
-        """The best cut and recomputation of a candidate within ``scale`` times the capacity. Raises DoesNotFitError,
-        ScheduleError."""
+        """The best cut and recomputation of a candidate within ``scale`` times the capacity; what takes longer than ``cutoff``
+        seconds need not be the best. Raises DoesNotFitError, ScheduleError."""
         if candidate.pp == 1:
             self.work["alone"] += 1
             return self._alone(candidate, degrees, zero, placement, scale)
@@ -140,7 +141,7 @@ class Evaluator:
         crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
         table = self.table(candidate)
         room = self.room(candidate, placement, scale)
-        cuts = self._cut(candidate, ways, crossing, table, room)
+        cuts = self._cut(candidate, ways, crossing, table, room, cutoff)
         chosen = np.zeros(len(self.names), dtype=int)
         for stage, option in enumerate(cuts.options):
             chosen[cuts.boundaries[stage] : cuts.boundaries[stage + 1]] = option
@@ -224,14 +225,14 @@ class Evaluator:
         return ways, marks
 
     def _cut(
-        self, candidate: Candidate, ways: Sequence[Units], crossing: Array, table: Table, room: Array
+        self, candidate: Candidate, ways: Sequence[Units], crossing: Array, table: Table, room: Array, cutoff: float
     ) -> stages.Cuts:
         options = [self._stage_units(way, crossing) for way in ways]
         self.work["cut"] += 1
         try:
             cuts = stages.cut(
                 options[0], candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches, room.tolist(),
-                options=options[1:], table=table, bound=0.0,
+                options=options[1:], table=table, bound=0.0, cutoff=cutoff,
             )
             self.work["stage cut"] += cuts.looked * candidate.stages
             self.work["action simulated"] += cuts.candidates * table.microbatches * table.stages * 2

@@ -420,7 +420,10 @@ class JointSearch:
         placement = self._known[node.candidate.tensor, node.candidate.samples]
         assert placement is not None
         try:
-            result = self.evaluator.run(node.candidate, degrees_of(node.candidate, node.shard), node.zero, placement)
+            result = self.evaluator.run(
+                node.candidate, degrees_of(node.candidate, node.shard), node.zero, placement,
+                cutoff=self._incumbent * (1 - self.gap),
+            )
         except DoesNotFitError as error:
             self.outcome.infeasible += 1
             if self.outcome.nearest is None or error.least < self.outcome.nearest.least:

@@ -105,14 +105,16 @@ def cut(
     overlap: bool = True,
     table: Table | None = None,
     bound: float | None = None,
+    cutoff: float = math.inf,
 ) -> Cuts:
     """The best cut of ``units`` for a schedule.
 
     ``capacity``: bytes per rank, one number or one per rank. ``options``: further ways to run the same units (recomputation,
     ZeRO: other seconds and bytes, the same boundaries), of which every stage takes one; option 0 is ``units`` itself.
     ``overlap``: see ``simulate``. ``table``: the schedule's table, if there already is one; ``bound``: seconds that no cut can
-    beat, if they are known. Raises ScheduleError for a setting that torch refuses, StageError if there are fewer units than
-    stages or no cut found fits (which stage, by how much).
+    beat, if they are known; ``cutoff``: seconds known from elsewhere: what takes longer is not refined. Raises ScheduleError
+    for a setting that torch refuses, StageError if there are fewer units than stages or no cut found fits (which stage, by how
+    much).
 
     >>> blocks = [Unit(f"block {i}", 1.0, 1.0, 1.0) for i in range(7)]
     >>> cut([Unit("embedding", 0.5, 0.5, 0.5), *blocks, Unit("head", 1.0, 1.0, 1.0)], 4, 1, "1f1b", 16).sizes
@@ -120,7 +122,7 @@ def cut(
     """
     table = table or schedule_table(schedule, pp, virtual_stages, microbatches)
     problem = _problem((tuple(units), *map(tuple, options)), table, virtual_stages, capacity, overlap)
-    found = _all_cuts(problem) if _count(problem) <= _EXHAUSTIVE else _search(problem, bound)
+    found = _all_cuts(problem) if _count(problem) <= _EXHAUSTIVE else _search(problem, bound, cutoff)
     return _result(problem, found)
 
 
@@ -291,7 +293,7 @@ def _several_bound(problem: _Problem) -> float:
     return max(packed, divided.seconds)
 
 
-def _search(problem: _Problem, known: float | None) -> _Found:
+def _search(problem: _Problem, known: float | None, cutoff: float) -> _Found:
     table, units = problem.table, problem.units
     costs, best_option = _stage_matrices(problem)
     top = smallest_bottleneck(costs)
@@ -315,12 +317,12 @@ def _search(problem: _Problem, known: float | None) -> _Found:
         cuts, options = (np.array(part) for part in zip(*fitted, strict=True))
     if not (problem.excess(cuts, options) <= 0).any():
         raise _does_not_fit(problem, cuts[0], options[0], proven=False)
-    return _refine(problem, cuts, options, bound)
+    return _refine(problem, cuts, options, bound, cutoff)
 
 
-def _refine(problem: _Problem, cuts: np.ndarray, options: np.ndarray, bound: float) -> _Found:
+def _refine(problem: _Problem, cuts: np.ndarray, options: np.ndarray, bound: float, cutoff: float) -> _Found:
     """Best-first local search from several starts: the cheapest cut not yet looked around is; of its neighbours those with
-    the smallest bounds are simulated, none whose bound is no better than the best. A look that found nothing
+    the smallest bounds are simulated, none whose bound is no better than the best or the cutoff. A look that found nothing
     better is followed by a wide one around the best; ends when ``_PATIENCE`` in a row found nothing."""
     stages = problem.table.stages
     seen: set[bytes] = set()
@@ -330,7 +332,7 @@ def _refine(problem: _Problem, cuts: np.ndarray, options: np.ndarray, bound: flo
         looked += len(cuts)
         rows = np.concatenate([cuts, options], axis=1)
         bounds = problem.bounds(cuts, options)
-        better = np.flatnonzero(bounds < best[0] * (1 - 1e-12))
+        better = np.flatnonzero(bounds < (min(best[0], cutoff) if seen else math.inf) * (1 - 1e-12))
         better = better[[row.tobytes() not in seen for row in rows[better]]] if len(better) else better
         if len(better):
             better = better[problem.excess(cuts[better], options[better]) <= 0]
