@@ -19,7 +19,7 @@ from meshwright.errors import InputError
 from meshwright.graph import Graph
 from meshwright.pins import PinError, Pins, vars_of
 from meshwright.plan import Plan, PlanError
-from meshwright.planner import OPTIMIZERS, Timing, capture_model, make_plan, rules_of
+from meshwright.planner import OPTIMIZERS, Timing, capture_model, check_pins, make_plan, rules_of
 from meshwright.serialize import plan_from_dict, plan_hash, plan_to_dict
 
 AXES = ("dp", "tp", "cp", "pp", "ep")
@@ -41,6 +41,7 @@ def plan(
     timing = timing or Timing()
     checked = _check_options(optimizer, precision, pins)
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    check_pins(checked, where)  # before a capture that takes a while
     args, kwargs, targets = _example(model, example_inputs)
     graph = capture_model(model, args, kwargs, targets, loss_fn, precision)
     timing.mark("capture")

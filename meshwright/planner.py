@@ -39,7 +39,7 @@ from meshwright.plan import Plan, PlanError, Schedule
 from meshwright.prediction import OutOfMemoryError, capacity, predicted, size
 from meshwright.rule import OpRule
 
-__all__ = ["OPTIMIZERS", "OutOfMemoryError", "Timing", "capture_model", "make_plan", "rules_of"]
+__all__ = ["OPTIMIZERS", "OutOfMemoryError", "Timing", "capture_model", "check_pins", "make_plan", "rules_of"]
 
 OPTIMIZERS: Mapping[str, float] = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "momentum": 4.0, "adagrad": 4.0, "lion": 4.0}
 """Bytes of optimizer state per parameter, fp32 states."""
@@ -113,8 +113,7 @@ def make_plan(
 ) -> Plan:
     """Search the layouts of a cluster for the plan of least time that fits. Raises PinError, OutOfMemoryError, PlanError."""
     timing = timing or Timing()
-    _unsupported(pins)
-    pins.check_world(cluster.world)
+    check_pins(pins, cluster)
     graph = split_at(graph, pins.stage_cuts or ())
     rules, notes = rules_of(graph, strict)
     classes = DimClasses(graph, rules)
@@ -405,7 +404,9 @@ def _open_to_pipelines(pins: Pins, cluster: Cluster) -> bool:
     return pins.pp is None and cluster.world > 1 and cluster.world > (pins.dp or 1) * (pins.tp or 1)
 
 
-def _unsupported(pins: Pins) -> None:
+def check_pins(pins: Pins, cluster: Cluster) -> None:
+    """Raise PinError for what no model can have on this cluster, or in this version."""
+    pins.check_world(cluster.world)
     for name in ("cp", "ep"):
         if (getattr(pins, name) or 1) > 1:
             raise PinError(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
+from meshwright import api
 from meshwright.errors import InputError
 from meshwright.pins import PinError, Pins
 from meshwright.plan import Plan, PlanError
@@ -59,6 +61,12 @@ def test_pins(pins: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(PinError) as caught:
         plan(pins=pins)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("pins", [{"cp": 2}, {"dp": 2, "tp": 2}])
+def test_pins_that_no_model_can_have_are_refused_before_the_capture(pins: dict[str, int]) -> None:
+    with mock.patch.object(api, "capture_model", side_effect=AssertionError("captured")), pytest.raises(PinError):
+        plan(pins=pins)
 
 
 def test_dp_beyond_the_batch() -> None:
