@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -26,6 +27,7 @@ from meshwright.compiler.microbatch import split_time
 from meshwright.compiler.placement import DATA, TENSOR, Placements
 from meshwright.compiler.problem import Problem
 from meshwright.compiler.solve import solve
+from meshwright.compiler.stage_costs import StageCosts
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.schedules import SCHEDULES, illegal, schedule_table
 from meshwright.cost.timeline import simulate
@@ -299,6 +301,16 @@ def test_no_pipeline_on_a_uniform_torus() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["h100:1x8", "tpu-v4:2x2x4"])
+def test_what_a_level_cannot_hold_takes_for_ever(cluster: str) -> None:
+    """Also where links have engines of their own, and communication slows nothing down."""
+    costs = StageCosts(Cluster.parse(cluster), itemsize=2, state_bytes=8)
+    moved, nothing = np.array([np.inf, 0.0]), np.zeros(2)
+    for seconds in (costs.beside(np.ones(2), moved, nothing), costs.exposed(moved, np.ones(2))):
+        assert seconds[0] == np.inf
+        assert np.isfinite(seconds[1])
+
+
 def test_never_tensor_parallelism_across_a_slow_network() -> None:
     graph = llama(32, 4096, 128, 4096, 32000, 11008)
     outcome = search(graph, "a100@pcie4:8x8", 70 * GIB, limit=JOINT_SECONDS).run()

@@ -156,14 +156,18 @@ class StageCosts:
 
     def beside(self, compute: Array, moved: Array, host: Array) -> Array:
         """Seconds of compute with parameter communication beside it, started by a host that may take longer."""
-        slowed = moved * (1.0 - 1.0 / self.cluster.device.contention)
-        return np.asarray(np.maximum(moved, np.maximum(compute, host) + slowed))
+        return np.asarray(np.maximum(moved, np.maximum(compute, host) + self._slowed(moved)))
 
     def exposed(self, moved: Array, compute: Array) -> Array:
         """Seconds of parameter communication beside compute that are left: what the compute does not hide, or by how much the
         communication slows it down, if that is more (``cost.overlap.beside``)."""
-        slowed = moved * (1.0 - 1.0 / self.cluster.device.contention)
-        return np.asarray(np.maximum(moved - compute, slowed))
+        return np.asarray(np.maximum(moved - compute, self._slowed(moved)))
+
+    def _slowed(self, moved: Array) -> Array:
+        """By how much communication slows down the compute beside it; nothing where links have engines of their own, though
+        what a level cannot hold takes for ever."""
+        share = 1.0 - 1.0 / self.cluster.device.contention
+        return moved * share if share else np.zeros_like(moved)
 
     def parameters(self, placement: Placement, degrees: Degrees, zero: int, microbatches: int) -> Priced:
         """What the parameters of every row cost."""
