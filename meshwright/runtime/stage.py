@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -233,7 +233,7 @@ class Stage(PipelineStage):
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
         if backward_type == "weight":
-            _backward_weights(self.part.parameters(), _joined(bwd_kwargs["param_groups"]))
+            _backward_weights(_joined(bwd_kwargs["param_groups"]))
             return (), None
         if backward_type == "input":
             return self._backward_inputs(bwd_kwargs, last_backward)
@@ -292,15 +292,12 @@ def _joined(groups: Sequence[Mapping[str, Any]]) -> list[tuple[set[Node], dict[N
     return [(set().union(*(weights for weights, _ in found)), places)]
 
 
-def _backward_weights(
-    weights: Iterable[nn.Parameter], groups: Iterable[tuple[set[Node], Mapping[Node, tuple[Tensor | None, ...]]]]
-) -> None:
+def _backward_weights(groups: Iterable[tuple[set[Node], Mapping[Node, tuple[Tensor | None, ...]]]]) -> None:
     """Gradients of weights, from those that the inputs' backward left at the nodes between.
 
     (torch 2.11's own takes the gradients of a node's several results for one, and adds what flows on from one place to what
     another one has.)
     """
-    owner = {get_gradient_edge(weight).node: weight for weight in weights}
     for nodes, places in groups:
         starts = {
             GradientEdge(node, at): grad
@@ -317,7 +314,7 @@ def _backward_weights(
             for handle in handles:
                 handle.remove()
         for node, grad in zip(nodes, found, strict=True):
-            weight = owner[node]
+            weight = cast(Any, node).variable  # what it accumulates into
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
 
 
