@@ -23,6 +23,7 @@ from meshwright.architectures import Architecture
 from meshwright.cost.catalogue import catalogue
 from meshwright.cost.cluster import Cluster
 from meshwright.pins import Pins
+from meshwright.zoo import zero_of_stages
 
 Row = Mapping[str, str]
 
@@ -342,11 +343,12 @@ def replicas(row: Row) -> int:
 
 
 def assumed(row: Row) -> str:
-    """What was taken for the columns that are blank, for the reader."""
+    """What was taken for the columns that are blank or ambiguous, for the reader."""
     words = [] if text_of(row, "dtype") else ["dtype bf16"]
     words += [] if number(row, "ffn_hidden") or number(row, "moe_ffn_hidden") else ["ffn_hidden = 4 hidden"]
     words += [] if number(row, "global_batch_seqs") else [f"{batch_of(row):.0f} sequences a step"]
     words += [] if number(row, "gpus_per_node") or world_of(row) <= 8 else ["the device's own node"]
+    words += ["gradients reduced once a step"] if degree(row, "pp") > 1 and (zero_of(row) or 0) > 1 else []
     return "assumed: " + ", ".join(words) if words else ""
 
 
@@ -368,7 +370,7 @@ def pins_of(row: Row, world: int, blocks: Sequence[str] = ()) -> Pins:
     vpp = number(row, "vpp")
     schedule = _schedule(row) if pp > 1 else None
     return Pins(
-        dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero_of(row),
+        dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero_of_stages(zero_of(row), pp),
         sequence_parallel=None if tp > 1 and not text_of(row, "sp") else text_of(row, "sp") in YES and tp > 1,
         schedule=schedule, stage_cuts=_even_cuts(row, pp * int(vpp or schedule != "interleaved1f1b"), blocks),
         virtual_stages=None if pp == 1 or schedule in ("zbv", "dualpipev") else int(vpp) if vpp

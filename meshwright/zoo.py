@@ -132,8 +132,16 @@ class System:
         return [f"not disclosed: {', '.join(missing)}"] if missing else []
 
     def pins(self) -> Pins:
-        """The published degrees."""
-        return Pins(**{name: self.degrees[name] for name in PINNED if name in self.degrees})
+        """The published degrees (of ZeRO see ``zero_of_stages``)."""
+        pins = Pins(**{name: self.degrees[name] for name in PINNED if name in self.degrees})
+        return replace(pins, zero=zero_of_stages(pins.zero, pins.pp or 1))
+
+
+def zero_of_stages(level: int | None, pp: int) -> int | None:
+    """The ZeRO level at which a published run is planned, with a pipeline at most 1: there FSDP, under torch's schedules, and
+    Megatron's distributed optimizer add up whole gradients over the micro-batches and reduce once a step (DeepSpeed refuses
+    level 2 with stages for it), whereas level 2 here reduces those of every micro-batch."""
+    return level if level is None or pp == 1 else min(level, 1)
 
 
 @dataclass(frozen=True)

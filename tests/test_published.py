@@ -216,6 +216,14 @@ def test_words_become_levels_and_recomputation(rows):
         rows.recompute_of({"recompute": "perhaps"})
 
 
+def test_with_stages_gradients_are_reduced_once(rows):
+    levels = [("2", 2, 1, True), ("3", 2, 1, True), ("1", 2, 1, False), ("2", 1, 2, False), ("", 2, None, False)]
+    for level, pp, planned, said in levels:
+        row = {**SMALL, "zero/fsdp": level, "pp": str(pp), "dp": "", "n_gpus": str(2 * pp)}
+        assert rows.pins_of(row, 2 * pp).zero == planned
+        assert ("reduced once a step" in rows.assumed(row)) == said
+
+
 def test_a_rate_alone_is_read(rows):
     assert rows.measured_tflops({"measured_tflops_per_gpu": "150"}, 1e15) == 150
     assert rows.measured_tflops({"mfu": "41.2%"}, 1e15) == pytest.approx(412)
