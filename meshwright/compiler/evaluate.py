@@ -240,7 +240,9 @@ class Evaluator:
         except stages.StageError as error:
             self.work["stage that does not fit"] += candidate.stages
             least = min(float(w.state.sum()) for w in ways) / candidate.pp
-            raise DoesNotFitError(str(error), least, error.proven) from None
+            received, all_ = (bytes_ / 2**30 for bytes_ in (self.capacity - room.min(), self.capacity))
+            words = f"{error} What was received takes up to {received:.3g} of {all_:.3g} GiB."
+            raise DoesNotFitError(words, least, error.proven) from None
 
     def _stage_units(self, units: Units, crossing: Array) -> list[stages.Unit]:
         places = crossing if not self.forced else np.where(np.isin(np.arange(len(crossing)) + 1, self.forced), crossing, np.inf)

@@ -467,7 +467,7 @@ def _does_not_fit(problem: _Problem, cuts: np.ndarray, options: np.ndarray, *, p
     rank = int(over.argmax())
     at = [problem.positions[i] for i in cuts]
     own = " and ".join(f"stage {s} (units {at[s]}..{at[s + 1] - 1})" for s in table.stages_of(rank))
-    need, room = (x / 2**30 for x in (over[rank] + problem.capacity[rank], problem.capacity[rank]))
+    need, room = (round(x / 2**30, 6) for x in (over[rank] + problem.capacity[rank], problem.capacity[rank]))
     found = "no cut fits" if proven else "no cut was found that fits"
     return StageError(
         f"{table.name} on {table.pp} ranks, {table.microbatches} micro-batches: {found}. The closest one leaves rank {rank}, "
