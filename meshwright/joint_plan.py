@@ -24,10 +24,9 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.schedules import illegal_combination, schedule_table, stage_rank
 from meshwright.cost.timeline import Simulation, simulate
 from meshwright.graph import Graph
-from meshwright.mesh import Mesh
 from meshwright.pins import RECOMPUTE, PinError, Pins
 from meshwright.plan import GroupChoice, Pipeline, Plan, PlanError
-from meshwright.prediction import OutOfMemoryError, capacity, step_flops, tokens_of
+from meshwright.prediction import OutOfMemoryError, capacity, size, step_flops, tokens_of
 from meshwright.rule import OpRule
 
 SHOWN = 12
@@ -50,9 +49,9 @@ def search_jointly(
     try:
         return search.run()
     except DoesNotFitError as error:
-        mesh = Mesh(("devices",), (cluster.world,))
-        found = OutOfMemoryError.of(error.least + inputs, {}, mesh, pins.microbatches or 1, cluster)
-        raise OutOfMemoryError(f"{found}. {error}", found.least, found.capacity, found.bytes_) from None
+        least, there = error.least + inputs, capacity(cluster)
+        words = f"nothing was found that fits {cluster}: the nearest needs {size(least)} of {size(there)} per device. {error}"
+        raise OutOfMemoryError(words, least, there, {}) from None
 
 
 def _check_combination(pins: Pins, cluster: Cluster) -> None:

@@ -101,7 +101,7 @@ def tokens_of(graph: Graph) -> int:
 
 
 class OutOfMemoryError(PlanError):
-    """No plan fits the device memory; says what binds and what would fit. Bytes per device: ``least`` that any plan needs,
+    """No plan fits the device memory; says what binds and what would fit. Bytes per device: ``least`` of all plans found,
     ``capacity`` there is, ``bytes_`` of the plan that needs least by kind."""
 
     def __init__(self, message: str, least: float, capacity: float, bytes_: Mapping[str, float]) -> None:

@@ -39,8 +39,8 @@ _PARTS = (0.25, 0.5, 0.75, 1.0)
 
 
 class DoesNotFitError(Exception):
-    """No cut of a candidate is within the capacity: the message says where; ``least`` bytes that it needs on some rank. Unless
-    ``proven``, none was found."""
+    """No cut of a candidate is within the capacity: the message says where; ``least`` bytes that it needs on some rank, as far
+    as found. Unless ``proven``, there may be one."""
 
     def __init__(self, message: str, least: float, proven: bool = True) -> None:
         super().__init__(message)
@@ -239,10 +239,9 @@ class Evaluator:
             return cuts
         except stages.StageError as error:
             self.work["stage that does not fit"] += candidate.stages
-            least = min(float(w.state.sum()) for w in ways) / candidate.pp
             received, all_ = (bytes_ / 2**30 for bytes_ in (self.capacity - room.min(), self.capacity))
             words = f"{error} What was received takes up to {received:.3g} of {all_:.3g} GiB."
-            raise DoesNotFitError(words, least, error.proven) from None
+            raise DoesNotFitError(words, self.capacity + error.excess, error.proven) from None
 
     def _stage_units(self, units: Units, crossing: Array) -> list[stages.Unit]:
         places = crossing if not self.forced else np.where(np.isin(np.arange(len(crossing)) + 1, self.forced), crossing, np.inf)

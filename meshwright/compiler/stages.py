@@ -53,11 +53,12 @@ _SLACK = (0.0, 0.01, 0.03, 0.1)
 
 
 class StageError(ValueError):
-    """No cut exists: more stages than units, or a rank that cannot fit; unless ``proven``, none was found."""
+    """No cut exists: more stages than units, or a rank that cannot fit, which needs ``excess`` bytes more than it has; unless
+    ``proven``, none was found."""
 
-    def __init__(self, message: str, proven: bool = True) -> None:
+    def __init__(self, message: str, proven: bool = True, excess: float = 0.0) -> None:
         super().__init__(message)
-        self.proven = proven
+        self.proven, self.excess = proven, excess
 
 
 @dataclass(frozen=True)
@@ -472,5 +473,5 @@ def _does_not_fit(problem: _Problem, cuts: np.ndarray, options: np.ndarray, *, p
     return StageError(
         f"{table.name} on {table.pp} ranks, {table.microbatches} micro-batches: {found}. The closest one leaves rank {rank}, "
         f"{own}, at {need:.3g} GiB of {room:.3g} GiB: {need - room:.3g} GiB too much. Recompute activations, shard the state "
-        "further, make micro-batches smaller or the pipeline longer.", proven
+        "further, make micro-batches smaller or the pipeline longer.", proven, float(over[rank])
     )
