@@ -45,7 +45,7 @@ OPTIMIZERS: Mapping[str, float] = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "momen
 """Bytes of optimizer state per parameter, fp32 states."""
 
 GAP = 0.005
-JOINT_SECONDS = 20.0
+JOINT_SECONDS = 18.0
 REMEDY_SECONDS = 5.0
 """Limits of a joint search: for the plan, and for what would fit if a pin were dropped."""
 FREE_DEVICES = 8

@@ -171,13 +171,14 @@ class Evaluator:
         beside = received * max(placement.crossing[:-1])
         beside[stage_rank(schedule, pp, several[0])[-1]] += count * placement.outputs
         room = np.maximum(self.capacity - beside, 1.0).tolist()
-        asked = enough / slack
+        asked = enough / slack if enough < np.inf else 0.0  # with nothing to beat, nothing need be sharp
         bound = stages.step_bound(options, pp, several, schedule, count, room, ends, asked)
         self.work["packing"] += 1
         self.work["rank alone"] += pp * (bound.by == "stages")
         self.work["rank of divided units"] += pp * (bound.by in ("divided", "whole"))
         self.work["pair of ranks of whole units"] += pp * pp * (bound.by == "whole")
-        return bound.seconds * slack if bound.seconds < asked else max(enough, bound.seconds * slack)
+        found = bound.seconds * slack
+        return max(enough, found) if bound.seconds >= asked > 0 else found
 
     def room(self, candidate: Candidate, placement: Placement, scale: float = 1.0) -> Array:
         """Bytes of every rank [pp] for its units, of ``scale`` times the capacity."""

@@ -54,8 +54,8 @@ _ALIKE = 0.75
 """Parts of the limit by which the first candidates of all (pp, tensor), those without a pipeline, and the best under other
 schedules are done."""
 _EFFORT: Mapping[str, float] = {
-    "placement": 0.1, "way": 0.0006, "alone": 0.001, "packing": 0.0015, "rank alone": 0.001, "rank of divided units": 0.002,
-    "pair of ranks of whole units": 0.0015, "cut": 0.015, "stage cut": 1.2e-6, "action simulated": 6e-8,
+    "placement": 0.1, "way": 0.0007, "alone": 0.001, "packing": 0.003, "rank alone": 0.0015, "rank of divided units": 0.003,
+    "pair of ranks of whole units": 0.0025, "cut": 0.015, "stage cut": 6e-7, "action simulated": 6e-8,
     "stage that does not fit": 0.004,
 }
 """Nominal seconds of what is done, as ``Evaluator.work`` counts it."""

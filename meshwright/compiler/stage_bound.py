@@ -118,8 +118,8 @@ def fractional_bound(
     ends: Ends | None = None, enough: float = 0.0,
 ) -> Bound:
     """The bound whatever the cut, with any number of stages a rank from the first of ``virtual_stages``, at least 2, to the
-    second. ``capacity``: bytes [pp]. With ``ends``: no step. If divided units can be run in less than ``enough`` seconds, every
-    rank is made to run whole ones; what takes longer than that is not told apart."""
+    second. ``capacity``: bytes [pp]. With ``ends``: no step. If divided units run in less than ``enough`` seconds, though
+    not in much less (``_WHOLE``), every rank is made to run whole ones; what takes longer than that is not told apart."""
     nothing = np.zeros(units.count)
     program = _Program(units, name, pp, virtual_stages, microbatches, ends or Ends(nothing, nothing, nothing, 1.0))
     room = capacity - _transient(units, pp, name in V_SHAPED)
@@ -132,11 +132,14 @@ def fractional_bound(
     program.time()
     program.outside()
     divided = program.bound()
-    if divided >= enough or not program.round():
+    far = divided * (1 + _WHOLE) < enough < math.inf
+    if divided >= enough or far or not program.round():
         return Bound(divided, "divided")
     return Bound(max(divided, program.bound(enough)), "whole")
 
 
+_WHOLE = 0.02
+"""Whole units were not seen to take longer than divided ones by more than this part."""
 _SAFE = 1 + 1e-6
 """More than what the solvers' tolerance can make of a bound."""
 

@@ -383,11 +383,11 @@ def _moves(problem: _Problem, cuts: np.ndarray, ranks: Sequence[int], wide: bool
 
 def _flips(problem: _Problem, options: np.ndarray, sources: np.ndarray) -> np.ndarray:
     """Options [K, S] with one source stage changed."""
-    rows = [
-        [*options[:s], way, *options[s + 1 :]]
-        for s in sources.tolist() for way in range(problem.units.ways) if way != options[s]
-    ]
-    return np.array(rows, dtype=np.int64).reshape(-1, len(options))
+    stage, way = np.repeat(sources, problem.units.ways), np.tile(np.arange(problem.units.ways), len(sources))
+    other = options[stage] != way
+    rows = np.tile(options, (int(other.sum()), 1))
+    rows[np.arange(len(rows)), stage[other]] = way[other]
+    return rows
 
 
 def _make_fit(problem: _Problem, cuts: np.ndarray, options: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -395,29 +395,47 @@ def _make_fit(problem: _Problem, cuts: np.ndarray, options: np.ndarray) -> tuple
     overflows, and of those changes first the one that frees the most bytes per second it adds."""
     excess = float(problem.excess(cuts[None], options[None])[0])
     while excess > 0:
-        over = problem.memory(cuts[None], options[None])[:, 0] > problem.capacity
-        for flip in (True, False):  # no other rank can help
-            if flip:
-                ways = _flips(problem, options, np.flatnonzero(over[list(problem.table.stage_rank)]))
-                moved = np.tile(cuts, (len(ways), 1))
-            else:
-                moved = _moves(problem, cuts, np.flatnonzero(over).tolist(), wide=True)
-                ways = np.tile(options, (len(moved), 1))
-            if not len(ways):
-                continue
-            left = problem.excess(moved, ways)
-            if not (left < excess).any():
-                continue
-            stage = problem.units.sums(moved, ways)[:3].sum(axis=(0, 1))
-            added = np.maximum(stage - problem.units.sums(cuts[None], options[None])[:3].sum(), 1e-12 * stage)
-            gain = np.where(left < excess, (excess - left) / added, -1.0)
-            if gain.max() > 0:
-                pick = int(gain.argmax())
-                cuts, options, excess = moved[pick], ways[pick], float(left[pick])
+        over = np.flatnonzero(problem.memory(cuts[None], options[None])[:, 0] > problem.capacity)  # no other rank can help
+        found = _flipped(problem, cuts, options, excess, over)
+        if found is None:
+            moved = _moves(problem, cuts, over.tolist(), wide=True)
+            gain = _gains(problem, (cuts, options), moved, np.tile(options, (len(moved), 1)), excess)
+            if not (gain > 0).any():
                 break
+            cuts = moved[int(gain.argmax())]
         else:
-            break
+            options = found
+        excess = float(problem.excess(cuts[None], options[None])[0])
     return cuts, options
+
+
+def _flipped(
+    problem: _Problem, cuts: np.ndarray, options: np.ndarray, excess: float, ranks: np.ndarray
+) -> np.ndarray | None:
+    """Options with the best change of each of these ranks, whose memories are their own affair; None if no change helps."""
+    rank_of = np.array(problem.table.stage_rank)
+    ways = _flips(problem, options, np.flatnonzero(np.isin(rank_of, ranks)))
+    gain = _gains(problem, (cuts, options), np.tile(cuts, (len(ways), 1)), ways, excess)
+    changed = ways != options
+    found = options.copy()
+    for rank in ranks:
+        own = np.where(changed[:, rank_of == rank].any(axis=1), gain, 0.0)
+        if len(own) and own.max() > 0:
+            best = int(own.argmax())
+            found[changed[best]] = ways[best][changed[best]]
+    return None if (found == options).all() else found
+
+
+def _gains(
+    problem: _Problem, now: tuple[np.ndarray, np.ndarray], cuts: np.ndarray, options: np.ndarray, excess: float
+) -> np.ndarray:
+    """Bytes of the ``excess`` now that each of K neighbours frees, per second that it adds to all stages: [K]."""
+    if not len(cuts):
+        return np.zeros(0)
+    freed = np.maximum(excess - problem.excess(cuts, options), 0.0)
+    stage = problem.units.sums(cuts, options)[:3].sum(axis=(0, 1))
+    before = problem.units.sums(now[0][None], now[1][None])[:3].sum()
+    return np.asarray(freed / np.maximum(stage - before, 1e-12 * stage))
 
 
 # ------------------------------------------------------------------------------------------- per stage, infeasibility
