@@ -171,7 +171,7 @@ class Evaluator:
         beside = received * max(placement.crossing[:-1])
         beside[stage_rank(schedule, pp, several[0])[-1]] += count * placement.outputs
         room = np.maximum(self.capacity - beside, 1.0).tolist()
-        asked = enough / slack if enough < np.inf else 0.0  # with nothing to beat, nothing need be sharp
+        asked = enough / slack
         bound = stages.step_bound(options, pp, several, schedule, count, room, ends, asked)
         self.work["packing"] += 1
         self.work["rank alone"] += pp * (bound.by == "stages")

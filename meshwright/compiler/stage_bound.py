@@ -132,14 +132,15 @@ def fractional_bound(
     program.time()
     program.outside()
     divided = program.bound()
-    far = divided * (1 + _WHOLE) < enough < math.inf
+    far = pp > _FEW and divided * (1 + _WHOLE) < enough < math.inf
     if divided >= enough or far or not program.round():
         return Bound(divided, "divided")
     return Bound(max(divided, program.bound(enough)), "whole")
 
 
-_WHOLE = 0.02
-"""Whole units were not seen to take longer than divided ones by more than this part."""
+_FEW, _WHOLE = 8, 0.02
+"""Up to so many ranks whole units are soon asked for; on more, where they take longer by no more than this part, as they seldom
+do, only if that could matter."""
 _SAFE = 1 + 1e-6
 """More than what the solvers' tolerance can make of a bound."""
 
