@@ -140,8 +140,7 @@ class Evaluator:
         ways, marks = self._ways(candidate, degrees, zero, placement)
         crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
         table = self.table(candidate)
-        room = self.room(candidate, placement, scale)
-        cuts = self._cut(candidate, ways, crossing, table, room, cutoff)
+        cuts = self._cut(candidate, placement, ways, crossing, table, scale, cutoff)
         chosen = np.zeros(len(self.names), dtype=int)
         for stage, option in enumerate(cuts.options):
             chosen[cuts.boundaries[stage] : cuts.boundaries[stage + 1]] = option
@@ -226,8 +225,10 @@ class Evaluator:
         return ways, marks
 
     def _cut(
-        self, candidate: Candidate, ways: Sequence[Units], crossing: Array, table: Table, room: Array, cutoff: float
+        self, candidate: Candidate, placement: Placement, ways: Sequence[Units], crossing: Array, table: Table, scale: float,
+        cutoff: float,
     ) -> stages.Cuts:
+        room = self.room(candidate, placement, scale)
         options = [self._stage_units(way, crossing) for way in ways]
         self.work["cut"] += 1
         try:
@@ -240,9 +241,9 @@ class Evaluator:
             return cuts
         except stages.StageError as error:
             self.work["stage that does not fit"] += candidate.stages
-            received, all_ = (bytes_ / 2**30 for bytes_ in (self.capacity - room.min(), self.capacity))
-            words = f"{error} What was received takes up to {received:.3g} of {all_:.3g} GiB."
-            raise DoesNotFitError(words, self.capacity + error.excess, error.proven) from None
+            received = self._beside(candidate, placement).max() / 2**30
+            words = f"{error} What was received and is handed back takes up to {received:.3g} GiB beside that."
+            raise DoesNotFitError(words, scale * self.capacity + error.excess, error.proven) from None
 
     def _stage_units(self, units: Units, crossing: Array) -> list[stages.Unit]:
         places = crossing if not self.forced else np.where(np.isin(np.arange(len(crossing)) + 1, self.forced), crossing, np.inf)

@@ -12,14 +12,13 @@ How: few enough cuts are all priced, in the order of their lower bound, until th
    stage s is units i..j) - with one stage a rank memory is an interval's own affair, so its value is a certified bound;
 2. its cuts, with ties broken towards balance at several thresholds, are simulated side by side;
 3. they are refined best first: one unit from stage a to stage b (everything between shifts), one stage to another option;
-   neighbours whose bound is no better are never simulated (``_refine``).
+   neighbours whose bound is no better are never simulated (``compiler.refine``).
 
 With several stages a rank the bound is the better of packing and a linear program (``compiler.stage_bound``).
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Sequence
@@ -39,15 +38,15 @@ from meshwright.compiler.intervals import (
     stage_memory,
     stage_work,
 )
+from meshwright.compiler.refine import BATCH, Cutting, Found, make_fit, refine
 from meshwright.compiler.stage_bound import Bound, crowded, fractional_bound, packing_bound
 from meshwright.cost.schedules import schedule_table
 from meshwright.cost.table import Table, maximal
-from meshwright.cost.timeline import Times, lower_bounds, makespans, peak_bytes
 
 __all__ = ["Cuts", "StageError", "Unit", "cut"]
 
-_EXHAUSTIVE, _PRICED, _BATCH, _PATIENCE = 5_000, 2_500, 96, 4
-"""Up to so many cuts (times options) are enumerated; so many are simulated when searching; so many side by side."""
+_EXHAUSTIVE = 5_000
+"""Up to so many cuts (times options) are enumerated."""
 _SLACK = (0.0, 0.01, 0.03, 0.1)
 """Relative slack over the smallest bottleneck at which balanced cuts are tried."""
 
@@ -140,7 +139,7 @@ def step_bound(
     packed = packing_bound(units, schedule, pp, microbatches) + float(ends.gather[0] + ends.optimizer.sum() / pp)
     if packed >= enough > 0:
         return Bound(packed, "packing")
-    for asked in (math.inf, enough):
+    for asked in dict.fromkeys((math.inf, enough)):
         if asked > 0 and crowded(units, schedule, pp, virtual_stages, microbatches, room, ends, asked):
             return Bound(asked, "packing")
     if virtual_stages == (1, 1):
@@ -161,7 +160,7 @@ def _single_bound(units: Intervals, pp: int, schedule: str, microbatches: int, c
 
 def _problem(
     ways: tuple[tuple[Unit, ...], ...], table: Table, virtual_stages: int, capacity: float | Sequence[float], overlap: bool
-) -> _Problem:
+) -> Cutting:
     units = ways[0]
     if len({len(way) for way in ways}) != 1:
         raise StageError(f"every option must list the same {len(units)} units, got {[len(way) for way in ways[1:]]}")
@@ -174,7 +173,7 @@ def _problem(
     room = np.broadcast_to(np.asarray(capacity, dtype=np.float64), (table.pp,))
     if not (room > 0).all():
         raise StageError(f"capacity must be bytes greater than 0 on every rank, got {capacity}")
-    return _Problem(table, virtual_stages, Intervals.of(ways, positions), room, overlap, tuple(positions))
+    return Cutting(table, virtual_stages, Intervals.of(ways, positions), room, overlap, tuple(positions))
 
 
 def _positions(units: Sequence[Unit]) -> list[int]:
@@ -182,54 +181,7 @@ def _positions(units: Sequence[Unit]) -> list[int]:
     return [0, *(i + 1 for i, u in enumerate(units[:-1]) if math.isfinite(u.value + u.gradient)), len(units)]
 
 
-@dataclass(frozen=True)
-class _Problem:
-    table: Table
-    virtual_stages: int
-    units: Intervals
-    capacity: np.ndarray
-    overlap: bool
-    positions: tuple[int, ...]
-
-    def times(self, cuts: np.ndarray, options: np.ndarray) -> Times:
-        """Stage times of K cuts: boundaries int [K, S + 1], options int [K, S]."""
-        forward, inputs, weights = self.units.sums(cuts, options)[:3]
-        at = cuts[:, 1:-1].T
-        return Times(forward, inputs, weights, self.units.value[at], self.units.gradient[at])
-
-    def memory(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
-        """Bytes of every rank at its peak: float [pp, K]."""
-        state, saved, pending = self.units.sums(cuts, options)[3:]
-        transient = self.units.transient[options, cuts[:, :-1], cuts[:, 1:]].T
-        out = peak_bytes(self.table, saved, pending)
-        for rank in range(self.table.pp):
-            own = list(self.table.stages_of(rank))
-            out[rank] += state[own].sum(axis=0) + transient[own].max(axis=0)
-        return out
-
-    def excess(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
-        """Bytes by which the ranks exceed their capacities, summed, [K]; 0 if all fit."""
-        return np.asarray(np.maximum(self.memory(cuts, options) - self.capacity[:, None], 0.0).sum(axis=0))
-
-    def bounds(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
-        name, m = self.table.name, self.table.microbatches
-        return lower_bounds(name, self.table.pp, self.virtual_stages, m, self.times(cuts, options))
-
-    def seconds(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
-        return makespans(self.table, self.times(cuts, options), overlap=self.overlap)
-
-
-@dataclass(frozen=True)
-class _Found:
-    cuts: np.ndarray
-    options: np.ndarray
-    makespan: float
-    bound: float
-    candidates: int
-    looked: int
-
-
-def _result(problem: _Problem, found: _Found) -> Cuts:
+def _result(problem: Cutting, found: Found) -> Cuts:
     cuts, options = found.cuts[None], found.options[None]
     stage = problem.times(cuts, options)
     memory = problem.memory(cuts, options)[:, 0]
@@ -251,12 +203,12 @@ def _result(problem: _Problem, found: _Found) -> Cuts:
 # --------------------------------------------------------------------------------------------------------- exhaustive
 
 
-def _count(problem: _Problem) -> int:
+def _count(problem: Cutting) -> int:
     n, stages = problem.units.count, problem.table.stages
     return math.comb(n - 1, stages - 1) * int(problem.units.ways**stages)
 
 
-def _all_cuts(problem: _Problem) -> _Found:
+def _all_cuts(problem: Cutting) -> Found:
     n, stages = problem.units.count, problem.table.stages
     inner = list(itertools.combinations(range(1, n), stages - 1))
     rows = np.array([(0, *c, n) for c in inner], dtype=np.int64)
@@ -270,8 +222,8 @@ def _all_cuts(problem: _Problem) -> _Found:
     bounds = problem.bounds(cuts, options)
     order = np.argsort(bounds, kind="stable")
     best, where, priced = math.inf, -1, 0
-    for low in range(0, len(order), _BATCH):
-        batch = order[low : low + _BATCH]
+    for low in range(0, len(order), BATCH):
+        batch = order[low : low + BATCH]
         batch = batch[bounds[batch] < best * (1 - 1e-12)]
         if not len(batch):
             break
@@ -279,13 +231,13 @@ def _all_cuts(problem: _Problem) -> _Found:
         priced += len(batch)
         if seconds.min() < best:
             best, where = float(seconds.min()), int(batch[seconds.argmin()])
-    return _Found(cuts[where], options[where], best, best, priced, len(excess))
+    return Found(cuts[where], options[where], best, best, priced, len(excess))
 
 
 # ------------------------------------------------------------------------------------------------------------- search
 
 
-def _several_bound(problem: _Problem) -> float:
+def _several_bound(problem: Cutting) -> float:
     """The bound with several stages a rank."""
     table, units = problem.table, problem.units
     packed = packing_bound(units, table.name, table.pp, table.microbatches)
@@ -294,7 +246,7 @@ def _several_bound(problem: _Problem) -> float:
     return max(packed, divided.seconds)
 
 
-def _search(problem: _Problem, known: float | None, cutoff: float) -> _Found:
+def _search(problem: Cutting, known: float | None, cutoff: float) -> Found:
     table, units = problem.table, problem.units
     costs, best_option = _stage_matrices(problem)
     top = smallest_bottleneck(costs)
@@ -314,134 +266,17 @@ def _search(problem: _Problem, known: float | None, cutoff: float) -> _Found:
         )
         cuts = np.tile(rows, (units.ways, 1))
         options = np.repeat(np.arange(units.ways), len(rows))[:, None] + np.zeros((1, table.stages), dtype=np.int64)
-        fitted = [_make_fit(problem, c, o) for c, o in zip(cuts, options, strict=True)]
+        fitted = [make_fit(problem, c, o) for c, o in zip(cuts, options, strict=True)]
         cuts, options = (np.array(part) for part in zip(*fitted, strict=True))
     if not (problem.excess(cuts, options) <= 0).any():
         raise _does_not_fit(problem, cuts[0], options[0], proven=False)
-    return _refine(problem, cuts, options, bound, cutoff)
-
-
-def _refine(problem: _Problem, cuts: np.ndarray, options: np.ndarray, bound: float, cutoff: float) -> _Found:
-    """Best-first local search from several starts: the cheapest cut not yet looked around is; of its neighbours those with
-    the smallest bounds are simulated, none whose bound is no better than the best or the cutoff. A look that found nothing
-    better is followed by a wide one around the best; ends when ``_PATIENCE`` in a row found nothing."""
-    stages = problem.table.stages
-    seen: set[bytes] = set()
-    pool: list[tuple[float, bytes]] = []
-    best, priced, looked, idle = (math.inf, b""), 0, 0, 0
-    while True:
-        looked += len(cuts)
-        rows = np.concatenate([cuts, options], axis=1)
-        bounds = problem.bounds(cuts, options)
-        better = np.flatnonzero(bounds < (min(best[0], cutoff) if seen else math.inf) * (1 - 1e-12))
-        better = better[[row.tobytes() not in seen for row in rows[better]]] if len(better) else better
-        if len(better):
-            better = better[problem.excess(cuts[better], options[better]) <= 0]
-        if len(better):
-            rows = rows[better[np.argsort(bounds[better], kind="stable")[:_BATCH]]]
-            seconds = problem.seconds(rows[:, : stages + 1], rows[:, stages + 1 :]).tolist()
-            priced += len(rows)
-            keys = [row.tobytes() for row in rows]
-            seen.update(keys)
-            for entry in zip(seconds, keys, strict=True):
-                heapq.heappush(pool, entry)
-        idle = 0 if pool and pool[0][0] < best[0] * (1 - 1e-12) else idle + 1
-        best = min(best, pool[0]) if pool else best
-        if not pool or best[0] <= bound or idle >= _PATIENCE or priced >= _PRICED:
-            row = np.frombuffer(best[1], dtype=np.int64)
-            return _Found(row[: stages + 1], row[stages + 1 :], best[0], bound, priced, looked)
-        again = best if idle == 1 else heapq.heappop(pool)
-        row = np.frombuffer(again[1], dtype=np.int64)
-        cuts, options = _neighbours(problem, row[: stages + 1], row[stages + 1 :], wide=idle == 1)
-
-
-def _neighbours(problem: _Problem, cuts: np.ndarray, options: np.ndarray, wide: bool) -> tuple[np.ndarray, np.ndarray]:
-    """One unit from stage a to stage b, everything between shifted (``wide``: between any two, see ``_moves``); or one stage to
-    another option."""
-    moved, flips = _moves(problem, cuts, range(problem.table.pp), wide), _flips(problem, options, np.arange(len(options)))
-    both = np.concatenate([moved, np.tile(cuts, (len(flips), 1))])
-    return both, np.concatenate([np.tile(options, (len(moved), 1)), flips])
-
-
-def _moves(problem: _Problem, cuts: np.ndarray, ranks: Sequence[int], wide: bool) -> np.ndarray:
-    """Boundaries [K, S + 1] with one unit of a stage of these ranks, which keeps another one, moved to another stage. Of the
-    stages between a rank's first and last, which are much alike, the longest gives and the shortest takes; ``wide``: all."""
-    sizes = np.diff(cuts)
-    stages_of = problem.table.stages_of
-
-    def chosen(rank: int, sign: int) -> set[int]:
-        own = list(stages_of(rank))
-        return set(own) if wide else {own[0], own[-1], *sorted(own[1:-1], key=lambda stage: sign * sizes[stage])[:1]}
-
-    give = np.array([stage for rank in ranks for stage in sorted(chosen(rank, -1)) if sizes[stage] > 1], dtype=np.int64)
-    take = np.array([stage for rank in range(problem.table.pp) for stage in sorted(chosen(rank, 1))])
-    # Boundary k (between stages k - 1 and k) moves down where a < k <= b, up where b < k <= a.
-    a, b, k = give[:, None, None], take[None, :, None], np.arange(len(cuts))[None, None, :]
-    shift = ((b < k) & (k <= a)).astype(np.int8) - ((a < k) & (k <= b)).astype(np.int8)
-    return np.asarray(cuts + shift[give[:, None] != take])
-
-
-def _flips(problem: _Problem, options: np.ndarray, sources: np.ndarray) -> np.ndarray:
-    """Options [K, S] with one source stage changed."""
-    stage, way = np.repeat(sources, problem.units.ways), np.tile(np.arange(problem.units.ways), len(sources))
-    other = options[stage] != way
-    rows = np.tile(options, (int(other.sum()), 1))
-    rows[np.arange(len(rows)), stage[other]] = way[other]
-    return rows
-
-
-def _make_fit(problem: _Problem, cuts: np.ndarray, options: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Follows the neighbours that overflow less until all fits or none does; options change before units leave a rank that
-    overflows, and of those changes first the one that frees the most bytes per second it adds."""
-    excess = float(problem.excess(cuts[None], options[None])[0])
-    while excess > 0:
-        over = np.flatnonzero(problem.memory(cuts[None], options[None])[:, 0] > problem.capacity)  # no other rank can help
-        found = _flipped(problem, cuts, options, excess, over)
-        if found is None:
-            moved = _moves(problem, cuts, over.tolist(), wide=True)
-            gain = _gains(problem, (cuts, options), moved, np.tile(options, (len(moved), 1)), excess)
-            if not (gain > 0).any():
-                break
-            cuts = moved[int(gain.argmax())]
-        else:
-            options = found
-        excess = float(problem.excess(cuts[None], options[None])[0])
-    return cuts, options
-
-
-def _flipped(
-    problem: _Problem, cuts: np.ndarray, options: np.ndarray, excess: float, ranks: np.ndarray
-) -> np.ndarray | None:
-    """Options with the best change of each of these ranks, whose memories are their own affair; None if no change helps."""
-    rank_of = np.array(problem.table.stage_rank)
-    ways = _flips(problem, options, np.flatnonzero(np.isin(rank_of, ranks)))
-    gain = _gains(problem, (cuts, options), np.tile(cuts, (len(ways), 1)), ways, excess)
-    changed = ways != options
-    found = options.copy()
-    for rank in ranks:
-        own = np.where(changed[:, rank_of == rank].any(axis=1), gain, 0.0)
-        if len(own) and own.max() > 0:
-            best = int(own.argmax())
-            found[changed[best]] = ways[best][changed[best]]
-    return None if (found == options).all() else found
-
-
-def _gains(
-    problem: _Problem, now: tuple[np.ndarray, np.ndarray], cuts: np.ndarray, options: np.ndarray, excess: float
-) -> np.ndarray:
-    """Bytes of the ``excess`` now that each of K neighbours frees, per second that it adds to all stages: [K]."""
-    if not len(cuts):
-        return np.zeros(0)
-    freed = np.maximum(excess - problem.excess(cuts, options), 0.0)
-    stage = problem.units.sums(cuts, options)[:3].sum(axis=(0, 1))
-    before = problem.units.sums(now[0][None], now[1][None])[:3].sum()
-    return np.asarray(freed / np.maximum(stage - before, 1e-12 * stage))
+    return refine(problem, cuts, options, bound, cutoff)
 
 
 # ------------------------------------------------------------------------------------------- per stage, infeasibility
 
 
-def _stage_matrices(problem: _Problem) -> tuple[list[Matrix], list[Matrix]]:
+def _stage_matrices(problem: Cutting) -> tuple[list[Matrix], list[Matrix]]:
     """(per stage what it costs at least, the option that does), [n + 1, n + 1] each; inf where no option fits.
 
     With one stage a rank: the stage bound, in seconds of the whole run. With several: the work of one micro-batch.
@@ -464,7 +299,7 @@ def _in_flight(table: Table, stage: int) -> np.ndarray:
     return maximal(table.in_flight[rank][:, :, table.stages_of(rank).index(stage)])
 
 
-def _tightest(problem: _Problem) -> StageError:
+def _tightest(problem: Cutting) -> StageError:
     """Proof that no cut fits, one stage a rank: the cut whose fullest stage overflows least still does."""
     table, units = problem.table, problem.units
     memory = [stage_memory(units, _in_flight(table, s), s, table.stages) - problem.capacity[s] for s in range(table.stages)]
@@ -474,13 +309,13 @@ def _tightest(problem: _Problem) -> StageError:
     return _does_not_fit(problem, cuts, options, proven=True)
 
 
-def _too_much(problem: _Problem) -> StageError:
+def _too_much(problem: Cutting) -> StageError:
     """Proof that no cut fits, several stages a rank: not even divided units do."""
     even = np.linspace(0, problem.units.count, problem.table.stages + 1).astype(np.int64)
-    return _does_not_fit(problem, *_make_fit(problem, even, np.zeros(problem.table.stages, dtype=np.int64)), proven=True)
+    return _does_not_fit(problem, *make_fit(problem, even, np.zeros(problem.table.stages, dtype=np.int64)), proven=True)
 
 
-def _does_not_fit(problem: _Problem, cuts: np.ndarray, options: np.ndarray, *, proven: bool) -> StageError:
+def _does_not_fit(problem: Cutting, cuts: np.ndarray, options: np.ndarray, *, proven: bool) -> StageError:
     table = problem.table
     over = problem.memory(cuts[None], options[None])[:, 0] - problem.capacity
     rank = int(over.argmax())
