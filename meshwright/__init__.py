@@ -13,15 +13,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from meshwright import plan as _plan_module
-from meshwright.errors import CaptureError, InputError, MeshwrightError
+from meshwright.errors import (
+    CaptureError,
+    CheckpointError,
+    InputError,
+    MeshwrightError,
+    MissingCheckpointError,
+    RunError,
+    VerifyError,
+)
+from meshwright.graph import GraphError
+from meshwright.mesh import MeshError
+from meshwright.notation import RuleError
 from meshwright.pins import PinError, Pins
 from meshwright.plan import Plan, PlanError
+from meshwright.sharding import ShardingError
 
 if TYPE_CHECKING:
     from meshwright.api import autoparallel, plan
     from meshwright.compiler.rules import register_rule
     from meshwright.cost.cluster import Cluster, ClusterError
+    from meshwright.cost.table import ScheduleError
     from meshwright.planner import OutOfMemoryError
+    from meshwright.runtime.materialize import MaterializeError
 
 _LAZY: Mapping[str, str] = {
     "autoparallel": "meshwright.api",
@@ -29,7 +43,9 @@ _LAZY: Mapping[str, str] = {
     "register_rule": "meshwright.compiler.rules",
     "Cluster": "meshwright.cost.cluster",
     "ClusterError": "meshwright.cost.cluster",
+    "MaterializeError": "meshwright.runtime.materialize",
     "OutOfMemoryError": "meshwright.planner",
+    "ScheduleError": "meshwright.cost.table",
 }
 """{public name: the module that defines it}."""
 
@@ -50,6 +66,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "CaptureError", "Cluster", "ClusterError", "InputError", "MeshwrightError", "OutOfMemoryError", "PinError", "Pins",
-    "Plan", "PlanError", "autoparallel", "plan", "register_rule",
+    "CaptureError", "CheckpointError", "Cluster", "ClusterError", "GraphError", "InputError", "MaterializeError", "MeshError",
+    "MeshwrightError", "MissingCheckpointError", "OutOfMemoryError", "PinError", "Pins", "Plan", "PlanError", "RuleError",
+    "RunError", "ScheduleError", "ShardingError", "VerifyError", "autoparallel", "plan", "register_rule",
 ]

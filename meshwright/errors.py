@@ -1,14 +1,29 @@
 """What can go wrong, as types a caller can catch.
 
-Every error says what was asked for, what is wrong with it, and what to do. Errors about a value's own form stay beside
-that value (``MeshError``, ``ShardingError``, ``GraphError``, ``RuleError``).
+Every error says what was asked for, what is wrong with it, and what to do, and is a ``MeshwrightError``. Errors about a value's
+own form stay beside that value (``MeshError``, ``ShardingError``, ``GraphError``, ``RuleError``, ``PlanError``). Where Python
+has a type of its own for such a mistake, an error is that as well (``PlanError`` is a ``ValueError``).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class MeshwrightError(Exception):
     """Base of the errors that a user of meshwright can act on."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies without calling the constructor, which may want other arguments than the message: what one rank raises, the
+        others raise too."""
+        return _revive, (type(self), self.args, dict(self.__dict__))
+
+
+def _revive(cls: type[MeshwrightError], args: tuple[Any, ...], state: dict[str, Any]) -> MeshwrightError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class CaptureError(MeshwrightError):
@@ -23,6 +38,25 @@ class CaptureError(MeshwrightError):
 
 class InputError(MeshwrightError, TypeError):
     """A call whose arguments do not fit: the forward's signature, or the inputs that the plan was made for."""
+
+
+class CheckpointError(MeshwrightError, ValueError):
+    """A checkpoint or state dict that cannot be read, or that is another model's."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """A folder that holds no checkpoint."""
+
+    def __new__(cls, *args: Any) -> MissingCheckpointError:
+        """As an OSError, which among the bases has the larger instances."""
+        return FileNotFoundError.__new__(cls, *args)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RunError(MeshwrightError, RuntimeError):
+    """What a parallel module is asked to do cannot be done in the state it is in."""
 
 
 class VerifyError(MeshwrightError):

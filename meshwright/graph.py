@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
+from meshwright.errors import MeshwrightError
 from meshwright.sharding import DTYPE_NAMES
 
 
-class GraphError(ValueError):
+class GraphError(MeshwrightError, ValueError):
     """A graph that is not well formed."""
 
 

@@ -39,7 +39,7 @@ def search_jointly(
     """Run the search. A model without blocks is cut between its layers if a pipeline is pinned. Raises PinError,
     OutOfMemoryError."""
     _check_combination(pins, cluster)
-    inputs = float(sum(graph.values[name].bytes_ for name in graph.inputs))
+    inputs = inputs_of(graph)
     graph = find_layers(graph) if pins.needs_stages(cluster.world) else graph
     search = JointSearch(
         graph, cluster, rules, pins, itemsize=2 if precision == "bf16" else 4, state_bytes=state_bytes,
@@ -49,9 +49,19 @@ def search_jointly(
     try:
         return search.run()
     except DoesNotFitError as error:
-        least, there = error.least + inputs, capacity(cluster)
-        words = f"nothing was found that fits {cluster}: the nearest needs {size(least)} of {size(there)} per device. {error}"
-        raise OutOfMemoryError(words, least, there, {}) from None
+        raise does_not_fit(error, cluster, inputs) from None
+
+
+def inputs_of(graph: Graph) -> float:
+    """Bytes of the inputs, which every device holds whole."""
+    return float(sum(graph.values[name].bytes_ for name in graph.inputs))
+
+
+def does_not_fit(error: DoesNotFitError, cluster: Cluster, inputs: float) -> OutOfMemoryError:
+    """What the search says of its candidates, in the user's terms."""
+    least, there = error.least + inputs, capacity(cluster)
+    words = f"nothing was found that fits {cluster}: the nearest needs {size(least)} of {size(there)} per device. {error}"
+    return OutOfMemoryError(words, least, there, {})
 
 
 def _check_combination(pins: Pins, cluster: Cluster) -> None:

@@ -12,13 +12,15 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from meshwright.errors import MeshwrightError
+
 PP = "pp"
 """The axis along which pipeline stages lie, the outermost of a mesh that has any. No sharding names it."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
-class MeshError(ValueError):
+class MeshError(MeshwrightError, ValueError):
     """A mesh that cannot be, or an axis that it does not have."""
 
 

@@ -27,11 +27,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshwright.errors import MeshwrightError
+
 _TOKEN = re.compile(r"\s*(?:(->)|(\.\.\.)|(\(\))|(\d+(?!\w))|([A-Za-z_]\w*)|([*!?.,;+]))")
 _RESERVED = re.compile(r"dim\d*")
 
 
-class RuleError(ValueError):
+class RuleError(MeshwrightError, ValueError):
     """A rule that cannot be read, or that does not fit its operator."""
 
 

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from meshwright.errors import MeshwrightError
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "zb", "zbv", "dualpipev")
 RECOMPUTE = ("none", "selective", "full")
 ATTENTION = ("allgather", "ulysses", "ring")
 
 
-class PinError(ValueError):
+class PinError(MeshwrightError, ValueError):
     """Pins that contradict each other, the devices or the model."""
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.errors import MeshwrightError
 from meshwright.graph import Graph
 from meshwright.mesh import PP, Mesh
 from meshwright.sharding import Sharding
@@ -30,7 +31,7 @@ TIME = "mb"
 """The micro-batch axis: splitting the batch over it is gradient accumulation. Not an axis of the device mesh."""
 
 
-class PlanError(ValueError):
+class PlanError(MeshwrightError, ValueError):
     """A plan that cannot be made, read or run."""
 
 

@@ -32,7 +32,7 @@ from meshwright.compiler.units import find_units, split_at
 from meshwright.cost.cluster import Cluster
 from meshwright.footprint import Footprints, with_footprint
 from meshwright.graph import Graph
-from meshwright.joint_plan import Plans, certificate, search_jointly
+from meshwright.joint_plan import Plans, certificate, does_not_fit, inputs_of, search_jointly
 from meshwright.layouts import Layout, layouts, microbatch_counts, variants
 from meshwright.pins import RECOMPUTE, PinError, Pins, vars_of
 from meshwright.plan import Plan, PlanError, Schedule
@@ -204,6 +204,8 @@ class _Search:
             if plan.predicted["step_seconds"] < seconds * (1 - _TIE):
                 best, seconds, counted = plan, float(plan.predicted["step_seconds"]), found.seconds
         if best is None:
+            if isinstance(failure, DoesNotFitError):
+                raise does_not_fit(failure, self.cluster, inputs_of(self.graph)) from None
             raise failure or PlanError(f"no layout of {self.cluster} runs this model")
         return replace(best, certificate=certificate(outcome, seconds, counted))
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from meshwright.errors import MeshwrightError
 from meshwright.mesh import Mesh
 
 if TYPE_CHECKING:  # importing DTensor takes most of a second, and only the two conversions need it
@@ -40,7 +41,7 @@ _TYPE = re.compile(r"(?:(\w+))?\[(.*)\]\s*((?:[+~]\w+\s*)*)")
 _DIM = re.compile(r"(\d+|_)(?:@(?:(\w+)|\(([\w,\s]+)\)))?")
 
 
-class ShardingError(ValueError):
+class ShardingError(MeshwrightError, ValueError):
     """A sharding that contradicts itself, its mesh or its value."""
 
 

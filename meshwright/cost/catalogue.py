@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from meshwright.errors import MeshwrightError
 from meshwright.sharding import DTYPE_NAMES
 
 _UNITS: Mapping[str, float] = {
@@ -27,7 +28,7 @@ _UNITS: Mapping[str, float] = {
 _KINDS = ("switch", "ring", "bus", "torus")
 
 
-class ClusterError(ValueError):
+class ClusterError(MeshwrightError, ValueError):
     """A cluster that cannot be read, or a device or node that is not known."""
 
 

@@ -22,12 +22,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.errors import MeshwrightError
+
 KINDS = "FBIW"
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
-class ScheduleError(ValueError):
+class ScheduleError(MeshwrightError, ValueError):
     """A schedule that cannot be built or never finishes: what was asked, why not, and the nearest that can."""
 
 

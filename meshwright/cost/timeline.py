@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from meshwright.cost.schedules import SPLIT_BACKWARD, V_SHAPED, interleaved_warmup, stage_rank
-from meshwright.cost.table import Action, Table
+from meshwright.cost.table import Action, ScheduleError, Table
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ def times(
         array = np.asarray(number, dtype=np.float64)
         array = np.full((rows, 1), array) if array.ndim == 0 else array.reshape(len(array), -1 if array.size else 1)
         if len(array) != rows:
-            raise ValueError(f"{name}: expected a number or {rows} of them for {stages} stages, got {len(array)}")
+            raise ScheduleError(f"{name}: expected a number or {rows} of them for {stages} stages, got {len(array)}")
         if not np.all(array >= 0):
-            raise ValueError(f"{name}: seconds must be non-negative numbers, got {array.min()}")
+            raise ScheduleError(f"{name}: seconds must be non-negative numbers, got {array.min()}")
         arrays.append(array)
     cases = max(array.shape[1] for array in arrays)
     return Times(*(np.broadcast_to(array, (len(array), cases)) for array in arrays))

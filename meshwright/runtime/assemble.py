@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from meshwright.graph import refs
+from meshwright.plan import PlanError
 from meshwright.program import Program, Segment, Stored
 from meshwright.runtime.engine import Engine, Gathered, Runner, Slot, Step
 from meshwright.runtime.groups import DataMesh, Groups, live, make_data_mesh
@@ -218,8 +219,8 @@ class _Assembly:
             runner.arguments, runner.slots = (*segment.graph.inputs, *read), [self.slots[name] for name in read]
             gathered = [name for name in read if self.slots[name].holder is not None]
             if gathered:
-                raise ValueError(f"the prologue reads parameters {gathered}, which are gathered per micro-batch; it may read "
-                                 f"inputs, buffers and frozen parameters")
+                raise PlanError(f"the prologue reads parameters {gathered}, which are gathered per micro-batch; it may read "
+                                f"inputs, buffers and frozen parameters")
         engine.prologue = [Step(runners[id(s)], runners[id(s)], s.graph.inputs, s.graph.outputs) for s in prologue]
         engine.shared = {name: self.slots[name] for name, home in self.homes.items() if home == ROOT}
         steps: list[Step] = []

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import filesystem, state_dict_loader, state_di
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from meshwright.errors import CheckpointError, MissingCheckpointError
 from meshwright.program import Stored
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.layout import Box, box, local_of, owner, take
@@ -142,22 +143,23 @@ def save(entries: Entries, groups: Groups, folder: str | os.PathLike[str], optim
 def load(entries: Entries, groups: Groups, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None) -> None:
     """Read what ``save`` wrote, under this or any other plan and world. Every rank calls this.
 
-    Raises FileNotFoundError, or ValueError naming tensors that the folder lacks, before anything is changed.
+    Raises MissingCheckpointError (a FileNotFoundError), or CheckpointError naming tensors that the folder lacks, before
+    anything is changed.
     """
     source = Path(folder)
     if not (source / ".metadata").is_file():
-        raise FileNotFoundError(f"{source} is no checkpoint (it has no .metadata); give a folder written by save()")
+        raise MissingCheckpointError(f"{source} is no checkpoint (it has no .metadata); give a folder written by save()")
     known: dict[str, Any] = filesystem.FileSystemReader(source).read_metadata().state_dict_metadata
     wanted = {f"model.{stored.fqns[0]}": stored.shape for stored, _ in entries.values()}  # of all stages: all ranks judge alike
     missing = sorted(set(wanted) - set(known))
     if missing:
-        raise ValueError(f"checkpoint {source} lacks {len(missing)} tensors of this model, the first: {missing[:3]}; it was "
-                         f"written by another model")
+        raise CheckpointError(f"checkpoint {source} lacks {len(missing)} tensors of this model, the first: {missing[:3]}; it "
+                              f"was written by another model")
     shapes = {key: tuple(known[key].size) for key in wanted}
     wrong = [key for key, shape in wanted.items() if shapes[key] != shape]
     if wrong:
         key = wrong[0]
-        raise ValueError(f"checkpoint {source} has {key!r} with shape {shapes[key]}, this model's is {wanted[key]}")
+        raise CheckpointError(f"checkpoint {source} has {key!r} with shape {shapes[key]}, this model's is {wanted[key]}")
     content = _model_shares(entries, groups)
     states: dict[str, Any] = {}
     if optimizer is not None:
@@ -185,8 +187,8 @@ def _named(entries: Entries, optimizer: torch.optim.Optimizer) -> dict[Tensor, S
     known = {tensor: stored for stored, tensor in entries.values() if tensor is not None}
     strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
     if strangers:
-        raise ValueError(f"the optimizer holds {len(strangers)} parameters that are not this module's; make it of "
-                         f"parallel.parameters()")
+        raise CheckpointError(f"the optimizer holds {len(strangers)} parameters that are not this module's; make it of "
+                              f"parallel.parameters()")
     return {p: known[p] for group in optimizer.param_groups for p in group["params"]}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.errors import InputError
+from meshwright.errors import CheckpointError, InputError, RunError
 from meshwright.graph import map_refs
 from meshwright.mesh import PP
 from meshwright.program import SEED, Port, Program, Stored
@@ -220,7 +220,7 @@ class ParallelModule(nn.Module):
             dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
         total = total if is_max else total.pow(1 / norm_type)
         if error_if_nonfinite and not total.isfinite():
-            raise RuntimeError(f"the norm of the gradients is {total.item()}; they were not clipped")
+            raise RunError(f"the norm of the gradients is {total.item()}; they were not clipped")
         if grads:
             torch._foreach_mul_(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))
         return total
@@ -241,7 +241,7 @@ class ParallelModule(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As ``nn.Module.load_state_dict``, into the shares that are there (``assign`` is refused)."""
         if assign:
-            raise ValueError("assign=True would take the parameters from under the engine; load into them (assign=False)")
+            raise CheckpointError("assign=True would take the parameters from under the engine; load into them (assign=False)")
         self._engine[0].reshard()
         return super().load_state_dict(state_dict, strict)
 
@@ -251,7 +251,7 @@ class ParallelModule(nn.Module):
             probe = torch.empty(0, dtype=tensor.dtype, device=self._groups.device)
             moved = fn(probe)
             if (moved.dtype, moved.device) != (probe.dtype, probe.device):
-                raise RuntimeError(f"parameters are {probe.dtype} on {probe.device} by the plan and cannot become "
+                raise RunError(f"parameters are {probe.dtype} on {probe.device} by the plan and cannot become "
                                    f"{moved.dtype} on {moved.device}; plan with another precision or build on another device")
         return self
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from meshwright.errors import RunError
+from meshwright.plan import PlanError
 from meshwright.program import SEED, Program
 from meshwright.runtime.engine import Engine, Environment
 from meshwright.runtime.layout import local_of
@@ -104,7 +106,7 @@ def _forward_backward(
     assert loss_name is not None
     given = join.how.get(loss_name)
     if given != "sum":
-        raise ValueError(f"loss {loss_name!r} over {program.microbatches} micro-batches must be their sum, not {given!r}")
+        raise PlanError(f"loss {loss_name!r} over {program.microbatches} micro-batches must be their sum, not {given!r}")
 
     def run() -> Tensor:
         batches = microbatches_of(program, values, seed)
@@ -141,7 +143,7 @@ class Release(Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
-            raise RuntimeError("the gradients of this loss were already handed out; run the forward again")
+            raise RunError("the gradients of this loss were already handed out; run the forward again")
         grads, ctx.grads = ctx.grads, None
         held = [local_of(grad) for grad in grads if grad is not None]
         if held:
