@@ -33,16 +33,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.cost.cluster import Cluster
 from meshwright.footprint import footprints
-from meshwright.graph import Graph
-from meshwright.mesh import PP
+from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import PP
+from meshwright.ir.pins import Pins
+from meshwright.ir.plan import Plan
 from meshwright.passes import cut_stages, rank_program
-from meshwright.pins import Pins
-from meshwright.plan import Plan
 from meshwright.planner import OPTIMIZERS, capture_model, make_plan, rules_of
 from meshwright.runtime.assemble import assemble, data_meshes, fused_axes
 from meshwright.runtime.groups import make_groups
 from meshwright.runtime.module import ParallelModule
-from meshwright.runtime.pipeline import Pipeline
+from meshwright.runtime.pipeline.pipeline import Pipeline
 
 CPU = torch.device("cpu")
 

@@ -2,8 +2,8 @@
 
     python benchmarks/pricing.py [--layers 126]
 
-The budget is 5 ms: time and bytes of a solution from the tables of its chain (``compiler.problem.price``). The replay of
-memory (``cost.peak``) is for the plan that was chosen, and printed beside it.
+The budget is 5 ms: time and bytes of a solution from the tables of its chain (``compiler.placement.problem.price``). The replay
+of memory (``cost.memory.peak``) is for the plan that was chosen, and printed beside it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
 from meshwright import planner
-from meshwright.compiler.chain import Chain, Solution
-from meshwright.compiler.problem import price
+from meshwright.compiler.placement.problem import price
+from meshwright.compiler.solver.chain import Chain, Solution
 from meshwright.footprint import footprints
 
 

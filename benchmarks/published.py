@@ -62,13 +62,13 @@ from rows import (
 )
 from torch import nn
 
-from meshwright.architectures import Gpt, build
 from meshwright.cost.cluster import Cluster
-from meshwright.graph import Graph
-from meshwright.pins import Pins
-from meshwright.plan import Plan
+from meshwright.ir.graph import Graph
+from meshwright.ir.pins import Pins
+from meshwright.ir.plan import Plan
 from meshwright.planner import OutOfMemoryError, capture_model, make_plan
-from meshwright.zoo import Trained
+from meshwright.published.architectures import Gpt, build
+from meshwright.published.zoo import Trained
 
 DATA = Path(__file__).parent / "data"
 FILES = (DATA / "steps.csv", DATA / "memory.csv")

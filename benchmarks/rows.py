@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from meshwright.architectures import Architecture
 from meshwright.cost.catalogue import catalogue
 from meshwright.cost.cluster import Cluster
-from meshwright.pins import Pins
-from meshwright.zoo import zero_of_stages
+from meshwright.ir.pins import Pins
+from meshwright.published.architectures import Architecture
+from meshwright.published.zoo import zero_of_stages
 
 Row = Mapping[str, str]
 
@@ -110,7 +110,7 @@ class Shape(NamedTuple):
 
     @property
     def architecture(self) -> Architecture:
-        """As ``meshwright.architectures`` builds it."""
+        """As ``meshwright.published.architectures`` builds it."""
         return Architecture(
             self.family, self.layers, self.hidden, self.heads, self.ffn, self.vocab, self.kv_heads, 0, self.experts, self.top_k
         )

@@ -81,10 +81,10 @@ def worker(
             print(f"{step:4d}   {single:14.7f}   {loss:14.7f}   {abs(loss - single) / single:10.1e}", flush=True)
 
     if rank == 0:
-        print(parallel.plan, flush=True)
+        mw.show(parallel.plan)
         parallel.plan.save(out)
         if parallel.plan.pipeline is not None:
-            parallel.plan.timeline(_trace(out))
+            mw.timeline(parallel.plan, _trace(out))
         print(f"\n{'step':>4s}   {'one process':>14s}   {f'{WORLD} processes':>14s}   {'relative':>10s}", flush=True)
     losses = train(parallel, steps, report)
     worst = max(abs(a - b) / b for a, b in zip(losses, reference, strict=True))

@@ -2,6 +2,7 @@
 
     parallel = meshwright.autoparallel(model, mesh)     run it: an nn.Module, in an unmodified training loop
     plan = meshwright.plan(model, "h100:8x8", example)  plan it: no processes, no GPU, any size
+    meshwright.show(plan), explain(plan, name), diff(plan, other), timeline(plan, path), to_networkx(plan)   look at it
 
 Names are imported when first used: planning needs the solver, running needs torch.distributed, importing needs neither.
 """
@@ -12,7 +13,6 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from meshwright import plan as _plan_module
 from meshwright.errors import (
     CaptureError,
     CheckpointError,
@@ -22,12 +22,12 @@ from meshwright.errors import (
     RunError,
     VerifyError,
 )
-from meshwright.graph import GraphError
-from meshwright.mesh import MeshError
-from meshwright.notation import RuleError
-from meshwright.pins import PinError, Pins
-from meshwright.plan import Plan, PlanError
-from meshwright.sharding import ShardingError
+from meshwright.ir.graph import GraphError
+from meshwright.ir.mesh import MeshError
+from meshwright.ir.notation import RuleError
+from meshwright.ir.pins import PinError, Pins
+from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.sharding import ShardingError
 
 if TYPE_CHECKING:
     from meshwright.api import autoparallel, plan
@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from meshwright.cost.cluster import Cluster, ClusterError
     from meshwright.cost.table import ScheduleError
     from meshwright.planner import OutOfMemoryError
-    from meshwright.runtime.materialize import MaterializeError
+    from meshwright.runtime.state.materialize import MaterializeError
+    from meshwright.views.explain import diff, explain
+    from meshwright.views.facts import to_networkx
+    from meshwright.views.report import show, timeline
 
 _LAZY: Mapping[str, str] = {
     "autoparallel": "meshwright.api",
@@ -43,15 +46,16 @@ _LAZY: Mapping[str, str] = {
     "register_rule": "meshwright.compiler.rules",
     "Cluster": "meshwright.cost.cluster",
     "ClusterError": "meshwright.cost.cluster",
-    "MaterializeError": "meshwright.runtime.materialize",
+    "MaterializeError": "meshwright.runtime.state.materialize",
     "OutOfMemoryError": "meshwright.planner",
     "ScheduleError": "meshwright.cost.table",
+    "explain": "meshwright.views.explain",
+    "diff": "meshwright.views.explain",
+    "show": "meshwright.views.report",
+    "timeline": "meshwright.views.report",
+    "to_networkx": "meshwright.views.facts",
 }
 """{public name: the module that defines it}."""
-
-# ``meshwright.plan`` is the function; the module of the same name, bound here by its import, stays reachable by import only.
-if globals().get("plan") is _plan_module:
-    del globals()["plan"]
 
 
 def __getattr__(name: str) -> Any:
@@ -68,5 +72,6 @@ def __dir__() -> list[str]:
 __all__ = [
     "CaptureError", "CheckpointError", "Cluster", "ClusterError", "GraphError", "InputError", "MaterializeError", "MeshError",
     "MeshwrightError", "MissingCheckpointError", "OutOfMemoryError", "PinError", "Pins", "Plan", "PlanError", "RuleError",
-    "RunError", "ScheduleError", "ShardingError", "VerifyError", "autoparallel", "plan", "register_rule",
+    "RunError", "ScheduleError", "ShardingError", "VerifyError", "autoparallel", "diff", "explain",
+    "plan", "register_rule", "show", "timeline", "to_networkx",
 ]

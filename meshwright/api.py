@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.schedules import illegal, illegal_combination, stage_rank
 from meshwright.errors import InputError
-from meshwright.graph import Graph
-from meshwright.pins import PinError, Pins, vars_of
-from meshwright.plan import Plan, PlanError
+from meshwright.ir.graph import Graph
+from meshwright.ir.pins import PinError, Pins, vars_of
+from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.serialize import plan_from_dict, plan_hash, plan_to_dict
 from meshwright.planner import OPTIMIZERS, Timing, capture_model, check_pins, make_plan, rules_of
-from meshwright.serialize import plan_from_dict, plan_hash, plan_to_dict
 
 AXES = ("dp", "tp", "cp", "pp", "ep")
 PRECISIONS = ("fp32", "bf16")

@@ -29,9 +29,9 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.errors import InputError, MeshwrightError
-from meshwright.mesh import PP, Mesh
-from meshwright.pins import PinError, Pins
-from meshwright.plan import Plan
+from meshwright.ir.mesh import PP, Mesh
+from meshwright.ir.pins import PinError, Pins
+from meshwright.ir.plan import Plan
 
 DIFFERENT, WRONG, NOTHING_FITS = 1, 2, 3
 FEW_RANKS = 16
@@ -75,6 +75,7 @@ def plan_command(
                     tensors=_tensor_pins(tensor or []))
         module, example = _load(model, batch, sequence)
         from meshwright.api import plan
+        from meshwright.views import report
 
         found = plan(module, _cluster(cluster), example, optimizer=_optimizer(optimizer), precision=precision, pins=pins,
                      strict=strict, progress=progress and not as_json and sys.stderr.isatty())
@@ -83,7 +84,7 @@ def plan_command(
         if as_json:
             _print_json({**summary(found), "file": str(out) if out is not None else None})
         else:
-            _print_plan(found)
+            report.show(found)
             if out is not None:
                 typer.echo(f"plan written to {out}", err=True)
 
@@ -95,16 +96,18 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Print a plan."""
+    from meshwright.views import report
+
     with _errors(as_json):
         plan = Plan.load(file)
         if html is not None:
-            plan.show(html)
+            report.show(plan, html)
         if as_json:
             _print_json({**summary(plan), "file": str(file)})
         elif html is not None:
             typer.echo(f"report written to {html}", err=True)
         else:
-            _print_plan(plan)
+            report.show(plan)
 
 
 @app.command()
@@ -115,7 +118,9 @@ def explain(
 ) -> None:
     """Say what was chosen for an operator, parameter or module, and what the alternatives would cost."""
     with _errors(as_json):
-        text = Plan.load(file).explain(name)
+        from meshwright.views import explain as answers
+
+        text = answers.explain(Plan.load(file), name)
         if as_json:
             _print_json({"name": name, "text": text.splitlines()})
         else:
@@ -127,10 +132,11 @@ def diff(file: PlanFile, other: PlanFile, as_json: Json = False) -> None:
     """Print what is different in the second plan; exit code 1 if something is."""
     with _errors(as_json):
         old, new = Plan.load(file), Plan.load(other)
-        from meshwright.serialize import plan_hash
+        from meshwright.ir.serialize import plan_hash
+        from meshwright.views import explain as answers
 
         same = plan_hash(old) == plan_hash(new)
-        text = old.diff(new)
+        text = answers.diff(old, new)
         if as_json:
             _print_json({"equal": same, "differences": [] if text == "no differences" else text.splitlines()})
         else:
@@ -175,7 +181,7 @@ def simulate_command(
 
     with _errors(as_json):
         if file is not None:
-            from meshwright.joint_plan import simulation_of
+            from meshwright.compiler.search.joint_plan import simulation_of
 
             run = simulation_of(Plan.load(file))
         elif pp is None or microbatches is None:
@@ -209,7 +215,7 @@ def zoo_command(
     as_json: Json = False,
 ) -> None:
     """Published systems: their degrees, whether they fit, predicted beside published speed."""
-    from meshwright import zoo
+    from meshwright.published import zoo
 
     with _errors(as_json):
         chosen = zoo.systems(name=name)
@@ -270,7 +276,7 @@ def _one_or_all(numbers: list[float]) -> float | list[float]:
 
 def summary(plan: Plan) -> dict[str, Any]:
     """A plan's decisions and predictions as JSON-able values; the graph is left to the plan file."""
-    from meshwright.facts import facts_of, sections
+    from meshwright.views.facts import facts_of, sections
 
     found = sections(facts_of(plan))
     return {
@@ -299,16 +305,6 @@ def _errors(as_json: bool) -> Iterator[None]:
 
 def _print_json(value: Mapping[str, Any]) -> None:
     typer.echo(json.dumps(value, indent=2, default=str))
-
-
-def _print_plan(plan: Plan) -> None:
-    """At the terminal's width if there is one, else at the fixed width."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-
-        Console(emoji=False).print(plan)
-    else:
-        typer.echo(str(plan))
 
 
 def _cluster(text: str) -> Any:

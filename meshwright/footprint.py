@@ -1,4 +1,4 @@
-"""The memory of a plan, exactly: its program for the rank that holds most, replayed (``cost.peak``).
+"""The memory of a plan, exactly: its program for the rank that holds most, replayed (``cost.memory.peak``).
 
 The solver counts memory as a sum over blocks, which is what a linear program can hold. A plan is judged by its program: what
 is alive at the worst moment of the step. The first rank (of a stage) has the largest piece of everything that is split.
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.cost.peak import Peak, peak
+from meshwright.cost.memory.peak import Peak, peak
+from meshwright.ir.plan import Plan
+from meshwright.ir.program import Program
+from meshwright.ir.rule import OpRule
 from meshwright.passes import cut_stages, rank_program
-from meshwright.plan import Plan
-from meshwright.program import Program
-from meshwright.rule import OpRule
 
 LOOKED_AT = 4
 """Ranks of a pipeline that a plan is judged by: those that hold most by the search's sum, beside the first and the last

@@ -15,29 +15,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.compiler.blocks import find_blocks
-from meshwright.compiler.capture import capture
-from meshwright.compiler.chain import Chain, Infeasible, Solution
-from meshwright.compiler.choices import Scope
-from meshwright.compiler.costs import Costs
-from meshwright.compiler.dead_end import nothing_runs
-from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_dims
-from meshwright.compiler.evaluate import DoesNotFitError, Evaluation
-from meshwright.compiler.joint import Outcome
-from meshwright.compiler.microbatch import split_counts, split_time
-from meshwright.compiler.problem import Problem
+from meshwright.compiler.capture.capture import capture
+from meshwright.compiler.placement.choices import Scope
+from meshwright.compiler.placement.costs import Costs
+from meshwright.compiler.placement.dead_end import nothing_runs
+from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.rules import default_rules
-from meshwright.compiler.solve import solve
-from meshwright.compiler.units import find_units, split_at
+from meshwright.compiler.search.evaluate import DoesNotFitError, Evaluation
+from meshwright.compiler.search.joint import Outcome
+from meshwright.compiler.search.joint_plan import Plans, certificate, does_not_fit, inputs_of, search_jointly
+from meshwright.compiler.search.layouts import Layout, layouts, microbatch_counts, variants
+from meshwright.compiler.search.prediction import OutOfMemoryError, capacity, predicted
+from meshwright.compiler.solver.chain import Chain, Infeasible, Solution
+from meshwright.compiler.solver.solve import solve
+from meshwright.compiler.structure.blocks import find_blocks
+from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_dims
+from meshwright.compiler.structure.microbatch import split_counts, split_time
+from meshwright.compiler.structure.units import find_units, split_at
 from meshwright.cost.cluster import Cluster
 from meshwright.footprint import Footprints, with_footprint
-from meshwright.graph import Graph
-from meshwright.joint_plan import Plans, certificate, does_not_fit, inputs_of, search_jointly
-from meshwright.layouts import Layout, layouts, microbatch_counts, variants
-from meshwright.pins import RECOMPUTE, PinError, Pins, vars_of
-from meshwright.plan import Plan, PlanError, Schedule
-from meshwright.prediction import OutOfMemoryError, capacity, predicted, size
-from meshwright.rule import OpRule
+from meshwright.ir.graph import Graph
+from meshwright.ir.pins import RECOMPUTE, PinError, Pins, vars_of
+from meshwright.ir.plan import Plan, PlanError, Schedule
+from meshwright.ir.quantities import bytes_text
+from meshwright.ir.rule import OpRule
 
 __all__ = ["OPTIMIZERS", "OutOfMemoryError", "Timing", "capture_model", "check_pins", "make_plan", "rules_of"]
 
@@ -394,7 +395,7 @@ class _Search:
                 plan = self.of(Pins.of({**vars_of(pins), name: None}), REMEDY_SECONDS)
             except (PlanError, PinError):
                 continue
-            need = size(plan.predicted["bytes_per_rank"])
+            need = bytes_text(plan.predicted["bytes_per_rank"])
             return error.with_remedy(f"without the pin {name}={getattr(pins, name)} it fits in {need}")
         return error.with_remedy(error.smaller(batch_size(self.graph), self.cluster.world))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.compiler.chain import BlockModel, Chain, Edge, Kind
+from meshwright.compiler.solver.chain import BlockModel, Chain, Edge, Kind
 
 RESOURCES = 4
 """Compute, communication, bytes held, transient bytes."""

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright import api
 from meshwright.api import autoparallel
-from meshwright.graph import Graph
+from meshwright.ir.graph import Graph
 from meshwright.planner import capture_model
 from tests.models import make
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import torch
 
-from meshwright.graph import Block, Graph, Op, Param, Ref, Value
-from meshwright.mesh import Mesh
-from meshwright.plan import GroupChoice, Plan
-from meshwright.sharding import parse_sharding
+from meshwright.ir.graph import Block, Graph, Op, Param, Ref, Value
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.plan import GroupChoice, Plan
+from meshwright.ir.sharding import parse_sharding
 
 BATCH, HIDDEN, WIDE = 8, 16, 32
 

@@ -21,14 +21,14 @@ from torch.distributed.tensor import DTensor
 from meshwright.api import autoparallel
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.schedules import stage_rank
-from meshwright.graph import Graph
-from meshwright.mesh import PP, Mesh
-from meshwright.pins import PinError, Pins
-from meshwright.plan import Pipeline, Plan, PlanError
+from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import PP, Mesh
+from meshwright.ir.pins import PinError, Pins
+from meshwright.ir.plan import Pipeline, Plan, PlanError
+from meshwright.ir.serialize import plan_from_dict, plan_to_dict
 from meshwright.planner import capture_model, make_plan
-from meshwright.runtime import stage
-from meshwright.runtime.stage import Stage
-from meshwright.serialize import plan_from_dict, plan_to_dict
+from meshwright.runtime.pipeline import stage
+from meshwright.runtime.pipeline.stage import Stage
 from tests.equality import RELATIVE, captured_once, compare, differences, train
 from tests.models import make
 

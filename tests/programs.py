@@ -17,11 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.graph import Graph, Op, Param, Ref, Value
-from meshwright.mesh import Mesh
-from meshwright.program import Port, Program, Segment, Stored
-from meshwright.runtime.layout import local_of
-from meshwright.sharding import Sharding, piece
+from meshwright.ir.graph import Graph, Op, Param, Ref, Value
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.program import Port, Program, Segment, Stored
+from meshwright.ir.sharding import Sharding, piece
+from meshwright.runtime.state.layout import local_of
 
 WIDTH = 8
 

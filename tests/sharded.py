@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from meshwright.graph import Graph, Op, Ref, Value, map_refs
-from meshwright.mesh import Mesh
-from meshwright.program import SEED
-from meshwright.rule import Local, OpRule, Placed, place
+from meshwright.ir.graph import Graph, Op, Ref, Value, map_refs
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.program import SEED
+from meshwright.ir.rule import Local, OpRule, Placed, place
+from meshwright.ir.sharding import Sharding, piece
 from meshwright.runtime import ops
 from meshwright.runtime.collectives import Group
-from meshwright.sharding import Sharding, piece
 
 Coordinates = Mapping[str, int]
 

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshwright as mw
 from meshwright import api
 from meshwright.errors import InputError
-from meshwright.pins import PinError, Pins
-from meshwright.plan import Plan, PlanError
+from meshwright.ir.pins import PinError, Pins
+from meshwright.ir.plan import Plan, PlanError
 
 
 class Net(nn.Module):

@@ -6,9 +6,9 @@ import torch
 import transformers as hf
 from torch import nn
 
-from meshwright.compiler.blocks import find_blocks
-from meshwright.compiler.capture import capture
-from meshwright.graph import Graph
+from meshwright.compiler.capture.capture import capture
+from meshwright.compiler.structure.blocks import find_blocks
+from meshwright.ir.graph import Graph
 
 IDS = torch.zeros(2, 8, dtype=torch.int64)
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
-from meshwright.compiler.capture import capture
+from meshwright.compiler.capture.capture import capture
 from meshwright.errors import CaptureError, InputError
-from meshwright.graph import Graph, refs
+from meshwright.ir.graph import Graph, refs
+from meshwright.ir.signature import bind, rebuild_output
 from meshwright.runtime.interpret import run
-from meshwright.signature import bind, rebuild_output
 
 
 def equal(model: nn.Module, args=(), kwargs=None, **options) -> Graph:

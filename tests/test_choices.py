@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.compiler.choices import Scope, choices
-from meshwright.compiler.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_dims
+from meshwright.compiler.placement.choices import Scope, choices
+from meshwright.compiler.search.layouts import Layout
+from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_dims
 from meshwright.cost.cluster import Cluster
-from meshwright.facts import facts_of
-from meshwright.graph import Graph, Op
-from meshwright.layouts import Layout
-from meshwright.mesh import Mesh
-from meshwright.pins import PinError, Pins
-from meshwright.plan import PlanError
+from meshwright.ir.graph import Graph, Op
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.pins import PinError, Pins
+from meshwright.ir.plan import PlanError
 from meshwright.planner import Timing, _Search, capture_model, make_plan, rules_of
+from meshwright.views.facts import facts_of
 from tests.test_planner import Stack, graph_of, of_models
 
 

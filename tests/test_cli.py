@@ -14,8 +14,10 @@ from typer.testing import CliRunner, Result
 
 from meshwright.cli import DIFFERENT, NOTHING_FITS, WRONG, app, distinct_ranks
 from meshwright.errors import VerifyError
-from meshwright.mesh import Mesh
-from meshwright.plan import Plan
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.plan import Plan
+from meshwright.views.explain import explain
+from meshwright.views.report import render
 from tests.handmade import handmade_plan
 
 
@@ -128,7 +130,7 @@ def test_a_file_that_is_no_config(tmp_path: Path) -> None:
 def test_show(saved: Path, tmp_path: Path) -> None:
     result = run("show", saved)
     assert result.exit_code == 0
-    assert result.stdout.rstrip() == str(handmade_plan())
+    assert result.stdout.rstrip() == render(handmade_plan())
     assert run("show", saved, "--html", tmp_path / "plan.html").exit_code == 0
     assert "f32[32@tp, 16]" in (tmp_path / "plan.html").read_text()
     answer = json.loads(run("show", saved, "--json").stdout)
@@ -147,7 +149,7 @@ def test_show_refuses_what_is_no_plan(tmp_path: Path) -> None:
 def test_explain(saved: Path) -> None:
     result = run("explain", saved, "blocks.1.down.weight")
     assert result.exit_code == 0
-    assert result.stdout.rstrip() == handmade_plan().explain("blocks.1.down.weight")
+    assert result.stdout.rstrip() == explain(handmade_plan(), "blocks.1.down.weight")
     assert json.loads(run("explain", saved, "down1", "--json").stdout)["text"][0] == "operator down1: aten.linear.default"
     unknown = run("explain", saved, "down7")
     assert unknown.exit_code == WRONG

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.graph import Graph, GraphError, Op, Param, Ref, Value
-from meshwright.mesh import Mesh
+from meshwright.ir.graph import Graph, GraphError, Op, Param, Ref, Value
+from meshwright.ir.mesh import Mesh
 from meshwright.runtime.codegen import generate
 from meshwright.runtime.groups import make_groups
 

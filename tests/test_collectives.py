@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import KINDS, Network, P, S, algorithms, expression, traffic
-from meshwright.mesh import Mesh
+from meshwright.ir.mesh import Mesh
 
 HARDWARE = Path(__file__).parent.parent / "benchmarks" / "data" / "hardware.csv"
 

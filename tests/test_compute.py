@@ -26,7 +26,7 @@ from meshwright.cost.compute import (
     seconds,
     started,
 )
-from meshwright.graph import Graph, Op, Param, Ref, Value
+from meshwright.ir.graph import Graph, Op, Param, Ref, Value
 
 H100 = Cluster.parse("h100:1x8").device
 A100 = Cluster.parse("a100:1x8").device

@@ -8,13 +8,13 @@ from functools import cache
 import torch
 
 from meshwright.compiler.rules import default_rules
-from meshwright.graph import Graph, Op, Param, Ref, Value
-from meshwright.mesh import Mesh
+from meshwright.ir.graph import Graph, Op, Param, Ref, Value
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.plan import GroupChoice, Pipeline, Plan
+from meshwright.ir.program import THREAD, Program
+from meshwright.ir.sharding import parse_sharding
 from meshwright.passes import cut_stages, rank_program
 from meshwright.passes.verify import verify
-from meshwright.plan import GroupChoice, Pipeline, Plan
-from meshwright.program import THREAD, Program
-from meshwright.sharding import parse_sharding
 
 AT = (0, 1, 1, 0)
 

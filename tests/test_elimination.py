@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.compiler.chain import BlockModel, Edge
-from meshwright.compiler.elimination import Eliminator, Tables, min_sum, plan, prune
+from meshwright.compiler.solver.chain import BlockModel, Edge
+from meshwright.compiler.solver.elimination import Eliminator, Tables, min_sum, plan, prune
 from tests.chains import RESOURCES, random_block
 
 
@@ -84,7 +84,7 @@ def test_wide_blocks_give_a_lower_bound_and_honest_minimizers(seed, monkeypatch)
     block = random_block(rng, (3,) * 8)
     weights = rng.random(RESOURCES)
     want = enumerated(block, (0,), weights)
-    monkeypatch.setattr("meshwright.compiler.elimination.WIDE", 30)
+    monkeypatch.setattr("meshwright.compiler.solver.elimination.WIDE", 30)
     wide = Eliminator(block, (0,), Tables())
     assert wide.plan.largest <= 30
     assert any(len(step.buckets) > 1 for step in wide.plan.steps)
@@ -127,8 +127,8 @@ def test_single_precision_stays_within_the_stated_rounding(monkeypatch):
     weights = rng.random(RESOURCES)
     exact = Eliminator(block, (0,), Tables())
     want = exact.table(weights).table
-    monkeypatch.setattr("meshwright.compiler.elimination.SINGLE", 1)
-    monkeypatch.setattr("meshwright.compiler.elimination.CHUNK", 100)
+    monkeypatch.setattr("meshwright.compiler.solver.elimination.SINGLE", 1)
+    monkeypatch.setattr("meshwright.compiler.solver.elimination.CHUNK", 100)
     single = Eliminator(block, (0,), Tables())
     got = single.table(weights).table
     assert exact.plan.rounding < 1e-11 < single.plan.rounding < 1e-5

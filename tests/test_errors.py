@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
+from meshwright.compiler.evaluate import DoesNotFitError
 from torch import nn
 
 import meshwright as mw
 from meshwright import planner
-from meshwright.compiler.evaluate import DoesNotFitError
 from meshwright.errors import MeshwrightError
 
 INTERNAL: Mapping[str, str] = {

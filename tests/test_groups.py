@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.mesh import Mesh, MeshError
+from meshwright.ir.mesh import Mesh, MeshError
 from meshwright.runtime.groups import ALONE, live, make_data_mesh, make_groups
 
 CPU = torch.device("cpu")

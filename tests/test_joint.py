@@ -15,29 +15,30 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from meshwright.compiler.candidates import Candidate, Floors, Work, candidates, degrees_of, divisors, floor, ways_of
-from meshwright.compiler.chain import Chain
-from meshwright.compiler.choices import Scope
-from meshwright.compiler.costs import Costs, Variant
-from meshwright.compiler.dims import DimClasses, batch_inputs, handed_on
-from meshwright.compiler.evaluate import DoesNotFitError
-from meshwright.compiler.folding import fold
-from meshwright.compiler.joint import _FLOPS, JointSearch, _Node
-from meshwright.compiler.microbatch import split_time
-from meshwright.compiler.placement import DATA, TENSOR, Placements
-from meshwright.compiler.problem import Problem
-from meshwright.compiler.solve import solve
-from meshwright.compiler.stage_costs import StageCosts
+from meshwright.compiler.placement.choices import Scope
+from meshwright.compiler.placement.costs import Costs, Variant
+from meshwright.compiler.placement.placement import DATA, TENSOR, Placements
+from meshwright.compiler.placement.problem import Problem
+from meshwright.compiler.search.candidates import Candidate, Floors, Work, candidates, degrees_of, divisors, floor, ways_of
+from meshwright.compiler.search.evaluate import DoesNotFitError
+from meshwright.compiler.search.joint import _FLOPS, JointSearch, _Node
+from meshwright.compiler.search.stage_costs import StageCosts
+from meshwright.compiler.solver.chain import Chain
+from meshwright.compiler.solver.solve import solve
+from meshwright.compiler.structure.dims import DimClasses, batch_inputs, handed_on
+from meshwright.compiler.structure.folding import fold
+from meshwright.compiler.structure.microbatch import split_time
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.schedules import SCHEDULES, illegal, schedule_table
 from meshwright.cost.timeline import simulate
-from meshwright.graph import Graph
-from meshwright.mesh import PP, Mesh
+from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import PP, Mesh
+from meshwright.ir.pins import PinError, Pins
+from meshwright.ir.plan import Plan, PlanError
 from meshwright.passes import rank_program
 from meshwright.passes.verify import verify
-from meshwright.pins import PinError, Pins
-from meshwright.plan import Plan, PlanError
 from meshwright.planner import JOINT_SECONDS, OutOfMemoryError, capture_model, make_plan, rules_of
+from meshwright.views.report import render, timeline
 from tests.models import make
 
 GIB = 2**30
@@ -241,17 +242,17 @@ def test_pinned_pipelines_become_programs(pins: dict[str, Any], tmp_path: Path) 
         verify(rank_program(plan, rules, rank), graph, rules)
     plan.save(tmp_path / "plan.json")
     assert str(Plan.load(tmp_path / "plan.json")) == str(plan)
-    plan.timeline(tmp_path / "trace.json")
+    timeline(plan, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert max(event.get("tid", 0) for event in events) == pins["pp"] - 1
-    assert f"stages under {pins['schedule']}" in str(plan)
-    assert "predicted clock" in str(plan)
+    assert f"stages under {pins['schedule']}" in render(plan)
+    assert "predicted clock" in render(plan)
 
 
 def test_a_plan_without_a_pipeline_has_no_timeline(tmp_path: Path) -> None:
     plan = make_plan(llama(4, 512, 8), Cluster.parse("h100:1x1"), Pins(), precision="bf16")
     with pytest.raises(PlanError, match="no pipeline"):
-        plan.timeline(tmp_path / "trace.json")
+        timeline(plan, tmp_path / "trace.json")
 
 
 def test_the_record_says_what_was_seen_and_what_came_second() -> None:
@@ -260,7 +261,7 @@ def test_the_record_says_what_was_seen_and_what_came_second() -> None:
     assert proof["considered"] >= proof["solved"] + proof["pruned"]
     assert 0 <= proof["gap"] < 1
     assert "s more of" in proof["runner_up"]
-    assert "runner-up" in str(plan)
+    assert "runner-up" in render(plan)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.mesh import Mesh
-from meshwright.program import Stored
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.program import Stored
+from meshwright.ir.sharding import Sharding, piece
 from meshwright.runtime.groups import make_groups
-from meshwright.runtime.layout import box, owner, parts, split_parts, take
-from meshwright.sharding import Sharding, piece
+from meshwright.runtime.state.layout import box, owner, parts, split_parts, take
 
 
 def stored_of(shape: tuple[int, ...], dims: tuple[tuple[str, ...], ...], fused: int = 1, **more: Any) -> Stored:

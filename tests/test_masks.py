@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.compiler.capture import capture
+from meshwright.compiler.capture.capture import capture
 
 
 def test_a_causal_mask_is_recognized_at_any_batch() -> None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.mesh import Mesh
-from meshwright.program import Program, Stored
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.program import Program, Stored
+from meshwright.ir.sharding import Sharding
 from meshwright.runtime.groups import Groups
-from meshwright.runtime.layout import box, owner, take
-from meshwright.runtime.materialize import MaterializeError, fill
-from meshwright.sharding import Sharding
+from meshwright.runtime.state.layout import box, owner, take
+from meshwright.runtime.state.materialize import MaterializeError, fill
 from tests.programs import LiveBytes
 
 MESH = Mesh.of(dp=2, tp=2)

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.compiler.capture import capture
-from meshwright.cost.memory import activation_bytes, extra_saved_bytes, saved_for_backward, states, storages, zero_table
-from meshwright.graph import Graph, Op, Param, Ref, Value
+from meshwright.compiler.capture.capture import capture
+from meshwright.cost.memory.memory import activation_bytes, extra_saved_bytes, saved_for_backward, states, storages, zero_table
+from meshwright.ir.graph import Graph, Op, Param, Ref, Value
 
 AT = torch.ops.aten
 

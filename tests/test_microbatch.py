@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.compiler.microbatch import split_counts, split_time
-from meshwright.graph import Graph
-from meshwright.plan import PlanError, Schedule
+from meshwright.compiler.structure.microbatch import split_counts, split_time
+from meshwright.ir.graph import Graph
+from meshwright.ir.plan import PlanError, Schedule
 from meshwright.planner import capture_model, rules_of
 
 

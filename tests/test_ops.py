@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.mesh import Mesh
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.sharding import piece
 from meshwright.runtime.collectives import Group
 from meshwright.runtime.ops import OPS
-from meshwright.sharding import piece
 
 WORLDS = (2, 4)
 

@@ -16,8 +16,8 @@ import torch
 import torch.multiprocessing as mp
 
 from meshwright.cost.schedules import SCHEDULES, SPLIT_BACKWARD, illegal_combination, waiting
-from meshwright.plan import Plan, PlanError
-from meshwright.serialize import plan_to_dict
+from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.serialize import plan_to_dict
 from tests.pipelines import (
     as_dicts,
     at_blocks,

@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from meshwright.compiler.search.prediction import OutOfMemoryError, step_flops
 from meshwright.cost.cluster import Cluster
-from meshwright.graph import Graph
+from meshwright.ir.graph import Graph
+from meshwright.ir.pins import PinError, Pins
+from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.quantities import bytes_text
+from meshwright.ir.serialize import plan_hash
 from meshwright.passes import rank_program
-from meshwright.pins import PinError, Pins
-from meshwright.plan import Plan, PlanError
 from meshwright.planner import capture_model, make_plan, rules_of
-from meshwright.prediction import OutOfMemoryError, size, step_flops
-from meshwright.serialize import plan_hash
 from tests.models import MODELS, make
 
 FOUR = Cluster.parse("h100:1x4")
@@ -232,7 +233,7 @@ def test_no_tokens_without_integer_inputs() -> None:
 
 
 def test_sizes_are_in_the_unit_that_suits_them() -> None:
-    assert [size(n) for n in (5, 2048, 3.5 * MIB, 80 * 2**30)] == ["5 bytes", "2.00 KiB", "3.50 MiB", "80.00 GiB"]
+    assert [bytes_text(n) for n in (5, 2048, 3.5 * MIB, 80 * 2**30)] == ["5 B", "2 KiB", "3.5 MiB", "80 GiB"]
 
 
 def test_unknown_operators_are_listed_or_refused() -> None:

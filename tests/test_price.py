@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.compiler.chain import Chain, Kind, Solution, evaluate
-from meshwright.compiler.problem import price
-from meshwright.compiler.solve import solve
-from meshwright.cost.replay import ACTIVATIONS, Heap, backward, forward, hold, script_of
-from meshwright.graph import Graph, Op, Ref, Value
+from meshwright.compiler.placement.problem import price
+from meshwright.compiler.solver.chain import Chain, Kind, Solution, evaluate
+from meshwright.compiler.solver.solve import solve
+from meshwright.cost.memory.replay import ACTIVATIONS, Heap, backward, forward, hold, script_of
+from meshwright.ir.graph import Graph, Op, Ref, Value
 from tests.chains import RESOURCES, random_block, random_chain
 
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.compiler.chain import Chain
-from meshwright.compiler.choices import Scope
-from meshwright.compiler.costs import (
+from meshwright.compiler.placement.choices import Scope
+from meshwright.compiler.placement.costs import (
     BACKWARD,
     FORWARD,
     GATHER,
@@ -31,20 +30,21 @@ from meshwright.compiler.costs import (
     Variant,
     time_rows,
 )
-from meshwright.compiler.dims import DimClasses, batch_inputs
-from meshwright.compiler.microbatch import split_time
-from meshwright.compiler.oracle import brute_force, flow_mip
-from meshwright.compiler.positions import cut, several_readers
-from meshwright.compiler.problem import Problem
-from meshwright.compiler.solve import solve
+from meshwright.compiler.placement.problem import Problem
+from meshwright.compiler.search.layouts import Layout, variants
+from meshwright.compiler.solver.chain import Chain
+from meshwright.compiler.solver.oracle import brute_force, flow_mip
+from meshwright.compiler.solver.solve import solve
+from meshwright.compiler.structure.dims import DimClasses, batch_inputs
+from meshwright.compiler.structure.microbatch import split_time
+from meshwright.compiler.structure.positions import cut, several_readers
 from meshwright.cost import overlap
 from meshwright.cost.cluster import Cluster
-from meshwright.graph import Graph, Value
-from meshwright.layouts import Layout, variants
-from meshwright.mesh import Mesh
-from meshwright.pins import Pins
+from meshwright.ir.graph import Graph, Value
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.pins import Pins
+from meshwright.ir.sharding import Sharding, parse_sharding
 from meshwright.planner import rules_of
-from meshwright.sharding import Sharding, parse_sharding
 from tests.test_planner import Mlp, Stack, graph_of, of_models
 
 NODE = Cluster.parse("h100:1x4")

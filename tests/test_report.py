@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from meshwright.facts import facts_of, fold_paths, sections
-from meshwright.graph import Op, Ref, Value
-from meshwright.plan import GroupChoice, Plan
-from meshwright.report import WIDTH, axis_roles, render
+from meshwright.ir.graph import Op, Ref, Value
+from meshwright.ir.plan import GroupChoice, Plan
+from meshwright.views.facts import facts_of, fold_paths, sections
+from meshwright.views.report import WIDTH, axis_roles, page, render, show
 from tests.handmade import handmade_plan
 
 PAGE = """\
@@ -73,18 +73,34 @@ def test_groups_candidates_and_notes_are_listed(plan: Plan) -> None:
     assert "ZeRO 0/2" in text
 
 
-def test_str_is_the_page_at_a_fixed_width(plan: Plan) -> None:
-    assert str(plan) == render(plan)
-    assert max(map(len, str(plan).splitlines())) <= WIDTH
+BRIEF = """\
+plan       dp=2 x tp=2 on cpu@host:1x4, 4 devices, fp32, adamw
+step       1 micro-batch, 12.5 ms predicted
+memory     3 MiB of 12 MiB on the fullest device
+gap        0.80% above the lower bound
+2 blocks   ZeRO 2, recompute none, gradients summed over dp, state split over dp
+"""
+
+
+def test_a_plan_prints_itself_in_a_few_lines(plan: Plan) -> None:
+    assert str(plan).startswith(BRIEF)
+    other = replace(plan, groups=(replace(plan.groups[0], recompute="full"), *plan.groups[1:]))
+    assert [line.split()[:2] for line in str(other).splitlines()[4:6]] == [["1", "block"], ["1", "block"]]
+
+
+def test_the_page_keeps_its_width(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    show(plan)
+    assert capsys.readouterr().out == render(plan) + "\n"
+    assert max(map(len, render(plan).splitlines())) <= WIDTH
     narrow = render(plan, 60)
     assert max(map(len, narrow.splitlines())) <= 60
     console = Console(width=WIDTH, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 - the console owns it
-    console.print(plan)
+    console.print(page(plan))
     assert "f32[32@tp, 16]" in console.export_text()
 
 
 def test_html_stands_alone(plan: Plan, tmp_path) -> None:
-    plan.show(tmp_path / "plan.html")
+    show(plan, tmp_path / "plan.html")
     html = (tmp_path / "plan.html").read_text()
     assert "f32[32@tp, 16]" in html
     assert "http://" not in html.replace("http://www.w3.org", "")

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.compiler.rules.call import Call, Operand
-from meshwright.mesh import Mesh
-from meshwright.notation import Dim, Line, RuleError, Term, parse_line
-from meshwright.rule import OpRule, Traffic, place
-from meshwright.sharding import format_sharding, parse_sharding
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.notation import Dim, Line, RuleError, Term, parse_line
+from meshwright.ir.rule import OpRule, Traffic, place
+from meshwright.ir.sharding import format_sharding, parse_sharding
 
 NAMES = st.sampled_from(["b", "k", "n", "heads", "v_1", "X"])
 

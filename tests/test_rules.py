@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from meshwright.compiler.rules import Call, Operand, RuleBook, argument, builtin_rules, default_rules, register_rule, rewrite
 from meshwright.compiler.rules.call import schema
-from meshwright.graph import Graph, Op, Ref, Value
-from meshwright.mesh import Mesh
-from meshwright.notation import RuleError
-from meshwright.program import SEED
-from meshwright.rule import Local, OpRule, place
+from meshwright.ir.graph import Graph, Op, Ref, Value
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.notation import RuleError
+from meshwright.ir.program import SEED
+from meshwright.ir.rule import Local, OpRule, place
 from meshwright.runtime.ops import OPS
 from tests.rule_samples import SAMPLES
 from tests.sharded import assignments, check, whole_run

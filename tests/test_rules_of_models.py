@@ -12,10 +12,10 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
-from meshwright.compiler.capture import capture
+from meshwright.compiler.capture.capture import capture
 from meshwright.compiler.rules import builtin_rules
-from meshwright.graph import Graph
-from meshwright.rule import OpRule
+from meshwright.ir.graph import Graph
+from meshwright.ir.rule import OpRule
 
 BATCH = 4
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import InputError
-from meshwright.mesh import Mesh
-from meshwright.runtime.layout import local_of
+from meshwright.ir.mesh import Mesh
 from meshwright.runtime.module import ParallelModule, build
+from meshwright.runtime.state.layout import local_of
 from tests.programs import LiveBytes, Tiny, tiny_program
 
 LENGTH = 5

@@ -12,8 +12,8 @@ import torch
 import transformers as hf
 
 from meshwright.errors import InputError
-from meshwright.graph import Ref
-from meshwright.signature import (
+from meshwright.ir.graph import Ref
+from meshwright.ir.signature import (
     AttributeDict,
     bind,
     describe,

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshwright.compiler import search
-from meshwright.compiler.chain import BlockModel, Chain, Edge, Infeasible, Kind, evaluate
-from meshwright.compiler.oracle import brute_force, flow_mip
-from meshwright.compiler.pricing import Pricer
-from meshwright.compiler.solve import solve
+from meshwright.compiler.solver import search
+from meshwright.compiler.solver.chain import BlockModel, Chain, Edge, Infeasible, Kind, evaluate
+from meshwright.compiler.solver.oracle import brute_force, flow_mip
+from meshwright.compiler.solver.pricing import Pricer
+from meshwright.compiler.solver.solve import solve
 from tests.chains import RESOURCES, random_block, random_chain
 
 EXACT = 1e-9
@@ -219,7 +219,7 @@ def test_a_transformer_sized_chain_is_quick():
 
 def test_lazy_pricing_finds_the_same_minimum(monkeypatch):
     chain = ladder(6, 12, 5, 4)
-    monkeypatch.setattr("meshwright.compiler.pricing.LAZY", 0)
+    monkeypatch.setattr("meshwright.compiler.solver.pricing.LAZY", 0)
     run = search.Search(chain, Pricer(chain), 0.0, time.monotonic() + 60)
     run.run()
     assert run.best is not None
@@ -239,7 +239,7 @@ def test_wide_blocks_stay_certified(monkeypatch, forbidden):
     bytes_row = np.array([0, 0, 1.0, 0])
     chain = Chain((kind,), (0, 0, 0), (), np.ones((1, 4)) * [1, 1, 0, 0], bytes_row, np.zeros(4))
     want = brute_force(chain)
-    monkeypatch.setattr("meshwright.compiler.elimination.WIDE", 18)
+    monkeypatch.setattr("meshwright.compiler.solver.elimination.WIDE", 18)
     assert Pricer(chain).largest <= 18
     got = solve(chain)
     assert got.bound <= want.time * (1 + EXACT)

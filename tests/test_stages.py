@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshwright.compiler import stages
-from meshwright.compiler.held import entered, held
-from meshwright.compiler.intervals import Ends, Intervals
-from meshwright.compiler.stage_bound import crowded, fractional_bound
-from meshwright.compiler.stages import StageError, Unit, cut, step_bound
+from meshwright.compiler.pipeline import stages
+from meshwright.compiler.pipeline.held import entered, held
+from meshwright.compiler.pipeline.intervals import Ends, Intervals
+from meshwright.compiler.pipeline.stage_bound import crowded, fractional_bound
+from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_bound
 from meshwright.cost.schedules import ScheduleError, illegal, schedule_table
 from meshwright.cost.timeline import peak_bytes, simulate
 

@@ -13,17 +13,17 @@ import torch.distributed as dist
 
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import VerifyError
-from meshwright.graph import Graph, Op, Param, Ref, Value
-from meshwright.mesh import Mesh
+from meshwright.ir.graph import Graph, Op, Param, Ref, Value
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.pins import Pins
+from meshwright.ir.plan import GroupChoice, Plan, Schedule
+from meshwright.ir.program import Program
+from meshwright.ir.rule import OpRule
+from meshwright.ir.sharding import Sharding
 from meshwright.passes import lower, rank_program
 from meshwright.passes.typecheck import typecheck
 from meshwright.passes.verify import verify
-from meshwright.pins import Pins
-from meshwright.plan import GroupChoice, Plan, Schedule
 from meshwright.planner import capture_model, make_plan, rules_of
-from meshwright.program import Program
-from meshwright.rule import OpRule
-from meshwright.sharding import Sharding
 from tests import models
 
 SWAPS: Mapping[str, tuple[str, ...]] = {

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright import zoo
-from meshwright.architectures import FAMILIES, Architecture, build
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import InputError
-from meshwright.zoo import Published, Row, System
+from meshwright.published import zoo
+from meshwright.published.architectures import FAMILIES, Architecture, build
+from meshwright.published.zoo import Published, Row, System
 
 SYSTEMS = zoo.systems()
 NAMES = (

@@ -1,0 +1,1 @@
+"""Prices: pure functions of numbers with units."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from meshwright.errors import MeshwrightError
-from meshwright.sharding import DTYPE_NAMES
+from meshwright.ir.sharding import DTYPE_NAMES
 
 _UNITS: Mapping[str, float] = {
     "1": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0,

@@ -40,7 +40,7 @@ import numpy as np
 import sympy
 
 from meshwright.cost.cluster import Cluster, Island
-from meshwright.mesh import Mesh
+from meshwright.ir.mesh import Mesh
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 FILL = 0.18

@@ -34,7 +34,7 @@ import torch
 
 from meshwright.cost.cluster import Device
 from meshwright.cost.operators import operator, packet
-from meshwright.graph import Graph
+from meshwright.ir.graph import Graph
 
 Shape = Sequence[int]
 _LOSS_PASSES = (2.0, 3.0)

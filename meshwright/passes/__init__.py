@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from meshwright.ir.plan import Plan
+from meshwright.ir.program import Program
+from meshwright.ir.rule import OpRule
 from meshwright.passes.fuse import fuse_gathers
 from meshwright.passes.lower import lower
 from meshwright.passes.stages import cut_stages
-from meshwright.plan import Plan
-from meshwright.program import Program
-from meshwright.rule import OpRule
 
 PASSES: tuple[Callable[[Program], Program], ...] = (fuse_gathers,)
 """Applied in this order to the lowered program."""

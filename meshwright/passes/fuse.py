@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.graph import Graph, Op, Ref
-from meshwright.program import Program
+from meshwright.ir.graph import Graph, Op, Ref
+from meshwright.ir.program import Program
 
 LINEARS = ("aten.linear.default", "mw.fused_linear")
 

@@ -23,12 +23,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.graph import Op, Ref, map_refs
-from meshwright.mesh import Mesh
-from meshwright.plan import TIME
-from meshwright.program import Stored
-from meshwright.rule import APART, Assignment, Local, OpRule, place
-from meshwright.sharding import Sharding, format_sharding, piece
+from meshwright.ir.graph import Op, Ref, map_refs
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.plan import TIME
+from meshwright.ir.program import Stored
+from meshwright.ir.rule import APART, Assignment, Local, OpRule, place
+from meshwright.ir.sharding import Sharding, format_sharding, piece
 
 Kind = int | str
 Lengths = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]

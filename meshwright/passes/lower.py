@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from meshwright.graph import Graph, Op, Param, Ref, Value, map_refs, refs
-from meshwright.mesh import Mesh
-from meshwright.plan import TIME, Plan, PlanError
-from meshwright.program import SEED, Port, Program, Segment, Stored
-from meshwright.reshard import Step, reshard
-from meshwright.rule import Local, OpRule, Placed, place
-from meshwright.sharding import Sharding
+from meshwright.ir.graph import Graph, Op, Param, Ref, Value, map_refs, refs
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.plan import TIME, Plan, PlanError
+from meshwright.ir.program import SEED, Port, Program, Segment, Stored
+from meshwright.ir.reshard import Step, reshard
+from meshwright.ir.rule import Local, OpRule, Placed, place
+from meshwright.ir.sharding import Sharding
 
 PROLOGUE = -2
 ROOT = -1

@@ -19,10 +19,10 @@ from dataclasses import replace
 
 import torch
 
-from meshwright.graph import Ref, Value, refs
-from meshwright.mesh import PP
-from meshwright.plan import Pipeline, PlanError
-from meshwright.program import SEED, THREAD, Program, Segment, Stages
+from meshwright.ir.graph import Ref, Value, refs
+from meshwright.ir.mesh import PP
+from meshwright.ir.plan import Pipeline, PlanError
+from meshwright.ir.program import SEED, THREAD, Program, Segment, Stages
 
 
 def cut_stages(program: Program, pipeline: Pipeline | None) -> Program:

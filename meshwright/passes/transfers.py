@@ -4,7 +4,7 @@
     vary            "" -> ~         gather_vary     S(i) -> ~      all_reduce      +  -> ""
     unvary          ~  -> ""        all_to_all      S(i) -> S(j)   identity        all as it was
 
-The counterpart of ``meshwright.reshard``, which plans these steps; written again so that one checks the other.
+The counterpart of ``meshwright.ir.reshard``, which plans these steps; written again so that one checks the other.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from meshwright.ir.sharding import Sharding, format_sharding
 from meshwright.passes.infer import MismatchError
-from meshwright.sharding import Sharding, format_sharding
 
 
 def _with(sharding: Sharding, dim: int, axes: Sequence[str]) -> Sharding:

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwright.errors import VerifyError
-from meshwright.graph import Op, Ref, Value, map_refs
-from meshwright.program import SEED, Program, Segment
-from meshwright.sharding import Sharding, format_sharding
+from meshwright.ir.graph import Op, Ref, Value, map_refs
+from meshwright.ir.program import SEED, Program, Segment
+from meshwright.ir.sharding import Sharding, format_sharding
 
 spmd: Any = spmd_types
 """Its names are re-exports that a type checker does not see."""

@@ -24,14 +24,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.errors import VerifyError
-from meshwright.graph import Graph, Op, Ref, refs
-from meshwright.mesh import Mesh
+from meshwright.ir.graph import Graph, Op, Ref, refs
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.plan import TIME
+from meshwright.ir.program import SEED, Port, Program, Segment, Stored
+from meshwright.ir.rule import OpRule
+from meshwright.ir.sharding import Sharding, ShardingError, format_sharding
 from meshwright.passes.infer import Form, MismatchError, Site, assignments, outcome, same_call, same_parts, without
 from meshwright.passes.transfers import TRANSFERS
-from meshwright.plan import TIME
-from meshwright.program import SEED, Port, Program, Segment, Stored
-from meshwright.rule import OpRule
-from meshwright.sharding import Sharding, ShardingError, format_sharding
 
 LINEARS = ("aten.linear.default", "mw.fused_linear")
 

@@ -1,0 +1,1 @@
+"""Runs a program; never plans and knows no rules."""

@@ -1,7 +1,7 @@
 """Wire a program into an engine: which tensor lives in which unit, the units sharded by FSDP2, the segments in their places.
 
 Parameters are made on the meta device and sharded there, then given memory for this rank's share alone; their contents come
-from ``runtime.materialize``. Home of a parameter is the one block segment that reads it, else the root.
+from ``runtime.state.materialize``. Home of a parameter is the one block segment that reads it, else the root.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
-from meshwright.graph import refs
-from meshwright.plan import PlanError
-from meshwright.program import Program, Segment, Stored
+from meshwright.ir.graph import refs
+from meshwright.ir.plan import PlanError
+from meshwright.ir.program import Program, Segment, Stored
+from meshwright.ir.sharding import ShardingError
 from meshwright.runtime.engine import Engine, Gathered, Runner, Slot, Step
 from meshwright.runtime.groups import DataMesh, Groups, live, make_data_mesh
-from meshwright.runtime.layout import box, global_stride, parts, placements, split_dim, under_fsdp
-from meshwright.sharding import ShardingError
+from meshwright.runtime.state.layout import box, global_stride, parts, placements, split_dim, under_fsdp
 
 ROOT, UNUSED = -1, -2
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshwright.graph import Graph, GraphError, Op, map_refs
+from meshwright.ir.graph import Graph, GraphError, Op, map_refs
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.ops import OPS
 

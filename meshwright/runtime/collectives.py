@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.sharding import ceil_div
+from meshwright.ir.sharding import ceil_div
 
 _FUNCOL: Any = torch.ops._c10d_functional
 

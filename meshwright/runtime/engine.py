@@ -33,12 +33,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.program import Program, Segment
+from meshwright.ir.program import Program, Segment
 from meshwright.runtime.codegen import generate
 from meshwright.runtime.collectives import Group
 from meshwright.runtime.groups import Groups
-from meshwright.runtime.layout import Locals, Parts, local_of, split_parts
 from meshwright.runtime.ops import vary
+from meshwright.runtime.state.layout import Locals, Parts, local_of, split_parts
 
 
 class Environment:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.mesh import Mesh, MeshError
+from meshwright.ir.mesh import Mesh, MeshError
 from meshwright.runtime.collectives import Group
 
 ALONE = Group("", 0, 1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from meshwright.graph import Graph, Ref, map_refs
+from meshwright.ir.graph import Graph, Ref, map_refs
 from meshwright.runtime.ops import OPS
 
 

@@ -19,20 +19,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import CheckpointError, InputError, RunError
-from meshwright.graph import map_refs
-from meshwright.mesh import PP
-from meshwright.program import SEED, Port, Program, Stored
-from meshwright.runtime import checkpoint
+from meshwright.ir.graph import map_refs
+from meshwright.ir.mesh import PP
+from meshwright.ir.program import SEED, Port, Program, Stored
+from meshwright.ir.sharding import DTYPE_NAMES, format_sharding, piece, to_placements
+from meshwright.ir.signature import bind, rebuild_output
 from meshwright.runtime.assemble import assemble, fused_axes, rest_dtype
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.groups import Groups, make_groups
 from meshwright.runtime.interpret import run as interpret
-from meshwright.runtime.layout import global_stride, local_of, owner
-from meshwright.runtime.materialize import Source, fill
-from meshwright.runtime.pipeline import Pipeline, run_pipeline
+from meshwright.runtime.pipeline.pipeline import Pipeline, run_pipeline
+from meshwright.runtime.state import checkpoint
+from meshwright.runtime.state.layout import global_stride, local_of, owner
+from meshwright.runtime.state.materialize import Source, fill
 from meshwright.runtime.step import run_step
-from meshwright.sharding import DTYPE_NAMES, format_sharding, piece, to_placements
-from meshwright.signature import bind, rebuild_output
 
 
 def build(program: Program, source: nn.Module | Source, *, device: torch.device | None = None) -> ParallelModule:
@@ -161,7 +161,7 @@ class ParallelModule(nn.Module):
         return tensor.to(groups.device, non_blocking=True)
 
     def _present(self, value: Tensor | None, port: Port, index: int) -> Tensor | None:
-        """As the caller sees it; None: another stage of a pipeline has it (see ``runtime.pipeline``)."""
+        """As the caller sees it; None: another stage of a pipeline has it (see ``runtime.pipeline.pipeline``)."""
         mesh = self._groups.device_mesh
         if mesh is None or value is None or not port.shape:
             return value
@@ -230,11 +230,11 @@ class ParallelModule(nn.Module):
         return checkpoint.gather_state_dict(self._entries(), self._groups, lambda stored: rest_dtype(stored, self._program))
 
     def save(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write a checkpoint that ``load`` reads under any plan and world; see ``runtime.checkpoint.save``."""
+        """Write a checkpoint that ``load`` reads under any plan and world; see ``runtime.state.checkpoint.save``."""
         checkpoint.save(self._entries(), self._groups, folder, optimizer)
 
     def load(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Read a checkpoint in place; see ``runtime.checkpoint.load``."""
+        """Read a checkpoint in place; see ``runtime.state.checkpoint.load``."""
         self._engine[0].reshard()
         checkpoint.load(self._entries(), self._groups, folder, optimizer)
 

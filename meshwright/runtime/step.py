@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from meshwright.errors import RunError
-from meshwright.plan import PlanError
-from meshwright.program import SEED, Program
+from meshwright.ir.plan import PlanError
+from meshwright.ir.program import SEED, Program
 from meshwright.runtime.engine import Engine, Environment
-from meshwright.runtime.layout import local_of
+from meshwright.runtime.state.layout import local_of
 
 
 def run_step(

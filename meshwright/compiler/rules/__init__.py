@@ -2,7 +2,7 @@
 
 ``default_rules().rule_for(op, graph)`` is all the compiler needs; ``register_rule`` is how a user adds an operator. The tables
 are by subject: pointwise, matmul, views, joining, normalization, attention, indexing, reductions, loss, convolution,
-recurrent, factories, random. The notation of their lines is ``meshwright.notation``.
+recurrent, factories, random. The notation of their lines is ``meshwright.ir.notation``.
 """
 
 from meshwright.compiler.rules.book import Declaration, RuleBook, builtin_rules, declare, default_rules, register_rule

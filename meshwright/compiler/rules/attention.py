@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Operand, Rewritten, argument, broadcast_dims
 from meshwright.compiler.rules.random import salt
-from meshwright.graph import Op, Ref
-from meshwright.program import SEED
-from meshwright.rule import Factor, Local, OpRule
+from meshwright.ir.graph import Op, Ref
+from meshwright.ir.program import SEED
+from meshwright.ir.rule import Factor, Local, OpRule
 
 
 def _attention(call: Call) -> OpRule:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from meshwright.compiler.rules.call import Call, RuleFunction, bind
-from meshwright.graph import Graph, Op, Ref
-from meshwright.notation import Line, parse_line
-from meshwright.rule import Localize, OpRule, RuleError
+from meshwright.ir.graph import Graph, Op, Ref
+from meshwright.ir.notation import Line, parse_line
+from meshwright.ir.rule import Localize, OpRule, RuleError
 
 TABLES = (
     "pointwise", "matmul", "views", "joining", "normalization", "attention", "indexing", "reductions", "loss", "convolution",

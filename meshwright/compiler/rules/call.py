@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from meshwright.graph import Graph, Op, Ref
-from meshwright.notation import Dim, Line, Term, parse_line
-from meshwright.rule import Factor, Localize, OpRule, RuleError, Traffic
+from meshwright.ir.graph import Graph, Op, Ref
+from meshwright.ir.notation import Dim, Line, Term, parse_line
+from meshwright.ir.rule import Factor, Localize, OpRule, RuleError, Traffic
 
 Dims = Sequence[Factor | None]
 RuleFunction = Callable[["Call"], OpRule]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, words
-from meshwright.rule import Factor, OpRule
+from meshwright.ir.rule import Factor, OpRule
 
 
 def _convolution(call: Call) -> OpRule:

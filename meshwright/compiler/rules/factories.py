@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Rewritten, argument, rewrite
-from meshwright.graph import Op
-from meshwright.rule import Factor, Local, OpRule
+from meshwright.ir.graph import Op
+from meshwright.ir.rule import Factor, Local, OpRule
 
 
 def _sized(op: Op, local: Local) -> Rewritten:

@@ -13,8 +13,8 @@ import torch
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Operand, Rewritten, argument, broadcast_dims, dims_of
-from meshwright.graph import Op
-from meshwright.rule import Factor, Local, OpRule
+from meshwright.ir.graph import Op
+from meshwright.ir.rule import Factor, Local, OpRule
 
 
 def _embedding(call: Call) -> OpRule:

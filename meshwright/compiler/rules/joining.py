@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, dims_of
-from meshwright.rule import Factor, OpRule
+from meshwright.ir.rule import Factor, OpRule
 
 
 def _along(call: Call, whole: bool = True) -> OpRule:

@@ -12,8 +12,8 @@ import torch
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Rewritten, broadcast_dims, dims_of, numel, rewrite, words
-from meshwright.graph import Op
-from meshwright.rule import Factor, Local, OpRule, Traffic
+from meshwright.ir.graph import Op
+from meshwright.ir.rule import Factor, Local, OpRule, Traffic
 
 NONE, MEAN = 0, 1
 """aten's numbers for a loss's reduction; 2 is the sum."""

@@ -19,9 +19,9 @@ from meshwright.compiler.rules.call import (
     numel,
     rewrite,
 )
-from meshwright.graph import Op
-from meshwright.notation import RuleError, parse_line
-from meshwright.rule import Factor, Local, OpRule, Traffic
+from meshwright.ir.graph import Op
+from meshwright.ir.notation import RuleError, parse_line
+from meshwright.ir.rule import Factor, Local, OpRule, Traffic
 
 
 def _linear(op: Op, local: Local) -> Rewritten:
@@ -36,7 +36,8 @@ def _linear(op: Op, local: Local) -> Rewritten:
 def _fused_linear(call: Call) -> OpRule:
     """``*b k, (parts n) k -> *b n`` for each part: n is split within every part.
 
-    At rest the weight is cut like any other, so a rank exchanges rows to have its piece of each part (``runtime.layout``).
+    At rest the weight is cut like any other, so a rank exchanges rows to have its piece of each part
+    (``runtime.state.layout``).
     """
     x, weight, bias, parts = call["x"], call["weight"], call["bias"], call["parts"]
     batch = [f"b{i}" for i in range(x.ndim - 1)]

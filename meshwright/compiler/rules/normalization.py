@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Rewritten, argument, dims_of, numel, rewrite
-from meshwright.graph import Op
-from meshwright.rule import Factor, Local, OpRule, Traffic
+from meshwright.ir.graph import Op
+from meshwright.ir.rule import Factor, Local, OpRule, Traffic
 
 
 def _softmax(call: Call) -> OpRule:

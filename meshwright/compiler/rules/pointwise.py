@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Operand, words
-from meshwright.rule import Factor, OpRule
+from meshwright.ir.rule import Factor, OpRule
 
 UNARY = words(
     "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu "

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Rewritten, argument, words
-from meshwright.graph import Op, Ref
-from meshwright.program import SEED
-from meshwright.rule import Local, OpRule
+from meshwright.ir.graph import Op, Ref
+from meshwright.ir.program import SEED
+from meshwright.ir.rule import Local, OpRule
 
 WHOLE = words(
     "rand.default rand_like.default randn.default randn_like.default randint.default randint.low randperm.default "

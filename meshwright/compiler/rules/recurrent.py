@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Operand, words
-from meshwright.rule import Factor, OpRule
+from meshwright.ir.rule import Factor, OpRule
 
 
 def _read(call: Call, dims: list[Factor | None], state: list[Factor | None]) -> list[list[Factor | None]]:

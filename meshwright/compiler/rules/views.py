@@ -14,8 +14,8 @@ from typing import Any
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Rewritten, broadcast_dims, dims_of, rewrite
-from meshwright.graph import Op
-from meshwright.rule import Factor, Local, Localize, OpRule
+from meshwright.ir.graph import Op
+from meshwright.ir.rule import Factor, Local, Localize, OpRule
 
 
 def dim_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:

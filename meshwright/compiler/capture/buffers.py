@@ -1,0 +1,55 @@
+"""Buffers that the model updates: what reads one reads what it held before the call.
+
+After the forward the new value is written over the old one, in place. Autograd may have kept the old one for the backward by
+then, itself or a view of it, and a recomputed block reads it once more; and another buffer's new value may be a view of it. So
+``keep_old_values`` has such readers read a copy, made where the forward begins and outside of every block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from meshwright.cost.operators import operator
+from meshwright.ir.graph import Graph, Op, Ref, map_refs
+
+READ_AT_ONCE = frozenset({"mw.batch_norm"})
+"""Operators whose results in training do not depend on the buffers that they update."""
+
+
+def keep_old_values(graph: Graph) -> Graph:
+    """The graph with a copy of every updated buffer that is read for longer than an operator runs."""
+    updated = _updated(graph)
+    roots = {name: name for name in updated}  # value -> the buffer that it is, or is a view of
+    kept: set[str] = set()
+    for op in graph.ops:
+        read = [name for name in op.inputs if name in roots]
+        if not read or op.target in READ_AT_ONCE:
+            continue
+        if any(graph.values[name].differentiable for name in op.outputs):
+            kept.update(roots[name] for name in read)
+        elif operator(op.target).kind == "view":
+            roots.update(dict.fromkeys(op.outputs, roots[read[0]]))
+    kept.update(roots[new] for old, new in graph.mutations if new in roots and new != old)
+    return _copied(graph, [name for name in updated if name in kept]) if kept else graph
+
+
+def _updated(graph: Graph) -> list[str]:
+    return list(dict.fromkeys(old for old, _ in graph.mutations))
+
+
+def _copied(graph: Graph, buffers: Iterable[str]) -> Graph:
+    copies = {name: f"{name}_before" for name in buffers}
+    values = {**graph.values, **{copy: replace(graph.values[name], name=copy) for name, copy in copies.items()}}
+
+    def renamed(ref: Ref) -> Ref:
+        return Ref(copies.get(ref.name, ref.name))
+
+    ops = [Op(copy, "aten.clone.default", (Ref(name),), (), (copy,), "", "") for name, copy in copies.items()]
+    ops += [
+        op if op.target in READ_AT_ONCE else replace(op, args=map_refs(op.args, renamed), kwargs=map_refs(op.kwargs, renamed))
+        for op in graph.ops
+    ]
+    mutations = tuple((old, copies.get(new, new)) for old, new in graph.mutations)
+    tree = map_refs(graph.output_tree, renamed)
+    return replace(graph, ops=tuple(ops), values=values, output_tree=tree, mutations=mutations)

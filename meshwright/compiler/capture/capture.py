@@ -1,0 +1,110 @@
+"""Capture: from an unmodified module and example inputs to a ``Graph`` in normal form.
+
+    model --shadow--> fake model --torch.export--> export IR --import--> Graph --normalize--> Graph
+
+``shadow`` traces without memory, ``importer`` reads the export, ``normalize`` gives the one spelling that rules are written
+for, ``meshwright.ir.signature`` says how a call binds to the graph. The graph computes what the module computes in the given
+mode at the given (global) shapes, with these limits: outputs that are no tensors, numbers or containers of them (key/value
+caches) are None, and activation checkpointing in the model is gone (it is the planner's choice). With ``loss_fn`` the graph's
+output is the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from meshwright.compiler.capture.importer import import_graph
+from meshwright.compiler.capture.normalize import normalize
+from meshwright.compiler.capture.rewrite import mark_differentiable
+from meshwright.compiler.capture.shadow import Traced, failing_frame, fake_inputs, held_tensors, make_shadow, trace
+from meshwright.errors import CaptureError
+from meshwright.ir.graph import Graph, Ref
+from meshwright.ir.signature import describe, name_arguments
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    targets: Sequence[Any] = (),
+    compute_dtype: torch.dtype | None = None,
+    training: bool = True,
+) -> Graph:
+    """The graph of ``model(*args, **kwargs)``, or of ``loss_fn(model(*args, **kwargs), *targets)``.
+
+    The arguments are examples: only their shapes and dtypes count; weights and arguments may be on the meta device. The model
+    is left as it is. ``compute_dtype``: floating parameters and arguments are read in this dtype. Raises InputError if the
+    arguments do not fit the forward, CaptureError (module, source line, what to do) if it is not one static graph.
+    """
+    signature, leaves = describe(model.forward, args, kwargs, targets)
+    named = name_arguments(signature, args, kwargs)
+    held = held_tensors(model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shadow = make_shadow(model, held, mode, compute_dtype, training)
+    try:
+        traced = trace(shadow, fake_inputs(leaves, mode), signature, named, loss_fn, compute_dtype)
+    except Exception as error:
+        raise _explain(error, model, shadow) from error
+    graph = import_graph(traced, held, _leaf_names(signature))
+    graph = _with_loss(graph, traced, loss_fn)
+    return normalize(replace(graph, signature={**signature, "output": traced.type_}))
+
+
+def _leaf_names(signature: Mapping[str, Any]) -> list[str]:
+    names: list[str] = []
+
+    def walk(spec: Any) -> None:
+        if "tensor" in spec:
+            names.append(spec["tensor"])
+        items = spec.get("items", ())
+        for item in items.values() if isinstance(items, Mapping) else items:
+            walk(item)
+
+    for spec in (*signature["bound"].values(), *signature["targets"]):
+        walk(spec)
+    return names
+
+
+def _with_loss(graph: Graph, traced: Traced, loss_fn: Callable[..., Any] | None) -> Graph:
+    """With ``Graph.loss``: what is called so, or else the one scalar of the output's items that a gradient flows through."""
+    tree = graph.output_tree
+    loss = tree.get("loss") if isinstance(tree, Mapping) else tree
+    if loss is None or isinstance(loss, tuple | list):
+        marked = mark_differentiable(graph).values
+        items = [item for item in (tree.values() if isinstance(tree, Mapping) else tree) if isinstance(item, Ref)]
+        scalars = [item for item in items if marked[item.name].shape == () and marked[item.name].differentiable]
+        loss = scalars[0] if len(scalars) == 1 else None
+    scalar = isinstance(loss, Ref) and graph.values[loss.name].shape == () and graph.values[loss.name].dtype.is_floating_point
+    if loss_fn is not None and (not scalar or not isinstance(tree, Ref)):
+        found = str(graph.values[tree.name]) if isinstance(tree, Ref) else f"a {type(tree).__name__}"
+        raise CaptureError(f"loss_fn must return a scalar floating tensor (the loss), but gives {found}; reduce it, for "
+                           f"example by .mean()")
+    return replace(graph, loss=loss.name) if scalar and isinstance(loss, Ref) else graph
+
+
+_REMEDIES = (
+    (("data-dependent", "datadependent", "unbacked", "_local_scalar_dense", "guardondata", ".item()"),
+     "it branches on, or takes a number from, the contents of a tensor; use torch.where, or make it a Python argument"),
+    (("dtype", "same type"), "the dtypes of an operation's operands differ under this precision; cast them in the model"),
+    (("mat1 and mat2", "size of tensor", "shape", "must match", "reduction dim", "size mismatch"),
+     "the shapes do not fit: check the example inputs"),
+)
+
+
+def _explain(error: Exception, model: nn.Module, shadow: nn.Module) -> CaptureError:
+    module, source = failing_frame(error, shadow)
+    text = str(error).strip().split("\n\n")[0].split("\n")
+    reason = f"{type(error).__name__}: {' '.join(text)[:400]}"
+    lowered = f"{type(error).__name__} {error}".lower()
+    remedy = next((advice for words, advice in _REMEDIES if any(word in lowered for word in words)),
+                  "the forward must be one static graph of tensor operations: check that it runs on these inputs as it is")
+    where = f"module {module or '(root)'!r} ({type(model).__name__})" + (f" at {source}" if source else "")
+    return CaptureError(f"{where} cannot be captured: {reason}. What to do: {remedy}", module=module, source=source)

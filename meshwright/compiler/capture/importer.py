@@ -1,0 +1,313 @@
+"""From the export's IR to a ``Graph``: values, ops and what is mutated, nothing rewritten yet.
+
+torch.export's training IR is functional but for in-place operators. When it has none, it is read as it stands (a second
+trace costs as much as the first); otherwise ``run_decompositions({})`` makes it functional. In both cases regions under
+``torch.no_grad`` are inlined first, with a ``detach`` on every operand: a later trace would forget them.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from meshwright.compiler.capture.shadow import WRAPPED, Held, Leaf, Traced, is_user_file
+from meshwright.errors import CaptureError
+from meshwright.ir.graph import Graph, Op, Param, Ref, Value
+
+_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def import_graph(traced: Traced, held: Iterable[Held], inputs: Iterable[str]) -> Graph:
+    """The graph of the traced program, its outputs in the user's containers. ``inputs``: names for the graph's inputs."""
+    program = traced.program
+    _inline_regions(program.graph_module)
+    if _mutates(program.graph_module):
+        program = program.run_decompositions({})
+    importer = _Importer(program)
+    return importer.run(traced, list(held), list(inputs))
+
+
+# ------------------------------------------------------------------------------------------------------------------ regions
+def _inline_regions(module: fx.GraphModule) -> None:
+    """Replace ``no_grad`` and disabled ``autocast`` regions by their nodes, in place."""
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and node.target in (_SET_GRAD, _AUTOCAST):
+            switched_off = node.target is _SET_GRAD and not node.args[0]
+            if node.target is _AUTOCAST and node.args[2]:
+                continue
+            at = 1 if node.target is _SET_GRAD else 4
+            _inline(module, node, node.args[at], node.args[at + 1:], switched_off)
+    module.recompile()
+
+
+def _inline(module: fx.GraphModule, call: fx.Node, place: fx.Node, operands: Any, detach: bool) -> None:
+    graph, body = module.graph, getattr(module, str(place.target))
+    _inline_regions(body)
+    env: dict[fx.Node, Any] = {}
+    with graph.inserting_before(call):
+        for hole, operand in zip([n for n in body.graph.nodes if n.op == "placeholder"], operands, strict=True):
+            env[hole] = operand
+            val = hole.meta.get("val")
+            if detach and isinstance(val, torch.Tensor) and val.is_floating_point():
+                env[hole] = graph.call_function(torch.ops.aten.detach.default, (operand,))
+                env[hole].meta = {**call.meta, "val": val}
+        for node in body.graph.nodes:
+            if node.op == "get_attr" and not hasattr(module, node.target):
+                setattr(module, node.target, getattr(body, node.target))
+            if node.op in ("get_attr", "call_function"):
+                env[node] = graph.node_copy(node, env.__getitem__)
+            elif node.op == "output":
+                results = fx.map_arg(node.args[0], env.__getitem__)
+    for user in list(call.users):
+        user.replace_all_uses_with(results[user.args[1]])  # a region returns a tuple, read by getitem only
+        graph.erase_node(user)
+    graph.erase_node(call)
+    if not place.users:
+        graph.erase_node(place)
+
+
+def _mutates(module: fx.GraphModule) -> bool:
+    for node in module.graph.nodes:
+        target = node.target
+        if node.op == "call_function" and target is _AUTOCAST:
+            return True
+        if isinstance(target, torch._ops.OpOverload):
+            hidden = str(target) == "aten.instance_norm.default" and node.args[3] is not None
+            if hidden or (target._schema.is_mutable and str(target) != "aten.detach_.default"):
+                return True
+    return False
+
+
+# ------------------------------------------------------------------------------------------------------------------- import
+@dataclass
+class _Importer:
+    """Walks the export's nodes once; ``env`` holds what each stands for."""
+
+    program: ExportedProgram
+    values: dict[str, Value] = field(default_factory=dict)
+    env: dict[fx.Node, Any] = field(default_factory=dict)
+    ops: list[Op] = field(default_factory=list)
+    params: list[Param] = field(default_factory=list)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    random: set[str] = field(default_factory=set)
+
+    def run(self, traced: Traced, held: list[Held], inputs: list[str]) -> Graph:
+        nodes = list(self.program.graph.nodes)
+        owned = {_memory(item.tensor): item.fqns[0] for item in held if _memory(item.tensor)}
+        taken = {_identifier(name) for name in inputs}
+        owners = self._hold(held, nodes, taken)
+        names = iter(inputs)
+        specs = {spec.arg.name: spec for spec in self.program.graph_signature.input_specs}
+        graph_inputs = []
+        for node in nodes:
+            if node.op == "placeholder":
+                spec = specs[node.name]
+                if spec.kind is InputKind.USER_INPUT:
+                    name = self._unique(next(names))
+                    self._value(name, node.meta["val"])
+                    graph_inputs.append(name)
+                    self.env[node] = Ref(name)
+                elif spec.kind is InputKind.CONSTANT_TENSOR:
+                    self._constant(node, self.program.constants[spec.target], owned)
+                elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                    self.env[node] = Ref(owners[spec.target.removeprefix(f"{WRAPPED}.")])
+                else:
+                    raise CaptureError(f"the model holds a {spec.kind.name.lower().replace('_', ' ')} {spec.target!r}, which "
+                                       f"cannot be in a graph; keep tensors and plain numbers")
+            elif node.op == "call_function":
+                self._call(node)
+            elif node.op == "get_attr":
+                held_by_graph = getattr(self.program.graph_module, node.target)
+                if isinstance(held_by_graph, torch.Tensor):  # else a branch of a control flow operator, which is refused
+                    self._constant(node, held_by_graph, owned)
+        outputs = [self.env[arg] if isinstance(arg, fx.Node) else arg for arg in nodes[-1].args[0]]
+        mutations, results = self._split_outputs(outputs, owners)
+        changed = self._changed(nodes, outputs)
+        tree = _fill(traced.tree, results)
+        graph = Graph(self.values, tuple(graph_inputs), tuple(self.params), tuple(self.ops), tree, mutations=mutations,
+                      constants=self.constants)
+        return replace(graph, changes=_changes(graph, changed, self.random)) if changed else graph
+
+    def _hold(self, held: list[Held], nodes: list[fx.Node], taken: set[str]) -> dict[str, str]:
+        """Declare what the model holds, used or not; {fully qualified name: value name}."""
+        vals = {spec.target.removeprefix(f"{WRAPPED}."): spec.arg.name
+                for spec in self.program.graph_signature.input_specs if spec.target is not None}
+        by_name = {node.name: node for node in nodes if node.op == "placeholder"}
+        owners: dict[str, str] = {}
+        for item in held:
+            name = self._unique(("b_" if item.buffer else "p_") + item.fqns[0], taken)
+            placed = next((by_name[vals[fqn]] for fqn in item.fqns if fqn in vals), None)
+            self._value(name, placed.meta["val"] if placed is not None else item.tensor)
+            owners |= dict.fromkeys(item.fqns, name)
+            trainable = not item.buffer and item.tensor.requires_grad
+            self.params.append(Param(name, item.fqns, trainable, item.buffer, item.persistent))
+            if item.plain and not item.tensor.is_meta:
+                self.constants[name] = item.tensor
+        return owners
+
+    def _constant(self, node: fx.Node, tensor: torch.Tensor, owned: Mapping[int, str]) -> None:
+        """A tensor literal of the model's code: a fill if it has one value, else a buffer that the graph carries."""
+        if _memory(tensor) in owned:
+            raise CaptureError(f"the forward reads {owned[_memory(tensor)]!r} through a reference to the module that is not "
+                               f"'self' (a lambda or closure set as an attribute); make it a method of the module's class")
+        name = self._unique(node.name)
+        self._value(name, tensor)
+        self.env[node] = Ref(name)
+        flat = tensor.detach().flatten() if _memory(tensor) or tensor.numel() == 0 else None
+        number = None if flat is None else 0 if flat.numel() == 0 else flat[0].item() if bool((flat == flat[0]).all()) else None
+        if number is not None:
+            dtype = (("dtype", tensor.dtype),)
+            self.ops.append(Op(name, "aten.full.default", (tuple(tensor.shape), number), dtype, (name,)))
+        else:
+            self.params.append(Param(name, (f"_constant_{name}",), False, buffer=True, persistent=False))
+            if flat is not None:
+                self.constants[name] = tensor.detach()
+
+    def _call(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            source_node, position = node.args
+            self.env[node] = self.env[source_node][position]  # type: ignore[index]
+            return
+        module, source = _module_path(node), self._source(node)
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise CaptureError(f"module {module!r} ({source}) uses {node.target}, which has no place in a static graph; "
+                               f"replace it by tensor operations", module=module, source=source)
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor):
+            name = self._unique(node.name)
+            self._value(name, val)
+            outputs: tuple[str, ...] = (name,)
+            self.env[node] = Ref(name)
+        elif isinstance(val, tuple | list):
+            outputs = tuple(self._unique(f"{node.name}_{i}") for i in range(len(val)))
+            for name, item in zip(outputs, val, strict=True):
+                self._value(name, item if isinstance(item, torch.Tensor) else torch.empty(0, device="meta"))
+            self.env[node] = tuple(Ref(name) for name in outputs)
+        elif val is None:
+            return  # an assertion: computes nothing
+        else:
+            raise CaptureError(f"module {module!r} ({source}): {node.target} gives a number that depends on the data, and a "
+                               f"static graph has fixed shapes; use torch.where or a mask", module=module, source=source)
+        kwargs = tuple((key, self._argument(value)) for key, value in node.kwargs.items())
+        args = tuple(self._argument(arg) for arg in node.args)
+        name = outputs[0] if len(outputs) == 1 else node.name
+        self.ops.append(Op(name, str(node.target), args, kwargs, outputs, module, source))
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            self.random.add(name)
+
+    def _argument(self, arg: Any) -> Any:
+        if isinstance(arg, fx.Node):
+            return self.env[arg]
+        if isinstance(arg, list | tuple):
+            return tuple(self._argument(item) for item in arg)
+        return arg
+
+    def _value(self, name: str, tensor: torch.Tensor) -> None:
+        shape = tuple(tensor.shape)
+        if not all(type(size) is int for size in shape):
+            raise CaptureError(f"%{name} has shape {shape}, which depends on the data; a static graph has fixed shapes")
+        self.values[name] = Value(name, shape, tensor.dtype)
+
+    def _unique(self, name: str, taken: Iterable[str] = ()) -> str:
+        name = base = _identifier(name)
+        count = 0
+        while name in self.values or name in taken:
+            count += 1
+            name = f"{base}_{count}"
+        return name
+
+    def _source(self, node: fx.Node) -> str:
+        trace = node.meta.get("stack_trace") or ""
+        if trace not in self.sources:
+            frames = _FRAME.findall(trace)
+            mine = [frame for frame in frames if is_user_file(frame[0])]
+            frames = mine or [frame for frame in frames if not frame[0].startswith("<")]
+            self.sources[trace] = f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}" if frames else ""
+        return self.sources[trace]
+
+    def _split_outputs(self, outputs: list[Any], owners: Mapping[str, str]) -> tuple[tuple[tuple[str, str], ...], list[Any]]:
+        mutations, results = [], []
+        for spec, output in zip(self.program.graph_signature.output_specs, outputs, strict=True):
+            if spec.kind is OutputKind.USER_OUTPUT:
+                results.append(output)
+            elif spec.kind is OutputKind.BUFFER_MUTATION:
+                mutations.append((owners[str(spec.target).removeprefix(f"{WRAPPED}.")], output.name))
+            elif spec.kind is not OutputKind.USER_INPUT_MUTATION:
+                raise CaptureError(f"the forward changes {str(spec.target).removeprefix(f'{WRAPPED}.')!r} in place "
+                                   f"({spec.kind.name.lower()}); only buffers may change in a forward")
+        return tuple(mutations), results
+
+    def _changed(self, nodes: list[fx.Node], outputs: list[Any]) -> dict[str, Ref]:
+        """{input that the forward changes in place: what it holds afterwards}."""
+        inputs = {node.name: self.env[node].name for node in nodes if node.op == "placeholder" and node in self.env}
+        pairs = zip(self.program.graph_signature.output_specs, outputs, strict=True)
+        return {inputs[str(spec.target)]: output for spec, output in pairs if spec.kind is OutputKind.USER_INPUT_MUTATION}
+
+
+def _changes(graph: Graph, changed: Mapping[str, Ref], random: set[str]) -> Graph:
+    """What computes the new values of inputs, cut out of the graph: every process does it on the inputs as they are given."""
+    held = {param.value: param.fqns[0] for param in graph.params if param.value not in graph.constants}
+    wanted, ops = {*changed, *(ref.name for ref in changed.values())}, []
+    for op in reversed(graph.ops):
+        if wanted.isdisjoint(op.outputs):
+            continue
+        ops.append(op)
+        wanted.update(op.inputs, op.outputs)
+        reason = next((f"from {held[name]!r}" for name in op.inputs if name in held), "")
+        if op.name in random:
+            reason = f"at random ({op.target})"
+        if reason:
+            raise CaptureError(f"the forward changes its input {', '.join(map(repr, changed))} in place, {reason}, in module "
+                               f"{op.module!r} ({op.source}): only what follows from the inputs alone can be written back to "
+                               f"the caller; change a copy (.clone()) and return it", module=op.module, source=op.source)
+    inputs = tuple(name for name in graph.inputs if name in wanted)
+    values = {name: value for name, value in graph.values.items() if name in wanted}
+    constants = {name: tensor for name, tensor in graph.constants.items() if name in wanted}
+    return Graph(values, inputs, (), tuple(ops[::-1]), dict(changed), constants=constants)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Address of a real tensor's memory; 0 for tensors without."""
+    fake = isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor) or tensor.is_meta
+    return 0 if fake or tensor.layout is not torch.strided else tensor.data_ptr()
+
+
+def _module_path(node: fx.Node) -> str:
+    """Path of the innermost module in the original model; where a module is called again, its name ends in "@1", "@2"..."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(next(reversed(stack.values()))[0])
+    if any("@" in key for key in stack):
+        parts = path.split(".")
+        for key, (prefix, _) in stack.items():
+            if "@" in key:
+                parts[prefix.count(".")] += key[key.rindex("@"):]
+        path = ".".join(parts)
+    head, _, rest = path.partition(".")
+    return rest if head.partition("@")[0] == WRAPPED else ""
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W", "_", name)
+
+
+def _fill(tree: Any, results: list[Any]) -> Any:
+    if isinstance(tree, Leaf):
+        return results[tree.index]
+    if isinstance(tree, tuple | list):
+        return type(tree)(_fill(item, results) for item in tree)
+    if isinstance(tree, Mapping):
+        return {key: _fill(item, results) for key, item in tree.items()}
+    return tree

@@ -1,0 +1,239 @@
+"""The shadow: a copy of a model without its memory, traced in place of it.
+
+``copy.deepcopy`` with a memo that already maps every parameter and buffer to a fake tensor copies the module tree, and
+nothing else: tying, sub-module identity and plain attributes are kept, the model itself is neither changed nor allocated
+again, and real weights and weights on the meta device look the same (fake, on the CPU). Tensors that a module keeps as plain
+attributes become non-persistent buffers of the shadow, so that they are values of the graph and not part of its code.
+
+``trace`` exports the shadow: a wrapper with only tensors as inputs and outputs. The user's containers are opened and closed
+inside it in Python, so no container (dataclass, ModelOutput, cache) has to be known to torch.export.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import random
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.nn.modules import transformer
+
+from meshwright.errors import CaptureError
+from meshwright.ir.signature import flatten_output, rebuild_arguments, split_arguments
+
+WRAPPED = "model"
+"""Name of the user's model inside the wrapper: the first part of every path that the export reports."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One tensor that the model holds, under all its names, the canonical one first. ``plain``: a plain attribute."""
+
+    tensor: torch.Tensor
+    fqns: tuple[str, ...]
+    buffer: bool
+    persistent: bool
+    plain: bool = False
+
+
+def held_tensors(model: nn.Module) -> list[Held]:
+    """Parameters, buffers and plain tensor attributes of the model, each once, parameters first."""
+    names: dict[int, list[str]] = {}
+    first: dict[int, tuple[torch.Tensor, bool, bool, bool]] = {}
+
+    def add(fqn: str, tensor: torch.Tensor, buffer: bool, persistent: bool, plain: bool = False) -> None:
+        names.setdefault(id(tensor), []).append(fqn)
+        first.setdefault(id(tensor), (tensor, buffer, persistent, plain))
+
+    modules = [(f"{path}." if path else "", module) for path, module in model.named_modules(remove_duplicate=False)]
+    for prefix, module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                add(prefix + name, parameter, False, True)
+    for prefix, module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                add(prefix + name, buffer, True, name not in module._non_persistent_buffers_set)
+    for prefix, module in modules:
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                add(prefix + name, value, True, False, True)
+    return [Held(tensor, tuple(names[key]), buffer, persistent, plain)
+            for key, (tensor, buffer, persistent, plain) in first.items()]
+
+
+def make_shadow(
+    model: nn.Module, held: Sequence[Held], mode: FakeTensorMode, dtype: torch.dtype | None, training: bool
+) -> nn.Module:
+    """The model with fake CPU tensors; floating parameters in ``dtype`` if given. In ``training`` mode or not; a model that
+    already is keeps the modes of its sub-modules."""
+    memo: dict[int, Any] = {}
+    for item in held:
+        tensor = item.tensor
+        cast = dtype if dtype is not None and not item.buffer and tensor.is_floating_point() else tensor.dtype
+        with mode:
+            fake = torch.empty(tensor.shape, dtype=cast, device="cpu")
+            memo[id(tensor)] = fake if item.buffer else nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    keep = list(memo.values())
+    try:
+        shadow = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise CaptureError(f"the model cannot be copied without its memory: copy.deepcopy({type(model).__name__}) raised "
+                           f"{type(error).__name__}: {error}. Move what cannot be copied out of the module") from error
+    del keep
+    for module in shadow.modules():
+        for name, value in [(n, v) for n, v in vars(module).items() if isinstance(v, torch.Tensor)]:
+            delattr(module, name)
+            module.register_buffer(name, value, persistent=False)
+    return shadow if shadow.training == training else shadow.train(training)
+
+
+def fake_inputs(leaves: Sequence[torch.Tensor], mode: FakeTensorMode) -> list[torch.Tensor]:
+    """One distinct fake per leaf, on the CPU: the same tensor given twice is two inputs."""
+    with mode:
+        return [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in leaves]
+
+
+@dataclass
+class _Seen:
+    """What the wrapper saw of the output, in Python, while it was traced."""
+
+    tree: Any = None
+    type_: Any = None
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+
+class _Wrapper(nn.Module):
+    """Tensors in, tensors out; everything else happens in Python around the model."""
+
+    def __init__(
+        self, model: nn.Module, signature: Mapping[str, Any], named: Mapping[str, Any],
+        loss_fn: Callable[..., Any] | None, dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        setattr(self, WRAPPED, model)
+        self.call = (signature, named, loss_fn, dtype)
+        self.seen = _Seen()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        signature, named, loss_fn, dtype = self.call
+        count = len(tensors) - len(signature["targets"])
+        inputs = [t.to(dtype) if dtype is not None and t.is_floating_point() else t for t in tensors[:count]]
+        args, kwargs = split_arguments(signature, rebuild_arguments(signature, inputs, named))
+        output = getattr(self, WRAPPED)(*args, **kwargs)
+        for given, cast in zip(tensors, inputs, strict=False):
+            if cast is not given and cast._version:  # the forward changed it in place, which the caller is to see
+                given.copy_(cast)
+        if loss_fn is not None:
+            output = loss_fn(output, *tensors[count:])
+        self.seen.tensors = []  # the export undoes assignments to the module, not to what it holds
+        self.seen.tree, self.seen.type_ = flatten_output(output, self._leaf)
+        return tuple(self.seen.tensors)
+
+    def _leaf(self, tensor: torch.Tensor) -> Leaf:
+        self.seen.tensors.append(tensor)
+        return Leaf(len(self.seen.tensors) - 1)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """The ``index``-th tensor of the output."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Traced:
+    """``program``'s outputs are the leaves of ``tree``; its state names start with ``WRAPPED``."""
+
+    program: ExportedProgram
+    tree: Any
+    type_: Any
+
+
+def trace(
+    shadow: nn.Module, tensors: Sequence[torch.Tensor], signature: Mapping[str, Any], named: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None, dtype: torch.dtype | None,
+) -> Traced:
+    """Export the shadow on fake inputs. The random state of the process is as before."""
+    wrapper = _Wrapper(shadow, signature, named, loss_fn, dtype)
+    with _random_state(), _collector_paused(), _masks_as_given():
+        program = torch.export.export(wrapper, tuple(tensors), strict=False)
+    return Traced(program, wrapper.seen.tree, wrapper.seen.type_)
+
+
+@contextlib.contextmanager
+def _masks_as_given() -> Iterator[None]:
+    """``nn.Transformer`` looks whether a mask is causal, to hint at it. The mask is read whatever the hint says."""
+    detect = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detect
+
+
+@contextlib.contextmanager
+def _random_state() -> Iterator[None]:
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    state = random.getstate()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Without the cyclic garbage collector, which walks the growing graph again and again (a sixth of the time)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def failing_frame(error: BaseException, shadow: nn.Module) -> tuple[str, str]:
+    """(path of the innermost module that was running, "file:line" of the innermost line that is not torch's or ours)."""
+    paths = {id(module): path for path, module in shadow.named_modules()}
+    module = source = ""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        found = _innermost(current.__traceback__, paths)
+        module, source = found[0] or module, found[1] or source
+        if source:
+            break
+        current = current.__cause__ or current.__context__
+    return module, source
+
+
+def _innermost(traceback: types.TracebackType | None, paths: Mapping[int, str]) -> tuple[str, str]:
+    module = source = ""
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        module = paths.get(id(traceback.tb_frame.f_locals.get("self")), "") or module
+        if is_user_file(code.co_filename):
+            source = f"{code.co_filename.rsplit('/', 1)[-1]}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return module, source
+
+
+def is_user_file(path: str) -> bool:
+    """Whether a source file is the model's: not torch, not this package, not generated code."""
+    return not (path.startswith("<") or "/torch/" in path or path.startswith(_PACKAGE) or "/contextlib.py" in path)
+
+
+_PACKAGE = __file__.rsplit("/compiler/", 1)[0] + "/"

@@ -1,0 +1,1 @@
+"""Where a sequence of units is cut into stages, and what no cut can beat."""

@@ -1,0 +1,353 @@
+"""Bounds on the step of any cut when ranks hold several stages: packing, and a linear program.
+
+Both drop the order of the units, so equal units are one number ("how many of this kind in stage s"):
+
+- ``packing_bound`` keeps units whole: of the k P + 1 longest, some rank has k + 1.
+- ``crowded`` asks whether T seconds are enough: of the most frequent class, a rank runs no more units than its seconds and its
+  memory at every moment (``held``) leave room for, which is a program of two rows and so a closed form; together too few?
+- ``fractional_bound`` keeps what the schedule and memory say. With x[s, c, o] units of class c run in way o in stage s, what
+  ``cost.timeline.lower_bounds`` takes the largest of (the path; every rank's begin, work and end) and the memory of every rank
+  at some moments of its order (``held``) are linear in x; the step T is minimized, over divided units and, where that is not
+  enough, over whole numbers of every class of several units on every rank.
+
+The program knows a rank's first stage, its last one, and all between together: these enter the rows alike, and the slowest of
+them takes no less than their mean. So its size does not grow with the stages of a rank, and one program bounds a whole range of
+their numbers: what grows with it (transfers, a unit in every stage) is counted for the fewest, the mean for the most.
+
+Divided units fit where whole ones do not, so of the most frequent class a rank takes no more than the whole units that fit it
+(``_Program.whole``). Of crossings the cheapest are assumed, of transients the least that a rank cannot avoid: relaxations.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.compiler.pipeline.held import held, held_alone
+from meshwright.compiler.pipeline.intervals import Ends, Intervals
+from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Term
+from meshwright.cost.schedules import SPLIT_BACKWARD, V_SHAPED
+from meshwright.cost.timeline import late_weights, turn_of, warmup_forwards
+
+
+def packing_bound(units: Intervals, name: str, pp: int, microbatches: int) -> float:
+    """Seconds that no run can beat whatever the cut, several stages a rank: units packed onto ranks.
+
+    Of the k pp + 1 longest units some rank has k + 1, at least the shortest of them; and a micro-batch goes through
+    everything while the longest unit does all the others.
+    """
+    work = np.sort(np.diff(units.prefix[:3].sum(axis=0), axis=1).min(axis=0))[::-1]
+    shares = [work[k * pp - k : k * pp + 1].sum() for k in range((len(work) - 1) // pp + 1)]
+    least = units.cheapest()
+    ahead, back = least[0], least[1] if name in SPLIT_BACKWARD else least[1] + least[2]
+    longest = max(np.diff(ahead).max(), np.diff(back).max())
+    path = ahead[-1] + back[-1] + (microbatches - 1) * longest
+    return float(max(microbatches * max(shares), path))
+
+
+def crowded(
+    units: Intervals, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int, capacity: np.ndarray, ends: Ends,
+    seconds: float,
+) -> bool:
+    """Whether no cut runs in ``seconds`` (inf: at all), with any number of stages a rank from the first to the second of
+    ``virtual_stages``: units of the most frequent class are left over when every rank has taken what it can."""
+    classes, kinds, members = _classes(units, ends)
+    common, split, turns = int(members.argmax()), name in SPLIT_BACKWARD, name in V_SHAPED
+    if virtual_stages == (1, 1):
+        counts = held_alone(name, pp, microbatches)[..., None]
+    else:
+        counts = held(name, pp, microbatches)[..., [0, 2] if virtual_stages[1] == 2 else [0, 1, 2]]
+    forward, inputs, weights, state, saved, pending, gather, reduce, optimizer = classes
+    # Seconds of a unit for the whole step, and how many its rank has: begin + work + left, or + what it passes back.
+    work = microbatches * (forward + inputs + weights)
+    ranks, back = np.arange(pp), inputs if split else inputs + weights
+    down, up = (float(x[1:-1].min()) if units.count > 1 else 0.0 for x in (units.value, units.gradient))
+    budget = seconds - float(gather[kinds[0]].min()) - ranks * (down + float(forward.min()))
+    tail = ranks * (up + float(back.min()))
+    spent = [(work + ends.slowed * reduce + optimizer, budget)] + [(work + optimizer, budget - tail)] * (not split)
+    bytes_ = state + counts[:, :, 0, :, None, None] * saved + counts[:, :, 1, :, None, None] * pending
+    room = np.repeat((capacity - _transient(units, pp, turns))[:, None], counts.shape[1], axis=1)
+    for rank, part, kind in ((0, 0, kinds[0]), (0 if turns else pp - 1, -1, kinds[-1])):
+        if kind != common:  # the first unit and the last are where they must be
+            room[rank] -= bytes_[rank, :, part, kind].min(axis=-1)
+            for cost, left in spent:
+                left[rank] -= cost[kind].min()
+    least = bytes_[:, :, :, common].min(axis=2)
+    fit = np.min([_most(cost[common], left[:, None], least, room) for cost, left in spent], axis=(0, 2))
+    return bool(np.floor(fit + 1e-6).sum() < members[common])
+
+
+def _most(seconds: np.ndarray, budget: np.ndarray, bytes_: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """How many units, some in one way and some in another, fit ``budget`` seconds [..., 1] and ``room`` bytes [...]: one way
+    takes ``seconds`` [ways] and ``bytes_`` [..., ways]. At a vertex one way or two are used."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        most = np.minimum(budget[..., None] / seconds, room[..., None] / bytes_).max(axis=-1)
+        for a, b in itertools.combinations(range(len(seconds)), 2):
+            across = seconds[a] * bytes_[..., b] - seconds[b] * bytes_[..., a]
+            first = (budget * bytes_[..., b] - seconds[b] * room) / across
+            second = (seconds[a] * room - budget * bytes_[..., a]) / across
+            most = np.where((first >= 0) & (second >= 0), np.fmax(most, first + second), most)
+    return np.asarray(np.maximum(np.nan_to_num(most, nan=np.inf), 0.0))
+
+
+def _transient(units: Intervals, pp: int, turns: bool) -> np.ndarray:
+    """Bytes of transients that a rank cannot avoid [pp]: of the least of its units, of the one that it must have."""
+    each = np.array([units.transient[:, i, i + 1].min() for i in range(units.count)])
+    least = np.full(pp, each[1:-1].min() if len(each) > 2 else 0.0)
+    least[0] = max(least[0], each[0])
+    end = 0 if turns else -1
+    least[end] = max(least[end], each[-1])
+    return least
+
+
+class Bound(NamedTuple):
+    """Seconds that no run can beat, inf if it is proven that nothing fits, and the sharpest that was asked: the ``packing`` (or
+    crowding), the ``stages`` of ranks that have one each, ``divided`` units, or ``whole`` ones."""
+
+    seconds: float
+    by: str
+
+
+def fractional_bound(
+    units: Intervals, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int, capacity: np.ndarray,
+    ends: Ends | None = None, enough: float = 0.0,
+) -> Bound:
+    """The bound whatever the cut, with any number of stages a rank from the first of ``virtual_stages``, at least 2, to the
+    second. ``capacity``: bytes [pp]. With ``ends``: no step. If divided units run in less than ``enough`` seconds, though
+    not in much less (``_WHOLE``), every rank is made to run whole ones; what takes longer than that is not told apart."""
+    nothing = np.zeros(units.count)
+    program = _Program(units, name, pp, virtual_stages, microbatches, ends or Ends(nothing, nothing, nothing, 1.0))
+    room = capacity - _transient(units, pp, name in V_SHAPED)
+    if room.min() <= 0:
+        return Bound(math.inf, "packing")
+    program.place()
+    if program.memory(room) and not program.whole():
+        return Bound(math.inf, "divided")
+    program.all()
+    program.time()
+    program.outside()
+    divided = program.bound()
+    far = pp > _FEW and divided * (1 + _WHOLE) < enough < math.inf
+    if divided >= enough or far or not program.round():
+        return Bound(divided, "divided")
+    return Bound(max(divided, program.bound(enough)), "whole")
+
+
+_FEW, _WHOLE = 8, 0.02
+"""Up to so many ranks whole units are soon asked for; on more, where they take longer by no more than this part, as they seldom
+do, only if that could matter."""
+_SAFE = 1 + 1e-6
+"""More than what the solvers' tolerance can make of a bound."""
+
+
+@dataclass(frozen=True)
+class _Links:
+    """Seconds of the cheapest crossing, ``down`` and ``up``; stages a rank at ``least``; crossings of one way, ``sends``."""
+
+    down: float
+    up: float
+    least: int
+    sends: int
+
+    def before(self, rank: int, pp: int) -> int:
+        """Crossings before the last stage of a rank, not in a V."""
+        return (self.least - 1) * pp + rank
+
+
+class _Program(LinearProgram):
+    """The program of one schedule. A *part* [kind, rank] is a rank's first stage, all between, or its last one. Seconds are in
+    units of the longest class (``scale``)."""
+
+    def __init__(
+        self, units: Intervals, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int, ends: Ends
+    ) -> None:
+        super().__init__()
+        self.units, self.name, self.pp, self.microbatches = units, name, pp, microbatches
+        self.least, self.most = virtual_stages
+        self.chosen = [0, 2] if self.most == 2 else [0, 1, 2]  # of first, between, last
+        self.turns = name in V_SHAPED
+        self.slowed = ends.slowed
+        self.classes, self.first, self.members = _classes(units, ends)
+        self.scale = float(self.classes[:3].max()) or 1.0
+        self.amounts = self.variables(len(self.chosen), pp, len(self.members), units.ways)
+        self.seconds = self.variables(len(self.chosen), pp, 3)
+        self.gather, self.optimizer = self.variables(2, 1)
+        self.left = self.variables(pp, 1)
+
+    def end(self, terms: Sequence[Term], seconds: float = 0.0) -> None:
+        """The step ends no sooner than after this sum and these seconds, what comes before and after its actions apart."""
+        step = [(np.zeros(1, dtype=np.int64), 1.0), (self.gather, -1.0), (self.optimizer, -1.0)]
+        self.add([*step, *((columns, -weights) for columns, weights in terms)], seconds)
+
+    def outside(self) -> None:
+        """What comes before and after the micro-batches."""
+        gather, reduce, optimizer = self.classes[6:] / self.scale
+        self.add([(self.gather, 1.0), (self.amounts[:, 0], -gather)], 0.0)
+        for rank in range(self.pp):
+            amounts, left = self.amounts[:, rank], (self.left[rank], 1.0)
+            self.add([(self.optimizer, 1.0), (amounts, -optimizer)], 0.0)
+            self.add([left, (amounts, -self.slowed * reduce)], 0.0)
+            self.add([left, (amounts, -reduce), (self.seconds[:, rank, 1:], 1.0)], 0.0)
+
+    def place(self) -> None:
+        """One or more units in every stage, the first and the last at the ends; seconds of every part."""
+        work, fewest = self.classes[:3] / self.scale, np.array([1, self.least - 2, 1])[self.chosen]
+        for kind, rank in np.ndindex(len(self.chosen), self.pp):
+            amounts = self.amounts[kind, rank]
+            self.add([(amounts, 1.0)], float(fewest[kind]))
+            for column, seconds in zip(work, self.seconds[kind, rank, :, None], strict=True):
+                self.add([(amounts, column), (seconds, -1.0)], 0.0, 0.0)
+        self.add([(self.amounts[0, 0, self.first[0]], 1.0)], 1.0)
+        self.add([(self.amounts[-1, 0 if self.turns else -1, self.first[-1]], 1.0)], 1.0)
+
+    def time(self) -> None:
+        """The rows of ``cost.timeline.lower_bounds``; what many of them share is a variable."""
+        pp, m, split = self.pp, self.microbatches, self.name in SPLIT_BACKWARD
+        crossings = self.units.value, self.units.gradient
+        down, up = (float(x[1:-1].min()) / self.scale if self.units.count > 1 else 0.0 for x in crossings)
+        sends = 2 * pp - 2 if self.turns else self.least * pp - 1
+        ahead, back = self.seconds[:, :, :1], self.seconds[:, :, 1:2] if split else self.seconds[:, :, 1:]
+        forwards, backwards, slowest = self.variables(3, 1)
+        self.add([(forwards, 1.0), (ahead, -1.0)], 0.0)
+        self.add([(backwards, 1.0), (back, -1.0)], 0.0)
+        for kind, rank in np.ndindex(len(self.chosen), pp):
+            share = self.most - 2 if self.chosen[kind] == 1 else 1
+            for part in (ahead, back):
+                self.add([(slowest, float(share)), (part[kind, rank], -1.0)], 0.0)
+        self.end([(forwards, 1.0), (backwards, 1.0), (slowest, m - 1), (self.left[0], 1.0)], sends * (down + up))
+        links = _Links(down, up, self.least, sends)
+        begin, end, late = self.variables(3, pp, 1)
+        self._begins(begin, ahead, back[-1], forwards, links)
+        self._ends(end, late, ahead, back, backwards, links)
+        for rank in range(pp):
+            own = self.seconds[:, rank]
+            self.end([(begin[rank], 1.0), (own, m * np.ones(own.shape) * [1.0, 1.0, not split]), (end[rank], 1.0)])
+            if split:
+                self.end([(begin[rank], 1.0), (own, m), (late[rank], 1.0)])
+
+    def _begins(self, begin: np.ndarray, ahead: np.ndarray, back: np.ndarray, forwards: np.ndarray, links: _Links) -> None:
+        """When a rank begins, less what it has done by then; ``back``: backwards of the last stages."""
+        pp, m, kinds = self.pp, self.microbatches, len(self.chosen)
+        warm, turn = warmup_forwards(self.name, pp, kinds, m), turn_of(self.name, pp, kinds, m)
+        head, behind = self._sums(ahead[0], range(pp)), self._sums(back, range(pp) if self.turns else range(pp)[::-1])
+        last = None if turn is None else self._sums(ahead[-1], range(pp), ahead[:-1])
+        for rank in range(pp):
+            own, after = self.seconds[:, rank, 0], rank if self.turns else pp - 1 - rank
+            done = warm[self._stages(rank)].astype(float)
+            returned = links.sends * links.down + after * links.up
+            self.add([(begin[rank], 1.0), (head[rank], -1.0)], rank * links.down)
+            self.add([(begin[rank], 1.0), (forwards, -1.0), (behind[rank], -1.0), (own, done)], returned)
+            if turn is not None and last is not None:
+                done = turn[self._stages(rank)].astype(float)
+                self.add([(begin[rank], 1.0), (last[rank], -1.0), (own, done)], links.before(rank, pp) * links.down)
+
+    def _ends(
+        self, end: np.ndarray, late: np.ndarray, ahead: np.ndarray, back: np.ndarray, backwards: np.ndarray, links: _Links
+    ) -> None:
+        """What comes after a rank's work, less what it has left then; ``late``: where gradients of weights are work too."""
+        pp, m, kinds, split = self.pp, self.microbatches, len(self.chosen), self.name in SPLIT_BACKWARD
+        warm, turn = warmup_forwards(self.name, pp, kinds, m), turn_of(self.name, pp, kinds, m)
+        tail, beyond = self._sums(back[0], range(pp)), self._sums(ahead[-1], range(pp)[::-1])
+        last, first = self._sums(back[-1], range(pp), back[:-1]), (self.left[0], -1.0)
+        for rank in range(pp):
+            own, mine = self.seconds[:, rank, 1:], self._stages(rank)
+            self.add([(end[rank], 1.0), (tail[rank], -1.0), first], rank * links.up)
+            for after in (end, late):
+                self.add([(after[rank], 1.0), (self.left[rank], -1.0)], 0.0)
+            ways: list[tuple[np.ndarray, list[Term], float]] = []
+            if turn is not None:
+                ways.append((turn[mine], [(last[rank], -1.0)], links.before(rank, pp) * links.up))
+            if turn is not None and warm[mine].sum() < m * kinds:
+                on = (pp - 1 - rank) * links.down + links.sends * links.up
+                ways.append((warm[mine], [(beyond[rank], -1.0), (backwards, -1.0)], on))
+            for left, then, seconds in ways:
+                self.add([(end[rank], 1.0), *then, (own, np.stack([left, left * (not split)], axis=1)), first], seconds)
+                if split:
+                    rest = np.stack([left, late_weights(left, rank, m)], axis=1)
+                    self.add([(late[rank], 1.0), *then, (own, rest), first], seconds)
+
+    def _stages(self, rank: int) -> list[int]:
+        """The rank's stages if it had one of each kind."""
+        stages = [kind * self.pp + rank for kind in range(len(self.chosen))]
+        return [*stages[:-1], 2 * self.pp - 1 - rank] if self.turns else stages
+
+    def _sums(self, seconds: np.ndarray, order: Iterable[int], base: np.ndarray | None = None) -> np.ndarray:
+        """Variables [pp, 1]: at each rank the seconds [pp, k] of those before it in an order, and all of ``base``."""
+        sums, before = self.variables(self.pp, 1), None
+        for rank in order:
+            if before is not None:
+                self.add([(sums[rank], 1.0), (sums[before], -1.0), (seconds[before], -1.0)], 0.0)
+            elif base is not None:
+                self.add([(sums[rank], 1.0), (base, -1.0)], 0.0)
+            before = rank
+        return sums
+
+    def memory(self, room: np.ndarray) -> bool:
+        """Every rank holds at its moments no more than ``room`` bytes; whether that keeps anything from a rank."""
+        rows = len(self.parts)
+        state, saved, pending = self.classes[3:6]
+        counted = held(self.name, self.pp, self.microbatches)
+        for rank in range(self.pp):
+            for moment in np.unique(counted[rank], axis=0):
+                counts = moment[:, self.chosen, None, None]
+                bytes_ = (state + counts[0] * saved + counts[1] * pending) / room[rank]
+                if (bytes_.max(axis=(0, 2)) * self.members).sum() > 1.0:
+                    self.add([(self.amounts[:, rank], bytes_)], -math.inf, 1.0)
+        return len(self.parts) > rows
+
+    def whole(self) -> bool:
+        """Of the most frequent class a rank runs no more than the whole units that fit it: false if that leaves some over. To
+        be asked when nothing joins the ranks yet, so that one program finds how many fit each."""
+        common = int(self.members.argmax())
+        amounts = self.amounts[:, :, common]
+        for rank in range(self.pp):
+            self.add([(amounts[:, rank], 1.0)], 0.0, float(self.members[common]))
+        try:
+            fit = self.values(dict.fromkeys(amounts.ravel().tolist(), -1.0), amounts)
+        except NoSolutionError:
+            return False
+        if fit is None:
+            return True
+        most = np.floor(fit.sum(axis=(0, 2)) + 1e-6)
+        for rank in range(self.pp):
+            self.add([(amounts[:, rank], 1.0)], 0.0, most[rank])
+        return bool(most.sum() >= self.members[common])
+
+    def bound(self, most: float = math.inf) -> float:
+        """Seconds of the step at least; ``most`` if no step takes less, inf if none is possible."""
+        if math.isfinite(most):
+            self.add([(np.zeros(1, dtype=np.int64), 1.0)], 0.0, most * _SAFE / self.scale)
+        try:
+            return min(most, max(0.0, self.minimum({0: 1.0})) * self.scale / _SAFE)
+        except NoSolutionError:
+            return most
+
+    def round(self) -> bool:
+        """Of every class of several units each rank has whole ones: whether there is such a class."""
+        for common in np.flatnonzero(self.members > 1).tolist():
+            counts = self.variables(self.pp, 1)
+            for rank in range(self.pp):
+                self.add([(self.amounts[:, rank, common], 1.0), (counts[rank], -1.0)], 0.0, 0.0)
+            self.integers.update(counts.ravel().tolist())
+        return bool(self.integers)
+
+    def all(self) -> None:
+        """Every unit is somewhere."""
+        for number, count in enumerate(self.members.tolist()):
+            self.add([(self.amounts[:, :, number], 1.0)], count, count)
+
+
+def _classes(units: Intervals, ends: Ends) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(numbers of each class of equal units [6 as in ``Intervals`` + 3 as in ``Ends``, classes, ways], the class of every unit,
+    units per class)."""
+    once = np.array([ends.gather, ends.reduce, ends.optimizer])[:, None].repeat(units.ways, axis=1)
+    numbers = np.concatenate([np.diff(units.prefix, axis=2), once])
+    scale = np.abs(numbers).sum(axis=2).max(axis=1)[:, None, None] + 1e-300
+    keys = np.round(numbers / scale, 12).transpose(2, 0, 1).reshape(units.count, -1)
+    _, where, inverse, members = np.unique(keys, axis=0, return_index=True, return_inverse=True, return_counts=True)
+    return numbers[:, :, where].transpose(0, 2, 1), inverse.ravel(), members

@@ -1,0 +1,330 @@
+"""Where to cut the sequence of units into pipeline stages, so that the simulated step is shortest and every rank fits.
+
+Units are what is not cut (blocks, the embedding, the head and loss, or single operators). S = pp x virtual_stages stages are
+the intervals between S - 1 boundaries. The objective is the makespan of the schedule's own table (``cost.timeline``), transfers
+included; the constraint, for every rank::
+
+    state of its stages + max over the order of (micro-batches in flight x saved bytes) + largest transient <= capacity
+
+How: few enough cuts are all priced, in the order of their lower bound, until the bound passes the best (exact). Otherwise
+
+1. a dynamic program over intervals minimizes the largest *stage bound* (``stage_bounds``: what any run of the schedule needs if
+   stage s is units i..j) - with one stage a rank memory is an interval's own affair, so its value is a certified bound;
+2. its cuts, with ties broken towards balance at several thresholds, are simulated side by side;
+3. they are refined best first: one unit from stage a to stage b (everything between shifts), one stage to another option;
+   neighbours whose bound is no better are never simulated (``compiler.pipeline.refine``).
+
+With several stages a rank the bound is the better of packing and a linear program (``compiler.pipeline.stage_bound``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.compiler.pipeline.held import held_alone
+from meshwright.compiler.pipeline.intervals import (
+    Ends,
+    Intervals,
+    Matrix,
+    Unit,
+    narrow_cuts,
+    smallest_bottleneck,
+    stage_bounds,
+    stage_memory,
+    stage_work,
+)
+from meshwright.compiler.pipeline.refine import BATCH, Cutting, Found, make_fit, refine
+from meshwright.compiler.pipeline.stage_bound import Bound, crowded, fractional_bound, packing_bound
+from meshwright.cost.schedules import schedule_table
+from meshwright.cost.table import Table, maximal
+
+__all__ = ["Cuts", "StageError", "Unit", "cut"]
+
+_EXHAUSTIVE = 5_000
+"""Up to so many cuts (times options) are enumerated."""
+_SLACK = (0.0, 0.01, 0.03, 0.1)
+"""Relative slack over the smallest bottleneck at which balanced cuts are tried."""
+
+
+class StageError(ValueError):
+    """No cut exists: more stages than units, or a rank that cannot fit, which needs ``excess`` bytes more than it has; unless
+    ``proven``, none was found."""
+
+    def __init__(self, message: str, proven: bool = True, excess: float = 0.0) -> None:
+        super().__init__(message)
+        self.proven, self.excess = proven, excess
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """``boundaries``: S + 1 unit indices, stage s = units boundaries[s]..boundaries[s + 1] - 1, on rank ``stage_rank[s]`` with
+    option ``options[s]``. Seconds per stage and micro-batch; ``memory``: bytes per rank; ``makespan``: seconds of the simulated
+    step; ``bound``: seconds that no cut can beat; ``candidates``: cuts simulated; ``looked``: cuts that were
+    bounded."""
+
+    boundaries: tuple[int, ...]
+    options: tuple[int, ...]
+    stage_rank: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    memory: tuple[float, ...]
+    makespan: float
+    bound: float
+    candidates: int
+    looked: int
+
+    @property
+    def gap(self) -> float:
+        """(makespan - bound) / makespan: 0 is proven optimal."""
+        return max(0.0, 1.0 - self.bound / self.makespan) if self.makespan else 0.0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Units per stage."""
+        return tuple(b - a for a, b in itertools.pairwise(self.boundaries))
+
+    def stage_of(self, unit: int) -> int:
+        return next(s for s, end in enumerate(self.boundaries[1:]) if unit < end)
+
+
+def cut(
+    units: Sequence[Unit],
+    pp: int,
+    virtual_stages: int,
+    schedule: str,
+    microbatches: int,
+    capacity: float | Sequence[float] = math.inf,
+    *,
+    options: Sequence[Sequence[Unit]] = (),
+    overlap: bool = True,
+    table: Table | None = None,
+    bound: float | None = None,
+    cutoff: float = math.inf,
+) -> Cuts:
+    """The best cut of ``units`` for a schedule.
+
+    ``capacity``: bytes per rank, one number or one per rank. ``options``: further ways to run the same units (recomputation,
+    ZeRO: other seconds and bytes, the same boundaries), of which every stage takes one; option 0 is ``units`` itself.
+    ``overlap``: see ``simulate``. ``table``: the schedule's table, if there already is one; ``bound``: seconds that no cut can
+    beat, if they are known; ``cutoff``: seconds known from elsewhere: what takes longer is not refined. Raises ScheduleError
+    for a setting that torch refuses, StageError if there are fewer units than stages or no cut found fits (which stage, by how
+    much).
+
+    >>> blocks = [Unit(f"block {i}", 1.0, 1.0, 1.0) for i in range(7)]
+    >>> cut([Unit("embedding", 0.5, 0.5, 0.5), *blocks, Unit("head", 1.0, 1.0, 1.0)], 4, 1, "1f1b", 16).sizes
+    (3, 2, 2, 2)
+    """
+    table = table or schedule_table(schedule, pp, virtual_stages, microbatches)
+    problem = _problem((tuple(units), *map(tuple, options)), table, virtual_stages, capacity, overlap)
+    found = _all_cuts(problem) if _count(problem) <= _EXHAUSTIVE else _search(problem, bound, cutoff)
+    return _result(problem, found)
+
+
+def step_bound(
+    ways: Sequence[Sequence[Unit]], pp: int, virtual_stages: tuple[int, int], schedule: str, microbatches: int,
+    capacity: Sequence[float], ends: Ends, enough: float = 0.0,
+) -> Bound:
+    """Seconds of a step that no cut can beat, with any number of stages a rank from the first to the second of
+    ``virtual_stages`` (1 and 1, or both at least 2) at once; inf where it is proven that none fits. Needs no table. ``ways`` to
+    run the units, of which every stage takes one; ``ends``: what they add outside the micro-batches; ``enough``: seconds above
+    which nothing sharper is needed."""
+    positions, room = _positions(ways[0]), np.asarray(capacity)
+    units, ends = Intervals.of(ways, positions), ends.at(positions)
+    packed = packing_bound(units, schedule, pp, microbatches) + float(ends.gather[0] + ends.optimizer.sum() / pp)
+    if packed >= enough > 0:
+        return Bound(packed, "packing")
+    for asked in dict.fromkeys((math.inf, enough)):
+        if asked > 0 and crowded(units, schedule, pp, virtual_stages, microbatches, room, ends, asked):
+            return Bound(asked, "packing")
+    if virtual_stages == (1, 1):
+        alone = _single_bound(units, pp, schedule, microbatches, room, ends)
+        return Bound(max(packed, alone), "stages")
+    bound = fractional_bound(units, schedule, pp, virtual_stages, microbatches, room, ends, enough)
+    return bound._replace(seconds=max(packed, bound.seconds))
+
+
+def _single_bound(units: Intervals, pp: int, schedule: str, microbatches: int, capacity: np.ndarray, ends: Ends) -> float:
+    """With one stage a rank."""
+    matrices, counts = [], held_alone(schedule, pp, microbatches)
+    for rank, bound in enumerate(stage_bounds(units, schedule, pp, microbatches, ends)):
+        memory = stage_memory(units, counts[rank], rank, pp)
+        matrices.append(np.where(memory <= capacity[rank], bound, np.inf).min(axis=0))
+    return smallest_bottleneck(matrices)
+
+
+def _problem(
+    ways: tuple[tuple[Unit, ...], ...], table: Table, virtual_stages: int, capacity: float | Sequence[float], overlap: bool
+) -> Cutting:
+    units = ways[0]
+    if len({len(way) for way in ways}) != 1:
+        raise StageError(f"every option must list the same {len(units)} units, got {[len(way) for way in ways[1:]]}")
+    positions = _positions(units)
+    if table.stages > len(positions) - 1:
+        raise StageError(
+            f"{table.name} with pp={table.pp} and virtual_stages={virtual_stages} needs {table.stages} stages, but the model "
+            f"has {len(positions) - 1} units to cut between; use fewer stages, at most {len(positions) - 1}"
+        )
+    room = np.broadcast_to(np.asarray(capacity, dtype=np.float64), (table.pp,))
+    if not (room > 0).all():
+        raise StageError(f"capacity must be bytes greater than 0 on every rank, got {capacity}")
+    return Cutting(table, virtual_stages, Intervals.of(ways, positions), room, overlap, tuple(positions))
+
+
+def _positions(units: Sequence[Unit]) -> list[int]:
+    """Where cuts are allowed."""
+    return [0, *(i + 1 for i, u in enumerate(units[:-1]) if math.isfinite(u.value + u.gradient)), len(units)]
+
+
+def _result(problem: Cutting, found: Found) -> Cuts:
+    cuts, options = found.cuts[None], found.options[None]
+    stage = problem.times(cuts, options)
+    memory = problem.memory(cuts, options)[:, 0]
+    return Cuts(
+        tuple(problem.positions[i] for i in found.cuts),
+        tuple(map(int, found.options)),
+        problem.table.stage_rank,
+        tuple(map(float, stage.forward[:, 0])),
+        tuple(map(float, stage.backward_input[:, 0])),
+        tuple(map(float, stage.backward_weight[:, 0])),
+        tuple(map(float, memory)),
+        found.makespan,
+        min(found.bound, found.makespan),
+        found.candidates,
+        found.looked,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- exhaustive
+
+
+def _count(problem: Cutting) -> int:
+    n, stages = problem.units.count, problem.table.stages
+    return math.comb(n - 1, stages - 1) * int(problem.units.ways**stages)
+
+
+def _all_cuts(problem: Cutting) -> Found:
+    n, stages = problem.units.count, problem.table.stages
+    inner = list(itertools.combinations(range(1, n), stages - 1))
+    rows = np.array([(0, *c, n) for c in inner], dtype=np.int64)
+    ways = np.array(list(itertools.product(range(problem.units.ways), repeat=stages)), dtype=np.int64)
+    cuts, options = np.repeat(rows, len(ways), axis=0), np.tile(ways, (len(rows), 1))
+    excess = problem.excess(cuts, options)
+    fits = excess <= 0
+    if not fits.any():
+        raise _does_not_fit(problem, cuts[excess.argmin()], options[excess.argmin()], proven=True)
+    cuts, options = cuts[fits], options[fits]
+    bounds = problem.bounds(cuts, options)
+    order = np.argsort(bounds, kind="stable")
+    best, where, priced = math.inf, -1, 0
+    for low in range(0, len(order), BATCH):
+        batch = order[low : low + BATCH]
+        batch = batch[bounds[batch] < best * (1 - 1e-12)]
+        if not len(batch):
+            break
+        seconds = problem.seconds(cuts[batch], options[batch])
+        priced += len(batch)
+        if seconds.min() < best:
+            best, where = float(seconds.min()), int(batch[seconds.argmin()])
+    return Found(cuts[where], options[where], best, best, priced, len(excess))
+
+
+# ------------------------------------------------------------------------------------------------------------- search
+
+
+def _several_bound(problem: Cutting) -> float:
+    """The bound with several stages a rank."""
+    table, units = problem.table, problem.units
+    packed = packing_bound(units, table.name, table.pp, table.microbatches)
+    several = problem.virtual_stages, problem.virtual_stages
+    divided = fractional_bound(units, table.name, table.pp, several, table.microbatches, problem.capacity)
+    return max(packed, divided.seconds)
+
+
+def _search(problem: Cutting, known: float | None, cutoff: float) -> Found:
+    table, units = problem.table, problem.units
+    costs, best_option = _stage_matrices(problem)
+    top = smallest_bottleneck(costs)
+    if problem.virtual_stages == 1:
+        if not math.isfinite(top):
+            raise _tightest(problem)
+        bound = top if known is None else max(top, known)
+        cuts = np.unique([narrow_cuts(costs, top * (1 + slack)) for slack in _SLACK], axis=0)
+        options = np.array([[o[i, j] for o, i, j in zip(best_option, c[:-1], c[1:], strict=True)] for c in cuts])
+    else:
+        bound = _several_bound(problem) if known is None else known
+        if not math.isfinite(bound):
+            raise _too_much(problem)
+        even = np.linspace(0, units.count, table.stages + 1).astype(np.int64)
+        rows = (
+            np.unique([narrow_cuts(costs, top * (1 + slack)) for slack in _SLACK], axis=0) if math.isfinite(top) else even[None]
+        )
+        cuts = np.tile(rows, (units.ways, 1))
+        options = np.repeat(np.arange(units.ways), len(rows))[:, None] + np.zeros((1, table.stages), dtype=np.int64)
+        fitted = [make_fit(problem, c, o) for c, o in zip(cuts, options, strict=True)]
+        cuts, options = (np.array(part) for part in zip(*fitted, strict=True))
+    if not (problem.excess(cuts, options) <= 0).any():
+        raise _does_not_fit(problem, cuts[0], options[0], proven=False)
+    return refine(problem, cuts, options, bound, cutoff)
+
+
+# ------------------------------------------------------------------------------------------- per stage, infeasibility
+
+
+def _stage_matrices(problem: Cutting) -> tuple[list[Matrix], list[Matrix]]:
+    """(per stage what it costs at least, the option that does), [n + 1, n + 1] each; inf where no option fits.
+
+    With one stage a rank: the stage bound, in seconds of the whole run. With several: the work of one micro-batch.
+    """
+    table, units, alone = problem.table, problem.units, problem.virtual_stages == 1
+    bounds = list(stage_bounds(units, table.name, table.pp, table.microbatches)) if alone else None
+    costs, options = [], []
+    for stage in range(table.stages):
+        cost = bounds[stage] if bounds else stage_work(units, stage, table.stages)
+        room = problem.capacity[table.stage_rank[stage]]
+        cost = np.where(stage_memory(units, _in_flight(table, stage), stage, table.stages) <= room, cost, np.inf)
+        options.append(cost.argmin(axis=0))
+        costs.append(cost.min(axis=0))
+    return costs, options
+
+
+def _in_flight(table: Table, stage: int) -> np.ndarray:
+    """The largest numbers of micro-batches that one stage holds: int [k, 2]."""
+    rank = table.stage_rank[stage]
+    return maximal(table.in_flight[rank][:, :, table.stages_of(rank).index(stage)])
+
+
+def _tightest(problem: Cutting) -> StageError:
+    """Proof that no cut fits, one stage a rank: the cut whose fullest stage overflows least still does."""
+    table, units = problem.table, problem.units
+    memory = [stage_memory(units, _in_flight(table, s), s, table.stages) - problem.capacity[s] for s in range(table.stages)]
+    excess = [np.maximum(over, 0.0) for over in memory]
+    cuts = narrow_cuts([e.min(axis=0) for e in excess], smallest_bottleneck([e.min(axis=0) for e in excess]))
+    options = np.array([e[:, i, j].argmin() for e, (i, j) in zip(excess, itertools.pairwise(cuts), strict=True)])
+    return _does_not_fit(problem, cuts, options, proven=True)
+
+
+def _too_much(problem: Cutting) -> StageError:
+    """Proof that no cut fits, several stages a rank: not even divided units do."""
+    even = np.linspace(0, problem.units.count, problem.table.stages + 1).astype(np.int64)
+    return _does_not_fit(problem, *make_fit(problem, even, np.zeros(problem.table.stages, dtype=np.int64)), proven=True)
+
+
+def _does_not_fit(problem: Cutting, cuts: np.ndarray, options: np.ndarray, *, proven: bool) -> StageError:
+    table = problem.table
+    over = problem.memory(cuts[None], options[None])[:, 0] - problem.capacity
+    rank = int(over.argmax())
+    at = [problem.positions[i] for i in cuts]
+    own = " and ".join(f"stage {s} (units {at[s]}..{at[s + 1] - 1})" for s in table.stages_of(rank))
+    need, room = (round(x / 2**30, 6) for x in (over[rank] + problem.capacity[rank], problem.capacity[rank]))
+    found = "no cut fits" if proven else "no cut was found that fits"
+    return StageError(
+        f"{table.name} on {table.pp} ranks, {table.microbatches} micro-batches: {found}. The closest one leaves rank {rank}, "
+        f"{own}, at {need:.3g} GiB of {room:.3g} GiB: {need - room:.3g} GiB too much. Recompute activations, shard the state "
+        "further, make micro-batches smaller or the pipeline longer.", proven, float(over[rank])
+    )

@@ -1,0 +1,279 @@
+"""One position as a factor graph: the variables and edges whose choices the solver makes.
+
+    operator      which factor every mesh axis splits; its compute, its own collectives and what it saves are its costs
+    copy          per value with several readers: the sharding they share (q, k and v pay one gather)
+    entry, exit   the sharding of what one position hands to the next
+    shared        what several positions read, a tied weight's split at rest, how the root's parameters are kept
+
+Edges price the reshard between what is made and what is read, forward and backward, and the bytes that autograd saves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from meshwright.compiler.placement.choices import Scope, choices
+from meshwright.compiler.placement.costs import (
+    BACKWARD,
+    FORWARD,
+    HOST,
+    HOST_BACK,
+    RESOURCES,
+    SAVED,
+    SEND,
+    SEND_BACK,
+    TRANSIENT,
+    Unit,
+    Variant,
+    local_shapes,
+)
+from meshwright.compiler.placement.tables import Array, ResourceTables
+from meshwright.compiler.solver.chain import BlockModel, Edge
+from meshwright.compiler.solver.elimination import prune
+from meshwright.compiler.structure.activations import Shape, operand_shapes, saved_by
+from meshwright.compiler.structure.positions import Place, Position, operands, results
+from meshwright.cost.compute import Fused
+from meshwright.cost.memory.memory import extra_saved_bytes
+from meshwright.cost.operators import operator
+from meshwright.ir.graph import Op
+from meshwright.ir.plan import Schedule
+from meshwright.ir.rule import OpRule, Placed, place
+from meshwright.ir.sharding import Sharding
+
+ROOT = ""
+"""The shared variable of how the root's parameters are kept."""
+
+
+@dataclass
+class Model:
+    """A position's variables: the operators' first (in order), then copies, states and the root's variant.
+
+    ``copies`` and ``states``: {value: (variable, its shardings)}; ``parameter_uses``: (variable, parameter, the sharding
+    that each choice reads it in); ``shared``: (name, variable); ``makers``: the operator that makes each value.
+    """
+
+    sizes: list[int] = field(default_factory=list)
+    unary: list[Array] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    op_choices: list[list[dict[str, str]]] = field(default_factory=list)
+    placed: list[list[Placed]] = field(default_factory=list)
+    copies: dict[str, tuple[int, list[Sharding]]] = field(default_factory=dict)
+    states: dict[str, tuple[int, list[Sharding]]] = field(default_factory=dict)
+    parameter_uses: list[tuple[int, str, list[Sharding]]] = field(default_factory=list)
+    entry: list[int] = field(default_factory=list)
+    exit: list[int] = field(default_factory=list)
+    shared: list[tuple[str, int]] = field(default_factory=list)
+    makers: dict[str, int] = field(default_factory=dict)
+
+    def add(self, unary: Array) -> int:
+        """A new variable."""
+        self.sizes.append(len(unary))
+        self.unary.append(unary)
+        return len(self.sizes) - 1
+
+
+class Builder:
+    """Builds the models of a graph's positions.
+
+    ``whole``: values that leave their position whole; ``tied``: parameters with several readers; ``fused``: what the fused
+    kernel of an operator reads and writes.
+    """
+
+    def __init__(
+        self, scope: Scope, rules: Mapping[str, OpRule], schedule: Schedule, tables: ResourceTables, *,
+        whole: frozenset[str], tied: frozenset[str], fused: Mapping[str, Fused | None], root_variants: Sequence[Variant],
+    ) -> None:
+        self.scope, self.graph, self.mesh = scope, scope.graph, scope.mesh
+        self.rules, self.schedule, self.tables, self.costs = rules, schedule, tables, tables.costs
+        self.whole, self.tied, self.fused, self.root_variants = whole, tied, fused, root_variants
+        self.params = {param.value for param in self.graph.params}
+        self._charged: set[str] = set()
+
+    def build(self, position: Position) -> Model:
+        """The model of one position. A tied weight is charged to the first position built that reads it."""
+        model = Model()
+        ops = position.ops(self.graph)
+        for op in ops:
+            self._operator(op, model)
+        made = results(ops)
+        model.makers = {name: i for name, (i, _) in made.items()}
+        for name in (*position.entry, *position.shared_in):
+            self._state(model, name, position)
+        for name, readers in operands(ops).items():
+            if name in self.params:
+                self._parameter(model, name, readers)
+            elif name in made or name in model.states:
+                self._value(model, name, made.get(name), readers)
+        for name in (*position.exit, *position.shared_out):
+            self._state(model, name, position)
+            self._leaves_as(model, name, made[name])
+        for name in sorted(set(self.graph.outputs) & made.keys() - model.states.keys()):
+            self._output(model, name, made[name])
+        if position.block < 0:
+            self._root_variant(model)
+        return _pruned(model)
+
+    # operators
+
+    def _operator(self, op: Op, model: Model) -> None:
+        rule = self.rules[op.name]
+        found = choices(op, rule, self.scope, self.schedule.time.get(op.name))
+        differentiable = [self.graph.values[name].differentiable for name in op.inputs]
+        placed = [place(rule, assignment, self.mesh, differentiable) for assignment in found]
+        if self.whole.intersection(op.outputs):
+            kept = [n for n, where in enumerate(placed) if self._leaves_whole(op, where)]
+            found, placed = [found[n] for n in kept], [placed[n] for n in kept]
+        read = operand_shapes(op, self.graph, rule, self.schedule)
+        made = [self.tables.shapes[name] for name in op.outputs]
+        times = 1 if op.name in self.schedule.prologue else self.schedule.microbatches
+        saved = [index for index in saved_by(op, self.graph)[1] if op.outputs[index] in self.tables.saved.values]
+        unary = np.zeros((len(found), RESOURCES))
+        for row, assignment, where in zip(unary, found, placed, strict=True):
+            local = local_shapes(where, read, self.mesh, False), local_shapes(where, made, self.mesh, True)
+            seconds = (*self.costs.op(op, *local, self.graph, self.fused[op.name]), *self.costs.internal(rule, assignment))
+            row[[FORWARD, BACKWARD, HOST, HOST_BACK, SEND, SEND_BACK]] = np.array(seconds) * times
+            row[SAVED] = sum(self.tables.bytes(op.outputs[index], where.results[index]) for index in saved)
+            row[SAVED] += self._beside(op, differentiable, *local)
+            row[TRANSIENT] = self._space(op, local[0])
+        model.add(unary)
+        model.op_choices.append(found)
+        model.placed.append(placed)
+
+    def _beside(self, op: Op, needs: Sequence[bool], operands: Sequence[Shape], results: Sequence[Shape]) -> int:
+        """Bytes that autograd keeps beside operands and results: masks, statistics."""
+        if not any(self.graph.values[name].differentiable for name in op.outputs):
+            return 0
+        return extra_saved_bytes(op.target, operands, results, self.graph.values[op.inputs[0]].dtype, op.args, needs=needs)
+
+    def _space(self, op: Op, operands: Sequence[Shape]) -> int:
+        """Bytes of the gradient of a loss's logits, which is as large as anything: in fp32, and in their own dtype."""
+        if operator(op.target).kind != "loss" or not operands:
+            return 0
+        itemsize = self.graph.values[op.inputs[0]].dtype.itemsize
+        return math.prod(operands[0]) * (max(4, itemsize) + (itemsize if itemsize < 4 else 0))
+
+    def _leaves_whole(self, op: Op, where: Placed) -> bool:
+        pairs = zip(op.outputs, where.results, strict=True)
+        return all(not result.split_axes and not result.partial for name, result in pairs if name in self.whole)
+
+    # values
+
+    def _state(self, model: Model, name: str, position: Position) -> None:
+        """The variable of a sharding that positions agree on."""
+        states = self.tables.states(name)
+        var = model.add(np.zeros((len(states), RESOURCES)))
+        model.states[name] = (var, states)
+        if name in position.entry:
+            model.entry.append(var)
+        elif name in position.exit:
+            model.exit.append(var)
+        else:
+            model.shared.append((name, var))
+
+    def _leaves_as(self, model: Model, name: str, made: Place) -> None:
+        """An edge that holds a leaving value's variable to the state it is made in."""
+        var, states = model.states[name]
+        index = {state: number for number, state in enumerate(states)}
+        rows = np.array([index.get(placed.results[made[1]], len(states)) for placed in model.placed[made[0]]])
+        model.edges.append(Edge(made[0], var, self.tables.equal(len(states)), rows, np.arange(len(states))))
+
+    def _value(self, model: Model, name: str, made: Place | None, readers: list[Place]) -> None:
+        """The edges from a value to its readers, through a copy variable if there are several."""
+        if made is not None:
+            source, have = made[0], [placed.results[made[1]] for placed in model.placed[made[0]]]
+        else:
+            source, have = model.states[name]
+        needs = [(i, [placed.operands[k] for placed in model.placed[i]]) for i, k in readers]
+        saving = True
+        if len(readers) > 1 and self.graph.values[name].differentiable:
+            options = list(dict.fromkeys(state for _, states in needs for state in states if not state.partial))
+            options += [state for state in dict.fromkeys(have) if not state.partial and state not in options]
+            copy = model.add(np.zeros((len(options), RESOURCES)))
+            model.copies[name] = (copy, options)
+            self._edge(model, name, source, have, copy, options, saving=True)
+            source, have, saving = copy, options, False
+        for i, states in needs:
+            self._edge(model, name, source, have, i, states, saving=saving)
+
+    def _edge(
+        self, model: Model, name: str, i: int, have: Sequence[Sharding], j: int, want: Sequence[Sharding], saving: bool
+    ) -> None:
+        sources, targets = tuple(dict.fromkeys(have)), tuple(dict.fromkeys(want))
+        rows = {state: number for number, state in enumerate(sources)}
+        cols = {state: number for number, state in enumerate(targets)}
+        table = self.tables.reshard(name, sources, targets, saving)
+        model.edges.append(Edge(i, j, table, np.array([rows[s] for s in have]), np.array([cols[s] for s in want])))
+
+    def _output(self, model: Model, name: str, made: Place) -> None:
+        """An output of the model: its pending sums are completed, and it is held for the caller, of every micro-batch."""
+        held = self.schedule.microbatches - (name in self.tables.saved.values)
+        for row, placed in zip(model.unary[made[0]], model.placed[made[0]], strict=True):
+            state = placed.results[made[1]]
+            seconds = self.costs.collective("all_reduce", tuple(sorted(state.partial)), self.tables.bytes(name, state))
+            row[SEND] += seconds * self.schedule.microbatches
+            row[SAVED] += self.tables.bytes(name, state) * held
+
+    # parameters
+
+    def _parameter(self, model: Model, name: str, readers: list[Place]) -> None:
+        if name in self.tied:
+            self._tied_parameter(model, name, readers)
+            return
+        for i, k in readers:
+            model.parameter_uses.append((i, name, [placed.operands[k] for placed in model.placed[i]]))
+
+    def _tied_parameter(self, model: Model, name: str, readers: list[Place]) -> None:
+        """A weight with several readers: a shared variable says how it lies at rest, each reader pays its way from there."""
+        options = [state for state in self.tables.states(name) if not state.partial]
+        var = model.add(np.zeros((len(options), RESOURCES)))
+        model.states[name] = (var, options)
+        model.shared.append((name, var))
+        for i, k in readers:
+            needs = [placed.operands[k].at_rest() for placed in model.placed[i]]
+            self._edge(model, name, var, options, i, needs, saving=False)
+        if name not in self._charged:
+            self._charged.add(name)
+            model.parameter_uses.append((var, name, [self._read_apart(state) for state in options]))
+
+    def _read_apart(self, state: Sharding) -> Sharding:
+        """A tied weight's at-rest state, read differently over every axis that does not split it."""
+        rest = frozenset(axis for axis in self.mesh.axes if axis not in state.split_axes)
+        return Sharding(state.dims, frozenset(), rest)
+
+    def _root_variant(self, model: Model) -> None:
+        """The root is one group over all its runs: its variant is a shared variable."""
+        if not model.parameter_uses:
+            return
+        var = model.add(np.zeros((len(self.root_variants), RESOURCES)))
+        model.shared.append((ROOT, var))
+        for i, name, needs in model.parameter_uses:
+            columns = [self.parameter(model, name, needs, variant, Unit(root=True)) for variant in self.root_variants]
+            model.edges.append(Edge(i, var, np.stack(columns, axis=1)))
+
+    def parameter(self, model: Model, name: str, needs: Sequence[Sharding], variant: Variant, unit: Unit) -> Array:
+        """Resources [needs, K] of a use of a parameter when its position is kept as ``variant``."""
+        uses = dict.fromkeys(use for _, use, _ in model.parameter_uses if self.tables.trainable[use])
+        group = float(sum(self.graph.values[use].numel for use in uses))
+        return self.tables.parameter(name, needs, variant, group, unit)
+
+
+def _pruned(model: Model) -> Model:
+    """The model without the operators' choices that another choice equals or beats in every resource, in all variants.
+
+    What positions agree on keeps all its choices, as does what reads a parameter: how that is kept is not in the model yet.
+    """
+    protected = {*model.entry, *model.exit, *(var for _, var in model.shared), *(var for var, _, _ in model.parameter_uses)}
+    block, kept = prune(BlockModel(tuple(model.sizes), tuple(model.unary), tuple(model.edges)), sorted(protected))
+    operators = kept[: len(model.op_choices)]
+    return Model(
+        sizes=list(block.sizes), unary=list(block.unary), edges=list(block.edges),
+        op_choices=[[found[n] for n in rows] for found, rows in zip(model.op_choices, operators, strict=True)],
+        placed=[[found[n] for n in rows] for found, rows in zip(model.placed, operators, strict=True)],
+        copies={name: (var, [options[n] for n in kept[var]]) for name, (var, options) in model.copies.items()},
+        states=model.states, parameter_uses=model.parameter_uses, entry=model.entry, exit=model.exit, shared=model.shared,
+        makers=model.makers,
+    )

@@ -1,0 +1,239 @@
+"""The legal choices of every operator: which factor each mesh axis splits.
+
+An axis has a *role*: "any" (the solver decides), "dp" (it splits the batch and nothing else) or "tp" (it splits anything but
+the batch, and splits every weight that is contracted where it divides). Roles come from pins; without pins every axis is free.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshwright.compiler.structure.dims import Dim, DimClasses, sequence_dims
+from meshwright.cost.operators import operator
+from meshwright.ir.graph import Graph, Op
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.pins import PinError, Pins
+from meshwright.ir.plan import TIME
+from meshwright.ir.rule import APART, OpRule
+from meshwright.ir.sharding import parse_sharding
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What the choices of a graph depend on, besides the operator itself."""
+
+    graph: Graph
+    mesh: Mesh
+    roles: Mapping[str, str]
+    pins: Pins
+    classes: DimClasses
+    batch: frozenset[Dim]
+    sequence: frozenset[Dim]
+    handed_on: frozenset[str]
+    microbatches: int
+
+    @cached_property
+    def width(self) -> frozenset[Dim]:
+        """The last dim of what blocks hand on."""
+        shapes = {name: self.graph.values[name].shape for name in self.handed_on}
+        return frozenset(self.classes.of((name, len(shape) - 1) for name, shape in shapes.items() if len(shape) >= 3))
+
+    @cached_property
+    def of_parameters(self) -> frozenset[str]:
+        """Values made of trainable parameters and of nothing that has a sample: turned weights, scales plus one, position
+        biases. Their gradients may be summed where the parameters' are."""
+        graph, found = self.graph, {param.value for param in self.graph.params if param.trainable}
+        params = frozenset(found)
+        for op in graph.ops:
+            flows = [name for name in op.inputs if graph.values[name].differentiable]
+            if flows and found.issuperset(flows) and not self._sampled(op):
+                found.update(name for name in op.outputs if graph.values[name].differentiable)
+        return frozenset(found) - params
+
+    @cached_property
+    def of_every_sample(self) -> frozenset[str]:
+        """Those of them that an operator reads which is not made of parameters alone, and runs for all samples on every data
+        rank: experts, whose tokens were sorted over the whole batch. Then nothing is left to sum."""
+        found: set[str] = set()
+        for op in reversed(self.graph.ops):
+            inner = self.of_parameters.intersection(op.outputs)
+            if (inner and found.intersection(inner)) or (not inner and not self._split_by_sample(op)):
+                found.update(self.of_parameters.intersection(op.inputs))
+        return frozenset(found)
+
+    def _split_by_sample(self, op: Op) -> bool:
+        """Whether the data axes may split the operator's samples."""
+        rule, axes = self.classes.rules[op.name], [axis for axis in self.mesh.axes if self.roles[axis] == "dp"]
+        return any(
+            _legal(rule, dict.fromkeys(axes, factor), self.mesh)
+            for factor in _factor_kinds(op, rule, self)["batch"].intersection(rule.splittable)
+        )
+
+    def _sampled(self, op: Op) -> bool:
+        return any(
+            self.classes.find((name, dim)) in self.batch
+            for name in (*op.inputs, *op.outputs) for dim in range(len(self.graph.values[name].shape))
+        )
+
+
+def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[str, str]]:
+    """All assignments of ``op`` that can run and that the pins allow, idle ones first; never empty."""
+    kinds = _factor_kinds(op, rule, scope)
+    weights = _contracted_weights(op, rule, scope)
+    apart = not scope.of_parameters.isdisjoint(op.outputs)
+    on_weights = op.name not in scope.graph.parameter_free
+    per_axis = []
+    for axis in scope.mesh.axes:
+        role = scope.roles[axis]
+        allowed: list[str | None] = [None, *([APART] if apart else [])]
+        if apart and role == "dp" and scope.of_every_sample.isdisjoint(op.outputs):  # what reads it does so for its own samples
+            allowed.remove(None)
+        own = weights - kinds["batch"] - kinds["sequence"] - kinds["width"]
+        inner = not weights or any(rule.sizes[f] % scope.mesh.size(axis) == 0 for f in own & set(rule.splittable))
+        for factor in rule.splittable:
+            batch, sequence = factor in kinds["batch"], factor in kinds["sequence"]
+            if (role == "dp" and not batch) or (role == "tp" and batch):
+                continue
+            if role == "tp" and scope.pins.sequence_parallel is False and (sequence or (factor in kinds["width"] and inner)):
+                continue  # what blocks hand on is whole on every rank
+            allowed.append(factor)
+        per_axis.append(allowed if scope.mesh.size(axis) > 1 else [None])
+    found = []
+    timed = Mesh((*scope.mesh.axes, TIME), (*scope.mesh.sizes, scope.microbatches))
+    for combination in itertools.product(*per_axis):
+        assignment = {axis: factor for axis, factor in zip(scope.mesh.axes, combination, strict=True) if factor is not None}
+        if _legal(rule, {**assignment, **({TIME: time} if time else {})}, timed):
+            found.append(assignment)
+    found = _forced(found, kinds["batch"], scope, "dp") if on_weights else found
+    if weights:
+        found = _forced(found, weights, scope, "tp")
+    elif scope.pins.sequence_parallel and on_weights and kinds["sequence"] & set(rule.splittable):
+        # nothing with a sequence dim is computed over again on every tensor-parallel rank
+        found = _forced(found, set(rule.splittable) - kinds["batch"], scope, "tp")
+    if scope.pins.sequence_parallel:
+        found = _sequence_between_blocks(op, rule, found, scope, bool(weights))
+    return _pinned_tensors(op, rule, found, scope)
+
+
+def _legal(rule: OpRule, assignment: Mapping[str, str], mesh: Mesh) -> bool:
+    """Whether an assignment can run: evenly, or with a shorter last piece where one axis alone splits the factor.
+
+    Micro-batches are always even.
+    """
+    if rule.legal(assignment, mesh):
+        return True
+    if not rule.legal(assignment, mesh, even=False):
+        return False
+    split: dict[str, list[str]] = {}
+    for axis, factor in assignment.items():
+        if factor != APART and not factor.startswith("+"):
+            split.setdefault(factor, []).append(axis)
+    return all(
+        rule.sizes[factor] % mesh.size(axes) == 0 or (len(axes) == 1 and axes != [TIME]) for factor, axes in split.items()
+    )
+
+
+def _factor_kinds(op: Op, rule: OpRule, scope: Scope) -> dict[str, set[str]]:
+    kinds: dict[str, set[str]] = {"batch": set(), "sequence": set(), "width": set()}
+    pairs = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
+    for name, dims in pairs:
+        for dim, factor in enumerate(dims):
+            if factor is None:
+                continue
+            root = scope.classes.find((name, dim))
+            if root in scope.batch:
+                kinds["batch"].add(factor)
+            if root in scope.sequence:
+                kinds["sequence"].add(factor)
+            if root in scope.width:
+                kinds["width"].add(factor)
+    return kinds
+
+
+def _contracted_weights(op: Op, rule: OpRule, scope: Scope) -> set[str]:
+    """Factors of the weights, trained or frozen, that the operator contracts or looks rows up in."""
+    weights = {param.value for param in scope.graph.params if not param.buffer}
+    results = {factor for dims in rule.results for factor in dims}
+    factors: set[str] = set()
+    for name, dims in zip(op.inputs, rule.operands, strict=True):
+        if _viewed(name, scope.graph) in weights and any(factor is not None and factor not in results for factor in dims):
+            factors.update(factor for factor in dims if factor is not None)
+    return factors
+
+
+def _viewed(name: str, graph: Graph) -> str:
+    """The value that a value is a view of: a weight that is turned before it is contracted is still that weight."""
+    while name in graph.producers and operator((op := graph.ops[graph.producers[name]]).target).kind == "view" and op.inputs:
+        name = op.inputs[0]
+    return name
+
+
+def _forced(found: list[dict[str, str]], factors: set[str], scope: Scope, role: str) -> list[dict[str, str]]:
+    """Only the assignments in which as many axes of a role as possible split one of ``factors``."""
+    axes = [axis for axis in scope.mesh.axes if scope.roles[axis] == role and scope.mesh.size(axis) > 1]
+
+    def count(assignment: dict[str, str]) -> int:
+        return sum(assignment.get(axis) in factors for axis in axes)
+
+    most = max((count(assignment) for assignment in found), default=0)
+    return [assignment for assignment in found if count(assignment) == most]
+
+
+def _sequence_between_blocks(
+    op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope, weights: bool
+) -> list[dict[str, str]]:
+    """Sequence parallelism pinned: what blocks hand on is split over tp along the sequence. ``weights``: the operator contracts
+    some, and splits those instead."""
+    axes = [axis for axis in scope.mesh.axes if scope.roles[axis] == "tp"]
+    where = sequence_dims(scope.graph, scope.handed_on.intersection(op.outputs), scope.classes, scope.batch)
+    for name, dims in zip(op.outputs, rule.results, strict=True):
+        if name not in where or not axes or weights or (factor := dims[where[name]]) is None:
+            continue  # a sequence that the operator itself does not split is split where it is read next
+        kept = [a for a in found if all(a.get(axis) == factor for axis in axes)]
+        if not kept:
+            length = scope.graph.values[name].shape[where[name]]
+            raise PinError(
+                f"pin sequence_parallel=True: the sequence of length {length} that {op.target} of {op.module or 'the model'} "
+                f"hands on cannot be split over tp={scope.mesh.size(axes)}; use a length that tp divides, or drop the pin"
+            )
+        found = kept
+    return found
+
+
+def _pinned_tensors(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:
+    """Only the assignments that read a pinned parameter in its pinned split."""
+    if not scope.pins.tensors:
+        return found
+    owners = {param.value: param for param in scope.graph.params}
+    for name, dims in zip(op.inputs, rule.operands, strict=True):
+        if name not in owners:
+            continue
+        for pattern, text in scope.pins.tensors.items():
+            if not any(fnmatch.fnmatch(fqn, pattern) for fqn in owners[name].fqns):
+                continue
+            want = _parse_pin(text, len(dims))
+            for axis in {axis for axes in want for axis in axes} - set(scope.mesh.axes):
+                raise PinError(f"pin {pattern!r}: {text!r} names axis {axis!r}, the mesh has {', '.join(scope.mesh.axes)}")
+            kept = [a for a in found if _splits(a, dims, scope.mesh) == want]
+            if not kept:
+                raise PinError(f"pin {pattern!r}: {text!r} cannot be: {op.target} of {op.module} has no such legal split of "
+                               f"{owners[name].fqn} {scope.graph.values[name].shape} over mesh {scope.mesh}")
+            found = kept
+    return found
+
+
+def _splits(assignment: dict[str, str], dims: tuple[str | None, ...], mesh: Mesh) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(a for a in mesh.axes if f is not None and assignment.get(a) == f) for f in dims)
+
+
+def _parse_pin(text: str, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """Read "[h, f@tp]": names of dims are free, only the axes count."""
+    sharding = parse_sharding(re.sub(r"([\[,]\s*)[A-Za-z]\w*(?=\s*[@,\]])", r"\1_", text))
+    if sharding.ndim != ndim:
+        raise PinError(f"pin {text!r} has {sharding.ndim} dims, the parameter has {ndim}")
+    return sharding.dims

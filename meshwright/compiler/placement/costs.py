@@ -1,0 +1,284 @@
+"""Prices of one graph on one mesh, as resource vectors.
+
+Every choice of the problem is priced in the same resources:
+
+    FORWARD, BACKWARD      seconds of compute
+    SEND, SEND_BACK        seconds of communication on the critical path (activations, and gradients the program reduces)
+    GATHER, REDUCE         seconds of communication that every micro-batch repeats beside its compute (parameters gathered
+                           forward; gathered and reduced backward)
+    GATHER_ONCE, REDUCE_ONCE  the same of what happens once a step, where there are several micro-batches
+    HOST, HOST_BACK        seconds that the host takes to start the kernels
+    PARAMETERS, GRADIENTS, OPTIMIZER     bytes held over the step (buffers and copies in the compute dtype count as parameters)
+    SAVED                  bytes of activations held from forward to backward
+    TRANSIENT              bytes held while a block runs: gathered parameters, what recomputation brings back
+
+The time of a block is SEND + max(GATHER, FORWARD + GATHER (1 - 1/k)) + the same of the backward: communication of parameters
+runs beside the compute and slows it down by the device's contention k (``time_rows``, ``cost.overlap``). What happens once a
+step hides behind one of its m micro-batches only, gathers behind the first one's forward and reductions behind the last one's
+backward: there it is max(GATHER_ONCE + (1 - 1/m) FORWARD, FORWARD + GATHER_ONCE (1 - 1/k)). Where the host is slower than the
+device HOST stands in FORWARD's place: it runs ahead, so the sums over a block are compared, not each kernel with its start.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost import compute, overlap
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.collectives import Network
+from meshwright.ir.graph import Graph, Op, Value
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.reshard import KINDS, reshard
+from meshwright.ir.rule import OpRule, Placed
+from meshwright.ir.sharding import Sharding, ShardingError
+
+FORWARD, BACKWARD, SEND, SEND_BACK, GATHER, REDUCE, GATHER_ONCE, REDUCE_ONCE, HOST, HOST_BACK = range(10)
+PARAMETERS, GRADIENTS, OPTIMIZER, SAVED, TRANSIENT = range(10, 15)
+RESOURCES = 15
+SECONDS = 10
+"""The first of them are seconds."""
+MEMORY: Mapping[str, int] = {"parameters": PARAMETERS, "gradients": GRADIENTS, "optimizer": OPTIMIZER, "activations": SAVED}
+
+
+def time_rows(contention: float, microbatches: int = 1, each: bool = True, once: bool = True) -> NDArray[np.float64]:
+    """[rows, RESOURCES]: a block's seconds are the largest of these sums of its resources (``cost.overlap.beside``, both ways).
+
+    ``each``, ``once``: whether anything is gathered or reduced in every micro-batch, and once a step; no block does both.
+    """
+    slowed, rest = 1.0 - 1.0 / contention, 1.0 - 1.0 / microbatches
+    # of the compute, of what every micro-batch repeats, of what happens once, of the host
+    ways = [(1.0, slowed, slowed, 0.0), (0.0, slowed, slowed, 1.0)]
+    ways += [(0.0, 1.0, 0.0, 0.0)] if each or (once and microbatches == 1) else []
+    ways += [(rest, 0.0, 1.0, 0.0)] if once and microbatches > 1 else []
+    rows = np.zeros((len(ways) ** 2, RESOURCES))
+    rows[:, [SEND, SEND_BACK]] = 1.0
+    for row, (ahead, back) in zip(rows, itertools.product(ways, ways), strict=True):
+        row[[FORWARD, GATHER, GATHER_ONCE, HOST]] = ahead
+        row[[BACKWARD, REDUCE, REDUCE_ONCE, HOST_BACK]] = back
+    return rows
+
+
+BYTES_ROW, TRANSIENT_ROW = np.zeros(RESOURCES), np.zeros(RESOURCES)
+BYTES_ROW[[PARAMETERS, GRADIENTS, OPTIMIZER, SAVED]] = 1.0
+TRANSIENT_ROW[TRANSIENT] = 1.0
+
+Vector = NDArray[np.float64]
+
+_CAST_BYTES = 4  # gradients and master weights are fp32
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How the parameters of a block are kept, and whether its activations are recomputed."""
+
+    zero: int = 0
+    data_axes: tuple[str, ...] = ()
+    shard_axes: tuple[str, ...] = ()
+    recompute: str = "none"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Where a unit of parameters stands: whether a block comes ``ahead`` of it in the order of the backward and another
+    ran ``behind`` it, or it is the ``root``, which is around them all."""
+
+    ahead: bool = True
+    behind: bool = True
+    root: bool = False
+
+
+MIDDLE = Unit()
+
+
+class Costs:
+    """Memoized prices. ``itemsize``: bytes per element of what the compute reads (2 under bf16); ``state_bytes``: optimizer
+    state per parameter in bytes."""
+
+    def __init__(self, cluster: Cluster, mesh: Mesh, *, microbatches: int, itemsize: int, state_bytes: float) -> None:
+        self.mesh, self.device = mesh, cluster.device
+        self.network = Network(cluster, mesh)
+        self.microbatches, self.itemsize, self.state_bytes = microbatches, itemsize, state_bytes
+        self._collective: dict[tuple[str, tuple[str, ...], float], float] = {}
+        self._op: dict[object, tuple[float, float, float, float]] = {}
+        self._pair: dict[tuple[Sharding, Sharding], tuple[tuple[str, str, float], ...] | None] = {}
+
+    def collective(self, kind: str, axes: Sequence[str], bytes_: float) -> float:
+        """Seconds of one collective over ``axes``; ``bytes_`` is its full buffer on one rank."""
+        axes = tuple(axis for axis in axes if self.mesh.size(axis) > 1)
+        if not axes or not bytes_:
+            return 0.0
+        key = (kind, axes, bytes_)
+        if key not in self._collective:
+            self._collective[key] = float(self.network.seconds(kind, axes, bytes_))
+        return self._collective[key]
+
+    def op(
+        self, op: Op, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], graph: Graph,
+        fused: compute.Fused | None,
+    ) -> tuple[float, float, float, float]:
+        """Seconds (forward, backward) of one call on LOCAL shapes, and what the host takes to start it; ``fused``: what its
+        fused kernel reads and writes."""
+        dtype = graph.values[op.outputs[0]].dtype
+        needs = tuple(graph.values[name].differentiable for name in op.inputs)
+        literals = tuple((at, arg) for at, arg in (*enumerate(op.args), *op.kwargs) if isinstance(arg, bool | int | float))
+        key = (op.target, tuple(operands), tuple(results), dtype, literals, needs, fused)
+        if key not in self._op:
+            self._op[key] = (
+                *compute.seconds(op.target, operands, results, dtype, self.device, op.args, op.kwargs, fused, needs),
+                *compute.started(op.target, operands, results, dtype, self.device, fused, needs),
+            )
+        return self._op[key]
+
+    def internal(self, rule: OpRule, assignment: Mapping[str, str]) -> tuple[float, float]:
+        """Seconds (forward, backward) of the collectives inside an operator."""
+        seconds = [0.0, 0.0]
+        for factor, traffic in rule.internal.items():
+            axes = tuple(axis for axis in self.mesh.axes if assignment.get(axis) == factor)
+            if axes:
+                cutting = [axis for axis, other in assignment.items() if other != factor and other[0] not in "+~"]
+                others = self.mesh.size(cutting)
+                for item in traffic:
+                    cut = others
+                    if item.operand is not None:
+                        dims = rule.operands[item.operand]
+                        cut = self.mesh.size([axis for axis, other in assignment.items() if other in dims])
+                    seconds[item.backward] += self.collective(item.kind, axes, item.elements / cut * item.itemsize)
+        return seconds[0], seconds[1]
+
+    def reshard(
+        self, source: Sharding, target: Sharding, bytes_: float, differentiable: bool, by_linears: bool = False
+    ) -> tuple[float, float] | None:
+        """Seconds (forward, backward) of turning ``source`` into ``target``; None if that cannot be.
+
+        ``bytes_``: of the GLOBAL value. ``by_linears``: linears alone read it; what they gather they gather again in the
+        backward, and they reduce-scatter its gradient, both beside the products (``mw.gather_linear``; Korthikanti et al.
+        2022).
+        """
+        key = (source, target)
+        if key not in self._pair:
+            try:
+                steps = reshard(source, target)
+            except ShardingError:
+                self._pair[key] = None
+            else:
+                self._pair[key] = tuple((step.kind, step.axis, step.scale(self.mesh)) for step in steps)
+        steps_ = self._pair[key]
+        if steps_ is None:
+            return None
+        forward = backward = 0.0
+        for kind, axis, scale in steps_:
+            ahead, back = KINDS[kind]
+            forward += self._moved(ahead, axis, scale * bytes_) if ahead else 0.0
+            if differentiable and kind == "gather_vary" and by_linears:
+                both = self.collective(ahead, (axis,), scale * bytes_) + self.collective(back, (axis,), scale * bytes_)
+                backward += both * (1.0 - 1.0 / self.device.contention)
+            elif differentiable and back:
+                backward += self._moved(back, axis, scale * bytes_)
+        return forward, backward
+
+    def _moved(self, kind: str, axis: str, bytes_: float) -> float:
+        """Seconds of a collective on activations that stay exposed."""
+        seconds = self.collective(kind, (axis,), bytes_)
+        if self.device.overlapped and kind in ("all_gather", "reduce_scatter"):
+            return overlap.in_pieces(seconds, self.mesh.size(axis), self.device.contention)
+        return seconds
+
+    def parameter(
+        self, value: Value, need: Sharding, trainable: bool, variant: Variant, group: float, unit: Unit = MIDDLE
+    ) -> Vector | None:
+        """What one use of a parameter or buffer costs a block kept as ``variant``; None if the variant cannot hold it so.
+
+        FSDP2 moves all parameters of a block in one collective, so a parameter pays its share of one over ``group``, the
+        number of the block's trainable elements.
+
+        Follows FSDP2: with ZeRO the parameter lives split over ``shard_axes``, is gathered in the compute dtype (3: before
+        every forward and backward of a micro-batch; 1, 2: once per step) and its gradient reduce-scattered (1: once per
+        step; 2, 3: every micro-batch), then all-reduced over the other data axes; without, gradients are all-reduced once.
+        """
+        vector = np.zeros(RESOURCES)
+        numel = value.numel / self.mesh.size(need.split_axes)
+        if not trainable:
+            vector[PARAMETERS] = numel * value.dtype.itemsize
+            return vector
+        if set(variant.data_axes) & set(need.split_axes):
+            return None
+        if variant.zero and any(size % self.mesh.size(axes) for size, axes in zip(value.shape, need.dims, strict=True)):
+            return None  # FSDP2 splits what every rank has the same length of
+        master, count = numel * _CAST_BYTES, self.microbatches
+        own = tuple(axis for axis in need.varying if axis not in variant.data_axes)
+        vector[SEND_BACK] += count * sum(self.collective("all_reduce", (axis,), master) for axis in sorted(own))
+
+        def share(kind: str, axes: tuple[str, ...], itemsize: float) -> float:
+            return self.collective(kind, axes, group * itemsize) * numel / group
+
+        parts = self.mesh.size(variant.shard_axes) if variant.zero else 1
+        replicas = tuple(axis for axis in variant.data_axes if axis not in (variant.shard_axes if variant.zero else ()))
+        gather_at, reduce_at, gathers, reductions = GATHER, REDUCE, count, count
+        if variant.zero < 3 and count > 1:
+            gather_at, gathers = GATHER_ONCE, 1
+        if variant.zero < 2 and count > 1:
+            reduce_at, reductions = REDUCE_ONCE, 1
+        vector[reduce_at] += reductions * share("all_reduce", replicas, _CAST_BYTES / parts)
+        if variant.zero:
+            vector[reduce_at] += reductions * share("reduce_scatter", variant.shard_axes, _CAST_BYTES)
+            gather = gathers * share("all_gather", variant.shard_axes, self.itemsize)
+            vector[gather_at] += gather
+            vector[REDUCE] += gather if variant.zero == 3 else 0.0
+        if unit.root:  # gathered before the first operator and reduced after the last: nothing hides that
+            vector[SEND] = vector[GATHER] + vector[GATHER_ONCE]
+            vector[SEND_BACK] += vector[REDUCE] + vector[REDUCE_ONCE]
+            vector[GATHER : REDUCE_ONCE + 1] = 0.0
+        self._kept(vector, numel, variant, parts, unit)
+        speed = self.device.memory_bandwidth * self.device.memory_efficiency
+        optimizer = 3 * (2 * master + numel * self.state_bytes) / parts / speed
+        vector[BACKWARD] += optimizer + count * self._accumulated(numel, variant, parts) / speed
+        vector[HOST_BACK] += optimizer  # no host runs ahead of it
+        return vector
+
+    def _accumulated(self, numel: float, variant: Variant, parts: int) -> float:
+        """Bytes that a micro-batch's gradient of ``numel`` local elements moves until it is in the fp32 sum.
+
+        Made in the compute dtype, it is added to a whole sum (or becomes it), or it is cast for the reduce-scatter whose result
+        is added (levels 2 and 3). Products that add to a whole sum themselves (``Device.accumulates``) do it beside their work.
+        """
+        cast, master = numel * self.itemsize, numel * _CAST_BYTES
+        if variant.zero >= 2:
+            return cast + master + (3 * master / parts if self.microbatches > 1 else 0.0)
+        return 0.0 if self.device.accumulates else cast + master * (2 if self.microbatches > 1 else 1)
+
+    def _kept(self, vector: Vector, numel: float, variant: Variant, parts: int, unit: Unit) -> None:
+        """Bytes of a trainable parameter of ``numel`` local elements, as FSDP2 holds it.
+
+        While a block's backward runs there are its gradient in the compute dtype and the fp32 buffer that the block behind it
+        is still reducing (or its own, once the gradient is in it); under ZeRO-3 also its gathered parameters, until they are
+        freed, and those of the block ahead. The root's parameters and gradients are whole while any block runs. With one
+        micro-batch a gradient at rest takes the place of the gathered parameters that are freed with it.
+        """
+        master, cast = numel * _CAST_BYTES, numel * self.itemsize
+        vector[PARAMETERS] = vector[GRADIENTS] = master / parts
+        vector[OPTIMIZER] = numel * self.state_bytes / parts
+        if variant.zero == 1 and self.microbatches > 1:
+            vector[GRADIENTS] += master
+        if variant.zero == 3 and not unit.root:
+            running = cast + cast * unit.ahead + cast + master * unit.behind
+            vector[TRANSIENT] = max(running, cast * unit.ahead + cast + master)
+            return
+        if variant.data_axes or self.itemsize < _CAST_BYTES:  # FSDP2 gathers a copy whatever the level
+            vector[PARAMETERS] += cast
+        if variant.data_axes and self.microbatches == 1:
+            vector[GRADIENTS] = 0.0 if unit.root else max(0.0, vector[GRADIENTS] - cast)
+        if variant.data_axes and unit.root:
+            vector[GRADIENTS] += cast
+            vector[TRANSIENT] = master
+        elif variant.data_axes:
+            vector[TRANSIENT] = cast + master
+
+
+def local_shapes(placed: Placed, shapes: Sequence[tuple[int, ...]], mesh: Mesh, results: bool) -> list[tuple[int, ...]]:
+    """Local shapes of an operator's operands or results; ``shapes`` are those of the whole micro-batch."""
+    return [s.local_shape(shape, mesh) for s, shape in zip(placed.results if results else placed.operands, shapes, strict=True)]

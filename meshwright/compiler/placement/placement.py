@@ -1,0 +1,316 @@
+"""What a stage's devices need for a micro-batch, whatever the pipeline: the placement of one (tensor degree, samples).
+
+In a layout dp x tp the data ranks split the batch and nothing else, so how operators are placed, what they take and what they
+save depends only on the tensor degree and on the samples a data rank has at a time - not on pp, dp, ZeRO or the schedule. So it
+is solved once for each such pair (``Placements.of``), on the folded graph, with memory unlimited, and read off per position:
+
+    Row.activations[r]     resources of one micro-batch under recomputation r, without anything about parameters
+    Row.weight             the part of its backward seconds that makes gradients of weights (zero-bubble schedules run it apart)
+    Row.uses               the parameters it reads and how; ``parameter_costs`` prices them for a mesh and a ZeRO level
+    Placement.crossing     local bytes of what a stage boundary behind each position sends
+    Placement.outputs      local bytes of what a micro-batch hands back to the caller, who gets that of all micro-batches
+
+``time_of`` and ``bound`` are seconds of all positions for one micro-batch: no pipeline of P ranks does M of them in less than
+M bound / P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwright.compiler.placement.blockmodel import ROOT, Model
+from meshwright.compiler.placement.choices import Scope
+from meshwright.compiler.placement.costs import RESOURCES, SAVED, SECONDS, Costs, Variant, Vector, local_shapes
+from meshwright.compiler.placement.dead_end import nothing_runs
+from meshwright.compiler.placement.problem import Problem
+from meshwright.compiler.solver.chain import BlockModel, Chain, Infeasible, Solution
+from meshwright.compiler.solver.solve import solve
+from meshwright.compiler.structure.activations import operand_shapes
+from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_dims
+from meshwright.compiler.structure.folding import Folded, fold
+from meshwright.compiler.structure.microbatch import split_time
+from meshwright.cost import compute
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.operators import operator
+from meshwright.ir.graph import Graph, Op, Value
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.pins import Pins
+from meshwright.ir.plan import PlanError, Schedule
+from meshwright.ir.rule import OpRule, Placed
+from meshwright.ir.sharding import Sharding
+
+DATA, TENSOR = "dp", "tp"
+NONE = "none"
+GAP = 1e-4
+_LIGHT = 1e-3
+"""Seconds that all saved bytes of a placement may weigh, as a part of its time: of equals the one that saves less."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A parameter or buffer as a position reads it. ``group``: trainable elements of its unit; ``first``: the position that a
+    tied weight is charged to where all its readers share a rank."""
+
+    value: Value
+    need: Sharding
+    trainable: bool
+    group: float
+    first: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """One distinct position of a placement: see the head of this file."""
+
+    activations: Mapping[str, Vector]
+    weight: float
+    uses: tuple[Use, ...]
+    block: bool
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The solved placement. ``rows``; ``sequence``: the row of every position of the whole graph; ``crossing``: bytes behind
+    each; ``outputs``: bytes; ``bound <= least seconds of a micro-batch <= seconds``."""
+
+    tensor: int
+    samples: int
+    rows: tuple[Row, ...]
+    sequence: tuple[int, ...]
+    crossing: tuple[float, ...]
+    outputs: float
+    seconds: float
+    bound: float
+    decode: Callable[[Schedule], tuple[dict[str, dict[str, str]], dict[str, Sharding]]]
+
+
+class Placements:
+    """Solves placements of one graph on one cluster, each once."""
+
+    def __init__(
+        self, graph: Graph, cluster: Cluster, rules: Mapping[str, OpRule], pins: Pins, *, itemsize: int, state_bytes: float,
+        recompute: Sequence[str],
+    ) -> None:
+        self.graph, self.cluster, self.pins = graph, cluster, pins
+        self.itemsize, self.state_bytes, self.recompute = itemsize, state_bytes, tuple(recompute)
+        self.folded: Folded = fold(graph)
+        self.rules = {op.name: rules[op.name] for op in self.folded.graph.ops}
+        self._classes = DimClasses(self.folded.graph, self.rules)
+        self._known: dict[tuple[int, int], Placement] = {}
+
+    def of(self, tensor: int, samples: int) -> Placement:
+        """The placement of ``tensor`` ranks that hold ``samples`` of the batch at a time. Raises PlanError where the batch
+        cannot be cut so, or no operators' choices fit together."""
+        key = (tensor, samples)
+        if key not in self._known:
+            self._known[key] = self._solve(tensor, samples)
+        return self._known[key]
+
+    @property
+    def count(self) -> int:
+        """Placements solved so far."""
+        return len(self._known)
+
+    def _solve(self, tensor: int, samples: int) -> Placement:
+        graph = self.folded.graph
+        pieces = batch_size(graph) // samples
+        data = max(d for d in range(1, self.cluster.world // tensor + 1) if pieces % d == 0)
+        mesh, count = Mesh((DATA, TENSOR), (data, tensor)), pieces // data
+        schedule = split_time(graph, dict(self.rules), count, batch_inputs(graph))
+        costs = Costs(self.cluster, mesh, microbatches=count, itemsize=self.itemsize, state_bytes=self.state_bytes)
+        kept = (DATA,) if data > 1 else ()
+        variants = [Variant(0, kept, (), kind) for kind in self.recompute]
+        problem = Problem(self._scope(mesh, count), self.rules, schedule, costs, variants, variants[:1])
+        chain = problem.chain(float("inf"), 0.0)
+        try:
+            solution = solve(self._stretched(chain), gap=GAP)
+        except Infeasible:
+            raise PlanError(nothing_runs(problem)) from None
+        return _Reader(self, problem, chain, solution, count).placement(tensor, samples)
+
+    def _scope(self, mesh: Mesh, count: int) -> Scope:
+        graph = self.folded.graph
+        passed = handed_on(graph)
+        batch = self._classes.of(batch_inputs(graph).items())
+        sequence = self._classes.of(sequence_dims(graph, passed, self._classes, batch).items())
+        roles = {DATA: "dp", TENSOR: "tp"}
+        return Scope(graph, mesh, roles, self.pins, self._classes, batch, sequence, frozenset(passed), count)
+
+    def _stretched(self, chain: Chain) -> Chain:
+        """The chain of the whole graph, without recomputation: with memory unlimited none pays."""
+        kinds = tuple(replace(k, variants=k.variants[:1], variant_costs=k.variant_costs[:1]) for k in chain.kinds)
+        rows = chain.time_rows.copy()
+        sequence = tuple(chain.sequence[n] for n in self.folded.serves)
+        first = [np.sum([u.min(axis=0) for u in chain.kinds[k].variants[0].unary], axis=0) for k in sequence]
+        least = np.sum(first, axis=0)
+        seconds, saved = float((rows @ least).max()), float(sum(v for v in [least[SAVED]] if np.isfinite(v)))
+        rows[:, SAVED] += _LIGHT * seconds / saved if saved else 0.0
+        return replace(chain, kinds=kinds, sequence=sequence, time_rows=rows)
+
+
+@dataclass
+class _Reader:
+    """Reads a solution of the folded graph back for the whole one."""
+
+    owner: Placements
+    problem: Problem
+    chain: Chain
+    solution: Solution
+    count: int
+
+    def placement(self, tensor: int, samples: int) -> Placement:
+        folded, numbers = self.owner.folded, dict[tuple[int, tuple[int, ...]], int]()
+        rows: list[Row] = []
+        sequence: list[int] = []
+        charged: set[str] = set()
+        for n, at in enumerate(folded.serves):
+            key = (self.chain.sequence[at], self.solution.choices[n])
+            if key not in numbers:
+                numbers[key] = len(rows)
+                rows.append(self._row(at, self.solution.choices[n], charged))
+            sequence.append(numbers[key])
+        times = [self.chain.time(rows[r].activations[NONE]) for r in sequence]
+        seconds = float(sum(times))
+        slack = max(0.0, 1.0 - self.solution.gap - _LIGHT * 2)
+        return Placement(
+            tensor, samples, tuple(rows), tuple(sequence), tuple(self._crossing()), self._outputs(), seconds, seconds * slack,
+            self.decode,
+        )
+
+    # one position
+
+    def _row(self, at: int, chosen: Sequence[int], charged: set[str]) -> Row:
+        model, kind = self.problem.model(at), self.chain.kinds[self.chain.sequence[at]]
+        position = self.problem.positions[at]
+        roots = {var for name, var in model.shared if name == ROOT}
+        edges = tuple(e for e in model.edges if e.j not in roots)
+        plain = BlockModel(tuple(model.sizes), tuple(model.unary), edges).cost(chosen)
+        # what is handed back is held by the step, not by what is in flight
+        for name, bytes_ in self._handed_back(at, self.problem.serves(at), chosen):
+            plain[SAVED] -= bytes_ * (self.count - (name in self.problem.tables.saved.values))
+        block = position.block >= 0
+        activations = {}
+        for number, name in enumerate(self.owner.recompute):
+            more = np.zeros(RESOURCES)
+            if block and 0 < number < len(kind.variants):
+                more = kind.variants[number].cost(chosen) - kind.variants[0].cost(chosen)
+            activations[name] = self._per_microbatch(plain + more)
+        return Row(activations, self._weight(at, chosen), self._uses(at, chosen, charged), block)
+
+    def _per_microbatch(self, vector: Vector) -> Vector:
+        """Seconds of a step -> of a micro-batch; bytes are of one already."""
+        result = vector.copy()
+        result[:SECONDS] /= self.count
+        return result
+
+    def _weight(self, at: int, chosen: Sequence[int]) -> float:
+        """Seconds of a micro-batch's backward that only weights wait for."""
+        graph, problem = self.owner.folded.graph, self.problem
+        position, model = problem.positions[at], problem.model(at)
+        weights = {param.value for param in graph.params if param.trainable}
+        total = 0.0
+        for i, op in enumerate(position.ops(graph)):
+            if operator(op.target).kind == "view" and op.inputs and op.inputs[0] in weights:
+                weights.update(op.outputs)
+            if operator(op.target).kind != "matmul" or not weights.intersection(op.inputs):
+                continue
+            shapes = self._local(op, model.placed[i][chosen[i]])
+            needs = [graph.values[name].differentiable for name in op.inputs]
+            without = [need and name not in weights for need, name in zip(needs, op.inputs, strict=True)]
+            dtype, device = graph.values[op.outputs[0]].dtype, self.owner.cluster.device
+            both, left = (
+                compute.seconds(op.target, *shapes, dtype, device, op.args, op.kwargs, None, n)[1] for n in (needs, without)
+            )
+            total += both - left
+        return total
+
+    def _local(self, op: Op, placed: Placed) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        tables = self.problem.tables
+        read = operand_shapes(op, self.owner.folded.graph, self.owner.rules[op.name], tables.schedule)
+        made = [tables.shapes[name] for name in op.outputs]
+        return local_shapes(placed, read, tables.mesh, False), local_shapes(placed, made, tables.mesh, True)
+
+    def _uses(self, at: int, chosen: Sequence[int], charged: set[str]) -> tuple[Use, ...]:
+        """The parameters of a position; tied ones at every position that reads them."""
+        graph, model, tables = self.owner.folded.graph, self.problem.model(at), self.problem.tables
+        found = [(name, needs[chosen[var]]) for var, name, needs in model.parameter_uses]
+        known = {name for name, _ in found}
+        for name, (var, options) in model.states.items():
+            if name in self.problem.tied and name not in known:
+                rest = frozenset(axis for axis in tables.mesh.axes if axis not in options[chosen[var]].split_axes)
+                found.append((name, Sharding(options[chosen[var]].dims, frozenset(), rest)))
+        group = float(sum({n: graph.values[n].numel for n, _ in found if tables.trainable[n]}.values()))
+        uses = []
+        for name, need in found:
+            uses.append(Use(graph.values[name], need, tables.trainable[name], group, name not in charged))
+            if name in self.problem.tied:
+                charged.add(name)
+        return tuple(uses)
+
+    # what crosses
+
+    def _crossing(self) -> list[float]:
+        """Local bytes that a cut behind each position sends down: what the next one is handed, and what later ones share."""
+        folded = self.owner.folded
+        live: dict[str, tuple[int, float]] = {}  # value -> (last position that reads it, bytes)
+        last = {name: n for n, position in enumerate(folded.positions) for name in position.shared_in}
+        crossing = []
+        for n, at in enumerate(folded.serves):
+            model, chosen = self.problem.model(at), self.solution.choices[n]
+            serving = self.problem.positions[self.problem.serves(at)]
+            total = sum(self._bytes(model, name, chosen) for name in serving.exit)
+            own = folded.positions[n].shared_out
+            for name, theirs in zip(serving.shared_out, own, strict=True):
+                live[theirs] = (last.get(theirs, n), self._bytes(model, name, chosen))
+            total += sum(bytes_ for until, bytes_ in live.values() if until > n)
+            crossing.append(float(total))
+        return crossing
+
+    def _outputs(self) -> float:
+        pairs = [(at, self.solution.choices[n]) for n, at in enumerate(self.owner.folded.serves)]
+        return sum(bytes_ for at, chosen in pairs for _, bytes_ in self._handed_back(at, at, chosen))
+
+    def _handed_back(self, at: int, position: int, chosen: Sequence[int]) -> list[tuple[str, float]]:
+        """(value, bytes of a micro-batch) of what the model hands back, of a position whose model is that of ``at``."""
+        graph, placed = self.owner.folded.graph, self.problem.model(at).placed
+        wanted = {name for name in graph.outputs if graph.values[name].shape}
+        return [
+            (name, self.problem.tables.bytes(name, state))
+            for i, op in enumerate(self.problem.positions[position].ops(graph))
+            for name, state in zip(op.outputs, placed[i][chosen[i]].results, strict=True) if name in wanted
+        ]
+
+    def _bytes(self, model: Model, name: str, chosen: Sequence[int]) -> float:
+        var, options = model.states[name]
+        return self.problem.tables.bytes(name, options[chosen[var]])
+
+    # the plan
+
+    def decode(self, schedule: Schedule) -> tuple[dict[str, dict[str, str]], dict[str, Sharding]]:
+        """(assignments by op, copies by value) of the whole graph, in the axes dp and tp."""
+        graph, folded, problem = self.owner.graph, self.owner.folded, self.problem
+        assignments: dict[str, dict[str, str]] = {}
+        copies: dict[str, Sharding] = {}
+        elsewhere = {name for position in folded.positions for name in position.shared_in}
+        for n, at in enumerate(folded.serves):
+            position, model, chosen = folded.positions[n], problem.model(at), self.solution.choices[n]
+            serving = problem.positions[problem.serves(at)]
+            names = _renamed(serving.ops(folded.graph), position.ops(graph))
+            for i, op in enumerate(position.ops(graph)):
+                assignments[op.name] = model.op_choices[i][chosen[i]]
+            for name, (var, options) in model.copies.items():
+                if names[name] not in elsewhere:
+                    copies[names[name]] = options[chosen[var]]
+        return assignments, copies
+
+
+def _renamed(first: Sequence[Op], other: Sequence[Op]) -> dict[str, str]:
+    """Values of some operators -> those of others that are alike."""
+    names: dict[str, str] = {}
+    for a, b in zip(first, other, strict=True):
+        names.update(zip(a.inputs, b.inputs, strict=True))
+        names.update(zip(a.outputs, b.outputs, strict=True))
+    return names

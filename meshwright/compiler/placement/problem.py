@@ -1,0 +1,269 @@
+"""From a graph to numbers: the chain of blocks the solver chooses placements for, and back from its solution to the plan.
+
+    positions.py     the graph cut into blocks and the root's runs between them
+    blockmodel.py    each position as a factor graph                       tables.py: what its edges cost
+    problem.py       equal blocks as one kind, their variants, the chain   (``Problem.chain``)
+                     assignments, copies and groups                        (``Problem.decode``)
+
+How a block's parameters are kept and whether it is recomputed are its variants. Under recomputation its forward runs again
+in the backward, what it reads is saved, and what it would have saved comes back while it runs (``_recomputed``); selective
+recomputation keeps the results of matrix products and does not run them again. It stops where torch's checkpoint does, at the
+last operator that keeps anything, before it if that keeps operands only (``_skipped``), unless the software ``repeats`` it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+
+import numpy as np
+
+from meshwright.compiler.placement.blockmodel import ROOT, Builder, Model
+from meshwright.compiler.placement.choices import Scope
+from meshwright.compiler.placement.costs import (
+    BACKWARD,
+    BYTES_ROW,
+    FORWARD,
+    HOST,
+    HOST_BACK,
+    RESOURCES,
+    SAVED,
+    SEND,
+    SEND_BACK,
+    TRANSIENT,
+    TRANSIENT_ROW,
+    Costs,
+    Unit,
+    Variant,
+    time_rows,
+)
+from meshwright.compiler.placement.tables import Array, ResourceTables
+from meshwright.compiler.solver.chain import BlockModel, Chain, Edge, Kind, Solution
+from meshwright.compiler.structure.activations import body_shapes, saved_by, saved_values
+from meshwright.compiler.structure.positions import alike, cut, renaming, several_readers
+from meshwright.cost.compute import fusion
+from meshwright.cost.operators import operator
+from meshwright.ir.plan import GroupChoice, Schedule
+from meshwright.ir.rule import OpRule
+from meshwright.ir.sharding import Sharding
+
+
+def _later(runs: bool) -> Array:
+    """Resources of a part of the block -> those of the same part when what it saves comes back in the backward; ``runs``: it
+    runs again there."""
+    matrix = np.eye(RESOURCES)
+    matrix[FORWARD, BACKWARD] = matrix[SEND, SEND_BACK] = matrix[HOST, HOST_BACK] = float(runs)
+    matrix[SAVED, SAVED], matrix[SAVED, TRANSIENT] = 0.0, 1.0
+    return matrix
+
+
+AGAIN, SKIPPED = _later(True), _later(False)
+
+
+class Problem:
+    """Builds the chain and reads its solution back.
+
+    ``block_variants`` and ``root_variants``: the ways to keep parameters that are open to the blocks and to the root.
+    """
+
+    def __init__(
+        self, scope: Scope, rules: Mapping[str, OpRule], schedule: Schedule, costs: Costs,
+        block_variants: Sequence[Variant], root_variants: Sequence[Variant],
+    ) -> None:
+        self.graph, self.mesh, self.schedule = scope.graph, scope.mesh, schedule
+        self.block_variants, self.root_variants = tuple(block_variants), tuple(root_variants)
+        shapes = body_shapes(self.graph, rules, schedule)
+        self.tables = ResourceTables(
+            self.graph, scope.mesh, schedule, costs, shapes, saved_values(self.graph), scope.of_parameters
+        )
+        self.positions, whole = cut(self.graph)
+        self.tied = several_readers(self.graph)
+        self.builder = Builder(
+            scope, rules, schedule, self.tables, whole=whole, tied=self.tied, root_variants=self.root_variants,
+            fused=dict(zip((op.name for op in self.graph.ops), fusion(self.graph), strict=True)),
+        )
+        self._serves: list[int] = []  # position -> the first position like it
+        self._models: dict[int, Model] = {}
+        keys: dict[object, int] = {}
+        for number, position in enumerate(self.positions):
+            key = number if position.block < 0 else alike(position, self.graph, self.tied)
+            first = keys.setdefault(key, number)
+            self._serves.append(first)
+            if first == number:
+                self._models[number] = self.builder.build(position)
+
+    def model(self, number: int) -> Model:
+        """The model of a position; positions that are alike have the same."""
+        return self._models[self._serves[number]]
+
+    def serves(self, number: int) -> int:
+        """The position whose model a position has."""
+        return self._serves[number]
+
+    def with_variants(self, block_variants: Sequence[Variant]) -> Problem:
+        """The same problem with other ways to keep the blocks; models and tables are shared."""
+        other = copy(self)
+        other.block_variants = tuple(block_variants)
+        return other
+
+    # the chain
+
+    def chain(self, capacity: float, fixed_bytes: float) -> Chain:
+        """The whole problem under ``capacity`` bytes of which ``fixed_bytes`` are taken whatever is chosen."""
+        shared: dict[str, int] = {}
+        for model in self._models.values():
+            for name, _ in model.shared:
+                shared.setdefault(name, len(shared))
+        sizes = [1] * len(shared)
+        for model in self._models.values():
+            for name, var in model.shared:
+                sizes[shared[name]] = model.sizes[var]
+        kinds = {number: self._kind(model, number, shared) for number, model in self._models.items()}
+        order = {number: index for index, number in enumerate(kinds)}
+        return Chain(
+            kinds=tuple(kinds.values()), sequence=tuple(order[first] for first in self._serves), shared_sizes=tuple(sizes),
+            time_rows=self._time_rows(), bytes_row=BYTES_ROW, transient_row=TRANSIENT_ROW,
+            capacity=capacity, fixed_bytes=fixed_bytes, fixed_time=0.0,
+        )
+
+    def _time_rows(self) -> Array:
+        """Rows for the ways that are open to the blocks."""
+        levels = {variant.zero for variant in self.block_variants}
+        return time_rows(
+            self.tables.costs.device.contention, self.schedule.microbatches, each=max(levels) >= 2, once=min(levels) < 3
+        )
+
+    def _kind(self, model: Model, number: int, shared: Mapping[str, int]) -> Kind:
+        coupling = (tuple(model.entry), tuple(model.exit), tuple((shared[name], var) for name, var in model.shared))
+        if self.positions[number].block < 0:
+            block = BlockModel(tuple(model.sizes), tuple(model.unary), tuple(model.edges))
+            return Kind((block,), (np.zeros(RESOURCES),), *coupling)
+        blocks, unit = [], self._unit(number)
+        for variant in self._open(number):
+            unary = [array.copy() for array in model.unary]
+            for var, name, needs in model.parameter_uses:
+                unary[var] += self.builder.parameter(model, name, needs, variant, unit)
+            edges = model.edges
+            if variant.recompute != "none":
+                unary, edges = self._recomputed(number, model, unary, self._dear(number, variant.recompute))
+            blocks.append(BlockModel(tuple(model.sizes), tuple(unary), tuple(edges)))
+        return Kind(tuple(blocks), tuple(np.zeros(RESOURCES) for _ in blocks), *coupling)
+
+    def _open(self, number: int) -> tuple[Variant, ...]:
+        """The ways to keep a position's block: recomputation only where something is saved."""
+        model = self.model(number)
+        if any(table[..., SAVED].any() for table in (*model.unary, *(edge.table for edge in model.edges))):
+            return self.block_variants
+        return tuple(v for v in self.block_variants if v.recompute == "none") or self.block_variants
+
+    def _unit(self, number: int) -> Unit:
+        """What stands around every position that this one's model serves; the backward comes from the last block."""
+        served = [self.positions[n].block for n, first in enumerate(self._serves) if first == number]
+        return Unit(ahead=max(served) > 0, behind=min(served) < len(self.graph.blocks) - 1)
+
+    def _recomputed(
+        self, number: int, model: Model, unary: Sequence[Array], dear: frozenset[int]
+    ) -> tuple[list[Array], list[Edge]]:
+        """The block whose forward runs again in the backward, but for the operators in ``dear``, whose results are kept, and
+        for those at its end that nothing in the backward waits for."""
+        seen: dict[tuple[int, bool], Array] = {}
+        last, skipped = self._skipped(number)
+
+        def through(table: Array, skip: bool) -> Array:
+            key = (id(table), skip)
+            if key not in seen:
+                forbidden, matrix = np.isinf(table), SKIPPED if skip else AGAIN
+                seen[key] = np.where(forbidden, np.inf, np.where(forbidden, 0.0, table) @ matrix)
+            return seen[key]
+
+        changed = [through(array, var in dear or var in skipped) for var, array in enumerate(unary)]
+        for var in dear:
+            changed[var] = changed[var] + np.outer(self._results(number, model, var), np.eye(RESOURCES)[SAVED])
+        for name, (var, states) in model.states.items():
+            if var in model.entry:
+                held = [self.tables.bytes(name, state) for state in states]
+                changed[var] = changed[var] + np.outer(held, np.eye(RESOURCES)[SAVED])
+        makers = {var: model.makers.get(name, -1) for name, (var, _) in model.copies.items()}
+        edges = []
+        for e in model.edges:
+            maker = makers.get(e.i, e.i)
+            table = through(e.table, maker in dear or maker in skipped or (e.j in skipped and e.j != last))
+            edges.append(Edge(e.i, e.j, table, e.rows, e.cols))
+        return changed, edges
+
+    def _results(self, number: int, model: Model, var: int) -> list[float]:
+        """Bytes of what an operator makes under each of its choices; of a sum that is pending, and of its pieces after it."""
+        op = self.positions[number].ops(self.graph)[var]
+        return [
+            sum(
+                self.tables.bytes(name, state) * (1.0 + (1.0 / self.mesh.size(tuple(state.partial)) if state.partial else 0.0))
+                for name, state in zip(op.outputs, placed.results, strict=True)
+            )
+            for placed in model.placed[var]
+        ]
+
+    def _skipped(self, number: int) -> tuple[int, frozenset[int]]:
+        """The last operator that keeps anything, and those that recomputation does not come to: what follows it, and itself
+        where it keeps operands only (they are there before it runs)."""
+        ops = self.positions[number].ops(self.graph)
+        saved = [saved_by(op, self.graph) for op in ops]
+        keeping = [(i, results) for i, (operands, results) in enumerate(saved) if operands or results]
+        if not keeping or self.tables.costs.device.repeats:
+            return -1, frozenset()
+        last, results = keeping[-1]
+        return last, frozenset(range(last + bool(results), len(ops)))
+
+    def _dear(self, number: int, recompute: str) -> frozenset[int]:
+        """Operators that selective recomputation keeps: the matrix products."""
+        ops = self.positions[number].ops(self.graph)
+        return frozenset(i for i, op in enumerate(ops) if recompute == "selective" and operator(op.target).kind == "matmul")
+
+    # reading the solution
+
+    def decode(self, solution: Solution) -> tuple[dict[str, dict[str, str]], dict[str, Sharding], tuple[GroupChoice, ...]]:
+        """(assignments by op, copies by value, groups: one per block, then the root's)."""
+        assignments: dict[str, dict[str, str]] = {}
+        copies: dict[str, Sharding] = {}
+        groups: dict[int, GroupChoice] = {}
+        root = self.root_variants[0]
+        elsewhere = {name for position in self.positions for name in position.shared_in}
+        for number, position in enumerate(self.positions):
+            model, chosen = self.model(number), solution.choices[number]
+            names = renaming(self.positions[self._serves[number]], position, self.graph)
+            for i, op in enumerate(position.ops(self.graph)):
+                assignments[op.name] = model.op_choices[i][chosen[i]]
+            for name, (var, options) in model.copies.items():
+                if names[name] not in elsewhere:
+                    copies[names[name]] = options[chosen[var]]
+            for name, var in model.shared:
+                if name == ROOT:
+                    root = self.root_variants[chosen[var]]
+            if position.block >= 0:
+                path = self.graph.blocks[position.block].path
+                groups[position.block] = _group(path, self._open(number)[solution.variants[number]])
+        ordered = tuple(groups[i] for i in range(len(self.graph.blocks)))
+        return assignments, copies, (*ordered, _group("", root))
+
+
+def totals(chain: Chain, solution: Solution) -> Array:
+    """Resources [positions, K] of a solution; positions of one kind with the same choices are added up once."""
+    known: dict[object, Array] = {}
+    rows = []
+    for key in zip(chain.sequence, solution.variants, map(tuple, solution.choices), strict=True):
+        if key not in known:
+            kind, variant, choices = key
+            known[key] = chain.kinds[kind].variants[variant].cost(choices) + chain.kinds[kind].variant_costs[variant]
+        rows.append(known[key])
+    return np.array(rows)
+
+
+def price(chain: Chain, solution: Solution) -> tuple[float, float]:
+    """(seconds, bytes) of one layout of a graph whose chain is built, in the solver's own measure."""
+    resources = totals(chain, solution)
+    seconds = chain.fixed_time + float((resources @ chain.time_rows.T).max(axis=1).sum())
+    bytes_ = chain.fixed_bytes + float((resources @ chain.bytes_row).sum() + (resources @ chain.transient_row).max())
+    return seconds, bytes_
+
+
+def _group(path: str, variant: Variant) -> GroupChoice:
+    return GroupChoice(path, variant.zero, variant.data_axes, variant.shard_axes, variant.recompute)

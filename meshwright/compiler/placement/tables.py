@@ -1,0 +1,116 @@
+"""Resource tables of values and parameters: what every reshard costs, what every way to keep a parameter costs.
+
+Tables are made once per distinct question (``_tables``): copies of a layer, the two edges of a residual and q, k, v ask the
+same ones. Shapes are those of one micro-batch; seconds are those of the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.compiler.placement.costs import RESOURCES, SAVED, SEND, SEND_BACK, Costs, Unit, Variant
+from meshwright.compiler.structure.activations import Saved, Shape
+from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.plan import Schedule
+from meshwright.ir.sharding import Sharding, ceil_div
+
+Array = NDArray[np.float64]
+
+
+class ResourceTables:
+    """The tables of one graph on one mesh. ``shapes``: of every value within a micro-batch; ``apart``: values whose gradients
+    may be summed later (``Scope.of_parameters``)."""
+
+    def __init__(
+        self, graph: Graph, mesh: Mesh, schedule: Schedule, costs: Costs, shapes: Mapping[str, Shape], saved: Saved,
+        apart: frozenset[str] = frozenset(),
+    ) -> None:
+        self.graph, self.mesh, self.schedule, self.costs, self.apart = graph, mesh, schedule, costs, apart
+        self.shapes, self.saved = shapes, saved
+        self.trainable = {param.value: param.trainable for param in graph.params}
+        self._tables: dict[object, Array] = {}
+        self._states: dict[tuple[Shape, bool], list[Sharding]] = {}
+        prologue = [op for op in graph.ops if op.name in schedule.prologue]
+        self._once = {name for op in prologue for name in op.outputs}
+
+    def bytes(self, name: str, sharding: Sharding) -> float:
+        """Local bytes of a value within one micro-batch."""
+        return self._whole(name) / self.mesh.size(sharding.split_axes)
+
+    def _whole(self, name: str) -> float:
+        return float(np.prod(self.shapes[name], dtype=float)) * self.graph.values[name].dtype.itemsize
+
+    def states(self, name: str) -> list[Sharding]:
+        """Every sharding in which an operator could leave a value, in a fixed order."""
+        key = shape, apart = self.shapes[name], name in self.apart
+        if key not in self._states:
+            states = [Sharding.whole(len(shape))]
+            for axis in self.mesh.axes:
+                if self.mesh.size(axis) > 1:
+                    states = states + [more for state in states for more in self._one_more(state, axis, shape, apart)]
+            self._states[key] = states
+        return self._states[key]
+
+    def _one_more(self, state: Sharding, axis: str, shape: Shape, apart: bool) -> list[Sharding]:
+        size, found = self.mesh.size(axis), []
+        for dim, length in enumerate(shape):
+            parts = self.mesh.size(state.dims[dim]) * size
+            uneven = not state.dims[dim] and length > (size - 1) * ceil_div(length, size)
+            if length > 1 and (length % parts == 0 or uneven):
+                dims = (*state.dims[:dim], (*state.dims[dim], axis), *state.dims[dim + 1 :])
+                found.append(replace(state, dims=dims))
+        found += [replace(state, varying=state.varying | {axis})] if apart else []
+        return [*found, replace(state, partial=state.partial | {axis})]
+
+    def equal(self, size: int) -> Array:
+        """[size + 1, size]: nothing for equal states, forbidden otherwise; the last row matches none."""
+        key = ("equal", size)
+        if key not in self._tables:
+            table = np.full((size + 1, size, RESOURCES), np.inf)
+            table[np.arange(size), np.arange(size)] = 0.0
+            self._tables[key] = table
+        return self._tables[key]
+
+    def reshard(self, name: str, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], saving: bool) -> Array:
+        """Resources of every reshard of a value.
+
+        ``saving``: charge what readers keep of it for the backward; otherwise only what a further copy would add.
+        """
+        value = self.graph.values[name]
+        kept, shard, by_maker = (name in names for names in (self.saved.values, self.saved.by_linears, self.saved.by_makers))
+        times = 1 if name in self._once else self.schedule.microbatches
+        key = (self.shapes[name], value.dtype, value.differentiable, kept, shard, by_maker, times, saving, sources, targets)
+        if key in self._tables:
+            return self._tables[key]
+        whole = self._whole(name)
+        table = np.zeros((len(sources), len(targets), RESOURCES))
+        for a, source in enumerate(sources):
+            for b, target in enumerate(targets):
+                seconds = self.costs.reshard(source, target, whole, value.differentiable, by_linears=shard)
+                if seconds is None:
+                    table[a, b] = np.inf
+                    continue
+                table[a, b, SEND], table[a, b, SEND_BACK] = seconds[0] * times, seconds[1] * times
+                same = source.at_rest() == target.at_rest()
+                if kept and (not same or (saving and not by_maker)):
+                    gathered = shard and not same and target.varying and not source.partial
+                    table[a, b, SAVED] = whole / self.mesh.size((source if gathered else target).split_axes)
+        self._tables[key] = table
+        return table
+
+    def parameter(self, name: str, needs: Sequence[Sharding], variant: Variant, group: float, unit: Unit) -> Array:
+        """Resources [needs, K] of reading a parameter so, in a block of ``group`` trainable elements kept as ``variant``."""
+        value, trainable = self.graph.values[name], self.trainable[name]
+        key = ("parameter", value.shape, value.dtype, tuple(needs), trainable, variant, group, unit)
+        if key not in self._tables:
+            seen: dict[Sharding, Array] = {}
+            for need in dict.fromkeys(needs):
+                cost = self.costs.parameter(value, need, trainable, variant, group, unit)
+                seen[need] = np.full(RESOURCES, np.inf) if cost is None else cost
+            self._tables[key] = np.array([seen[need] for need in needs])
+        return self._tables[key]

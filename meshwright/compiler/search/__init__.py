@@ -1,0 +1,1 @@
+"""What lies above one layout: mesh factorizations, stages, schedules, micro-batches, ZeRO, recomputation."""

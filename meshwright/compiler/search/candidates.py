@@ -1,0 +1,237 @@
+"""What the joint search chooses between, and what each costs at least before anything is solved.
+
+    candidate = (pp, virtual stages, schedule) x (data, tensor ranks of a stage) x micro-batches
+    ways      = ZeRO level x ranks that share the state (``ways_of``)
+
+``candidates`` lists every one that the devices, the batch, the model and the pins allow; none is left out because it looks bad.
+``floor`` bounds the step from W, seconds of all units for one micro-batch (P = pp, M micro-batches, w the least unit, w_f its
+forward, u the longest forward or backward of a unit, w_b all forwards or all backwards, V stages a rank)::
+
+    M W / P                                         every rank's share of the work, on average
+    W + (M - 1) max(u, w_b / (P V))                 one micro-batch through everything, the others through the slowest stage
+      + (P - 1) w / 2     whole backward            rank r idles until r stages have passed it the first micro-batch, and
+      + (P - 1) w_f / 2   split backward            again after its last
+    W / (1 - (1 - 1/M)^P)           1f1b            w_r <= (T - w_0 - .. - w_(r-1)) / M, summed
+    W + (M - 1) W / P               gpipe           all forwards pass the slowest stage, then all backwards
+
+``Floors`` gives W from the FLOPs of the model at the best efficiency of the device, before a placement is solved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.compiler.search.stage_costs import Degrees
+from meshwright.compiler.structure.dims import batch_size
+from meshwright.cost import compute
+from meshwright.cost.cluster import Cluster, Device
+from meshwright.cost.operators import operator
+from meshwright.cost.schedules import SCHEDULES, SPLIT_BACKWARD, V_SHAPED, illegal
+from meshwright.ir.graph import Graph
+from meshwright.ir.pins import PinError, Pins
+from meshwright.ir.rule import OpRule
+
+_NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to lay the devices out and to run micro-batches through them. ``schedule``: "none" without a pipeline;
+    ``samples``: of a data rank's micro-batch."""
+
+    pp: int
+    virtual_stages: int
+    schedule: str
+    data: int
+    tensor: int
+    microbatches: int
+    samples: int
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.virtual_stages
+
+    def __str__(self) -> str:
+        pipeline = f"pp={self.pp} ({self.schedule}, {self.virtual_stages} stages a rank) x " if self.pp > 1 else ""
+        return f"{pipeline}dp={self.data} x tp={self.tensor}, {self.microbatches} micro-batches of {self.samples}"
+
+
+def candidates(graph: Graph, cluster: Cluster, pins: Pins, units: int) -> list[Candidate]:
+    """All candidates. ``units``: pieces that the model can be cut into. Raises PinError if the pins leave none."""
+    batch = batch_size(graph)
+    found = [
+        candidate
+        for pp in _degrees(pins.pp, min(cluster.world, units), cluster.world)
+        for tensor in _degrees(pins.tp, cluster.world // pp, cluster.world // pp)
+        for candidate in _of_layout(pp, cluster.world // pp // tensor, tensor, batch, pins, units)
+    ]
+    if not found:
+        raise _nothing(batch, cluster, pins, units)
+    return found
+
+
+def _degrees(pinned: int | None, most: int, of: int) -> list[int]:
+    return [n for n in divisors(of) if n <= most and pinned in (None, n)]
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})
+
+
+def _of_layout(pp: int, data: int, tensor: int, batch: int, pins: Pins, units: int) -> Iterator[Candidate]:
+    if pins.dp not in (None, data) or batch % data or (pins.shard is not None and data % pins.shard):
+        return
+    for count in divisors(batch // data):
+        if pins.microbatches in (None, count):
+            for schedule, virtual in _schedules(pp, count, pins, units):
+                yield Candidate(pp, virtual, schedule, data, tensor, count, batch // data // count)
+
+
+def _schedules(pp: int, count: int, pins: Pins, units: int) -> Iterator[tuple[str, int]]:
+    """The schedules that are legal for these degrees, with their stages a rank."""
+    if pp == 1:
+        if pins.virtual_stages in (None, 1) and pins.schedule is None and pins.stage_cuts is None:
+            yield _NONE, 1
+        return
+    stages = None if pins.stage_cuts is None else len(pins.stage_cuts) + 1
+    for schedule in SCHEDULES if pins.schedule is None else (pins.schedule,):
+        alone = schedule in ("gpipe", "1f1b")
+        several = [1] if alone else [2] if schedule in V_SHAPED else range(1 + (schedule == "interleaved1f1b"), units // pp + 1)
+        for virtual in several:
+            asked = pins.virtual_stages in (None, virtual) and stages in (None, pp * virtual) and pp * virtual <= units
+            if asked and illegal(schedule, pp, virtual, count) is None:
+                yield schedule, virtual
+
+
+def _nothing(batch: int, cluster: Cluster, pins: Pins, units: int) -> PinError:
+    """Which pin leaves no candidate, and the nearest that does."""
+    pp, several = pins.pp or 1, pins.schedule in (*V_SHAPED, "interleaved1f1b")
+    virtual = pins.virtual_stages or (2 if several else 1)
+    if pins.stage_cuts is not None and pins.pp is not None and (len(pins.stage_cuts) + 1) % pins.pp:
+        return PinError(f"pin stage_cuts names {len(pins.stage_cuts)} cuts, so {len(pins.stage_cuts) + 1} stages, which do not "
+                        f"divide over pp={pins.pp}; name pp x virtual_stages - 1 cuts")
+    if pp * virtual > units:
+        why = f"schedule={pins.schedule!r}" if several and pins.virtual_stages is None else f"virtual_stages={virtual}"
+        return PinError(f"pins pp={pp} and {why} make {pp * virtual} stages, but the model can be cut into {units} pieces; "
+                        "take at most that many")
+    if cluster.world == 1:
+        return PinError("pins schedule, stage_cuts or virtual_stages ask for a pipeline, but there is one device; drop them")
+    data = pins.dp or cluster.world // (pp * (pins.tp or 1))
+    if pins.dp is not None and batch % pins.dp:
+        return PinError(f"pin dp={pins.dp} does not divide the batch of {batch} samples; nearest: dp={_near(batch, pins.dp)}")
+    if pins.microbatches is not None and pp == 1 and pins.tp is not None and batch % (data * pins.microbatches):
+        return PinError(f"the batch of {batch} samples does not divide into dp={data} ranks x "
+                        f"microbatches={pins.microbatches}; pin counts whose product divides it")
+    if pins.microbatches is not None and batch % (data * pins.microbatches):
+        near = _near(batch // data, pins.microbatches) if batch % data == 0 else batch
+        return PinError(f"pin microbatches={pins.microbatches}: the batch of {batch} samples does not divide into "
+                        f"{data} data ranks x {pins.microbatches} micro-batches; nearest: microbatches={near}")
+    if pins.schedule is not None and pins.pp is not None:
+        stages = pins.virtual_stages or (1 if pins.schedule in ("gpipe", "1f1b") else 2)
+        counts = (pins.microbatches,) if pins.microbatches else divisors(max(1, batch // data))[::-1]
+        reasons = [illegal(pins.schedule, pp, stages, count) for count in counts]
+        if all(reasons):
+            return PinError(str(reasons[0]))
+    shown = ", ".join(f"{name}={value}" for name, value in pins.degrees().items()) or "none"
+    return PinError(f"no layout of {cluster.world} devices serves the batch of {batch} samples under the pins ({shown}): data "
+                    f"ranks x micro-batches must divide it; take a batch that {cluster.world} divides, or other degrees")
+
+
+def _near(number: int, wanted: int) -> int:
+    return min(divisors(number), key=lambda n: (abs(n - wanted), n))
+
+
+def ways_of(candidate: Candidate, cluster: Cluster, pins: Pins) -> list[tuple[int, int]]:
+    """(ZeRO level, ranks that share the state): all data ranks, those of a node, those of 4, 16, ... nodes.
+
+    A split backward keeps what it gathered and reduces once, whatever the level: there level 1 stands for 2 and 3.
+    """
+    data = candidate.data
+    if data == 1:
+        return [(0, 1)]
+    levels: tuple[int, ...] = (0, 1, 2, 3) if pins.zero is None else (pins.zero,)
+    if candidate.microbatches == 1 and pins.zero is None:
+        levels = (0, 2, 3)
+    if candidate.schedule in SPLIT_BACKWARD and pins.zero is None:
+        levels = (0, 1)
+    shards = {data}
+    group = cluster.per_node
+    while group < data * candidate.tensor:
+        if group % candidate.tensor == 0 and data % (group // candidate.tensor) == 0:
+            shards.add(group // candidate.tensor)
+        group *= 4
+    wanted = sorted(shards - {1}, reverse=True) if pins.shard is None else [pins.shard]
+    return [(0, data)] * (0 in levels) + [(level, n) for level in levels if level for n in wanted if n > 1]
+
+
+def degrees_of(candidate: Candidate, shard: int) -> Degrees:
+    """The degrees of a candidate whose state is split over ``shard`` ranks."""
+    return Degrees(candidate.pp, candidate.data, shard, candidate.tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Seconds of one micro-batch: ``total`` of all units, ``path`` of them without gradients of weights, the ``least`` unit,
+    its ``least_forward``, the ``longest`` forward or backward of a unit, and all ``forward`` (0: not known)."""
+
+    total: float
+    path: float
+    least: float = 0.0
+    least_forward: float = 0.0
+    longest: float = 0.0
+    forward: float = 0.0
+
+
+def floor(candidate: Candidate, work: Work, most: int = 0) -> float:
+    """Seconds that no cut can beat, with up to ``most`` stages a rank if that is more; see the head of this file."""
+    p, m, w = candidate.pp, candidate.microbatches, work.total
+    if p == 1:
+        return m * w
+    if candidate.schedule == "gpipe":
+        return w + (m - 1) * w / p
+    split = candidate.schedule in SPLIT_BACKWARD
+    path = work.path if split else w
+    slowest = max(work.forward, path - work.forward) if work.forward else path / 2
+    bound = max(m * w / p, path + (m - 1) * max(work.longest, slowest / p / max(candidate.virtual_stages, most)))
+    if candidate.schedule == "1f1b" and m > 1:
+        bound = max(bound, w / (1.0 - (1.0 - 1.0 / m) ** p))
+    if candidate.schedule in V_SHAPED:
+        return bound
+    return max(bound, m * w / p + (p - 1) / 2 * (work.least_forward if split else work.least))
+
+
+class Floors:
+    """The least seconds of a sample on one device: FLOPs of matrix products and attention at their best efficiency."""
+
+    def __init__(self, graph: Graph, rules: Mapping[str, OpRule], device: Device) -> None:
+        seconds = 0.0
+        for op in graph.ops:
+            operands, results = ([graph.values[name].shape for name in names] for names in (op.inputs, op.outputs))
+            flops = compute.flops(op.target, operands, results, op.args, op.kwargs)
+            if flops:
+                passes = 1.0 + sum(graph.values[name].differentiable for name in op.inputs[:2]) if op.inputs else 1.0
+                seconds += _fastest(op.target, flops, passes, graph.values[op.outputs[0]].dtype, device)
+        self.sample = seconds / batch_size(graph)
+
+    def work(self, candidate: Candidate) -> Work:
+        """One micro-batch through all units."""
+        seconds = self.sample * candidate.samples / candidate.tensor
+        return Work(seconds, 2 / 3 * seconds)
+
+
+def _fastest(target: str, flops: float, passes: float, dtype: torch.dtype, device: Device) -> float:
+    peak = device.flops(dtype)
+    if operator(target).kind == "attention":
+        best = [min(1.0, 1.25 * part) for part in (device.attention_forward, device.attention_backward)]
+        return flops / peak * (1 / best[0] + (2.5 / best[1] if passes > 1 else 0.0))
+    return flops * passes / (peak * device.matmul_efficiency)

@@ -1,0 +1,382 @@
+"""The step of one candidate with its way to keep parameters: units, cut, simulation, and what the time is spent on.
+
+    step = start + max over ranks (end of its last action + reductions left) + optimizer
+
+    start       the longest gather before a rank's first action that waiting for the first micro-batch does not hide
+    left        a rank's reductions of the step, less what its last backward hides (``StageCosts.exposed``; nothing where the
+                backward is split: it reduces at the end); an early rank reduces while the others still drain
+    optimizer   of the slowest rank
+
+Beside its units a rank holds what it received, for the micro-batches in flight and a few early ones, and the last stage's rank
+what the step hands back (``_beside``).
+
+Recomputation: every stage takes one of none, parts of its blocks evenly spread (``_PARTS``), and all of them, chosen with the
+cut; with several stages a rank none or all of them. Without a pipeline there is one rank and nothing to cut: blocks are
+recomputed one by one until the rest fits (``_alone``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.compiler.pipeline import stages
+from meshwright.compiler.pipeline.held import entered, least_held
+from meshwright.compiler.pipeline.intervals import Ends
+from meshwright.compiler.placement.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK
+from meshwright.compiler.placement.placement import NONE, Placement
+from meshwright.compiler.search.candidates import Candidate
+from meshwright.compiler.search.stage_costs import Array, Degrees, StageCosts, Units
+from meshwright.compiler.structure.positions import Position
+from meshwright.cost.schedules import SPLIT_BACKWARD, illegal_combination, schedule_table, stage_rank, waiting
+from meshwright.cost.table import Table
+from meshwright.cost.timeline import Simulation, simulate
+
+_PARTS = (0.25, 0.5, 0.75, 1.0)
+
+
+class DoesNotFitError(Exception):
+    """No cut of a candidate is within the capacity: the message says where; ``least`` bytes that it needs on some rank, as far
+    as found. Unless ``proven``, there may be one."""
+
+    def __init__(self, message: str, least: float, proven: bool = True) -> None:
+        super().__init__(message)
+        self.least, self.proven = least, proven
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was found for a candidate. ``boundaries``: positions at which stages start, and the end; ``recompute``: of every
+    position; ``parts``: seconds of the step by what they are spent on, the mean over ranks; ``bound``: seconds that no cut and
+    no recomputation can beat; ``memory``: bytes per rank at its peak; ``kinds``: bytes of the fullest rank;
+    ``starts``: operators at which stages start, and the end; ``blocks``: of every position, -1 for the root; ``stages``:
+    seconds of every stage; ``run``: the simulation, None without stages."""
+
+    candidate: Candidate
+    degrees: Degrees
+    zero: int
+    placement: Placement
+    boundaries: tuple[int, ...]
+    recompute: tuple[str, ...]
+    seconds: float
+    bound: float
+    parts: Mapping[str, float]
+    memory: tuple[float, ...]
+    kinds: Mapping[str, float]
+    starts: tuple[int, ...]
+    blocks: tuple[int, ...]
+    stages: Mapping[str, tuple[float, ...]]
+    run: Simulation | None
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the ranks' time within the schedule."""
+        return self.run.bubble_fraction if self.run is not None else 0.0
+
+    def __str__(self) -> str:
+        share = f" over {self.degrees.shard}" if self.zero and self.degrees.shard != self.degrees.data else ""
+        return f"{self.candidate}, ZeRO {self.zero}{share}"
+
+
+class Evaluator:
+    """Evaluates candidates of one model. ``names``: of the positions, for errors; ``capacity``: bytes of a rank; ``forced``:
+    positions at which stages must start. ``work`` counts what was done, which is the same on every machine."""
+
+    def __init__(
+        self, costs: StageCosts, positions: Sequence[Position], names: Sequence[str], capacity: float, recompute: Sequence[str],
+        forced: Sequence[int] = (),
+    ) -> None:
+        self.positions = tuple(positions)
+        self.costs, self.names, self.capacity, self.recompute = costs, tuple(names), capacity, tuple(recompute)
+        self.forced = tuple(forced)
+        self.work: Counter[str] = Counter()
+        self._tables: dict[tuple[str, int, int, int], Table] = {}
+        self._units: dict[tuple[int, Degrees, int, bool, bool, str], Units] = {}
+
+    def units(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, recompute: str) -> Units:
+        """The units of a candidate, made once for all that schedules share."""
+        split = candidate.schedule in SPLIT_BACKWARD
+        key = (id(placement), degrees, zero, candidate.microbatches > 1, split, recompute)
+        if key not in self._units:
+            count, schedule = candidate.microbatches, candidate.schedule
+            self._units[key] = self.costs.units(placement, degrees, zero, count, schedule, recompute)
+        return self._units[key]
+
+    def step_of(self, candidate: Candidate, units: Units, run: float) -> float:
+        """Seconds of a step that no cut can beat, if its micro-batches take no less than ``run``: to those, or to the mean
+        rank's work and reductions, comes what the first rank gathers for its first unit, and the mean rank's optimizer."""
+        late = units.reduce.sum()
+        if candidate.schedule not in SPLIT_BACKWARD:
+            late = self.costs.exposed(late, units.backward.sum())
+        mean = float(candidate.microbatches * units.work + late) / candidate.pp
+        start = float(units.gather[0]) if candidate.pp > 1 else 0.0
+        return start + max(run, mean) + float(units.optimizer.sum()) / candidate.pp
+
+    def too_much(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, alone: bool) -> bool:
+        """Whether all ranks together cannot hold the units of a pipeline, however they are cut: a proof that takes no time.
+        ``alone``: of one stage a rank or more, else of more."""
+        if candidate.pp == 1:
+            return False
+        room = candidate.pp * self.capacity - self.units(candidate, degrees, zero, placement, self.recompute[0]).state.sum()
+        counts = [least_held(candidate.schedule, candidate.pp, candidate.microbatches, one) for one in {alone, False}
+                  if one or candidate.schedule not in ("gpipe", "1f1b")]
+        if room < 0 or min(counts) <= 1:
+            return bool(room < 0)
+        ways = [self.units(candidate, degrees, zero, placement, name) for name in self.kinds(candidate, zero)]
+        return bool(min(counts) * np.min([way.saved for way in ways], axis=0).sum() > room)
+
+    def run(
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, scale: float = 1.0,
+        cutoff: float = float("inf"),
+    ) -> Evaluation:
+        """The best cut and recomputation of a candidate within ``scale`` times the capacity; what takes longer than ``cutoff``
+        seconds need not be the best. Raises DoesNotFitError, ScheduleError."""
+        if candidate.pp == 1:
+            self.work["alone"] += 1
+            return self._alone(candidate, degrees, zero, placement, scale)
+        ways, marks = self._ways(candidate, degrees, zero, placement)
+        crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
+        table = self.table(candidate)
+        cuts = self._cut(candidate, placement, ways, crossing, table, scale, cutoff)
+        chosen = np.zeros(len(self.names), dtype=int)
+        for stage, option in enumerate(cuts.options):
+            chosen[cuts.boundaries[stage] : cuts.boundaries[stage + 1]] = option
+        units, recompute = _take(ways, marks, chosen)
+        return self._result(candidate, degrees, zero, placement, units, ways[0], recompute, cuts, crossing, table)
+
+    def again(self, found: Evaluation, scale: float) -> Evaluation:
+        """An evaluation within ``scale`` times the capacity. Raises DoesNotFitError."""
+        return self.run(found.candidate, found.degrees, found.zero, found.placement, scale)
+
+    def relaxed(
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, most: int = 0, enough: float = 0.0
+    ) -> float:
+        """Seconds that no cut and no recomputation can beat under the capacity, with any number of stages a rank from the
+        candidate's to ``most`` if that is more; inf if it is proven that nothing fits. ``enough``: seconds above which nothing
+        sharper is needed."""
+        kinds = self.kinds(candidate, zero)
+        crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
+        ways = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
+        options = [self._stage_units(way, crossing) for way in ways]
+        several = candidate.virtual_stages, max(candidate.virtual_stages, most)
+        schedule, pp, count = candidate.schedule, candidate.pp, candidate.microbatches
+        slack = placement.bound / placement.seconds
+        slowed = 1.0 if schedule in SPLIT_BACKWARD else float(self.costs.exposed(np.ones(1), np.full(1, np.inf))[0])
+        ends = Ends(ways[0].gather, ways[0].reduce, ways[0].optimizer, slowed)
+        received = entered(schedule, pp, several[0], count) + waiting(schedule, pp, several[0])
+        beside = received * max(placement.crossing[:-1])
+        beside[stage_rank(schedule, pp, several[0])[-1]] += count * placement.outputs
+        room = np.maximum(self.capacity - beside, 1.0).tolist()
+        asked = enough / slack
+        bound = stages.step_bound(options, pp, several, schedule, count, room, ends, asked)
+        self.work["packing"] += 1
+        self.work["rank alone"] += pp * (bound.by == "stages")
+        self.work["rank of divided units"] += pp * (bound.by in ("divided", "whole"))
+        self.work["pair of ranks of whole units"] += pp * pp * (bound.by == "whole")
+        found = bound.seconds * slack
+        return max(enough, found) if bound.seconds >= asked > 0 else found
+
+    def room(self, candidate: Candidate, placement: Placement, scale: float = 1.0) -> Array:
+        """Bytes of every rank [pp] for its units, of ``scale`` times the capacity."""
+        return np.asarray(np.maximum(scale * self.capacity - self._beside(candidate, placement), 1.0))
+
+    def _beside(self, candidate: Candidate, placement: Placement) -> Array:
+        """Bytes of every rank [pp] beside its units: what was received, each value like the widest (what the micro-batches in
+        flight entered with, and what waits to be read), and on the last stage's rank what all micro-batches hand back."""
+        table = self.table(candidate)
+        held = np.array([
+            counts[:, :, [stage > 0 for stage in table.stages_of(rank)]].sum(axis=(1, 2)).max()
+            for rank, counts in enumerate(table.in_flight)
+        ])
+        found = (held + waiting(candidate.schedule, candidate.pp, candidate.virtual_stages)) * max(placement.crossing[:-1])
+        found[table.stage_rank[-1]] += candidate.microbatches * placement.outputs
+        return np.asarray(found)
+
+    def kinds(self, candidate: Candidate, zero: int) -> tuple[str, ...]:
+        """The recomputations that may be combined with a schedule."""
+        if candidate.pp == 1:
+            return self.recompute
+        legal = (kind for kind in self.recompute if illegal_combination(candidate.schedule, zero=zero, recompute=kind) is None)
+        return tuple(legal)
+
+    def table(self, candidate: Candidate) -> Table:
+        """The schedule's table, made once."""
+        key = (candidate.schedule, candidate.pp, candidate.virtual_stages, candidate.microbatches)
+        if key not in self._tables:
+            self._tables[key] = schedule_table(*key)
+        return self._tables[key]
+
+    def _ways(
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement
+    ) -> tuple[list[Units], list[tuple[str, ...]]]:
+        """Units under every recomputation a stage may take, and the recomputation of every position in it."""
+        plain = self.units(candidate, degrees, zero, placement, self.recompute[0])
+        blocks = np.array([placement.rows[row].block for row in placement.sequence])
+        ways, marks = [plain], [(self.recompute[0],) * len(blocks)]
+        for name in self.kinds(candidate, zero)[1:]:
+            again = self.units(candidate, degrees, zero, placement, name)
+            for part in _PARTS if candidate.virtual_stages == 1 else _PARTS[-1:]:
+                where = blocks & (np.floor((np.arange(len(blocks)) + 1) * part) > np.floor(np.arange(len(blocks)) * part))
+                ways.append(plain.mixed(again, where))
+                marks.append(tuple(name if there else self.recompute[0] for there in where))
+        return ways, marks
+
+    def _cut(
+        self, candidate: Candidate, placement: Placement, ways: Sequence[Units], crossing: Array, table: Table, scale: float,
+        cutoff: float,
+    ) -> stages.Cuts:
+        room = self.room(candidate, placement, scale)
+        options = [self._stage_units(way, crossing) for way in ways]
+        self.work["cut"] += 1
+        try:
+            cuts = stages.cut(
+                options[0], candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches, room.tolist(),
+                options=options[1:], table=table, bound=0.0, cutoff=cutoff,
+            )
+            self.work["stage cut"] += cuts.looked * candidate.stages
+            self.work["action simulated"] += cuts.candidates * table.microbatches * table.stages * 2
+            return cuts
+        except stages.StageError as error:
+            self.work["stage that does not fit"] += candidate.stages
+            received = self._beside(candidate, placement).max() / 2**30
+            words = f"{error} What was received and is handed back takes up to {received:.3g} GiB beside that."
+            raise DoesNotFitError(words, scale * self.capacity + error.excess, error.proven) from None
+
+    def _stage_units(self, units: Units, crossing: Array) -> list[stages.Unit]:
+        places = crossing if not self.forced else np.where(np.isin(np.arange(len(crossing)) + 1, self.forced), crossing, np.inf)
+        columns = (units.forward, units.backward - units.weight, units.weight, units.state, units.saved, units.transient)
+        rows = zip(self.names, *(c.tolist() for c in columns), places.tolist(), places.tolist(), strict=True)
+        return [stages.Unit(*row) for row in rows]
+
+    def _result(
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, units: Units, plain: Units,
+        recompute: tuple[str, ...], cuts: stages.Cuts, crossing: Array, table: Table,
+    ) -> Evaluation:
+        at = crossing[[b - 1 for b in cuts.boundaries[1:-1]]]
+        run = simulate(table, cuts.forward, cuts.backward_input, cuts.backward_weight, (at, at))
+        rank_of = np.repeat(stage_rank(candidate.schedule, candidate.pp, candidate.virtual_stages), cuts.sizes)
+
+        def per_rank(column: Array) -> Array:
+            return np.bincount(rank_of, column, candidate.pp)
+
+        begin = np.array([start[0] for start in run.start])
+        ends = np.array([end[-1] for end in run.end])
+        start = float(np.maximum(per_rank(units.gather) - begin, 0.0).max())
+        left = per_rank(units.reduce)
+        if candidate.schedule not in SPLIT_BACKWARD:
+            left = self.costs.exposed(left, per_rank(units.backward))
+        optimizer = float(per_rank(units.optimizer).max())
+        seconds = start + float((ends + left).max()) + optimizer
+        parts = self._parts(candidate, placement, units, plain, optimizer)
+        parts["pipeline bubble"] = max(0.0, seconds - sum(parts.values()))
+        beside = self._beside(candidate, placement)
+        memory = np.array(cuts.memory) + beside
+        fullest = int(np.argmax(memory))
+        state, buffers = float(per_rank(units.state)[fullest]), float(beside[fullest])
+        kinds = {"state": state, "activations": float(memory[fullest]) - state - buffers, "received and handed back": buffers}
+        slack = placement.bound / placement.seconds
+        return Evaluation(
+            candidate, degrees, zero, placement, cuts.boundaries, recompute, seconds,
+            self.step_of(candidate, plain, cuts.bound) * slack, parts,
+            tuple(memory.tolist()), kinds, self._starts(cuts.boundaries), tuple(p.block for p in self.positions),
+            {"forward": cuts.forward, "backward_input": cuts.backward_input, "backward_weight": cuts.backward_weight,
+             "transfer": tuple(at.tolist())}, run,
+        )
+
+    def _starts(self, boundaries: Sequence[int]) -> tuple[int, ...]:
+        return (*(self.positions[b].start for b in boundaries[:-1]), self.positions[-1].stop)
+
+    def _parts(
+        self, candidate: Candidate, placement: Placement, units: Units, plain: Units, optimizer: float
+    ) -> dict[str, float]:
+        """Seconds of the mean rank: compute, recomputation, communication, optimizer."""
+        share = candidate.microbatches / candidate.pp
+        none, pinned = (
+            np.array([placement.rows[row].activations[kind] for row in placement.sequence])
+            for kind in (NONE, self.recompute[0])
+        )
+        computes = [np.maximum(a[:, [FORWARD, BACKWARD]], a[:, [HOST, HOST_BACK]]).sum() for a in (none, pinned)]
+        compute, again = float(computes[0]), float(computes[1] - computes[0])
+        again += float((pinned - none)[:, [SEND, SEND_BACK]].sum())
+        return {
+            "compute": compute * share,
+            "exposed communication": max(0.0, plain.work - again - compute) * share,
+            "recomputation": max(0.0, units.work - plain.work + again) * share,
+            "optimizer": optimizer,
+        }
+
+    # one stage
+
+    def _alone(
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, scale: float = 1.0
+    ) -> Evaluation:
+        """No pipeline: the whole model on every rank; blocks recompute, the first ones first, until it fits."""
+        capacity = scale * self.capacity
+        plain = self.units(candidate, degrees, zero, placement, self.recompute[0])
+        marks = [self.recompute[0]] * len(self.names)
+        blocks = [n for n, row in enumerate(placement.sequence) if placement.rows[row].block]
+        units, best, bound = plain, np.inf, np.inf
+        if _memory(plain) <= capacity:
+            best = bound = self._step_alone(candidate, placement, plain)
+        for name in self.recompute[1:] if not np.isfinite(best) else ():
+            again = self.units(candidate, degrees, zero, placement, name)
+            count = _fewest(plain, again, blocks, capacity)
+            if count is None:
+                continue
+            mixed, fewer = (plain.mixed(again, np.isin(np.arange(len(self.names)), blocks[:n])) for n in (count, count - 1))
+            seconds = self._step_alone(candidate, placement, mixed)
+            bound = min(bound, self._step_alone(candidate, placement, fewer))
+            if seconds < best:
+                best, units = seconds, mixed
+                marks = [name if n in blocks[:count] else self.recompute[0] for n in range(len(self.names))]
+        if not np.isfinite(best):
+            least = min(_memory(self.units(candidate, degrees, zero, placement, name)) for name in self.recompute)
+            raise DoesNotFitError(
+                f"{candidate}: {least / 2**30:.3g} GiB of {capacity / 2**30:.3g} GiB on every rank", least
+            )
+        memory, seconds = _memory(units), best
+        parts = self._parts(candidate, placement, units, plain, float(plain.optimizer.sum()))
+        parts["exposed communication"] += max(0.0, seconds - sum(parts.values()))
+        kinds = {"state": float(units.state.sum()), "activations": memory - float(units.state.sum())}
+        slack = placement.bound / placement.seconds
+        return Evaluation(
+            candidate, degrees, zero, placement, (0, len(self.names)), tuple(marks), seconds, bound * slack, parts, (memory,),
+            kinds, self._starts((0, len(self.names))), tuple(p.block for p in self.positions), {}, None,
+        )
+
+    def _step_alone(self, candidate: Candidate, placement: Placement, units: Units) -> float:
+        """Gathers of the step hide behind its first micro-batch's forward, reductions behind the last one's backward, as in
+        ``costs``."""
+        forward = np.array([placement.rows[row].activations[NONE][0] for row in placement.sequence])
+        exposed = self.costs.exposed(units.gather, forward) + self.costs.exposed(units.reduce, units.backward)
+        return float(candidate.microbatches * units.work + exposed.sum() + units.optimizer.sum())
+
+
+def _take(ways: Sequence[Units], marks: Sequence[tuple[str, ...]], chosen: Array) -> tuple[Units, tuple[str, ...]]:
+    units = ways[0]
+    for number in range(1, len(ways)):
+        units = units.mixed(ways[number], chosen == number)
+    return units, tuple(marks[way][n] for n, way in enumerate(chosen.tolist()))
+
+
+def _memory(units: Units) -> float:
+    return float(units.state.sum() + units.saved.sum() + units.transient.max())
+
+
+def _fewest(plain: Units, again: Units, blocks: Sequence[int], capacity: float) -> int | None:
+    """How many of the blocks must recompute for all to fit; None if all of them are not enough."""
+    low, high = 0, len(blocks)
+
+    def fits(count: int) -> bool:
+        where = np.isin(np.arange(len(plain.saved)), blocks[:count])
+        return _memory(plain.mixed(again, where)) <= capacity
+
+    if not fits(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low

@@ -1,0 +1,95 @@
+"""Where the search looks: factorizations of the devices into axes, ways to keep parameters, counts of micro-batches.
+
+The mesh is factored into axes by the pins, or else by the topology: nodes x devices of a node; a single node also as one axis
+and as its factor pairs. What an axis may do is its role (see ``compiler.placement.choices``); without pins every axis may do
+anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.compiler.placement.costs import Variant
+from meshwright.compiler.structure.dims import batch_size
+from meshwright.cost.cluster import Cluster
+from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.pins import PinError, Pins
+from meshwright.ir.sharding import ceil_div
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A factorization of the devices into axes, and what each axis may do."""
+
+    mesh: Mesh
+    roles: Mapping[str, str]
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that can only split the batch."""
+        return self.mesh.size([axis for axis in self.mesh.axes if self.roles[axis] == "dp"])
+
+
+def layouts(cluster: Cluster, pins: Pins) -> list[Layout]:
+    """Factorizations of the devices that the pins and the topology suggest, in a fixed order."""
+    world = cluster.world
+    if pins.dp is None and pins.tp is None:
+        axes = ("x", "y")
+        if cluster.nodes > 1:
+            shapes: list[tuple[int, ...]] = [(cluster.nodes, cluster.per_node)]
+        else:
+            shapes = [(world,)] + [(world // n, n) for n in range(2, world) if world % n == 0]
+        return [Layout(Mesh(axes[: len(s)], s), dict.fromkeys(axes[: len(s)], "any")) for s in shapes]
+    tp = pins.tp if pins.tp is not None else world // (pins.dp or 1)
+    dp = pins.dp if pins.dp is not None else world // tp
+    shard = pins.shard if pins.shard is not None else dp
+    if dp % shard:
+        raise PinError(f"pin shard={shard} must divide dp={dp}: it is the ZeRO group within the data ranks")
+    sizes = {"dp": dp} if shard in (dp, 1) else {"dp_replicate": dp // shard, "dp_shard": shard}
+    roles = dict.fromkeys(sizes, "dp")
+    sizes["tp"], roles["tp"] = tp, "tp"
+    return [Layout(Mesh(tuple(sizes), tuple(sizes.values())), roles)]
+
+
+def variants(layout: Layout, pins: Pins, microbatches: int, recompute: Sequence[str]) -> list[Variant]:
+    """The ways to keep parameters that the pins leave open on this layout."""
+    found = []
+    axes = [axis for axis in layout.mesh.axes if layout.mesh.size(axis) > 1 and layout.roles[axis] != "tp"]
+    must = {axis for axis in axes if layout.roles[axis] == "dp"}
+    levels = (pins.zero,) if pins.zero is not None else (0, 2, 3) if microbatches == 1 else (0, 1, 2, 3)
+    for kind in recompute:
+        for count in range(len(axes) + 1):
+            for data in itertools.combinations(axes, count):
+                if must <= set(data):
+                    found += [
+                        Variant(level if shard else 0, data, shard, kind)
+                        for level in levels for shard in _shards(data, level, pins)
+                    ]
+    return list(dict.fromkeys(found))
+
+
+def _shards(data: tuple[str, ...], level: int, pins: Pins) -> list[tuple[str, ...]]:
+    if level == 0 or not data or pins.shard == 1:
+        return [()]
+    if pins.shard is not None:
+        return [tuple(axis for axis in data if axis == "dp_shard") or data]
+    subsets = [s for n in range(len(data), 0, -1) for s in itertools.combinations(data, n)]
+    return subsets if pins.zero is None else subsets[:1]
+
+
+def microbatch_counts(graph: Graph, layout: Layout, pins: Pins) -> list[int]:
+    """Micro-batch counts to try in order: the pin, or the powers of two that the batch allows."""
+    batch, data = batch_size(graph), layout.data_size
+    if batch <= (data - 1) * ceil_div(batch, data):
+        raise PinError(f"the batch of {batch} samples leaves some of dp={data} ranks without any; take more samples or less dp")
+    if pins.microbatches is not None:
+        if batch % (data * pins.microbatches) and pins.microbatches > 1:
+            raise PinError(
+                f"the batch of {batch} samples does not divide into dp={data} ranks x microbatches={pins.microbatches}; pin "
+                "counts whose product divides it"
+            )
+        return [pins.microbatches]
+    return [1] + [2**n for n in range(1, batch.bit_length()) if batch % (data * 2**n) == 0]

@@ -1,0 +1,258 @@
+"""The units that pipeline stages are made of, priced: a placement under a mesh, a ZeRO level and a recomputation.
+
+    forward   = compute + critical collectives + what gathering parameters every micro-batch leaves exposed
+    backward  = the same of the backward, recomputation included; its part for weights is apart (zero-bubble schedules)
+    state     = parameters, gradients, optimizer, buffers      saved, transient: of one micro-batch
+    once      = seconds outside the micro-batches: gathers before the first, reductions after the last, the optimizer
+
+What parameters cost is linear in the number of micro-batches, so two prices (``costs.Costs`` at 2 and 3) give the part of every
+micro-batch and the part of the step, whatever the level does (``StageCosts.parameters``).
+
+The mesh is pp x dp x tp, or pp x dp_replicate x dp_shard x tp; stages are contiguous ranks. Groups lie the same way in every
+stage, so collectives are priced on as few stages as fill whole nodes (``_neighbourhood``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwright.compiler.placement.costs import (
+    BACKWARD,
+    FORWARD,
+    GATHER,
+    GATHER_ONCE,
+    GRADIENTS,
+    HOST,
+    HOST_BACK,
+    OPTIMIZER,
+    PARAMETERS,
+    REDUCE,
+    REDUCE_ONCE,
+    RESOURCES,
+    SAVED,
+    SEND,
+    SEND_BACK,
+    TRANSIENT,
+    Costs,
+    Unit,
+    Variant,
+    Vector,
+)
+from meshwright.compiler.placement.placement import DATA, NONE, TENSOR, Placement, Row
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.collectives import Network
+from meshwright.cost.schedules import SPLIT_BACKWARD
+from meshwright.ir.mesh import PP, Mesh
+from meshwright.ir.sharding import Sharding
+
+REPLICATE, SHARD = "dp_replicate", "dp_shard"
+Array = np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """How many ranks do what. ``shard``: of the data ranks, those that share a parameter's state."""
+
+    pp: int
+    data: int
+    shard: int
+    tensor: int
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the plan."""
+        axes = {PP: self.pp} if self.pp > 1 else {}
+        hybrid = 1 < self.shard < self.data
+        axes |= {REPLICATE: self.data // self.shard, SHARD: self.shard} if hybrid else {DATA: self.data}
+        return Mesh((*axes, TENSOR), (*axes.values(), self.tensor))
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes over which gradients are summed."""
+        return tuple(axis for axis in (DATA, REPLICATE, SHARD) if axis in self.mesh.axes and self.mesh.size(axis) > 1)
+
+    def variant(self, zero: int) -> Variant:
+        """How parameters are kept at a ZeRO level."""
+        shards = tuple(axis for axis in self.data_axes if axis != REPLICATE)
+        return Variant(zero if shards else 0, self.data_axes, shards if zero else ())
+
+
+@dataclass(frozen=True)
+class Units:
+    """Per position of the graph, [n] each: seconds of a micro-batch, bytes, seconds outside the micro-batches."""
+
+    forward: Array
+    backward: Array
+    weight: Array
+    state: Array
+    saved: Array
+    transient: Array
+    gather: Array
+    reduce: Array
+    optimizer: Array
+
+    @property
+    def work(self) -> float:
+        """Seconds of all positions for one micro-batch."""
+        return float(self.forward.sum() + self.backward.sum())
+
+    def mixed(self, other: Units, where: Array) -> Units:
+        """These units, but the others' where ``where`` is true."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
+        return Units(*(np.where(where, b, a) for a, b in pairs))
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Parameters of a placement's rows [rows, K]: of every micro-batch (seconds), of the step (seconds and bytes)."""
+
+    each: Array
+    once: Array
+
+
+class StageCosts:
+    """Prices of one model on one cluster; remembers what it has priced."""
+
+    def __init__(self, cluster: Cluster, *, itemsize: int, state_bytes: float) -> None:
+        self.cluster, self.itemsize, self.state_bytes = cluster, itemsize, state_bytes
+        self._costs: dict[tuple[Degrees, int], Costs] = {}
+        self._networks: dict[Degrees, Network] = {}
+        self._activations: dict[tuple[int, str], tuple[Array, Array, Array]] = {}
+        self._priced: dict[tuple[int, Degrees, int, bool], Priced] = {}
+
+    def units(
+        self, placement: Placement, degrees: Degrees, zero: int, microbatches: int, schedule: str, recompute: str
+    ) -> Units:
+        """The units of a placement; ``recompute`` applies to blocks."""
+        own = self.parameters(placement, degrees, zero, microbatches)
+        plain, run, weight = self._rows(placement, recompute)
+        each, once = own.each, own.once
+        forward = run[:, SEND] + each[:, SEND] + self.beside(run[:, FORWARD], each[:, GATHER], run[:, HOST])
+        again = (run - plain)[:, [BACKWARD, SEND_BACK]].sum(axis=1)
+        split = schedule in SPLIT_BACKWARD
+        backward = run[:, SEND_BACK] + each[:, SEND_BACK] + again * split
+        backward = backward + self.beside(run[:, BACKWARD] + each[:, BACKWARD], each[:, REDUCE], run[:, HOST_BACK])
+        columns = [
+            forward, backward, weight + again * split,
+            once[:, [PARAMETERS, GRADIENTS, OPTIMIZER]].sum(axis=1) + run[:, [PARAMETERS]].sum(axis=1),
+            run[:, SAVED], run[:, TRANSIENT] + once[:, TRANSIENT],
+            once[:, [GATHER, GATHER_ONCE, SEND]].sum(axis=1), once[:, [REDUCE, REDUCE_ONCE, SEND_BACK]].sum(axis=1),
+            once[:, BACKWARD],
+        ]
+        return Units(*(column[list(placement.sequence)] for column in columns))
+
+    def _rows(self, placement: Placement, recompute: str) -> tuple[Array, Array, Array]:
+        """Resources of a placement's rows without and with a recomputation, and seconds of gradients of weights."""
+        key = (id(placement), recompute)
+        if key not in self._activations:
+            plain = np.array([row.activations[NONE] for row in placement.rows])
+            run = np.array([row.activations[recompute if row.block else NONE] for row in placement.rows])
+            self._activations[key] = plain, run, np.array([row.weight for row in placement.rows])
+        return self._activations[key]
+
+    def beside(self, compute: Array, moved: Array, host: Array) -> Array:
+        """Seconds of compute with parameter communication beside it, started by a host that may take longer."""
+        return np.asarray(np.maximum(moved, np.maximum(compute, host) + self._slowed(moved)))
+
+    def exposed(self, moved: Array, compute: Array) -> Array:
+        """Seconds of parameter communication beside compute that are left: what the compute does not hide, or by how much the
+        communication slows it down, if that is more (``cost.overlap.beside``)."""
+        return np.asarray(np.maximum(moved - compute, self._slowed(moved)))
+
+    def _slowed(self, moved: Array) -> Array:
+        """By how much communication slows down the compute beside it; nothing where links have engines of their own, though
+        what a level cannot hold takes for ever."""
+        share = 1.0 - 1.0 / self.cluster.device.contention
+        return moved * share if share else np.zeros_like(moved)
+
+    def parameters(self, placement: Placement, degrees: Degrees, zero: int, microbatches: int) -> Priced:
+        """What the parameters of every row cost."""
+        key = (id(placement), degrees, zero, microbatches > 1)
+        if key not in self._priced:
+            self._priced[key] = self._parameters(placement, degrees, zero, microbatches > 1)
+        return self._priced[key]
+
+    def crossing(self, degrees: Degrees, bytes_: float) -> float:
+        """Seconds to send ``bytes_`` of every rank of a stage to the next stage."""
+        return float(self._network(degrees).seconds("p2p", PP, bytes_)) if bytes_ and degrees.pp > 1 else 0.0
+
+    def _parameters(self, placement: Placement, degrees: Degrees, zero: int, several: bool) -> Priced:
+        variant = degrees.variant(zero)
+        if not several:
+            once = np.array([self._row(row, degrees, variant, 1) for row in placement.rows])
+            return Priced(np.zeros_like(once), once)
+        two, three = (np.array([self._row(row, degrees, variant, m) for row in placement.rows]) for m in (2, 3))
+        with np.errstate(invalid="ignore"):  # what a level cannot hold is inf at both
+            each = np.where(np.isinf(two), np.inf, three - two)
+            once = np.where(np.isinf(two), np.inf, two - 2 * each)
+        once[:, PARAMETERS:], each[:, PARAMETERS:] = two[:, PARAMETERS:], 0.0
+        return Priced(each, np.maximum(once, 0.0))
+
+    def _row(self, row: Row, degrees: Degrees, variant: Variant, microbatches: int) -> Vector:
+        """Resources of a row's parameters for a whole step."""
+        costs, unit = self._prices(degrees, microbatches), Unit(root=not row.block)
+        total = np.zeros(RESOURCES)
+        for use in row.uses:
+            if not use.first and degrees.pp == 1:
+                continue
+            need = renamed(use.need, degrees)
+            found = costs.parameter(use.value, need, use.trainable, variant, use.group, unit)
+            total += np.full(RESOURCES, np.inf) if found is None else found
+            if not use.first:  # the gradients of a weight that two stages read are exchanged
+                bytes_ = use.value.numel / degrees.mesh.size(need.split_axes) * 4
+                total[SEND_BACK] += 2 * self.crossing(degrees, bytes_)
+        return total
+
+    def _prices(self, degrees: Degrees, microbatches: int) -> Costs:
+        key = (degrees, microbatches)
+        if key not in self._costs:
+            near = _neighbourhood(self.cluster, degrees)
+            costs = Costs(
+                self.cluster, near.mesh, microbatches=microbatches, itemsize=self.itemsize, state_bytes=self.state_bytes
+            )
+            costs.network = self._network(degrees)
+            self._costs[key] = costs
+        return self._costs[key]
+
+    def _network(self, degrees: Degrees) -> Network:
+        near = _neighbourhood(self.cluster, degrees)
+        if near not in self._networks:
+            self._networks[near] = Network(self.cluster, near.mesh)
+        return self._networks[near]
+
+
+def _neighbourhood(cluster: Cluster, degrees: Degrees) -> Degrees:
+    """As many stages as there are at least two and as fill whole nodes; all of them on a torus, whose links are shared."""
+    stage = degrees.data * degrees.tensor
+    if cluster.island.torus or degrees.pp == 1:
+        return degrees
+    few = math.lcm(stage, cluster.per_node) // stage
+    wanted = next((n for n in range(max(2, 2 * few), degrees.pp + 1) if degrees.pp % n == 0), degrees.pp)
+    return replace(degrees, pp=wanted)
+
+
+def renamed(sharding: Sharding, degrees: Degrees) -> Sharding:
+    """A placement's sharding over the axes of the plan's mesh: hybrid data ranks are two axes."""
+    if DATA in degrees.mesh.axes:
+        return sharding
+
+    def both(axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(new for axis in axes for new in ((REPLICATE, SHARD) if axis == DATA else (axis,)))
+
+    dims = tuple(both(axes) for axes in sharding.dims)
+    return replace(sharding, dims=dims, partial=frozenset(both(sorted(sharding.partial))),
+                   varying=frozenset(both(sorted(sharding.varying))))
+
+
+def renamed_assignment(assignment: Mapping[str, str], degrees: Degrees) -> dict[str, str]:
+    """An operator's assignment over the axes of the plan's mesh."""
+    if DATA in degrees.mesh.axes:
+        return dict(assignment)
+    result: dict[str, str] = {}
+    for axis, factor in assignment.items():
+        result.update(dict.fromkeys((REPLICATE, SHARD) if axis == DATA else (axis,), factor))
+    return result

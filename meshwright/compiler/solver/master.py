@@ -1,0 +1,280 @@
+"""The master: which column every position takes, as a linear and as an integer program (OR-Tools MathOpt, GLOP and HiGHS).
+
+Equal copies are counted, not numbered. The sequence is cut into segments of a repeated unit (``segments``: embed, 126 x block,
+head); inside one, ``z[j, column]`` counts how often place j of the unit takes a column. The copies of a segment walk through
+boundary states, so the counts are a flow on the cyclic layered graph (layer j, state): a walk exists exactly if the flow is
+balanced and its support connected to the start. Disconnected circulations are cut off when they appear; ``walk`` (Hierholzer)
+turns counts back into a sequence.
+
+The linear program (``relax``) is the Lagrangian dual of the chain restricted to known columns: the time of a group (kind,
+variant) is ``t >= time_rows[r] @ sum z * cost`` (dual: alpha), memory ``sum z * bytes + y <= available`` (lambda), the mean
+transient of a kind's copies ``<= y`` (nu). The integer program (``choose``) uses each column's exact time and every used
+column's own transient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+from ortools.math_opt.python import mathopt
+
+from meshwright.compiler.solver.chain import Array, Chain
+from meshwright.compiler.solver.pricing import Column, Group, Multipliers
+
+Arc = tuple[int, int, int]
+"""(segment, place in its unit, column index)."""
+LEVELS = 32
+"""Transient sizes that the integer program tells apart; beyond, sizes are rounded up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """``unit`` of kinds, ``repeats`` times."""
+
+    unit: tuple[int, ...]
+    repeats: int
+
+
+def segments(sequence: Sequence[int]) -> tuple[Segment, ...]:
+    """Cut a sequence of kinds into repeated units, greedily by most positions saved, shorter units first.
+
+    >>> segments((0, 1, 1, 1, 2))
+    (Segment(unit=(0,), repeats=1), Segment(unit=(1,), repeats=3), Segment(unit=(2,), repeats=1))
+    >>> segments((1, 1, 2, 1, 1, 2, 3))
+    (Segment(unit=(1, 1, 2), repeats=2), Segment(unit=(3,), repeats=1))
+    """
+    out, at = [], 0
+    while at < len(sequence):
+        best, saved = (1, 1), 0
+        for unit in range(1, (len(sequence) - at) // 2 + 1):
+            repeats = 1
+            while tuple(sequence[at : at + unit]) == tuple(sequence[at + repeats * unit : at + (repeats + 1) * unit]):
+                repeats += 1
+            if (repeats - 1) * unit > saved:
+                best, saved = (unit, repeats), (repeats - 1) * unit
+        out.append(Segment(tuple(sequence[at : at + best[0]]), best[1]))
+        at += best[0] * best[1]
+    return tuple(out)
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """The counts of a model: a variable per arc, the states at segment borders, and arcs by node for cuts."""
+
+    model: mathopt.Model
+    counts: dict[Arc, mathopt.Variable]
+    borders: list[dict[int, mathopt.Variable]]
+    parts: tuple[Segment, ...]
+
+
+def _flow(parts: tuple[Segment, ...], columns: Sequence[Column], integer: bool) -> Flow:
+    model = mathopt.Model()
+    counts: dict[Arc, mathopt.Variable] = {}
+    borders: list[dict[int, mathopt.Variable]] = [{} for _ in range(len(parts) + 1)]
+    nets: dict[tuple[int, int, int], list] = {}
+    for i, part in enumerate(parts):
+        length = len(part.unit)
+        last = 0 if part.repeats > 1 else length
+        for j, kind in enumerate(part.unit):
+            for c, column in enumerate(columns):
+                if column.kind == kind:
+                    z = model.add_variable(lb=0, ub=part.repeats, is_integer=integer)
+                    counts[i, j, c] = z
+                    nets.setdefault((i, j, column.entry), []).append(-z)
+                    nets.setdefault((i, last if j + 1 == length else j + 1, column.exit), []).append(z)
+        for border, layer, sign in ((i, 0, 1), (i + 1, last, -1)):
+            for state in sorted(s for (a, b, s) in nets if a == i and b == layer):
+                if state not in borders[border]:
+                    borders[border][state] = model.add_variable(lb=0, ub=1, is_integer=integer)
+                nets[i, layer, state].append(sign * borders[border][state])
+        first = [z for (a, j, _), z in counts.items() if a == i and j == 0]
+        model.add_linear_constraint(mathopt.fast_sum(first) == part.repeats)
+    for b, states in enumerate(borders):
+        # a state that only one of the two neighbouring segments knows cannot be crossed
+        for state, q in states.items():
+            if 0 < b < len(parts):
+                left_last = 0 if parts[b - 1].repeats > 1 else len(parts[b - 1].unit)
+                if (b - 1, left_last, state) not in nets or (b, 0, state) not in nets:
+                    model.add_linear_constraint(q == 0)
+        model.add_linear_constraint(mathopt.fast_sum(states.values()) == 1)
+    for terms in nets.values():
+        model.add_linear_constraint(mathopt.fast_sum(terms) == 0)
+    return Flow(model, counts, borders, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Units that bring time and memory to about one."""
+
+    time: float
+    memory: float
+
+
+def relax(
+    chain: Chain, columns: Sequence[Column], groups: Sequence[Group], scale: Scale, rho: float
+) -> tuple[float, Multipliers]:
+    """Value and multipliers of the linear program: least time within the capacity (rho 1), or least memory (rho 0)."""
+    parts = segments(chain.sequence)
+    flow = _flow(parts, columns, integer=False)
+    model = flow.model
+    memory_terms, peak = [], model.add_variable(lb=0)
+    by_group: dict[Group, list[tuple[mathopt.Variable, Column]]] = {g: [] for g in groups}
+    for (_, _, c), z in flow.counts.items():
+        by_group[columns[c].kind, columns[c].variant].append((z, columns[c]))
+        memory_terms.append(columns[c].bytes_ / scale.memory * z)
+    times, rows = [], {}
+    for g in groups if rho else ():
+        t = model.add_variable(lb=0)
+        times.append(t)
+        costs = [(z, chain.time_rows @ column.cost / scale.time) for z, column in by_group[g]]
+        rows[g] = [
+            model.add_linear_constraint(t - mathopt.fast_sum([float(cost[r]) * z for z, cost in costs]) >= 0)
+            for r in range(len(chain.time_rows))
+        ]
+    peaks = {}
+    for k in dict.fromkeys(g[0] for g in groups):
+        terms = [c.transient / scale.memory * z for g in groups if g[0] == k for z, c in by_group[g]]
+        peaks[k] = model.add_linear_constraint(chain.sequence.count(k) * peak - mathopt.fast_sum(terms) >= 0)
+    row = None
+    used = mathopt.fast_sum(memory_terms) + peak
+    if rho and np.isfinite(chain.capacity):
+        row = model.add_linear_constraint(used <= (chain.capacity - chain.fixed_bytes) / scale.memory)
+    model.minimize(mathopt.fast_sum(times) if rho else used)
+    result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(threads=1))
+    if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
+        return float("inf"), Multipliers({}, 0.0, (0.0,) * len(chain.kinds), rho)
+    dual = result.dual_values()
+    lam = 1.0 if not rho else (max(0.0, -dual[row]) * scale.time / scale.memory if row is not None else 0.0)
+    unit = scale.time / scale.memory if rho else 1.0
+    nu = np.array([max(0.0, dual[peaks[k]]) * unit if k in peaks else 0.0 for k in range(len(chain.kinds))])
+    copies = np.array([chain.sequence.count(k) for k in range(len(chain.kinds))])
+    if nu @ copies > lam:
+        nu *= lam / (nu @ copies)
+    alpha = {g: simplex(np.array([dual[r] for r in rows[g]])) for g in rows}
+    return result.objective_value(), Multipliers(alpha, lam, tuple(float(x) for x in nu), rho)
+
+
+def simplex(values: Array) -> Array:
+    """Non-negative and summing to one: the multipliers of a maximum, freed from rounding."""
+    values = np.maximum(values, 0.0)
+    total = values.sum()
+    out: Array = values / total if total > 0 else np.full(len(values), 1 / len(values))
+    return out
+
+
+def choose(
+    chain: Chain, columns: Sequence[Column], scale: Scale, rho: float, seconds: float, precision: float
+) -> list[Column] | None:
+    """A column for every position: least time within the capacity (rho 1) or least memory (rho 0); None if none is found."""
+    parts = segments(chain.sequence)
+    flow = _flow(parts, columns, integer=True)
+    model = flow.model
+    arcs = list(flow.counts.items())
+    memory = mathopt.fast_sum([columns[c].bytes_ / scale.memory * z for (_, _, c), z in arcs])
+    limited = bool(rho) and np.isfinite(chain.capacity)
+    used = memory + _peak(flow, columns, scale) if limited or not rho else memory
+    free = (chain.capacity - chain.fixed_bytes) / scale.memory
+    row = model.add_linear_constraint(used <= (free if limited else np.inf))
+    model.minimize(mathopt.fast_sum([columns[c].time / scale.time * z for (_, _, c), z in arcs]) if rho else used)
+    for _ in range(20):
+        params = mathopt.SolveParameters(
+            random_seed=0, relative_gap_tolerance=precision, time_limit=timedelta(seconds=max(seconds, 0.1))
+        )
+        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params)
+        if not result.has_primal_feasible_solution():
+            return None
+        values = result.variable_values()
+        taken = {arc: round(values[z]) for arc, z in arcs if values[z] > 0.5}
+        borders = {b: s for b, at in enumerate(flow.borders) for s, q in at.items() if values[q] > 0.5}
+        order = walk(flow, columns, taken, borders)
+        if order is None:
+            if not _cut(flow, columns, taken):
+                return None
+        elif limited and sum(c.bytes_ for c in order) + max(c.transient for c in order) > free * scale.memory:
+            # beyond the capacity by the integer program's tolerance: ask for a hair less
+            row.upper_bound -= 1e-6 * max(1.0, abs(free))
+        else:
+            return order
+    return None
+
+
+def _peak(flow: Flow, columns: Sequence[Column], scale: Scale) -> mathopt.LinearExpression:
+    """The largest transient among used columns, by choosing one of its levels."""
+    sizes = sorted({columns[c].transient for _, _, c in flow.counts})
+    if len(sizes) > LEVELS:
+        sizes = sorted({sizes[-(-q * (len(sizes) - 1) // (LEVELS - 1))] for q in range(LEVELS)})
+    if len(sizes) == 1:
+        return sizes[0] / scale.memory + mathopt.LinearSum([])
+    levels = [flow.model.add_variable(lb=0, ub=1, is_integer=True) for _ in sizes]
+    flow.model.add_linear_constraint(mathopt.fast_sum(levels) == 1)
+    for (i, _, c), z in flow.counts.items():
+        above = [u for size, u in zip(sizes, levels, strict=True) if size >= columns[c].transient]
+        if len(above) < len(levels):
+            flow.model.add_linear_constraint(z <= flow.parts[i].repeats * mathopt.fast_sum(above))
+    return mathopt.fast_sum([size / scale.memory * u for size, u in zip(sizes, levels, strict=True)])
+
+
+def _nodes(part: Segment, j: int, column: Column) -> tuple[tuple[int, int], tuple[int, int]]:
+    layer = j + 1 if j + 1 < len(part.unit) or part.repeats == 1 else 0
+    return (j, column.entry), (layer, column.exit)
+
+
+def walk(flow: Flow, columns: Sequence[Column], taken: dict[Arc, int], states: dict[int, int]) -> list[Column] | None:
+    """The counted arcs as one sequence of columns; None if some are not connected to the start."""
+    out: list[Column] = []
+    for i, part in enumerate(flow.parts):
+        leaving: dict[tuple[int, int], list[tuple[int, tuple[int, int]]]] = {}
+        for (a, j, c), count in sorted(taken.items(), key=lambda item: (item[0][:2], columns[item[0][2]].key), reverse=True):
+            if a == i:
+                tail, head = _nodes(part, j, columns[c])
+                leaving.setdefault(tail, []).extend([(c, head)] * count)
+        stack: list[tuple[int, tuple[int, int]]] = [(-1, (0, states[i]))]
+        trail: list[int] = []
+        while stack:
+            nexts = leaving.get(stack[-1][1])
+            if nexts:
+                stack.append(nexts.pop())
+            else:
+                trail.append(stack.pop()[0])
+        trail = trail[-2::-1]
+        if len(trail) != len(part.unit) * part.repeats:
+            return None
+        out += [columns[c] for c in trail]
+    return out
+
+
+def _cut(flow: Flow, columns: Sequence[Column], taken: dict[Arc, int]) -> bool:
+    """Cut off circulations that the walk cannot reach; False if there is nothing to cut."""
+    found = False
+    for i, part in enumerate(flow.parts):
+        root: dict[tuple[int, int], tuple[int, int]] = {}
+
+        def find(node: tuple[int, int], root: dict[tuple[int, int], tuple[int, int]] = root) -> tuple[int, int]:
+            while root.setdefault(node, node) != node:
+                node = root[node]
+            return node
+
+        for a, j, c in taken:
+            if a == i:
+                tail, head = _nodes(part, j, columns[c])
+                root[find(tail)] = find(head)
+        islands: dict[tuple[int, int], set[tuple[int, int]]] = {}
+        for node in root:
+            islands.setdefault(find(node), set()).add(node)
+        if len(islands) < 2:
+            continue
+        for island in islands.values():
+            inside: list[mathopt.Variable] = []
+            entering = [q for s, q in flow.borders[i].items() if (0, s) in island]
+            for (a, j, c), z in flow.counts.items():
+                if a == i:
+                    tail, head = _nodes(part, j, columns[c])
+                    if head in island:
+                        (inside if tail in island else entering).append(z)
+            limit = len(part.unit) * part.repeats
+            flow.model.add_linear_constraint(mathopt.fast_sum(inside) <= limit * mathopt.fast_sum(entering))
+            found = True
+    return found

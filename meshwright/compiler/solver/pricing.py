@@ -1,0 +1,268 @@
+"""Pricing of a chain at given multipliers: the exact minimum over all copies, and the columns that reach it.
+
+With the maximum over time rows and the memory row moved into the objective by multipliers
+
+    alpha[k, v] in the simplex over rows,   lambda >= 0,   nu[k] >= 0 with sum_k copies_k * nu_k <= lambda
+
+the chain separates into blocks coupled by boundary states only. A block of kind k in variant v is eliminated for the weights
+``alpha[k, v] @ time_rows + lambda * bytes_row + nu[k] * transient_row`` (once per kind, however many copies), its kind's table
+[entry states, exit states] is the minimum over variants, and dynamic programming over the boundary states of the sequence gives
+the minimum of the whole (``Pricer.price``). Minus ``lambda * available memory`` it bounds the chain's time from below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.math_opt.python import mathopt
+
+from meshwright.compiler.solver.chain import Array, Chain, Kind
+from meshwright.compiler.solver.elimination import Eliminated, Eliminator, Tables
+
+Group = tuple[int, int]
+"""(kind, variant)."""
+LAZY = 3_000_000
+"""Table entries of an elimination from which on a lower bound is tried before it is run (some milliseconds each)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """One way to run one position of a kind: an assignment with its boundary states, resources [K] and exact time."""
+
+    kind: int
+    variant: int
+    choices: tuple[int, ...]
+    entry: int
+    exit: int
+    cost: Array
+    time: float
+    bytes_: float
+    transient: float
+
+    @property
+    def key(self) -> tuple[int, int, tuple[int, ...]]:
+        """Identity and order of columns."""
+        return self.kind, self.variant, self.choices
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Multipliers:
+    """A point of the dual: ``alpha`` [R] per group, ``memory`` (lambda), ``transient`` (nu) per kind."""
+
+    alpha: Mapping[Group, Array]
+    memory: float
+    transient: tuple[float, ...]
+    rho: float = 1.0
+
+    def weights(self, chain: Chain, group: Group) -> Array:
+        """Weight vector [K] of a group."""
+        out: Array = self.rho * (self.alpha[group] @ chain.time_rows)
+        return out + self.memory * chain.bytes_row + self.transient[group[0]] * chain.transient_row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Priced:
+    """What pricing found: the chain's least weighted cost ``value``, per kind the tables of its variants, and slacks.
+
+    ``tables[k]`` is [variants, entry, exit]; ``slack[k]`` of the same shape is how much a copy of the kind in that variant and
+    between those states adds to ``value`` at least, at the best position for it. ``path`` has (entry, exit) per position.
+    """
+
+    value: float
+    tables: tuple[Array, ...]
+    slack: tuple[Array, ...]
+    path: tuple[tuple[int, int], ...]
+    results: Mapping[Group, Eliminated]
+
+
+class Pricer:
+    """Eliminators of all groups of a chain, planned once."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        tables = Tables()
+        self._blocks = {
+            (k, v): Eliminator(block, (*kind.entry, *kind.exit), tables)
+            for k, kind in enumerate(chain.kinds)
+            for v, block in enumerate(kind.variants)
+        }
+        self.copies = tuple(chain.sequence.count(k) for k in range(len(chain.kinds)))
+        self._expand = tuple(_expansion(kind) for kind in chain.kinds)
+        self._history: dict[tuple, list[tuple[Array, Array]]] = {}
+        self.groups = tuple(g for g in self._blocks if self.copies[g[0]])
+
+    @property
+    def largest(self) -> int:
+        """Entries of the largest table that any elimination makes."""
+        return max(b.plan.largest for b in self._blocks.values())
+
+    @property
+    def rounding(self) -> float:
+        """What floating point may have added to a priced value, relative to it."""
+        return max(b.plan.rounding for b in self._blocks.values())
+
+    @property
+    def work(self) -> int:
+        """Table entries that one pricing goes through."""
+        return sum(self._blocks[g].plan.work for g in self.groups)
+
+    def price(self, at: Multipliers, fixed: Mapping[int, int], everyone: bool = False) -> Priced:
+        """Minimum of the weighted chain; ``fixed`` holds shared variables at a choice, the others are each position's own.
+
+        Expensive groups are evaluated only if a shortest path would use them at a lower bound from earlier weights; with
+        ``everyone`` all are.
+        """
+        results: dict[Group, Eliminated] = {}
+        tables = [
+            np.full((len(kind.variants), kind.states(kind.entry), kind.states(kind.exit)), np.inf) for kind in self.chain.kinds
+        ]
+        for k, v in self.groups:
+            if everyone or self._blocks[k, v].plan.work < LAZY:
+                self._evaluate((k, v), at, fixed, tables, results)
+            else:
+                tables[k][v] = self._below((k, v), at, fixed)
+        while True:
+            priced = self._chain(tables, results)
+            used = {
+                (k, int(tables[k][(slice(None), *pair)].argmin()))
+                for k, pair in zip(self.chain.sequence, priced.path, strict=True)
+            }
+            missing = sorted(used - results.keys())
+            if not missing:
+                return priced
+            for group in missing:
+                self._evaluate(group, at, fixed, tables, results)
+
+    def _evaluate(
+        self, group: Group, at: Multipliers, fixed: Mapping[int, int], tables: list[Array], results: dict[Group, Eliminated]
+    ) -> None:
+        k, v = group
+        kind, weights = self.chain.kinds[k], at.weights(self.chain, group)
+        extra = {}
+        for s, var in kind.shared:
+            if s in fixed:
+                extra[var] = np.full(self.chain.shared_sizes[s], np.inf)
+                extra[var][fixed[s]] = 0.0
+        results[group] = done = self._blocks[group].table(weights, extra)
+        index, clash = self._expand[k]
+        table = np.asarray(done.table[index]) if index else np.broadcast_to(done.table, clash.shape).copy()
+        table[clash] = np.inf
+        tables[k][v] = table + float(kind.variant_costs[v] @ weights)
+        self._history.setdefault((group, self._relevant(k, fixed)), []).append((weights, tables[k][v].copy()))
+
+    def _relevant(self, k: int, fixed: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+        return tuple((s, fixed[s]) for s, _ in self.chain.kinds[k].shared if s in fixed)
+
+    def _below(self, group: Group, at: Multipliers, fixed: Mapping[int, int]) -> Array:
+        """A lower bound of the group's table, from tables T_h at earlier weights w_h.
+
+        The table is a minimum of linear functions of the weights with coefficients >= 0, so ``a >= 0`` and
+        ``sum_h a_h w_h <= w`` give ``sum_h a_h T_h <= T``; the best such ``a`` for the tables' minima is a linear program.
+        """
+        kind = self.chain.kinds[group[0]]
+        known = self._history.get((group, self._relevant(group[0], fixed)), [])
+        finite = [(w, t) for w, t in known if np.isfinite(t).any()]
+        out = np.zeros((kind.states(kind.entry), kind.states(kind.exit)))
+        if not finite:
+            return out
+        weights = at.weights(self.chain, group)
+        unit = max(float(weights.max()), 1e-300)
+        least = [float(t.min()) for _, t in finite]
+        top = max(*least, 1e-300)
+        model = mathopt.Model()
+        factors = [model.add_variable(lb=0) for _ in finite]
+        for r in range(len(weights)):
+            terms = [float(w[r] / unit) * a for (w, _), a in zip(finite, factors, strict=True) if w[r] > 0]
+            if terms:
+                model.add_linear_constraint(mathopt.fast_sum(terms) <= float(weights[r] / unit))
+        model.maximize(mathopt.fast_sum([m / top * a for m, a in zip(least, factors, strict=True)]))
+        result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(threads=1))
+        if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
+            return out
+        values = result.variable_values()
+        shares = np.array([values[a] if values[a] > 1e-12 else 0.0 for a in factors])
+        # rounding may break sum_h a_h w_h <= w by a hair: shrink until it holds
+        mixed = np.sum([share * w for share, (w, _) in zip(shares, finite, strict=True)], axis=0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            shrink = min(1.0, float(np.nanmin(np.where(mixed > 0, weights / mixed, 1.0))))
+        for share, (_, t) in zip(shares * shrink, finite, strict=True):
+            if share > 0:
+                out = out + share * t
+        return out
+
+    def _chain(self, tables: list[Array], results: dict[Group, Eliminated]) -> Priced:
+        sequence = self.chain.sequence
+        best = [t.min(axis=0) for t in tables]
+        n = len(sequence)
+        forward = [np.zeros(best[sequence[0]].shape[0])]
+        for k in sequence:
+            forward.append((forward[-1][:, None] + best[k]).min(axis=0))
+        backward = [np.zeros(best[sequence[-1]].shape[1])]
+        for k in reversed(sequence):
+            backward.append((best[k] + backward[-1]).min(axis=1))
+        backward.reverse()
+        value = float(backward[0].min())
+        through: list[Array | None] = [None] * len(tables)
+        for p, k in enumerate(sequence):
+            here = forward[p][:, None] + backward[p + 1]
+            known = through[k]
+            through[k] = here if known is None else np.minimum(known, here)
+        slack = tuple(
+            np.full_like(t, np.inf) if h is None or not np.isfinite(value) else t + h - value
+            for t, h in zip(tables, through, strict=True)
+        )
+        path = []
+        state = int(backward[0].argmin())
+        for p in range(n):
+            leave = int((best[sequence[p]][state] + backward[p + 1]).argmin())
+            path.append((state, leave))
+            state = leave
+        return Priced(value, tuple(tables), slack, tuple(path), results)
+
+    def columns(self, priced: Priced, wanted: Mapping[Group, list[tuple[int, int]]]) -> list[Column]:
+        """The minimizers of groups between (entry, exit) states, with their true resources."""
+        out = []
+        for (k, v), pairs in sorted(wanted.items()):
+            if (k, v) not in priced.results:
+                continue
+            pairs = [pair for pair in pairs if np.isfinite(priced.tables[k][(v, *pair)])]
+            if not pairs:
+                continue
+            kind = self.chain.kinds[k]
+            at = self._blocks[k, v].plan.keep
+            states = np.zeros((len(pairs), len(at)), dtype=np.intp)
+            entries, exits = np.array(pairs, dtype=np.intp).T
+            for boundary, index in ((kind.entry, entries), (kind.exit, exits)):
+                if boundary:
+                    sizes = [kind.variants[0].sizes[u] for u in boundary]
+                    for u, column in zip(boundary, np.unravel_index(index, sizes), strict=True):
+                        states[:, at.index(u)] = column
+            for (entry, leave), row in zip(pairs, priced.results[k, v].assignments(states), strict=True):
+                choices = tuple(int(a) for a in row)
+                cost = kind.variants[v].cost(choices) + kind.variant_costs[v]
+                if np.isfinite(cost).all():
+                    bytes_, transient = float(self.chain.bytes_row @ cost), float(self.chain.transient_row @ cost)
+                    out.append(Column(k, v, choices, entry, leave, cost, self.chain.time(cost), bytes_, transient))
+        return out
+
+
+def _expansion(kind: Kind) -> tuple[tuple[NDArray[np.intp], ...], NDArray[np.bool_]]:
+    """Index of the kept table for every (entry, exit) state, and where the two contradict each other (a common variable)."""
+    sizes = kind.variants[0].sizes
+    shape = (kind.states(kind.entry), kind.states(kind.exit))
+    clash = np.zeros(shape, dtype=bool)
+    at: dict[int, NDArray[np.intp]] = {}
+    for axis, boundary in enumerate((kind.entry, kind.exit)):
+        if not boundary:
+            continue
+        choices = np.unravel_index(np.arange(shape[axis]), [sizes[v] for v in boundary])
+        for v, column in zip(boundary, choices, strict=True):
+            spread = np.broadcast_to(column[:, None] if axis == 0 else column[None, :], shape)
+            if v in at:
+                clash |= at[v] != spread
+            else:
+                at[v] = spread
+    return tuple(at[v] for v in sorted(at)), clash

@@ -1,0 +1,273 @@
+"""The loop between bound, columns and incumbent, for one choice of the shared variables.
+
+    price (pricing.py)     exact minimum of the chain at multipliers -> lower bound and new columns
+    relax (master.py)      linear program over known columns         -> next multipliers (Kelley's cutting planes on the dual)
+    choose (master.py)     integer program over known columns        -> incumbent, memory exact, copies free to differ
+
+``Search.run`` alternates the first two until the bound meets the linear program or the demanded gap, asks the third for
+incumbents, and takes up all columns whose slack is within the remaining gap before it gives up. If the unconstrained optimum
+does not fit, least memory is solved first by the same loop: it ends in columns that fit, or in ``Infeasible`` with its bound.
+
+Source: Dantzig and Wolfe 1960; Kelley 1960; Geoffrion 1974 (Lagrangian relaxation for integer programming).
+"""
+
+from __future__ import annotations
+
+import time as clock
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from meshwright.compiler.solver.chain import Array, Chain, Infeasible, Solution, evaluate
+from meshwright.compiler.solver.master import Scale, choose, relax
+from meshwright.compiler.solver.pricing import Column, Group, Multipliers, Priced, Pricer
+
+ROUNDS = 40
+"""Most cutting-plane rounds; the linear program meets the bound in 5 to 15."""
+FEW, MANY = 8, 200
+"""Columns taken per kind and round, and before giving up."""
+
+
+Progress = Callable[[float, float, str], None]
+"""Called with (incumbent time, bound, phase)."""
+
+
+@dataclass
+class Search:
+    """State of the search: known columns, best bound with its multipliers, incumbent. Lives for one call of ``solve``."""
+
+    chain: Chain
+    pricer: Pricer
+    gap: float
+    deadline: float
+    progress: Progress | None = None
+    fixed: Mapping[int, int] = field(default_factory=dict)
+    scale: Scale | None = None
+    cutoff: float = np.inf
+    columns: dict[tuple, Column] = field(default_factory=dict)
+    bound: float = -np.inf
+    best: Multipliers | None = None
+    incumbent: list[Column] | None = None
+    time: float = np.inf
+    lightest: list[Column] | None = None
+    memory_bound: float = -np.inf
+    iterations: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> Search:
+        """Search until the gap is reached, nothing is left to try, or the time is over. Raises Infeasible."""
+        self._unconstrained()
+        if self.incumbent is None:
+            self._least_memory()
+        self._descend()
+        self._enrich()
+        return self
+
+    @property
+    def late(self) -> bool:
+        """The time is over."""
+        return clock.monotonic() > self.deadline
+
+    @property
+    def done(self) -> bool:
+        """The demanded gap is reached, by the incumbent or by a solution known elsewhere (``cutoff``)."""
+        known = min(self.time, self.cutoff)
+        return known - self.bound <= self.gap * abs(known)
+
+    def price(self, at: Multipliers, everyone: bool = False) -> tuple[float, Priced]:
+        """Lower bound at multipliers (of the time for rho 1, of the memory for rho 0), and what pricing found."""
+        self.iterations += 1
+        with self._phase("price"):
+            priced = self.pricer.price(at, self.fixed, everyone)
+        value = priced.value * (1 - self.pricer.rounding)
+        if not at.rho:
+            return value + self.chain.fixed_bytes, priced
+        free = self.chain.capacity - self.chain.fixed_bytes
+        return self.chain.fixed_time + value - (at.memory * free if at.memory else 0.0), priced
+
+    def solution(self, columns: Sequence[Column], bound: float, status: str) -> Solution:
+        """Columns per position as a solution, its costs counted from the tables again."""
+        variants, choices = tuple(c.variant for c in columns), tuple(c.choices for c in columns)
+        time, bytes_, transient = evaluate(self.chain, variants, choices)
+        bound = min(bound, time)
+        gap = (time - bound) / time if time else 0.0
+        known, seconds = len(self.columns), dict(self.seconds)
+        return Solution(variants, choices, time, bytes_, transient, bound, gap, known, self.iterations, status, seconds)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = clock.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + clock.perf_counter() - start
+
+    def _report(self, phase: str) -> None:
+        if self.progress is not None:
+            self.progress(self.time, self.bound, phase)
+
+    def _listed(self) -> list[Column]:
+        return [self.columns[key] for key in sorted(self.columns)]
+
+    def _memory(self, columns: Sequence[Column]) -> float:
+        return self.chain.fixed_bytes + sum(c.bytes_ for c in columns) + max(c.transient for c in columns)
+
+    def _offer(self, columns: Sequence[Column] | None) -> None:
+        """Take a sequence of columns as incumbent if it fits and is faster."""
+        if columns is None or self._memory(columns) > self.chain.capacity:
+            return
+        time = self.chain.fixed_time + sum(c.time for c in columns)
+        if time < self.time:
+            self.time, self.incumbent = time, list(columns)
+
+    def _add(self, priced: Priced, limit: float, many: int, everyone: bool = False) -> tuple[int, list[Column] | None]:
+        """Take up the path's columns, up to ``many`` per kind within ``limit`` of slack, with ``everyone`` each group's best.
+
+        Returns how many are new, and the path's columns (None if a heuristic minimizer of a wide block is forbidden).
+        """
+        with self._phase("columns"):
+            wanted: dict[Group, dict[tuple[int, int], None]] = {}
+            path: list[tuple[Group, tuple[int, int]]] = []
+            for k, pair in zip(self.chain.sequence, priced.path, strict=True):
+                path.append(((k, int(priced.tables[k][(slice(None), *pair)].argmin())), pair))
+            for group, pair in [*path, *_near(priced, self.pricer.groups, limit, many, everyone)]:
+                wanted.setdefault(group, {})[pair] = None
+            got = self.pricer.columns(priced, {g: list(pairs) for g, pairs in wanted.items()})
+            new = sum(c.key not in self.columns for c in got)
+            at = {}
+            for c in got:
+                at[(c.kind, c.variant), (c.entry, c.exit)] = self.columns.setdefault(c.key, c)
+        return new, [at[step] for step in path] if all(step in at for step in path) else None
+
+    def _multipliers(self, memory: float, rho: float) -> Multipliers:
+        """Uniform alpha, the transient's share spread evenly over all positions."""
+        rows = len(self.chain.time_rows)
+        alpha: dict[Group, Array] = {g: np.full(rows, 1 / rows) for g in self.pricer.groups}
+        return Multipliers(alpha, memory, (memory / len(self.chain.sequence),) * len(self.chain.kinds), rho)
+
+    def _relax(self, rho: float) -> tuple[float, Multipliers]:
+        assert self.scale is not None
+        with self._phase("relax"):
+            value, at = relax(self.chain, self._listed(), self.pricer.groups, self.scale, rho)
+        return value, at
+
+    def _choose(self, rho: float = 1.0) -> list[Column] | None:
+        assert self.scale is not None
+        with self._phase("choose"):
+            left = self.deadline - clock.monotonic()
+            chosen = choose(self.chain, self._listed(), self.scale, rho, left, self.gap / 10 if rho else 1e-6)
+            self._offer(chosen)
+        return chosen
+
+    def _unconstrained(self) -> None:
+        """First columns, the scales, and the optimum without memory if it fits."""
+        at = self._multipliers(0.0, 1.0)
+        bound, priced = self.price(at, everyone=True)
+        if not np.isfinite(bound):
+            raise Infeasible("forbidden choices leave no assignment of the chain", np.inf, np.inf, None)
+        _, path = self._add(priced, 0.0, FEW, everyone=True)
+        self.bound, self.best = bound, at
+        if self.scale is None:
+            known, positions = self._listed(), len(self.chain.sequence)
+            seconds = max([c.time for c in known], default=0.0) * positions
+            bytes_ = max([c.bytes_ for c in known], default=0.0) * positions
+            memory = abs(self.chain.capacity) if np.isfinite(self.chain.capacity) else bytes_
+            self.scale = Scale(seconds or 1.0, memory or 1.0)
+        self._offer(path)
+        self._report("start")
+
+    def _least_memory(self) -> None:
+        """Columns that fit, or the certificate that none do."""
+        assert self.scale is not None
+        bound, least, lightest = -np.inf, np.inf, None
+        at = self._multipliers(1.0, 0.0)
+        for _ in range(ROUNDS):
+            found, priced = self.price(at, everyone=not np.isfinite(bound))
+            bound = max(bound, found)
+            new, path = self._add(priced, 0.0, FEW)
+            if path is not None and self._memory(path) < least:
+                least, lightest = self._memory(path), path
+            self._offer(path)
+            self._report("least memory")
+            if self.incumbent is not None:
+                return
+            value, at = self._relax(0.0)
+            at = replace(at, alpha=self._multipliers(1.0, 0.0).alpha)
+            if not new or self.late or value * self.scale.memory + self.chain.fixed_bytes <= bound * (1 + 1e-9):
+                break
+        chosen = self._choose(0.0)
+        if chosen is not None and self._memory(chosen) < least:
+            least, lightest = self._memory(chosen), chosen
+        self.lightest, self.memory_bound = lightest, bound
+        if self.incumbent is None:
+            agree = lightest is not None and all(len(s) == 1 for s in shared_states(self.chain, lightest).values())
+            nearest = self.solution(lightest, -np.inf, "infeasible") if lightest is not None and agree else None
+            raise infeasible(self.chain, bound, least, nearest)
+
+    def _descend(self) -> None:
+        """Cutting planes on the dual until the bound meets the linear program, the gap is reached, or nothing new comes."""
+        for round_ in range(ROUNDS):
+            if self.done or self.late:
+                return
+            value, at = self._relax(1.0)
+            assert self.scale is not None
+            value = value * self.scale.time + self.chain.fixed_time
+            bound, priced = self.price(at)
+            if bound > self.bound:
+                self.bound, self.best = bound, at
+            new, path = self._add(priced, max(self.time - bound, 0.0), FEW)
+            self._offer(path)
+            near = self.bound >= value - self.gap * abs(value)
+            if new and not self.done and (near or round_ % 4 == 3):
+                self._choose()
+            self._report("descend")
+            if not new or self.bound >= value * (1 - 1e-7):
+                break
+        if not self.done:
+            self._choose()
+
+    def _enrich(self) -> None:
+        """All columns that could still improve the incumbent at the best multipliers."""
+        if self.done or self.late or self.best is None:
+            return
+        bound, priced = self.price(self.best, everyone=True)
+        new, _ = self._add(priced, self.time - bound, MANY, everyone=True)
+        if new:
+            self._choose()
+        self._report("enrich")
+
+
+def shared_states(chain: Chain, columns: Sequence[Column]) -> dict[int, Counter[int]]:
+    """For every shared variable, how many positions have it at each choice."""
+    out: dict[int, Counter[int]] = {}
+    for column in columns:
+        for s, var in chain.kinds[column.kind].shared:
+            out.setdefault(s, Counter())[column.choices[var]] += 1
+    return out
+
+
+def infeasible(chain: Chain, bound: float, least: float, solution: Solution | None) -> Infeasible:
+    """The error with the certified bound and the least memory found."""
+    return Infeasible(
+        f"no assignment found within the capacity of {chain.capacity:.6g} bytes: any needs at least {bound:.6g}, "
+        f"the least found needs {least:.6g}",
+        bound,
+        least,
+        solution,
+    )
+
+
+def _near(
+    priced: Priced, groups: Sequence[Group], limit: float, many: int, everyone: bool
+) -> Iterator[tuple[Group, tuple[int, int]]]:
+    """Groups and state pairs of least slack: per kind the first ``many`` in ``limit``, with ``everyone`` each group's."""
+    for k, v in groups if everyone else ():
+        least = np.unravel_index(int(priced.slack[k][v].argmin()), priced.slack[k][v].shape)
+        yield (k, v), (int(least[0]), int(least[1]))
+    for k in dict.fromkeys(g[0] for g in groups):
+        flat = priced.slack[k].ravel()
+        near = np.flatnonzero(flat <= limit)
+        for index in near[np.argsort(flat[near], kind="stable")[:many]]:
+            v, entry, leave = (int(i) for i in np.unravel_index(index, priced.slack[k].shape))
+            yield (k, v), (entry, leave)

@@ -1,0 +1,90 @@
+"""What a graph is before any placement is chosen: shapes within a micro-batch, and what autograd keeps.
+
+A value is *saved* if the backward of some operator needs it (``saved_by``, from the table of operators); views hand their
+saved result on to what they view. What only linears save may be kept as the shard that a gather started from, and gathered
+again in the backward (Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.cost.operators import operator
+from meshwright.ir.graph import Graph, Op
+from meshwright.ir.plan import Schedule
+from meshwright.ir.rule import OpRule
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Values kept for the backward; those of them that only linears keep; those of them that their own maker keeps."""
+
+    values: frozenset[str]
+    by_linears: frozenset[str]
+    by_makers: frozenset[str]
+
+
+def body_shapes(graph: Graph, rules: Mapping[str, OpRule], schedule: Schedule) -> dict[str, Shape]:
+    """The shape of every value within one micro-batch."""
+    shapes = {name: value.shape for name, value in graph.values.items()}
+    for op in graph.ops:
+        factor = schedule.time.get(op.name)
+        if factor is None or factor.startswith("+"):
+            continue
+        for name, dims in zip(op.outputs, rules[op.name].results, strict=True):
+            shapes[name] = _cut(shapes[name], dims, factor, schedule.microbatches)
+    return shapes
+
+
+def operand_shapes(op: Op, graph: Graph, rule: OpRule, schedule: Schedule) -> list[Shape]:
+    """The shapes of an operator's operands within one micro-batch (a value of the prologue is cut where it enters)."""
+    factor = schedule.time.get(op.name)
+    shapes = [graph.values[name].shape for name in op.inputs]
+    if factor is None:
+        return shapes
+    return [_cut(shape, dims, factor, schedule.microbatches) for shape, dims in zip(shapes, rule.operands, strict=True)]
+
+
+def _cut(shape: Shape, dims: tuple[str | None, ...], factor: str, count: int) -> Shape:
+    if factor not in dims:
+        return shape
+    dim = dims.index(factor)
+    return (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
+
+
+def saved_by(op: Op, graph: Graph) -> tuple[list[int], list[int]]:
+    """Positions of the (operands, results) that autograd saves for an operator."""
+    needs = [graph.values[name].differentiable for name in op.inputs]
+    if not any(needs):
+        return [], []
+    declared = operator(op.target)
+    operands = [
+        at for at, others in declared.operands
+        if at < len(needs) and (not others or any(needs[other] for other in others if other < len(needs)))
+    ]
+    return operands, [at for at in declared.results if at < len(op.outputs)]
+
+
+def saved_values(graph: Graph) -> Saved:
+    """What autograd keeps of a graph, through views."""
+    viewed: dict[str, str] = {}
+    for op in graph.ops:
+        if operator(op.target).kind == "view" and op.inputs:
+            viewed.update({name: viewed.get(op.inputs[0], op.inputs[0]) for name in op.outputs})
+    outside = {param.value for param in graph.params}.union(graph.inputs)
+    saved, other, makers = set[str](), set[str](), set[str]()
+    for op in graph.ops:
+        operands, results = saved_by(op, graph)
+        makers.update(op.outputs[i] for i in results)
+        if not any(graph.values[name].differentiable for name in op.outputs):
+            continue
+        for name in [op.inputs[i] for i in operands] + [op.outputs[i] for i in results]:
+            if name in outside:
+                continue
+            saved.add(viewed.get(name, name))
+            if op.target not in ("aten.linear.default", "mw.fused_linear") or name in viewed:
+                other.add(viewed.get(name, name))
+    return Saved(frozenset(saved), frozenset(saved - other), frozenset(makers & saved))

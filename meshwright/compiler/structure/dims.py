@@ -1,0 +1,90 @@
+"""What the dims of a graph are: batch, sequence - by where they come from, never by name.
+
+Dims that one factor joins inside an operator belong together; the classes of that relation follow a dim through the whole
+graph. The *batch* is the class of dim 0 of the inputs, the *sequence* the class of the first other dim of what blocks hand on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from meshwright.ir.graph import Graph
+from meshwright.ir.rule import OpRule
+
+Dim = tuple[str, int]
+
+
+class DimClasses:
+    """Union-find over (value, dim), joined by the factors of every operator's rule (``rules``: by its name)."""
+
+    def __init__(self, graph: Graph, rules: Mapping[str, OpRule]) -> None:
+        self.rules = rules
+        self._parent: dict[Dim, Dim] = {}
+        for op in graph.ops:
+            rule = rules[op.name]
+            seen: dict[str, Dim] = {}
+            pairs = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
+            for name, dims in pairs:
+                for dim, factor in enumerate(dims):
+                    if factor is not None:
+                        self._join(seen.setdefault(factor, (name, dim)), (name, dim))
+
+    def find(self, dim: Dim) -> Dim:
+        """The class of a dim, by its representative."""
+        root = dim
+        while self._parent.get(root, root) != root:
+            root = self._parent[root]
+        while self._parent.get(dim, dim) != root:
+            self._parent[dim], dim = root, self._parent.get(dim, dim)
+        return root
+
+    def of(self, dims: Iterable[Dim]) -> frozenset[Dim]:
+        """The classes of several dims."""
+        return frozenset(self.find(dim) for dim in dims)
+
+    def _join(self, a: Dim, b: Dim) -> None:
+        a, b = self.find(a), self.find(b)
+        if a != b:
+            self._parent[max(a, b)] = min(a, b)
+
+
+def batch_inputs(graph: Graph) -> dict[str, int]:
+    """{input: its batch dim}: dim 0 of every input as long as the first input that has dims."""
+    sizes = [graph.values[name].shape[0] for name in graph.inputs if graph.values[name].shape]
+    return {name: 0 for name in graph.inputs if graph.values[name].shape and graph.values[name].shape[0] == sizes[0]}
+
+
+def batch_size(graph: Graph) -> int:
+    """The global batch, 1 if no input has dims."""
+    return next((graph.values[name].shape[0] for name in batch_inputs(graph)), 1)
+
+
+def handed_on(graph: Graph) -> list[str]:
+    """Values made of parameters that leave a block as what it reads came in: what layers hand to the next."""
+    where: dict[str, int] = {}
+    enters: list[set[tuple[int, ...]]] = []
+    for index, block in enumerate(graph.blocks):
+        ops = graph.ops[block.start : block.stop]
+        where.update({name: index for op in ops for name in op.outputs})
+        outside = {name for op in ops for name in op.inputs if where.get(name) != index}
+        enters.append({graph.values[name].shape for name in outside.difference(param.value for param in graph.params)})
+    result = []
+    for position, op in enumerate(graph.ops):
+        inside = next((i for i, b in enumerate(graph.blocks) if b.start <= position < b.stop), -1)
+        for name in op.inputs:
+            if name in graph.parameter_free_values or where.get(name, inside) == inside:
+                continue
+            if graph.values[name].shape in enters[where[name]]:
+                result.append(name)
+    return list(dict.fromkeys(result))
+
+
+def sequence_dims(graph: Graph, passed: Iterable[str], classes: DimClasses, batch: frozenset[Dim]) -> dict[str, int]:
+    """{value with three dims or more: its sequence}: the first dim that is not the batch's, the last left out."""
+    found: dict[str, int] = {}
+    for name in passed:
+        ndim = len(graph.values[name].shape)
+        dim = next((dim for dim in range(ndim - 1) if classes.find((name, dim)) not in batch), None)
+        if ndim >= 3 and dim is not None:
+            found[name] = dim
+    return found

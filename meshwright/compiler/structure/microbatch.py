@@ -1,0 +1,186 @@
+"""Micro-batches as an axis in time.
+
+The graph is captured at the global batch. Splitting its batch over the time axis and summing what becomes pending over it
+is gradient accumulation, so the rules decide whether it is right:
+
+* operators that read no parameter run once per step, before the first micro-batch, on the whole batch (the *prologue*:
+  masks, position tables, shifted labels, the count of valid labels);
+* the others split the factor that their split operands carry, or pass a pending sum through linearly;
+* the loss must come out as a pending sum over time: then the sum over the micro-batches is the loss of the whole batch.
+
+What would need a sum over all micro-batches in the middle (batch statistics, a loss that is not linear in its parts) cannot
+be accumulated; ``split_time`` says which operator that is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.ir.graph import Graph, Op, Ref, Value, map_refs
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.plan import TIME, PlanError, Schedule
+from meshwright.ir.rule import OpRule, place
+
+
+def split_counts(graph: Graph) -> Graph:
+    """Give every cross entropy's count of valid labels an operator of its own.
+
+    ``mw.cross_entropy`` returns (sum, count); the count depends on the labels alone, so it belongs to the prologue.
+    """
+    ops: list[Op] = []
+    values = dict(graph.values)
+    renamed: dict[str, str] = {}
+    for op in graph.ops:
+        op = replace(op, args=map_refs(op.args, lambda ref: Ref(renamed.get(ref.name, ref.name))))
+        if op.target == "mw.cross_entropy":
+            count = op.outputs[1]
+            name = f"{count}_all"
+            values[name] = Value(name, (), values[count].dtype)
+            ops.append(Op(name, "mw.valid_count", (op.args[1], op.args[2]), (), (name,), op.module, op.source))
+            renamed[count] = name
+        ops.append(op)
+    if not renamed:
+        return graph
+    shift, starts = 0, {}
+    for position, op in enumerate(ops):
+        if op.target == "mw.valid_count":
+            shift += 1
+        else:
+            starts[position - shift] = position
+    blocks = tuple(replace(b, start=starts[b.start], stop=starts[b.stop - 1] + 1) for b in graph.blocks)
+    tree = map_refs(graph.output_tree, lambda ref: Ref(renamed.get(ref.name, ref.name)))
+    return replace(graph, ops=tuple(ops), values=values, output_tree=tree, blocks=blocks)
+
+
+def split_time(graph: Graph, rules: dict[str, OpRule], microbatches: int, batch_inputs: dict[str, int]) -> Schedule:
+    """Which factor the time axis splits in every operator.
+
+    ``rules``: the rule of every op by name; ``batch_inputs``: {input: its batch dim}. Raises PlanError naming the first
+    operator that cannot be accumulated, or an input whose batch the micro-batches do not divide.
+    """
+    if microbatches == 1:
+        return Schedule()
+    for name, dim in batch_inputs.items():
+        if graph.values[name].shape[dim] % microbatches:
+            raise PlanError(f"microbatches={microbatches} does not divide the batch {graph.values[name].shape[dim]} of input "
+                            f"{name!r}; choose a divisor")
+    free = graph.parameter_free
+    state: dict[str, int | str | None] = {}  # value -> dim split over time, "+" or None (the same in every micro-batch)
+    state.update(batch_inputs)
+    time: dict[str, str] = {}
+    mesh = Mesh((TIME,), (microbatches,))
+    where = _batch_of_prologue(graph, rules, free, batch_inputs)
+    for op in graph.ops:
+        if op.name in free:
+            state.update({name: where[name] for name in op.outputs if name in where})
+    for op in graph.ops:
+        if op.name in free:
+            continue
+        factor = _factor(op, rules[op.name], state, graph, time, rules, free)
+        if factor is None:
+            state.update(dict.fromkeys(op.outputs))
+            continue
+        time[op.name] = factor
+        if not rules[op.name].legal({TIME: factor}, mesh):
+            raise PlanError(f"microbatches={microbatches} cannot split {op.target} of {op.module or 'the model'} ({op.source})")
+        placed = place(rules[op.name], {TIME: factor}, mesh, [True] * len(op.inputs))
+        for name, sharding in zip(op.outputs, placed.results, strict=True):
+            kind = sharding.kind(TIME)
+            state[name] = None if kind == "" else kind
+    if graph.loss is not None and state.get(graph.loss) != "+":
+        raise PlanError(f"the loss is not a sum over samples divided by a count, so it cannot be accumulated over "
+                        f"microbatches={microbatches}; use microbatches=1")
+    if graph.mutations:
+        raise PlanError("a model that updates buffers from the whole batch (batch norm) needs microbatches=1")
+    return Schedule(microbatches, time, free)
+
+
+def _batch_of_prologue(
+    graph: Graph, rules: dict[str, OpRule], free: frozenset[str], batch_inputs: dict[str, int]
+) -> dict[str, int]:
+    """The batch dim of prologue values, followed from the inputs through pass-through factors."""
+    where: dict[str, int] = dict(batch_inputs)
+    for op in graph.ops:
+        if op.name not in free:
+            continue
+        rule = rules[op.name]
+        for position, name in enumerate(op.inputs):
+            if name not in where:
+                continue
+            factor = rule.operands[position][where[name]]
+            for output, dims in zip(op.outputs, rule.results, strict=True):
+                if factor is not None and factor in dims:
+                    where.setdefault(output, dims.index(factor))
+    return where
+
+
+def _factor(
+    op: Op,
+    rule: OpRule,
+    state: dict[str, int | str | None],
+    graph: Graph,
+    time: dict[str, str],
+    rules: dict[str, OpRule],
+    free: frozenset[str],
+) -> str | None:
+    """The factor the time axis splits in ``op``, given its operands' states; None: nothing of it depends on time."""
+    factors, pending = set(), set()
+    for position, name in enumerate(op.inputs):
+        kind = state.get(name)
+        prologue = name in graph.inputs or (name in graph.producers and graph.ops[graph.producers[name]].name in free)
+        if kind == "+":
+            pending.add(position)
+        elif isinstance(kind, int):
+            factor = rule.operands[position][kind]
+            if factor is not None or not prologue:
+                factors.add(factor)
+    if pending and not (factors - {None}):
+        for index, group in enumerate(rule.linear):
+            if group == pending:
+                return f"+{index}"
+    if not pending and not factors:
+        return None
+    if pending or len(factors) != 1 or None in factors or factors & (rule.whole | rule.internal.keys()):
+        raise PlanError(
+            f"{op.target} of {op.module or 'the model'} ({op.source}) needs the whole batch at once, so it cannot be "
+            "accumulated over micro-batches; use microbatches=1"
+        )
+    factor = next(iter(factors))
+    assert factor is not None
+    for position, name in enumerate(op.inputs):
+        dims = rule.operands[position]
+        if factor in dims and state.get(name) is None:
+            _demand(name, dims.index(factor), op, state, graph, time, rules, free)
+    return factor
+
+
+def _demand(
+    name: str,
+    dim: int,
+    reader: Op,
+    state: dict[str, int | str | None],
+    graph: Graph,
+    time: dict[str, str],
+    rules: dict[str, OpRule],
+    free: frozenset[str],
+) -> None:
+    """Make a value that was the same in every micro-batch (an expanded position table) come split along ``dim``."""
+    if name in graph.inputs or (name in graph.producers and graph.ops[graph.producers[name]].name in free):
+        state[name] = dim  # cut where the prologue ends
+        return
+    if name in graph.producers:
+        op = graph.ops[graph.producers[name]]
+        rule = rules[op.name]
+        factor = rule.results[op.outputs.index(name)][dim]
+        readers = [other for other in graph.ops if name in other.inputs]
+        if factor is not None and factor not in rule.whole and op.name not in time and readers[0] == reader:
+            for position, operand in enumerate(op.inputs):
+                if factor in rule.operands[position]:
+                    _demand(operand, rule.operands[position].index(factor), op, state, graph, time, rules, free)
+            time[op.name] = factor
+            state[name] = dim
+            return
+    raise PlanError(
+        f"{reader.target} of {reader.module or 'the model'} ({reader.source}) reads %{name}, which is not cut into "
+        "micro-batches; use microbatches=1"
+    )

@@ -1,0 +1,1 @@
+"""What a rank holds at the worst moment of a step, replayed from its program."""

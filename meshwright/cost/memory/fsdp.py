@@ -1,0 +1,287 @@
+"""What FSDP2 holds of the parameters while segments run forward and backward over them: a program's, or one stage's.
+
+    unit       the parameters that one block reads alone; the root's are the rest
+    forward    gather the unit, run the segment (``replay``), free the unit (ZeRO-3)
+    backward   gather it again, ask for the one ahead, run the segment backward, reduce its gradients
+
+Per unit of N elements over s ranks, c bytes in compute, 4 in reductions (torch 2.13, the reshard and reduce rules of
+``runtime.engine``):
+
+    gather     N c to communicate, then N c in place; in the forward the former stays until the next unit's gather,
+               in the backward the unit ahead is gathered early. With s = 1 a copy is made all the same.
+    reduce     4 N to communicate, which stays until the next unit reduces, and 4 N / s for the result
+
+Parameters that FSDP2 does not take (no data axis, numbers without dims, buffers) lie there as they are, but for a copy in the
+compute dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshwright.cost.memory.replay import GRADIENTS, WORK, Heap, Storage, Tape, backward, forward, hold, script_of
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.program import Program, Segment, Stored
+from meshwright.ir.sharding import ceil_div
+
+GATHERED = "gathered"
+_REDUCED = 4  # bytes per element in which gradients are reduced and kept
+
+
+@dataclass
+class Unit:
+    """Parameters gathered together, and what FSDP2 holds of them now."""
+
+    elements: float
+    shards: int
+    itemsize: int
+    zero: int
+    root: bool
+    names: tuple[str, ...]
+    incoming: Storage | None = None
+    whole: Storage | None = None
+    weights: dict[str, Storage] = field(default_factory=dict)
+    wide: dict[str, Storage] = field(default_factory=dict)  # gradients of micro-batches so far, in fp32 where they were not
+    piece: Storage | None = None
+
+    @property
+    def frees(self) -> bool:
+        """Whether it is gathered anew for every forward and backward."""
+        return self.zero == 3 and not self.root
+
+
+@dataclass
+class Batch:
+    """A micro-batch between its forward and its backward: what each segment left, copies of parameters, outputs."""
+
+    tapes: list[Tape]
+    casts: list[Storage]
+    outputs: dict[str, Storage]
+
+
+class Part:
+    """Segments that one root unit holds together: a program, or a stage of it. ``leaving``: the values that it hands back."""
+
+    def __init__(self, program: Program, main: Sequence[Segment], leaving: Sequence[str], heap: Heap) -> None:
+        self.program, self.mesh, self.main, self.leaving, self.heap = program, program.mesh, main, leaving, heap
+        held = [stored.value for stored in program.stored]
+        self.scripts = [script_of(segment.graph, held) for segment in self.main]
+        self.stored = {stored.value: stored for stored in program.stored}
+        self.homes = _homes(program.stored, main, leaving)
+        self.units = {home: self._unit(home) for home in (*range(len(self.main)), -1)}
+        self.readers = _last_reads(main, leaving)
+        self.loose: dict[str, Storage] = {}
+        self.reducing: Storage | None = None
+        self.gathering: Storage | None = None
+
+    # parameters
+
+    def _unit(self, home: int) -> Unit | None:
+        members = [s for s in self.program.stored if self.homes.get(s.value) == home and gathers(s, self.mesh)]
+        if not members:
+            return None
+        root = home < 0
+        zero = min(2, max((s.zero for s in self.main if not s.path), default=1)) if root else self.main[home].zero
+        dtype = self.program.compute_dtype or members[0].dtype
+        elements = sum(local_elements(s, self.mesh) for s in members)
+        shards = self.mesh.size(members[0].shard_axes)
+        return Unit(elements, shards, dtype.itemsize, zero, root, tuple(s.value for s in members))
+
+    # a micro-batch
+
+    def forward(self, env: dict[str, Storage]) -> Batch:
+        """``env``: storages by value, held once for this; what leaves is held by the result."""
+        self._gather(self.units[-1])
+        casts = [self._cast(-1)]
+        tapes: list[Tape] = []
+        for index, (segment, script) in enumerate(zip(self.main, self.scripts, strict=True)):
+            unit = self.units[index]
+            self._gather(unit)
+            cast = self._cast(index)
+            tape, made = forward(script, self.heap, env, segment.recompute)
+            if segment.recompute == "none":
+                casts.append(hold(cast))
+            self.heap.drop(cast)
+            tapes.append(tape)
+            env.update(made)
+            for name in self.readers[index]:
+                if name in env:
+                    self.heap.drop(env.pop(name))
+            if unit is not None and unit.frees:
+                self._free(unit)
+        self._done(self.gathering)
+        self.gathering = None
+        return Batch(tapes, casts, {name: env.pop(name) for name in self.leaving if name in env and name not in self.stored})
+
+    def backward(self, batch: Batch, grads: dict[str, Storage], last: bool, reduces: bool = True) -> None:
+        """``grads``: of what leaves, taken; of what entered, added. ``last``: of the step; without ``reduces`` FSDP2 reduces
+        and frees nothing (``reduce``)."""
+        self._prefetch(len(self.main))
+        for index in reversed(range(len(self.main))):
+            unit = self.units[index]
+            if unit is not None and unit.frees:
+                self._gather(unit, forward=False)
+                self._prefetch(index)
+            self._backward(index, batch.tapes[index], grads)
+            if unit is not None and reduces:
+                self._reduce(unit, last)
+            if self.main[index].recompute == "none":
+                self.heap.drop(batch.casts.pop())
+        self.heap.drop(batch.casts.pop())
+        if reduces and self.units[-1] is not None:
+            self._reduce(self.units[-1], last)
+        if last and reduces:
+            self._done(self.reducing)
+            self.reducing = None
+
+    def reduce(self) -> None:
+        """All that no backward reduced."""
+        for unit in reversed([unit for unit in self.units.values() if unit is not None]):
+            self._reduce(unit, last=True)
+        self._done(self.reducing)
+        self.reducing = None
+
+    def _backward(self, index: int, tape: Tape, grads: dict[str, Storage]) -> None:
+        weights: dict[str, Storage] = {}
+        names = {param.value for param in self.main[index].graph.params}
+        for name in names | set(self.main[index].graph.inputs):
+            if name in self.stored:
+                known = self._sums(name)
+                if name in known:
+                    weights[name] = known[name]
+        split = frozenset(n for n in names if n in self.stored and self.stored[n].tensor.split_axes)
+        backward(tape, self.heap, grads, weights, split)
+        for name, storage in weights.items():
+            self._sums(name)[name] = storage
+
+    def _sums(self, name: str) -> dict[str, Storage]:
+        """Where a parameter's gradient is summed."""
+        unit = self.units.get(self.homes.get(name, -1))
+        return unit.weights if unit is not None and name in unit.names else self.loose
+
+    def _cast(self, home: int) -> Storage:
+        """Copies in the compute dtype of the parameters that FSDP2 does not gather."""
+        dtype = self.program.compute_dtype
+        own = [s for s in self.program.stored if self.homes.get(s.value) == home]
+        loose = [s for s in own if not gathers(s, self.mesh) and not s.buffer and s.dtype.is_floating_point]
+        sizes = [local_elements(s, self.mesh) * dtype.itemsize for s in loose if dtype is not None]
+        return self.heap.new(sum(sizes), GATHERED)
+
+    # what FSDP2 does
+
+    def _gather(self, unit: Unit | None, forward: bool = True) -> None:
+        if unit is None or unit.whole is not None:
+            return
+        size = unit.elements * unit.itemsize
+        if unit.shards > 1:
+            incoming = unit.incoming or self._start(unit)
+            unit.incoming = None
+            if forward:
+                self._done(self.gathering)
+            unit.whole = self.heap.new(size, GATHERED)
+            if forward:
+                self.gathering = incoming
+            else:
+                self._done(incoming)
+        else:
+            unit.whole = self.heap.new(size, GATHERED)
+
+    def _start(self, unit: Unit) -> Storage:
+        """An all-gather begun; its input in the compute dtype is a copy."""
+        copy = self.heap.new(unit.elements / unit.shards * unit.itemsize if unit.itemsize < _REDUCED else 0.0, WORK)
+        incoming = self.heap.new(unit.elements * unit.itemsize, GATHERED)
+        self.heap.drop(copy)
+        return incoming
+
+    def _prefetch(self, index: int) -> None:
+        """The unit ahead of this one in the backward begins its gather."""
+        ahead = next((u for u in (self.units[i] for i in reversed(range(index))) if u is not None), None)
+        if ahead is not None and ahead.frees and ahead.whole is None and ahead.shards > 1:
+            ahead.incoming = self._start(ahead)
+
+    def _free(self, unit: Unit) -> None:
+        if unit.whole is not None:
+            self.heap.drop(unit.whole)
+            unit.whole = None
+
+    def _done(self, buffer: Storage | None) -> None:
+        """A collective's buffer is let go."""
+        if buffer is not None:
+            self.heap.drop(buffer)
+
+    def _reduce(self, unit: Unit, last: bool) -> None:
+        """After a unit's backward: its gradients reduced, or kept whole for a later micro-batch."""
+        if last or unit.zero == 3:
+            self._free(unit)
+        if not (last or unit.zero >= 2):
+            if unit.itemsize < _REDUCED:
+                self._widen(unit)
+            return
+        self._done(self.reducing)
+        self.reducing = self.heap.new(unit.elements * _REDUCED, WORK)
+        for storage in (*unit.weights.values(), *unit.wide.values()):
+            self.heap.drop(storage)
+        unit.weights.clear()
+        unit.wide.clear()
+        piece = self.heap.new(unit.elements / unit.shards * _REDUCED, GRADIENTS)
+        self.heap.space(unit.elements * _REDUCED if unit.shards == 1 else 0.0)
+        if unit.piece is None:
+            unit.piece = piece
+        else:
+            self.heap.drop(piece)
+
+    def _widen(self, unit: Unit) -> None:
+        """A micro-batch's gradients in the compute dtype become fp32, or are added to what is."""
+        for name, storage in unit.weights.items():
+            if name not in unit.wide and storage.bytes:
+                unit.wide[name] = self.heap.new(storage.bytes / unit.itemsize * _REDUCED, GRADIENTS)
+            self.heap.drop(storage)
+        unit.weights.clear()
+
+
+def local_elements(stored: Stored, mesh: Mesh) -> float:
+    """Local elements under the program's own split."""
+    result = 1.0
+    for size, axes in zip(stored.shape, stored.tensor.dims, strict=True):
+        result *= ceil_div(size, mesh.size(axes))
+    return result
+
+
+def gathers(stored: Stored, mesh: Mesh) -> bool:
+    """Whether FSDP2 takes it."""
+    return stored.trainable and bool(stored.shape) and mesh.size(stored.data_axes) > 1
+
+
+def at_rest(stored: Stored, mesh: Mesh) -> float:
+    """Elements at rest."""
+    return local_elements(stored, mesh) / (mesh.size(stored.shard_axes) if gathers(stored, mesh) else 1)
+
+
+def rest_itemsize(stored: Stored, program: Program) -> int:
+    """Bytes per element at rest: parameters in the compute dtype have their master in fp32."""
+    master = program.compute_dtype is not None and not stored.buffer and stored.dtype == program.compute_dtype
+    return 4 if master else stored.dtype.itemsize
+
+
+def _homes(stored: Sequence[Stored], main: Sequence[Segment], leaving: Sequence[str]) -> dict[str, int]:
+    """{stored value: index of the one block that reads it, else -1}. What nobody reads is left out."""
+    found: dict[str, int] = {}
+    names = {s.value for s in stored}
+    for index, segment in enumerate(main):
+        for name in (*(param.value for param in segment.graph.params), *segment.graph.inputs):
+            if name in names:
+                own = name not in found and bool(segment.path) and name not in segment.graph.inputs
+                found[name] = index if own else -1
+    found.update((name, -1) for name in leaving if name in found)
+    return found
+
+
+def _last_reads(main: Sequence[Segment], leaving: Sequence[str]) -> list[list[str]]:
+    """For every segment the values of the environment that no later one reads."""
+    needed, result = set(leaving), []
+    for segment in reversed(main):
+        names = {*segment.graph.inputs, *segment.graph.outputs}
+        result.append(sorted(names - needed))
+        needed |= set(segment.graph.inputs)
+    return result[::-1]

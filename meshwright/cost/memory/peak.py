@@ -1,0 +1,129 @@
+"""The peak of a training step on one rank, from the program that the rank runs: what is alive at the worst moment.
+
+    standing        parameters and buffers at rest, optimizer state, the batch
+    + activations   kept by autograd for the backwards to come, and what the program hands back
+    + gradients     of the parameters so far
+    + gathered      parameters that FSDP2 has gathered, in the compute dtype
+    + transient     gradients of activations, work space, communication buffers, the optimizer's temporaries
+
+The steps of one micro-batch are replayed in the order in which they run (``replay``): its segments forward, then backward,
+around each unit of parameters what FSDP2 allocates (``fsdp``). Of several micro-batches the first and the last are replayed:
+the last finds all gradients that the others left. Outputs of a step that are joined along a dim lie there whole from the first
+micro-batch on. A rank of a pipeline runs the actions of its schedule instead (``pipeline_rank``).
+
+Not seen here: the allocator's fragmentation, the libraries' own work spaces, the CUDA context (``Device.reserve_bytes``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.cost.memory.fsdp import Part, at_rest, rest_itemsize
+from meshwright.cost.memory.pipeline_rank import PipelineRank
+from meshwright.cost.memory.replay import ACTIVATIONS, WORK, Heap, Storage, forward, hold, script_of
+from meshwright.ir.graph import refs
+from meshwright.ir.program import Program
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes per rank at the worst moment of a step, and by kind."""
+
+    bytes: float
+    kinds: Mapping[str, float]
+
+
+def peak(program: Program, state_bytes: float) -> Peak:
+    """Of a steady training step of this rank's program. ``state_bytes``: optimizer state per parameter; torch's optimizers
+    treat DTensors one after the other, so their temporaries are those of the largest."""
+    heap = _standing(program, state_bytes)
+    joined = _Joined(program, heap)
+    if program.stages is None:
+        _alone(program, heap, joined)
+    else:
+        rank = PipelineRank(program, heap, joined.add)
+        rank.run(_prologue(program, heap))
+    joined.end()
+    heap.space(2 * 4 * _largest(program))  # of the optimizer: a square root and its quotient
+    return Peak(heap.peak, heap.at_peak)
+
+
+def _alone(program: Program, heap: Heap, joined: _Joined) -> None:
+    """A step of a program without a pipeline."""
+    part = Part(program, [s for s in program.segments if not s.prologue], _leaving(program), heap)
+    env, count = _prologue(program, heap), program.microbatches
+    for index in sorted({0, count - 1}):
+        batch = part.forward({name: hold(storage) if count > 1 else storage for name, storage in env.items()})
+        grads = {program.loss: heap.new(4.0, WORK)} if program.loss is not None else {}
+        part.backward(batch, grads, last=index == count - 1)
+        for storage in grads.values():
+            heap.drop(storage)
+        joined.add(batch.outputs)
+
+
+class _Joined:
+    """What a step hands back, over its micro-batches."""
+
+    def __init__(self, program: Program, heap: Heap) -> None:
+        self.heap, self.count = heap, program.microbatches
+        self.how = {port.name: port.time for port in program.outputs}
+        self.values: dict[str, Storage] = {}
+
+    def add(self, outputs: Mapping[str, Storage]) -> None:
+        """Of a micro-batch, given away."""
+        for name, storage in outputs.items():
+            along = isinstance(self.how.get(name), int) and self.count > 1
+            known = self.values.get(name)
+            if known is not None and not along:
+                self.heap.drop(known)
+            if not along:
+                self.values[name] = storage
+                continue
+            if known is None:
+                self.values[name] = self.heap.new(storage.bytes * self.count, ACTIVATIONS)
+            self.heap.drop(storage)
+
+    def end(self) -> None:
+        """The caller lets go of them."""
+        for storage in self.values.values():
+            self.heap.drop(storage)
+
+
+def _standing(program: Program, state_bytes: float) -> Heap:
+    """What is there all the time."""
+    rest = {s.value: at_rest(s, program.mesh) for s in program.stored}
+    return Heap({
+        "parameters": sum(rest[s.value] * rest_itemsize(s, program) for s in program.stored),
+        "optimizer": sum(rest[s.value] for s in program.stored if s.trainable) * state_bytes,
+        "inputs": float(sum(_bytes(port.shape, port.dtype) for port in program.inputs)),
+    })
+
+
+def _largest(program: Program) -> float:
+    return max((at_rest(s, program.mesh) for s in program.stored if s.trainable), default=0.0)
+
+
+def _prologue(program: Program, heap: Heap) -> dict[str, Storage]:
+    """What every micro-batch finds: inputs and their pieces, and what the prologue makes."""
+    env = {port.name: Storage(0.0, "inputs") for port in program.inputs}
+    held = [stored.value for stored in program.stored]
+    for segment in program.segments:
+        if segment.prologue:
+            _, made = forward(script_of(segment.graph, held), heap, env)
+            env.update(made)
+    for name, _ in program.cuts:
+        env[name] = env.get(name, Storage(0.0, "inputs"))
+    return env
+
+
+def _leaving(program: Program) -> list[str]:
+    """Values that the program hands back."""
+    names = [*(port.name for port in program.outputs), *(ref.name for ref in refs(program.output_tree))]
+    return list(dict.fromkeys([*names, *(new for _, new in program.mutations), *([program.loss] if program.loss else [])]))
+
+
+def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize

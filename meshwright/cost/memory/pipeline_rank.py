@@ -1,0 +1,159 @@
+"""A rank of a pipeline runs the actions of its schedule: what is alive between them, on the heap of ``peak``.
+
+Every stage is a program of its own (``fsdp.Part``), with as many micro-batches alive as the order has in flight:
+
+    F    what entered and (by copy) what leaves stays until the backward
+    B    receives the gradients of the latter and sends those of the former
+    I    as B; but all that the forward kept, and the gradients that reach the operators that read weights, stay until
+    W    which makes the weights' gradients; FSDP2 reduces those of a split backward once, when the schedule is done
+
+What one stage of a rank hands to another of the same rank is received without memory of its own (``PipelineRank.handed``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from meshwright.cost.memory.fsdp import Batch, Part, at_rest, gathers, rest_itemsize
+from meshwright.cost.memory.replay import ACTIVATIONS, WORK, Heap, Storage, hold
+from meshwright.cost.schedules import SPLIT_BACKWARD, illegal, schedule_table
+from meshwright.cost.table import Action
+from meshwright.ir.graph import Graph, Value
+from meshwright.ir.mesh import PP
+from meshwright.ir.program import Program, Segment
+
+
+class PipelineRank:
+    """A step of a rank of a pipeline: the actions of its schedule, of a step with as many micro-batches as fill it. ``collect``
+    takes what a micro-batch hands back."""
+
+    def __init__(self, program: Program, heap: Heap, collect: Callable[[Mapping[str, Storage]], None]) -> None:
+        assert program.stages is not None
+        self.program, self.stages, self.heap, self.collect = program, program.stages, heap, collect
+        self.rank = program.mesh.coordinates(program.rank)[PP]
+        mine = [stage for stage, at in enumerate(self.stages.stage_rank) if at == self.rank]
+        self.parts = {stage: self._part(stage, first=stage == mine[0]) for stage in mine}
+        for stored in program.stored:  # a weight of two stages that FSDP2 takes is there twice
+            again = sum(stored.value in part.stored for part in self.parts.values()) - 1
+            if again > 0 and gathers(stored, program.mesh):
+                self.heap.new(again * at_rest(stored, program.mesh) * rest_itemsize(stored, program), "parameters")
+        self.env: Mapping[str, Storage] = {}
+        self.batches: dict[tuple[int, int], Batch] = {}
+        self.held: dict[tuple[int, int], list[Storage]] = {}  # from F to the end of the backward
+        self.handed: dict[tuple[int, int, bool], dict[str, Storage]] = {}  # to a stage of this rank; True: gradients
+
+    def _part(self, stage: int, first: bool) -> Part:
+        """As ``runtime.pipeline.pipeline`` shares a program out."""
+        program, stages = self.program, self.stages
+        main = [s for s in program.segments if not s.prologue and s.stage == stage]
+        aside = [name for name, at in stages.made.items() if at == stage]
+        crossing = [value.name for value in stages.crossing[stage]] if stage < stages.last else [program.loss or ""]
+        leaving = list(dict.fromkeys([*aside, *crossing]))
+        read = {name for s in main for name in _reads(s)} | set(leaving)
+        if first:
+            everywhere = {name for s in program.segments for name in _reads(s)}
+            read |= {name for s in program.segments if s.prologue for name in _reads(s)}
+            read |= {s.value for s in program.stored} - everywhere
+        share = replace(program, stored=tuple(s for s in program.stored if s.value in read))
+        return Part(share, main, leaving, self.heap)
+
+    def run(self, env: Mapping[str, Storage]) -> None:
+        """``env``: what every micro-batch finds, storages by value."""
+        stages, ranks = self.stages, max(self.stages.stage_rank) + 1
+        virtual, count = (stages.last + 1) // ranks, self.program.microbatches
+        per_round = count // max(1, count // ranks)
+        legal = (n for n in (2 * per_round, 2 * ranks) if illegal(stages.schedule, ranks, virtual, n) is None)
+        few = count if stages.schedule == "gpipe" else min(count, *legal)
+        self.env = env
+        for action in schedule_table(stages.schedule, ranks, virtual, few).ranks[self.rank]:
+            self._run(action, last=action.microbatch == few - 1)
+        if stages.schedule in SPLIT_BACKWARD:
+            for part in self.parts.values():
+                part.reduce()
+
+    def _run(self, action: Action, last: bool) -> None:
+        stage, kind, microbatch = action
+        key = stage, microbatch
+        if kind == "F":
+            self._forward(stage, microbatch)
+        elif kind == "I":
+            self.held[key] += self._received(stage, microbatch).values()
+            if stage:  # gradients of what reads weights wait for W; torch leaves all of the first stage to W
+                self.held[key].append(self.heap.new(sum(_weighed(s.graph) for s in self.parts[stage].main), WORK))
+            made = {v.name: self.heap.new(float(v.bytes_), WORK) for v in self._leaving(stage - 1)} if stage else {}
+            if stage and self._near(stage, stage - 1):
+                self.handed[stage - 1, microbatch, True] = made
+            else:
+                for storage in made.values():
+                    self.heap.drop(storage)
+        else:
+            grads = self._received(stage, microbatch) if kind == "B" else {}
+            if kind == "W":
+                grads = {v.name: Storage(0.0, WORK) for v in self._leaving(stage)}
+            self._backward(stage, microbatch, grads, last, kind)
+
+    def _near(self, stage: int, other: int) -> bool:
+        return self.stages.stage_rank[stage] == self.stages.stage_rank[other]
+
+    def _leaving(self, stage: int) -> list[Value]:
+        """What takes a gradient of what a stage hands on."""
+        if stage < self.stages.last:
+            return [value for value in self.stages.crossing[stage] if value.differentiable]
+        return [Value(self.program.loss, (), torch.float32, True)] if self.program.loss else []
+
+    def _received(self, stage: int, microbatch: int) -> dict[str, Storage]:
+        """Gradients of what a stage handed on."""
+        handed = self.handed.pop((stage, microbatch, True), None)
+        return handed or {v.name: self.heap.new(float(v.bytes_), WORK) for v in self._leaving(stage)}
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        stages, entered = self.stages, dict[str, Storage]()
+        if stage:
+            handed = self.handed.pop((stage, microbatch, False), None)
+            entered = handed or {v.name: self.heap.new(float(v.bytes_), ACTIVATIONS) for v in stages.crossing[stage - 1]}
+        env = {name: hold(storage) for name, storage in {**self.env, **entered}.items()}
+        batch = self.parts[stage].forward(env)
+        for name in entered:
+            if name in env and name not in batch.outputs:
+                self.heap.drop(env.pop(name))
+        copies: dict[str, Storage] = {}
+        if stage < stages.last:
+            copies = {v.name: self.heap.new(float(v.bytes_), ACTIVATIONS) for v in stages.crossing[stage]}
+            if self._near(stage, stage + 1):
+                self.handed[stage + 1, microbatch, False] = {name: hold(copy) for name, copy in copies.items()}
+        aside = {name: storage for name, storage in batch.outputs.items() if stages.made.get(name) == stage}
+        for name, storage in batch.outputs.items():
+            if name not in aside:
+                self.heap.drop(storage)
+        self.collect(aside)
+        batch.outputs = {}
+        self.batches[stage, microbatch] = batch
+        self.held[stage, microbatch] = [*entered.values(), *copies.values()]
+
+    def _backward(self, stage: int, microbatch: int, grads: dict[str, Storage], last: bool, kind: str) -> None:
+        split = self.stages.schedule in SPLIT_BACKWARD
+        received = [hold(storage) for storage in grads.values()]
+        self.parts[stage].backward(self.batches.pop((stage, microbatch)), grads, last, reduces=not split)
+        for storage in (*received, *self.held.pop((stage, microbatch))):
+            self.heap.drop(storage)
+        entered = {value.name for value in self.stages.crossing[stage - 1]} if stage else set()
+        hands = kind == "B" and stage > 0 and self._near(stage, stage - 1)
+        kept = {name: grads.pop(name) for name in list(grads) if hands and name in entered}
+        if hands:
+            self.handed[stage - 1, microbatch, True] = kept
+        for storage in grads.values():
+            self.heap.drop(storage)
+
+
+def _weighed(graph: Graph) -> float:
+    """Bytes of what operators make that read weights."""
+    weights = {param.value for param in graph.params}
+    ops = [op for op in graph.ops if weights.intersection(op.inputs)]
+    return float(sum(graph.values[name].bytes_ for op in ops for name in op.outputs if graph.values[name].differentiable))
+
+
+def _reads(segment: Segment) -> set[str]:
+    return {*segment.graph.inputs, *(param.value for param in segment.graph.params)}

@@ -1,0 +1,141 @@
+"""The rank program: what one rank runs, with nothing left to decide.
+
+A ``Program`` is a list of ``Segment``s executed in order over one environment of named LOCAL tensors. A segment is a
+lowered ``Graph``: local shapes, ``aten.*`` operators on local tensors and ``mw.*`` operators with mesh-axis names as
+literals. A segment with a module path is a repeated block: its parameters are gathered and freed together (one FSDP2
+module); segments without one belong to the root.
+
+Micro-batches are an axis in time: every input with a ``time_dim`` is cut into ``microbatches`` pieces along that (local)
+dim; segments marked ``prologue`` run once per step on the whole local batch, before the first micro-batch (they hold what
+every micro-batch needs of the whole batch, such as the count of valid labels) and take no gradient; the others run once
+per micro-batch. An output over the micro-batches is summed, joined along a dim, or taken from the last one.
+
+With a pipeline the program of a rank has the segments of its stages only, each stage an environment of its own: what it reads
+of earlier stages enters with ``Stages.crossing``, and leaves for the next stage likewise. The prologue has what the rank's
+stages need, made from the inputs on every rank, never sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from meshwright.ir.graph import Graph, Value
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.sharding import Sharding
+
+SEED = "seed"
+"""Name of the int64 scalar input from which random operators draw; differs from step to step and micro-batch to
+micro-batch, the same on every rank."""
+
+THREAD = "thread"
+"""Name of a value without content that crosses between stages where nothing else with a gradient does: the backward of a stage
+begins at what comes back across, and a split backward finds only the weights that hang on something that came in."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter or buffer on this mesh. ``shape`` is GLOBAL.
+
+    ``tensor``: placement over the axes that the program's own collectives handle (no marks); ``data_axes``: axes over which
+    it is read differently (``~``) and FSDP2 reduces its gradient (a sum) - empty for buffers and frozen parameters;
+    ``shard_axes``: the inner ones of ``data_axes`` over which it is also split at rest (ZeRO; the others are replicas: HSDP).
+    Inside a segment the value has the ``tensor`` placement. ``fused``: how many equal parts lie one after the other along
+    ``fused_dim``, each split on its own (fused qkv: 3; plain: 1). ``holders``: the pipeline ranks
+    that store it (a tied weight: several), in order; empty: all.
+    """
+
+    value: str
+    fqns: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    buffer: bool
+    persistent: bool
+    tensor: Sharding
+    data_axes: tuple[str, ...] = ()
+    shard_axes: tuple[str, ...] = ()
+    fused: int = 1
+    fused_dim: int = 0
+    holders: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of the program. ``graph.inputs``: values it reads from the environment; ``graph.params``: the stored values it
+    reads, by value name; ``graph.outputs``: what it adds to the environment. ``zero``: 0 (replicas), 1, 2 or 3;
+    ``recompute``: "none" | "selective" | "full"; ``stage``: pipeline stage."""
+
+    path: str
+    graph: Graph
+    prologue: bool = False
+    zero: int = 0
+    recompute: str = "none"
+    stage: int = 0
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or output of the program: GLOBAL shape, and its sharding over the mesh.
+
+    ``time``: None (the same in every micro-batch; an output: that of the last one), "sum", or the dim that the micro-batches
+    cut (input) or are joined along (output).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sharding: Sharding
+    time: int | str | None = None
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a rank knows of the whole pipeline, the same on every rank of a pipeline group.
+
+    ``schedule``: its name; ``stage_rank[s]``: the pipeline rank of stage s; ``crossing[s]``: what goes from stage s to s + 1,
+    in order, with the LOCAL shape of one micro-batch; ``made``: {output, or new value of a buffer: the stage that makes it},
+    those of the prologue left out; ``stored``: every stored tensor of all stages, in one order.
+    """
+
+    schedule: str
+    stage_rank: tuple[int, ...]
+    crossing: tuple[tuple[Value, ...], ...]
+    made: Mapping[str, int]
+    stored: tuple[Stored, ...]
+
+    @property
+    def last(self) -> int:
+        return len(self.stage_rank) - 1
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything one rank needs to run. ``output_tree`` has ``Ref``s to output ports; ``loss`` names the scalar output that
+    ``backward`` starts from; ``mutations``: (stored buffer value, environment value that replaces it after the step).
+    ``cuts``: (value computed by the prologue, local dim along which every micro-batch reads its piece).
+    ``constants``: contents of stored buffers that the model does not register, by value name.
+    ``signature``: how a call binds to ``inputs`` (see ``meshwright.ir.signature``). ``compute_dtype``: None, or the
+    dtype parameters are cast to when gathered or read (bf16), gradients being reduced in fp32. ``stages``: of a
+    program cut into pipeline stages (``outputs`` then lists those of all stages). ``changes``: as in ``Graph``.
+    """
+
+    mesh: Mesh
+    rank: int
+    segments: tuple[Segment, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    stored: tuple[Stored, ...]
+    output_tree: Any
+    loss: str | None
+    mutations: tuple[tuple[str, str], ...]
+    microbatches: int = 1
+    cuts: tuple[tuple[str, int], ...] = ()
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    compute_dtype: torch.dtype | None = None
+    signature: Mapping[str, Any] | None = None
+    stages: Stages | None = None
+    changes: Graph | None = None

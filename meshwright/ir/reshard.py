@@ -1,0 +1,156 @@
+"""From one sharding to another: the collective steps, for the price and for the program alike.
+
+Every step names a collective over some axes and its pair in the backward (`y` the value, `dy` its gradient):
+
+    step            value               forward          backward
+    slice           "" -> S(i)          local slice      all-gather
+    vary            "" -> ~             nothing          all-reduce
+    all_gather      S(i) -> ""          all-gather       local slice
+    gather_vary     S(i) -> ~           all-gather       reduce-scatter
+    reduce_scatter  +  -> S(i)          reduce-scatter   all-gather
+    all_reduce      +  -> ""            all-reduce       nothing
+    all_to_all      S(i) -> S(j)        all-to-all       all-to-all
+
+(``+ -> ~`` is all_reduce then vary: all-reduce both ways.) Steps come in the order that keeps tensors small: free slices
+and reduce-scatters first, all-to-alls, then gathers, all-reduces last on what is left, ``vary`` at the end.
+
+Only the innermost axis of a dim can be removed and only an innermost axis added, so a split that must leave from under
+another takes that one along. Sources: the local SPMD calculus of ``spmd_types``; Korthikanti et al. 2022 for the pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.sharding import Sharding, ShardingError, format_sharding
+
+KINDS: Mapping[str, tuple[str, str]] = {
+    "slice": ("", "all_gather"),
+    "vary": ("", "all_reduce"),
+    "all_gather": ("all_gather", ""),
+    "gather_vary": ("all_gather", "reduce_scatter"),
+    "reduce_scatter": ("reduce_scatter", "all_gather"),
+    "all_reduce": ("all_reduce", ""),
+    "all_to_all": ("all_to_all", "all_to_all"),
+}
+"""{step kind: (collective of the forward, collective of the backward)}; "" is local work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective over ``axis``: ``dim`` is the dim split or joined, ``to_dim`` where an all-to-all leads.
+
+    ``before`` and ``after`` are the value's shardings around it.
+    """
+
+    kind: str
+    axis: str
+    before: Sharding
+    after: Sharding
+    dim: int = -1
+    to_dim: int = -1
+
+    def scale(self, mesh: Mesh) -> float:
+        """Elements of the collective's full buffer per global element.
+
+        The full buffer is the tensor that is whole over the group: what an all-gather returns, what a reduce-scatter or an
+        all-reduce or an all-to-all reads, on one rank.
+        """
+        side = self.before if self.kind in ("reduce_scatter", "all_reduce", "vary", "all_to_all", "slice") else self.after
+        return 1.0 / mesh.size(side.split_axes)
+
+    def __str__(self) -> str:
+        where = "" if self.dim < 0 else f"(dim {self.dim}" + (f" -> {self.to_dim})" if self.to_dim >= 0 else ")")
+        return f"{self.kind}{where}@{self.axis}"
+
+
+@lru_cache(maxsize=1 << 18)
+def reshard(source: Sharding, target: Sharding) -> tuple[Step, ...]:
+    """The steps that turn ``source`` into ``target``; empty when nothing is to be done.
+
+    ``source`` carries no ``~`` over an axis that the target wants otherwise (what is read differently cannot be unread), and
+    an axis may become pending only if it was; else ShardingError.
+    """
+    if source.ndim != target.ndim:
+        raise ShardingError(f"cannot reshard {format_sharding(source)} into {format_sharding(target)}: dims differ")
+    if not target.partial <= source.partial:
+        raise ShardingError(f"cannot make {format_sharding(source)} the pending sum {format_sharding(target)}")
+    if not source.varying <= target.varying:
+        raise ShardingError(f"cannot turn the ~ of {format_sharding(source)} into {format_sharding(target)}")
+    steps: list[Step] = []
+    now = source
+    while True:
+        step = _next(now, target)
+        if step is None:
+            break
+        steps.append(step)
+        now = step.after
+        if len(steps) > 64:
+            raise ShardingError(f"no way found from {format_sharding(source)} to {format_sharding(target)}")
+    return tuple(steps)
+
+
+def _next(now: Sharding, target: Sharding) -> Step | None:
+    """The next step, by priority, or None when ``now`` is the target."""
+    return _add(now, target) or _move(now, target) or _remove(now, target) or _finish(now, target)
+
+
+def _set(now: Sharding, dim: int, axes: tuple[str, ...]) -> Sharding:
+    return replace(now, dims=(*now.dims[:dim], axes, *now.dims[dim + 1 :]))
+
+
+def _add(now: Sharding, target: Sharding) -> Step | None:
+    """An axis that becomes a dim's innermost split, from pending (reduce-scatter) or from invariant (slice)."""
+    for dim, (have, want) in enumerate(zip(now.dims, target.dims, strict=True)):
+        if len(have) >= len(want) or want[: len(have)] != have:
+            continue
+        axis = want[len(have)]
+        if axis in now.partial:
+            after = _set(replace(now, partial=now.partial - {axis}), dim, (*have, axis))
+            return Step("reduce_scatter", axis, now, after, dim)
+        if now.kind(axis) == "":
+            return Step("slice", axis, now, _set(now, dim, (*have, axis)), dim)
+    return None
+
+
+def _move(now: Sharding, target: Sharding) -> Step | None:
+    """An innermost axis that goes straight to where it belongs in another dim."""
+    for dim, have in enumerate(now.dims):
+        if not have or _stays(have, target.dims[dim]):
+            continue
+        axis = have[-1]
+        for to_dim, want in enumerate(target.dims):
+            there = now.dims[to_dim]
+            if to_dim != dim and axis in want and there == want[: len(there)] and want[len(there)] == axis:
+                after = _set(_set(now, dim, have[:-1]), to_dim, (*there, axis))
+                return Step("all_to_all", axis, now, after, dim, to_dim)
+    return None
+
+
+def _remove(now: Sharding, target: Sharding) -> Step | None:
+    """An innermost axis that must leave its dim."""
+    for dim, have in enumerate(now.dims):
+        if not have or _stays(have, target.dims[dim]):
+            continue
+        axis = have[-1]
+        after = _set(now, dim, have[:-1])
+        if axis in target.varying:
+            return Step("gather_vary", axis, now, replace(after, varying=now.varying | {axis}), dim)
+        return Step("all_gather", axis, now, after, dim)
+    return None
+
+
+def _finish(now: Sharding, target: Sharding) -> Step | None:
+    """Pending sums that must be whole, then the ``~`` marks."""
+    for axis in sorted(now.partial - target.partial):
+        return Step("all_reduce", axis, now, replace(now, partial=now.partial - {axis}))
+    for axis in sorted(target.varying - now.varying):
+        return Step("vary", axis, now, replace(now, varying=now.varying | {axis}))
+    return None
+
+
+def _stays(have: tuple[str, ...], want: tuple[str, ...]) -> bool:
+    return have == want[: len(have)]

@@ -1,0 +1,193 @@
+"""Sharding rules: which dims of an operator's tensors move together.
+
+An ``OpRule`` is a rule instantiated on one operator, shapes known. Every dim of every tensor operand and result carries a
+*factor* (an index letter, as in einsum) or None (the dim is always whole). Splitting a factor over a mesh axis splits every
+dim that carries it:
+
+* a factor in the operands and the results passes through (split in, split out);
+* a factor in the operands only is a reduction: every rank holds a term, the result is a pending sum (``+``);
+* a factor in the results only is created (expand, arange): the operands are read differently on each rank (``~``).
+
+* an *internal* factor is communicated inside the operator: results without it are complete on every rank.
+
+``place`` derives every sharding from the rule and an *assignment* {mesh axis: factor}; nothing else knows operators. How an
+operator's rule is declared as a line is ``meshwright.ir.notation``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.ir.graph import Op
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.notation import RuleError as RuleError
+from meshwright.ir.sharding import Sharding, ceil_div, piece
+
+Factor = str
+Assignment = Mapping[str, str]
+"""{mesh axis: factor it splits}, or {axis: "+k"}: the operator passes a pending sum through its k-th linear group, or
+{axis: "~"}: it runs whole on every rank, and what it makes is read differently (its gradient is a pending sum, and so are those
+of its operands). An axis not named is idle: everything invariant over it."""
+APART = "~"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A collective inside an operator when one of its factors is split: what runs, and how many bytes every rank brings.
+
+    ``elements``: GLOBAL number of elements; they are divided by the other axes that split the operator's batch factors, or,
+    if they are those of one ``operand``, by all axes that split it.
+    """
+
+    kind: str  # "all_reduce" | "all_gather" | "reduce_scatter" | "all_to_all"
+    elements: int
+    itemsize: int
+    backward: bool = False
+    operand: int | None = None
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """A rule on one operator.
+
+    ``operands``: one tuple per tensor operand, in the order of ``Op.inputs`` (repeats kept, absent optionals left out);
+    ``results``: one per output; ``sizes``: how many indivisible units each factor has (a dim may be a multiple of it: a
+    hidden dim of 32 heads x 128 has 32 units). ``whole``: factors that may not be split. ``linear``: groups of operand
+    positions in which the operator is jointly linear: these may be pending sums together, the result is then one too.
+    ``internal``: factors whose split needs communication inside the operator, with that traffic. ``localize``: rewrites
+    the call for one rank's shapes; None: the call is right as it stands on local tensors. ``known``: False for an operator
+    without a rule, which is replicated. ``even``: factors whose pieces must be equal, because some dim is a multiple of them.
+    ``fused``: {operand position: (dim, parts)} of parameters that hold several weights in one, laid one after the other along
+    ``dim``: a rank's piece of that dim is its piece of every part.
+    """
+
+    operands: tuple[tuple[Factor | None, ...], ...]
+    results: tuple[tuple[Factor | None, ...], ...]
+    sizes: Mapping[Factor, int]
+    whole: frozenset[Factor] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    internal: Mapping[Factor, tuple[Traffic, ...]] = field(default_factory=dict)
+    localize: Localize | None = None
+    known: bool = True
+    even: frozenset[Factor] = frozenset()
+    fused: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def splittable(self) -> tuple[Factor, ...]:
+        """Factors that an axis may split, in order of appearance."""
+        seen = dict.fromkeys(f for dims in (*self.results, *self.operands) for f in dims if f is not None)
+        return tuple(f for f in seen if f not in self.whole and self.sizes[f] > 1)
+
+    def legal(self, assignment: Assignment, mesh: Mesh, even: bool = True) -> bool:
+        """Whether the assignment can run. ``even``: every piece must have the same size."""
+        parts: dict[str, int] = {}
+        for axis, factor in assignment.items():
+            if factor.startswith("+"):
+                if int(factor[1:] or 0) >= len(self.linear):
+                    return False
+                continue
+            if factor == APART:
+                continue
+            if factor not in self.sizes or factor in self.whole:
+                return False
+            parts[factor] = parts.get(factor, 1) * mesh.size(axis)
+        return all(
+            self.sizes[f] % n == 0
+            or (not even and f not in self.even and self.sizes[f] > (n - 1) * ceil_div(self.sizes[f], n))
+            for f, n in parts.items()
+        )
+
+    def __str__(self) -> str:
+        """The rule in the notation of ``meshwright.ir.notation``, every dim written out."""
+
+        def term(dims: tuple[Factor | None, ...]) -> str:
+            return " ".join("." if f is None else f + "!" * (f in self.whole) for f in dims) or "()"
+
+        groups = "".join(" +" + ",".join(map(str, sorted(group))) for group in self.linear)
+        text = f"{', '.join(map(term, self.operands))} -> {', '.join(map(term, self.results))}".strip()
+        return text + (f" ;{groups}" if groups else "")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Shardings of one operator's tensors under an assignment: what each operand must be, what each result is."""
+
+    operands: tuple[Sharding, ...]
+    results: tuple[Sharding, ...]
+
+
+@dataclass(frozen=True)
+class Local:
+    """What a localizer may know: where one rank stands, and every tensor's global shape and sharding."""
+
+    mesh: Mesh
+    coordinates: Mapping[str, int]
+    assignment: Assignment
+    placed: Placed
+    operand_shapes: tuple[tuple[int, ...], ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+
+    def operand_shape(self, index: int) -> tuple[int, ...]:
+        """Local shape of an operand."""
+        return self.placed.operands[index].local_shape(self.operand_shapes[index], self.mesh, self.coordinates)
+
+    def result_shape(self, index: int = 0) -> tuple[int, ...]:
+        """Local shape of a result."""
+        return self.placed.results[index].local_shape(self.result_shapes[index], self.mesh, self.coordinates)
+
+    def result_piece(self, dim: int, index: int = 0) -> tuple[int, int]:
+        """(offset, length) of this rank's piece of a result's dim."""
+        axes = self.placed.results[index].dims[dim]
+        return piece(self.result_shapes[index][dim], self.mesh, axes, self.coordinates)
+
+    def operand_piece(self, index: int, dim: int) -> tuple[int, int]:
+        """(offset, length) of this rank's piece of an operand's dim."""
+        axes = self.placed.operands[index].dims[dim]
+        return piece(self.operand_shapes[index][dim], self.mesh, axes, self.coordinates)
+
+    def axes_of(self, factor: Factor) -> tuple[str, ...]:
+        """The axes that split a factor, major first."""
+        return tuple(axis for axis in self.mesh.axes if self.assignment.get(axis) == factor)
+
+
+Localize = Callable[[Op, Local], tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]]
+"""(op, local) -> (target, args, kwargs) for one rank."""
+
+
+def place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Sequence[bool]) -> Placed:
+    """Derive the shardings of operands and results.
+
+    Several axes on one factor split it in mesh order, major first. ``differentiable``: for each operand whether a gradient
+    flows into it; one that takes none is read as invariant instead of ``~``.
+    """
+
+    def sharding(dims: tuple[Factor | None, ...], is_result: bool, position: int) -> Sharding:
+        split: list[tuple[str, ...]] = [()] * len(dims)
+        partial, varying = set(), set()
+        for axis in mesh.axes:
+            factor = assignment.get(axis)
+            if factor is None:
+                continue
+            if factor == APART:
+                if any(differentiable) if is_result else differentiable[position]:
+                    varying.add(axis)
+            elif factor.startswith("+"):
+                if is_result or position in rule.linear[int(factor[1:] or 0)]:
+                    partial.add(axis)
+                elif differentiable[position]:
+                    varying.add(axis)
+            elif factor in dims:
+                split[dims.index(factor)] += (axis,)
+            elif is_result:
+                if factor not in rule.internal:
+                    partial.add(axis)
+            elif differentiable[position]:
+                varying.add(axis)
+        return Sharding(tuple(split), frozenset(partial), frozenset(varying))
+
+    return Placed(
+        tuple(sharding(dims, False, i) for i, dims in enumerate(rule.operands)),
+        tuple(sharding(dims, True, i) for i, dims in enumerate(rule.results)),
+    )

@@ -1,0 +1,303 @@
+"""How a call binds to the inputs of a captured graph, and how its output is put together again; JSON-able, pure Python.
+
+    signature = {"parameters": [{"name", "kind", "default"?: SPEC}...], "bound": {name: SPEC}, "targets": [SPEC...],
+                 "output": TYPE}
+    SPEC = {"tensor": path, "shape": [..], "dtype": "f32"}         a leaf: the next graph input
+         | {"constant": value}                                     None, bool, int, float, str: a call must equal it
+         | {"sequence": "list" | "tuple", "items": [SPEC...]}
+         | {"mapping": class or "", "items": {key: SPEC}}          dicts, and dataclasses by attribute
+         | {"opaque": text}                                        a default that was not given: a call must not give it
+    TYPE = "leaf" | {"kind": "tuple" | "list" | "dict" | "namedtuple" | "object", "class": "module:Name", "items": ...}
+
+``describe`` flattens example arguments into a signature (tensors in order of the forward's parameters), ``bind`` flattens
+a call against it, ``flatten_output`` and ``rebuild_output`` do the same for the result. An argument may be given by position
+or by name in either call; one that is left out must have had its default in the example.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from meshwright.errors import InputError
+from meshwright.ir.sharding import DTYPE_NAMES
+
+Spec = Mapping[str, Any]
+_CONSTANTS = (type(None), bool, int, float, str)
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose keys are attributes too: stands in for an output class that cannot be imported here."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+# ---------------------------------------------------------------------------------------------------------------- arguments
+def describe(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any] = ()
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """(signature without "output", tensor leaves in order). Raises InputError if the arguments do not fit ``forward``."""
+    parameters = list(inspect.signature(forward).parameters.values())
+    bound = _bind_names([_parameter(p) for p in parameters], args, kwargs, "the example inputs")
+    leaves: list[torch.Tensor] = []
+    specs = {name: _describe(value, name, leaves) for name, value in bound.items()}
+    signature = {
+        "parameters": [_parameter(p) for p in parameters],
+        "bound": specs,
+        "targets": [_describe(value, f"targets[{i}]", leaves) for i, value in enumerate(targets)],
+    }
+    return signature, leaves
+
+
+def bind(
+    signature: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any] = ()
+) -> list[torch.Tensor]:
+    """The call's tensors in the order of ``Graph.inputs``. Raises InputError naming the argument that does not fit."""
+    given = _bind_names(signature["parameters"], args, kwargs, "the call")
+    defaults = {p["name"]: p["default"] for p in signature["parameters"] if "default" in p}
+    leaves: list[torch.Tensor] = []
+    for name, spec in signature["bound"].items():
+        if name in given:
+            _match(spec, given.pop(name), name, leaves)
+        elif spec != defaults.get(name):
+            raise InputError(f"argument {name!r} is missing: the plan was made with {_show(spec)}; pass it, or plan without it")
+    for name, value in given.items():
+        spec = defaults.get(name)
+        if spec is None or "opaque" in spec:
+            raise InputError(f"argument {name!r} ({_show_value(value)}) was not given when the plan was made; leave it out, "
+                             f"or plan again with it among the example inputs")
+        _match(spec, value, name, leaves)
+    if len(targets) != len(signature["targets"]):
+        raise InputError(f"the plan was made with {len(signature['targets'])} targets for the loss function; "
+                         f"the call gives {len(targets)}")
+    for index, (spec, value) in enumerate(zip(signature["targets"], targets, strict=True)):
+        _match(spec, value, f"targets[{index}]", leaves)
+    return leaves
+
+
+def name_arguments(signature: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """{parameter name: argument} of a call."""
+    return _bind_names(signature["parameters"], args, kwargs, "the call")
+
+
+def rebuild_arguments(signature: Mapping[str, Any], leaves: Iterable[torch.Tensor], example: Mapping[str, Any]) -> Any:
+    """``example`` ({name: argument}) with its tensors replaced in order by ``leaves``."""
+    stream = iter(leaves)
+    return {name: _replace(spec, example[name], stream) for name, spec in signature["bound"].items()}
+
+
+def split_arguments(signature: Mapping[str, Any], named: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """(args, kwargs) of a call with these named arguments ("name[0]" are items of ``*name``)."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    by_position = True
+    for parameter in signature["parameters"]:
+        name, kind = parameter["name"], parameter["kind"]
+        if kind == "*":
+            args += [value for key, value in named.items() if key.startswith(f"{name}[")] if by_position else []
+            by_position = False
+        elif name in named and by_position and kind != "keyword":
+            args.append(named[name])
+        elif name in named:
+            kwargs[name] = named[name]
+        else:
+            by_position = False
+    known = {parameter["name"] for parameter in signature["parameters"]}
+    kwargs |= {key: value for key, value in named.items() if key not in known and "[" not in key}
+    return args, kwargs
+
+
+def _parameter(parameter: inspect.Parameter) -> dict[str, Any]:
+    kinds: Mapping[Any, str] = {
+        parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**", parameter.KEYWORD_ONLY: "keyword",
+        parameter.POSITIONAL_ONLY: "positional",
+    }
+    result: dict[str, Any] = {"name": parameter.name, "kind": kinds.get(parameter.kind, "either")}
+    if parameter.default is not parameter.empty:
+        plain = type(parameter.default) in _CONSTANTS
+        result["default"] = {"constant": parameter.default} if plain else {"opaque": repr(parameter.default)}
+    return result
+
+
+def _bind_names(parameters: Sequence[Spec], args: Sequence[Any], kwargs: Mapping[str, Any], who: str) -> dict[str, Any]:
+    """{parameter name: given value}, in the order of the parameters; items of ``*name`` are "name[i]"."""
+    bound: dict[str, Any] = {}
+    rest = dict(kwargs)
+    position = 0
+    for parameter in parameters:
+        name, kind = parameter["name"], parameter["kind"]
+        if kind == "*":
+            bound |= {f"{name}[{i}]": value for i, value in enumerate(args[position:])}
+            position = len(args)
+        elif kind == "**":
+            bound |= rest
+            rest = {}
+        elif kind != "keyword" and position < len(args):
+            if name in rest:
+                raise InputError(f"{who}: argument {name!r} is given by position and by name")
+            bound[name] = args[position]
+            position += 1
+        elif name in rest:
+            bound[name] = rest.pop(name)
+        elif "default" not in parameter:
+            raise InputError(f"{who}: argument {name!r} of forward({_names(parameters)}) is missing")
+    if position < len(args):
+        raise InputError(f"{who}: {len(args)} positional arguments, forward({_names(parameters)}) takes {position}")
+    if rest:
+        raise InputError(f"{who}: unexpected argument {next(iter(rest))!r}; forward takes ({_names(parameters)})")
+    return bound
+
+
+def _names(parameters: Sequence[Spec]) -> str:
+    return ", ".join((p["kind"] if p["kind"] in ("*", "**") else "") + p["name"] for p in parameters)
+
+
+def _describe(value: Any, path: str, leaves: list[torch.Tensor]) -> dict[str, Any]:
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        return {"tensor": path, "shape": list(value.shape), "dtype": DTYPE_NAMES[value.dtype]}
+    if type(value) in _CONSTANTS:
+        return {"constant": value}
+    if isinstance(value, list | tuple):
+        items = [_describe(item, f"{path}[{i}]", leaves) for i, item in enumerate(value)]
+        return {"sequence": "list" if isinstance(value, list) else "tuple", "items": items}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {"mapping": "", "items": {key: _describe(item, f"{path}.{key}", leaves) for key, item in value.items()}}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items_ = {f.name: _describe(getattr(value, f.name), f"{path}.{f.name}", leaves) for f in dataclasses.fields(value)}
+        return {"mapping": _class_path(type(value)), "items": items_}
+    raise InputError(f"argument {path!r} is a {type(value).__name__}; arguments may be tensors, None, bool, int, float, str, "
+                     f"and lists, tuples, dicts and dataclasses of these. Leave it out, or wrap the model in a module that "
+                     f"makes it")
+
+
+def _match(spec: Spec, value: Any, path: str, leaves: list[torch.Tensor]) -> None:
+    """Append the tensors of ``value`` to ``leaves``; InputError where it differs from ``spec``."""
+    if "tensor" in spec:
+        if not isinstance(value, torch.Tensor):
+            raise InputError(f"argument {path!r} is {_show_value(value)}; the plan was made with {_show(spec)}")
+        if list(value.shape) != spec["shape"] or DTYPE_NAMES.get(value.dtype) != spec["dtype"]:
+            raise InputError(f"argument {path!r} is {_show_value(value)}; the plan was made with {_show(spec)}. Pass that "
+                             f"shape and dtype (the GLOBAL batch), or plan again for this one")
+        leaves.append(value)
+    elif "constant" in spec:
+        if type(value) is not type(spec["constant"]) or value != spec["constant"]:
+            raise InputError(f"argument {path!r} is {_show_value(value)}; the plan was made with {_show(spec)}, which is "
+                             f"fixed in its graph. Pass the same, or plan again")
+    elif "sequence" in spec:
+        if not isinstance(value, list | tuple) or len(value) != len(spec["items"]):
+            raise InputError(f"argument {path!r} is {_show_value(value)}; the plan was made with a {spec['sequence']} of "
+                             f"{len(spec['items'])}")
+        for index, (item, element) in enumerate(zip(spec["items"], value, strict=True)):
+            _match(item, element, f"{path}[{index}]", leaves)
+    else:
+        found = _fields(value)
+        if found is None or set(found) != set(spec["items"]):
+            raise InputError(f"argument {path!r} is {_show_value(value)}; the plan was made with keys {sorted(spec['items'])}")
+        for key, item in spec["items"].items():
+            _match(item, found[key], f"{path}.{key}", leaves)
+
+
+def _fields(value: Any) -> Mapping[str, Any] | None:
+    if isinstance(value, Mapping):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return None
+
+
+def _replace(spec: Spec, value: Any, leaves: Any) -> Any:
+    if "tensor" in spec:
+        return next(leaves)
+    if "sequence" in spec:
+        items = [_replace(item, element, leaves) for item, element in zip(spec["items"], value, strict=True)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if "mapping" in spec:
+        found = _fields(value) or {}
+        items_ = {key: _replace(item, found[key], leaves) for key, item in spec["items"].items()}
+        return dataclasses.replace(value, **items_) if spec["mapping"] else items_
+    return value
+
+
+def _show(spec: Spec) -> str:
+    if "tensor" in spec:
+        return f"{spec['dtype']}{spec['shape']}"
+    if "constant" in spec:
+        return repr(spec["constant"])
+    return f"a {spec['sequence']}" if "sequence" in spec else "a mapping"
+
+
+def _show_value(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{DTYPE_NAMES.get(value.dtype, str(value.dtype))}{list(value.shape)}"
+    text = repr(value)
+    return text if len(text) < 60 else f"a {type(value).__name__}"
+
+
+# ------------------------------------------------------------------------------------------------------------------- output
+def flatten_output(output: Any, leaf: Callable[[torch.Tensor], Any]) -> tuple[Any, Any]:
+    """(tree, type): the tree of tuples, lists and dicts with ``leaf(tensor)`` at its tensors, and how to rebuild it.
+
+    Numbers, strings and None stay; any other object (a key/value cache) cannot be an output of a graph and becomes None.
+    """
+    if isinstance(output, torch.Tensor):
+        return leaf(output), "leaf"
+    if type(output) in _CONSTANTS:
+        return output, "leaf"
+    if isinstance(output, tuple | list):
+        pairs = [flatten_output(item, leaf) for item in output]
+        tree = tuple(pair[0] for pair in pairs) if isinstance(output, tuple) else [pair[0] for pair in pairs]
+        named = hasattr(output, "_fields")
+        kind = "namedtuple" if named else "tuple" if isinstance(output, tuple) else "list"
+        return tree, {"kind": kind, "class": _class_path(type(output)) if named else "", "items": [pair[1] for pair in pairs]}
+    if (isinstance(output, Mapping) and all(isinstance(key, str) for key in output)) or dataclasses.is_dataclass(output):
+        fields = output if isinstance(output, Mapping) else _fields(output) or {}
+        items = {key: flatten_output(item, leaf) for key, item in fields.items()}
+        plain = type(output) is dict
+        type_ = {"kind": "dict" if plain else "object", "class": "" if plain else _class_path(type(output)),
+                 "items": {key: pair[1] for key, pair in items.items()}}
+        return {key: pair[0] for key, pair in items.items()}, type_
+    return None, "leaf"
+
+
+def rebuild_output(output_tree: Any, output_type: Any, values: Mapping[str, Any]) -> Any:
+    """The user's container with ``values`` at the ``Ref``s (anything with a ``name``). A class that cannot be imported here,
+    or that is no dataclass or named tuple, becomes an ``AttributeDict`` (a plain tuple for a named tuple)."""
+    if output_type == "leaf":
+        return values[output_tree.name] if hasattr(output_tree, "name") else output_tree
+    kind, items = output_type["kind"], output_type["items"]
+    if kind in ("tuple", "list", "namedtuple"):
+        parts = [rebuild_output(tree, type_, values) for tree, type_ in zip(output_tree, items, strict=True)]
+        cls = _import_class(output_type["class"])
+        return parts if kind == "list" else cls(*parts) if cls else tuple(parts)
+    fields = {key: rebuild_output(output_tree[key], type_, values) for key, type_ in items.items()}
+    cls = _import_class(output_type["class"])
+    return fields if kind == "dict" else cls(**fields) if cls else AttributeDict(fields)
+
+
+def _class_path(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _import_class(path: str) -> Callable[..., Any] | None:
+    """The class at "module:Name" if it is a dataclass or a named tuple, and there."""
+    if not path:
+        return None
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return None
+    is_record = isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields"))
+    return found if is_record else None

@@ -1,0 +1,1 @@
+"""Published models and systems, to be priced beside what was published."""

@@ -1,0 +1,378 @@
+"""Published systems, priced: the parallelism that was published, whether it fits, how fast we say it is, and what we would do.
+
+    for system in systems():          # zoo.toml: data, each entry with its source
+        row = price(system)           # builds the model on the meta device, captures it, plans it with the published degrees
+        row.predicted, row.ratio, row.reason
+
+What a source leaves open (micro-batches, virtual stages, ...) the planner chooses. What the planner cannot do, or what was
+never disclosed, is a ``reason``, not a number: a row is neither dropped nor approximated. Rows are priced one by one and
+nothing is kept.
+
+A run whose recomputation was published did fit, so its speed is predicted with memory out of the way; where by our memory it
+does not fit, ``within`` is the best plan of the same degrees that does. Elsewhere the planner chooses recomputation within the
+memory.
+
+TFLOP/s and MFU are counted as the source counts them. "recompute" (Narayanan et al. 2021) counts what is run again::
+
+    96 B s l h^2 (1 + s / 6h + V / 16 l h)   per step
+"""
+
+from __future__ import annotations
+
+import time
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import nn
+
+from meshwright.compiler.search.prediction import capacity
+from meshwright.cost.cluster import Cluster
+from meshwright.errors import InputError
+from meshwright.ir.graph import Graph
+from meshwright.ir.pins import SCHEDULES, Pins
+from meshwright.ir.plan import Plan
+from meshwright.planner import OutOfMemoryError, capture_model, make_plan
+from meshwright.published.architectures import Architecture, build
+
+AXES: Sequence[str] = ("dp", "shard", "tp", "cp", "pp", "ep")
+UNPLANNED = ("cp", "ep")
+"""Degrees above 1 of these are not planned yet."""
+PINNED = ("dp", "shard", "tp", "pp", "zero", "schedule", "virtual_stages", "microbatches", "recompute", "sequence_parallel")
+_UNBOUNDED = 2**50  # bytes
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a source states; None: it does not. ``parameters``, ``active``: 1e9. Per device: ``tflops``, ``mfu`` (a fraction),
+    ``tokens_per_second``. ``counts``: "model" or "recompute" FLOPs."""
+
+    parameters: float | None = None
+    active: float | None = None
+    tflops: float | None = None
+    mfu: float | None = None
+    tokens_per_second: float | None = None
+    counts: str = "model"
+
+    def __post_init__(self) -> None:
+        if self.counts not in ("model", "recompute"):
+            raise InputError(f"counts={self.counts!r}: FLOPs are counted as 'model' or 'recompute'")
+
+
+@dataclass(frozen=True)
+class System:
+    """One entry of the data. ``degrees``: pins by name, and ``undisclosed``, the axes that are used to an unknown degree.
+    ``attention``: "eager" where the run formed the matrix of scores; ``kernel``: the attention kernel, if not the device's."""
+
+    name: str
+    date: str
+    source: str
+    degrees: Mapping[str, Any]
+    published: Published = field(default_factory=Published)
+    recalled: str = ""
+    note: str = ""
+    device: str | None = None
+    cluster: str | None = None
+    batch: int | None = None
+    sequence: int | None = None
+    optimizer: str | float = "adamw"
+    model: Architecture | None = None
+    attention: str = "sdpa"
+    kernel: str | None = None
+
+    def __post_init__(self) -> None:
+        unknown = set(self.degrees) - {*AXES, *PINNED, "undisclosed"}
+        if unknown:
+            raise InputError(f"system {self.name!r}: unknown degrees {', '.join(sorted(unknown))}")
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> System:
+        """From a table of the file. Raises InputError for keys that mean nothing."""
+        known = {f.name for f in fields(cls)} - {"attention"}
+        if unknown := set(entry) - known:
+            raise InputError(f"system {entry.get('name')!r}: unknown keys {', '.join(sorted(unknown))}")
+        dims = dict(entry.get("model", {}))
+        attention = dims.pop("attention", "sdpa")
+        rest = {key: value for key, value in entry.items() if key not in ("model", "published")}
+        return cls(**rest, attention=attention, model=Architecture(**dims) if dims else None,
+                   published=Published(**entry.get("published", {})))
+
+    @property
+    def devices(self) -> int | None:
+        return None if self.cluster is None else Cluster.parse(self.cluster).world
+
+    @property
+    def shown_degrees(self) -> str:
+        """As published; a question mark for what was used and not disclosed."""
+        open_ = self.degrees.get("undisclosed", ())
+        words = [f"{axis}={self.degrees[axis]}" for axis in AXES if axis in self.degrees]
+        words += [f"{axis}=?" for axis in open_]
+        words += [f"zero={self.degrees['zero']}"] if "zero" in self.degrees else []
+        stages = self.degrees.get("virtual_stages", 1)
+        words += [self.degrees["schedule"] + (f" x{stages}" if stages > 1 else "")] if "schedule" in self.degrees else []
+        return " ".join([*words, *([f"{self.degrees['recompute']} recompute"] if "recompute" in self.degrees else [])])
+
+    def obstacles(self) -> list[str]:
+        """Why the published degrees cannot be priced; empty if they can."""
+        degrees = self.degrees
+        found = [f"{axis}={degrees[axis]}: not planned yet" for axis in UNPLANNED if degrees.get(axis, 1) > 1]
+        found += [f"{axis}: not planned yet" for axis in UNPLANNED if axis in degrees.get("undisclosed", ())]
+        if degrees.get("schedule", "1f1b") not in SCHEDULES:
+            found.append(f"schedule {degrees['schedule']}: not planned yet")
+        return [*found, *self.unknowns()]
+
+    def unknowns(self) -> list[str]:
+        """What is missing for any plan at all."""
+        needs = {"model": self.model, "number of devices": self.cluster, "batch": self.batch, "sequence": self.sequence}
+        missing = [name for name, value in needs.items() if value is None]
+        return [f"not disclosed: {', '.join(missing)}"] if missing else []
+
+    def pins(self) -> Pins:
+        """The published degrees (of ZeRO see ``zero_of_stages``)."""
+        pins = Pins(**{name: self.degrees[name] for name in PINNED if name in self.degrees})
+        return replace(pins, zero=zero_of_stages(pins.zero, pins.pp or 1))
+
+
+def zero_of_stages(level: int | None, pp: int) -> int | None:
+    """The ZeRO level at which a published run is planned, with a pipeline at most 1: there FSDP, under torch's schedules, and
+    Megatron's distributed optimizer add up whole gradients over the micro-batches and reduce once a step (DeepSpeed refuses
+    level 2 with stages for it), whereas level 2 here reduces those of every micro-batch."""
+    return level if level is None or pp == 1 else min(level, 1)
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Predictions of one plan: seconds of a step, per device TFLOP/s (as the source counts), MFU and tokens/s; bytes."""
+
+    layout: str
+    step_seconds: float
+    tflops: float
+    mfu: float
+    tokens_per_second: float
+    bytes_per_rank: float
+    fits: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """A system beside its prices. ``parameters``: counted in the model built, 1e9. ``reason``: why ``predicted`` is None;
+    ``within``: the same degrees within the memory, where ``predicted`` is not; ``best``: the planner's own plan,
+    ``best_reason`` why there is none."""
+
+    system: System
+    parameters: float | None = None
+    capacity_bytes: float | None = None
+    predicted: Priced | None = None
+    reason: str = ""
+    within: Priced | None = None
+    best: Priced | None = None
+    best_reason: str = ""
+    planning_seconds: float = 0.0
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted over published speed, by the first figure that was published; None without one."""
+        published = self.system.published
+        if self.predicted is None:
+            return None
+        for name in ("tflops", "tokens_per_second", "mfu"):
+            if getattr(published, name) is not None:
+                return float(getattr(self.predicted, name) / getattr(published, name))
+        return None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able, blanks as None."""
+        system = self.system
+        plans = {name: getattr(self, name) for name in ("predicted", "within", "best")}
+        return {
+            "name": system.name, "date": system.date, "source": system.source, "recalled": system.recalled or None,
+            "note": system.note or None, "device": system.device, "devices": system.devices, "degrees": dict(system.degrees),
+            "published": dict(vars(system.published)), "parameters": self.parameters, "capacity_bytes": self.capacity_bytes,
+            **{name: None if plan is None else dict(vars(plan)) for name, plan in plans.items()}, "ratio": self.ratio,
+            "reason": self.reason or None, "best_reason": self.best_reason or None, "planning_seconds": self.planning_seconds,
+        }
+
+
+class Trained(nn.Module):
+    """A model as training programs call it: its loss alone is returned. Logits that were handed back would be held for every
+    micro-batch until the step ends."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """[batch, sequence] ids to the loss."""
+        return {"loss": self.model(input_ids=input_ids, labels=labels)["loss"]}
+
+
+def systems(path: str | Path | None = None, name: str = "") -> tuple[System, ...]:
+    """The data, or a file of the same form; ``name``: only systems whose name holds it. Raises InputError if none does."""
+    file = Path(path) if path is not None else Path(__file__).with_name("zoo.toml")
+    found = tuple(System.of(entry) for entry in tomllib.loads(file.read_text(encoding="utf-8"))["system"])
+    chosen = tuple(system for system in found if name.lower() in system.name.lower())
+    if not chosen:
+        raise InputError(f"no system named {name!r}; there are {', '.join(system.name for system in found)}")
+    return chosen
+
+
+def price(system: System, search: bool = False) -> Row:
+    """Plan the published degrees, and with ``search`` the model without any. Whatever goes wrong becomes a reason."""
+    start = time.perf_counter()
+    row = Row(system, reason="; ".join(system.obstacles()), best_reason="; ".join(system.unknowns()) if search else "")
+    if not row.reason or (search and not row.best_reason):
+        try:
+            row = _priced(row, search)
+        except Exception as error:
+            reason = _said(error)
+            row = replace(row, reason=row.reason or reason, best_reason=reason if search else "")
+    return replace(row, planning_seconds=time.perf_counter() - start)
+
+
+def _priced(row: Row, search: bool) -> Row:
+    system = row.system
+    assert system.model is not None
+    assert system.cluster is not None
+    assert system.batch is not None
+    assert system.sequence is not None
+    cluster = Cluster.parse(system.cluster).with_kernels(system.kernel)
+    model = build(system.model, system.sequence, system.attention)
+    row = replace(row, parameters=sum(p.numel() for p in model.parameters()) / 1e9, capacity_bytes=capacity(cluster))
+    ids = torch.zeros(system.batch, system.sequence, dtype=torch.int64, device="meta")
+    graph = capture_model(Trained(model), (), {"input_ids": ids, "labels": ids.clone()}, (), None, "bf16")
+    if not row.reason:
+        try:
+            row = _published(row, graph, cluster)
+        except Exception as error:
+            row = replace(row, reason=_said(error))
+    if search:
+        try:
+            row = replace(row, best=_planned(system, graph, cluster, Pins()))
+        except Exception as error:
+            row = replace(row, best_reason=_said(error))
+    return row
+
+
+def _published(row: Row, graph: Graph, cluster: Cluster) -> Row:
+    """The row with the plan of the published degrees, and what of it fits."""
+    system, pins = row.system, row.system.pins()
+    if pins.recompute is None:
+        return replace(row, predicted=_planned(system, graph, cluster, pins))
+    fastest = _planned(system, graph, cluster.with_memory(_UNBOUNDED), pins)
+    if fastest.bytes_per_rank <= capacity(cluster):
+        return replace(row, predicted=fastest)
+    row = replace(row, predicted=replace(fastest, fits=False))
+    try:
+        return replace(row, within=_planned(system, graph, cluster, pins))
+    except OutOfMemoryError:
+        return row
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _planned(system: System, graph: Graph, cluster: Cluster, pins: Pins) -> Priced:
+    """One plan's predictions. Raises OutOfMemoryError, PinError, PlanError."""
+    plan = make_plan(graph, cluster, pins, precision="bf16", optimizer=system.optimizer)
+    seconds, peak = float(plan.predicted["step_seconds"]), cluster.device.flops(torch.bfloat16)
+    tflops = float(plan.predicted["tflops_per_device"])
+    if system.published.counts == "recompute" and all(group.recompute == "full" for group in plan.groups if group.path):
+        tflops = recompute_flops(system) / seconds / cluster.world / 1e12
+    tokens = float(plan.predicted["tokens_per_second"]) / cluster.world
+    return Priced(layout_of(plan), seconds, tflops, tflops * 1e12 / peak, tokens, float(plan.predicted["bytes_per_rank"]))
+
+
+def recompute_flops(system: System) -> float:
+    """FLOPs of a step with full recomputation, Narayanan et al. 2021."""
+    model, batch, sequence = system.model, system.batch or 0, system.sequence or 0
+    if model is None:
+        return 0.0
+    attention, head = sequence / (6 * model.hidden), model.vocab / (16 * model.layers * model.hidden)
+    return 96.0 * batch * sequence * model.layers * model.hidden**2 * (1 + attention + head)
+
+
+def layout_of(plan: Plan) -> str:
+    """The decisions of a plan in a line: degrees, ZeRO levels, schedule, micro-batches, recomputation."""
+    words = [] if plan.pipeline is None else [f"pp={plan.pipeline.degree}"]
+    words += [f"{axis}={size}" for axis, size in zip(plan.mesh.axes, plan.mesh.sizes, strict=True) if size > 1 and axis != "pp"]
+    words.append("zero=" + "/".join(str(level) for level in sorted({group.zero for group in plan.groups})))
+    if plan.pipeline is not None:
+        virtual = plan.pipeline.stages // plan.pipeline.degree
+        words.append(plan.pipeline.schedule + (f" x{virtual}" if virtual > 1 else ""))
+    kinds = sorted({group.recompute for group in plan.groups if group.path} - {"none"})
+    return " ".join([*words, f"{plan.schedule.microbatches} micro-batches", *(f"{kind} recompute" for kind in kinds)])
+
+
+def table(rows: Iterable[Row], search: bool = False) -> Table:
+    """The rows for people. Blank: not published, or not asked for."""
+    columns = ("system", "devices", "published degrees", "parameters", "published", "predicted", "ratio", "planned as", "GiB")
+    found = Table(*columns, *(["planner's own best"] if search else []), show_lines=True)
+    for row in rows:
+        system, published, priced = row.system, row.system.published, row.predicted
+        count = f"{system.devices:,} " if system.devices else ""
+        cells = [
+            system.name, f"{count}{system.device or ''}".strip(), system.shown_degrees, _parameters(row),
+            _speed(published.tflops, published.mfu, published.tokens_per_second),
+            row.reason if priced is None else _of(priced, published), "" if row.ratio is None else f"{row.ratio:.2f}",
+            "" if priced is None else priced.layout, _memory(row),
+        ]
+        best = row.best_reason if row.best is None else f"{row.best.layout}: {_faster(row)}"
+        found.add_row(*cells, *([best] if search else []))
+    return found
+
+
+def notes(rows: Iterable[Row]) -> list[str]:
+    """What stands below the table: a line for each note, with the systems it is about."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row.system.note, []).append(row.system.name)
+    return [f"{'; '.join(names)}: {note}" for note, names in found.items() if note]
+
+
+def _faster(row: Row) -> str:
+    """The planner's own plan beside the published one."""
+    assert row.best is not None
+    times = f", {row.predicted.step_seconds / row.best.step_seconds:.2f} times as fast" if row.predicted is not None else ""
+    return f"{_speed(None, None, row.best.tokens_per_second)}{times}"
+
+
+def _of(priced: Priced, published: Published) -> str:
+    """The figures that were published, as predicted; TFLOP/s and MFU where none was."""
+    names = ("tflops", "mfu", "tokens_per_second")
+    shown = [name for name in names if getattr(published, name) is not None] or names[:2]
+    return _speed(*(getattr(priced, name) if name in shown else None for name in names))
+
+
+def _speed(tflops: float | None, mfu: float | None, tokens: float | None) -> str:
+    words = [f"{tflops:.0f} TFLOP/s"] if tflops is not None else []
+    words += [f"{mfu:.1%}"] if mfu is not None else []
+    return ", ".join([*words, *([f"{tokens:,.{0 if tokens >= 1000 else 1}f} tokens/s"] if tokens is not None else [])])
+
+
+def _parameters(row: Row) -> str:
+    published = row.system.published
+    stated = [f"{published.parameters:g}B"] if published.parameters is not None else []
+    stated += [f"{published.active:g}B active"] if published.active is not None else []
+    return ", ".join([*stated, *([f"built {row.parameters:.1f}B"] if row.parameters is not None else [])])
+
+
+def _memory(row: Row) -> str:
+    priced, within, there = row.predicted, row.within, row.capacity_bytes
+    if priced is None or there is None:
+        return ""
+    need = f"{priced.bytes_per_rank / 2**30:.1f} of {there / 2**30:.1f}"
+    if priced.fits:
+        return f"fits: {need}"
+    best = f"; within it {_of(within, row.system.published)} as {within.layout}" if within is not None else ""
+    return f"does not fit: {need}{best}"
+
+
+def brief(row: Row) -> str:
+    """One line of progress."""
+    words: Sequence[str] = [row.reason] if row.predicted is None else [_of(row.predicted, row.system.published)]
+    return f"{row.system.name}: {words[0]} ({row.planning_seconds:.0f} s)"

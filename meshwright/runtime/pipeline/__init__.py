@@ -1,0 +1,1 @@
+"""Stages under torch's pipeline schedules."""

@@ -1,0 +1,269 @@
+"""The stages of a rank under torch's pipeline schedules, and what stages do together around them.
+
+    step     prologue, once per rank -> the schedule: every micro-batch through every stage and back -> what stages share
+    share    gradients of a weight that several stages read are summed; outputs go from the rank that makes them to the others
+    stage    what a schedule moves micro-batches through (``runtime.pipeline.stage``)
+
+The gradients that the schedule computed are handed out by ``step.Release`` when the caller's backward comes.
+
+Outputs: the loss and other numbers are the same on every rank. Other outputs of a training step stay on the ranks of the stage
+that makes them, and are None elsewhere: sending logits around every step costs more than they are asked for. Without
+gradients (``eval()``, ``no_grad``) every rank has every output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from meshwright.errors import InputError
+from meshwright.ir.graph import Graph, Value
+from meshwright.ir.mesh import PP
+from meshwright.ir.program import SEED, THREAD, Port, Program
+from meshwright.ir.sharding import Sharding
+from meshwright.runtime.assemble import assemble, data_meshes
+from meshwright.runtime.groups import Groups
+from meshwright.runtime.pipeline.stage import SPLIT, Part, Stage
+from meshwright.runtime.state.layout import local_of
+from meshwright.runtime.step import Join, Release, microbatches_of, seed_of
+
+SCHEDULES: Mapping[str, Any] = {
+    "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved1f1b": ScheduleInterleaved1F1B,
+    "zb": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZeroBubble, "dualpipev": ScheduleDualPipeV,
+}
+ONE_STAGE = ("gpipe", "1f1b")
+"""Schedules of one stage a rank: torch's classes take the stage itself."""
+
+
+def _given(output: tuple[Tensor, ...], _: Tensor) -> Tensor:
+    """The loss of a micro-batch is what the last stage returns."""
+    return output[0]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A weight that two stages of one rank read: FSDP2 gathers it for each of them from a tensor of its own."""
+
+    original: Tensor
+    copy: Tensor
+
+
+def _move_gradient(pair: Copy) -> None:
+    """Add the copy's gradient to the original's."""
+    grad, pair.copy.grad = pair.copy.grad, None
+    if grad is not None and pair.original.grad is not None:
+        local_of(pair.original.grad).add_(local_of(grad))
+    elif grad is not None:
+        pair.original.grad = grad
+
+
+def _sum(local: Tensor, group: dist.ProcessGroup) -> None:
+    """All-reduce in place."""
+    whole = local.contiguous()
+    dist.all_reduce(whole, group=group)
+    if whole is not local:
+        local.copy_(whole)
+
+
+class Pipeline:
+    """All stages of this rank. ``tensors``: every stored tensor of the rank at rest, by value name."""
+
+    def __init__(self, program: Program, groups: Groups) -> None:
+        assert program.stages is not None
+        assert groups.pipeline is not None
+        self.program, self.groups, self.stages, self.group = program, groups, program.stages, groups.pipeline
+        self.rank = groups.coordinates[PP]
+        self.loss = next((port for port in program.outputs if port.name == program.loss), None)
+        self.tensors: dict[str, Tensor] = {}
+        self.copies: list[Copy] = []
+        meshes = data_meshes(self.stages.stored, groups)
+        mine = [stage for stage, at in enumerate(self.stages.stage_rank) if at == self.rank]
+        self.parts = [self._part(stage, meshes, first=stage == mine[0]) for stage in mine]
+        stages = [Stage(part, self.stages, self.group) for part in self.parts]
+        make = SCHEDULES[self.stages.schedule]
+        self.schedule = make(
+            stages[0] if self.stages.schedule in ONE_STAGE else stages, program.microbatches, loss_fn=_given, scale_grads=False
+        )
+
+    def _part(self, stage: int, meshes: Any, first: bool) -> Part:
+        """A stage's share of the program, assembled. The rank's first also runs the prologue, and keeps what nobody reads."""
+        program, stages = self.program, self.stages
+        segments = tuple(s for s in program.segments if (first if s.prologue else s.stage == stage))
+        everywhere = {name for s in program.segments for name in _reads(s.graph)}
+        read = {name for s in segments for name in _reads(s.graph)}
+        aside = tuple(name for name, at in stages.made.items() if at == stage)
+        read |= set(aside) | (set() if not first else {s.value for s in program.stored} - everywhere)
+        enters = stages.crossing[stage - 1] if stage else ()
+        if stage < stages.last:
+            leaves = stages.crossing[stage]
+        else:
+            aside = tuple(dict.fromkeys((*aside, *([program.loss] if program.loss else []))))
+            leaves = (Value(self.loss.name, (), self.loss.dtype, True),) if self.loss else ()
+        ports = tuple(
+            Port(name, (), torch.float32, Sharding.whole(0))
+            for name in dict.fromkeys((*aside, *(value.name for value in leaves))) if name != THREAD
+        )
+        share = replace(
+            program, segments=segments, stored=tuple(s for s in program.stored if s.value in read), outputs=ports,
+            output_tree=(), loss=None, mutations=(),
+        )
+        engine = assemble(share, self.groups, meshes, self.tensors)
+        if stages.schedule in SPLIT:
+            engine.split_backward()
+        for stored in share.stored:
+            known = self.tensors.setdefault(stored.value, engine.tensors[stored.value])
+            if known is not engine.tensors[stored.value]:
+                self.copies.append(Copy(known, engine.tensors[stored.value]))
+        return Part(stage, engine, enters, leaves, aside, self.groups.device)
+
+    def train(self, mode: bool) -> None:
+        """Dropout and batch statistics on or off."""
+        for part in self.parts:
+            part.engine.train(mode)
+
+    def reshard(self) -> None:
+        """Free what was gathered."""
+        for part in self.parts:
+            part.engine.reshard()
+
+    # --- a step --------------------------------------------------------------------------------------------------------
+
+    def begin(self, values: dict[str, Any], seed: tuple[int, int]) -> None:
+        """Run the prologue and cut what it made; let copies follow their originals."""
+        with torch.no_grad():
+            for step in self.parts[0].engine.prologue:
+                step(values)
+            for pair in self.copies:
+                local_of(pair.copy).copy_(local_of(pair.original))
+        environments = microbatches_of(self.program, values, seed)
+        for part in self.parts:
+            part.begin(environments, Join(self.program))
+
+    def forward_backward(self) -> Tensor:
+        """The schedule, and what stages do together after it: every gradient is in place when it returns the loss."""
+        target = torch.zeros(self.program.microbatches)
+        with torch.enable_grad():
+            self.schedule.step(target=target, losses=[], return_outputs=False)
+        for pair in self.copies:
+            _move_gradient(pair)
+        for stored in self.program.stored:
+            if stored.trainable and len(stored.holders) > 1:
+                parameter = self.tensors[stored.value]
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                group = self.groups.sharing[stored.holders]
+                assert group is not None
+                _sum(local_of(parameter.grad), group)
+        port, last = self.loss, self.parts[-1]
+        assert port is not None
+        mine = last.results.values[port.name] if last.results is not None and last.stage == self.stages.last else None
+        return self._from(self.stages.stage_rank[-1], mine, (), port.dtype)
+
+    def forward(self) -> None:
+        """Every micro-batch through this rank's stages, without gradients.
+
+        Stage by stage, so that a rank is free for its next stage when that has something to do. Where ranks hold several stages
+        in a loop, a stage sends when it has seen all micro-batches: sends and receives of two ranks never wait for each other.
+        """
+        local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        at, sent = self.stages.stage_rank, []
+        at_once = len(self.parts) == 1 or at[0] == at[-1]
+        for part in self.parts:
+            waiting: list[tuple[Tensor, ...]] = []
+            for microbatch in range(self.program.microbatches):
+                if part.stage and at[part.stage - 1] == self.rank:
+                    entering = local.pop((part.stage, microbatch))
+                else:
+                    entering = self._receive(part)
+                part.microbatch = microbatch
+                leaving = part(*entering)
+                if part.stage == self.stages.last:
+                    continue
+                if at[part.stage + 1] == self.rank:
+                    local[part.stage + 1, microbatch] = leaving
+                else:
+                    waiting.append(leaving)
+                if at_once:
+                    sent += self._send(part, waiting)
+            sent += self._send(part, waiting)
+        for work, _ in sent:
+            work.wait()
+
+    def _receive(self, part: Part) -> tuple[Tensor, ...]:
+        buffers = tuple(torch.empty(value.shape, dtype=value.dtype, device=part.device) for value in part.enters)
+        source = self.stages.stage_rank[part.stage - 1]
+        for work in [dist.irecv(buffer, group=self.group, group_src=source) for buffer in buffers]:
+            assert work is not None
+            work.wait()
+        return buffers
+
+    def _send(self, part: Part, waiting: list[tuple[Tensor, ...]]) -> list[tuple[Any, Tensor]]:
+        """Send what waits; the tensors live until the returned work is done."""
+        to = self.stages.stage_rank[part.stage + 1] if waiting else 0
+        works = [(dist.isend(x, group=self.group, group_dst=to), x) for leaving in waiting for x in leaving]
+        waiting.clear()
+        return works
+
+    # --- outputs -------------------------------------------------------------------------------------------------------
+
+    def outputs(self, values: Mapping[str, Any], everywhere: bool) -> dict[str, Tensor]:
+        """Local values of outputs and of buffers' new contents. ``everywhere``: of outputs of other stages too; else only
+        numbers, without the loss."""
+        found: dict[str, Tensor] = {}
+        for part in self.parts:
+            found |= part.end()
+        mesh, made = self.program.mesh, self.stages.made
+        for port in self.program.outputs:
+            if port.name not in made:
+                found[port.name] = values[port.name]
+            elif everywhere or not (port.shape or port == self.loss):
+                shape = port.sharding.local_shape(port.shape, mesh, self.groups.coordinates)
+                source = self.stages.stage_rank[made[port.name]]
+                found[port.name] = self._from(source, found.get(port.name), shape, port.dtype)
+        return found | {new: values[new] for _, new in self.program.mutations if new not in made}
+
+    def _from(self, source: int, mine: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A value that the source rank of the pipeline has, on all of them."""
+        here = torch.empty(shape, dtype=dtype, device=self.groups.device) if mine is None else mine.contiguous()
+        dist.broadcast(here, group=self.group, group_src=source)
+        return here
+
+
+def _reads(graph: Graph) -> set[str]:
+    return {*graph.inputs, *(param.value for param in graph.params)}
+
+
+def run_pipeline(
+    pipeline: Pipeline, inputs: Mapping[str, Tensor], parameters: Callable[[], Sequence[Tensor]], seed: tuple[int, int],
+    training: bool,
+) -> dict[str, Tensor]:
+    """As ``step.run_step``; outputs that this rank does not have are left out."""
+    program = pipeline.program
+    learns = torch.is_grad_enabled() and training
+    if learns and program.loss is None:
+        raise InputError("a pipeline runs the backward together with the forward, so the loss must be part of the program: the "
+                         "model's output has none; plan with loss_fn=, or call under torch.no_grad()")
+    values: dict[str, Any] = {**inputs, SEED: seed_of(seed, 0)}
+    pipeline.begin(values, seed)
+    if not learns:
+        with torch.no_grad():
+            pipeline.forward()
+            pipeline.reshard()
+        return pipeline.outputs(values, everywhere=True)
+    anchor = torch.zeros((), device=pipeline.groups.device, requires_grad=True)  # a rank may hold nothing that is trained
+    loss: Tensor = Release.apply(pipeline.forward_backward, anchor, *parameters())
+    assert program.loss is not None
+    return {**pipeline.outputs(values, everywhere=False), program.loss: loss}

@@ -1,0 +1,1 @@
+"""Where stored tensors lie, how they are filled, saved and loaded."""

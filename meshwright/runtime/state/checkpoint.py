@@ -1,0 +1,221 @@
+"""State dicts and checkpoints of a parallel module, independent of the plan that wrote them.
+
+Every stored tensor is known as one box of its global tensor on each rank (``layout.box``), which is all that
+``torch.distributed.checkpoint`` needs: ``_Share`` hands it the box and the local tensor. So any mesh can read what any other
+wrote, uneven pieces too. ``full_state_dict`` sends the boxes to rank 0, one tensor at a time.
+
+A checkpoint is written beside its folder and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from meshwright.errors import CheckpointError, MissingCheckpointError
+from meshwright.ir.program import Stored
+from meshwright.runtime.groups import Groups
+from meshwright.runtime.state.layout import Box, box, local_of, owner, take
+
+
+class _Share(Tensor):
+    """One rank's box of a global tensor, in the protocol that the checkpoint planners speak; shares the local storage."""
+
+    whole: tuple[int, ...]
+    box: Box
+
+    @staticmethod
+    def of(local: Tensor, whole: tuple[int, ...], box_: Box) -> _Share:
+        share = local.as_subclass(_Share)
+        share.whole, share.box = whole, box_
+        return share
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        if not all(length for _, length in self.box):
+            return []
+        return [ChunkStorageMetadata(torch.Size(at for at, _ in self.box), torch.Size(n for _, n in self.box))]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.as_subclass(Tensor))
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, torch.Size(self.whole)),
+            )
+            for chunk in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self._chunks()
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.as_subclass(Tensor)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Of the whole, as of a DTensor."""
+        return torch.Size(self.whole) if dim is None else self.whole[dim]
+
+
+Entries = Mapping[str, tuple[Stored, Tensor | None]]
+"""{fully qualified name: what is stored under it, its tensor at rest}, in the order of the model's state dict; the same names
+on every rank, None where the tensor is another pipeline stage's."""
+
+
+# --- the whole, on rank 0 ------------------------------------------------------------------------------------------------
+
+
+def gather_state_dict(entries: Entries, groups: Groups, dtype: Callable[[Stored], torch.dtype]) -> dict[str, Tensor]:
+    """Plain CPU tensors on rank 0 (an empty dict elsewhere), one tensor in flight at a time. Every rank calls this.
+
+    ``dtype``: of a tensor at rest.
+    """
+    result: dict[str, Tensor] = {}
+    wholes: dict[str, Tensor] = {}
+    for fqn, (stored, tensor) in entries.items():
+        if stored.value not in wholes:
+            local = torch.empty(0, dtype=dtype(stored), device=groups.device) if tensor is None else local_of(tensor)
+            wholes[stored.value] = _gather(stored, local, groups)
+        if groups.rank == 0:
+            result[fqn] = wholes[stored.value]
+    return result
+
+
+def _gather(stored: Stored, local: Tensor, groups: Groups) -> Tensor:
+    """The whole tensor on rank 0; elsewhere nothing."""
+    mesh = groups.mesh
+    coordinates = [mesh.coordinates(rank) for rank in range(mesh.world)]
+    boxes = {r: box(stored, mesh, at) for r, at in enumerate(coordinates) if owner(stored, mesh, at)}
+    boxes = {r: share for r, share in boxes.items() if all(length for _, length in share)}
+    if groups.rank != 0:
+        if groups.rank in boxes:
+            _wait([dist.P2POp(dist.isend, local.contiguous(), 0)])
+        return local.new_empty(0)
+    whole = torch.empty(stored.shape, dtype=local.dtype)
+    parts = {r: local if r == 0 else local.new_empty([length for _, length in share]) for r, share in boxes.items()}
+    _wait([dist.P2POp(dist.irecv, part, r) for r, part in parts.items() if r != 0])
+    for r, part in parts.items():
+        take(whole, boxes[r]).copy_(part)
+    return whole
+
+
+def _wait(operations: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------------
+
+
+def save(entries: Entries, groups: Groups, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None) -> None:
+    """Write the model (and the optimizer's state) as a ``torch.distributed.checkpoint`` folder that all ranks reach.
+
+    The folder appears when everything is written, in place of one that was there. Every rank calls this.
+    """
+    target = Path(folder).absolute()
+    draft = target.with_name(f".{target.name}.partial")
+    if groups.rank == 0:
+        shutil.rmtree(draft, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+    _barrier()
+    content = {**_model_shares(entries, groups), **(_optimizer_shares(entries, groups, optimizer) if optimizer else {})}
+    state_dict_saver.save(content, checkpoint_id=draft, no_dist=not dist.is_initialized())
+    _barrier()
+    if groups.rank == 0:
+        old = target.with_name(f".{target.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        draft.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    _barrier()
+
+
+def load(entries: Entries, groups: Groups, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None) -> None:
+    """Read what ``save`` wrote, under this or any other plan and world. Every rank calls this.
+
+    Raises MissingCheckpointError (a FileNotFoundError), or CheckpointError naming tensors that the folder lacks, before
+    anything is changed.
+    """
+    source = Path(folder)
+    if not (source / ".metadata").is_file():
+        raise MissingCheckpointError(f"{source} is no checkpoint (it has no .metadata); give a folder written by save()")
+    known: dict[str, Any] = filesystem.FileSystemReader(source).read_metadata().state_dict_metadata
+    wanted = {f"model.{stored.fqns[0]}": stored.shape for stored, _ in entries.values()}  # of all stages: all ranks judge alike
+    missing = sorted(set(wanted) - set(known))
+    if missing:
+        raise CheckpointError(f"checkpoint {source} lacks {len(missing)} tensors of this model, the first: {missing[:3]}; it "
+                              f"was written by another model")
+    shapes = {key: tuple(known[key].size) for key in wanted}
+    wrong = [key for key, shape in wanted.items() if shapes[key] != shape]
+    if wrong:
+        key = wrong[0]
+        raise CheckpointError(f"checkpoint {source} has {key!r} with shape {shapes[key]}, this model's is {wanted[key]}")
+    content = _model_shares(entries, groups)
+    states: dict[str, Any] = {}
+    if optimizer is not None:
+        states = _allocate_optimizer_state(entries, groups, optimizer, known)
+    state_dict_loader.load({**content, **states}, checkpoint_id=source, no_dist=not dist.is_initialized())
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _share(stored: Stored, tensor: Tensor, groups: Groups) -> _Share:
+    return _Share.of(local_of(tensor), stored.shape, box(stored, groups.mesh, groups.coordinates))
+
+
+def _model_shares(entries: Entries, groups: Groups) -> dict[str, _Share]:
+    """By canonical name: a tied weight is written once."""
+    return {
+        f"model.{stored.fqns[0]}": _share(stored, tensor, groups) for stored, tensor in entries.values() if tensor is not None
+    }
+
+
+def _named(entries: Entries, optimizer: torch.optim.Optimizer) -> dict[Tensor, Stored]:
+    known = {tensor: stored for stored, tensor in entries.values() if tensor is not None}
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+    if strangers:
+        raise CheckpointError(f"the optimizer holds {len(strangers)} parameters that are not this module's; make it of "
+                              f"parallel.parameters()")
+    return {p: known[p] for group in optimizer.param_groups for p in group["params"]}
+
+
+def _optimizer_shares(entries: Entries, groups: Groups, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """State of a parameter's shape is a share like the parameter, other tensors (step counts) are whole."""
+    shares: dict[str, Any] = {}
+    for parameter, stored in _named(entries, optimizer).items():
+        for name, value in optimizer.state.get(parameter, {}).items():
+            same = isinstance(value, Tensor) and value.shape == parameter.shape
+            shares[f"optimizer.{stored.fqns[0]}.{name}"] = _share(stored, value, groups) if same else value
+    return shares
+
+
+def _allocate_optimizer_state(
+    entries: Entries, groups: Groups, optimizer: torch.optim.Optimizer, known: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Make the state that the checkpoint has, ready to be read into."""
+    states: dict[str, Any] = {}
+    for parameter, stored in _named(entries, optimizer).items():
+        prefix = f"optimizer.{stored.fqns[0]}."
+        for key in known:
+            name = key.removeprefix(prefix)
+            if name == key or "." in name:
+                continue
+            size, dtype = known[key].size, known[key].properties.dtype
+            same = size == parameter.shape
+            value = torch.zeros_like(parameter, dtype=dtype).detach() if same else torch.zeros(size, dtype=dtype)
+            optimizer.state[parameter][name] = value
+            states[key] = _share(stored, value, groups) if same else value
+    return states

@@ -1,0 +1,1 @@
+"""What looks at a plan: facts, page, explanations, differences, traces."""

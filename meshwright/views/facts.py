@@ -1,0 +1,254 @@
+"""What a plan means for every operator, parameter and block: derived, never decided here.
+
+    Facts       the rule and the shardings of every operator, the parameters at rest, the collectives between operators
+    Section     one distinct block (equal blocks together), or what runs between blocks: rows in the order of execution
+    Row         one module's turn: its weights, its result, the collectives around it
+
+The collectives are read off the lowered program of rank 0, so what is shown is what runs: a step belongs to the operator that
+produced its value, or, where that lies outside the segment (parameters, what another block hands on), to the one that reads it.
+``to_networkx`` gives the same facts as a graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+from meshwright.ir.graph import Op
+from meshwright.ir.plan import Plan
+from meshwright.ir.program import Program, Stored
+from meshwright.ir.reshard import KINDS
+from meshwright.ir.rule import OpRule, Placed, place
+from meshwright.ir.sharding import format_sharding
+from meshwright.passes.lower import lower
+from meshwright.planner import rules_of
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A step between operators. ``op``: the operator it belongs to; ``after``: it handles its result, else an operand;
+    ``value``: the graph value it moves; ``forward``, ``backward``: collectives, "" for local work."""
+
+    op: str
+    after: bool
+    value: str
+    kind: str
+    axis: str
+    dim: int | None
+    forward: str
+    backward: str
+
+    def __str__(self) -> str:
+        words = [f"{pass_} {name.replace('_', '-')}@{self.axis}" for pass_, name in
+                 (("fwd", self.forward), ("bwd", self.backward)) if name]
+        where = f" (dim {self.dim})" if self.dim is not None else ""
+        return " / ".join(words) + where if words else f"{self.kind}@{self.axis}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A plan with everything that follows from it, by operator name and by parameter value."""
+
+    plan: Plan
+    rules: Mapping[str, OpRule]
+    placed: Mapping[str, Placed]
+    stored: Mapping[str, Stored]
+    collectives: tuple[Collective, ...]
+
+    def around(self, op: str) -> tuple[Collective, ...]:
+        """The collectives that belong to an operator, those on its operands first."""
+        return tuple(sorted((c for c in self.collectives if c.op == op), key=lambda c: c.after))
+
+    def type_of(self, name: str) -> str:
+        """A value in the notation: as its producer leaves it, or as it is stored."""
+        graph = self.plan.graph
+        value = graph.values[name]
+        if name in self.stored:
+            return format_sharding(self.stored[name].tensor, value.shape, value.dtype)
+        maker = graph.producers.get(name)
+        if maker is None:
+            sharding = self.plan.copies.get(name)
+            return format_sharding(sharding, value.shape, value.dtype) if sharding else str(value).split(": ", 1)[1]
+        op = graph.ops[maker]
+        return format_sharding(self.placed[op.name].results[op.outputs.index(name)], value.shape, value.dtype)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Consecutive operators of one module. ``module`` is relative to the block ("." is the block itself)."""
+
+    module: str
+    weights: tuple[str, ...]
+    result: str
+    collectives: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Equal blocks (``paths``), or, without a path, what runs between blocks."""
+
+    paths: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def title(self) -> str:
+        """ "model.layers.0..31 (32 equal blocks)" """
+        if not self.paths:
+            return "outside the blocks"
+        return fold_paths(self.paths) + (f" ({len(self.paths)} equal blocks)" if len(self.paths) > 1 else "")
+
+
+def facts_of(plan: Plan) -> Facts:
+    """Derive everything. Raises PlanError if the plan does not fit the rules of its operators."""
+    graph, mesh = plan.graph, plan.mesh
+    rules, _ = rules_of(graph)
+    placed = {}
+    for op in graph.ops:
+        differentiable = [graph.values[name].differentiable for name in op.inputs]
+        placed[op.name] = place(rules[op.name], plan.assignments.get(op.name, {}), mesh, differentiable)
+    program = lower(plan, rules, 0)
+    steps = tuple(_steps(plan, program))
+    inside = tuple(step for op in graph.ops for step in _internal(plan, op, rules[op.name]))
+    return Facts(plan, rules, placed, {item.value: item for item in program.stored}, (*inside, *steps))
+
+
+def _steps(plan: Plan, program: Program) -> Iterator[Collective]:
+    """The steps that lowering inserted, each with the operator it belongs to."""
+    graph = plan.graph
+    originals = {op.name for op in graph.ops}
+    readers: dict[str, Op] = {}
+    for segment in program.segments:
+        for op in segment.graph.ops:
+            for name in op.inputs:
+                readers.setdefault(name, op)
+    base: dict[str, str] = {}
+    for segment in program.segments:
+        makers = {out: op.name for op in segment.graph.ops if op.name in originals for out in op.outputs}
+        for op in segment.graph.ops:
+            if op.name in originals:
+                continue
+            value = base[op.outputs[0]] = base.get(op.inputs[0], op.inputs[0])
+            axis = dict(op.kwargs).get("axis")
+            if axis is None:
+                continue
+            reader: Op | None = op
+            while reader is not None and reader.name not in originals:
+                reader = readers.get(reader.outputs[0])
+            owner = makers.get(value) or (reader.name if reader is not None else "")
+            kind = op.target.removeprefix("mw.")
+            forward, backward = KINDS.get(kind, ("", ""))
+            dim = op.args[1] if len(op.args) > 1 and isinstance(op.args[1], int) else None
+            differentiable = value in graph.values and graph.values[value].differentiable
+            yield Collective(owner, value in makers, value, kind, str(axis), dim, forward, backward if differentiable else "")
+
+
+def _internal(plan: Plan, op: Op, rule: OpRule) -> Iterator[Collective]:
+    """The collectives that an operator runs inside itself under its assignment."""
+    assignment = plan.assignments.get(op.name, {})
+    for factor, traffic in rule.internal.items():
+        for axis in (axis for axis in plan.mesh.axes if assignment.get(axis) == factor):
+            for item in traffic:
+                sides = ("", item.kind) if item.backward else (item.kind, "")
+                yield Collective(op.name, True, op.outputs[0], "inside", axis, None, *sides)
+
+
+def sections(facts: Facts) -> list[Section]:
+    """The whole model in the order of execution; equal blocks with equal placements once, where the first of them stands."""
+    graph = facts.plan.graph
+    by_op: dict[str, list[Collective]] = {}
+    for step in facts.collectives:
+        by_op.setdefault(step.op, []).append(step)
+    found: dict[object, Section] = {}
+    at = 0
+    for block in (*graph.blocks, None):
+        start = block.start if block else len(graph.ops)
+        if start > at:
+            rows = _rows(facts, graph.ops[at:start], "", by_op)
+            if rows:
+                found[("outside", at)] = Section((), rows)
+        if block is not None:
+            rows = _rows(facts, graph.ops[block.start : block.stop], block.path, by_op)
+            key = (block.kind, rows)
+            found[key] = Section((*found[key].paths, block.path) if key in found else (block.path,), rows)
+            at = block.stop
+    return list(found.values())
+
+
+def _rows(facts: Facts, ops: Sequence[Op], path: str, by_op: Mapping[str, list[Collective]]) -> tuple[Row, ...]:
+    """One row per run of operators of a module that has weights, collectives, or a result that gradients flow through."""
+    graph = facts.plan.graph
+    names = {param.value: param for param in graph.params}
+    rows = []
+    for module, run in itertools.groupby(ops, key=lambda op: op.module):
+        turn = list(run)
+        owned = dict.fromkeys(name for op in turn for name in op.inputs if name in names and names[name].trainable)
+        steps = dict.fromkeys(str(step) for op in turn for step in by_op.get(op.name, ()))
+        last = next((out for op in reversed(turn) for out in op.outputs if graph.values[out].differentiable), None)
+        if not owned and not steps and last is None:
+            continue
+        weights = tuple(f"{names[name].fqn.rsplit('.', 1)[-1]} {facts.type_of(name)}" for name in owned)
+        result = facts.type_of(last or turn[-1].outputs[0])
+        rows.append(Row(_relative(module, path), weights, result, tuple(steps)))
+    return tuple(rows)
+
+
+def _relative(module: str, path: str) -> str:
+    if module == path:
+        return "."
+    return module.removeprefix(f"{path}.") if path else module
+
+
+def fold_paths(paths: Sequence[str]) -> str:
+    """Many paths in one.
+
+    >>> fold_paths(["layers.0", "layers.1", "layers.2", "layers.5"])
+    'layers.0..2,5'
+    """
+    parts = [re.split(r"(?<=\.)(\d+)(?=\.|$)", path) for path in paths]
+    if len(paths) > 1 and len({len(part) for part in parts}) == 1:
+        differing = [i for i in range(len(parts[0])) if len({part[i] for part in parts}) > 1]
+        if len(differing) == 1 and differing[0] % 2:
+            at = differing[0]
+            parts[0][at] = ",".join(_runs(sorted(int(part[at]) for part in parts)))
+            return "".join(parts[0])
+    return ", ".join(paths)
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[str]:
+    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        yield str(members[0]) if len(members) == 1 else f"{members[0]}..{members[-1]}"
+
+
+def to_networkx(plan: Plan) -> nx.MultiDiGraph:
+    """Operators, inputs and parameters as nodes; one edge per use of a value.
+
+    Node attributes: ``kind`` ("op", "input", "parameter", "buffer"), ``target``, ``module``, ``source``, ``assignment``,
+    ``shardings`` (of the results, in the notation). Edge attributes: ``value``, ``shape``, ``dtype``, ``operand``
+    (position), ``have`` and ``need`` (shardings in the notation), ``collectives``.
+    """
+    facts, graph = facts_of(plan), plan.graph
+    result = nx.MultiDiGraph(mesh=str(plan.mesh), cluster=plan.cluster)
+    for name in graph.inputs:
+        result.add_node(name, kind="input", shardings=(facts.type_of(name),))
+    for param in graph.params:
+        kind = "buffer" if param.buffer else "parameter"
+        result.add_node(param.value, kind=kind, fqns=param.fqns, shardings=(facts.type_of(param.value),))
+    for op in graph.ops:
+        result.add_node(
+            op.name, kind="op", target=op.target, module=op.module, source=op.source,
+            assignment=dict(plan.assignments.get(op.name, {})), shardings=tuple(map(facts.type_of, op.outputs)),
+        )
+        for position, name in enumerate(op.inputs):
+            value, maker = graph.values[name], graph.producers.get(name)
+            need = format_sharding(facts.placed[op.name].operands[position], value.shape, value.dtype)
+            steps = tuple(str(step) for step in facts.collectives if step.value == name and step.op in (op.name, ""))
+            result.add_edge(
+                graph.ops[maker].name if maker is not None else name, op.name, value=name, shape=value.shape,
+                dtype=value.dtype, operand=position, have=facts.type_of(name), need=need, collectives=steps,
+            )
+    return result
