@@ -11,15 +11,15 @@ from unittest import mock
 
 import pytest
 import torch
-from meshwright.compiler.evaluate import DoesNotFitError
 from torch import nn
 
 import meshwright as mw
 from meshwright import planner
+from meshwright.compiler.search.evaluate import DoesNotFitError
 from meshwright.errors import MeshwrightError
 
 INTERNAL: Mapping[str, str] = {
-    "DoesNotFitError": "of one candidate of the search; planner and joint_plan make it an OutOfMemoryError",
+    "DoesNotFitError": "of one candidate of the search; the planner makes it an OutOfMemoryError",
     "Infeasible": "of one chain; the planner makes it an OutOfMemoryError, PinError or PlanError",
     "MismatchError": "of one operator; verify makes it a VerifyError",
     "NoSolutionError": "of one linear program; caught where a bound is made",

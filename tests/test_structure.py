@@ -37,7 +37,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
 }
 THIRD_PARTY: Mapping[str, frozenset[str]] = {
     "ir": frozenset({"torch"}),
-    "runtime": frozenset({"torch", "numpy"}),
+    "runtime": frozenset({"torch", "numpy", "safetensors"}),
     "cost": frozenset({"torch", "numpy", "networkx", "sympy"}),
 }
 PRIVATE: Mapping[str, str] = {

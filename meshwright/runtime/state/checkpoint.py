@@ -4,28 +4,32 @@ Every stored tensor is known as one box of its global tensor on each rank (``lay
 ``torch.distributed.checkpoint`` needs: ``_Share`` hands it the box and the local tensor. So any mesh can read what any other
 wrote, uneven pieces too. ``full_state_dict`` sends the boxes to rank 0, one tensor at a time.
 
-A checkpoint is written beside its folder and renamed when it is whole.
+A checkpoint is written beside its folder and renamed when it is whole; ``runtime.state.storage`` says what lies in it.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from meshwright.errors import CheckpointError, MissingCheckpointError
+from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.ir.program import Stored
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.state.layout import Box, box, local_of, owner, take
+from meshwright.runtime.state.storage import Index, Reader, Writer, check_files, read_index
+from meshwright.runtime.verdict import together
 
 
 class _Share(Tensor):
@@ -117,59 +121,89 @@ def _wait(operations: list[dist.P2POp]) -> None:
 
 
 def save(entries: Entries, groups: Groups, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None) -> None:
-    """Write the model (and the optimizer's state) as a ``torch.distributed.checkpoint`` folder that all ranks reach.
+    """Write the model (and the optimizer's state) as a folder that all ranks reach: see ``runtime.state.storage``.
 
-    The folder appears when everything is written, in place of one that was there. Every rank calls this.
+    The folder appears when everything is written, in place of one that was there. Every rank calls this. Raises CheckpointError
+    on every rank if one of them cannot write.
     """
     target = Path(folder).absolute()
     draft = target.with_name(f".{target.name}.partial")
-    if groups.rank == 0:
-        shutil.rmtree(draft, ignore_errors=True)
-        target.parent.mkdir(parents=True, exist_ok=True)
-    _barrier()
-    content = {**_model_shares(entries, groups), **(_optimizer_shares(entries, groups, optimizer) if optimizer else {})}
-    state_dict_saver.save(content, checkpoint_id=draft, no_dist=not dist.is_initialized())
-    _barrier()
-    if groups.rank == 0:
-        old = target.with_name(f".{target.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            target.rename(old)
-        draft.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    _barrier()
+
+    def clear() -> None:
+        if groups.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+
+    def content() -> tuple[dict[str, Any], Writer]:
+        everything = {**_model_shares(entries, groups), **(_optimizer_shares(entries, groups, optimizer) if optimizer else {})}
+        values = {name: value for name, value in everything.items() if not isinstance(value, Tensor)}
+        return {name: value for name, value in everything.items() if name not in values}, Writer(draft, values)
+
+    def publish() -> None:
+        if groups.rank == 0:
+            old = target.with_name(f".{target.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            if target.exists():
+                target.rename(old)
+            draft.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
+
+    with _on_disk(f"cannot write checkpoint {target}"):
+        together(clear)
+        tensors, writer = together(content)
+        state_dict_saver.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+        together(publish)
 
 
 def load(entries: Entries, groups: Groups, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None) -> None:
     """Read what ``save`` wrote, under this or any other plan and world. Every rank calls this.
 
-    Raises MissingCheckpointError (a FileNotFoundError), or CheckpointError naming tensors that the folder lacks, before
-    anything is changed.
+    Raises MissingCheckpointError (a FileNotFoundError) or CheckpointError, on every rank and before anything is changed, if the
+    folder holds no checkpoint, a damaged one, or another model's.
     """
     source = Path(folder)
-    if not (source / ".metadata").is_file():
-        raise MissingCheckpointError(f"{source} is no checkpoint (it has no .metadata); give a folder written by save()")
-    known: dict[str, Any] = filesystem.FileSystemReader(source).read_metadata().state_dict_metadata
-    wanted = {f"model.{stored.fqns[0]}": stored.shape for stored, _ in entries.values()}  # of all stages: all ranks judge alike
-    missing = sorted(set(wanted) - set(known))
+
+    def look() -> Index:
+        index = read_index(source)
+        _compare(entries, index, source)
+        if optimizer is not None:
+            _named(entries, optimizer)
+        return index
+
+    with _on_disk(f"cannot read checkpoint {source}"):
+        index = together(look)
+        together(lambda: check_files(source, index, groups.rank, groups.mesh.world))
+        content: dict[str, Any] = dict(_model_shares(entries, groups))
+        if optimizer is not None:
+            content |= together(lambda: _allocate_optimizer_state(entries, groups, optimizer, index))
+        state_dict_loader.load(content, storage_reader=Reader(source, index), no_dist=not dist.is_initialized())
+
+
+@contextmanager
+def _on_disk(what: str) -> Iterator[None]:
+    """What goes wrong with files becomes a CheckpointError; torch raises its own kind on every rank, whoever failed."""
+    try:
+        yield
+    except CheckpointException as error:
+        reasons = [f"rank {rank}: {type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items()]
+        raise CheckpointError(f"{what}: {'; '.join(reasons)}") from error
+    except MeshwrightError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _compare(entries: Entries, index: Index, source: Path) -> None:
+    """Raise CheckpointError unless the checkpoint has every tensor of the model, those of all stages: all ranks judge alike."""
+    wanted = {f"model.{stored.fqns[0]}": stored.shape for stored, _ in entries.values()}
+    missing = sorted(name for name, shape in wanted.items() if name not in index.tensors and 0 not in shape)
     if missing:
         raise CheckpointError(f"checkpoint {source} lacks {len(missing)} tensors of this model, the first: {missing[:3]}; it "
                               f"was written by another model")
-    shapes = {key: tuple(known[key].size) for key in wanted}
-    wrong = [key for key, shape in wanted.items() if shapes[key] != shape]
-    if wrong:
-        key = wrong[0]
-        raise CheckpointError(f"checkpoint {source} has {key!r} with shape {shapes[key]}, this model's is {wanted[key]}")
-    content = _model_shares(entries, groups)
-    states: dict[str, Any] = {}
-    if optimizer is not None:
-        states = _allocate_optimizer_state(entries, groups, optimizer, known)
-    state_dict_loader.load({**content, **states}, checkpoint_id=source, no_dist=not dist.is_initialized())
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+    for name, shape in wanted.items():
+        if name in index.tensors and index.tensors[name].shape != shape:
+            raise CheckpointError(f"checkpoint {source} has {name!r} with shape {index.tensors[name].shape}, this model's is "
+                                  f"{shape}")
 
 
 def _share(stored: Stored, tensor: Tensor, groups: Groups) -> _Share:
@@ -203,19 +237,27 @@ def _optimizer_shares(entries: Entries, groups: Groups, optimizer: torch.optim.O
 
 
 def _allocate_optimizer_state(
-    entries: Entries, groups: Groups, optimizer: torch.optim.Optimizer, known: Mapping[str, Any]
+    entries: Entries, groups: Groups, optimizer: torch.optim.Optimizer, index: Index
 ) -> dict[str, Any]:
-    """Make the state that the checkpoint has, ready to be read into."""
+    """Make the state that the checkpoint has: tensors ready to be read into, and what is no tensor."""
     states: dict[str, Any] = {}
     for parameter, stored in _named(entries, optimizer).items():
         prefix = f"optimizer.{stored.fqns[0]}."
-        for key in known:
-            name = key.removeprefix(prefix)
-            if name == key or "." in name:
+        for key, value in index.values.items():
+            if _state_name(key, prefix):
+                optimizer.state[parameter][_state_name(key, prefix)] = value
+        for key, entry in index.tensors.items():
+            name = _state_name(key, prefix)
+            if not name:
                 continue
-            size, dtype = known[key].size, known[key].properties.dtype
-            same = size == parameter.shape
-            value = torch.zeros_like(parameter, dtype=dtype).detach() if same else torch.zeros(size, dtype=dtype)
-            optimizer.state[parameter][name] = value
-            states[key] = _share(stored, value, groups) if same else value
+            same, dtype = entry.shape == parameter.shape, entry.dtype
+            tensor = torch.zeros_like(parameter, dtype=dtype).detach() if same else torch.zeros(entry.shape, dtype=dtype)
+            optimizer.state[parameter][name] = tensor
+            states[key] = _share(stored, tensor, groups) if same else tensor
     return states
+
+
+def _state_name(key: str, prefix: str) -> str:
+    """The name of a state under a parameter's prefix; "" if the key is another's."""
+    name = key.removeprefix(prefix)
+    return "" if name == key or "." in name else name

@@ -1,0 +1,205 @@
+"""Checkpoint folders: what is written comes back, what is damaged is refused on every rank, and nothing in them is executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, state_dict_loader, state_dict_saver
+
+from meshwright.errors import CheckpointError
+from meshwright.runtime.state import storage
+from meshwright.runtime.state.storage import Chunk, Entry, Index, Reader, Writer, check_files, read_index, write_index
+from tests.test_runtime import PLAIN, SHARDED, prepare, whole
+
+TENSORS: dict[str, torch.Tensor] = {
+    "f32": torch.randn(3, 5), "f64": torch.randn(2, dtype=torch.float64), "bf16": torch.randn(7).bfloat16(),
+    "f16": torch.randn(1, 3).half(), "bool": torch.tensor([True, False, True]), "i64": torch.arange(4),
+    "step": torch.tensor(3.0), "u8": torch.arange(5, dtype=torch.uint8), "turned": torch.randn(4, 3).t(),
+    "c64": torch.randn(3, 2, dtype=torch.complex64),
+    "c128": torch.randn((), dtype=torch.complex128), "f8": torch.randn(6).to(torch.float8_e4m3fn), "none": torch.zeros(0, 4),
+}
+VALUES: dict[str, Any] = {
+    "betas": (0.9, 0.999), "none": None, "names": ["a", {"b": True, 3: float("inf")}], "nothing": float("nan"), "step": 7,
+}
+
+
+def write(folder: Path) -> None:
+    state_dict_saver.save(dict(TENSORS), storage_writer=Writer(folder, VALUES), no_dist=True)
+
+
+def test_what_is_written_comes_back(tmp_path: Path) -> None:
+    write(tmp_path / "c")
+    index = read_index(tmp_path / "c")
+    check_files(tmp_path / "c", index, 0, 1)
+    assert pickle.dumps({**index.values, "nothing": 0}) == pickle.dumps({**VALUES, "nothing": 0})
+    assert index.values["nothing"] != index.values["nothing"]
+    got = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    state_dict_loader.load(got, storage_reader=Reader(tmp_path / "c", index), no_dist=True)
+    for name, tensor in TENSORS.items():
+        assert got[name].dtype == tensor.dtype
+        assert torch.equal(got[name].view(torch.uint8) if name == "f8" else got[name],
+                           tensor.view(torch.uint8) if name == "f8" else tensor), name
+
+
+def test_plain_torch_reads_it_without_pickle_too(tmp_path: Path) -> None:
+    write(tmp_path)
+    got = {name: torch.zeros_like(TENSORS[name]) for name in ("f32", "turned", "i64", "step")}
+    state_dict_loader.load(got, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    for name, tensor in got.items():
+        assert torch.equal(tensor, TENSORS[name])
+
+
+@pytest.mark.parametrize("value", [torch.nn.Linear(1, 1), {1, 2}, b"raw", [object()]], ids=lambda value: type(value).__name__)
+def test_only_plain_values_are_written(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError, match="cannot save 'odd'"):
+        Writer(tmp_path, {"odd": value})
+
+
+CHUNK = Chunk((0, 0), (2, 3), "rank-00000.safetensors")
+
+
+@pytest.mark.parametrize(("shape", "chunks"), [
+    ((4, 3), [CHUNK]),  # half is missing
+    ((2, 3), [CHUNK, CHUNK]),  # twice
+    ((2, 2), [CHUNK]),  # outside
+    ((2, 3, 1), [CHUNK]),
+    ((3, 3), [CHUNK, Chunk((1, 0), (1, 3), CHUNK.file)]),  # one row twice, one never
+    ((2, 3), [Chunk((0, 0), (2, 3), "rank-00001.safetensors")]),
+    ((2, True), [CHUNK]), ((-2, -3), [CHUNK]), ((2.0, 3), [CHUNK]), ((), [CHUNK, CHUNK]),
+], ids=str)
+def test_chunks_that_do_not_make_up_their_tensor(tmp_path: Path, shape: Any, chunks: list[Chunk]) -> None:
+    write_index(tmp_path, Index({CHUNK.file: (10, 1)}, {"x": Entry(torch.float32, shape, tuple(chunks))}, {}))
+    with pytest.raises(CheckpointError, match="tensor 'x'"):
+        read_index(tmp_path)
+
+
+def test_files_are_named_within_the_folder(tmp_path: Path) -> None:
+    write_index(tmp_path, Index({"../rank-00000.safetensors": (10, 1)}, {}, {}))
+    with pytest.raises(CheckpointError, match="names the file"):
+        read_index(tmp_path)
+
+
+class Bomb:
+    """A pickle that makes a folder when it is read."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.place,)
+
+
+def damages(folder: Path, seed: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Ways to damage a checkpoint: (what, do it)."""
+    generator = random.Random(seed)
+    bomb = pickle.dumps(Bomb(str(folder.parent / "executed")))
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        yield f"{path.name} is a pickle", lambda path=path: path.write_bytes(bomb)  # type: ignore[misc]
+        yield f"{path.name} is missing", lambda path=path: path.unlink()  # type: ignore[misc]
+        yield f"{path.name} is empty", lambda path=path: path.write_bytes(b"")  # type: ignore[misc]
+        yield f"{path.name} is a folder", lambda path=path: (path.unlink(), path.mkdir())  # type: ignore[misc, func-returns-value]
+        for at in sorted(generator.sample(range(len(data)), 6)):
+            flipped = data[:at] + bytes([data[at] ^ 1 << generator.randrange(8)]) + data[at + 1:]
+            yield f"{path.name} ends at byte {at}", lambda p=path, d=data[:at]: p.write_bytes(d)  # type: ignore[misc]
+            yield f"byte {at} of {path.name} differs", lambda p=path, d=flipped: p.write_bytes(d)  # type: ignore[misc]
+    index = folder / storage.INDEX
+    yield "it nests too deep", lambda: index.write_text("[" * 100_000)  # type: ignore[func-returns-value]
+    yield "it is no object", lambda: index.write_text("[1]")  # type: ignore[func-returns-value]
+    yield "a field is missing", lambda: index.write_text(json.dumps({"meshwright": 1}))  # type: ignore[func-returns-value]
+
+    def pickled() -> None:
+        index.unlink()
+        (folder / ".metadata").write_bytes(bomb)
+
+    yield "it has a pickled .metadata", pickled
+
+
+@contextmanager
+def copied(folder: Path, to: Path) -> Iterator[Path]:
+    shutil.copytree(folder, to)
+    try:
+        yield to
+    finally:
+        shutil.rmtree(to)
+
+
+def test_damaged_folders_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "c")
+    for number in range(len(list(damages(tmp_path / "c", 0)))):
+        with copied(tmp_path / "c", tmp_path / "d") as folder:
+            what, damage = list(damages(folder, 0))[number]
+            damage()
+            try:
+                check_files(folder, read_index(folder), 0, 1)
+            except CheckpointError:
+                continue
+            raise AssertionError(f"nobody noticed that {what}")
+    assert not (tmp_path / "executed").exists()
+
+
+def refuses(rank: int, sizes: dict[str, int], options: dict[str, Any], folder: str) -> list[str]:
+    """Damaged checkpoints, and files that one rank cannot read or write: the errors of this rank, after which nothing changed
+    and a good checkpoint loads."""
+    _, parallel, batch = prepare(rank, sizes, options)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1, foreach=False)
+    parallel(**batch)[0].backward()
+    optimizer.step()
+    good = Path(folder) / "good"
+    parallel.save(good, optimizer)
+    before = {name: whole(p).clone() for name, p in parallel.state_dict().items()}  # type: ignore[union-attr]
+    fresh = torch.optim.AdamW(parallel.parameters(), lr=0.1, foreach=False)
+    errors = []
+
+    def attempt(what: str, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except CheckpointError as error:
+            errors.append(f"{what}: {error}")
+        else:
+            raise AssertionError(f"rank {rank} did not notice that {what}")
+
+    for number in range(0, len(list(damages(good, 1))), 2):
+        bad = Path(folder) / f"bad{number}"
+        if rank == 0:
+            shutil.copytree(good, bad)
+        torch.distributed.barrier()
+        what, damage = list(damages(bad, 1))[number]
+        torch.distributed.barrier()
+        if rank == 0:
+            damage()
+        torch.distributed.barrier()
+        attempt(what, lambda bad=bad: parallel.load(bad, fresh))  # type: ignore[misc]
+    attempt("only rank 0 sees it", lambda: parallel.load(good if rank == 0 else good / "elsewhere", fresh))
+    stranger = torch.optim.AdamW(parallel.parameters() if rank == 0 else nn.Linear(2, 2).parameters())
+    attempt("one rank has another optimizer", lambda: parallel.load(good, stranger))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(storage, "_write", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        attempt("rank 1 cannot write", lambda: parallel.save(good, optimizer))
+    assert not fresh.state
+    for name, tensor in parallel.state_dict().items():
+        assert torch.equal(whole(tensor), before[name]), name  # type: ignore[arg-type]
+    parallel.load(good, fresh)
+    assert len(fresh.state) == len(optimizer.state)
+    return [error.split(":")[0] for error in errors]
+
+
+@pytest.mark.parametrize("case", [PLAIN, SHARDED])
+def test_damaged_checkpoints_are_refused_on_every_rank(pool: Callable, tmp_path: Path, case: Any) -> None:
+    world = torch.Size(case[0].values()).numel()
+    first, *others = pool(world=world).run(refuses, *case, str(tmp_path))
+    assert len(first) > 10
+    assert all(other == first for other in others)
+    assert not (tmp_path / "executed").exists()
