@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.compiler.solver.chain import BlockModel, Edge
-from meshwright.compiler.solver.elimination import Eliminator, Tables, min_sum, plan, prune
+from meshwright.compiler.solver.elimination import WIDTHS, WORK, Eliminator, Tables, min_sum, plan, prune
 from tests.chains import RESOURCES, random_block
 
 
@@ -78,13 +78,68 @@ def test_equal_choices_leave_the_first():
     assert kept[0].tolist() == [0, 2]
 
 
+def test_variables_without_a_choice_are_in_no_table():
+    """A hundred of them around one that all read: numpy's arrays have at most 64 dims, its broadcasts 32."""
+    rng = np.random.default_rng(0)
+    sizes = (3, *[1] * 100, 2)
+    edges = [Edge(0, v, rng.random((3, 1, RESOURCES))) for v in range(1, 101)]
+    edges += [Edge(v, 101, rng.random((1, 2, RESOURCES))) for v in range(1, 101)]
+    edges.append(Edge(0, 101, rng.random((3, 2, RESOURCES))))
+    block = BlockModel(sizes, tuple(rng.random((s, RESOURCES)) for s in sizes), tuple(edges))
+    weights = rng.random(RESOURCES)
+    for keep in ((), (0,), (5, 101)):
+        done = Eliminator(block, keep, Tables()).table(weights)
+        np.testing.assert_allclose(done.table, enumerated(block, keep, weights), rtol=1e-12)
+        assert all(sizes[v] > 1 for step in done.plan.steps for scope, _ in step.buckets for v in scope)
+
+
+def test_work_is_bounded_whatever_the_block():
+    """A clique of 40 variables with 12 choices each, a third of the pairs forbidden but for one assignment."""
+    rng = np.random.default_rng(0)
+    legal = rng.integers(0, 12, 40)
+    edges = []
+    for i in range(40):
+        for j in range(i):
+            table = rng.random((12, 12, 1))
+            table[rng.random((12, 12)) < 0.3] = np.inf
+            table[legal[i], legal[j]] = 0.01
+            edges.append(Edge(i, j, table))
+    block = BlockModel((12,) * 40, tuple(rng.random((12, 1)) for _ in legal), tuple(edges))
+    wide = Eliminator(block, (0,), Tables())
+    assert wide.plan.work <= WORK
+    assert wide.plan.largest <= WIDTHS[0]
+    done = wide.table(np.ones(1))
+    known = block.cost(legal)[0]
+    assert 0 < done.table[legal[0]] <= known * (1 + wide.plan.rounding)
+    found = done.assignments(np.arange(12)[:, None])[legal[0]]
+    assert block.cost(found)[0] <= known * (1 + 1e-12)
+
+
+def test_sharing_evenly_lifts_the_bound(monkeypatch):
+    """What a bucket leaves unpaid another's surplus pays; the bound stays one."""
+    better = 0
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        block, weights = random_block(rng, (4,) * 8), rng.random(RESOURCES)
+        exact = float(Eliminator(block, (), Tables()).table(weights).table)
+        with monkeypatch.context() as patch:
+            patch.setattr("meshwright.compiler.solver.elimination.WIDTHS", (16,))
+            wide = Eliminator(block, (), Tables())
+            shared = float(wide.table(weights).table)
+            patch.setattr("meshwright.compiler.solver.elimination._shared_evenly", lambda buckets: buckets)
+            plain = float(wide.table(weights).table)
+        assert max(shared, plain) <= exact * (1 + 1e-12)
+        better += shared > plain
+    assert better >= 25
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_wide_blocks_give_a_lower_bound_and_honest_minimizers(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     block = random_block(rng, (3,) * 8)
     weights = rng.random(RESOURCES)
     want = enumerated(block, (0,), weights)
-    monkeypatch.setattr("meshwright.compiler.solver.elimination.WIDE", 30)
+    monkeypatch.setattr("meshwright.compiler.solver.elimination.WIDTHS", (30,))
     wide = Eliminator(block, (0,), Tables())
     assert wide.plan.largest <= 30
     assert any(len(step.buckets) > 1 for step in wide.plan.steps)

@@ -239,7 +239,7 @@ def test_wide_blocks_stay_certified(monkeypatch, forbidden):
     bytes_row = np.array([0, 0, 1.0, 0])
     chain = Chain((kind,), (0, 0, 0), (), np.ones((1, 4)) * [1, 1, 0, 0], bytes_row, np.zeros(4))
     want = brute_force(chain)
-    monkeypatch.setattr("meshwright.compiler.solver.elimination.WIDE", 18)
+    monkeypatch.setattr("meshwright.compiler.solver.elimination.WIDTHS", (18,))
     assert Pricer(chain).largest <= 18
     got = solve(chain)
     assert got.bound <= want.time * (1 + EXACT)

@@ -7,10 +7,16 @@ order decides the size of the largest S (induced width); it is chosen once per b
 demand, for many kept states at once, walking the order backwards (``Eliminated.assignments``): cheaper than writing the
 argmins of every table.
 
-Where a block's treewidth makes S too large, a variable's factors are minimized in several buckets (``WIDE``): the table is then
-a lower bound, which is all that the certificate needs, and the minimizers are heuristic.
+A variable with one choice is in no table's scope: its factors are constants.
 
-Source: Bertele and Brioschi 1972; Dechter 1999 (bucket elimination); Dechter and Rish 2003 (mini-buckets).
+Where a block's treewidth makes S too large, a variable's factors are minimized in several buckets: the table is then a lower
+bound, which is all that the certificate needs, and the minimizers are heuristic. Buckets are as wide as ``WIDTHS`` and the
+total work (``WORK``) allow, so that memory and time are bounded whatever the graph. What the buckets pay at least for a choice
+of the variable is first shared evenly among them (``_shared_evenly``), which lifts the bound; the minimizers are then improved
+variable by variable (``Eliminated._improved``).
+
+Source: Bertele and Brioschi 1972; Dechter 1999 (bucket elimination); Dechter and Rish 2003 (mini-buckets); Ihler, Flerova,
+Dechter and Otten 2012 (cost shifting between mini-buckets); Besag 1986 (iterated conditional modes).
 """
 
 from __future__ import annotations
@@ -30,8 +36,12 @@ CHUNK = 1 << 15
 """Elements of a temporary: small enough to stay in a core's cache."""
 SINGLE = 1 << 18
 """Entries of an elimination from which on it runs in single precision, twice as fast; ``Plan.rounding`` accounts for it."""
-WIDE = 1 << 27
-"""Entries that one elimination may have; beyond, its factors are minimized in several buckets."""
+WIDTHS = (1 << 22, 1 << 20, 1 << 18, 1 << 16, 1 << 14)
+"""Entries that one elimination may have: the first with which a block takes no more than ``WORK``, else the last."""
+WORK = 1 << 25
+"""Entries that all eliminations of a block may have together: about a third of a second."""
+ROUNDS = 20
+"""Most rounds over all variables in which the minimizers of a wide block are improved."""
 
 Part = tuple[int, tuple[int, ...], tuple[slice | None, ...]]
 """A factor, the axes that put the eliminated variable first, and the index that spreads the others over a scope."""
@@ -64,20 +74,26 @@ class Plan:
     work: int
     rounding: float
 
+    @property
+    def inexact(self) -> bool:
+        """Whether a variable's factors are minimized in several buckets."""
+        return any(len(step.buckets) > 1 for step in self.steps)
+
 
 def _order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], keep: Sequence[int], fill: bool) -> list[int]:
     """Greedy order by least fill (weighted by table entries) or by least resulting table; ties to the lower index."""
     near: dict[int, set[int]] = {v: set() for v in range(len(sizes))}
     for i, j in pairs:
-        near[i].add(j)
-        near[j].add(i)
+        if sizes[i] > 1 and sizes[j] > 1:
+            near[i].add(j)
+            near[j].add(i)
 
     def score(v: int) -> tuple[float, float]:
         table = float(np.prod([float(sizes[u]) for u in near[v]]))
         missing = sum(sizes[a] * sizes[b] for a, b in combinations(sorted(near[v]), 2) if b not in near[a])
         return (float(missing), table) if fill else (table, float(missing))
 
-    left = {v: score(v) for v in range(len(sizes)) if v not in keep}
+    left = {v: score(v) for v in range(len(sizes)) if v not in keep and sizes[v] > 1}
     order = []
     while left:
         v = min(left, key=lambda u: (left[u], u))
@@ -97,13 +113,22 @@ def _spread(scope: tuple[int, ...], onto: tuple[int, ...]) -> tuple[slice | None
     return tuple(slice(None) if v in scope else None for v in onto)
 
 
-def _symbolic(sizes: Sequence[int], pairs: tuple[tuple[int, int], ...], keep: tuple[int, ...], order: list[int]) -> Plan:
-    scopes: list[tuple[int, ...]] = [(v,) for v in range(len(sizes))] + list(pairs)
+def _symbolic(
+    sizes: Sequence[int], pairs: tuple[tuple[int, int], ...], keep: tuple[int, ...], order: list[int], wide: int
+) -> Plan:
+    scopes = [tuple(v for v in scope if sizes[v] > 1) for scope in (*((v,) for v in range(len(sizes))), *pairs)]
     live = dict.fromkeys(range(len(scopes)))
+    readers: list[dict[int, None]] = [{} for _ in sizes]
+    for f, scope in enumerate(scopes):
+        for v in scope:
+            readers[v][f] = None
     steps, largest, work, rounding = [], 0, 0, 1e-12
     for v in order:
-        buckets = []
-        for ids in _buckets([f for f in live if v in scopes[f]], scopes, sizes):
+        buckets: list[tuple[tuple[int, ...], tuple[Part, ...]]] = []
+        found = _buckets([f for f in readers[v] if f in live], scopes, sizes, wide)
+        # with several buckets, what is shared among them may be as large as all of them together
+        inexact = 2.0**-22 * (1.0 if len(found) == 1 else 1.0 + 2.0 * len(found))
+        for ids in found:
             scope = tuple(sorted({u for f in ids for u in scopes[f]} - {v}))
             parts = []
             for f in ids:
@@ -113,10 +138,12 @@ def _symbolic(sizes: Sequence[int], pairs: tuple[tuple[int, int], ...], keep: tu
                 del live[f]
             buckets.append((scope, tuple(parts)))
             live[len(scopes)] = None
+            for u in scope:
+                readers[u][len(scopes)] = None
             scopes.append(scope)
             entries = _entries((v, *scope), sizes)
             largest, work = max(largest, entries), work + entries
-            rounding += 2.0**-22 if entries >= SINGLE else 0.0
+            rounding += inexact if entries >= SINGLE else 0.0
         steps.append(Step(v, tuple(buckets)))
     rest = tuple((f, _spread(scopes[f], keep)) for f in live)
     return Plan(keep, pairs, tuple(steps), rest, largest, work, rounding)
@@ -126,14 +153,14 @@ def _entries(scope: Iterable[int], sizes: Sequence[int]) -> int:
     return math.prod(sizes[v] for v in scope)
 
 
-def _buckets(ids: list[int], scopes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> list[list[int]]:
+def _buckets(ids: list[int], scopes: Sequence[tuple[int, ...]], sizes: Sequence[int], wide: int) -> list[list[int]]:
     """All factors in one bucket if it is not too wide; else first fit, the widest factors first."""
-    if _entries({u for f in ids for u in scopes[f]}, sizes) <= WIDE:
+    if _entries({u for f in ids for u in scopes[f]}, sizes) <= wide:
         return [ids]
     buckets: list[tuple[set[int], list[int]]] = []
     for f in sorted(ids, key=lambda f: (-_entries(scopes[f], sizes), f)):
         for scope, members in buckets:
-            if _entries(scope | set(scopes[f]), sizes) <= WIDE:
+            if _entries(scope | set(scopes[f]), sizes) <= wide:
                 scope |= set(scopes[f])
                 members.append(f)
                 break
@@ -143,21 +170,45 @@ def _buckets(ids: list[int], scopes: Sequence[tuple[int, ...]], sizes: Sequence[
 
 
 def plan(block: BlockModel, keep: Sequence[int] = ()) -> Plan:
-    """The cheaper of the min-fill and the min-size order, keeping the variables ``keep``."""
-    kept = tuple(sorted(set(keep)))
-    pairs = tuple(sorted({(min(e.i, e.j), max(e.i, e.j)) for e in block.edges}))
-    plans = [_symbolic(block.sizes, pairs, kept, _order(block.sizes, pairs, kept, fill)) for fill in (True, False)]
-    return min(plans, key=lambda p: p.work)
+    """The cheaper of the min-fill and the min-size order, keeping the variables ``keep``; of inexact ones, which no widths
+    avoid within ``WORK``, the one with fewer buckets."""
+    return _plan(*_question(block, keep))
+
+
+def _question(block: BlockModel, keep: Sequence[int]) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """What a plan depends on: sizes, pairs of variables, those to keep."""
+    return block.sizes, tuple(sorted({(min(e.i, e.j), max(e.i, e.j)) for e in block.edges})), tuple(sorted(set(keep)))
+
+
+def _plan(sizes: tuple[int, ...], pairs: tuple[tuple[int, int], ...], kept: tuple[int, ...]) -> Plan:
+    orders = [_order(sizes, pairs, kept, fill) for fill in (True, False)]
+    for wide in WIDTHS:
+        found = min((_symbolic(sizes, pairs, kept, order, wide) for order in orders), key=_preferred)
+        if found.work <= WORK:
+            break
+    return found
+
+
+def _preferred(plan: Plan) -> tuple[bool, int, int]:
+    return plan.work > WORK, sum(len(step.buckets) - 1 for step in plan.steps), plan.work
 
 
 class Tables:
-    """Contractions ``table @ w`` of shared tables; entries with ``inf`` stay ``inf`` for every w.
+    """What blocks share: plans, and contractions ``table @ w``, in which entries with ``inf`` stay ``inf`` for every w.
 
     Holds the tables it has seen, so that an array object is prepared once for all blocks that share it.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[Array, Array, NDArray[np.bool_] | None]] = {}
+        self._plans: dict[object, Plan] = {}
+
+    def plan(self, block: BlockModel, keep: Sequence[int]) -> Plan:
+        """``plan``, made once for all variants of a block."""
+        question = _question(block, keep)
+        if question not in self._plans:
+            self._plans[question] = _plan(*question)
+        return self._plans[question]
 
     def contract(self, table: Array, weights: Array) -> Array:
         """[..., K] @ [K]."""
@@ -192,6 +243,19 @@ def min_sum(parts: Sequence[Array]) -> Array:
     return out.astype(np.float64)
 
 
+def _shared_evenly(buckets: Sequence[list[Array]]) -> list[list[Array]]:
+    """Buckets that all pay the same for each choice of the variable at least; what they pay together stays as it is.
+
+    Entries stay >= 0, as no bucket gives away more than every entry of it has.
+    """
+    least = [np.array([_total(parts, a, a + 1).min() for a in range(len(parts[0]))]) for parts in buckets]
+    mean = np.mean(least, axis=0)
+    shifts = [np.full_like(mean, np.inf) for _ in least]
+    for shift, own in zip(shifts, least, strict=True):
+        np.subtract(mean, own, out=shift, where=np.isfinite(mean))
+    return [[*parts, shift.reshape(-1, *[1] * (parts[0].ndim - 1))] for parts, shift in zip(buckets, shifts, strict=True)]
+
+
 def _total(parts: Sequence[NDArray], start: int, stop: int) -> NDArray:
     out = parts[0][start:stop]
     for part in parts[1:]:
@@ -204,7 +268,7 @@ class Eliminator:
 
     def __init__(self, block: BlockModel, keep: Sequence[int], tables: Tables) -> None:
         self.block = block
-        self.plan = plan(block, keep)
+        self.plan = tables.plan(block, keep)
         self._tables = tables
         self._unary = np.concatenate(block.unary) if block.unary else np.zeros((0, 0))
         self._cuts = np.cumsum(block.sizes)[:-1]
@@ -216,8 +280,10 @@ class Eliminator:
         """Eliminate for weights [K]; ``extra`` adds unary costs [n_v] to variables (``inf`` forbids choices)."""
         factors = self._factors(weights, extra or {})
         for step in self.plan.steps:
-            for _, parts in step.buckets:
-                factors.append(min_sum([np.ascontiguousarray(factors[f].transpose(axes))[i] for f, axes, i in parts]))
+            buckets = [
+                [np.ascontiguousarray(factors[f].transpose(axes))[i] for f, axes, i in parts] for _, parts in step.buckets
+            ]
+            factors += [min_sum(parts) for parts in (_shared_evenly(buckets) if len(buckets) > 1 else buckets)]
         total: Array = np.zeros([self.block.sizes[v] for v in self.plan.keep])
         for f, index in self.plan.rest:
             total = total + factors[f][index]
@@ -237,7 +303,7 @@ class Eliminator:
                 matrix = matrix if e.cols is None else matrix[:, e.cols]
                 total = total + (matrix if e.i == pair[0] else matrix.T)
             factors.append(total)
-        return factors
+        return [factor.reshape([n for n in factor.shape if n > 1]) for factor in factors]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -265,6 +331,27 @@ class Eliminated:
                     total = at if total is None else total + at
             assert total is not None
             out[:, step.var] = total.argmin(axis=0)
+        return self._improved(out) if self.plan.inexact else out
+
+    def _improved(self, out: Indices) -> Indices:
+        """Rows in which no variable alone has a better choice: first fewer forbidden pairs, then less cost."""
+        beside: list[list[tuple[int, Array]]] = [[] for _ in range(self.variables)]
+        finite = [factor[np.isfinite(factor)] for factor in self.factors[: self.variables + len(self.plan.pairs)]]
+        most = 1.0 + sum(float(part.max()) for part in finite if part.size)
+        plain = [np.where(np.isfinite(f), f, most) for f in self.factors[: self.variables + len(self.plan.pairs)]]
+        for (i, j), factor in zip(self.plan.pairs, plain[self.variables :], strict=True):
+            if factor.ndim == 2:
+                beside[i].append((j, factor))
+                beside[j].append((i, factor.T))
+        for _ in range(ROUNDS):
+            before = out.copy()
+            for v in (step.var for step in self.plan.steps):
+                total = plain[v][:, None] + sum((factor[:, out[:, u]] for u, factor in beside[v]), np.zeros((1, len(out))))
+                now = np.take_along_axis(total, out[None, :, v], axis=0)[0]
+                best = total.argmin(axis=0)
+                out[:, v] = np.where(total.min(axis=0) < now, best, out[:, v])
+            if (out == before).all():
+                break
         return out
 
 
