@@ -105,8 +105,8 @@ def measure(run: Run, kind: str, cluster: Cluster, steps: int) -> dict[str, Any]
         seconds.append(time.perf_counter() - start)
     peak = float(torch.cuda.max_memory_allocated()) if kind == "cuda" else None
     return {
-        "name": run.name, "predicted seconds": plan.predicted["step_seconds"], "seconds": sorted(seconds[3:])[steps // 2],
-        "predicted bytes": plan.predicted["bytes_per_rank"], "bytes": peak,
+        "name": run.name, "predicted seconds": plan.predicted.step_seconds, "seconds": sorted(seconds[3:])[steps // 2],
+        "predicted bytes": plan.predicted.bytes_per_rank, "bytes": peak,
     }
 
 

@@ -313,7 +313,7 @@ def rows_of(name: str) -> Iterator[dict[str, Any]]:
     case = CASES[name]
     plan = plan_of(case)
     found = footprints(plan, rules_of(plan.graph)[0], OPTIMIZERS["adamw"])
-    assert max(one.bytes for one in found.values()) == plan.predicted["bytes_per_rank"]
+    assert max(one.bytes for one in found.values()) == plan.predicted.bytes_per_rank
     for number, one in found.items():
         kinds = tracked(plan, case, number * case.world // len(found))
         stage = f", pipeline rank {number}" if plan.pipeline else ""

@@ -87,9 +87,9 @@ def measure(case: Case) -> dict[str, Any]:
         "phases": timing.phases, "seconds": wall, "cpu_seconds": cpu,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "mesh": str(plan.mesh),
         "schedule": plan.pipeline.schedule if plan.pipeline else None, "microbatches": plan.schedule.microbatches,
-        "step_seconds": predicted["step_seconds"], "mfu": predicted.get("mfu"), "bytes_per_rank": predicted["bytes_per_rank"],
-        "capacity_bytes": predicted["capacity_bytes"],
-        "certificate": {key: value for key, value in proof.items() if key not in ("candidates", "seconds")},
+        "step_seconds": predicted.step_seconds, "mfu": predicted.mfu, "bytes_per_rank": predicted.bytes_per_rank,
+        "capacity_bytes": predicted.capacity_bytes,
+        "certificate": {**replace(proof, candidates=(), planning_seconds={}).as_json(), "gap": proof.gap},
     }
 
 
@@ -105,7 +105,7 @@ def show(name: str, case: Case, found: Mapping[str, Any]) -> None:
     print(f"  {found['mesh']}, {found['schedule'] or 'no pipeline'}, {found['microbatches']} micro-batches: step "
           f"{found['step_seconds']:.3f} s, MFU {found['mfu']:.1%}, {found['bytes_per_rank'] / GIB:.1f} of "
           f"{found['capacity_bytes'] / GIB:.1f} GiB, gap {proof['gap']:.2%} ({proof['status']})")
-    if "considered" in proof:
+    if proof["considered"]:
         print(f"  {proof['considered']} candidates considered, {proof['pruned']} pruned by bound, {proof['infeasible']} "
               f"impossible, {proof['solved']} solved; runner-up {proof.get('runner_up', '-')}")
 

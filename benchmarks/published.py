@@ -150,7 +150,7 @@ def planned(graph: Graph, cluster: Cluster, pins: Pins, precision: str) -> tuple
     """The plan of a published run, and whether it is predicted to fit. It ran, so it is priced all the same, with memory
     unlimited; only what the row leaves open (ZeRO, micro-batches) is chosen so that it fits, if it can."""
     plan = make_plan(graph, cluster.with_memory(_UNBOUNDED), pins, precision=precision)
-    if plan.predicted["bytes_per_rank"] <= cluster.memory_bytes - cluster.device.reserve_bytes:
+    if plan.predicted.bytes_per_rank <= cluster.memory_bytes - cluster.device.reserve_bytes:
         return plan, True
     if None in (pins.zero, pins.microbatches):
         with suppress(OutOfMemoryError):
@@ -190,13 +190,13 @@ def _priced(row: Row, result: Result, cache: Path | None) -> Result:
     graph = graph_of(row, cache)
     pins = pins_of(row, cluster.world, [block.path for block in graph.blocks])
     plan, fits = planned(graph, cluster, pins, precision)
-    predicted = float(plan.predicted["step_seconds"])
+    predicted = plan.predicted.step_seconds
     if tflops and not (seconds or result.measured_gb):  # FLOPs over the rate
-        seconds = predicted * float(plan.predicted["tflops_per_device"]) * counted(row) / tflops
+        seconds = predicted * plan.predicted.tflops_per_device * counted(row) / tflops
     notes = [words for words in (assumed(row), "" if fits else "predicted not to fit") if words]
     return replace(
         result, measured_seconds=seconds, predicted_seconds=predicted,
-        predicted_gb=float(plan.predicted["bytes_per_rank"]) / 1e9, reason="; ".join(notes),
+        predicted_gb=plan.predicted.bytes_per_rank / 1e9, reason="; ".join(notes),
         predicted_tflops=result.measured_tflops * seconds / predicted if result.measured_tflops and seconds else None,
     )
 

@@ -282,7 +282,9 @@ def summary(plan: Plan) -> dict[str, Any]:
     return {
         "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)), "cluster": plan.cluster, "world": plan.mesh.world,
         "microbatches": plan.schedule.microbatches, "precision": plan.precision, "optimizer": plan.optimizer,
-        "predicted": plan.predicted, "certificate": plan.certificate, "groups": [asdict(group) for group in plan.groups],
+        "predicted": plan.predicted and plan.predicted.as_json(),
+        "certificate": plan.certificate and {**plan.certificate.as_json(), "gap": plan.certificate.gap},
+        "groups": [asdict(group) for group in plan.groups],
         "sections": [{"title": section.title, "blocks": section.paths, "rows": [asdict(row) for row in section.rows]}
                      for section in found],
         "notes": plan.notes,

@@ -48,16 +48,18 @@ class Footprints:
 
     def of(self, plan: Plan) -> Plan:
         """The plan, predicted to need what its program needs."""
-        sums = list(plan.predicted.get("bytes_per_pipeline_rank", ()))
+        assert plan.predicted is not None
+        sums = plan.predicted.bytes_per_pipeline_rank
         ranks: set[int] = set()
         if plan.pipeline is not None:
             ranks = {0, plan.pipeline.stage_rank[-1], *sorted(range(len(sums)), key=lambda r: -sums[r])[:LOOKED_AT]}
         found = _peaks(plan, self._program(plan), self.state_bytes, sorted(ranks))
         fullest = max(found.values(), key=lambda one: one.bytes)
-        predicted = {**plan.predicted, "bytes_per_rank": fullest.bytes, "bytes": dict(fullest.kinds)}
-        if plan.pipeline is not None:
-            known = {rank: one.bytes for rank, one in found.items()}
-            predicted["bytes_per_pipeline_rank"] = [known.get(rank, min(sum_, fullest.bytes)) for rank, sum_ in enumerate(sums)]
+        known = {rank: one.bytes for rank, one in found.items()}
+        predicted = replace(
+            plan.predicted, bytes_per_rank=fullest.bytes, bytes_by_kind=dict(fullest.kinds),
+            bytes_per_pipeline_rank=tuple(known.get(rank, min(sum_, fullest.bytes)) for rank, sum_ in enumerate(sums)),
+        )
         return replace(plan, predicted=predicted)
 
     def _program(self, plan: Plan) -> Program:

@@ -37,6 +37,7 @@ from meshwright.footprint import Footprints, with_footprint
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import RECOMPUTE, PinError, Pins, vars_of
 from meshwright.ir.plan import Plan, PlanError, Schedule
+from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate
 from meshwright.ir.quantities import bytes_text
 from meshwright.ir.rule import OpRule
 
@@ -125,10 +126,11 @@ def make_plan(
         best = search.of(pins, JOINT_SECONDS)
     except OutOfMemoryError as error:
         raise search.explain(error, pins) from None
-    listed = [*search.candidates, *best.certificate.get("candidates", ())]
+    assert best.certificate is not None
+    listed = (*search.candidates, *best.certificate.candidates)
     return replace(
         best, optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes", notes=(*notes, *best.notes),
-        certificate={**best.certificate, "candidates": listed, "seconds": dict(timing.phases)},
+        certificate=replace(best.certificate, candidates=listed, planning_seconds=dict(timing.phases)),
     )
 
 
@@ -141,7 +143,7 @@ class _Found:
 
     @property
     def seconds(self) -> float:
-        return float(self.plan.predicted["step_seconds"])
+        return _predicted(self.plan).step_seconds
 
 
 @dataclass
@@ -157,7 +159,7 @@ class _Search:
     gap: float
     timing: Timing
     progress: Progress | None
-    candidates: list[dict[str, Any]] = field(default_factory=list)
+    candidates: list[SeenCandidate] = field(default_factory=list)
 
     def of(self, pins: Pins, limit: float) -> Plan:
         """The plan of least time under the pins. ``limit``: seconds for the joint search."""
@@ -171,7 +173,7 @@ class _Search:
         """
         pinned, few = pins.needs_stages(self.cluster.world), self.cluster.world <= FREE_DEVICES
         known, failure = self._known(pins) if few and not pinned else (None, None)
-        seconds = float("inf") if known is None else float(known.predicted["step_seconds"])
+        seconds = float("inf") if known is None else _predicted(known).step_seconds
         try:
             outcome = search_jointly(
                 self.graph, self.cluster, self.rules, pins, precision=self.precision, state_bytes=self.state_bytes,
@@ -191,7 +193,7 @@ class _Search:
     def _first_that_fits(self, outcome: Outcome, known: Plan | None, pins: Pins) -> Plan:
         """The fastest plan that fits, ``known`` if none is faster: the search counts memory unit by unit, a program decides."""
         best, failure, counted = known, None, 0.0
-        seconds = float("inf") if known is None else float(known.predicted["step_seconds"])
+        seconds = float("inf") if known is None else _predicted(known).step_seconds
         for found in outcome.ranking:
             if found.seconds >= seconds:
                 break
@@ -202,8 +204,8 @@ class _Search:
                 continue
             finally:
                 self.timing.mark("plan")
-            if plan.predicted["step_seconds"] < seconds * (1 - _TIE):
-                best, seconds, counted = plan, float(plan.predicted["step_seconds"]), found.seconds
+            if _predicted(plan).step_seconds < seconds * (1 - _TIE):
+                best, seconds, counted = plan, _predicted(plan).step_seconds, found.seconds
         if best is None:
             if isinstance(failure, DoesNotFitError):
                 raise does_not_fit(failure, self.cluster, inputs_of(self.graph)) from None
@@ -226,8 +228,8 @@ class _Search:
         judged = Footprints(self.rules, self.state_bytes)
         for _ in range(HELD):
             plan = judged.of(plans.of(found))
-            need = float(plan.predicted["bytes_per_rank"])
-            if need <= room and (best is None or plan.predicted["step_seconds"] < best.predicted["step_seconds"]):
+            need = _predicted(plan).bytes_per_rank
+            if need <= room and (best is None or _predicted(plan).step_seconds < _predicted(best).step_seconds):
                 best = plan
             if 0.95 * room < need <= room or (need <= room and set(found.recompute) == {"none"}):
                 break
@@ -277,20 +279,19 @@ class _Search:
         for count in microbatch_counts(self.graph, layout, pins):
             if self.progress is not None:
                 self.progress(f"{layout.mesh}, {count} micro-batches", done)
-            entry: dict[str, Any] = {"mesh": str(layout.mesh), "microbatches": count}
-            self.candidates.append(entry)
+            seen = SeenCandidate(str(layout.mesh), count)
             try:
                 found = self.solve(layout, count, pins)
             except OutOfMemoryError as error:
-                entry["result"] = "does not fit"
+                self.candidates.append(replace(seen, outcome="does not fit"))
                 failures.append(error)
                 continue
             except (PinError, PlanError) as error:
-                entry["result"] = str(error)
+                self.candidates.append(replace(seen, outcome=str(error)))
                 if pins.microbatches is not None or count == 1:
                     raise
                 continue
-            entry["step_seconds"] = found.seconds
+            self.candidates.append(replace(seen, step_seconds=found.seconds))
             if best is not None and found.seconds >= best.seconds:
                 break
             best = found
@@ -324,12 +325,12 @@ class _Search:
                 raise PinError(f"{nothing_runs(problem)}; change one of the pins {', '.join(pinned)}") from None
             raise PlanError(f"{nothing_runs(problem)}; another rule for it may help: meshwright.register_rule") from None
         plan = self._plan(layout, schedule, problem, chain, solution)
-        if plan.predicted["bytes_per_rank"] <= room:
+        if _predicted(plan).fits:
             return _Found(plan, False)
         if pins.recompute is None:
             problem = problem.with_variants(variants(layout, pins, schedule.microbatches, RECOMPUTE))
         # what the program needs decides; the solver's sum over blocks is held to the same scale
-        scale, least = plan.predicted["bytes_per_rank"] / (solution.bytes_ + solution.transient), None
+        scale, least = _predicted(plan).bytes_per_rank / (solution.bytes_ + solution.transient), None
         while True:  # the scale grows until a plan fits or none is left
             chain = self._chain(problem, room / scale)
             try:
@@ -338,14 +339,14 @@ class _Search:
                 if least is not None:  # the scale of the leanest plan: nothing else fits
                     return _Found(least, True)
                 lean, bytes_ = self._leanest(layout, schedule, problem, chain, error)
-                need = error.least * scale if lean is None else float(lean.predicted["bytes_per_rank"])
+                need = error.least * scale if lean is None else _predicted(lean).bytes_per_rank
                 if lean is None or need > room:
                     raise OutOfMemoryError.of(need, bytes_, problem.mesh, schedule.microbatches, self.cluster) from None
                 least, scale = lean, need / error.least
                 continue
-            if plan.predicted["bytes_per_rank"] <= room:
+            if _predicted(plan).fits:
                 return _Found(plan, True)
-            scale *= 1.01 * plan.predicted["bytes_per_rank"] / room
+            scale *= 1.01 * _predicted(plan).bytes_per_rank / room
 
     def _leanest(
         self, layout: Layout, schedule: Schedule, problem: Problem, chain: Chain, error: Infeasible
@@ -354,7 +355,7 @@ class _Search:
         if error.solution is None:
             return None, {}
         plan = self._plan(layout, schedule, problem, chain, error.solution)
-        return plan, plan.predicted["bytes"]
+        return plan, _predicted(plan).bytes_by_kind
 
     def _chain(self, problem: Problem, limit: float) -> Chain:
         """The problem within ``limit`` of the solver's bytes."""
@@ -375,7 +376,7 @@ class _Search:
             self.graph, layout.mesh, assignments, copies, groups, schedule=schedule, precision=self.precision,
             cluster=str(self.cluster),
             predicted=predicted(self.graph, self.cluster, chain, solution, self.precision, schedule.microbatches),
-            certificate={"objective": solution.time, "bound": solution.bound, "gap": solution.gap, "status": solution.status},
+            certificate=Certificate(solution.time, solution.bound, solution.status),
         )
         return with_footprint(plan, self.rules, self.state_bytes)
 
@@ -395,9 +396,14 @@ class _Search:
                 plan = self.of(Pins.of({**vars_of(pins), name: None}), REMEDY_SECONDS)
             except (PlanError, PinError):
                 continue
-            need = bytes_text(plan.predicted["bytes_per_rank"])
+            need = bytes_text(_predicted(plan).bytes_per_rank)
             return error.with_remedy(f"without the pin {name}={getattr(pins, name)} it fits in {need}")
         return error.with_remedy(error.smaller(batch_size(self.graph), self.cluster.world))
+
+
+def _predicted(plan: Plan) -> Prediction:
+    assert plan.predicted is not None
+    return plan.predicted
 
 
 def _open_to_pipelines(pins: Pins, cluster: Cluster) -> bool:

@@ -14,6 +14,7 @@ import torch
 from meshwright.ir.graph import Block, Graph, Op, Param, Ref, Value
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import GroupChoice, Plan
+from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate
 from meshwright.ir.sharding import parse_sharding
 
 BATCH, HIDDEN, WIDE = 8, 16, 32
@@ -61,11 +62,10 @@ def handmade_plan() -> Plan:
         graph=graph, mesh=Mesh.of(dp=2, tp=2), assignments=assignments,
         copies={"x": parse_sharding("[_@dp, _]"), "add0": parse_sharding("[_@dp, _]"), "add1": parse_sharding("[_@dp, _]")},
         groups=(*(replace(group, path=block.path) for block in graph.blocks), group), cluster="cpu@host:1x4",
-        predicted={"step_seconds": 0.0125, "tokens_per_second": 5120.0, "bytes_per_rank": 3 * 2**20,
-                   "capacity_bytes": 12 * 2**20, "bytes": {"parameters": 2**20, "activations": 2 * 2**20}},
-        certificate={"objective": 0.0125, "bound": 0.0124, "gap": 0.008, "status": "optimal", "candidates": [
-            {"mesh": "dp=4 x tp=1", "microbatches": 1, "result": "does not fit"},
-            {"mesh": "dp=2 x tp=2", "microbatches": 1, "step_seconds": 0.0125}]},
+        predicted=Prediction(0.0125, 3 * 2**20, 12 * 2**20, tokens_per_second=5120.0,
+                             bytes_by_kind={"parameters": 2**20, "activations": 2 * 2**20}),
+        certificate=Certificate(0.0125, 0.0124, "optimal", candidates=(
+            SeenCandidate("dp=4 x tp=1", 1, outcome="does not fit"), SeenCandidate("dp=2 x tp=2", 1, 0.0125))),
         notes=("no rule for aten.mystery.default (in blocks.0): replicated",),
     )
 

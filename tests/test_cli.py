@@ -68,7 +68,7 @@ def test_plan_from_a_transformers_config(llama: Path, tmp_path: Path) -> None:
     assert answer["file"] == str(out)
     plan = Plan.load(out)
     assert plan.graph.values["input_ids"].shape == (4, 8)
-    assert answer["predicted"]["step_seconds"] == plan.predicted["step_seconds"]
+    assert answer["predicted"]["step_seconds"] == plan.predicted.step_seconds
     titles = [section["title"] for section in answer["sections"]]
     assert any("model.layers" in title for title in titles)
 
@@ -234,7 +234,7 @@ def test_simulate_a_plan(llama: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)
     assert (answer["schedule"], answer["pp"], answer["microbatches"]) == ("1f1b", 2, 4)
-    assert 0 < answer["seconds"] <= Plan.load(path).predicted["step_seconds"] * 1.001
+    assert 0 < answer["seconds"] <= Plan.load(path).predicted.step_seconds * 1.001
     assert run("verify", path).exit_code == 0
 
 

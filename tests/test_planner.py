@@ -80,7 +80,7 @@ def test_large_weight_small_batch_is_column_then_row() -> None:
     assert forward_ops(plan, "mw.all_reduce") == [(8, 8192)]
     for other in ("mw.all_gather", "mw.reduce_scatter", "mw.all_to_all", "mw.gather_vary"):
         assert not forward_ops(plan, other)
-    assert plan.certificate["gap"] <= 0.005
+    assert plan.certificate.gap <= 0.005
 
 
 def test_small_weight_large_batch_is_data_parallel() -> None:
@@ -93,7 +93,7 @@ def test_small_weight_large_batch_is_data_parallel() -> None:
 
 def test_replicas_that_do_not_fit_are_split_at_rest() -> None:
     graph = graph_of(Mlp(4096, 4096), 16384, 4096)
-    replicas = make_plan(graph, FOUR, Pins(dp=4, zero=0, microbatches=1)).predicted["bytes_per_rank"]
+    replicas = make_plan(graph, FOUR, Pins(dp=4, zero=0, microbatches=1)).predicted.bytes_per_rank
     plan = make_plan(graph, FOUR.with_memory(int(replicas * 0.97)), Pins())
     assert [set(assignment.values()) for assignment in weights(plan)] == [{"b0"}, {"b0"}]
     assert all(group.zero >= 2 and set(group.shard_axes) == set(plan.mesh.axes) for group in plan.groups[:-1])
@@ -103,48 +103,48 @@ def test_too_little_memory_for_whole_weights_is_zero_3() -> None:
     # a narrow middle: activations are largest at the loss, where the second layer is gathered and the first is not
     graph = graph_of(Mlp(4096, 1024), 16384, 4096)
     zero, two, three = (
-        make_plan(graph, FOUR, Pins(dp=4, zero=level, microbatches=1, recompute="none")).predicted["bytes_per_rank"]
+        make_plan(graph, FOUR, Pins(dp=4, zero=level, microbatches=1, recompute="none")).predicted.bytes_per_rank
         for level in (0, 2, 3)
     )
     assert three < two < zero
     plan = make_plan(graph, FOUR.with_memory(int((two + three) / 2)), Pins())
     assert [set(assignment.values()) for assignment in weights(plan)] == [{"b0"}, {"b0"}]
     assert [group.zero for group in plan.groups[:-1]] == [3, 3]
-    assert plan.predicted["bytes_per_rank"] == three
-    assert plan.predicted["capacity_bytes"] < two
+    assert plan.predicted.bytes_per_rank == three
+    assert plan.predicted.capacity_bytes < two
 
 
 def test_as_memory_shrinks_state_is_split_blocks_are_recomputed_and_the_batch_is_cut() -> None:
     graph = graph_of(Stack(6, 512), 16, 512, 512)
     seconds, seen = 0.0, set()
-    capacity = make_plan(graph, FOUR, Pins(dp=4)).predicted["bytes_per_rank"]
+    capacity = make_plan(graph, FOUR, Pins(dp=4)).predicted.bytes_per_rank
     for _ in range(4):
         plan = make_plan(graph, FOUR.with_memory(int(capacity)), Pins(dp=4))
-        assert plan.predicted["bytes_per_rank"] <= capacity
-        assert plan.predicted["step_seconds"] >= seconds * (1 - 0.006)  # less memory is never faster (within the gap)
-        seconds = plan.predicted["step_seconds"]
+        assert plan.predicted.bytes_per_rank <= capacity
+        assert plan.predicted.step_seconds >= seconds * (1 - 0.006)  # less memory is never faster (within the gap)
+        seconds = plan.predicted.step_seconds
         seen |= {f"zero {group.zero}" for group in plan.groups} | {group.recompute for group in plan.groups}
         seen |= {"micro-batches"} if plan.schedule.microbatches > 1 else set()
-        capacity = plan.predicted["bytes_per_rank"] * 0.8
+        capacity = plan.predicted.bytes_per_rank * 0.8
     assert {"zero 3", "full", "micro-batches"} <= seen
 
 
 def test_copies_of_a_block_differ_where_memory_is_tight() -> None:
     graph = graph_of(Stack(8, 512), 16, 512, 512)
     free = make_plan(graph, FOUR, Pins(dp=4, microbatches=1, zero=3, recompute="none"))
-    plan = make_plan(graph, FOUR.with_memory(int(free.predicted["bytes_per_rank"] * 0.9)), Pins(dp=4, microbatches=1, zero=3))
+    plan = make_plan(graph, FOUR.with_memory(int(free.predicted.bytes_per_rank * 0.9)), Pins(dp=4, microbatches=1, zero=3))
     kinds = {group.recompute for group in plan.groups[:-1]}
     assert [block.kind for block in graph.blocks] == [0] + [1] * 7  # the first reads what takes no gradient
     assert "none" in kinds
     assert len(kinds) > 1
-    assert plan.predicted["bytes_per_rank"] <= plan.predicted["capacity_bytes"]
+    assert plan.predicted.bytes_per_rank <= plan.predicted.capacity_bytes
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_gap_is_certified(name: str) -> None:
     plan = make_plan(of_models(name), Cluster.parse("cpu:1x4"), Pins())
-    assert 0 <= plan.certificate["gap"] <= 0.005
-    assert plan.certificate["bound"] <= plan.certificate["objective"]
+    assert 0 <= plan.certificate.gap <= 0.005
+    assert plan.certificate.bound_seconds <= plan.certificate.objective_seconds
 
 
 @pytest.mark.parametrize(("pins", "memory"), [(Pins(), 10 * MIB), (Pins(dp=4), 350_000)])
@@ -181,7 +181,7 @@ def test_names_do_not_matter(pins: Pins) -> None:
     cluster = FOUR.with_memory(150 * MIB)
     a, b = (make_plan(graph_of(kind(2, 256), 8, 64, 256), cluster, pins) for kind in (Stack, Renamed))
     assert {op.module for op in a.graph.ops}.isdisjoint({op.module for op in b.graph.ops} - {""})
-    assert a.predicted["step_seconds"] == b.predicted["step_seconds"]
+    assert a.predicted.step_seconds == b.predicted.step_seconds
     for one, other in zip(a.graph.ops, b.graph.ops, strict=True):
         assert (one.target, a.assignments[one.name]) == (other.target, b.assignments[other.name])
     assert [replace(group, path="") for group in a.groups] == [replace(group, path="") for group in b.groups]
@@ -215,21 +215,20 @@ def test_the_nearest_change_is_a_smaller_batch_where_that_binds() -> None:
 def test_numbers_of_a_plan() -> None:
     graph = of_models("llama")
     plan = make_plan(graph, Cluster.parse("cpu:1x4"), Pins(dp=4, microbatches=1))
-    predicted: dict[str, Any] = dict(plan.predicted)
-    assert predicted["tokens_per_second"] == pytest.approx(4 * 8 / predicted["step_seconds"])
-    assert predicted["microbatches"] == 1
+    predicted = plan.predicted
+    assert predicted.tokens_per_second == pytest.approx(4 * 8 / predicted.step_seconds)
     # linears: q, o 32 x 32, k, v 16 x 32, three of 64 x 32, the head 64 x 32; attention: 4 heads of 8, half of 8 x 8 scores
     products = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32) + 64 * 32
     assert step_flops(graph) >= 3 * 2 * 32 * products
-    assert predicted["tflops_per_device"] == pytest.approx(step_flops(graph) / predicted["step_seconds"] / 4 / 1e12)
-    assert 0 < predicted["mfu"] < 1
-    assert predicted["bytes_per_rank"] == pytest.approx(sum(predicted["bytes"].values()))
-    step = predicted["compute_seconds"] + predicted["exposed_communication_seconds"]
-    assert step == pytest.approx(predicted["step_seconds"])
+    assert predicted.tflops_per_device == pytest.approx(step_flops(graph) / predicted.step_seconds / 4 / 1e12)
+    assert 0 < predicted.mfu < 1
+    assert predicted.bytes_per_rank == pytest.approx(sum(predicted.bytes_by_kind.values()))
+    step = predicted.compute_seconds + predicted.exposed_communication_seconds
+    assert step == pytest.approx(predicted.step_seconds)
 
 
 def test_no_tokens_without_integer_inputs() -> None:
-    assert "tokens_per_second" not in make_plan(graph_of(Mlp(8, 8), 4, 8), FOUR, Pins()).predicted
+    assert make_plan(graph_of(Mlp(8, 8), 4, 8), FOUR, Pins()).predicted.tokens_per_second is None
 
 
 def test_sizes_are_in_the_unit_that_suits_them() -> None:
@@ -269,4 +268,4 @@ def test_dp_beyond_the_batch() -> None:
 def test_plan_is_the_public_way_in() -> None:
     plan = mw.plan(Mlp(8, 8), "h100:1x4", ((torch.randn(8, 8),), {}, ()), loss_fn=lambda y: y.sum(), pins={"dp": 4})
     assert plan.mesh.axes == ("dp", "tp")
-    assert plan.predicted["step_seconds"] > 0
+    assert plan.predicted.step_seconds > 0

@@ -109,7 +109,7 @@ def test_html_stands_alone(plan: Plan, tmp_path) -> None:
 
 
 def test_a_plan_without_predictions_prints() -> None:
-    plan = replace(handmade_plan(), predicted={}, certificate={}, notes=(), cluster="")
+    plan = replace(handmade_plan(), predicted=None, certificate=None, notes=(), cluster="")
     text = render(plan)
     lines = [line.split() for line in text.splitlines()]
     assert ["predicted", "unknown"] in lines

@@ -17,11 +17,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP, Mesh
+from meshwright.ir.prediction import Certificate, Prediction
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.ir.sharding import Sharding
 
@@ -105,9 +105,9 @@ class Pipeline:
 @dataclass(frozen=True)
 class Plan:
     """Everything decided. ``assignments``: {op name: {axis: factor}}; ``copies``: {value: the sharding its readers share};
-    ``groups``: one per block of the graph in order, then the root's; ``predicted``: numbers with units in their names;
-    ``certificate``: objective, lower bound and gap of the solve; ``notes``: what a reader should know (unknown operators,
-    dims that could not be split)."""
+    ``groups``: one per block of the graph in order, then the root's; ``predicted``: what a step takes and holds;
+    ``certificate``: how much better another plan could be; ``notes``: what a reader should know (unknown operators,
+    dims that could not be split). The last three are None or empty for a plan that no search made."""
 
     graph: Graph
     mesh: Mesh
@@ -119,8 +119,8 @@ class Plan:
     precision: str = "fp32"
     optimizer: str = "adamw"
     cluster: str = ""
-    predicted: Mapping[str, Any] = field(default_factory=dict)
-    certificate: Mapping[str, Any] = field(default_factory=dict)
+    predicted: Prediction | None = None
+    certificate: Certificate | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -150,12 +150,11 @@ class Plan:
             f"{self.optimizer}",
             f"step       {_step(self)}",
         ]
-        if "bytes_per_rank" in self.predicted:
-            capacity = self.predicted.get("capacity_bytes")
-            room = "" if capacity is None else f" of {bytes_text(capacity)}"
-            lines.append(f"memory     {bytes_text(self.predicted['bytes_per_rank'])}{room} on the fullest device")
-        if "gap" in self.certificate:
-            lines.append(f"gap        {self.certificate['gap']:.2%} above the lower bound")
+        if self.predicted is not None:
+            held, room = bytes_text(self.predicted.bytes_per_rank), bytes_text(self.predicted.capacity_bytes)
+            lines.append(f"memory     {held} of {room} on the fullest device")
+        if self.certificate is not None:
+            lines.append(f"gap        {self.certificate.gap:.2%} above the lower bound")
         kept = Counter((replace(group, path="") if group.path else group) for group in self.groups[:-1])
         lines += [f"{count} block{'s' if count > 1 else ''}".ljust(11) + _kept(group) for group, count in kept.items()]
         lines += ["the rest".ljust(11) + _kept(group) for group in self.groups[-1:]]
@@ -197,8 +196,8 @@ def _step(plan: Plan) -> str:
     words = [f"{plan.schedule.microbatches} micro-batch{'es' if plan.schedule.microbatches > 1 else ''}"]
     if plan.pipeline is not None:
         words.append(f"{plan.pipeline.stages} stages on {plan.pipeline.degree} ranks under {plan.pipeline.schedule}")
-    if "step_seconds" in plan.predicted:
-        words.append(f"{seconds_text(plan.predicted['step_seconds'])} predicted")
+    if plan.predicted is not None:
+        words.append(f"{seconds_text(plan.predicted.step_seconds)} predicted")
     return ", ".join(words)
 
 

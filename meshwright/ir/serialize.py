@@ -17,6 +17,7 @@ import torch
 from meshwright.ir.graph import Block, Graph, Op, Param, Ref, Value, map_refs
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import GroupChoice, Pipeline, Plan, PlanError, Schedule
+from meshwright.ir.prediction import Certificate, Prediction
 from meshwright.ir.sharding import DTYPE_NAMES, DTYPES, format_sharding, parse_sharding
 
 VERSION = 1
@@ -80,8 +81,9 @@ def _tensor(numbers: list[Any], dtype: torch.dtype) -> torch.Tensor:
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """A plan as JSON-able values."""
     return {
-        **_decisions(plan), "predicted": _pack(plan.predicted), "certificate": _pack(plan.certificate),
-        "notes": list(plan.notes), "graph": graph_to_dict(plan.graph),
+        **_decisions(plan), "predicted": plan.predicted and plan.predicted.as_json(),
+        "certificate": plan.certificate and plan.certificate.as_json(), "notes": list(plan.notes),
+        "graph": graph_to_dict(plan.graph),
     }
 
 
@@ -123,7 +125,7 @@ def plan_from_dict(data: Mapping[str, Any]) -> Plan:
             ),
             pipeline=_pipeline(data["pipeline"]),
             precision=data["precision"], optimizer=data["optimizer"], cluster=data["cluster"],
-            predicted=_unpack(data["predicted"]), certificate=_unpack(data["certificate"]), notes=tuple(data["notes"]),
+            predicted=_prediction(data["predicted"]), certificate=_certificate(data["certificate"]), notes=tuple(data["notes"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise PlanError(f"the plan is damaged: {type(error).__name__} {error}") from error
@@ -131,6 +133,30 @@ def plan_from_dict(data: Mapping[str, Any]) -> Plan:
 
 def _pipeline(data: Mapping[str, Any] | None) -> Pipeline | None:
     return None if data is None else Pipeline(data["schedule"], tuple(data["cuts"]), tuple(data["stage_rank"]))
+
+
+def _prediction(data: Any) -> Prediction | None:
+    if _of_the_first_days(data):
+        data = _renamed(_unpack(data), {"bytes": "bytes_by_kind", "bubble": "bubble_fraction"}, "microbatches")
+    return Prediction.of_json(data) if data else None
+
+
+def _certificate(data: Any) -> Certificate | None:
+    if _of_the_first_days(data):
+        names = {"objective": "objective_seconds", "bound": "bound_seconds", "seconds": "planning_seconds"}
+        data = _renamed(_unpack(data), names, "gap")
+        seen = [_renamed(one, {"mesh": "layout", "result": "outcome"}) for one in data.pop("candidates", ())]
+        data = data and {**data, "candidates": seen}
+    return Certificate.of_json(data) if data else None
+
+
+def _of_the_first_days(data: Any) -> bool:
+    """Whether predictions are packed pairs, under names that said less."""
+    return isinstance(data, Mapping) and set(data) == {"map"}
+
+
+def _renamed(data: Mapping[str, Any], names: Mapping[str, str], dropped: str = "") -> dict[str, Any]:
+    return {names.get(name, name): item for name, item in data.items() if name != dropped}
 
 
 def plan_hash(plan: Plan) -> str:

@@ -279,12 +279,13 @@ def _said(error: Exception) -> str:
 def _planned(system: System, graph: Graph, cluster: Cluster, pins: Pins) -> Priced:
     """One plan's predictions. Raises OutOfMemoryError, PinError, PlanError."""
     plan = make_plan(graph, cluster, pins, precision="bf16", optimizer=system.optimizer)
-    seconds, peak = float(plan.predicted["step_seconds"]), cluster.device.flops(torch.bfloat16)
-    tflops = float(plan.predicted["tflops_per_device"])
+    predicted, peak = plan.predicted, cluster.device.flops(torch.bfloat16)
+    assert predicted is not None
+    seconds, tflops = predicted.step_seconds, predicted.tflops_per_device or 0.0
     if system.published.counts == "recompute" and all(group.recompute == "full" for group in plan.groups if group.path):
         tflops = recompute_flops(system) / seconds / cluster.world / 1e12
-    tokens = float(plan.predicted["tokens_per_second"]) / cluster.world
-    return Priced(layout_of(plan), seconds, tflops, tflops * 1e12 / peak, tokens, float(plan.predicted["bytes_per_rank"]))
+    tokens = (predicted.tokens_per_second or 0.0) / cluster.world
+    return Priced(layout_of(plan), seconds, tflops, tflops * 1e12 / peak, tokens, predicted.bytes_per_rank)
 
 
 def recompute_flops(system: System) -> float:

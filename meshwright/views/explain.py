@@ -255,12 +255,12 @@ def diff(old: Plan, new: Plan) -> str:
 
 def _heads(old: Plan, new: Plan) -> list[tuple[str, str, str]]:
     def head(plan: Plan) -> dict[str, str]:
-        step, bytes_ = plan.predicted.get("step_seconds"), plan.predicted.get("bytes_per_rank")
+        known = plan.predicted
         return {
             "mesh": str(plan.mesh), "cluster": plan.cluster, "precision": plan.precision, "optimizer": plan.optimizer,
             "micro-batches": str(plan.schedule.microbatches),
-            "predicted step": "unknown" if step is None else seconds_text(step),
-            "predicted memory": "unknown" if bytes_ is None else bytes_text(bytes_),
+            "predicted step": "unknown" if known is None else seconds_text(known.step_seconds),
+            "predicted memory": "unknown" if known is None else bytes_text(known.bytes_per_rank),
         }
 
     return [(what, a, b) for (what, a), b in zip(head(old).items(), head(new).values(), strict=True)]

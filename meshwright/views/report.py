@@ -2,7 +2,7 @@
 
 ``render(plan)`` is the page as text, always at the same width, so that it can be compared; ``page(plan)`` is the same as a
 rich renderable for a terminal's own width. ``show`` prints it or writes it as a file that needs nothing else.
-Numbers come from ``plan.predicted`` with their unit in the name (``..._seconds``, ``bytes...``, ``..._per_second``).
+Predictions are printed by the unit in their names (``..._seconds``, ``..._per_second``).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -25,6 +25,7 @@ from meshwright.cost.timeline import chrome_trace
 from meshwright.cost.timeline import render as clock
 from meshwright.ir.mesh import PP
 from meshwright.ir.plan import GroupChoice, Plan
+from meshwright.ir.prediction import Prediction, SeenCandidate
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.views.facts import Facts, Section, facts_of, fold_paths, sections
 
@@ -71,8 +72,8 @@ def page(plan: Plan) -> RenderableType:
     if plan.pipeline is not None:
         parts += _stages(plan)
     parts.append(_groups(plan))
-    if plan.certificate.get("candidates"):
-        parts.append(_candidates(plan))
+    if plan.certificate is not None and plan.certificate.candidates:
+        parts.append(_candidates(plan.certificate.candidates))
     parts += [Text(f"note: {note}", style="yellow") for note in plan.notes]
     return Group(*parts)
 
@@ -109,14 +110,14 @@ def _header(facts: Facts) -> Table:
     _add(table, "predicted", _predicted(plan.predicted))
     _add(table, "memory", _memory(plan.predicted))
     proof = plan.certificate
-    if "gap" in proof:
-        if "considered" in proof:
-            _add(table, "search", f"{proof['considered']:,} candidates considered, {proof['pruned']:,} pruned by bound, "
-                 f"{proof['infeasible']:,} impossible, {proof['solved']:,} solved")
-        if "runner_up" in proof:
-            _add(table, "runner-up", proof["runner_up"])
-        _add(table, "certificate", f"gap {proof['gap']:.2%} (objective {seconds_text(proof['objective'])}, lower bound "
-             f"{seconds_text(proof['bound'])}, {proof.get('status', '')})")
+    if proof is not None:
+        if proof.considered:
+            _add(table, "search", f"{proof.considered:,} candidates considered, {proof.pruned:,} pruned by bound, "
+                 f"{proof.infeasible:,} impossible, {proof.solved:,} solved")
+        if proof.runner_up:
+            _add(table, "runner-up", proof.runner_up)
+        _add(table, "certificate", f"gap {proof.gap:.2%} (objective {seconds_text(proof.objective_seconds)}, lower bound "
+             f"{seconds_text(proof.bound_seconds)}, {proof.status})")
     return table
 
 
@@ -133,12 +134,13 @@ def _levels(plan: Plan) -> str:
     return "/".join(map(str, sorted({group.zero for group in plan.groups})))
 
 
-def _predicted(predicted: Mapping[str, Any]) -> str:
+def _predicted(predicted: Prediction | None) -> str:
+    """Everything but bytes, in the order of the fields."""
     words = []
-    for name, value in predicted.items():
+    for name, value in predicted.as_json().items() if predicted is not None else ():
         if not isinstance(value, int | float) or "bytes" in name:
             continue
-        label = name.removesuffix("_seconds").removesuffix("_per_second").replace("_", " ")
+        label = name.removesuffix("_seconds").removesuffix("_per_second").removesuffix("_fraction").replace("_", " ")
         if name.endswith("_per_second"):
             words.append(f"{value:,.0f} {label}/s")
         elif name.endswith("seconds"):
@@ -148,15 +150,12 @@ def _predicted(predicted: Mapping[str, Any]) -> str:
     return ", ".join(words) or "unknown"
 
 
-def _memory(predicted: Mapping[str, Any]) -> str:
-    if "bytes_per_rank" not in predicted:
+def _memory(predicted: Prediction | None) -> str:
+    if predicted is None:
         return "unknown"
-    total = predicted["bytes_per_rank"]
-    kinds = " + ".join(f"{name} {bytes_text(value)}" for name, value in predicted.get("bytes", {}).items())
-    text = f"{bytes_text(total)} per device"
-    if "capacity_bytes" in predicted:
-        capacity = predicted["capacity_bytes"]
-        text += f" of {bytes_text(capacity)} ({total / capacity:.1%})"
+    total, capacity = predicted.bytes_per_rank, predicted.capacity_bytes
+    kinds = " + ".join(f"{name} {bytes_text(value)}" for name, value in predicted.bytes_by_kind.items())
+    text = f"{bytes_text(total)} per device of {bytes_text(capacity)} ({total / capacity:.1%})"
     return text + (f" = {kinds}" if kinds else "")
 
 
@@ -187,20 +186,19 @@ def _groups(plan: Plan) -> Table:
 
 def _stages(plan: Plan) -> list[RenderableType]:
     """Every stage with its blocks and seconds, then the predicted clock."""
-    pipeline, predicted = plan.pipeline, plan.predicted
+    pipeline, seconds_ = plan.pipeline, None if plan.predicted is None else plan.predicted.stages
     assert pipeline is not None
     table = Table("stage", "rank", "operators", "blocks", "forward", "backward", box=box.SIMPLE_HEAD, title_justify="left",
                   title=Text(f"stages under {pipeline.schedule}"), title_style="bold")
-    seconds_ = predicted.get("stages", {})
     for stage, (start, stop) in enumerate(itertools.pairwise(pipeline.cuts)):
         inside = [block.path for block in plan.graph.blocks if start <= block.start < stop]
         spent = ["", ""]
-        if seconds_:
-            back = seconds_["backward_input"][stage] + seconds_["backward_weight"][stage]
-            spent = [seconds_text(seconds_["forward"][stage]), seconds_text(back)]
+        if seconds_ is not None:
+            back = seconds_.backward_input[stage] + seconds_.backward_weight[stage]
+            spent = [seconds_text(seconds_.forward[stage]), seconds_text(back)]
         _add(table, str(stage), str(pipeline.stage_rank[stage]), f"{start}..{stop - 1}", fold_paths(inside) if inside else "-",
              *spent)
-    if not seconds_:
+    if seconds_ is None:
         return [table]
     run = simulation_of(plan)
     title = Text(f"predicted clock, a column for {seconds_text(run.makespan / _TICKS)}", style="bold")
@@ -211,18 +209,13 @@ def _group_key(group: GroupChoice) -> tuple[int, tuple[str, ...], tuple[str, ...
     return group.zero, group.data_axes, group.shard_axes, group.recompute, group.stage
 
 
-def _candidates(plan: Plan) -> Table:
+def _candidates(seen: Sequence[SeenCandidate]) -> Table:
     table = Table("candidate", "micro-batches", "step", box=box.SIMPLE_HEAD, title=Text("candidates seen, best first"),
                   title_justify="left", title_style="bold")
-    found = sorted(plan.certificate["candidates"], key=lambda c: c.get("step_seconds", float("inf")))
-    for candidate in _first(found):
-        took = candidate.get("step_seconds")
-        result = candidate.get("result", "") if took is None else seconds_text(took)
-        _add(table, candidate["mesh"], str(candidate["microbatches"]), result)
-    if len(found) > _SHOWN:
-        _add(table, f"and {len(found) - _SHOWN} more", "", "")
+    best_first = sorted(seen, key=lambda one: math.inf if one.step_seconds is None else one.step_seconds)
+    for one in best_first[:_SHOWN]:
+        result = one.outcome if one.step_seconds is None else seconds_text(one.step_seconds)
+        _add(table, one.layout, str(one.microbatches), result)
+    if len(seen) > _SHOWN:
+        _add(table, f"and {len(seen) - _SHOWN} more", "", "")
     return table
-
-
-def _first(candidates: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
-    return itertools.islice(candidates, _SHOWN)

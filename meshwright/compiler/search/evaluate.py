@@ -34,6 +34,7 @@ from meshwright.compiler.structure.positions import Position
 from meshwright.cost.schedules import SPLIT_BACKWARD, illegal_combination, schedule_table, stage_rank, waiting
 from meshwright.cost.table import Table
 from meshwright.cost.timeline import Simulation, simulate
+from meshwright.ir.prediction import StageSeconds
 
 _PARTS = (0.25, 0.5, 0.75, 1.0)
 
@@ -53,7 +54,7 @@ class Evaluation:
     position; ``parts``: seconds of the step by what they are spent on, the mean over ranks; ``bound``: seconds that no cut and
     no recomputation can beat; ``memory``: bytes per rank at its peak; ``kinds``: bytes of the fullest rank;
     ``starts``: operators at which stages start, and the end; ``blocks``: of every position, -1 for the root; ``stages``:
-    seconds of every stage; ``run``: the simulation, None without stages."""
+    seconds of every stage; ``run``: the simulation; both None without stages."""
 
     candidate: Candidate
     degrees: Degrees
@@ -68,7 +69,7 @@ class Evaluation:
     kinds: Mapping[str, float]
     starts: tuple[int, ...]
     blocks: tuple[int, ...]
-    stages: Mapping[str, tuple[float, ...]]
+    stages: StageSeconds | None
     run: Simulation | None
 
     @property
@@ -282,8 +283,7 @@ class Evaluator:
             candidate, degrees, zero, placement, cuts.boundaries, recompute, seconds,
             self.step_of(candidate, plain, cuts.bound) * slack, parts,
             tuple(memory.tolist()), kinds, self._starts(cuts.boundaries), tuple(p.block for p in self.positions),
-            {"forward": cuts.forward, "backward_input": cuts.backward_input, "backward_weight": cuts.backward_weight,
-             "transfer": tuple(at.tolist())}, run,
+            StageSeconds(cuts.forward, cuts.backward_input, cuts.backward_weight, tuple(at.tolist())), run,
         )
 
     def _starts(self, boundaries: Sequence[int]) -> tuple[int, ...]:
@@ -344,7 +344,7 @@ class Evaluator:
         slack = placement.bound / placement.seconds
         return Evaluation(
             candidate, degrees, zero, placement, (0, len(self.names)), tuple(marks), seconds, bound * slack, parts, (memory,),
-            kinds, self._starts((0, len(self.names))), tuple(p.block for p in self.positions), {}, None,
+            kinds, self._starts((0, len(self.names))), tuple(p.block for p in self.positions), None, None,
         )
 
     def _step_alone(self, candidate: Candidate, placement: Placement, units: Units) -> float:

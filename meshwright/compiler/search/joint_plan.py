@@ -1,7 +1,7 @@
 """From the joint search's outcome to a plan: assignments over the plan's axes, stages as operators, predictions, the record.
 
-``predicted["stages"]`` holds seconds of every stage and transfer, so that ``simulation_of`` runs the schedule again: for the
-printed clock and for ``plan.timeline``.
+The prediction holds seconds of every stage and transfer, so that ``simulation_of`` runs the schedule again: for the printed
+clock and for ``timeline``.
 """
 
 from __future__ import annotations
@@ -9,24 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
-
-import torch
 
 from meshwright.compiler.search.evaluate import DoesNotFitError, Evaluation
 from meshwright.compiler.search.joint import JointSearch, Outcome, Progress
-from meshwright.compiler.search.prediction import OutOfMemoryError, capacity, step_flops, tokens_of
+from meshwright.compiler.search.prediction import OutOfMemoryError, capacity, step_flops, with_throughput
 from meshwright.compiler.search.stage_costs import Degrees, renamed, renamed_assignment
 from meshwright.compiler.structure.dims import batch_inputs
 from meshwright.compiler.structure.microbatch import split_time
 from meshwright.compiler.structure.units import find_layers
-from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.schedules import illegal_combination, schedule_table, stage_rank
 from meshwright.cost.timeline import Simulation, simulate
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import RECOMPUTE, PinError, Pins
 from meshwright.ir.plan import GroupChoice, Pipeline, Plan, PlanError
+from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate
 from meshwright.ir.quantities import bytes_text
 from meshwright.ir.rule import OpRule
 
@@ -140,7 +137,7 @@ def groups_of(best: Evaluation, graph: Graph) -> tuple[GroupChoice, ...]:
     return (*(groups[i] for i in range(len(graph.blocks))), kept)
 
 
-def certificate(outcome: Outcome, seconds: float | None = None, counted: float = 0.0) -> dict[str, Any]:
+def certificate(outcome: Outcome, seconds: float | None = None, counted: float = 0.0) -> Certificate:
     """What was considered, what came second and why, and what is proven; ``seconds``: of the plan, if it is not the best
     evaluation itself; ``counted``: those of its evaluation. If they are more, the program left room that the search had not
     counted, as those of other candidates may: then no more is proven than the gap of the evaluation."""
@@ -148,48 +145,43 @@ def certificate(outcome: Outcome, seconds: float | None = None, counted: float =
     seconds = outcome.best.seconds if seconds is None else seconds
     gap = max(0.0, 1.0 - outcome.bound / max(seconds, counted))
     bound = (1.0 - gap) * seconds
-    status = "optimal" if gap <= outcome.wanted else "time_limit" if outcome.late else "gap"
-    record: dict[str, Any] = {
-        "objective": seconds, "bound": bound, "gap": gap, "status": status,
-        "considered": outcome.considered, "pruned": outcome.pruned, "infeasible": outcome.infeasible, "solved": outcome.solved,
-        "candidates": [
-            {"mesh": str(e.candidate), "microbatches": e.candidate.microbatches, "step_seconds": e.seconds, "zero": e.zero}
-            for e in outcome.ranking[:SHOWN]
-        ],
-    }
-    if second is not None:
-        record["runner_up"] = outcome.why(second)
-    return record
+    return Certificate(
+        objective_seconds=seconds, bound_seconds=bound,
+        status="optimal" if gap <= outcome.wanted else "time_limit" if outcome.late else "gap",
+        considered=outcome.considered, pruned=outcome.pruned, infeasible=outcome.infeasible, solved=outcome.solved,
+        runner_up="" if second is None else outcome.why(second),
+        candidates=tuple(
+            SeenCandidate(str(e.candidate), e.candidate.microbatches, e.seconds, e.zero) for e in outcome.ranking[:SHOWN]
+        ),
+    )
 
 
-def _predicted(best: Evaluation, graph: Graph, flops: float, cluster: Cluster, precision: str) -> dict[str, Any]:
-    inputs = float(sum(graph.values[name].bytes_ for name in graph.inputs))
-    tokens = tokens_of(graph)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    found: dict[str, Any] = {"step_seconds": best.seconds}
-    found |= {f"{name.replace(' ', '_')}_seconds": value for name, value in best.parts.items()}
-    if tokens:
-        found["tokens_per_second"] = tokens / best.seconds
-    if flops:
-        found["tflops_per_device"] = flops / best.seconds / cluster.world / 1e12
-        found["mfu"] = compute.mfu(flops, best.seconds, cluster.world, cluster.device, dtype)
-    found["microbatches"] = best.candidate.microbatches
-    found["bytes_per_rank"] = max(best.memory) + inputs
-    found["bytes"] = {**best.kinds, "inputs": inputs}
-    found["capacity_bytes"] = capacity(cluster)
-    if best.run is not None:
-        found["bubble"] = best.bubble
-        found["bytes_per_pipeline_rank"] = [bytes_ + inputs for bytes_ in best.memory]
-        found["stages"] = {name: list(values) for name, values in best.stages.items()}
-    return found
+def _predicted(best: Evaluation, graph: Graph, flops: float, cluster: Cluster, precision: str) -> Prediction:
+    inputs, staged, parts = inputs_of(graph), best.run is not None, best.parts
+    found = Prediction(
+        step_seconds=best.seconds,
+        bytes_per_rank=max(best.memory) + inputs,
+        capacity_bytes=capacity(cluster),
+        compute_seconds=parts["compute"],
+        exposed_communication_seconds=parts["exposed communication"],
+        recomputation_seconds=parts["recomputation"],
+        optimizer_seconds=parts["optimizer"],
+        pipeline_bubble_seconds=parts.get("pipeline bubble"),
+        bubble_fraction=best.bubble if staged else None,
+        bytes_by_kind={**best.kinds, "inputs": inputs},
+        bytes_per_pipeline_rank=tuple(bytes_ + inputs for bytes_ in best.memory) if staged else (),
+        stages=best.stages,
+    )
+    return with_throughput(found, graph, flops, cluster, precision)
 
 
 def simulation_of(plan: Plan) -> Simulation:
     """The predicted step of a plan with a pipeline, action by action. Raises PlanError without one."""
-    stages = plan.predicted.get("stages")
-    if plan.pipeline is None or not stages:
+    stages = None if plan.predicted is None else plan.predicted.stages
+    if plan.pipeline is None or stages is None:
         raise PlanError("the plan has no pipeline with predicted stages, so there is no schedule to show")
     pipeline = plan.pipeline
     table = schedule_table(pipeline.schedule, pipeline.degree, pipeline.stages // pipeline.degree, plan.schedule.microbatches)
-    sent = stages["transfer"]
-    return simulate(table, stages["forward"], stages["backward_input"], stages["backward_weight"], (sent, sent))
+    return simulate(
+        table, stages.forward, stages.backward_input, stages.backward_weight, (stages.transfer, stages.transfer)
+    )

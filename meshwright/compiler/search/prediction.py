@@ -1,7 +1,4 @@
-"""What a plan is predicted to cost, as numbers with their unit in the name; and the error when nothing fits.
-
-    step_seconds = compute_seconds + exposed_communication_seconds
-    tflops_per_device = model FLOPs / (step_seconds x devices),    mfu = that / the device's peak in the compute dtype
+"""What a plan is predicted to cost (``ir.prediction``), and the error when nothing fits.
 
 Model FLOPs are those of the matrix products and the attention of the captured graph, three times where a gradient flows
 (forward, and two backward), once elsewhere; recomputation counts for nothing.
@@ -10,7 +7,7 @@ Model FLOPs are those of the matrix products and the attention of the captured g
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,6 +20,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import PlanError
+from meshwright.ir.prediction import Prediction
 from meshwright.ir.quantities import bytes_text
 from meshwright.ir.sharding import ceil_div
 
@@ -39,29 +37,35 @@ def bytes_by_kind(chain: Chain, solution: Solution) -> dict[str, float]:
 
 def predicted(
     graph: Graph, cluster: Cluster, chain: Chain, solution: Solution, precision: str, microbatches: int
-) -> dict[str, Any]:
-    """Seconds of the step and their parts, throughput, bytes per rank by kind."""
+) -> Prediction:
+    """What a solution of the blocks' chain takes; recomputation and optimizer are not told apart from compute."""
     forward, backward, send, back, gather, reduce_, first, last, *host = totals(chain, solution)[:, :SECONDS].T
     forward, backward = np.maximum(forward, host[0]), np.maximum(backward, host[1])
     contention, one = cluster.device.contention, 1.0 / microbatches  # of what happens once a step, behind one micro-batch
     exposed = overlap.exposed(forward, gather, contention) + overlap.exposed(one * forward, first, contention)
     exposed += overlap.exposed(backward, reduce_, contention) + overlap.exposed(one * backward, last, contention)
-    flops, seconds = step_flops(graph), solution.time
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    tokens = tokens_of(graph)
-    return {
-        "step_seconds": seconds,
-        "compute_seconds": float((forward + backward).sum()),
-        "communication_seconds": float((send + back + gather + reduce_ + first + last).sum()),
-        "exposed_communication_seconds": float((send + back + exposed).sum()),
-        **({"tokens_per_second": tokens / seconds} if tokens and seconds else {}),
-        **({"tflops_per_device": flops / seconds / cluster.world / 1e12,
-            "mfu": compute.mfu(flops, seconds, cluster.world, cluster.device, dtype)} if flops and seconds else {}),
-        "microbatches": microbatches,
-        "bytes_per_rank": solution.bytes_ + solution.transient,
-        "bytes": bytes_by_kind(chain, solution),
-        "capacity_bytes": capacity(cluster),
-    }
+    found = Prediction(
+        step_seconds=solution.time,
+        bytes_per_rank=solution.bytes_ + solution.transient,
+        capacity_bytes=capacity(cluster),
+        compute_seconds=float((forward + backward).sum()),
+        communication_seconds=float((send + back + gather + reduce_ + first + last).sum()),
+        exposed_communication_seconds=float((send + back + exposed).sum()),
+        bytes_by_kind=bytes_by_kind(chain, solution),
+    )
+    return with_throughput(found, graph, step_flops(graph), cluster, precision)
+
+
+def with_throughput(found: Prediction, graph: Graph, flops: float, cluster: Cluster, precision: str) -> Prediction:
+    """The prediction with tokens per second, FLOP/s and MFU, as far as the model has tokens and FLOPs."""
+    seconds, tokens, devices = found.step_seconds, tokens_of(graph), cluster.world
+    if tokens and seconds:
+        found = replace(found, tokens_per_second=tokens / seconds)
+    if flops and seconds:
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        mfu = compute.mfu(flops, seconds, devices, cluster.device, dtype)
+        found = replace(found, tflops_per_device=flops / seconds / devices / 1e12, mfu=mfu)
+    return found
 
 
 def capacity(cluster: Cluster) -> float:
