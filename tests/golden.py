@@ -110,8 +110,8 @@ def describe(plan: Plan) -> dict[str, Any]:
         "mesh": str(plan.mesh),
         "microbatches": plan.schedule.microbatches,
         "pipeline": None if pipeline is None else f"{pipeline.schedule}, stages on {pipeline.stage_rank}",
-        "step_ms": float(f"{plan.predicted['step_seconds'] * 1e3:.4g}"),
-        "mib_per_rank": float(f"{plan.predicted['bytes_per_rank'] / 2**20:.4g}"),
+        "step_ms": float(f"{plan.predicted.step_seconds * 1e3:.4g}"),
+        "mib_per_rank": float(f"{plan.predicted.bytes_per_rank / 2**20:.4g}"),
         "parameters": groups,
         "blocks": {
             section.title: [" | ".join((row.module, "; ".join(row.weights), row.result, ", ".join(row.collectives)))
