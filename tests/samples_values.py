@@ -281,27 +281,44 @@ def _factories() -> dict[str, Maker]:
 
 
 def _random() -> dict[str, Maker]:
-    def like() -> list[Sample]:
-        return [s(r(4, 8), fixed=(0,), values=False)]
+    def one(*args: Any, floats: int = 1) -> Maker:
+        return lambda: [s(*(r(4, 8) for _ in range(floats)), *args, fixed=range(floats), values=False)]
 
+    overwriting = ("uniform", "exponential", "normal_functional", "cauchy", "log_normal", "random")
     return {
-        "dropout.default": lambda: [s(n(4, 8), 0.5, False), s(n(4, 8), 0.0, True)],
+        "dropout.default": lambda: [s(n(4, 8), 0.5, False), s(n(4, 8), 0.0, True), *one(0.5, True)()],
         **{f"{name}.default": lambda: [s((4, 8), values=False)] for name in ("rand", "randn")},
-        **{f"{name}.default": like for name in ("rand_like", "randn_like", "bernoulli", "uniform", "exponential")},
-        "randint.default": lambda: [s(8, (4,), values=False)],
-        "randint.low": lambda: [s(2, 8, (4,), values=False)],
+        **{f"{name}.default": one() for name in (*overwriting, "rand_like", "randn_like", "bernoulli", "poisson")},
+        "randint.default": lambda: [s(1 << 20, (4, 8), values=False)],
+        "randint.low": lambda: [s(2, 1 << 20, (4, 8), values=False)],
+        "normal.float_float": lambda: [s(0.0, 1.0, (4, 8), values=False)],
+        "randint_like.default": one(1 << 20),
+        "randint_like.low_dtype": one(2, 1 << 20),
+        "random.to": one(1 << 20),
+        "random.from": one(2, 1 << 20),
         "randperm.default": lambda: [s(8, values=False)],
-        "bernoulli.p": lambda: [s(r(4, 8), 0.5, fixed=(0,), values=False)],
-        "normal.Tensor_float": lambda: [s(n(4, 8), 1.0, fixed=(0,), values=False)],
-        "multinomial.default": lambda: [s(r(4, 8), 2, fixed=(0,), values=False)],
+        "bernoulli.p": one(0.5),
+        "bernoulli.Tensor": one(floats=2),
+        "binomial.default": lambda: [s(torch.full((4, 8), 20.0), r(4, 8).float(), fixed=(0, 1), values=False)],
+        "geometric.default": one(0.1),
+        "_standard_gamma.default": one(),
+        "_sample_dirichlet.default": one(),
+        "normal.Tensor_float": one(1.0),
+        "normal.float_Tensor": lambda: [s(1.0, r(4, 8), fixed=(0,), values=False)],
+        "normal.Tensor_Tensor": one(floats=2),
+        "multinomial.default": lambda: [s(r(4, 800), 200, fixed=(0,), values=False)],
         "native_dropout.default": lambda: [
             s(n(4, 8), 0.0, True),
             s(n(4, 8), 0.5, False),
             s(n(4, 8), 0.5, True, fixed=(0,), values=False),
         ],
+        "rrelu.default": lambda: [s(n(4, 8)), s(-r(4, 8), 0.1, 0.3, True, fixed=(0,), values=False)],
+        "rrelu_with_noise_functional.default": lambda: [s(-r(4, 8), r(4, 8), 0.1, 0.3, True, fixed=(0, 1), values=False)],
+        "alpha_dropout.default": one(0.5, True),
         **{
-            f"{name}.default": lambda: [s(n(4, 8), 0.5, True, fixed=(0,), values=False)]
-            for name in ("alpha_dropout", "feature_dropout")
+            f"{name}.default": lambda: [s(r(4, 8), 0.5, True, fixed=(0,), values=False),
+                                        s(r(4, 8, 6), 0.5, True, fixed=(0,), values=False)]
+            for name in ("feature_dropout", "feature_alpha_dropout")
         },
     }
 

@@ -17,11 +17,12 @@ import torch
 
 from meshwright.ir.graph import Graph, Op, Ref, Value, map_refs
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.program import SEED
+from meshwright.ir.program import DRAW, SEED
 from meshwright.ir.rule import Local, OpRule, Placed, place
 from meshwright.ir.sharding import Sharding, piece
 from meshwright.runtime import ops
 from meshwright.runtime.collectives import Group
+from meshwright.runtime.draws import drawing
 
 Coordinates = Mapping[str, int]
 
@@ -47,7 +48,8 @@ def call(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[t
         namespace, name, overload = target.split(".")
         if name.endswith("_") and not name.endswith("__"):
             args = (args[0].clone(), *args[1:])
-        found = getattr(getattr(getattr(torch.ops, namespace), name), overload)(*args, **kwargs)
+        operator = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        found = (drawing(operator, torch.device("cpu")) if DRAW in kwargs else operator)(*args, **kwargs)
     return tuple(found) if isinstance(found, tuple | list) else (found,)
 
 
@@ -190,7 +192,7 @@ def check(
     communicates = any(factor in rule.internal for factor in assignment.values())
     if communicates:
         monkeypatch.setattr(ops.comm, "reduce", Rendezvous(mesh.world).reduce)
-    ranks = _on_ranks(lambda rank: _rank(run, rule, assignment, mesh, placed, rank), mesh.world, communicates)
+    ranks = _on_ranks(lambda rank: one_rank(run, rule, assignment, mesh, placed, rank), mesh.world, communicates)
     if not values:
         return
     for i, whole in enumerate(run.results):
@@ -226,7 +228,7 @@ def _on_ranks(work: Callable[[int], Any], world: int, together: bool) -> list[An
     return found
 
 
-def _rank(run: Run, rule: OpRule, assignment: Mapping[str, str], mesh: Mesh, placed: Placed, rank: int) -> Any:
+def one_rank(run: Run, rule: OpRule, assignment: Mapping[str, str], mesh: Mesh, placed: Placed, rank: int) -> Any:
     """One rank: its results, and the gradients of its operands."""
     at = mesh.coordinates(rank)
     operands = [
@@ -240,7 +242,7 @@ def _rank(run: Run, rule: OpRule, assignment: Mapping[str, str], mesh: Mesh, pla
     )
     op = run.op
     target, args, kwargs = rule.localize(op, local) if rule.localize else (op.target, op.args, op.kwargs)
-    tensors = {f"x{i}": x for i, x in enumerate(operands)} | {SEED: torch.tensor(7)}
+    tensors = {f"x{i}": x for i, x in enumerate(operands)} | {SEED: torch.tensor([7, 8])}
     filled = _filled((args, kwargs), tensors)
     filled[1].update({key: _group(mesh, at, value) for key, value in filled[1].items() if key == "axes" and value})
     results = call(target, *filled)

@@ -28,8 +28,8 @@ def run(graph: Graph, training: bool, *args: Any) -> tuple[Any, ...]:
 
 
 def test_eval_turns_randomness_and_batch_statistics_off() -> None:
-    x, seed = torch.randn(8, 4), torch.tensor(3)
-    mw_dropout = graph_of("mw.dropout", Ref("x"), 0.5, Ref("seed"), 1, inputs=("x", "seed"))
+    x, seed = torch.randn(8, 4), torch.tensor([3, 4])
+    mw_dropout = graph_of("mw.dropout", Ref("x"), 0.5, inputs=("x", "seed"), draw=(Ref("seed"), 1, False))
     assert torch.equal(run(mw_dropout, False, x, seed)[0], x)
     assert not torch.equal(run(mw_dropout, True, x, seed)[0], x)
     aten_dropout = graph_of("aten.dropout.default", Ref("x"), 0.5, True)
@@ -37,8 +37,8 @@ def test_eval_turns_randomness_and_batch_statistics_off() -> None:
     assert not torch.equal(run(aten_dropout, True, x)[0], x)
     q = torch.randn(1, 2, 5, 4)
     plain = torch.nn.functional.scaled_dot_product_attention(q, q, q)
-    call = (Ref("x"), Ref("x"), Ref("x"), None, 0.5, False, None, False, Ref("seed"), 1)
-    mw_sdpa = graph_of("mw.sdpa", *call, inputs=("x", "seed"))
+    call = (Ref("x"), Ref("x"), Ref("x"), None, 0.5, False, None, False)
+    mw_sdpa = graph_of("mw.sdpa", *call, inputs=("x", "seed"), draw=(Ref("seed"), 1, False))
     torch.testing.assert_close(run(mw_sdpa, False, q, seed)[0], plain)
     assert not torch.allclose(run(mw_sdpa, True, q, seed)[0], plain)
     for aten_sdpa in (

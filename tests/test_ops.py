@@ -241,30 +241,30 @@ def test_mean_is_a_sum_by_the_global_count() -> None:
 
 
 def test_dropout_depends_on_seed_and_salt_alone() -> None:
-    x, seed = torch.ones(1000), torch.tensor(5)
+    x, seed = torch.ones(1000), torch.tensor([5, 6])
     torch.manual_seed(0)
-    first = OPS["mw.dropout"](x, 0.25, seed, 7)
+    first = OPS["mw.dropout"](x, 0.25, draw=(seed, 7, False))
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    assert torch.equal(first, OPS["mw.dropout"](x, 0.25, seed, 7))
+    assert torch.equal(first, OPS["mw.dropout"](x, 0.25, draw=(seed, 7, False)))
     assert torch.equal(state, torch.get_rng_state())
-    assert not torch.equal(first, OPS["mw.dropout"](x, 0.25, seed, 8))
-    assert not torch.equal(first, OPS["mw.dropout"](x, 0.25, torch.tensor(6), 7))
+    assert not torch.equal(first, OPS["mw.dropout"](x, 0.25, draw=(seed, 8, False)))
+    assert not torch.equal(first, OPS["mw.dropout"](x, 0.25, draw=(seed, 7, True)))
     torch.testing.assert_close(first.unique(), torch.tensor([0, 4 / 3]))
     assert 0.7 < (first > 0).float().mean() < 0.8
-    assert torch.equal(OPS["mw.dropout"](x, 0.0, seed, 7), x)
-    assert OPS["mw.dropout"](x, 1.0, seed, 7).sum() == 0
+    assert torch.equal(OPS["mw.dropout"](x, 0.0, draw=(seed, 7, False)), x)
+    assert OPS["mw.dropout"](x, 1.0, draw=(seed, 7, False)).sum() == 0
 
 
 def test_attention_dropout_depends_on_seed_and_salt_alone() -> None:
     q, k, v = (draw(1, 2, 6, 4, seed=s) for s in range(3))
-    options = (None, 0.5, True, None, False)
+    options, seed = (None, 0.5, True, None, False), torch.tensor([5, 6])
     state = torch.get_rng_state()
-    first = OPS["mw.sdpa"](q, k, v, *options, torch.tensor(5), 7)
+    first = OPS["mw.sdpa"](q, k, v, *options, draw=(seed, 7, False))
     assert torch.equal(state, torch.get_rng_state())
-    assert torch.equal(first, OPS["mw.sdpa"](q, k, v, *options, torch.tensor(5), 7))
-    assert not torch.equal(first, OPS["mw.sdpa"](q, k, v, *options, torch.tensor(5), 8))
-    many = torch.stack([OPS["mw.sdpa"](q, k, v, *options, torch.tensor(5), salt) for salt in range(2000)]).mean(0)
+    assert torch.equal(first, OPS["mw.sdpa"](q, k, v, *options, draw=(seed, 7, False)))
+    assert not torch.equal(first, OPS["mw.sdpa"](q, k, v, *options, draw=(seed, 8, False)))
+    many = torch.stack([OPS["mw.sdpa"](q, k, v, *options, draw=(seed, salt, False)) for salt in range(2000)]).mean(0)
     torch.testing.assert_close(many, F.scaled_dot_product_attention(q, k, v, is_causal=True), rtol=0.2, atol=0.1)
 
 

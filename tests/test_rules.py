@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,14 +20,16 @@ from hypothesis import strategies as st
 
 from meshwright.compiler.rules import Call, Operand, RuleBook, argument, builtin_rules, default_rules, register_rule, rewrite
 from meshwright.compiler.rules.call import schema
+from meshwright.ir.draws import Seeded, draws
 from meshwright.ir.graph import Graph, Op, Ref, Value
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.notation import RuleError
-from meshwright.ir.program import SEED
+from meshwright.ir.program import DRAW, SEED
 from meshwright.ir.rule import Local, OpRule, place
 from meshwright.runtime.ops import OPS
 from tests.rule_samples import SAMPLES
-from tests.sharded import assignments, check, whole_run
+from tests.samples import Sample
+from tests.sharded import assignments, check, one_rank, whole_run
 
 MESHES = ((Mesh.of(a=2), True), (Mesh.of(a=2, b=2), True), (Mesh.of(a=3), False), (Mesh.of(a=2, b=3), False))
 
@@ -215,8 +218,9 @@ def local_call(target: str, assignment: dict[str, str], mesh: Mesh, rank: int, *
 
 def _salts(make: Callable[[int], Any]) -> list[int]:
     calls = [make(rank) for rank in range(4)]
-    assert all(Ref(SEED) in args for _, args, _ in calls)
-    return [args[-1] for _, args, _ in calls]
+    found = [dict(kwargs)[DRAW] for _, _, kwargs in calls]
+    assert all(seed == Ref(SEED) for seed, _, _ in found)
+    return [salt for _, salt, _ in found]
 
 
 def test_dropout_differs_between_pieces_and_agrees_between_replicas() -> None:
@@ -231,6 +235,61 @@ def test_dropout_differs_between_pieces_and_agrees_between_replicas() -> None:
     attention = "aten.scaled_dot_product_attention.default"
     salts = _salts(lambda rank: local_call(attention, {"b": "h"}, mesh, rank, q, q, q, dropout_p=0.5))
     assert salts[0] == salts[2] != salts[1] == salts[3]
+
+
+
+
+
+def op_of(target: str, sample: Sample) -> Op:
+    """The call of a sample, its tensors as references."""
+    def named(value: Any) -> Any:
+        return tuple(map(named, value)) if isinstance(value, tuple | list) else Ref("x") if torch.is_tensor(value) else value
+
+    return Op("op", target, named(sample.args), tuple((key, named(value)) for key, value in sample.kwargs.items()), ("y",))
+
+
+DRAWING = sorted(target for target, make in SAMPLES.items() if any(not x.values and draws(op_of(target, x)) for x in make()))
+
+
+@pytest.mark.parametrize("target", DRAWING)
+def test_replicas_draw_alike_and_pieces_apart(target: str) -> None:
+    """On two axes, one splitting the result and one not: and nothing of what the process would draw itself is used up."""
+    mesh, state = Mesh.of(a=2, b=2), torch.get_rng_state()
+    for sample in SAMPLES[target]():
+        run = whole_run(target, sample.args, sample.kwargs, sample.fixed)
+        if sample.values or not draws(run.op):
+            continue
+        alike = tuple(torch.full_like(x, x.flatten()[0]) for x in run.operands)  # so that only the draws tell pieces apart
+        run = replace(run, operands=alike)
+        rule = builtin_rules().rule_for(run.op, run.graph)
+        for factor in (None, *rule.splittable):
+            assignment = {} if factor is None else {"a": factor}
+            placed = place(rule, assignment, mesh, run.differentiable)
+            torch.set_rng_state(state)
+            first, again = (
+                [one_rank(run, rule, assignment, mesh, placed, rank)[0] for rank in range(4)] for _ in range(2)
+            )
+            assert torch.equal(torch.get_rng_state(), state)
+            for i in range(len(run.results)):
+                assert all(torch.equal(x[i], y[i]) for x, y in zip(first, again, strict=True))
+                assert torch.equal(first[0][i], first[1][i])
+                assert torch.equal(first[2][i], first[3][i])
+            shared = factor is None or (factor == "dim2" and "feature" in target)
+            assert torch.equal(first[0][0], first[2][0]) == shared, f"{rule} under {assignment}"
+
+
+def test_what_draws_is_known_by_its_tag() -> None:
+    """Every operator that torch tags, those without a rule too; not where its arguments switch drawing off."""
+    x = torch.zeros(4, 8)
+    unknown = rule_of("aten.cauchy_.default", x) if not default_rules().known("aten.cauchy_.default") else None
+    assert unknown is not None
+    assert isinstance(unknown.localize, Seeded)
+    weights = [torch.zeros(8, 8), torch.zeros(8, 2), torch.zeros(8), torch.zeros(8), torch.zeros(8, 2), torch.zeros(8, 2)]
+    lstm = (x.reshape(1, 4, 8), [torch.zeros(2, 1, 2)] * 2, weights, True, 2)
+    for dropout, train in ((0.0, True), (0.5, False), (0.5, True)):
+        assert draws(op_of("aten.lstm.input", Sample((*lstm, dropout, train, False, True), {}))) == (dropout > 0 and train)
+    assert not draws(op_of("aten.rrelu.default", Sample((x,), {})))
+    assert not draws(op_of("aten.relu.default", Sample((x,), {})))
 
 
 def test_literals_become_those_of_the_piece() -> None:

@@ -100,7 +100,8 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
     },
     "factory": {
         "": "arange zeros ones full empty zeros_like ones_like full_like empty_like eye linspace scalar_tensor new_zeros "
-        "new_ones new_full randn rand bernoulli rand_like randn_like tril_indices one_hot",
+        "new_ones new_full randn rand bernoulli rand_like randn_like tril_indices one_hot randint randint_like randperm "
+        "uniform exponential normal normal_functional cauchy log_normal geometric random poisson binomial multinomial",
     },
 }
 _OWN: Mapping[str, tuple[str, str]] = {

@@ -28,8 +28,10 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.sharding import Sharding
 
 SEED = "seed"
-"""Name of the int64 scalar input from which random operators draw; differs from step to step and micro-batch to
-micro-batch, the same on every rank."""
+"""Name of the input from which random operators draw: two int64 numbers, that of the step and that of the micro-batch, the same
+on every rank. A call that draws names it in its keyword ``DRAW`` (``meshwright.ir.draws``)."""
+SEEDS = 2
+DRAW = "draw"
 
 THREAD = "thread"
 """Name of a value without content that crosses between stages where nothing else with a gradient does: the backward of a stage

@@ -21,7 +21,7 @@ import torch
 from meshwright.ir.graph import Graph, Op, Param, Ref, Value, map_refs, refs
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import TIME, Plan, PlanError
-from meshwright.ir.program import SEED, Port, Program, Segment, Stored
+from meshwright.ir.program import SEED, SEEDS, Port, Program, Segment, Stored
 from meshwright.ir.reshard import Step, reshard
 from meshwright.ir.rule import Local, OpRule, Placed, place
 from meshwright.ir.sharding import Sharding
@@ -350,7 +350,7 @@ class _Lowering:
         group = self.plan.groups[draft.block if draft.block >= 0 else -1]
         values = {name: self.values[name] for name in (*read, *(n for op in draft.ops for n in op.outputs)) if name != SEED}
         if SEED in read:
-            values[SEED] = Value(SEED, (), torch.int64)
+            values[SEED] = Value(SEED, (SEEDS,), torch.int64)
         graph = Graph(
             values, tuple(name for name in read if name not in owned), tuple(params[name] for name in owned), tuple(draft.ops),
             tuple(Ref(name) for name in leaves),

@@ -30,7 +30,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwright.errors import VerifyError
 from meshwright.ir.graph import Op, Ref, Value, map_refs
-from meshwright.ir.program import SEED, Program, Segment
+from meshwright.ir.program import DRAW, SEED, SEEDS, Program, Segment
 from meshwright.ir.sharding import Sharding, format_sharding
 
 spmd: Any = spmd_types
@@ -73,7 +73,7 @@ class _Checker:
 
     def _enter(self) -> None:
         local = {name: value for segment in self.program.segments for name, value in segment.graph.values.items()}
-        self.env[SEED] = self._typed(Value(SEED, (), torch.int64), self._types(Sharding.whole(0), spmd.R))
+        self.env[SEED] = self._typed(Value(SEED, (SEEDS,), torch.int64), self._types(Sharding.whole(1), spmd.R))
         for port in self.program.inputs:
             value = Value(port.name, self._local_shape(port.sharding, port.shape), port.dtype)
             self.env[port.name] = self._typed(value, self._types(port.sharding, spmd.R))
@@ -108,8 +108,10 @@ class _Checker:
         tensor = self.env[name]
         found = spmd.get_local_type(tensor)
         for axis, at in self.axes.items():
-            allowed = (spmd.V,) if axis in sharding.split_axes else (spmd.I,) if tensor.requires_grad else (spmd.I, spmd.R)
-            if found.get(at) not in allowed:
+            split = axis in sharding.split_axes
+            allowed = (spmd.V,) if split else (spmd.I,) if tensor.requires_grad else (spmd.I, spmd.R)
+            made_here = split and not tensor.requires_grad and found.get(at) is spmd.R  # perhaps a piece: see ``_collective``
+            if found.get(at) not in allowed and not made_here:
                 loss = " (the loss)" if name == self.program.loss else ""
                 raise VerifyError(
                     f"{node}{loss}, {format_sharding(sharding)}", self._maker(name),
@@ -167,10 +169,11 @@ class _Checker:
             x, weight, bias, *how = op.args
             return _linear(inside[x.name], inside[weight.name], None if bias is None else inside[bias.name], *how[:2])
         declared = tuple(segment.graph.values[name] for name in op.outputs)
-        if op.target.startswith("mw."):
+        drawing = op.target.startswith("aten.") and DRAW in dict(op.kwargs)  # which draws what does not matter to the types
+        if op.target.startswith("mw.") or drawing:
             return self._opaque(op, inside, declared)
         args = [_listed(map_refs(arg, lambda ref: inside[ref.name])) for arg in op.args]
-        kwargs = {key: _listed(map_refs(arg, lambda ref: inside[ref.name])) for key, arg in op.kwargs}
+        kwargs = {key: _listed(map_refs(arg, lambda ref: inside[ref.name])) for key, arg in op.kwargs if key != DRAW}
         overload = _overload(op.target)
         if not op.inputs and any(argument.name == "device" for argument in overload._schema.arguments):
             kwargs["device"] = torch.device("meta")
@@ -275,7 +278,8 @@ def _structure(segment: Segment, inside: Mapping[str, Tensor]) -> Any:
         opaque = op.target.startswith("mw.") and op.target not in COLLECTIVES and op.target not in LINEARS
         args = tuple(("%", number(name)) for name in op.inputs) if opaque else plain(op.args)
         values = tuple((number(n), segment.graph.values[n].shape, segment.graph.values[n].dtype) for n in op.outputs)
-        ops.append((op.target, args, tuple((key, plain(arg)) for key, arg in op.kwargs), values))
+        kwargs = tuple((key, plain(arg) if key != DRAW else "") for key, arg in op.kwargs)
+        ops.append((op.target, args, kwargs, values))
     return segment.prologue, reads, tuple(ops), tuple(number(name) for name in segment.graph.outputs)
 
 
@@ -296,7 +300,7 @@ def _local_operator(declared: tuple[Value, ...], *tensors: Tensor) -> tuple[Tens
         return found
     grad = any(tensor.requires_grad for tensor in tensors)
     return tuple(
-        torch.empty(v.shape, dtype=v.dtype, device="meta", requires_grad=grad and v.dtype.is_floating_point) for v in declared
+        torch.empty(v.shape, dtype=v.dtype, device="meta", requires_grad=grad and v.differentiable) for v in declared
     )
 
 

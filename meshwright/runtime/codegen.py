@@ -3,7 +3,8 @@
     (*arguments) -> outputs of the segment, as a tuple; the arguments are the graph's inputs and parameters, in any order
 
 ``aten.x.y`` becomes ``torch.ops.aten.x.y``, ``mw.x`` the function of ``runtime.ops``, with mesh-axis names in ``axis=`` and
-``axes=`` replaced by this rank's ``Group``s. Three things depend on the run, not on the plan, and are settled here:
+``axes=`` replaced by this rank's ``Group``s; one that draws (``draw=``) is wrapped by ``runtime.draws``. Three things depend on
+the run, not on the plan, and are settled here:
 
 * the device: factories (arange, zeros) make their tensor on this rank's device;
 * the mode: in ``eval`` dropout and batch statistics are off (``_EVAL``: the arguments that every such operator has);
@@ -22,6 +23,8 @@ import torch
 from torch import fx
 
 from meshwright.ir.graph import Graph, GraphError, Op, map_refs
+from meshwright.ir.program import DRAW
+from meshwright.runtime.draws import drawing
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.ops import OPS
 
@@ -88,7 +91,7 @@ def _call(op: Op, groups: Groups, training: bool, params: set[str]) -> tuple[Any
             args = (*args[: schema[name]], value, *args[schema[name] + 1 :])
         elif name in kwargs:
             kwargs[name] = value
-    return function, args, kwargs
+    return drawing(function, groups.device) if DRAW in kwargs else function, args, kwargs
 
 
 def _bound(function: Callable[..., Any], fixed: Mapping[str, Any]) -> Callable[..., Any]:

@@ -87,8 +87,7 @@ class ParallelModule(nn.Module):
         """Takes and returns what the model does. Raises InputError, changing nothing, if the call is not as planned."""
         program, engine = self._program, self._engine[0]
         inputs, changes = self._bind(args, kwargs)
-        if self.training:
-            self._calls += 1
+        self._calls += 1
         seed = self._seed, self._calls
         if isinstance(engine, Pipeline):
             values = run_pipeline(engine, inputs, self._trainable, seed, self.training)

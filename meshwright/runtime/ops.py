@@ -34,6 +34,7 @@ from torch.autograd import Function
 
 from meshwright.runtime import collectives as comm
 from meshwright.runtime.collectives import Group
+from meshwright.runtime.draws import dropout, sdpa
 
 # --- communication operators -------------------------------------------------------------------------------------------
 
@@ -384,43 +385,6 @@ def batch_norm(
 
 def _moved(running: Tensor | None, seen: Tensor, momentum: float) -> Tensor | None:
     return None if running is None else torch.lerp(running, seen.to(running.dtype), momentum)
-
-
-# --- random operators --------------------------------------------------------------------------------------------------------
-
-
-def _mix(seed: Tensor, salt: int) -> int:
-    """One 63-bit seed of the step's seed and an operator's salt (splitmix64's finalizer)."""
-    word = (int(seed) * 0x9E3779B97F4A7C15 + salt) & (1 << 64) - 1
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        word = ((word ^ word >> shift) * factor) & (1 << 64) - 1
-    return (word ^ word >> 31) >> 1
-
-
-def dropout(x: Tensor, p: float, seed: Tensor, salt: int) -> Tensor:
-    """Inverted dropout by a generator of its own: equal (seed, salt) and shape give equal masks. ``seed`` is on the CPU."""
-    if p == 0:
-        return x
-    if p == 1:
-        return x * 0
-    generator = torch.Generator(x.device).manual_seed(_mix(seed, salt))
-    keep = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p, generator=generator)
-    return x * keep.div_(1 - p)
-
-
-def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
-    enable_gqa: bool, seed: Tensor, salt: int,
-) -> Tensor:
-    """``scaled_dot_product_attention`` whose dropout depends on (seed, salt) alone; default generators stay as they were."""
-    options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    if dropout_p == 0:
-        return F.scaled_dot_product_attention(q, k, v, **options)
-    # the kernels draw from the device's default generator, which is lent to this call
-    with torch.random.fork_rng([] if q.device.type == "cpu" else [q.device]):
-        source = torch.default_generator if q.device.type == "cpu" else torch.get_device_module(q.device)
-        source.manual_seed(_mix(seed, salt))
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, **options)
 
 
 OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(

@@ -54,8 +54,8 @@ def run_step(
 
 
 def seed_of(seed: tuple[int, int], microbatch: int) -> Tensor:
-    """What random operators draw from; on the CPU, where they read it."""
-    return torch.tensor(random.Random(f"{seed} {microbatch}").getrandbits(62))
+    """What random operators draw from, by step and by micro-batch; on the CPU, where they read it."""
+    return torch.tensor([random.Random(f"{seed} {which}").getrandbits(62) for which in ("step", microbatch)])
 
 
 def microbatches_of(program: Program, values: Mapping[str, Any], seed: tuple[int, int]) -> list[dict[str, Any]]:

@@ -91,6 +91,9 @@ def _with_loss(graph: Graph, traced: Traced, loss_fn: Callable[..., Any] | None)
 
 
 _REMEDIES = (
+    (("chanceerror",),
+     "a graph would repeat or lose that: draw with torch (torch.rand, dropout) from its default generator, seed with "
+     "torch.manual_seed before autoparallel, and choose layers at random by torch.where on a drawn tensor"),
     (("data-dependent", "datadependent", "unbacked", "_local_scalar_dense", "guardondata", ".item()"),
      "it branches on, or takes a number from, the contents of a tensor; use torch.where, or make it a Python argument"),
     (("dtype", "same type"), "the dtypes of an operation's operands differ under this precision; cast them in the model"),

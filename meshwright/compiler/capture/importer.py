@@ -122,6 +122,12 @@ class _Importer:
                     self._constant(node, self.program.constants[spec.target], owned)
                 elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
                     self.env[node] = Ref(owners[spec.target.removeprefix(f"{WRAPPED}.")])
+                elif isinstance(self.program.constants.get(spec.target), torch.Generator):
+                    user = next(iter(node.users), node)
+                    module, source = _module_path(user), self._source(user)
+                    raise CaptureError(f"module {module!r} ({source}) draws from a torch.Generator of its own, whose state no "
+                                       f"graph holds; drop generator=, so that it draws from torch's (torch.manual_seed before "
+                                       f"autoparallel makes a run repeatable)", module=module, source=source)
                 else:
                     raise CaptureError(f"the model holds a {spec.kind.name.lower().replace('_', ' ')} {spec.target!r}, which "
                                        f"cannot be in a graph; keep tensors and plain numbers")

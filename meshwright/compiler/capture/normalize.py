@@ -2,6 +2,7 @@
 
 ``NORMALIZATIONS`` is the ordered tuple of passes, each a pure ``Graph -> Graph``; ``normalize`` applies them:
 
+    normalize_dropout                                        (``patterns``) one spelling of dropout
     clean                                                    literal sizes and dims, one name for views and casts, no no-ops
     unmerge_batches                                          (``batches``) batch products on the dims of their batch
     merge_reshapes, split_before_permute, sink_expands       (``movement``) dims that were merged or expanded too early
@@ -36,6 +37,7 @@ from meshwright.compiler.capture.patterns import (
     linear_nd,
     normalize_batch_norm,
     normalize_cross_entropy,
+    normalize_dropout,
     reduce_losses,
 )
 from meshwright.compiler.capture.projections import fuse_projections
@@ -81,9 +83,9 @@ def clean(graph: Graph) -> Graph:
 
 
 NORMALIZATIONS: tuple[Pass, ...] = (
-    clean, merge_reshapes, normalize_batch_norm, absorb_repeat_kv, linear_nd, merge_reshapes, fuse_projections,
-    merge_reshapes, unmerge_batches, merge_reshapes, split_before_permute, merge_reshapes, simplify_masks, sink_expands,
-    normalize_cross_entropy, merge_reshapes, reduce_losses, gather_by_sample, mark_differentiable,
+    normalize_dropout, clean, merge_reshapes, normalize_batch_norm, absorb_repeat_kv, linear_nd, merge_reshapes,
+    fuse_projections, merge_reshapes, unmerge_batches, merge_reshapes, split_before_permute, merge_reshapes, simplify_masks,
+    sink_expands, normalize_cross_entropy, merge_reshapes, reduce_losses, gather_by_sample, mark_differentiable,
     keep_old_values,
 )
 
@@ -103,9 +105,6 @@ def _clean_op(op: Op, edit: Edit) -> Iterable[Op] | None:
         return _broadcast(op, edit)
     if target == "aten.copy.default":
         return _copy(op, edit)
-    if target == "aten.native_dropout.default" and (op.args[2] is False or op.args[1] == 0.0):
-        edit.replace(op.outputs[0], op.args[0].name)
-        return ()
     same = _unchanged(op, edit)
     if same is not None:
         edit.replace(op.outputs[0], same.name)
@@ -128,8 +127,6 @@ def _clean_op(op: Op, edit: Edit) -> Iterable[Op] | None:
         op = replace(op, args=_slice_bounds(op, edit), kwargs=())
     elif target == "aten.slice_scatter.default":
         op = replace(op, args=(*op.args[:2], *_slice_bounds(op, edit)[1:]), kwargs=())
-    elif target == "aten.native_dropout.default":
-        op = replace(op, target="aten.dropout.default", args=(*op.args[:2], True), outputs=op.outputs[:1])
     elif target == "aten.cat.default":
         op = replace(op, args=(_full_parts(op, edit), *op.args[1:]))
     return (op,)

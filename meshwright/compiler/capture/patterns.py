@@ -2,6 +2,7 @@
 
     linear_nd                 reshape [b, s, k] -> [b*s, k]; addmm or linear   =>   linear on [b, s, k]
     absorb_repeat_kv          k, v expanded to the query heads before attention   =>   attention with enable_gqa on the kv heads
+    normalize_dropout         native_dropout without its mask, x * (bernoulli(q) / q) of one in place   =>   dropout
     normalize_batch_norm      any batch norm in training   =>   (out, mean, var) = mw.batch_norm(...), the statistics mutated
     normalize_cross_entropy   cross_entropy_loss, nll_loss of log_softmax on class indices, mean or sum
                               =>   (sum, count) = mw.cross_entropy(logits [*b, v], labels [*b], ignore, smoothing); sum / count
@@ -141,6 +142,31 @@ def _unrepeated(ref: Ref, edit: Edit) -> Ref | None:
     wide = edit.values[expand.outputs[0]].shape
     fits = wide[:2] == (batch, heads) and wide[3:] == tuple(rest) and edit.shape(expand.args[0]) == (batch, heads, 1, *rest)
     return origin if len(wide) == 5 and fits and edit.shape(ref) == (batch, heads * wide[2], *rest) else None
+
+
+# ------------------------------------------------------------------------------------------------------------------ dropout
+def normalize_dropout(graph: Graph) -> Graph:
+    """Dropout in place, and that whose mask nobody reads, is the plain one."""
+    readers = graph.consumers()
+    leaving = set(graph.outputs)
+
+    def once(op: Op | None) -> bool:
+        return op is not None and len(readers[op.outputs[0]]) == 1 and op.outputs[0] not in leaving
+
+    def step(op: Op, edit: Edit) -> Iterable[Op] | None:
+        if op.target == "aten.native_dropout.default" and not readers[op.outputs[1]] and op.outputs[1] not in leaving:
+            args = (*op.args[:2], op.args[2] is not False)
+            return (replace(op, target="aten.dropout.default", args=args, outputs=op.outputs[:1]),)
+        scaled = edit.made_by(op.args[1], "aten.div.Scalar") if op.target == "aten.mul.Tensor" else None
+        kept = edit.made_by(scaled.args[0], "aten.bernoulli.p") if scaled else None
+        if kept is None or scaled is None or not (once(scaled) and once(kept)):
+            return None
+        rate, out = kept.args[1], edit.values[op.outputs[0]]
+        if scaled.args[1] != rate or edit.shape(op.args[1]) != out.shape or edit.values[op.args[0].name].shape != out.shape:
+            return None
+        return (replace(op, target="aten.dropout.default", args=(op.args[0], 1 - rate, True), kwargs=()),)
+
+    return eliminate_dead_code(rewrite(graph, step))
 
 
 # --------------------------------------------------------------------------------------------------------------- batch norm

@@ -114,8 +114,8 @@ def eliminate_dead_code(graph: Graph) -> Graph:
     return replace_fields(graph, ops=tuple(ops), values=values)
 
 
-_CUT = ("detach", "ones_like", "zeros_like", "full_like", "empty_like", "rand_like", "randn_like", "new_ones", "new_zeros",
-        "new_full", "new_empty", "bernoulli")
+_CUT = ("detach", "ones_like", "zeros_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like", "new_ones",
+        "new_zeros", "new_full", "new_empty")
 
 
 def mark_differentiable(graph: Graph) -> Graph:

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.nn.modules import transformer
 
+from meshwright.compiler.capture.chance import ChanceError, generators_unchanged, raised_where_drawn
 from meshwright.errors import CaptureError
 from meshwright.ir.signature import flatten_output, rebuild_arguments, split_arguments
 
@@ -163,10 +164,16 @@ def trace(
     shadow: nn.Module, tensors: Sequence[torch.Tensor], signature: Mapping[str, Any], named: Mapping[str, Any],
     loss_fn: Callable[..., Any] | None, dtype: torch.dtype | None,
 ) -> Traced:
-    """Export the shadow on fake inputs. The random state of the process is as before."""
+    """Export the shadow on fake inputs. The process draws afterwards what it would have drawn before."""
     wrapper = _Wrapper(shadow, signature, named, loss_fn, dtype)
-    with _random_state(), _collector_paused(), _masks_as_given():
-        program = torch.export.export(wrapper, tuple(tensors), strict=False)
+    with _collector_paused(), _masks_as_given():
+        try:
+            with generators_unchanged(is_user_file):
+                program = torch.export.export(wrapper, tuple(tensors), strict=False)
+        except ChanceError:
+            with generators_unchanged(is_user_file), raised_where_drawn():
+                torch.export.export(wrapper, tuple(tensors), strict=False)
+            raise
     return Traced(program, wrapper.seen.tree, wrapper.seen.type_)
 
 
@@ -179,17 +186,6 @@ def _masks_as_given() -> Iterator[None]:
         yield
     finally:
         transformer._detect_is_causal_mask = detect
-
-
-@contextlib.contextmanager
-def _random_state() -> Iterator[None]:
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    state = random.getstate()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(state)
 
 
 @contextlib.contextmanager
@@ -233,7 +229,8 @@ def _innermost(traceback: types.TracebackType | None, paths: Mapping[int, str]) 
 
 def is_user_file(path: str) -> bool:
     """Whether a source file is the model's: not torch, not this package, not generated code."""
-    return not (path.startswith("<") or "/torch/" in path or path.startswith(_PACKAGE) or "/contextlib.py" in path)
+    return not (path.startswith(("<", _PACKAGE)) or "/torch/" in path or path in _LIBRARY)
 
 
 _PACKAGE = __file__.rsplit("/compiler/", 1)[0] + "/"
+_LIBRARY = (contextlib.__file__, random.__file__)

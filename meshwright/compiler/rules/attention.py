@@ -12,9 +12,7 @@ from collections.abc import Mapping
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Operand, Rewritten, argument, broadcast_dims
-from meshwright.compiler.rules.random import salt
-from meshwright.ir.graph import Op, Ref
-from meshwright.ir.program import SEED
+from meshwright.ir.graph import Op
 from meshwright.ir.rule import Factor, Local, OpRule
 
 
@@ -36,12 +34,12 @@ def _attention(call: Call) -> OpRule:
 
 
 def _with_dropout(op: Op, local: Local) -> Rewritten:
-    """Dropout draws from meshwright's seed, so that pieces differ and replicas agree."""
+    """With dropout it lends the kernel a generator."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     arguments = tuple(argument(op, name) for name in names)
     if not arguments[4]:
         return op.target, op.args, op.kwargs
-    return "mw.sdpa", (*arguments, Ref(SEED), salt(op, local)), ()
+    return "mw.sdpa", arguments, ()
 
 
 RULES: Mapping[str, Declaration] = {

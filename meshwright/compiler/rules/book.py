@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from meshwright.compiler.rules.call import Call, RuleFunction, bind
+from meshwright.ir.draws import Seeded, draws
 from meshwright.ir.graph import Graph, Op, Ref
 from meshwright.ir.notation import Line, parse_line
 from meshwright.ir.rule import Localize, OpRule, RuleError
@@ -75,7 +76,8 @@ class RuleBook:
         return RuleBook(MappingProxyType({**self.declarations, target: declaration}))
 
     def rule_for(self, op: Op, graph: Graph) -> OpRule:
-        """The rule of one operator of a graph; an unknown operator is whole on every rank (``known=False``).
+        """The rule of one operator of a graph; an unknown operator is whole on every rank (``known=False``). One that draws
+        random numbers draws them from the run's seed (``meshwright.ir.draws``).
 
         Raises RuleError, naming the operator, when its rule does not fit its shapes.
         """
@@ -88,6 +90,8 @@ class RuleBook:
                 found = call.whole(known=False) if declaration is None else declaration.instance(call)
             except RuleError as error:
                 raise RuleError(f"{error}\n  operator: {op}") from error
+            if draws(op) and not isinstance(found.localize, Seeded):
+                found = replace(found, localize=Seeded(found.localize))
             self._instances[key] = found
         return found
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from meshwright.ir.draws import find_overload
 from meshwright.ir.graph import Graph, Op, Ref
 from meshwright.ir.notation import Dim, Line, Term, parse_line
 from meshwright.ir.rule import Factor, Localize, OpRule, RuleError, Traffic
@@ -254,13 +255,9 @@ def schema(target: str) -> tuple[Argument, ...] | None:
 def _known_schema(target: str) -> tuple[Argument, ...]:
     if target in MW_SCHEMAS:
         return tuple(_mw_argument(text.strip()) for text in MW_SCHEMAS[target].split(","))
-    namespace, _, rest = target.partition(".")
-    name, _, overload = rest.rpartition(".")
-    found: Any = torch.ops
-    for part in (namespace, name, overload):
-        found = getattr(found, part, None) if part else None
-        if found is None:
-            raise LookupError(target)
+    found = find_overload(target)
+    if found is None:
+        raise LookupError(target)
     return tuple(
         Argument(
             argument.name,

@@ -1,44 +1,45 @@
-"""Operators that draw random numbers.
+"""Operators that draw random numbers: along which dims each number is drawn on its own, so that pieces may be.
 
-Dropout passes every dim; its mask comes from (seed, salt), where the salt is made of the operator's name and the index of this
-rank's piece: replicas draw the same mask, pieces different ones. Other draws are made in full on every rank from torch's
-default generator, which the ranks must seed alike.
+Everything else about drawing is in ``meshwright.ir.draws``. An operator that is not here is whole: every rank draws the same.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 
 from meshwright.compiler.rules.book import Declaration, declare
-from meshwright.compiler.rules.call import Call, Rewritten, argument, words
-from meshwright.ir.graph import Op, Ref
-from meshwright.ir.program import SEED
+from meshwright.compiler.rules.call import Call, Rewritten, argument, dims_of, rewrite, words
+from meshwright.ir.draws import Seeded
+from meshwright.ir.graph import Op
 from meshwright.ir.rule import Local, OpRule
 
-WHOLE = words(
-    "rand.default rand_like.default randn.default randn_like.default randint.default randint.low randperm.default "
-    "bernoulli.default bernoulli.p normal.Tensor_float multinomial.default uniform.default "
-    "alpha_dropout.default feature_dropout.default exponential.default"
+ONE = words(
+    "bernoulli.default bernoulli.p uniform.default exponential.default normal_functional.default cauchy.default "
+    "log_normal.default geometric.default random.default random.from random.to rand_like.default randn_like.default "
+    "randint_like.default randint_like.low_dtype poisson.default _standard_gamma.default normal.Tensor_float "
+    "normal.float_Tensor rrelu.default alpha_dropout.default"
 )
-
-
-def salt(op: Op, local: Local) -> int:
-    """A number that tells this operator and this piece of its result from all others."""
-    index = local.mesh.index(local.coordinates, local.placed.results[0].split_axes)
-    return zlib.crc32(f"{op.name}/{index}".encode())
+TWO = words("bernoulli.Tensor normal.Tensor_Tensor binomial.default")
+SIZED = words("rand.default randn.default randint.default randint.low normal.float_float")
+FEATURES = words("feature_dropout.default feature_alpha_dropout.default")
+WHOLE = words("randperm.default _sample_dirichlet.default")
 
 
 def _dropout(op: Op, local: Local) -> Rewritten:
     p, train = argument(op, "p"), argument(op, "train")
     if not train or not p:
         return op.target, op.args, op.kwargs
-    return "mw.dropout", (argument(op, "input"), p, Ref(SEED), salt(op, local)), ()
+    return "mw.dropout", (argument(op, "input"), p), ()
 
 
-def _native_dropout(call: Call) -> OpRule:
-    """Returns its mask too. Where it draws it is whole; a captured graph has ``aten.dropout`` in its place."""
-    return call.whole() if call["p"] and call["train"] is not False else call.line("... -> ..., ...")
+def _sized(op: Op, local: Local) -> Rewritten:
+    return rewrite(op, size=local.result_shape())
+
+
+def _features(call: Call) -> OpRule:
+    """A number per sample and channel, the same at every place: ranks that split the places draw alike."""
+    dims = dims_of(call.operands[0])
+    return call.rule([dims], [dims], localize=Seeded(None, frozenset({"dim0", "dim1"})))
 
 
 def _whole(call: Call) -> OpRule:
@@ -47,6 +48,12 @@ def _whole(call: Call) -> OpRule:
 
 RULES: Mapping[str, Declaration] = {
     "aten.dropout.default": declare("... -> ...", _dropout),
-    "aten.native_dropout.default": declare(_native_dropout),
+    "aten.native_dropout.default": declare("... -> ..., ..."),
+    "aten.rrelu_with_noise_functional.default": declare("..., ... -> ..., ..."),
+    "aten.multinomial.default": declare("*b k! -> *b ."),
+    **{f"aten.{name}": declare("... -> ...") for name in ONE},
+    **{f"aten.{name}": declare("..., ... -> ...") for name in TWO},
+    **{f"aten.{name}": declare("-> ...", _sized) for name in SIZED},
+    **{f"aten.{name}": declare(_features) for name in FEATURES},
     **{f"aten.{name}": declare(_whole) for name in WHOLE},
 }

@@ -1,7 +1,6 @@
 """Recurrent layers and cells: samples pass, time and features are whole.
 
-A step in time reads all that the step before made, so neither can be split; the weights are read whole. Dropout between layers
-draws inside the operator, in full on every rank.
+A step in time reads all that the step before made, so neither can be split; the weights are read whole.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def _read(call: Call, dims: list[Factor | None], state: list[Factor | None]) -> 
 
 def _layers(call: Call) -> OpRule:
     """Input ``[n, t, i]`` or ``[t, n, i]``, states ``[layers, n, h]``."""
-    if call["input"].ndim < 3 or (call["dropout"] and call["train"]):
+    if call["input"].ndim < 3:
         return call.whole()
     dims: list[Factor | None] = ["n", None, None] if call["batch_first"] else [None, "n", None]
     state: list[Factor | None] = [None, "n", None]

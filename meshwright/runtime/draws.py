@@ -1,0 +1,94 @@
+"""Random numbers as functions of (seed, salt): whatever an operator draws, it draws again when it is run again.
+
+``draw=(seed, salt, timed)`` comes with every call of the lowered program that draws (``meshwright.ir.draws``).
+``seed`` is a pair on the CPU: that of the step, and that of the micro-batch, which counts if ``timed``. An operator draws from
+the default generator of its device. That generator is lent to it, seeded, and put back as it was, so that what the user's own
+program draws is left alone and nothing has to be known about the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+Draw = tuple[Tensor, int, bool]
+"""(seeds of the step and of the micro-batch, salt, whether micro-batches draw apart)."""
+
+OVERWRITE = frozenset({"aten.bernoulli.p", "aten.normal_functional.default"})
+"""Functional forms of operators that overwrite their operand, whose gradient is zero; torch has no derivative of these two."""
+
+
+def seed_of(draw: Draw) -> int:
+    """One 63-bit seed (splitmix64's finalizer)."""
+    seeds, salt, timed = draw
+    word = (int(seeds[int(timed)]) * 0x9E3779B97F4A7C15 + salt) & (1 << 64) - 1
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        word = ((word ^ word >> shift) * factor) & (1 << 64) - 1
+    return (word ^ word >> 31) >> 1
+
+
+@contextmanager
+def lent(device: torch.device, draw: Draw) -> Iterator[None]:
+    """Within, the device's default generator draws from (seed, salt)."""
+    generator = torch.default_generator
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        generator = module.default_generators[module.current_device() if device.index is None else device.index]
+    state = generator.get_state()
+    generator.manual_seed(seed_of(draw))
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+def drawing(operator: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """An operator that takes ``draw`` too, and draws from that."""
+    overwrites = str(operator) in OVERWRITE
+
+    def drawn(*args: Any, draw: Draw, **kwargs: Any) -> Any:
+        with lent(device, draw):
+            if overwrites and args[0].requires_grad:
+                return _Overwritten.apply(args[0], operator, args[1:], kwargs)
+            return operator(*args, **kwargs)
+
+    return drawn
+
+
+class _Overwritten(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        result: Tensor = operator(x.detach(), *args, **kwargs)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return torch.zeros_like(dy), None, None, None
+
+
+def dropout(x: Tensor, p: float, *, draw: Draw) -> Tensor:
+    """Inverted dropout by a generator of its own."""
+    if p == 0:
+        return x
+    if p == 1:
+        return x * 0
+    generator = torch.Generator(x.device).manual_seed(seed_of(draw))
+    keep = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p, generator=generator)
+    return x * keep.div_(1 - p)
+
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    enable_gqa: bool, *, draw: Draw,
+) -> Tensor:
+    """``scaled_dot_product_attention`` with dropout."""
+    with lent(q.device, draw):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )

@@ -1,0 +1,168 @@
+"""A model that draws in many ways and shows what it drew, trained in parallel beside a single process that is given that."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from meshwright.api import autoparallel
+from tests.equality import EPS, compare
+
+WIDTH, LENGTH, BATCH = 8, 4, 8
+
+
+@torch.library.custom_op("meshwright_tests::shaken", mutates_args=())
+def shaken(x: Tensor) -> Tensor:
+    """Of another library, without a rule, and silent about drawing."""
+    return x + torch.randn_like(x) * 0.1
+
+
+shaken.register_fake(lambda x: torch.empty_like(x))
+shaken.register_autograd(lambda ctx, dy: dy, setup_context=lambda ctx, inputs, output: None)
+
+Ask = Callable[[Callable[[], Tensor]], Tensor]
+Way = Callable[["Layer", Tensor, Ask], Tensor]
+"""(layer, hidden, ask) -> hidden; ``ask(make)`` is what ``make()`` draws, or what was drawn elsewhere in its place."""
+
+
+def _ratio(function: Callable[[Tensor], Tensor]) -> Way:
+    """Of an operator that scales what it reads."""
+    def way(layer: Layer, h: Tensor, ask: Ask) -> Tensor:
+        h = torch.where(h.abs() < 1e-2, torch.full_like(h, 0.5), h)
+        if layer.given:
+            return h * ask(lambda: h)
+        y = function(h)
+        ask(lambda: y / h)
+        return y
+
+    return way
+
+
+def _row(h: Tensor) -> tuple[int, ...]:
+    return (h.shape[0], *(1,) * (h.ndim - 1))
+
+
+WAYS: Mapping[str, Way] = {
+    "bernoulli": lambda layer, h, ask: h * ask(lambda: torch.bernoulli(torch.full_like(h, 0.7))),
+    "bernoulli of data": lambda layer, h, ask: h * ask(lambda: torch.bernoulli(h.detach().sigmoid())),
+    "bernoulli in place": lambda layer, h, ask: h * ask(lambda: torch.empty_like(h).bernoulli_(h.detach().sigmoid())),
+    "drop path, timm": lambda layer, h, ask: h + layer.out(h) * ask(lambda: h.new_empty(_row(h)).bernoulli_(0.7)).div(0.7),
+    "drop path, transformers": lambda layer, h, ask: (
+        h + layer.out(h).div(0.7) * ask(lambda: (0.7 + torch.rand(_row(h), dtype=h.dtype, device=h.device)).floor_())
+    ),
+    "stochastic depth, torchvision": lambda layer, h, ask: (
+        h + layer.out(h) * ask(lambda: torch.empty(_row(h), dtype=h.dtype).bernoulli_(0.7).div_(0.7))
+    ),
+    "one mask for all samples": lambda layer, h, ask: h * ask(lambda: torch.rand(WIDTH)),
+    "one learned mask for all samples": lambda layer, h, ask: h * ask(lambda: torch.bernoulli(layer.gate.sigmoid())),
+    "one number": lambda layer, h, ask: h * ask(lambda: torch.rand([])),
+    "randn_like": lambda layer, h, ask: h + ask(lambda: torch.randn_like(h)),
+    "rand_like": lambda layer, h, ask: h + ask(lambda: torch.rand_like(h)),
+    "normal": lambda layer, h, ask: h + ask(lambda: torch.normal(torch.zeros_like(h), 0.3)),
+    "uniform in place": lambda layer, h, ask: h + ask(lambda: torch.empty_like(h).uniform_(-1, 1)),
+    "normal in place": lambda layer, h, ask: h + ask(lambda: h.detach().clone().normal_()),
+    "gumbel": lambda layer, h, ask: (h + ask(lambda: -torch.empty_like(h).exponential_().log())).softmax(-1) * h,
+    "randint": lambda layer, h, ask: h * ask(lambda: torch.randint(1, 3, (WIDTH,))),
+    "randint_like": lambda layer, h, ask: h * ask(lambda: torch.randint_like(h.detach(), 1, 3)),
+    "randperm": lambda layer, h, ask: h[..., ask(lambda: torch.randperm(WIDTH))],
+    "multinomial": lambda layer, h, ask: (
+        h * ask(lambda: torch.multinomial(h.detach()[:, 0].softmax(-1), 2)).sum(-1).view(_row(h))
+    ),
+    "poisson": lambda layer, h, ask: h * ask(lambda: torch.poisson(h.detach().exp().clamp(max=4))),
+    "dropout": _ratio(lambda h: F.dropout(h, 0.4)),
+    "dropout in place": _ratio(lambda h: F.dropout(h * 1, 0.4, inplace=True)),
+    "native dropout": lambda layer, h, ask: h * ask(lambda: torch.native_dropout(torch.ones_like(h), 0.4, True)[1].float()),
+    "rrelu": _ratio(lambda h: F.rrelu(h, training=True)),
+    "feature dropout": _ratio(lambda h: F.dropout1d(h, 0.5)),
+    "alpha dropout": lambda layer, h, ask: h * ask(lambda: F.alpha_dropout(torch.ones_like(h), 0.5, True)),
+    "unknown operator": lambda layer, h, ask: h + ask(lambda: (shaken(h) - h).detach()),
+}
+
+
+class Layer(nn.Module):
+    """A mixing of features, and some of the ways to draw. ``given``: whether the numbers come from outside."""
+
+    def __init__(self, ways: Sequence[str]) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Parameter(torch.zeros(WIDTH))
+        self.ways, self.given = ways, False
+
+    def forward(self, h: Tensor, ask: Ask) -> Tensor:
+        for name in self.ways:
+            h = WAYS[name](self, h, ask)
+        return h + self.out(F.gelu(self.inside(h)))
+
+
+class Drawing(nn.Module):
+    """Layers; what they drew is among the outputs."""
+
+    def __init__(self, ways: Sequence[str], layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(ways) for _ in range(layers))
+
+    def forward(self, x: Tensor, given: Sequence[Tensor] | None = None) -> dict[str, Any]:
+        drawn: list[Tensor] = []
+
+        def ask(make: Callable[[], Tensor]) -> Tensor:
+            drawn.append(make() if given is None else given[len(drawn)])
+            return drawn[-1]
+
+        for layer in self.layers:
+            layer.given = given is not None
+            x = layer(x, ask)
+        return {"loss": x.square().mean(), "drawn": [tensor.detach() for tensor in drawn]}
+
+
+def whole(tensor: Any) -> Tensor | None:
+    """An output as the single process has it; None where another stage of a pipeline has it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def trained(
+    rank: int, ways: Sequence[str], cases: Sequence[Mapping[str, Any]], seed: int = 5, layers: int = 2
+) -> tuple[list[str], list[Any]]:
+    """(what differs from a single process that is given the same numbers; the numbers of the first step of each case)."""
+    torch.manual_seed(3)
+    model, x = Drawing(ways, layers), torch.randn(BATCH, LENGTH, WIDTH)
+    problems, numbers = [], []
+    for pins in cases:
+        single = copy.deepcopy(model)
+        torch.manual_seed(seed)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        parallel = autoparallel(model, mesh, ((x,), {}), pins=dict(pins), progress=False)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=EPS) for m in (single, parallel)]
+        steps = []
+        for _ in range(2):
+            found = parallel(x)
+            mine = [whole(tensor) for tensor in found["drawn"]]
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, mine)
+            steps.append([next(t for t in tensors if t is not None) for tensors in zip(*everyone, strict=True)])
+            apart = [i for i, t in enumerate(mine) if t is not None and not torch.equal(t, steps[-1][i])]
+            problems += [f"{pins}: ranks have other numbers for draw {i}" for i in apart]
+            wanted = single(x, steps[-1])
+            for output, optimizer in zip((wanted, found), optimizers, strict=True):
+                output["loss"].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if not torch.allclose(found["loss"].detach(), wanted["loss"].detach(), rtol=1e-4):
+                problems.append(f"{pins}: loss {float(found['loss'])} instead of {float(wanted['loss'])}")
+        same = [i for i, (a, b) in enumerate(zip(*steps, strict=True)) if torch.equal(a, b) and a.numel() > 16]
+        problems += [f"{pins}: draw {i} is the same in two steps" for i in same]
+        rows = [(i, t.chunk(4)) for i, t in enumerate(steps[0]) if t.ndim and t.shape[0] == BATCH and t.numel() > 64]
+        twins = [i for i, pieces in rows if any(torch.equal(a, b) for a, b in combinations(pieces, 2))]
+        problems += [f"{pins}: some samples of draw {i} have the same numbers" for i in twins]
+        state = parallel.full_state_dict()
+        problems += [f"{pins}: {line}" for line in (compare(state, single.state_dict()) if rank == 0 else [])]
+        numbers.append(steps[0])
+    return problems, numbers

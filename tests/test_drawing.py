@@ -1,0 +1,102 @@
+"""Random operators in parallel: a single process that is given the numbers that were drawn trains alike, so that what was drawn
+is what the backward used, recomputed or not, and what every rank has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from meshwright.compiler.capture.capture import capture
+from meshwright.errors import CaptureError
+from tests.drawing import WAYS, trained
+
+FULL = [
+    {"dp": 2, "microbatches": 2, "recompute": "full"}, {"tp": 2, "recompute": "selective"},
+    {"dp": 2, "zero": 3, "recompute": "full"},
+]
+ALONE = ("unknown operator",)
+NAMES = [name for name in WAYS if name not in ALONE]
+GROUPS = [NAMES[start::4] for start in range(4)]
+
+
+@pytest.mark.parametrize("ways", GROUPS, ids=[group[0] for group in GROUPS])
+def test_what_is_drawn_is_used(pool: Callable[[int], Any], ways: list[str]) -> None:
+    """Under recomputation, micro-batches, data and tensor parallelism."""
+    first = pool(2).run(trained, ways, FULL)
+    assert [problems for problems, _ in first] == [[], []]
+
+
+def test_a_run_is_repeated_by_its_seed(pool: Callable[[int], Any]) -> None:
+    """The same seed draws the same numbers, recomputed or not; another one draws others."""
+    ways = ["drop path, timm", "randn_like", "dropout", "one mask for all samples"]
+    pins = [{"dp": 2}, {"dp": 2, "recompute": "full"}]
+    runs = [pool(2).run(trained, ways, pins, seed)[0] for seed in (5, 5, 6)]
+    assert [problems for problems, _ in runs] == [[]] * 3
+    plain, full = runs[0][1]
+    assert all(torch.equal(a, b) for a, b in zip(plain, full, strict=True)), "recomputation changes no number"
+    assert all(torch.equal(a, b) for a, b in zip(plain, runs[1][1][0], strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(plain, runs[2][1][0], strict=True) if a.numel() > 16)
+
+
+def test_in_pipelines(pool: Callable[[int], Any]) -> None:
+    """The forward that a stage recomputes, and one whose backward is split."""
+    pins = {"pp": 2, "dp": 1, "tp": 1, "microbatches": 2}
+    cases = [pins | {"schedule": "1f1b", "recompute": "full"}, pins | {"schedule": "zbv", "recompute": "none"}]
+    ways = ["stochastic depth, torchvision", "randn_like", "dropout", "one learned mask for all samples"]
+    assert [problems for problems, _ in pool(2).run(trained, ways, cases, 5, 4)] == [[], []]
+
+
+def test_an_operator_without_a_rule(pool: Callable[[int], Any]) -> None:
+    """Which draws unseen: every rank draws the same."""
+    assert [problems for problems, _ in pool(2).run(trained, ALONE, [{"dp": 2, "recompute": "full"}])] == [[], []]
+
+
+class _Asking(nn.Module):
+    def __init__(self, ask: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.inside, self.ask = nn.Linear(4, 4), ask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inside(x) * self.ask(x)).sum()
+
+
+def _seeded(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return torch.rand_like(x)
+
+
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "python": (lambda x: random.uniform(0, 1), r"test_drawing\.py.*draws from Python's random"),
+    "numpy": (lambda x: float(numpy.random.rand()), r"draws from Python's numpy\.random"),
+    "seeded": (_seeded, r"test_drawing\.py.*sets the state of torch's generator \(torch\.manual_seed\)"),
+    "generator": (lambda x: torch.rand(4, generator=torch.Generator()), r"test_drawing\.py.*torch\.Generator of its own"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_graph_could_draw_is_refused(name: str) -> None:
+    """By module and line, with what to do; and the process goes on to draw what it would have drawn."""
+    ask, message = REFUSED[name]
+    model = _Asking(ask)
+    state = random.getstate(), torch.get_rng_state()
+    with pytest.raises(CaptureError, match=message) as caught:
+        capture(model, (torch.ones(2, 4),), {})
+    assert "torch.manual_seed before autoparallel" in str(caught.value)
+    assert random.getstate() == state[0]
+    assert torch.equal(torch.get_rng_state(), state[1])
+
+
+def test_dropout_in_place_is_dropout() -> None:
+    """One spelling, so that it is priced and split as such; one whose mask is read is kept with its mask."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.25, inplace=True))
+    found = [op for op in capture(model, (torch.ones(2, 4),), {}).ops if op.target != "aten.linear.default"]
+    assert [(op.target, op.args[1:]) for op in found] == [("aten.dropout.default", (0.25, True))]
+    masked = capture(_Asking(lambda x: torch.native_dropout(x, 0.5, True)[1]), (torch.ones(2, 4),), {})
+    assert "aten.native_dropout.default" in {op.target for op in masked.ops}
