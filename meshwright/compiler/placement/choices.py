@@ -109,6 +109,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
         assignment = {axis: factor for axis, factor in zip(scope.mesh.axes, combination, strict=True) if factor is not None}
         if _legal(rule, {**assignment, **({TIME: time} if time else {})}, timed):
             found.append(assignment)
+    found = _storable(op, rule, found, scope)
     found = _forced(found, kinds["batch"], scope, "dp") if on_weights else found
     if weights:
         found = _forced(found, weights, scope, "tp")
@@ -136,6 +137,26 @@ def _legal(rule: OpRule, assignment: Mapping[str, str], mesh: Mesh) -> bool:
     return all(
         rule.sizes[factor] % mesh.size(axes) == 0 or (len(axes) == 1 and axes != [TIME]) for factor, axes in split.items()
     )
+
+
+def _storable(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:
+    """Only the assignments that read trainable parameters as they can be kept: whole over the data ranks, and under a pinned
+    ZeRO level in pieces of one length, for FSDP2 splits what every rank has the same length of. The idle one is among them."""
+    trained = {param.value for param in scope.graph.params if param.trainable}.intersection(op.inputs)
+    if not trained:
+        return found
+    data = [axis for axis in scope.mesh.axes if scope.roles[axis] == "dp" and scope.mesh.size(axis) > 1]
+    even = bool(scope.pins.zero) and scope.pins.shard != 1 and bool(data)
+
+    def kept(assignment: dict[str, str]) -> bool:
+        split = [
+            (scope.graph.values[name].shape[dim], axes)
+            for name, dims in zip(op.inputs, rule.operands, strict=True) if name in trained
+            for dim, axes in enumerate(_splits(assignment, dims, scope.mesh))
+        ]
+        return not any(set(axes).intersection(data) or (even and size % scope.mesh.size(axes)) for size, axes in split)
+
+    return [assignment for assignment in found if kept(assignment)]
 
 
 def _factor_kinds(op: Op, rule: OpRule, scope: Scope) -> dict[str, set[str]]:
