@@ -320,7 +320,24 @@ def skips() -> Case:
     return _Skips(), {"x": torch.randn(BATCH, 3, 8, 8), "wanted": torch.randn(BATCH, 4, 8, 8)}
 
 
-_OTHER_MODELS: dict[str, Callable[[], Case]] = {f.__name__: f for f in (resnet, deberta, towers, adapted, skips)}
+class _OddHead(nn.Module):
+    """Convolutions whose channels no number of ranks divides, with a bias; a parameter with a row for every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 5, 1)
+        self.each = nn.Parameter(torch.randn(BATCH, 8, 1, 1))
+
+    def forward(self, x: torch.Tensor, wanted: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.head(torch.relu(self.stem(x)) * self.each)
+        return {"loss": F.cross_entropy(y, wanted), "y": y}
+
+
+def odd_head() -> Case:
+    return _OddHead(), {"x": torch.randn(BATCH, 3, 8, 8), "wanted": torch.randint(0, 5, (BATCH, 8, 8))}
+
+
+_OTHER_MODELS: dict[str, Callable[[], Case]] = {f.__name__: f for f in (resnet, deberta, towers, adapted, skips, odd_head)}
 OTHERS = (*_OTHER_CONFIGS, *_OTHER_MODELS)
 
 
