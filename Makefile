@@ -1,4 +1,4 @@
-# make demo | test | check | bench | bench-published | venv | clean. Needs python3 (3.11+), pip and make; everything else goes into .venv,
+# make demo | test | lint | check | bench | bench-published | venv | clean. Needs python3 (3.11+), pip and make; everything else goes into .venv,
 # pinned by constraints.txt. The stamp makes the installation run again only when what is to be installed has changed.
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv demo test check bench bench-published clean
+.PHONY: venv demo test lint check bench bench-published clean
 .DEFAULT_GOAL := test
 
 venv: $(STAMP)
@@ -33,10 +33,13 @@ demo: $(STAMP)
 test: $(STAMP)
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-# Style, types, the import order, and every test that starts no processes and is not marked slow.
-check: $(STAMP)
+# Style and types.
+lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+
+# Style, types, the import order, and every test that starts no processes and is not marked slow.
+check: lint
 	@$(BIN)/python -m pytest -m "not slow and not distributed"
 
 bench: $(STAMP)
