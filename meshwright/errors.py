@@ -36,6 +36,14 @@ class CaptureError(MeshwrightError):
         self.source = source
 
 
+class NotKeptError(MeshwrightError):
+    """Something in a forward that its graph would lose, so that gradients would silently be others; ``remedy``: what to do."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.remedy = remedy
+
+
 class InputError(MeshwrightError, TypeError):
     """A call whose arguments do not fit: the forward's signature, or the inputs that the plan was made for."""
 

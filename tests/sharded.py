@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from meshwright.ir.gradients.custom import CUSTOM
 from meshwright.ir.graph import Graph, Op, Ref, Value, map_refs
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.program import DRAW, SEED
@@ -22,6 +23,7 @@ from meshwright.ir.rule import Local, OpRule, Placed, place
 from meshwright.ir.sharding import Sharding, piece
 from meshwright.runtime import ops
 from meshwright.runtime.collectives import Group
+from meshwright.runtime.custom import custom_function
 from meshwright.runtime.draws import drawing
 
 Coordinates = Mapping[str, int]
@@ -42,8 +44,10 @@ class Run:
 
 def call(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
     """The results of one operator; an in-place one works on a copy."""
-    if target.startswith("mw."):
-        found: Any = ops.OPS[target](*args, **kwargs)
+    if target == CUSTOM:
+        found: Any = custom_function(*args, **kwargs)
+    elif target.startswith("mw."):
+        found = ops.OPS[target](*args, **kwargs)
     else:
         namespace, name, overload = target.split(".")
         if name.endswith("_") and not name.endswith("__"):

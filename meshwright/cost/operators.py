@@ -26,6 +26,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshwright.ir.gradients.custom import CUSTOM
+from meshwright.ir.graph import Op
+
 KINDS = (
     "view", "pointwise", "linear", "reduce", "norm", "gather", "copy", "matmul", "attention", "loss", "factory",
 )
@@ -163,6 +166,14 @@ def _operator(kind: str, saves: str) -> Operator:
 def operator(target: str) -> Operator:
     """The declaration of a target; an unknown one moves its data and saves its first operand."""
     return _operators().get(packet(target), Operator("copy", ((0, ()),)))
+
+
+def of_call(op: Op) -> Operator:
+    """The declaration of a call: a function with a backward of its own says itself what it saves."""
+    if op.target != CUSTOM:
+        return operator(op.target)
+    operands, results, _ = op.args[0].kept
+    return Operator("copy", tuple((at, ()) for at in operands), results)
 
 
 def known(target: str) -> bool:

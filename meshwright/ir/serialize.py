@@ -1,7 +1,8 @@
 """Graphs and plans as JSON: nothing pickled, nothing executed on reading.
 
 Tensors' uses are {"%": name}; dtypes, memory formats, layouts and devices are {"torch": name}; small constant tensors are
-lists of numbers, two for a complex one. Infinite and missing numbers are JSON's Infinity and NaN.
+lists of numbers, two for a complex one; a custom function is its name and its two graphs. Infinite and missing numbers are
+JSON's Infinity and NaN.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from meshwright.ir.gradients.custom import CustomFunction
 from meshwright.ir.graph import Block, Graph, Op, Param, Ref, Value, map_refs
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import GroupChoice, Pipeline, Plan, PlanError, Schedule
@@ -206,6 +208,9 @@ def _pack(tree: Any) -> Any:
         return [_pack(item) for item in tree]
     if isinstance(tree, Mapping):
         return {"map": [[_pack(key), _pack(item)] for key, item in tree.items()]}
+    if isinstance(tree, CustomFunction):
+        both = [graph_to_dict(tree.forward), graph_to_dict(tree.backward)]
+        return {"function": [tree.name, *both, list(tree.differentiable)]}
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     raise PlanError(f"cannot write {tree!r} of type {type(tree).__name__} into a plan")
@@ -221,5 +226,8 @@ def _unpack(tree: Any) -> Any:
             return getattr(torch, tree["torch"])
         if "device" in tree:
             return torch.device(tree["device"])
+        if "function" in tree:
+            name, forward, backward, differentiable = tree["function"]
+            return CustomFunction(name, graph_from_dict(forward), graph_from_dict(backward), tuple(differentiable))
         return {_unpack(key): _unpack(item) for key, item in tree["map"]}
     return tree

@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshwright.ir.gradients.custom import CUSTOM
 from meshwright.ir.graph import Graph, GraphError, Op, map_refs
 from meshwright.ir.program import DRAW
+from meshwright.runtime.custom import custom_function
 from meshwright.runtime.draws import drawing
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.ops import OPS
@@ -59,7 +61,7 @@ def generate(
 
 def _returns_many(op: Op) -> bool:
     """Whether the function returns a tuple or list of results, perhaps of one."""
-    if len(op.outputs) != 1:
+    if len(op.outputs) != 1 or op.target == CUSTOM:
         return True
     if op.target in OPS:
         return op.target == "mw.gather_linear"
@@ -70,6 +72,10 @@ def _returns_many(op: Op) -> bool:
 def _call(op: Op, groups: Groups, training: bool, params: set[str]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(function, args, kwargs) with Refs still in place."""
     args, kwargs = op.args, dict(op.kwargs)
+    if op.target == CUSTOM:
+        bound = functools.partial(custom_function, args[0])
+        bound.__name__, bound.__module__ = "custom_function", __name__  # type: ignore[attr-defined]
+        return bound, args[1:], {}
     if op.target in OPS:
         fixed = {name: groups.group(kwargs.pop(name)) for name in ("axis", "axes") if kwargs.get(name) is not None}
         if not training and op.target == "mw.dropout":

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from meshwright.ir.gradients.custom import CUSTOM
 from meshwright.ir.graph import Graph, Ref, map_refs
+from meshwright.runtime.custom import custom_function
 from meshwright.runtime.ops import OPS
 
 
@@ -45,6 +47,8 @@ def resolve(target: str, operators: Mapping[str, Callable[..., Any]] = OPS) -> C
     """The callable of an op's target."""
     if target in operators:
         return operators[target]
+    if target == CUSTOM:
+        return custom_function
     namespace, packet, overload = target.split(".")
     found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     return found

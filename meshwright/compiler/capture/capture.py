@@ -22,8 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from meshwright.compiler.capture.importer import import_graph
 from meshwright.compiler.capture.normalize import normalize
 from meshwright.compiler.capture.rewrite import mark_differentiable
-from meshwright.compiler.capture.shadow import Traced, failing_frame, fake_inputs, held_tensors, make_shadow, trace
-from meshwright.errors import CaptureError
+from meshwright.compiler.capture.shadow import Held, Traced, failing_frame, fake_inputs, held_tensors, make_shadow, trace
+from meshwright.errors import CaptureError, NotKeptError
+from meshwright.ir.gradients.hooks import lost_hooks
 from meshwright.ir.graph import Graph, Ref
 from meshwright.ir.signature import describe, name_arguments
 
@@ -44,18 +45,36 @@ def capture(
     is left as it is. ``compute_dtype``: floating parameters and arguments are read in this dtype. Raises InputError if the
     arguments do not fit the forward, CaptureError (module, source line, what to do) if it is not one static graph.
     """
+    modules = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+    for hook in (hook for module in modules for hook in lost_hooks(module)):
+        raise CaptureError(f"{hook}, which would not run: the parallel module runs the model's graph. What to do: "
+                           f"{hook.remedy}")
     signature, leaves = describe(model.forward, args, kwargs, targets)
     named = name_arguments(signature, args, kwargs)
     held = held_tensors(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shadow = make_shadow(model, held, mode, compute_dtype, training)
     try:
-        traced = trace(shadow, fake_inputs(leaves, mode), signature, named, loss_fn, compute_dtype)
+        traced = trace(shadow, fake_inputs(leaves, mode), signature, named, loss_fn, compute_dtype, held)
     except Exception as error:
         raise _explain(error, model, shadow) from error
     graph = import_graph(traced, held, _leaf_names(signature))
     graph = _with_loss(graph, traced, loss_fn)
+    _check_attributes(graph, held)
     return normalize(replace(graph, signature={**signature, "output": traced.type_}))
+
+
+def _check_attributes(graph: Graph, held: Sequence[Held]) -> None:
+    """A tensor that a module keeps as a plain attribute is a constant of the graph, so it must not take a gradient."""
+    learned = {item.fqns for item in held if item.plain and item.tensor.requires_grad}
+    names = {param.value: param.fqn for param in graph.params if param.fqns in learned}
+    for op in graph.ops:
+        for name in op.inputs:
+            if name in names:
+                raise CaptureError(
+                    f"module {op.module or '(root)'!r} reads its attribute {names[name]!r}, a tensor that takes gradients and "
+                    f"is no parameter: it would be a constant of the graph. What to do: make it an nn.Parameter, or compute it "
+                    f"in the forward", module=op.module, source=op.source)
 
 
 def _leaf_names(signature: Mapping[str, Any]) -> list[str]:
@@ -90,6 +109,13 @@ def _with_loss(graph: Graph, traced: Traced, loss_fn: Callable[..., Any] | None)
     return replace(graph, loss=loss.name) if scalar and isinstance(loss, Ref) else graph
 
 
+def _not_kept(error: BaseException | None) -> NotKeptError | None:
+    """What was refused, if that is why the trace failed."""
+    while error is not None and not isinstance(error, NotKeptError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 _REMEDIES = (
     (("chanceerror",),
      "a graph would repeat or lose that: draw with torch (torch.rand, dropout) from its default generator, seed with "
@@ -104,6 +130,10 @@ _REMEDIES = (
 
 def _explain(error: Exception, model: nn.Module, shadow: nn.Module) -> CaptureError:
     module, source = failing_frame(error, shadow)
+    kept = _not_kept(error)
+    if kept is not None:
+        where = f"module {module or '(root)'!r} ({type(model).__name__})" + (f" at {source}" if source else "")
+        return CaptureError(f"{where}: {kept}. What to do: {kept.remedy}", module=module, source=source)
     text = str(error).strip().split("\n\n")[0].split("\n")
     reason = f"{type(error).__name__}: {' '.join(text)[:400]}"
     lowered = f"{type(error).__name__} {error}".lower()

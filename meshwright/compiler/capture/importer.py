@@ -18,8 +18,10 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from meshwright.compiler.capture.functions import uniform
 from meshwright.compiler.capture.shadow import WRAPPED, Held, Leaf, Traced, is_user_file
 from meshwright.errors import CaptureError
+from meshwright.ir.gradients.custom import CUSTOM, CustomFunction
 from meshwright.ir.graph import Graph, Op, Param, Ref, Value
 
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -33,7 +35,7 @@ def import_graph(traced: Traced, held: Iterable[Held], inputs: Iterable[str]) ->
     _inline_regions(program.graph_module)
     if _mutates(program.graph_module):
         program = program.run_decompositions({})
-    importer = _Importer(program)
+    importer = _Importer(program, traced.functions)
     return importer.run(traced, list(held), list(inputs))
 
 
@@ -94,6 +96,7 @@ class _Importer:
     """Walks the export's nodes once; ``env`` holds what each stands for."""
 
     program: ExportedProgram
+    functions: tuple[CustomFunction, ...]
     values: dict[str, Value] = field(default_factory=dict)
     env: dict[fx.Node, Any] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
@@ -170,15 +173,16 @@ class _Importer:
         name = self._unique(node.name)
         self._value(name, tensor)
         self.env[node] = Ref(name)
-        flat = tensor.detach().flatten() if _memory(tensor) or tensor.numel() == 0 else None
-        number = None if flat is None else 0 if flat.numel() == 0 else flat[0].item() if bool((flat == flat[0]).all()) else None
+        if not _memory(tensor) and tensor.numel():
+            raise CaptureError(f"module {_module_path(node)!r} ({self._source(node)}) reads a tensor that was made in a way a "
+                               f"trace cannot follow (it has no contents); compute it by plain tensor operations")
+        number = uniform(tensor)
         if number is not None:
             dtype = (("dtype", tensor.dtype),)
             self.ops.append(Op(name, "aten.full.default", (tuple(tensor.shape), number), dtype, (name,)))
         else:
             self.params.append(Param(name, (f"_constant_{name}",), False, buffer=True, persistent=False))
-            if flat is not None:
-                self.constants[name] = tensor.detach()
+            self.constants[name] = tensor.detach()
 
     def _call(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
@@ -208,6 +212,10 @@ class _Importer:
         kwargs = tuple((key, self._argument(value)) for key, value in node.kwargs.items())
         args = tuple(self._argument(arg) for arg in node.args)
         name = outputs[0] if len(outputs) == 1 else node.name
+        if str(node.target) == "meshwright.custom_function.default":
+            called = self.functions[args[1]], args[0]
+            self.ops.append(Op(name, CUSTOM, called, (), outputs, module, source))
+            return
         self.ops.append(Op(name, str(node.target), args, kwargs, outputs, module, source))
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             self.random.add(name)

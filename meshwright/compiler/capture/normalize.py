@@ -232,6 +232,8 @@ def _from_front(dim: Any, ndim: int) -> Any:
 @cache
 def _dim_positions(target: str) -> tuple[int, ...]:
     """Positions of the schema's arguments that name dims."""
+    if target.startswith("mw."):
+        return ()
     namespace, name, overload = target.split(".")
     packet = getattr(getattr(torch.ops, namespace), name, None)
     if packet is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from meshwright.ir.gradients.custom import CUSTOM
 from meshwright.ir.graph import Graph, Op, Ref, Value, map_refs
 
 Step = Callable[[Op, "Edit"], "Iterable[Op] | None"]
@@ -123,7 +124,9 @@ def mark_differentiable(graph: Graph) -> Graph:
     through = {param.value for param in graph.params if param.trainable}
     for op in graph.ops:
         if op.target.split(".")[1] not in _CUT and any(name in through for name in op.inputs):
-            through.update(name for name in op.outputs if _continuous(graph.values[name].dtype))
+            cut = op.target == CUSTOM and [not flag for flag in op.args[0].differentiable]
+            through.update(name for i, name in enumerate(op.outputs)
+                           if _continuous(graph.values[name].dtype) and not (cut and cut[i]))
     values = dict(graph.values)
     for name, value in graph.values.items():
         if value.differentiable != (name in through):

@@ -27,7 +27,9 @@ from torch.export import ExportedProgram
 from torch.nn.modules import transformer
 
 from meshwright.compiler.capture.chance import ChanceError, generators_unchanged, raised_where_drawn
+from meshwright.compiler.capture.watch import Watch
 from meshwright.errors import CaptureError
+from meshwright.ir.gradients.custom import CustomFunction
 from meshwright.ir.signature import flatten_output, rebuild_arguments, split_arguments
 
 WRAPPED = "model"
@@ -117,14 +119,19 @@ class _Wrapper(nn.Module):
 
     def __init__(
         self, model: nn.Module, signature: Mapping[str, Any], named: Mapping[str, Any],
-        loss_fn: Callable[..., Any] | None, dtype: torch.dtype | None,
+        loss_fn: Callable[..., Any] | None, dtype: torch.dtype | None, held: Sequence[Held],
     ) -> None:
         super().__init__()
         setattr(self, WRAPPED, model)
         self.call = (signature, named, loss_fn, dtype)
-        self.seen = _Seen()
+        self.seen, self.watch = _Seen(), Watch(frozenset(id(item.tensor) for item in held))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with self.watch.over():
+            return self.watched(*tensors)
+
+    def watched(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The forward, in which nothing that changes gradients goes unseen."""
         signature, named, loss_fn, dtype = self.call
         count = len(tensors) - len(signature["targets"])
         inputs = [t.to(dtype) if dtype is not None and t.is_floating_point() else t for t in tensors[:count]]
@@ -153,19 +160,22 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Traced:
-    """``program``'s outputs are the leaves of ``tree``; its state names start with ``WRAPPED``."""
+    """``program``'s outputs are the leaves of ``tree``; its state names start with ``WRAPPED``. ``functions``: those that it
+    calls with a backward of their own."""
 
     program: ExportedProgram
     tree: Any
     type_: Any
+    functions: tuple[CustomFunction, ...] = ()
 
 
 def trace(
     shadow: nn.Module, tensors: Sequence[torch.Tensor], signature: Mapping[str, Any], named: Mapping[str, Any],
-    loss_fn: Callable[..., Any] | None, dtype: torch.dtype | None,
+    loss_fn: Callable[..., Any] | None, dtype: torch.dtype | None, held: Sequence[Held],
 ) -> Traced:
-    """Export the shadow on fake inputs. The process draws afterwards what it would have drawn before."""
-    wrapper = _Wrapper(shadow, signature, named, loss_fn, dtype)
+    """Export the shadow on fake inputs. The process draws afterwards what it would have drawn before. ``held``: what the
+    model holds."""
+    wrapper = _Wrapper(shadow, signature, named, loss_fn, dtype, held)
     with _collector_paused(), _masks_as_given():
         try:
             with generators_unchanged(is_user_file):
@@ -174,7 +184,7 @@ def trace(
             with generators_unchanged(is_user_file), raised_where_drawn():
                 torch.export.export(wrapper, tuple(tensors), strict=False)
             raise
-    return Traced(program, wrapper.seen.tree, wrapper.seen.type_)
+    return Traced(program, wrapper.seen.tree, wrapper.seen.type_, tuple(wrapper.watch.functions.found))
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from meshwright.ir.rule import Localize, OpRule, RuleError
 
 TABLES = (
     "pointwise", "matmul", "views", "joining", "normalization", "attention", "indexing", "reductions", "loss", "convolution",
-    "factories", "random", "recurrent",
+    "factories", "random", "recurrent", "custom.splits",
 )
 """Modules of this folder, each with a table ``RULES`` of target -> declaration."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.cost.operators import operator
+from meshwright.cost.operators import of_call, operator
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.plan import Schedule
 from meshwright.ir.rule import OpRule
@@ -60,7 +60,7 @@ def saved_by(op: Op, graph: Graph) -> tuple[list[int], list[int]]:
     needs = [graph.values[name].differentiable for name in op.inputs]
     if not any(needs):
         return [], []
-    declared = operator(op.target)
+    declared = of_call(op)
     operands = [
         at for at, others in declared.operands
         if at < len(needs) and (not others or any(needs[other] for other in others if other < len(needs)))

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.cost.operators import operator, packet
+from meshwright.cost.operators import of_call, operator, packet
+from meshwright.ir.gradients.custom import CUSTOM, CustomFunction
 from meshwright.ir.graph import Graph, Op
 
 Shape = Sequence[int]
@@ -109,7 +110,7 @@ def saved_for_backward(op: Op, graph: Graph) -> tuple[tuple[int, ...], tuple[int
     if not any(graph.values[name].differentiable for name in op.outputs):
         return (), ()
     needs = [graph.values[name].differentiable for name in op.inputs]
-    declared = operator(op.target)
+    declared = of_call(op)
     operands = tuple(
         at for at, wanted in declared.operands
         if at < len(needs) and (not wanted or any(other < len(needs) and needs[other] for other in wanted))
@@ -129,6 +130,11 @@ def extra_saved_bytes(
     """
     name = packet(target)
     rows = [math.prod(shape[:-1]) for shape in operand_shapes[:1]] or [0]
+    if name == CUSTOM:  # what is neither operand nor result, as large a part of the whole as the first result
+        function = args[0]
+        assert isinstance(function, CustomFunction)
+        part = math.prod(result_shapes[0]) / max(1, function.forward.values[function.results[0].name].numel)
+        return math.ceil(part * sum(value.bytes_ for value in function.kept[2]))
     if name in ("aten.dropout", "mw.dropout"):
         rate = args[1] if len(args) > 1 else 0.5
         active = rate != 0 and (name == "mw.dropout" or len(args) < 3 or bool(args[2]))

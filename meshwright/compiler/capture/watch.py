@@ -1,0 +1,152 @@
+"""What a forward does to gradients besides computing: kept in the graph, or refused with its name.
+
+A trace sees operators only. Within ``Watch`` (around the traced forward and loss function) these are seen as well:
+
+    autograd.Function                              an operator of its own                        (``functions``)
+    x.data                                         x.detach()
+    torch.inference_mode                           torch.no_grad
+    requires_grad_ on an activation, save_on_cpu, checkpoint, detach, no_grad                    change no gradient of a weight
+    register_hook and its kin, grad_fn, retain_grad, autograd.grad, backward, requires_grad_ on a parameter, x.grad,
+    saved_tensors_hooks, a tensor that takes gradients and is not the model's                    refused: NotKeptError
+
+Everything else that a tensor can be asked goes on as it is. A refusal that the forward catches is raised after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from meshwright.compiler.capture.functions import Functions, tracing
+from meshwright.errors import NotKeptError
+
+_BESIDE = "change gradients in the forward by a torch.autograd.Function (its backward is kept)"
+_WRITTEN_OUT = "write the derivative out in operators, or do without this term"
+_Attributes: Any = Tensor
+"""Its attributes as what reads and writes them."""
+_REFUSED: Mapping[Any, tuple[str, str]] = {
+    Tensor.register_hook: ("a tensor.register_hook", _BESIDE),
+    Tensor.register_post_accumulate_grad_hook: (
+        "a register_post_accumulate_grad_hook", "register it on the parallel module's parameter, after autoparallel"),
+    Tensor.retain_grad: ("a retain_grad", "return the tensor and call retain_grad on the output"),
+    Tensor.backward: ("a backward", "return the loss and call backward on it outside"),
+    torch.autograd.backward: ("a backward", "return the loss and call backward on it outside"),
+    torch.autograd.grad: ("a torch.autograd.grad (a gradient penalty, say)", _WRITTEN_OUT),
+    _Attributes.grad.__get__: ("x.grad, the gradient of an earlier step", "pass it to the forward as an argument"),
+    _Attributes.grad.__set__: ("an assignment to x.grad", "assign it outside of the forward"),
+    _Attributes.data.__set__: ("an assignment to x.data", "compute a new tensor instead"),
+}
+"""What is called on a tensor: its name in words, and what to do instead. It would run once, while the model is captured."""
+
+_GRAD_FN, _DATA = _Attributes.grad_fn.__get__, _Attributes.data.__get__
+_SWITCHES = (Tensor.requires_grad_, _Attributes.requires_grad.__set__)
+
+
+class Watch(TorchFunctionMode):
+    """See the file's head. ``owned``: ids of the model's real tensors (``importer`` tells how these are reached);
+    ``functions``: the custom functions that were called; ``refused``: the first refusal."""
+
+    def __init__(self, owned: frozenset[int] = frozenset()) -> None:
+        super().__init__()
+        self.owned = owned
+        self.functions = Functions()
+        self.refused: NotKeptError | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _REFUSED and (func != _Attributes.grad.__get__ or isinstance(args[0], nn.Parameter)):
+            what, remedy = _REFUSED[func]
+            raise self.refuse(f"the forward calls for {what}, which would be lost", remedy)
+        if func == _DATA:
+            return args[0].detach()
+        if func == _GRAD_FN:
+            node = func(*args, **kwargs)
+            return node if node is None else _Node(node, self)
+        if func in _SWITCHES and isinstance(args[0], nn.Parameter):
+            wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+            if wanted != args[0].requires_grad:
+                raise self.refuse(f"the forward sets requires_grad={wanted} on a parameter",
+                                  "set it before autoparallel; the plan depends on what is trained")
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor) or not leaf.requires_grad or id(leaf) in self.owned:
+                continue
+            if torch._C._functorch.is_gradtrackingtensor(leaf):
+                raise self.refuse("the forward differentiates by torch.func, which a graph does not keep", _WRITTEN_OUT)
+            if not torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+                raise self.refuse(f"the forward reads a tensor of shape {list(leaf.shape)} that takes gradients and is no "
+                                  f"parameter of the model: it would be a constant of the graph",
+                                  "register it as a parameter of the model (of a module that holds the model and the loss)")
+        return func(*args, **kwargs)
+
+    def refuse(self, what: str, remedy: str) -> NotKeptError:
+        """The error to raise, remembered."""
+        error = NotKeptError(what, remedy)
+        self.refused = self.refused or error
+        return error
+
+    @contextmanager
+    def over(self) -> Iterator[None]:
+        """Around the forward, in which tensors are traced."""
+        with ExitStack() as stack:
+            for context in (self.functions.kept(), *self._patches(), self):
+                stack.enter_context(context)
+            yield
+        if self.refused is not None:
+            raise self.refused
+
+    def _patches(self) -> list[Any]:
+        """Of what no tensor is asked about. Process-wide while a model is captured, in effect only where one is traced."""
+        saving, inference = torch.autograd.graph.saved_tensors_hooks, torch.inference_mode
+        enter_saving, enter, leave = saving.__enter__, inference.__enter__, inference.__exit__
+
+        def saved(hooks: Any) -> Any:
+            own = type(hooks).__module__.startswith("torch.") and type(hooks) is not saving
+            if tracing() and not own:
+                raise self.refuse(f"the forward runs under {type(hooks).__qualname__}, which may change what a backward reads",
+                                  "leave it out, or put it around the call of the parallel module")
+            return enter_saving(hooks)
+
+        def begin(context: Any) -> Any:
+            if not tracing():
+                return enter(context)
+            context.instead = torch.no_grad() if context.mode else torch.enable_grad()
+            return context.instead.__enter__()
+
+        def end(context: Any, *error: Any) -> Any:
+            instead = context.__dict__.pop("instead", None)
+            return leave(context, *error) if instead is None else instead.__exit__(*error)
+
+        return [_replaced(saving, "__enter__", saved), _replaced(inference, "__enter__", begin),
+                _replaced(inference, "__exit__", end)]
+
+
+@contextmanager
+def _replaced(holder: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    before = getattr(holder, name)
+    setattr(holder, name, function)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
+
+
+class _Node:
+    """A tensor's ``grad_fn``, without its hooks."""
+
+    def __init__(self, node: Any, watch: Watch) -> None:
+        self._node, self._watch = node, watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def _hook(self, *_: Any) -> Callable[..., Any]:
+        raise self._watch.refuse("the forward registers a hook on grad_fn, which would be lost", _BESIDE)
+
+    register_hook = register_prehook = _hook

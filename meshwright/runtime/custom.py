@@ -1,0 +1,62 @@
+"""``mw.custom_function``: a function with a backward of its own, run from its two graphs (see ``ir.gradients.custom``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from meshwright.ir.gradients.custom import CustomFunction
+from meshwright.ir.graph import Graph, map_refs
+from meshwright.runtime.ops import OPS
+
+
+class _Custom(Function):
+    @staticmethod
+    def forward(ctx: Any, function: CustomFunction, *operands: Tensor) -> tuple[Tensor, ...]:
+        found = _run(function.forward, dict(zip(function.forward.inputs, operands, strict=True)))
+        results = [found[ref.name] for ref in function.results]
+        ctx.function = function
+        ctx.save_for_backward(*(found[ref.name] for ref in function.saved))
+        ctx.mark_non_differentiable(*(x for x, flag in zip(results, function.differentiable, strict=True) if not flag))
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        function: CustomFunction = ctx.function
+        incoming = [grad for grad, flag in zip(grads, function.differentiable, strict=True) if flag]
+        found = _run(function.backward, dict(zip(function.backward.inputs, (*ctx.saved_tensors, *incoming), strict=True)))
+        return (None, *(None if ref is None else found[ref.name] for ref in function.gradients))
+
+
+def custom_function(function: CustomFunction, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The results of ``function``; their gradients are what its backward says."""
+    results: tuple[Tensor, ...] = _Custom.apply(function, *operands)
+    return results
+
+
+def _run(graph: Graph, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every value of a graph of operators without communication."""
+    device = next(iter(given.values())).device
+    values: dict[str, Any] = {**{name: tensor.to(device) for name, tensor in graph.constants.items()}, **given}
+    for op in graph.ops:
+        args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda ref: values[ref.name])
+        if op.target in OPS:
+            result = OPS[op.target](*args, **kwargs)
+        else:
+            namespace, packet, overload = op.target.split(".")
+            function = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+            if not op.inputs and any(argument.name == "device" for argument in function._schema.arguments):
+                kwargs["device"] = device
+            result = function(*map(_listed, args), **{key: _listed(value) for key, value in kwargs.items()})
+        values.update(zip(op.outputs, result if isinstance(result, tuple | list) else (result,), strict=False))
+    return values
+
+
+def _listed(arg: Any) -> Any:
+    return list(arg) if isinstance(arg, tuple) else arg
