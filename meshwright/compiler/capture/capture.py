@@ -23,6 +23,7 @@ from meshwright.compiler.capture.importer import import_graph
 from meshwright.compiler.capture.normalize import normalize
 from meshwright.compiler.capture.rewrite import mark_differentiable
 from meshwright.compiler.capture.shadow import Held, Traced, failing_frame, fake_inputs, held_tensors, make_shadow, trace
+from meshwright.compiler.capture.sharing import check_graph, check_strays, one_memory
 from meshwright.errors import CaptureError, NotKeptError
 from meshwright.ir.gradients.hooks import lost_hooks
 from meshwright.ir.graph import Graph, Ref
@@ -51,14 +52,24 @@ def capture(
                            f"{hook.remedy}")
     signature, leaves = describe(model.forward, args, kwargs, targets)
     named = name_arguments(signature, args, kwargs)
-    held = held_tensors(model)
+    held, fixed = one_memory(held_tensors(model))
+    strays: list[torch.Tensor] = []
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    shadow = make_shadow(model, held, mode, compute_dtype, training)
+    shadow = make_shadow(model, held, mode, compute_dtype, training, strays)
+    check_strays(model, held, strays)
     try:
         traced = trace(shadow, fake_inputs(leaves, mode), signature, named, loss_fn, compute_dtype, held)
     except Exception as error:
         raise _explain(error, model, shadow) from error
-    graph = import_graph(traced, held, _leaf_names(signature))
+    try:
+        graph = import_graph(traced, held, _leaf_names(signature))
+    except AssertionError as error:  # torch.export's, which cannot say that one of two names was changed
+        twins = [item.fqns for item in held if item.buffer and len(item.fqns) > 1]
+        if not twins:
+            raise
+        raise CaptureError(f"buffers {', '.join(map(repr, twins[0]))} are one tensor under several names, and the forward "
+                           f"changes it: keep it under one name, or make the others a .clone()") from error
+    check_graph(graph, held, fixed)
     graph = _with_loss(graph, traced, loss_fn)
     _check_attributes(graph, held)
     return normalize(replace(graph, signature={**signature, "output": traced.type_}))

@@ -25,6 +25,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.nn.modules import transformer
+from torch.overrides import TorchFunctionMode
 
 from meshwright.compiler.capture.chance import ChanceError, generators_unchanged, raised_where_drawn
 from meshwright.compiler.capture.watch import Watch
@@ -38,13 +39,15 @@ WRAPPED = "model"
 
 @dataclass(frozen=True)
 class Held:
-    """One tensor that the model holds, under all its names, the canonical one first. ``plain``: a plain attribute."""
+    """One tensor that the model holds, under all its names, the canonical one first. ``plain``: a plain attribute; ``also``:
+    other tensor objects that are the same memory."""
 
     tensor: torch.Tensor
     fqns: tuple[str, ...]
     buffer: bool
     persistent: bool
     plain: bool = False
+    also: tuple[torch.Tensor, ...] = ()
 
 
 def held_tensors(model: nn.Module) -> list[Held]:
@@ -74,10 +77,11 @@ def held_tensors(model: nn.Module) -> list[Held]:
 
 
 def make_shadow(
-    model: nn.Module, held: Sequence[Held], mode: FakeTensorMode, dtype: torch.dtype | None, training: bool
+    model: nn.Module, held: Sequence[Held], mode: FakeTensorMode, dtype: torch.dtype | None, training: bool,
+    strays: list[torch.Tensor] | None = None,
 ) -> nn.Module:
     """The model with fake CPU tensors; floating parameters in ``dtype`` if given. In ``training`` mode or not; a model that
-    already is keeps the modes of its sub-modules."""
+    already is keeps the modes of its sub-modules. ``strays``: takes the tensors that it holds elsewhere than in ``held``."""
     memo: dict[int, Any] = {}
     for item in held:
         tensor = item.tensor
@@ -85,9 +89,11 @@ def make_shadow(
         with mode:
             fake = torch.empty(tensor.shape, dtype=cast, device="cpu")
             memo[id(tensor)] = fake if item.buffer else nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            memo |= dict.fromkeys(map(id, item.also), memo[id(tensor)])
     keep = list(memo.values())
     try:
-        shadow = copy.deepcopy(model, memo)
+        with _Strays([] if strays is None else strays):
+            shadow = copy.deepcopy(model, memo)
     except Exception as error:
         raise CaptureError(f"the model cannot be copied without its memory: copy.deepcopy({type(model).__name__}) raised "
                            f"{type(error).__name__}: {error}. Move what cannot be copied out of the module") from error
@@ -97,6 +103,18 @@ def make_shadow(
             delattr(module, name)
             module.register_buffer(name, value, persistent=False)
     return shadow if shadow.training == training else shadow.train(training)
+
+
+class _Strays(TorchFunctionMode):
+    """Within, every tensor that is copied is kept in ``found``: those that the model has in lists, dicts and objects."""
+
+    def __init__(self, found: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        self.found += [x for x in args[:1] if isinstance(x, torch.Tensor)]
+        return func(*args, **(kwargs or {}))
 
 
 def fake_inputs(leaves: Sequence[torch.Tensor], mode: FakeTensorMode) -> list[torch.Tensor]:
