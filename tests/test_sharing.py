@@ -48,9 +48,9 @@ REFUSED: Mapping[str, tuple[Callable[[Two], None], str]] = {
     "attribute": (_set(extra=lambda m: m.first.weight.data), "parameter 'first.weight' and attribute 'extra'"),
     "list": (_set(extra=lambda m: [m.first.weight.data[1:3]]), "'first.weight' and what is kept in 'extra'"),
     "view of a parameter": (_set(extra=lambda m: m.first.weight[:, 0]), "parameter 'first.weight' and attribute 'extra'"),
-    "made of a parameter": (_set(extra=lambda m: m.first.weight * 2), "'extra', a tensor that requires a gradient"),
+    "made of a parameter": (_set(extra=lambda m: m.first.weight * 2), "'extra', a tensor that takes gradients"),
     "trained attribute": (
-        _set(extra=lambda m: torch.ones(3, requires_grad=True)), "'extra', a tensor that requires a gradient"),
+        _set(extra=lambda m: torch.ones(3, requires_grad=True)), "'extra', a tensor that takes gradients"),
 }
 
 

@@ -44,11 +44,13 @@ PRIVATE: Mapping[str, str] = {
     "compiler/capture/capture.py": "FakeTensorMode: export under shapes without data",
     "compiler/capture/functions.py": "_SingleLevelFunction.apply, where every custom Function passes; modes, fakes",
     "compiler/capture/importer.py": "FakeTensor and OpOverload: reading an exported graph's nodes",
+    "compiler/capture/sharing.py": "pytree: tensors in lists and dicts of a module",
     "compiler/capture/shadow.py": "FakeTensorMode: a shadow with fake parameters; _detect_is_causal_mask of nn.Transformer",
     "compiler/capture/watch.py": "FakeTensor; what functorch wraps: tensors that are not the model's",
     "compiler/rules/book.py": "OpOverload: an operator object given to register_rule",
     "runtime/collectives.py": "the operator namespace _c10d_functional",
     "runtime/module.py": "_foreach_norm, _foreach_mul_: clipping, as torch.nn.utils does it",
+    "runtime/whole.py": "pytree, to see operands in lists; the lists of types that optimizers' fast variants take",
     "runtime/step.py": "_foreach_mul_: scaling released gradients",
 }
 """Files that may name private parts of torch, with the reason."""

@@ -9,7 +9,7 @@ the single process's output: scalars whole, other tensors as DTensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from meshwright.ir.mesh import PP
 from meshwright.ir.program import SEED, Port, Program, Stored
 from meshwright.ir.sharding import DTYPE_NAMES, format_sharding, piece, to_placements
 from meshwright.ir.signature import bind, rebuild_output
+from meshwright.runtime import held
 from meshwright.runtime.assemble import assemble, fused_axes, rest_dtype
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.groups import Groups, make_groups
@@ -33,6 +34,7 @@ from meshwright.runtime.state import checkpoint
 from meshwright.runtime.state.layout import global_stride, local_of, owner
 from meshwright.runtime.state.materialize import Source, fill
 from meshwright.runtime.step import run_step
+from meshwright.runtime.whole import Role, adopt, let_optimizers_know
 
 
 def build(program: Program, source: nn.Module | Source, *, device: torch.device | None = None) -> ParallelModule:
@@ -52,6 +54,7 @@ def build(program: Program, source: nn.Module | Source, *, device: torch.device 
     if dist.is_initialized():
         dist.broadcast(base, 0)
     seed = int(base)
+    let_optimizers_know()
     engine = Pipeline(program, groups) if stages else assemble(program, groups)
     fill(program, engine.tensors, groups, source, seed)
     return ParallelModule(program, groups, engine, seed, source if isinstance(source, nn.Module) else None)
@@ -67,17 +70,24 @@ class ParallelModule(nn.Module):
     """See the file's head. Made by ``build``; ``plan`` is whatever the caller puts there."""
 
     def __init__(
-        self, program: Program, groups: Groups, engine: Engine | Pipeline, seed: int, model: nn.Module | None
+        self, program: Program, groups: Groups, engine: Engine | Pipeline, seed: int, model: nn.Module | None,
+        names: Sequence[tuple[str, Stored]] | None = None,
     ) -> None:
         super().__init__()
         self.plan: Any = None
         self._program, self._groups, self._seed, self._calls = program, groups, seed, 0
         self._engine = (engine,)  # in a tuple: its units are no submodules of this one
         self._out = [to_placements(port.sharding, program.mesh, groups.axes) for port in program.outputs]
-        self._names = _ordered(program, model)
+        self._names = _ordered(program, model) if names is None else list(names)
+        self._places: list[held.Place] = []
         for fqn, stored in self._names:
             if stored.value in engine.tensors:  # else it is another stage's
-                self._register(fqn.split("."), engine.tensors[stored.value], stored.persistent)
+                tensor = engine.tensors[stored.value]
+                adopt(tensor, Role(stored.fqns[0], program.stages is not None, id(tensor)))
+                self._register(fqn, stored, tensor)
+        everything = program.stages.stored if program.stages else ()
+        self._shared = [stored for stored in everything if stored.trainable and len(stored.holders) > 1]
+        self._originals = held.originals(model)
         if model is not None:
             self.train(model.training)
 
@@ -86,6 +96,8 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Takes and returns what the model does. Raises InputError, changing nothing, if the call is not as planned."""
         program, engine = self._program, self._engine[0]
+        self._check()
+        engine.reshard()  # what a forward without a backward gathered may have been written since
         inputs, changes = self._bind(args, kwargs)
         self._calls += 1
         seed = self._seed, self._calls
@@ -201,48 +213,86 @@ class ParallelModule(nn.Module):
 
         Every element counts once, wherever it lies and however often it is replicated or tied. Every rank calls this.
         """
-        program, groups, engine = self._program, self._groups, self._engine[0]
-        norm_type = float(norm_type)
-        mine, grads = [], []
-        for stored in program.stored:
-            grad = engine.tensors[stored.value].grad
-            if grad is None:
-                continue
-            grads.append(local_of(grad))
-            if grads[-1].numel() and owner(stored, program.mesh, groups.coordinates):
-                mine.append(grads[-1])
-        norms = [norm.float() for norm in torch._foreach_norm(mine, norm_type)] if mine else []
-        is_max = norm_type == float("inf")
-        start = torch.zeros((), device=groups.device)
-        total = torch.stack([start, *norms]).amax() if is_max else torch.stack([start, *norms]).pow(norm_type).sum()
+        self._check()
+        everything = self._program.stages.stored if self._program.stages else self._program.stored
+        tensors, coordinates = self._engine[0].tensors, self._groups.coordinates
+        norm_type, grads, norms = float(norm_type), [], []
+        for stored in everything:
+            grad = _cut_as(tensors[stored.value]) if stored.value in tensors else None
+            if grad is not None:
+                grads.append(grad)
+            mine = grad if grad is not None and grad.numel() and owner(stored, self._program.mesh, coordinates) else None
+            norms.append(_power_sum(mine, norm_type, self._groups.device))
+        total = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=self._groups.device)
         if dist.is_initialized():
-            dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
-        total = total if is_max else total.pow(1 / norm_type)
-        if error_if_nonfinite and not total.isfinite():
-            raise RunError(f"the norm of the gradients is {total.item()}; they were not clipped")
+            how = {float("inf"): dist.ReduceOp.MAX, float("-inf"): dist.ReduceOp.MIN}
+            dist.all_reduce(total, how.get(norm_type, dist.ReduceOp.SUM))
+        each = total if norm_type in (0.0, float("inf"), float("-inf")) else total.pow(1 / norm_type)
+        double = any(stored.dtype == torch.float64 for stored in everything)
+        norm = torch.linalg.vector_norm(each, norm_type).to(torch.float64 if double else torch.float32)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RunError(f"the norm of the gradients is {norm.item()}; they were not clipped")
         if grads:
-            torch._foreach_mul_(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))
-        return total
+            torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        result: Tensor = norm
+        return result
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The single process's state dict: plain CPU tensors on rank 0, an empty dict elsewhere. Every rank calls this."""
+        self._check()
         return checkpoint.gather_state_dict(self._entries(), self._groups, lambda stored: rest_dtype(stored, self._program))
 
     def save(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write a checkpoint that ``load`` reads under any plan and world; see ``runtime.state.checkpoint.save``."""
-        checkpoint.save(self._entries(), self._groups, folder, optimizer)
+        """Write a checkpoint that ``load`` reads under any plan and world; see ``runtime.state.checkpoint.save``. A learning
+        rate scheduler is the caller's: its ``state_dict()`` is to be kept beside."""
+        self._check()
+        counters = {"seed": self._seed, "calls": self._calls}
+        checkpoint.save(self._entries(changing=True), self._groups, folder, optimizer, counters)
 
     def load(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Read a checkpoint in place; see ``runtime.state.checkpoint.load``."""
+        """Read a checkpoint in place, the optimizer's options and the place in the random numbers too, so that the run goes on
+        as if it had not been interrupted, whatever torch.manual_seed says; see ``runtime.state.checkpoint.load``."""
+        self._check()
         self._engine[0].reshard()
-        checkpoint.load(self._entries(), self._groups, folder, optimizer)
+        counters = checkpoint.load(self._entries(changing=True), self._groups, folder, optimizer)
+        self._seed, self._calls = counters.get("seed", self._seed), counters.get("calls", self._calls)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As ``nn.Module.load_state_dict``, into the shares that are there (``assign`` is refused)."""
+        """As ``nn.Module.load_state_dict``, into the shares that are there (``assign`` is refused): DTensors, or the whole
+        tensors of one process, which are taken from the first rank. What other stages of a pipeline hold is passed over."""
         if assign:
             raise CheckpointError("assign=True would take the parameters from under the engine; load into them (assign=False)")
+        self._check()
         self._engine[0].reshard()
-        return super().load_state_dict(state_dict, strict)
+        mine = {place.fqn for place in self._places}
+        others = {fqn for fqn, _ in self._names} - mine
+        return super().load_state_dict({key: x for key, x in state_dict.items() if key not in others}, strict)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> ParallelModule:
+        """Refused: what such a function looks for in modules (their class, their options) is not here."""
+        raise RunError("the sub-modules of a parallel module only hold its tensors: a function applied to them finds no "
+                       "Linear, no LayerNorm. Apply it to the model before autoparallel, or loop over "
+                       "parallel.named_parameters()")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A parallel module of its own under the same plan (a moving average of the weights). Every rank calls this."""
+        self._check()
+        program, groups = self._program, self._groups
+        engine = Pipeline(program, groups) if program.stages else assemble(program, groups)
+        twin = ParallelModule(program, groups, engine, self._seed, None, self._names)
+        twin.plan, twin._calls, twin._originals = self.plan, self._calls, self._originals
+        memo[id(self)] = twin
+        with torch.no_grad():
+            for value, old in self._engine[0].tensors.items():
+                new = engine.tensors[value]
+                local_of(new).copy_(local_of(old))
+                memo[id(old)] = new
+                if not isinstance(new, nn.Parameter):
+                    continue
+                new.requires_grad_(old.requires_grad)
+                if old.grad is not None:
+                    new.grad = old.grad.clone()
+        return twin.train(self.training)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
         """``.to()`` and its kin: only what changes nothing; the plan settled device and dtype."""
@@ -254,27 +304,40 @@ class ParallelModule(nn.Module):
                                    f"{moved.dtype} on {moved.device}; plan with another precision or build on another device")
         return self
 
-    def _entries(self) -> checkpoint.Entries:
-        """The state dict of the whole model, in its order; without tensors where they are another stage's."""
+    def _entries(self, changing: bool = False) -> checkpoint.Entries:
+        """The state dict of the whole model, in its order; without tensors where they are another stage's. ``changing``: with
+        what the forward changes and the state dict leaves out; every rank calls it then."""
         tensors = self._engine[0].tensors
         kept = [(fqn, stored) for fqn, stored in self._names if stored.persistent or not stored.buffer]
+        if changing:
+            everything = self._program.stages.stored if self._program.stages else self._program.stored
+            changed = {old for old, _ in self._program.mutations}
+            if dist.is_initialized():
+                of_ranks: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(of_ranks, sorted(changed))
+                changed = {old for theirs in of_ranks for old in theirs}
+            known = {stored.value for _, stored in kept}
+            kept += [(one.fqns[0], one) for one in everything if one.value in changed - known]
         return {fqn: (stored, tensors.get(stored.value)) for fqn, stored in kept}
 
-    def _register(self, path: list[str], tensor: Tensor, persistent: bool) -> None:
+    def _register(self, fqn: str, stored: Stored, tensor: Tensor) -> None:
         """Put a tensor under its name. The dicts are written directly: a model may have names that are methods here."""
+        *path, key = fqn.split(".")
         holder: nn.Module = self
-        for name in path[:-1]:
+        for name in path:
             if name not in holder._modules:
                 holder._modules[name] = nn.Module()
             child = holder._modules[name]
             assert child is not None
             holder = child
-        if isinstance(tensor, nn.Parameter):
-            holder._parameters[path[-1]] = tensor
-            return
-        holder._buffers[path[-1]] = tensor
-        if not persistent:
-            holder._non_persistent_buffers_set.add(path[-1])
+        table: dict[str, Any] = holder._parameters if isinstance(tensor, nn.Parameter) else holder._buffers
+        table[key] = tensor
+        if not isinstance(tensor, nn.Parameter) and not stored.persistent:
+            holder._non_persistent_buffers_set.add(key)
+        self._places.append(held.Place(fqn, stored, tensor, table, key))
+
+    def _check(self) -> None:
+        held.check(self._places, self._originals, self._shared, self._groups)
 
 
 def _ordered(program: Program, model: nn.Module | None) -> list[tuple[str, Stored]]:
@@ -292,6 +355,25 @@ def _ordered(program: Program, model: nn.Module | None) -> list[tuple[str, Store
     if strangers:
         raise InputError(f"the model has {strangers[0]!r}, the program does not: it was planned for another model")
     return [(name, by_name[name]) for name in names if name in by_name]
+
+
+def _cut_as(parameter: Tensor) -> Tensor | None:
+    """The local part of a parameter's gradient, which is brought to the parameter's own placements if it has others."""
+    if parameter.grad is None:
+        return None
+    parameter.grad = parameter.grad  # the setter sees to it
+    return local_of(parameter.grad)
+
+
+def _power_sum(grad: Tensor | None, power: float, device: torch.device) -> Tensor:
+    """The sum of the powers of a gradient's elements (the largest, the smallest, the count of those not zero); of nothing, what
+    changes no sum."""
+    nothing = {float("inf"): 0.0, float("-inf"): float("inf")}.get(power, 0.0)
+    if grad is None:
+        return torch.full((), nothing, dtype=torch.float64, device=device)
+    norm = torch.linalg.vector_norm(grad, power, dtype=torch.promote_types(grad.dtype, torch.float32)).double()
+    result: Tensor = norm if power in (0.0, float("inf"), float("-inf")) else norm.pow(power)
+    return result
 
 
 def _check(port: Port, tensor: Tensor) -> None:

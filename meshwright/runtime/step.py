@@ -40,8 +40,8 @@ def run_step(
             step(values)
     if program.microbatches == 1:
         outputs = engine.root(Environment(values))
-    elif torch.is_grad_enabled() and training and program.loss is not None:
-        outputs = _forward_backward(engine, values, parameters(), seed)
+    elif torch.is_grad_enabled() and training and program.loss is not None and (trained := parameters()):
+        outputs = _forward_backward(engine, values, trained, seed)
     else:
         engine.set_microbatch(last=True)
         join = Join(program)

@@ -83,16 +83,16 @@ def check_strays(model: nn.Module, held: Sequence[Held], strays: Sequence[Tensor
 
 
 def check_graph(graph: Graph, held: Sequence[Held], fixed: frozenset[str]) -> None:
-    """Raise CaptureError if the forward changes an attribute that overlaps another, or reads a tensor that requires a gradient
-    and is no parameter: the gradient would go nowhere."""
+    """Raise CaptureError if the forward changes an attribute that overlaps another, or reads a buffer that requires a gradient,
+    which would go nowhere."""
     mutated, read = {old for old, _ in graph.mutations}, {name for op in graph.ops for name in op.inputs}
-    needs = {item.fqns[0] for item in held if item.buffer and item.tensor.requires_grad}
+    needs = {item.fqns[0] for item in held if item.buffer and not item.plain and item.tensor.requires_grad}
     for param in graph.params:
         if param.value in mutated and param.fqn in fixed:
             raise CaptureError(f"the forward changes {param.fqn!r}, which shares memory with another attribute of the model: "
                                f"make one of them a .clone()")
         if param.value in read and param.fqn in needs:
-            raise CaptureError(f"the forward reads {param.fqn!r}, a tensor that requires a gradient and is no parameter, so "
+            raise CaptureError(f"the forward reads {param.fqn!r}, a buffer that requires a gradient, so "
                                f"the gradient would be lost: make it an nn.Parameter, compute it in the forward, or .detach() "
                                f"it")
 

@@ -148,6 +148,7 @@ class Pipeline:
                 step(values)
             for pair in self.copies:
                 local_of(pair.copy).copy_(local_of(pair.original))
+                pair.copy.requires_grad_(pair.original.requires_grad)
         environments = microbatches_of(self.program, values, seed)
         for part in self.parts:
             part.begin(environments, Join(self.program))
@@ -160,8 +161,8 @@ class Pipeline:
         for pair in self.copies:
             _move_gradient(pair)
         for stored in self.program.stored:
-            if stored.trainable and len(stored.holders) > 1:
-                parameter = self.tensors[stored.value]
+            parameter = self.tensors[stored.value]
+            if parameter.requires_grad and len(stored.holders) > 1:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 group = self.groups.sharing[stored.holders]

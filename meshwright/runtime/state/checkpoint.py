@@ -23,10 +23,12 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.ir.program import Stored
 from meshwright.runtime.groups import Groups
+from meshwright.runtime.state import optimizer as optim
 from meshwright.runtime.state.layout import Box, box, local_of, owner, take
 from meshwright.runtime.state.storage import Index, Reader, Writer, check_files, read_index
 from meshwright.runtime.verdict import together
@@ -69,6 +71,8 @@ class _Share(Tensor):
         """Of the whole, as of a DTensor."""
         return torch.Size(self.whole) if dim is None else self.whole[dim]
 
+
+COUNTERS = "module.counters"
 
 Entries = Mapping[str, tuple[Stored, Tensor | None]]
 """{fully qualified name: what is stored under it, its tensor at rest}, in the order of the model's state dict; the same names
@@ -120,11 +124,19 @@ def _wait(operations: list[dist.P2POp]) -> None:
 # --- folders ---------------------------------------------------------------------------------------------------------------
 
 
-def save(entries: Entries, groups: Groups, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None) -> None:
-    """Write the model (and the optimizer's state) as a folder that all ranks reach: see ``runtime.state.storage``.
+Counters = Mapping[str, int]
+"""Numbers beside the tensors that a run goes on from: where the random numbers are."""
+
+
+def save(
+    entries: Entries, groups: Groups, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None,
+    counters: Counters,
+) -> None:
+    """Write the model, ``counters``, and the optimizer's state and groups, as a folder that all ranks reach: see
+    ``runtime.state.storage``.
 
     The folder appears when everything is written, in place of one that was there. Every rank calls this. Raises CheckpointError
-    on every rank if one of them cannot write.
+    on every rank if one of them cannot write, or if the ranks' optimizers have different groups.
     """
     target = Path(folder).absolute()
     draft = target.with_name(f".{target.name}.partial")
@@ -133,11 +145,6 @@ def save(entries: Entries, groups: Groups, folder: str | os.PathLike[str], optim
         if groups.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
             target.parent.mkdir(parents=True, exist_ok=True)
-
-    def content() -> tuple[dict[str, Any], Writer]:
-        everything = {**_model_shares(entries, groups), **(_optimizer_shares(entries, groups, optimizer) if optimizer else {})}
-        values = {name: value for name, value in everything.items() if not isinstance(value, Tensor)}
-        return {name: value for name, value in everything.items() if name not in values}, Writer(draft, values)
 
     def publish() -> None:
         if groups.rank == 0:
@@ -148,6 +155,18 @@ def save(entries: Entries, groups: Groups, folder: str | os.PathLike[str], optim
             draft.rename(target)
             shutil.rmtree(old, ignore_errors=True)
 
+    values: dict[str, Any] = {COUNTERS: dict(counters)}
+    state: dict[str, Any] = {}
+    if optimizer is not None:
+        parameters = together(lambda: optim.named(_parameters(entries), optimizer))
+        values[optim.GROUPS] = optim.of_all_ranks(optim.describe(optimizer, parameters))
+        state = _optimizer_shares(parameters, groups, optimizer)
+
+    def content() -> tuple[dict[str, Any], Writer]:
+        everything = {**_model_shares(entries, groups), **state}
+        mine = {name: value for name, value in everything.items() if not isinstance(value, Tensor)}
+        return {name: value for name, value in everything.items() if name not in mine}, Writer(draft, {**values, **mine})
+
     with _on_disk(f"cannot write checkpoint {target}"):
         together(clear)
         tensors, writer = together(content)
@@ -155,28 +174,34 @@ def save(entries: Entries, groups: Groups, folder: str | os.PathLike[str], optim
         together(publish)
 
 
-def load(entries: Entries, groups: Groups, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None) -> None:
-    """Read what ``save`` wrote, under this or any other plan and world. Every rank calls this.
+def load(
+    entries: Entries, groups: Groups, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None
+) -> Counters:
+    """Read what ``save`` wrote, under this or any other plan and world: the tensors, the optimizer's state and the options of
+    its groups in place; returns the counters. Every rank calls this.
 
     Raises MissingCheckpointError (a FileNotFoundError) or CheckpointError, on every rank and before anything is changed, if the
-    folder holds no checkpoint, a damaged one, or another model's.
+    folder holds no checkpoint, a damaged one, or another model's; or if the optimizer's groups are not those that were saved.
     """
     source = Path(folder)
 
-    def look() -> Index:
+    def look() -> tuple[Index, dict[Tensor, Stored]]:
         index = read_index(source)
         _compare(entries, index, source)
-        if optimizer is not None:
-            _named(entries, optimizer)
-        return index
+        return index, optim.named(_parameters(entries), optimizer) if optimizer is not None else {}
 
     with _on_disk(f"cannot read checkpoint {source}"):
-        index = together(look)
+        index, parameters = together(look)
         together(lambda: check_files(source, index, groups.rank, groups.mesh.world))
         content: dict[str, Any] = dict(_model_shares(entries, groups))
         if optimizer is not None:
-            content |= together(lambda: _allocate_optimizer_state(entries, groups, optimizer, index))
+            present = optim.of_all_ranks(optim.describe(optimizer, parameters), same=False)
+            saved = optim.match(index.values.get(optim.GROUPS), present)
+            content |= together(lambda: _allocate_optimizer_state(parameters, groups, optimizer, index))
+            optim.restore(optimizer, saved)
         state_dict_loader.load(content, storage_reader=Reader(source, index), no_dist=not dist.is_initialized())
+    counters: Counters = index.values.get(COUNTERS, {})
+    return counters
 
 
 @contextmanager
@@ -217,43 +242,46 @@ def _model_shares(entries: Entries, groups: Groups) -> dict[str, _Share]:
     }
 
 
-def _named(entries: Entries, optimizer: torch.optim.Optimizer) -> dict[Tensor, Stored]:
-    known = {tensor: stored for stored, tensor in entries.values() if tensor is not None}
-    strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
-    if strangers:
-        raise CheckpointError(f"the optimizer holds {len(strangers)} parameters that are not this module's; make it of "
-                              f"parallel.parameters()")
-    return {p: known[p] for group in optimizer.param_groups for p in group["params"]}
+def _parameters(entries: Entries) -> dict[Tensor, Stored]:
+    return {tensor: stored for stored, tensor in entries.values() if tensor is not None}
 
 
-def _optimizer_shares(entries: Entries, groups: Groups, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """State of a parameter's shape is a share like the parameter, other tensors (step counts) are whole."""
+def _optimizer_shares(
+    parameters: Mapping[Tensor, Stored], groups: Groups, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """State that lies as its parameter does is a share like it, other tensors are whole."""
     shares: dict[str, Any] = {}
-    for parameter, stored in _named(entries, optimizer).items():
+    for parameter, stored in parameters.items():
         for name, value in optimizer.state.get(parameter, {}).items():
-            same = isinstance(value, Tensor) and value.shape == parameter.shape
-            shares[f"optimizer.{stored.fqns[0]}.{name}"] = _share(stored, value, groups) if same else value
+            if isinstance(value, Tensor) and optim.is_like(parameter, name, value.shape):
+                value = _share(stored, value, groups)
+            elif isinstance(value, DTensor):
+                value = value.full_tensor()
+            shares[optim.key_of(stored, name)] = value
     return shares
 
 
 def _allocate_optimizer_state(
-    entries: Entries, groups: Groups, optimizer: torch.optim.Optimizer, index: Index
+    parameters: Mapping[Tensor, Stored], groups: Groups, optimizer: torch.optim.Optimizer, index: Index
 ) -> dict[str, Any]:
-    """Make the state that the checkpoint has: tensors ready to be read into, and what is no tensor."""
+    """Make the state that the checkpoint has, in place of the old: tensors ready to be read into, and what is no tensor."""
     states: dict[str, Any] = {}
-    for parameter, stored in _named(entries, optimizer).items():
-        prefix = f"optimizer.{stored.fqns[0]}."
-        for key, value in index.values.items():
-            if _state_name(key, prefix):
-                optimizer.state[parameter][_state_name(key, prefix)] = value
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for parameter, stored in parameters.items():
+        prefix = optim.key_of(stored, "")
+        found: dict[str, Any] = {
+            _state_name(key, prefix): value for key, value in index.values.items() if _state_name(key, prefix)
+        }
         for key, entry in index.tensors.items():
             name = _state_name(key, prefix)
             if not name:
                 continue
-            same, dtype = entry.shape == parameter.shape, entry.dtype
-            tensor = torch.zeros_like(parameter, dtype=dtype).detach() if same else torch.zeros(entry.shape, dtype=dtype)
-            optimizer.state[parameter][name] = tensor
-            states[key] = _share(stored, tensor, groups) if same else tensor
+            found[name] = optim.allocate(parameter, group_of[parameter], name, entry.shape, entry.dtype)
+            like = optim.is_like(parameter, name, entry.shape)
+            states[key] = _share(stored, found[name], groups) if like else local_of(found[name])
+        optimizer.state.pop(parameter, None)
+        if found:
+            optimizer.state[parameter] = found
     return states
 
 

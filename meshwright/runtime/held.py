@@ -1,0 +1,102 @@
+"""What a parallel module holds, and whether it still is what the engine reads.
+
+The engine reads its own tensors, the module shows them. Writing into them is seen by both. A tensor put in the place of one
+(``parallel.weight = nn.Parameter(...)``, a parametrization, a deleted buffer) would be read by nobody, and a parameter that the
+plan knows as frozen has no way for its gradient: both are found at the next call, and raised on every rank. A parameter that is
+frozen after the build takes no gradient, as in one process, and may be thawed again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.errors import RunError
+from meshwright.ir.program import Stored
+from meshwright.runtime.groups import Groups
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the module shows a tensor of the engine: under ``key`` of one of a sub-module's dicts."""
+
+    fqn: str
+    stored: Stored
+    tensor: Tensor
+    table: Mapping[str, Any]
+    key: str
+
+
+@dataclass(frozen=True)
+class Original:
+    """A parameter of the model that was parallelized, as it was then."""
+
+    fqn: str
+    parameter: weakref.ref[nn.Parameter]
+    trained: bool
+
+
+def originals(model: nn.Module | None) -> list[Original]:
+    """The parameters of the model, not kept alive."""
+    named = () if model is None else model.named_parameters()
+    return [Original(fqn, weakref.ref(parameter), parameter.requires_grad) for fqn, parameter in named]
+
+
+def check(places: Sequence[Place], before: Sequence[Original], shared: Sequence[Stored], groups: Groups) -> None:
+    """Raise RunError, on every rank, if what the module shows is not what the engine reads. In a pipeline all ranks call this.
+    ``shared``: the trained weights that several stages hold, the same list on every rank."""
+    fault = _fault(places, before)
+    if groups.pipeline is not None:
+        fault = _of_all_stages(places, fault, shared, groups)
+    if fault is not None:
+        raise RunError(fault)
+
+
+def _fault(places: Sequence[Place], before: Sequence[Original]) -> str | None:
+    for place in places:
+        shown = place.table.get(place.key)
+        if shown is not place.tensor:
+            kind = "buffer" if place.stored.buffer else "parameter"
+            what = "removed or parametrized" if shown is None else "replaced by another tensor"
+            return (f"{kind} {place.fqn!r} of the parallel module was {what} after it was built, and the forward goes on "
+                    f"with the old one. Write into it (with torch.no_grad(): p.copy_(new), the whole tensor or a DTensor), or "
+                    f"change the model and call autoparallel again")
+        if shown.requires_grad and not place.stored.trainable:
+            if place.stored.buffer:
+                return (f"buffer {place.fqn!r} of the parallel module now requires a gradient, and nothing computes one: make "
+                        f"it a parameter of the model and call autoparallel again")
+            return (f"parameter {place.fqn!r} was frozen when the model was parallelized and now requires a gradient, for "
+                    f"which the program has no way: call autoparallel with every parameter trainable that ever will be, and "
+                    f"freeze (requires_grad_(False)) on the parallel module what is not to be trained yet")
+    for original in before:
+        parameter = original.parameter()
+        if parameter is not None and parameter.requires_grad != original.trained:
+            done, after = ("frozen", "") if original.trained else ("thawed", ", after an autoparallel in which it is trainable")
+            return (f"parameter {original.fqn!r} of the model that was parallelized was {done}; the parallel module has "
+                    f"parameters of its own: call requires_grad_ on parallel.get_parameter({original.fqn!r}){after}")
+    return None
+
+
+def _of_all_stages(places: Sequence[Place], fault: str | None, shared: Sequence[Stored], groups: Groups) -> str | None:
+    """The first stage's fault, on all of them; it is one too if they disagree whether a weight that they share is frozen."""
+    trained = {place.stored.value: place.tensor.requires_grad for place in places}
+    frozen = [int(trained.get(stored.value) is False) for stored in shared]
+    alarm = [int(fault is not None), *(int(trained.get(stored.value) is True) for stored in shared), *frozen]
+    found = torch.tensor(alarm, device=groups.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, groups.pipeline)
+    alarms = found.tolist()
+    if alarms[0]:
+        faults: list[Any] = [None] * dist.get_world_size(groups.pipeline)
+        dist.all_gather_object(faults, fault, groups.pipeline)
+        return str(next(one for one in faults if one is not None))
+    for stored, is_trained, is_frozen in zip(shared, alarms[1:], alarms[1 + len(shared):], strict=False):
+        if is_trained and is_frozen:
+            return (f"parameter {stored.fqns[0]!r} is shared by stages of the pipeline and frozen on some of them only: call "
+                    f"requires_grad_ on it on every rank that holds it")
+    return None

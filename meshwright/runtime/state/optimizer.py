@@ -1,0 +1,160 @@
+"""An optimizer in a checkpoint: its state by the names of the parameters, and its groups with their options.
+
+State of a parameter's shape lies as the parameter does, and is cut anew under another plan; other tensors (a step count, a
+factor's rows) are whole. The groups of all ranks are one list, for a pipeline's ranks hold the parameters of their own stages:
+
+    optimizer.groups = [{"names": parameters, "options": {lr, weight_decay, what schedulers and users add}}, ...]
+
+Groups are known again by the names in them. Options that are tensors (a ``capturable`` learning rate) are written into in
+place, so that a captured graph goes on reading them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from meshwright.errors import CheckpointError
+from meshwright.ir.program import Stored
+from meshwright.runtime.whole import adopt, made_from
+
+GROUPS = "optimizer.groups"
+_TENSOR = "a tensor"
+
+Named = Mapping[Tensor, Stored]
+"""The optimizer's parameters, and what is stored in them."""
+
+
+def named(known: Named, optimizer: torch.optim.Optimizer) -> dict[Tensor, Stored]:
+    """The optimizer's parameters. Raises CheckpointError if there are others among them."""
+    mine = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = [p for p in mine if p not in known]
+    if strangers:
+        raise CheckpointError(f"the optimizer holds {len(strangers)} parameters that are not this module's; make it of "
+                              f"parallel.parameters()")
+    return {p: known[p] for p in mine}
+
+
+def key_of(stored: Stored, name: str) -> str:
+    """What a state is called in a checkpoint."""
+    return f"optimizer.{stored.fqns[0]}.{name}"
+
+
+def is_like(parameter: Tensor, name: str, shape: Sequence[int]) -> bool:
+    """Whether a state lies as its parameter does. A number's step count has its shape, and is none the less a count."""
+    return tuple(shape) == tuple(parameter.shape) and (bool(shape) or name != "step")
+
+
+def allocate(parameter: Tensor, group: Mapping[str, Any], name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Room for a state that is read from a checkpoint: of the kind that the optimizer would have made."""
+    if is_like(parameter, name, shape):
+        return torch.zeros_like(parameter, dtype=dtype).detach()
+    if not shape:  # as torch.optim.Optimizer.load_state_dict has it
+        on_device = group.get("capturable") or group.get("fused")
+        return torch.zeros((), dtype=dtype, device=parameter.device if on_device else None)
+    whole = torch.zeros(tuple(shape), dtype=dtype, device=parameter.device)
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh = parameter.device_mesh
+    return adopt(DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False), made_from(parameter))
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------------
+
+
+def describe(optimizer: torch.optim.Optimizer, parameters: Named) -> list[dict[str, Any]]:
+    """This rank's share of ``optimizer.groups``."""
+    return [
+        {
+            "names": sorted(parameters[p].fqns[0] for p in group["params"]),
+            "options": {key: _packed(value) for key, value in group.items() if key not in ("params", "param_names")},
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def of_all_ranks(mine: list[dict[str, Any]], same: bool = True) -> list[dict[str, Any]]:
+    """``optimizer.groups``, alike on every rank. Raises CheckpointError, on every rank, if the ranks' groups differ in number,
+    or (``same``) in their options. Every rank calls this."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    for rank, theirs in enumerate(ranks):
+        if len(theirs) != len(ranks[0]):
+            raise CheckpointError(f"the optimizer has {len(ranks[0])} parameter groups on rank 0 and {len(theirs)} on rank "
+                                  f"{rank}: make the same groups everywhere, empty ones where a rank holds none of them")
+        odd = next((i for i, (a, b) in enumerate(zip(ranks[0], theirs, strict=True)) if a["options"] != b["options"]), None)
+        if odd is not None and same:
+            raise CheckpointError(f"parameter group {odd} has {theirs[odd]['options']} on rank {rank} and "
+                                  f"{ranks[0][odd]['options']} on rank 0")
+    return [
+        {"names": sorted({name for theirs in ranks for name in theirs[i]["names"]}), "options": group["options"]}
+        for i, group in enumerate(ranks[0])
+    ]
+
+
+def match(saved: Any, present: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The saved group of every present one, known by the names in it. Raises CheckpointError naming what is in none."""
+    if saved is None:
+        raise CheckpointError("the checkpoint was saved without an optimizer: load it without one, or save(folder, optimizer)")
+    free = list(saved)
+    found: list[Mapping[str, Any]] = []
+    for i, group in enumerate(present):
+        twin = next((other for other in free if other["names"] == group["names"]), None)
+        if twin is None:
+            known = {name: j for j, other in enumerate(saved) for name in other["names"]}
+            where = {name: known.get(name) for name in group["names"]}
+            new = [name for name, at in where.items() if at is None]
+            apart = sorted({at for at in where.values() if at is not None})
+            reason = f"{new[:3]} are in none of the saved ones" if new else f"the saved run had them in groups {apart}"
+            missing = [name for at in apart for name in saved[at]["names"] if name not in where][:3] if not new else []
+            also = f", with {missing} beside them" if missing else ""
+            raise CheckpointError(f"parameter group {i} of the optimizer ({group['names'][:3]}...: {len(group['names'])} in "
+                                  f"all) is not one of the {len(saved)} saved ones: {reason}{also}. Make the groups as in "
+                                  f"that run")
+        free.remove(twin)
+        found.append(twin)
+    if free:
+        raise CheckpointError(f"the saved run had {len(saved)} parameter groups, this optimizer has {len(present)}: none has "
+                              f"{free[0]['names'][:3]}. Make the groups as in that run")
+    return found
+
+
+def restore(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Set the options of every group to those of its saved one."""
+    for group, twin in zip(optimizer.param_groups, saved, strict=True):
+        for key, value in twin["options"].items():
+            group[key] = _plain(value, group.get(key))
+
+
+def _packed(value: Any) -> Any:
+    """Without tensors, which are few numbers here."""
+    if isinstance(value, Tensor):
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        return {_TENSOR: whole.detach().cpu().tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, list | tuple):
+        return type(value)(_packed(item) for item in value) if type(value) in (list, tuple) else value
+    return {key: _packed(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _plain(value: Any, old: Any) -> Any:
+    """What was packed; into the tensor that is there, if there is one."""
+    if isinstance(value, dict) and _TENSOR in value:
+        if not isinstance(old, Tensor):
+            return torch.tensor(value[_TENSOR], dtype=getattr(torch, value["dtype"]))
+        value = value[_TENSOR]
+    if isinstance(old, Tensor) and isinstance(value, bool | int | float | list):
+        with torch.no_grad():
+            return old.copy_(torch.tensor(value, dtype=old.dtype))
+    if isinstance(value, list | tuple):
+        others = old if isinstance(old, list | tuple) and len(old) == len(value) else [None] * len(value)
+        return type(value)(_plain(item, other) for item, other in zip(value, others, strict=True))
+    if isinstance(value, dict):
+        return {key: _plain(item, old.get(key) if isinstance(old, dict) else None) for key, item in value.items()}
+    return value

@@ -1,0 +1,424 @@
+"""``Whole``: a DTensor that computes what the one tensor it stands for would.
+
+Optimizers, ``torch.nn.utils``, ``torch.nn.init`` and users' loops run operators on parameters and gradients. Torch's own
+DTensor runs most of them on the pieces; but it refuses others in the middle of a step (Adafactor, Rprop, LBFGS), rounds sums of
+bf16 products per piece (``torch.optim.Muon`` is off by percents), lets every rank draw the same random numbers for another
+piece, and knows nothing of other stages. Here an operator goes one of four ways:
+
+    elementwise, operands of one shape    every rank on its piece, nothing is sent
+    norms, sums and means                 every rank on its piece; what is pending is summed at once
+    views                                 DTensor's own; what turns out to be a copy may be read, not written
+    everything else, and what is random   on the whole tensors, gathered; a rank keeps its piece of what was written
+
+A plain tensor of more than one number among the operands is taken from the first rank of the mesh, and so is what was drawn.
+What comes out is ``Whole`` too, so an optimizer's state behaves as its parameter does.
+
+In a pipeline a rank holds the tensors of its own stages, and a number made of several of them (a total norm) would be another
+one on every stage: there what joins tensors of different parameters is refused (``_role_of_result``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim.optimizer import _foreach_supported_types as _fast_in_optimizers
+from torch.utils import _pytree as pytree
+from torch.utils._foreach_utils import _foreach_supported_types as _fast_in_utilities
+
+from meshwright.errors import RunError
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a tensor is to a parallel module: of which parameter or buffer it is or was made; whether that belongs to one stage
+    of a pipeline; ``held``: ``id`` of the tensor that the module itself holds (a copy of it is not held)."""
+
+    name: str
+    staged: bool
+    held: int = 0
+
+
+_DATA: Any = Tensor.data
+_GRAD: Any = Tensor.grad
+
+
+class Whole(DTensor):
+    """See the file's head. ``adopt`` makes a DTensor one."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+    @property
+    def data(self) -> Any:
+        """As of any tensor; assigning it is refused where a parallel module holds the tensor: it would go on with the old."""
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        role = role_of(self)
+        if role is not None and role.held == id(self):
+            raise RunError(f"{role.name!r} was given other memory (.data = ...), but its memory is the parallel module's. "
+                           f"Write into it: p.data.copy_(new), where new is the whole tensor or a DTensor")
+        _DATA.__set__(self, new)
+
+    @property
+    def grad(self) -> Any:
+        """The gradient, which computes as one tensor too."""
+        found = _GRAD.__get__(self)
+        if type(found) is DTensor:
+            adopt(found, made_from(self))
+        return found
+
+    @grad.setter
+    def grad(self, new: Tensor | None) -> None:
+        if isinstance(new, Tensor) and new.shape == self.shape and not _cut_alike(new, self):
+            if not isinstance(new, DTensor):
+                raise RunError(f"the gradient given to{_called(self) or ' a parameter'} is a plain tensor, the parameter is "
+                               f"split or replicated over ranks: give torch.distributed.tensor.distribute_tensor(new, "
+                               f"p.device_mesh, p.placements), or write into the one that is there: p.grad.copy_(new)")
+            with torch.no_grad():
+                new = _wrap(_piece_like(new.detach(), self), self)
+        _GRAD.__set__(self, new)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__set__(self, None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as torch's own DTensor, which loads anywhere."""
+        return _plain(self).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+
+def adopt(tensor: Tensor, role: Role | None) -> Tensor:
+    """Make a DTensor ``Whole``, in place. A plain tensor is whole already."""
+    if isinstance(tensor, DTensor):
+        tensor.__class__ = Whole
+        tensor.__dict__["_role"] = role
+    return tensor
+
+
+def let_optimizers_know() -> None:
+    """Torch's optimizers choose fast variants by the exact type of parameters, from lists to which DTensor adds itself."""
+    fast: tuple[Any, ...] = _fast_in_optimizers, _fast_in_utilities
+    for known in fast:
+        if Whole not in known:
+            known.append(Whole)
+
+
+def made_from(tensor: Tensor) -> Role | None:
+    """The role of what is made from a tensor."""
+    role = role_of(tensor)
+    return Role(role.name, True) if role is not None and role.staged else None
+
+
+def role_of(tensor: Tensor) -> Role | None:
+    """The role that ``adopt`` gave."""
+    found: Role | None = tensor.__dict__.get("_role")
+    return found
+
+
+# --- the way of an operator ---------------------------------------------------------------------------------------------
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """One operator. Its way follows from shapes and placements alone, so that all ranks take the same."""
+    tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
+    written, name = _written(func, args, kwargs), func.overloadpacket.__name__
+    by_item = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
+    role = _role_of_result(func, name, tensors, kwargs, by_item)
+    for x in written:
+        if x.__dict__.get("_copied"):
+            raise RunError(f"{func} would write into a view of a split tensor{_called(x)}, and this view is a copy. Write into "
+                           f"the tensor itself, by an operator on all of it: torch.where, masked_fill_, index_fill_, copy_")
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        result = _gathered(func, args, kwargs, tensors, written, drawn=True)
+    elif name in _REDUCED and (what := _reduction(name, func, args, kwargs)) is not None:
+        result = _reduced(**what)
+    elif name == "_foreach_norm":
+        result = [torch.linalg.vector_norm(x, *args[1:2], **kwargs) for x in args[0]]
+    elif by_item:
+        result = _each(func, args, kwargs, written)
+    elif name in _NATIVE or _is_view(func):
+        result = _native(func, args, kwargs, tensors)
+    elif (torch.Tag.pointwise in func.tags or name in _POINTWISE) and (lead := _lead(tensors, written)) is not None:
+        pieces = pytree.tree_map_only(Tensor, lambda x: _piece_like(x, lead), (args, kwargs))
+        result = pytree.tree_map_only(Tensor, lambda x: _wrap(x, lead), func(*pieces[0], **pieces[1]))
+    else:
+        result = _gathered(func, args, kwargs, tensors, written)
+    if written:
+        return {0: None, 1: written[0]}.get(len(func._schema.returns), tuple(written))
+    return pytree.tree_map_only(DTensor, lambda x: x if by_item else adopt(x, role), result)
+
+
+_NATIVE = frozenset({"detach", "alias", "clone", "_to_copy", "lift_fresh", "zeros_like", "ones_like", "empty_like",
+                     "full_like"})
+_POINTWISE = frozenset({"copy_", "fill_", "zero_", "masked_fill", "masked_fill_"})
+_REDUCED = frozenset({"sum", "mean", "norm", "linalg_vector_norm"})
+
+
+def _role_of_result(func: Any, name: str, tensors: Sequence[Tensor], kwargs: Any, by_item: bool) -> Role | None:
+    """The role of what comes out. Raises RunError where a rank that holds one stage would compute what one process does not."""
+    roles = {role.name: role for x in tensors if (role := role_of(x)) is not None and role.staged}
+    if not roles:
+        return None
+    first, what = next(iter(roles)), ""
+    if name in ("stack", "cat") or (len(roles) > 1 and not by_item):
+        what = f"{func} joins what was made from {', '.join(map(repr, sorted(roles)[:2]))} and others"
+    elif name.startswith("_amp_foreach"):
+        what = "a GradScaler asks whether all gradients are finite"
+    if what:
+        raise RunError(f"{what}: in a pipeline a rank holds the parameters of its own stages, and every stage would get "
+                       f"another result. For norms call parallel.clip_grad_norm_(max_norm), which is of all stages; an "
+                       f"optimizer that joins parameters (LBFGS) needs a plan without a pipeline (pins={{'pp': 1}})")
+    if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+        raise RunError(f"{func} on {first!r}: in a pipeline every stage would draw the same random numbers for other "
+                       f"parameters. Initialize the model before autoparallel, or pass a generator= of the parameter's own")
+    return Role(first, True)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The operands that the operator changes."""
+    found: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+    return found
+
+
+def _called(x: Tensor) -> str:
+    role = role_of(x)
+    return f" ({role.name!r})" if role is not None else ""
+
+
+# --- elementwise --------------------------------------------------------------------------------------------------------
+
+
+def _lead(tensors: Sequence[Tensor], written: Sequence[Tensor]) -> DTensor | None:
+    """The operand that has the shape of the result, which the others are cut like; None if none has."""
+    lead = written[0] if written else max((x for x in tensors if isinstance(x, DTensor)), key=lambda x: (x.ndim, x.numel()))
+    if not isinstance(lead, DTensor) or _pending(lead):
+        return None
+    shape = lead.shape
+    if any(x.shape != shape and x.ndim for x in tensors) and torch.broadcast_shapes(*(x.shape for x in tensors)) != shape:
+        return None
+    return lead
+
+
+def _each(func: Any, args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
+    """An operator on lists, elementwise item by item: once on the pieces, or one by one where it is not on pieces."""
+    given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple)]
+    lists = [arg for arg in given if any(isinstance(x, Tensor) for x in arg)]
+    columns = [[x for x in items if isinstance(x, Tensor)] for items in zip(*lists, strict=False)]
+    leads = [_lead(items, items[:1] if written else ()) if _distributed(items) else items[0] for items in columns]
+    if any(lead is None for lead in leads):
+        if len(leads) == 1:
+            return _gathered(func, args, kwargs, columns[0], written)
+        results = [_run(func, *_item(i, lists, args, kwargs)) for i in range(len(leads))]
+        return None if written else [x for result in results for x in result]
+
+    def pieces(arg: Any) -> Any:
+        if any(arg is one for one in lists):
+            return [_piece_like(x, lead) if isinstance(lead, DTensor) else x for x, lead in zip(arg, leads, strict=False)]
+        return _whole(arg) if isinstance(arg, DTensor) else arg
+
+    result = func(*map(pieces, args), **{key: pieces(arg) for key, arg in kwargs.items()})
+    if not isinstance(result, list | tuple):
+        return result
+    return [_wrap(x, lead) if isinstance(lead, DTensor) else x for x, lead in zip(result, leads, strict=True)]
+
+
+def _distributed(tensors: Sequence[Tensor]) -> bool:
+    return any(isinstance(x, DTensor) for x in tensors)
+
+
+def _item(i: int, lists: Sequence[Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments with the i-th item of every list alone."""
+    count = len(lists[0])
+
+    def alone(arg: Any) -> Any:
+        return [arg[i]] if isinstance(arg, list | tuple) and len(arg) == count else arg
+
+    return tuple(map(alone, args)), {key: alone(arg) for key, arg in kwargs.items()}
+
+
+# --- norms, sums and means ----------------------------------------------------------------------------------------------
+
+
+def _reduction(name: str, func: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """The arguments of ``_reduced``; None for what it does not do."""
+    given = {argument.name: arg for argument, arg in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    x, dim = given["self"], given.get("dim")
+    if not isinstance(x, DTensor) or not x.ndim or _pending(x) or not x.dtype.is_floating_point or given.get("out") is not None:
+        return None
+    dims = {d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)} if dim not in (None, [], ()) else set(range(x.ndim))
+    power = {"sum": None, "mean": None}.get(name, given.get("ord", given.get("p")))
+    power = 2.0 if power is None and name not in ("sum", "mean") else power
+    keep = bool(given.get("keepdim", False))
+    if (len(dims) < x.ndim and not keep) or (power is not None and power <= 0):
+        return None
+    return {"x": x, "dims": dims, "power": power, "keep": keep, "mean": name == "mean", "dtype": given.get("dtype") or x.dtype}
+
+
+def _reduced(x: DTensor, dims: set[int], power: float | None, keep: bool, mean: bool, dtype: torch.dtype) -> Tensor:
+    """Summed over ``dims`` (the ``power``-th powers of the absolute values, if given), each piece by the rank that has it."""
+    exact = torch.promote_types(dtype, torch.float32)  # pieces of a sum are not rounded to 16 bits
+    local, largest = _local(x).to(exact), power == float("inf")
+    over = sorted(dims)
+    if power is None:
+        part = local.sum(over, keepdim=True)
+    elif 0 in local.shape:  # of nothing there is no largest
+        part = local.new_zeros([1 if d in dims else n for d, n in enumerate(local.shape)])
+    else:
+        part = torch.linalg.vector_norm(local, power, over, keepdim=True)
+        part = part if largest else part.pow(power)
+    split = [not isinstance(at, Replicate) and at.dim in dims for at in x.placements]  # type: ignore[attr-defined]
+    pending = [Partial("max" if largest else "sum") if cut else at for cut, at in zip(split, x.placements, strict=True)]
+    shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
+    whole = _dtensor(part, x.device_mesh, pending, shape)
+    whole = whole.redistribute(placements=[Replicate() if cut else at for cut, at in zip(split, x.placements, strict=True)])
+    found = _local(whole)
+    if mean:
+        found = found / (x.numel() // max(whole.numel(), 1))
+    elif power is not None and not largest:
+        found = found.pow(1 / power)
+    found = found.to(dtype)
+    if len(dims) == x.ndim and not keep:
+        return _dtensor(found.reshape(()), x.device_mesh, [Replicate()] * x.device_mesh.ndim, [])
+    return _dtensor(found, x.device_mesh, whole.placements, shape)
+
+
+# --- views, and the whole -----------------------------------------------------------------------------------------------
+
+
+def _is_view(func: Any) -> bool:
+    return any(back.alias_info is not None and not back.alias_info.is_write for back in func._schema.returns)
+
+
+def _native(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+    """As DTensor does it, or on the whole where it cannot. A view whose cut is undone for it is a copy, and marked as one."""
+    of = next(x for x in tensors if isinstance(x, DTensor))
+    plain = pytree.tree_map_only(DTensor, _plain, (args, kwargs))
+    try:
+        result, copied = func(*plain[0], **plain[1]), False
+    except (RuntimeError, NotImplementedError):  # a dim that does not divide, say; known from the shapes, on all ranks
+        result, copied = _gathered(func, args, kwargs, tensors, ()), True
+    if _is_view(func):
+        for x in pytree.tree_leaves(result):
+            if isinstance(x, DTensor):
+                undone = any(_cut(a) and not _cut(b) for a, b in zip(of.placements, x.placements, strict=True))
+                x.__dict__["_copied"] = copied or undone or bool(of.__dict__.get("_copied"))
+    return result
+
+
+def _gathered(
+    func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], written: Sequence[Tensor], drawn: bool = False
+) -> Any:
+    """On the whole tensors, on every rank. ``drawn``: what comes out is random, and the first rank's."""
+    mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
+    wholes: dict[int, Tensor] = {}
+
+    def whole(x: Tensor) -> Tensor:
+        if id(x) not in wholes:
+            if isinstance(x, DTensor):
+                wholes[id(x)] = _whole(x)
+            else:
+                wholes[id(x)] = x if not x.ndim or any(x is one for one in written) else _of_first(x, mesh)
+        return wholes[id(x)]
+
+    full = pytree.tree_map_only(Tensor, whole, (args, kwargs))
+    result = func(*full[0], **full[1])
+    for x in written:
+        if isinstance(x, DTensor):
+            new = _of_first(wholes[id(x)], x.device_mesh) if drawn else wholes[id(x)]
+            _local(x).copy_(_piece(new, x))
+    if written:
+        return None
+    everywhere = [Replicate()] * mesh.ndim
+    return pytree.tree_map_only(
+        Tensor, lambda x: _dtensor(_of_first(x, mesh) if drawn else x, mesh, everywhere, x.shape), result
+    )
+
+
+# --- pieces -------------------------------------------------------------------------------------------------------------
+
+
+def _local(x: DTensor) -> Tensor:
+    """This rank's piece: the very memory."""
+    return x._local_tensor
+
+
+def _cut(placement: Placement) -> bool:
+    return not isinstance(placement, Replicate | Partial)
+
+
+def _pending(x: DTensor) -> bool:
+    return any(isinstance(placement, Partial) for placement in x.placements)
+
+
+def _cut_alike(x: Tensor, lead: DTensor) -> bool:
+    if not isinstance(x, DTensor):
+        return False
+    same = x.device_mesh is lead.device_mesh or x.device_mesh == lead.device_mesh  # comparing meshes costs
+    return same and x.placements == lead.placements
+
+
+def _dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(reversed(strides))
+    )
+
+
+def _plain(x: DTensor) -> DTensor:
+    """Torch's own DTensor on the same memory."""
+    with torch.no_grad():
+        return DTensor.from_local(
+            _local(x), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+        )
+
+
+def _wrap(local: Tensor, lead: DTensor) -> DTensor:
+    """What was computed elementwise from the pieces of ``lead``; made from the same parameter."""
+    made = DTensor.from_local(local, lead.device_mesh, lead.placements, run_check=False, shape=lead.shape, stride=lead.stride())
+    return adopt(made, made_from(lead))  # type: ignore[return-value]
+
+
+def _whole(x: DTensor) -> Tensor:
+    return _plain(x).full_tensor()
+
+
+def _piece(whole: Tensor, lead: DTensor) -> Tensor:
+    """This rank's piece of a tensor that every rank has, cut as ``lead`` is."""
+    mesh = lead.device_mesh
+    return _local(_dtensor(whole, mesh, [Replicate()] * mesh.ndim, whole.shape).redistribute(placements=lead.placements))
+
+
+def _piece_like(x: Tensor, lead: DTensor) -> Tensor:
+    """This rank's piece of an operand that broadcasts to ``lead``, cut as that is; a number as it is."""
+    if isinstance(x, DTensor) and x.shape == lead.shape and _cut_alike(x, lead):
+        return _local(x)
+    whole = _whole(x) if isinstance(x, DTensor) else x
+    if not x.ndim:
+        return whole
+    return _piece((whole if isinstance(x, DTensor) else _of_first(x, lead.device_mesh)).expand(lead.shape), lead)
+
+
+def _of_first(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A plain tensor as the first rank of the mesh has it."""
+    return _local(distribute_tensor(x.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim))

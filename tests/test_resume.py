@@ -1,0 +1,165 @@
+"""An interrupted run goes on exactly: learning rates, groups, dropout, statistics; under the same plan and under others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from meshwright.api import autoparallel
+from meshwright.errors import CheckpointError
+
+PLANS: Mapping[str, Mapping[str, Any]] = {
+    "ZeRO-3": {"dp": 2, "zero": 3}, "pp": {"pp": 2, "dp": 1, "tp": 1, "microbatches": 2}, "tp": {"tp": 2},
+}
+
+
+class Dropped(nn.Module):
+    """Dropout, a frozen layer, a number; if the batch is not cut in time, statistics (those of the second norm are in no state
+    dict) and a counter."""
+
+    def __init__(self, p: float, whole: bool) -> None:
+        super().__init__()
+        self.p, self.whole, self.inside = p, whole, nn.Linear(8, 12)
+        self.norm, self.again = (nn.BatchNorm1d(12) if whole else nn.LayerNorm(12) for _ in range(2))
+        self.again._non_persistent_buffers_set.update(self.again._buffers)  # of a LayerNorm: none
+        self.fixed, self.out, self.gain = nn.Linear(12, 12), nn.Linear(12, 4), nn.Parameter(torch.tensor(1.1))
+        self.fixed.requires_grad_(False)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        if self.whole:
+            self.calls.add_(1)
+        x = F.dropout(F.relu(self.norm(self.inside(x))), self.p, self.training)
+        x = F.dropout(self.again(F.relu(self.fixed(x))), self.p, self.training)
+        return {"loss": F.mse_loss(self.out(x) * self.gain * (1 + 0.1 * self.calls), target)}
+
+
+def sgd(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def adamw(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=torch.tensor(0.01), betas=(0.8, 0.9), eps=1e-3, foreach=False)
+
+
+def adafactor(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(groups, lr=0.05)
+
+
+def prepare(pins: Mapping[str, Any], make: Callable[..., Any], p: float, seed: int) -> tuple[Any, Any, Any, Any]:
+    torch.manual_seed(1)
+    model, batch = Dropped(p, "microbatches" not in pins), {"x": torch.randn(8, 8), "target": torch.randn(8, 4)}
+    torch.manual_seed(seed)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallel = autoparallel(model, mesh, ((), batch), pins=dict(pins), progress=False)
+    named = dict(parallel.named_parameters())
+    decayed = [p for name, p in named.items() if name.endswith("weight") and "norm" not in name]
+    others = [p for name, p in named.items() if not (name.endswith("weight") and "norm" not in name)]
+    optimizer = make([{"params": decayed, "weight_decay": 0.1, "mark": "decayed"}, {"params": others, "weight_decay": 0.0}])
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    return parallel, optimizer, schedule, batch
+
+
+def go_on(parallel: Any, optimizer: Any, schedule: Any, batch: Any, count: int) -> list[float]:
+    losses = []
+    for _ in range(count):
+        loss = parallel(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def interrupted(rank: int, folder: str, makes: list[Callable[..., Any]]) -> None:
+    torch.set_num_threads(1)
+    for what, pins in PLANS.items():
+        for make in makes if what == "ZeRO-3" else makes[:1]:
+            first = prepare(pins, make, 0.4, seed=5)
+            go_on(*first, 2)
+            path = f"{folder}/{what}-{make.__name__}"
+            first[0].save(path, first[1])
+            kept = first[2].state_dict()
+            wanted = go_on(*first, 2)
+            state = first[0].full_state_dict()
+            again = prepare(pins, make, 0.4, seed=6)
+            if make is not adafactor:
+                go_on(*again, 1)  # what it learned and drew is overwritten
+            options = [group["lr"] for group in again[1].param_groups]
+            again[0].load(path, again[1])
+            again[2].load_state_dict(kept)
+            assert again[1].param_groups[0]["mark"] == "decayed"
+            assert all(old is new for old, new in zip(options, (g["lr"] for g in again[1].param_groups), strict=True)
+                       if isinstance(old, Tensor))
+            assert go_on(*again, 2) == wanted, (what, make.__name__)
+            for name, tensor in again[0].full_state_dict().items():
+                assert torch.equal(tensor, state[name]), (what, make.__name__, name)
+
+
+def test_goes_on_exactly(pool: Callable[[int], Any], tmp_path: Path) -> None:
+    """Losses and weights after the interruption are those of the run that was not interrupted, to the bit."""
+    pool(2).run(interrupted, str(tmp_path), [sgd, adamw, adafactor])
+
+
+def elsewhere(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    wanted: list[float] = []
+    for pins in ({"dp": 2, "zero": 3, "microbatches": 2}, PLANS["pp"], {"tp": 2, "microbatches": 2}):
+        run = prepare(pins, sgd, 0.0, seed=len(wanted))
+        if not wanted:
+            go_on(*run, 2)
+            run[0].save(folder, run[1])
+            kept = run[2].state_dict()
+            wanted = go_on(*run, 2)
+            continue
+        run[0].load(folder, run[1])
+        run[2].load_state_dict(kept)
+        torch.testing.assert_close(go_on(*run, 2), wanted, rtol=1e-5, atol=1e-6)
+    everything = [p for group in run[1].param_groups for p in group["params"]]
+    for groups in ([{"params": everything}], [{"params": everything[:1]}, {"params": everything[1:]}]):
+        with pytest.raises(CheckpointError, match=r"parameter group 0 .*'.*Make the groups as in that run"):
+            run[0].load(folder, sgd(groups))
+    run[0].save(folder)
+    with pytest.raises(CheckpointError, match="saved without an optimizer"):
+        run[0].load(folder, run[1])
+
+
+def test_goes_on_under_another_plan(pool: Callable[[int], Any], tmp_path: Path) -> None:
+    """Groups are known by names, whichever stage holds them; other groups are refused by name on every rank."""
+    pool(2).run(elsewhere, str(tmp_path / "checkpoint"))
+
+
+def as_with_torch(rank: int, folder: str) -> None:
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    torch.set_num_threads(1)
+    first, again = (prepare(PLANS["ZeRO-3"], adamw, 0.0, seed=1) for _ in range(2))
+    go_on(*first, 2)
+    model, optimizer = dcp.get_state_dict(first[0], first[1])
+    torch.save((model, optimizer, first[1].state_dict(), first[0].state_dict()), f"{folder}/{rank}.pt")
+    model, optimizer, plain, weights = torch.load(f"{folder}/{rank}.pt", weights_only=False)
+    dcp.set_state_dict(again[0], again[1], model_state_dict=model, optim_state_dict=optimizer)
+    third = prepare(PLANS["ZeRO-3"], adamw, 0.0, seed=1)
+    third[0].load_state_dict(weights)
+    third[1].load_state_dict(plain)
+    for one in (first, again, third):
+        for buffer in (*one[0].again.buffers(), one[0].calls):
+            buffer.zero_()
+        one[2].load_state_dict(first[2].state_dict())
+    wanted = go_on(*first, 2)
+    assert go_on(*again, 2) == wanted
+    assert go_on(*third, 2) == wanted
+
+
+def test_state_dicts_as_torch_has_them(pool: Callable[[int], Any], tmp_path: Path) -> None:
+    """``optimizer.state_dict()`` and DCP's ``get_state_dict`` work as with FSDP2."""
+    pool(2).run(as_with_torch, str(tmp_path))

@@ -1,0 +1,284 @@
+"""Parameters, buffers and gradients of a parallel module in users' hands: as in one process, or refused on every rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from meshwright.api import autoparallel
+from meshwright.errors import RunError
+from tests.equality import compare, loss_of
+
+TWO: Mapping[str, Mapping[str, Any]] = {
+    "ZeRO-0": {"dp": 2, "zero": 0}, "ZeRO-3": {"dp": 2, "zero": 3}, "accumulated": {"dp": 2, "zero": 1, "microbatches": 2},
+    "tp": {"tp": 2}, "pp": {"pp": 2, "dp": 1, "tp": 1, "microbatches": 2},
+}
+FOUR: Mapping[str, Mapping[str, Any]] = {
+    "dp x tp": {"dp": 2, "tp": 2, "zero": 3}, "HSDP": {"dp": 4, "shard": 2, "zero": 2},
+    "pp x dp": {"pp": 2, "dp": 2, "tp": 1, "microbatches": 2, "zero": 1},
+}
+
+
+class Net(nn.Module):
+    """Rows that do not divide, a number, a tied weight, statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(2))
+        self.norm, self.gain = nn.LayerNorm(8), nn.Parameter(torch.tensor(1.3))
+        self.register_buffer("shift", torch.linspace(-0.1, 0.1, 8))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return {"loss": F.cross_entropy(self.head(self.norm(x) * self.gain + self.shift).flatten(0, 1), labels.flatten())}
+
+
+def case() -> tuple[Net, dict[str, Tensor]]:
+    torch.manual_seed(1)
+    return Net(), {"ids": torch.randint(0, 11, (8, 4)), "labels": torch.randint(0, 11, (8, 4))}
+
+
+def parallelize(model: nn.Module, batch: Any, pins: Mapping[str, Any]) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return autoparallel(model, mesh, ((), batch), pins=dict(pins), progress=False)
+
+
+def whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def steps(model: Any, batch: Any, make: Callable[[Any], torch.optim.Optimizer], count: int = 2) -> None:
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model(**batch))
+        loss.backward()
+        return loss
+
+    for _ in range(count):
+        optimizer.step(closure)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
+
+def same_state(parallel: Any, single: nn.Module, rank: int, what: str) -> list[str]:
+    state = parallel.full_state_dict()
+    return [f"{what}: {line}" for line in compare(state, single.state_dict())] if rank == 0 else []
+
+
+# --- the writers: each changes weights of either module in the same way ---------------------------------------------------
+
+
+def in_place(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        p.data.mul_(1.01)
+        with torch.no_grad():
+            p.add_(0.01)
+            p.copy_(torch.full(p.shape, 0.3) * 0.9 if "norm" in name else p * 0.9)
+        if "embed" in name:
+            p.data.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape))
+        if "layers.1" in name:
+            nn.init.constant_(p, 0.05)
+
+
+def frozen(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        p.requires_grad_("layers.0" not in name and "embed" not in name)
+
+
+def thawed(model: nn.Module) -> None:
+    model.requires_grad_(True)
+
+
+def written(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """After writes of every kind, also behind a forward that had no backward, losses and two steps are the single process's."""
+    torch.set_num_threads(1)
+    problems: list[str] = []
+    for what, pins in cases.items():
+        single, batch = case()
+        parallel = parallelize(copy.deepcopy(single), batch, pins)
+        for write in (in_place, frozen, thawed):
+            for model in (single, parallel):
+                loss_of(model(**batch))  # what it gathers is stale afterwards
+                write(model)
+                steps(model, batch, adamw)
+            problems += same_state(parallel, single, rank, f"{what}, {write.__name__}")
+        wanted = {key: torch.randn_like(x) for key, x in single.state_dict().items() if key != "head.weight"}
+        wanted["head.weight"] = wanted["embed.weight"]
+        for model in (single, parallel):
+            model.load_state_dict(wanted)
+        averaged = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for model in (single, parallel)]
+        for model, average in zip((single, parallel), averaged, strict=True):
+            for _ in range(2):
+                steps(model, batch, adamw, 1)
+                average.update_parameters(model)
+        problems += same_state(averaged[1].module, averaged[0].module, rank, f"{what}, averaged")
+        problems += same_state(parallel, single, rank, f"{what}, loaded")
+    return problems
+
+
+def test_writes(pool: Callable[[int], Any]) -> None:
+    """In-place edits, initialization, freezing and thawing, loading one process's state, averaging."""
+    assert pool(2).run(written, TWO) == [[]] * 2
+    assert pool(4).run(written, {"pp x dp": FOUR["pp x dp"]}) == [[]] * 4
+
+
+def norms(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    torch.set_num_threads(1)
+    problems: list[str] = []
+    for what, pins in cases.items():
+        single, batch = case()
+        parallel = parallelize(copy.deepcopy(single), batch, pins)
+        for model in (single, parallel):
+            for _ in range(2):  # gradients of two calls add up
+                loss_of(model(**batch)).backward()
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.2)
+        for kind in (1.0, 2.0, 3.0, 0.0, float("inf"), float("-inf")):
+            want = torch.nn.utils.get_total_norm([p.grad for p in single.parameters()], kind)
+            torch.testing.assert_close(parallel.clip_grad_norm_(1e9, kind), want, rtol=1e-4, atol=1e-6)
+            for foreach in (None, True, False):
+                arguments = (1e9, kind, False, foreach)
+                if "pp" in pins:
+                    with pytest.raises(RunError, match=r"parallel\.clip_grad_norm_"):
+                        torch.nn.utils.clip_grad_norm_(parallel.parameters(), *arguments)
+                else:
+                    found = whole(torch.nn.utils.clip_grad_norm_(parallel.parameters(), *arguments))
+                    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-6)
+        torch.nn.utils.clip_grad_norm_(single.parameters(), 0.01)
+        if "pp" in pins:
+            parallel.clip_grad_norm_(0.01)
+        else:
+            torch.nn.utils.clip_grad_norm_(parallel.parameters(), 0.01)
+        wanted = {name: p.grad for name, p in single.named_parameters()}
+        found = {name: whole(p.grad) for name, p in parallel.named_parameters()}
+        problems += [f"{what}: {line}" for line in compare(found, {name: wanted[name] for name in found})]
+        parallel.zero_grad(set_to_none=False)
+        assert all(not whole(p.grad).any() for p in parallel.parameters())
+    return problems
+
+
+def test_norms_and_clipping(pool: Callable[[int], Any]) -> None:
+    """Torch's own functions are right, or name the module's own where a rank has a stage only; that one is right always."""
+    assert pool(2).run(norms, TWO) == [[]] * 2
+    assert pool(4).run(norms, FOUR) == [[]] * 4
+
+
+OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW fused, amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, fused=True, amsgrad=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "Adafactor foreach": lambda p: torch.optim.Adafactor(p, lr=0.1, foreach=True),
+    "Muon": lambda p: torch.optim.Muon([q for q in p if q.ndim == 2], lr=1e-2),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+}
+
+
+def optimized(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    torch.set_num_threads(1)
+    problems: list[str] = []
+    for what, pins in cases.items():
+        model, batch = case()
+        start = model.state_dict()
+        parallel = parallelize(model, batch, pins)
+        for name, make in OPTIMIZERS.items():
+            single = copy.deepcopy(model)
+            parallel.load_state_dict(start)
+            if name == "LBFGS" and "pp" in pins:
+                with pytest.raises(RunError, match="without a pipeline"):
+                    steps(parallel, batch, make)
+                continue
+            for module in (single, parallel):
+                steps(module, batch, make, 1 if name == "LBFGS" else 3)  # it magnifies what rounding leaves
+            problems += same_state(parallel, single, rank, f"{what}, {name}")
+    return problems
+
+
+def test_optimizers(pool: Callable[[int], Any]) -> None:
+    """Also those that reduce, factor, orthogonalize or join what they update equal the single process after three steps."""
+    assert pool(2).run(optimized, {name: TWO[name] for name in ("ZeRO-3", "tp", "pp")}) == [[]] * 2
+    assert pool(4).run(optimized, FOUR) == [[]] * 4
+
+
+def refused(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> None:
+    torch.set_num_threads(1)
+    for pins in cases.values():
+        model, batch = case()
+        model.norm.bias.requires_grad_(False)
+        parallel = parallelize(model, batch, pins)
+        named = dict(parallel.named_parameters())
+        for p in named.values():
+            for new in (torch.zeros(p.shape), torch.zeros_like(p)):
+                with pytest.raises(RunError, match=r"p\.data\.copy_"):
+                    p.data = new
+            with pytest.raises(RunError, match="distribute_tensor"):
+                p.grad = torch.zeros(p.shape)
+            p.grad = distribute_tensor(torch.ones(p.shape), p.device_mesh, p.placements)
+            assert bool(whole(p.grad).all())
+            p.grad = None
+        with pytest.raises(RunError, match="before autoparallel"):
+            parallel.apply(lambda module: None)
+        if "pp" in pins:
+            with pytest.raises(RunError, match="same random numbers"):
+                nn.init.normal_(next(iter(named.values())))
+        else:
+            torch.manual_seed(rank)
+            first = nn.init.normal_(named["embed.weight"]).full_tensor()
+            torch.manual_seed(0)
+            assert torch.equal(first, torch.empty(11, 8).normal_()), "drawn as one process draws, by the first rank"
+            for name, p in named.items():
+                if any(getattr(placement, "dim", None) == 0 for placement in p.placements):
+                    with pytest.raises(RunError, match="write into a view"), torch.no_grad():
+                        p[3].zero_()
+                elif p.ndim:
+                    with torch.no_grad():
+                        p[3].zero_()
+                    assert not p.full_tensor()[3].any(), name
+
+        def expect(match: str, parallel: Any = parallel, batch: Any = batch) -> None:
+            for act in (lambda: parallel(**batch), parallel.full_state_dict):
+                with pytest.raises(RunError, match=match):
+                    act()
+
+        holder = parallel.norm if hasattr(parallel, "norm") else None  # in a pipeline, of one stage only
+        if holder is not None:
+            holder.bias.requires_grad_(True)
+        expect("'norm.bias' was frozen when")
+        if holder is not None:
+            holder.bias.requires_grad_(False)
+            kept, holder.weight = holder.weight, nn.Parameter(torch.ones(8))
+        expect("'norm.weight' of the parallel module was replaced")
+        if holder is not None:
+            holder.weight = kept
+            del parallel.shift
+        expect("'shift' of the parallel module was removed")
+        if holder is not None:
+            parallel._buffers["shift"] = next(place.tensor for place in parallel._places if place.fqn == "shift")
+        model.layers[0].requires_grad_(False)
+        expect("of the model that was parallelized was frozen")
+        model.layers[0].requires_grad_(True)
+        parallel(**batch)
+
+
+def test_refusals(pool: Callable[[int], Any]) -> None:
+    """What the engine cannot follow is refused on every rank, by name, and changes nothing."""
+    pool(2).run(refused, TWO)
+    pool(4).run(refused, FOUR)
