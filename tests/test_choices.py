@@ -16,6 +16,8 @@ from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import PlanError
+from meshwright.ir.rule import place
+from meshwright.ir.sharding import Sharding
 from meshwright.planner import Timing, _Search, capture_model, make_plan, rules_of
 from meshwright.views.facts import facts_of
 from tests.test_planner import Stack, graph_of, of_models
@@ -214,7 +216,15 @@ def test_a_parameter_without_a_gradient_leaves_data_parallelism() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (self.up(x) * self.scale.detach()).square().mean()
 
-    make_plan(graph_of(Detached(), 4, 6, 8), Cluster.parse("h100:1x2"), Pins(dp=2, zero=3))
+    graph = graph_of(Detached(), 4, 6, 8)
+    plan = make_plan(graph, Cluster.parse("h100:1x2"), Pins(dp=2, zero=3))
+    (scaled,) = (op for op in graph.ops if op.target == "aten.mul.Tensor")
+    rule = rules_of(graph)[0][scaled.name]
+    assert plan.assignments[scaled.name] == {"dp": rule.results[0][0]}  # each rank scales its own samples
+    (scale,) = (name for name in scaled.inputs if not graph.values[name].differentiable)
+    needs = [graph.values[name].differentiable for name in scaled.inputs]
+    placed = place(rule, plan.assignments[scaled.name], plan.mesh, needs)
+    assert placed.operands[scaled.inputs.index(scale)] == Sharding.whole(1)  # whole everywhere, and no gradient pending
 
 
 def test_a_weight_is_split_where_it_hands_on() -> None:

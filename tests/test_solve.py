@@ -211,10 +211,10 @@ def test_a_transformer_sized_chain_is_quick():
     with pytest.raises(Infeasible) as caught:
         solve(replace(chain, capacity=1e-6))
     low = caught.value.least
-    begin = time.perf_counter()
     got = solve(replace(chain, capacity=low + 0.3 * (free.bytes_ - low)))
     assert got.status == "optimal"
-    assert time.perf_counter() - begin < 15
+    assert got.iterations < 50
+    assert got.columns < 5000
 
 
 def test_lazy_pricing_finds_the_same_minimum(monkeypatch):
