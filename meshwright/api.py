@@ -13,14 +13,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.compiler.structure.same import aligned
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.schedules import illegal, illegal_combination, stage_rank
-from meshwright.errors import InputError
+from meshwright.errors import InputError, MeshwrightError
 from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import PP
 from meshwright.ir.pins import PinError, Pins, vars_of
 from meshwright.ir.plan import Plan, PlanError
-from meshwright.ir.serialize import plan_from_dict, plan_hash, plan_to_dict
+from meshwright.ir.program import Program
+from meshwright.ir.reading.plans import plan_from_dict
+from meshwright.ir.serialize import plan_hash, plan_to_dict
+from meshwright.ir.signature import bind, example_of
 from meshwright.planner import OPTIMIZERS, Timing, capture_model, check_pins, make_plan, rules_of
+from meshwright.runtime.verdict import together
 
 AXES = ("dp", "tp", "cp", "pp", "ep")
 PRECISIONS = ("fp32", "bf16")
@@ -52,20 +58,21 @@ def plan(
 
 def autoparallel(
     model: nn.Module, mesh: DeviceMesh | Cluster | str, example_inputs: Any = None, *,
-    loss_fn: Callable[..., Any] | None = None, optimizer: str | float = "adamw", precision: str = "fp32",
+    loss_fn: Callable[..., Any] | None = None, optimizer: str | float | None = None, precision: str | None = None,
     pins: Pins | Mapping[str, Any] | None = None, plan: Plan | str | Path | None = None, progress: bool = True,
     strict: bool = False,
 ) -> nn.Module:
     """Parallelize ``model`` over ``mesh``: an ``nn.Module`` whose loss, gradients and steps equal the single device's.
 
     Call on every rank with the same arguments. A DeviceMesh whose axes are named dp, tp, cp, pp, ep pins those degrees; any
-    other is only a set of devices. ``plan``: a Plan or its file, skips the search. Without an example the first call is the
-    example. See ``plan`` for the other arguments and the errors.
+    other is only a set of devices. ``plan``: a Plan or its file, skips the search; the model is captured all the same (with the
+    loss_fn that the plan was made with) and must compute what the plan's graph does, and arguments that contradict the plan are
+    refused. Without an example the first call is the example. See ``plan`` for the other arguments (``optimizer``: "adamw" and
+    ``precision``: "fp32" if not given, or the plan's) and the errors.
     """
     if not isinstance(mesh, DeviceMesh):
         raise InputError(f"autoparallel runs on a torch DeviceMesh, got {type(mesh).__name__}; to plan for a cluster without "
                          "its devices use meshwright.plan(model, cluster, ...)")
-    checked = _mesh_pins(mesh, _check_options(optimizer, precision, pins))
     if example_inputs is None and plan is None and getattr(model, "dummy_inputs", None) is None:
         from meshwright.runtime.deferred import Deferred
 
@@ -74,38 +81,107 @@ def autoparallel(
                                 pins=pins, progress=progress, strict=strict)
 
         return Deferred(build, model.training)
-    if plan is not None:
-        found = plan if isinstance(plan, Plan) else Plan.load(plan)
-        found = _agree(lambda: found, None)
-        _check_plan(found, model, mesh)
-    else:
-        args, kwargs, targets = _example(model, example_inputs)
-        graph = capture_model(model, args, kwargs, targets, loss_fn, precision)
+    def prepare() -> tuple[Plan | None, Graph, Pins]:
+        given = None if plan is None else plan if isinstance(plan, Plan) else Plan.load(plan)
+        checked = _mesh_pins(mesh, _check_options(optimizer or "adamw", precision or "fp32", pins))
+        if given is None:
+            return None, capture_model(model, *_example(model, example_inputs), loss_fn, precision or "fp32"), checked
+        _check_given(given, mesh, checked, optimizer, precision)
+        _check_shapes(given.graph, model)
+        return given, _capture_again(given, model, example_inputs, loss_fn), checked
 
-        def search() -> Plan:
-            with _progress(progress) as report:
-                return make_plan(graph, _cluster_of(mesh), checked, optimizer=optimizer, precision=precision, strict=strict,
-                                 progress=report)
+    given, graph, checked = together(prepare)
 
-        found = _agree(search, graph)
-    return _build(found, model, mesh)
+    def search() -> Plan:
+        if given is not None:
+            return given
+        with _progress(progress) as report:
+            return make_plan(graph, _cluster_of(mesh), checked, optimizer="adamw" if optimizer is None else optimizer,
+                             precision=precision or "fp32", strict=strict, progress=report)
+
+    return _build(_agree(search, graph), model, mesh)
+
+
+def _capture_again(plan: Plan, model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None) -> Graph:
+    """The model as it is now, on the example or on what the plan was made with. Raises InputError where they differ."""
+    signature = plan.graph.signature
+    if example is None and signature is None:
+        raise InputError("the plan does not say what a call looks like; give example_inputs")
+    args, kwargs, targets = example_of(signature) if example is None else _example(model, example)
+    if example is not None and signature is not None:
+        bind(signature, args, kwargs, targets)
+    return capture_model(model, tuple(args), kwargs, tuple(targets), loss_fn, plan.precision)
+
+
+def _check_given(plan: Plan, mesh: DeviceMesh, pins: Pins, optimizer: str | float | None, precision: str | None) -> None:
+    """Raise PlanError for arguments that contradict the plan beside which they are given."""
+    if plan.mesh.world != mesh.size():
+        raise PlanError(f"the plan is for {plan.mesh.world} devices ({plan.mesh}), the mesh has {mesh.size()}; plan again, or "
+                        f"start {plan.mesh.world} processes")
+    named = optimizer if isinstance(optimizer, str) or optimizer is None else f"{optimizer:g} bytes"
+    pipeline = plan.pipeline
+    given: dict[str, tuple[Any, Any]] = {"optimizer": (named, plan.optimizer), "precision": (precision, plan.precision)}
+    given["microbatches"] = pins.microbatches, plan.schedule.microbatches
+    given["pp"] = pins.pp, 1 if pipeline is None else pipeline.degree
+    given["schedule"] = pins.schedule, None if pipeline is None else pipeline.schedule
+    given["virtual_stages"] = pins.virtual_stages, 1 if pipeline is None else pipeline.stages // pipeline.degree
+    roles = _roles(plan)
+    given["dp"], given["tp"] = (pins.dp, roles["dp"]), (pins.tp, roles["tp"])
+    for group in plan.groups:
+        if plan.mesh.size(group.data_axes) > 1 and group.zero != pins.zero:
+            given["zero"] = pins.zero, group.zero
+        if group.path and group.recompute != pins.recompute:
+            given["recompute"] = pins.recompute, group.recompute
+        if group.zero and plan.mesh.size(group.shard_axes) != pins.shard:
+            given["shard"] = pins.shard, plan.mesh.size(group.shard_axes)
+    for name in ("cp", "ep"):
+        given[name] = getattr(pins, name), 1
+    for name, (want, have) in given.items():
+        if want is not None and want != have:
+            raise PlanError(f"{name}={want!r} contradicts the plan, which has {name}={have!r}; leave it out, or plan again "
+                            "with it")
+    for name in ("sequence_parallel", "attention", "stage_cuts", "tensors"):
+        if getattr(pins, name):
+            raise PlanError(f"pin {name}={getattr(pins, name)!r} is given beside a plan, which settles that; leave it out, or "
+                            "plan again with it")
+
+
+def _check_shapes(graph: Graph, model: nn.Module) -> None:
+    """Raise PlanError for a model that cannot even be called as the plan's was; ``aligned`` compares the rest."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    for param in (param for param in graph.params if not param.buffer):
+        for fqn in param.fqns:
+            want = graph.values[param.value].shape
+            if shapes.get(fqn) != want:
+                raise PlanError(f"the plan was made for a model with parameter {fqn!r} of shape {want}; this model has "
+                                f"{shapes.get(fqn, 'none of that name')}")
+
+
+def _roles(plan: Plan) -> dict[str, int]:
+    """The data and tensor degrees: of axes that all parameters' gradients are summed over, and of those that none is."""
+    axes = [axis for axis in plan.mesh.axes if axis != PP]
+    data = [axis for axis in axes if all(axis in group.data_axes for group in plan.groups) or axis.startswith("dp")]
+    rest = [axis for axis in axes if not any(axis in group.data_axes for group in plan.groups) and axis not in data]
+    return {"dp": plan.mesh.size(data), "tp": plan.mesh.size(rest)}
 
 
 def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """The rank's program, checked, and the module that runs it."""
+    """The rank's program, checked on every rank before one goes on, and the module that runs it."""
     from meshwright.passes import cut_stages, rank_program
     from meshwright.passes.typecheck import typecheck
     from meshwright.passes.verify import verify
     from meshwright.runtime.module import build
 
-    _check_pipeline(plan)
-    rules, _ = rules_of(plan.graph)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    program = rank_program(plan, rules, rank)
-    verify(program, plan.graph, rules)
-    typecheck(program)
-    program = cut_stages(program, plan.pipeline)
-    parallel = build(program, model, device=torch.device(mesh.device_type, torch.cuda.current_device())
+    def program() -> Program:
+        _check_pipeline(plan)
+        rules, _ = rules_of(plan.graph)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        whole = rank_program(plan, rules, rank)
+        verify(whole, plan.graph, rules)
+        typecheck(whole)
+        return cut_stages(whole, plan.pipeline)
+
+    parallel = build(together(program), model, device=torch.device(mesh.device_type, torch.cuda.current_device())
                      if mesh.device_type == "cuda" else torch.device(mesh.device_type))
     parallel.plan = plan
     return parallel
@@ -128,48 +204,36 @@ def _check_pipeline(plan: Plan) -> None:
         raise PlanError(reason)
 
 
-def _agree(search: Callable[[], Plan], graph: Graph | None) -> Plan:
-    """Rank 0's plan on every rank. What rank 0 raises, every rank raises; a rank that captured another graph says so."""
+def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
+    """Rank 0's plan on every rank, for the graph that each captured. What rank 0 raises, every rank raises; so they do where a
+    rank captured another graph, saying what differs."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return search()
+        found = search()
+        return replace(found, graph=aligned(found.graph, graph))
     message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             message = [("plan", plan_to_dict(search()))]
         except Exception as error:
-            message = [("error", error)]
+            portable = error if isinstance(error, MeshwrightError) else RuntimeError(f"{type(error).__name__}: {error}")
+            message = [("error", portable)]
     dist.broadcast_object_list(message, src=0)
     kind, content = message[0]
     if kind == "error":
         raise content
-    found = plan_from_dict(content)
-    mine = found if graph is None else _with_graph(found, graph)
+
+    def mine() -> Plan:
+        found = plan_from_dict(content)
+        return replace(found, graph=aligned(found.graph, graph))
+
+    found = together(mine)
     hashes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hashes, plan_hash(mine))
+    dist.all_gather_object(hashes, plan_hash(found))
     if len(set(hashes)) > 1:
         odd = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
-        raise PlanError(f"ranks {odd} captured another model than rank 0 (or read another plan); build the same model with the "
-                        "same example inputs on every rank")
+        raise PlanError(f"ranks {odd} captured another model than rank 0 (tensors that are no parameters hold other numbers); "
+                        "build the same model with the same example inputs on every rank")
     return found
-
-
-def _with_graph(plan: Plan, graph: Graph) -> Plan:
-    return replace(plan, graph=graph)
-
-
-def _check_plan(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
-    if plan.mesh.world != mesh.size():
-        raise PlanError(f"the plan is for {plan.mesh.world} devices ({plan.mesh}), the mesh has {mesh.size()}; plan again, or "
-                        f"start {plan.mesh.world} processes")
-    shapes = {name: tuple(p.shape) for name, p in (*model.named_parameters(remove_duplicate=False),)}
-    for param in plan.graph.params:
-        if param.buffer:
-            continue
-        for fqn in param.fqns:
-            want = plan.graph.values[param.value].shape
-            if shapes.get(fqn) != want:
-                raise PlanError(f"the plan was made for a model with parameter {fqn!r} of shape {want}; this model has "
-                                f"{shapes.get(fqn, 'none of that name')}")
 
 
 def _check_options(optimizer: str | float, precision: str, pins: Pins | Mapping[str, Any] | None) -> Pins:

@@ -1,7 +1,7 @@
 """What can go wrong, as types a caller can catch.
 
 Every error says what was asked for, what is wrong with it, and what to do, and is a ``MeshwrightError``. Errors about a value's
-own form stay beside that value (``MeshError``, ``ShardingError``, ``GraphError``, ``RuleError``, ``PlanError``). Where Python
+own form stay beside that value (``MeshError``, ``ShardingError``, ``GraphError``, ``RuleError``). Where Python
 has a type of its own for such a mistake, an error is that as well (``PlanError`` is a ``ValueError``).
 """
 
@@ -46,6 +46,10 @@ class NotKeptError(MeshwrightError):
 
 class InputError(MeshwrightError, TypeError):
     """A call whose arguments do not fit: the forward's signature, or the inputs that the plan was made for."""
+
+
+class PlanError(MeshwrightError, ValueError):
+    """A plan that cannot be made, read or run."""
 
 
 class CheckpointError(MeshwrightError, ValueError):

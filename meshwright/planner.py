@@ -35,6 +35,7 @@ from meshwright.compiler.structure.units import find_units, split_at
 from meshwright.cost.cluster import Cluster
 from meshwright.footprint import Footprints, with_footprint
 from meshwright.ir.graph import Graph
+from meshwright.ir.operators import namespace
 from meshwright.ir.pins import RECOMPUTE, PinError, Pins, vars_of
 from meshwright.ir.plan import Plan, PlanError, Schedule
 from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate
@@ -95,6 +96,12 @@ def capture_model(
 def rules_of(graph: Graph, strict: bool = False) -> tuple[dict[str, OpRule], list[str]]:
     """(rule of every op by name, notes on operators without one). ``strict``: raise instead of replicating them."""
     book = default_rules()
+    if graph.foreign:
+        known = {"aten", "mw", *map(namespace, book.declarations)}
+        strangers = [op for op in graph.ops if namespace(op.target) not in known]
+        if strangers:
+            raise PlanError(f"the plan's operator {strangers[0].target} (in {strangers[0].module or 'the model'}) is of a "
+                            "library that is not known here; register a rule for it with meshwright.register_rule")
     rules = {op.name: book.rule_for(op, graph) for op in graph.ops}
     unknown: dict[str, list[str]] = {}
     for op in graph.ops:

@@ -25,7 +25,8 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP, Mesh
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import Pipeline, Plan, PlanError
-from meshwright.ir.serialize import plan_from_dict, plan_to_dict
+from meshwright.ir.reading.plans import plan_from_dict
+from meshwright.ir.serialize import plan_to_dict
 from meshwright.planner import capture_model, make_plan
 from meshwright.runtime.pipeline import stage
 from meshwright.runtime.pipeline.stage import Stage

@@ -37,7 +37,7 @@ def equal(model: nn.Module, args=(), kwargs=None, **options) -> Graph:
     env = {param.value: named[param.fqn] for param in graph.params if param.fqn in named}
     env |= zip(graph.inputs, bind(graph.signature, args, kwargs, options.get("targets", ())), strict=True)
     values = run(graph, env)
-    result = rebuild_output(graph.output_tree, graph.signature["output"], values)
+    result = rebuild_output(graph.output_tree, graph.signature["output"], values, graph.classes)
     compare(result, output)
 
     loss = values[graph.loss] if graph.loss else sum_of(result)

@@ -20,7 +20,8 @@ from meshwright.ir.gradients.custom import CUSTOM
 from meshwright.ir.gradients.hooks import HookGuard
 from meshwright.ir.graph import Op
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.serialize import graph_from_dict, graph_to_dict
+from meshwright.ir.reading.graphs import graph_from_dict
+from meshwright.ir.serialize import graph_to_dict
 from meshwright.runtime.interpret import run
 from tests.backwards import CASES, Model, make
 from tests.equality import differences

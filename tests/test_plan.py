@@ -16,7 +16,8 @@ from meshwright.compiler.capture.capture import capture
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
 from meshwright.ir.plan import Plan, PlanError
-from meshwright.ir.serialize import graph_digest, graph_from_dict, graph_to_dict, plan_hash, plan_to_dict
+from meshwright.ir.reading.graphs import graph_from_dict
+from meshwright.ir.serialize import graph_digest, graph_to_dict, plan_hash, plan_to_dict
 from meshwright.ir.sharding import parse_sharding
 from meshwright.planner import make_plan
 from meshwright.views.explain import diff, explain, prices

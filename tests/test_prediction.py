@@ -10,7 +10,8 @@ import pytest
 
 from meshwright.ir.plan import PlanError
 from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate, StageSeconds
-from meshwright.ir.serialize import plan_from_dict, plan_to_dict
+from meshwright.ir.reading.plans import plan_from_dict
+from meshwright.ir.serialize import plan_to_dict
 from tests.handmade import handmade_plan
 
 STAGED = Prediction(

@@ -115,8 +115,9 @@ class TestOutput:
             tensors[f"t{len(tensors)}"] = tensor
             return Ref(f"t{len(tensors) - 1}")
 
-        tree, type_ = flatten_output(output, leaf)
-        return rebuild_output(tree, json.loads(json.dumps(type_)), tensors)
+        classes: dict[str, type] = {}
+        tree, type_ = flatten_output(output, leaf, classes)
+        return rebuild_output(tree, json.loads(json.dumps(type_)), tensors, classes)
 
     def test_plain_containers(self):
         assert self.roundtrip(X) is X
@@ -144,8 +145,9 @@ class TestOutput:
         assert again.past_key_values is None
 
     @pytest.mark.parametrize("path", ["no_such_module:Output", "subprocess:Popen", "builtins:eval"])
-    def test_classes_that_are_not_here_or_no_records_become_attribute_dicts(self, path):
-        again = rebuild_output({"loss": Ref("a")}, {"kind": "object", "class": path, "items": {"loss": "leaf"}}, {"a": X})
+    def test_classes_that_the_capture_did_not_meet_become_attribute_dicts(self, path):
+        type_ = {"kind": "object", "class": path, "items": {"loss": "leaf"}}
+        again = rebuild_output({"loss": Ref("a")}, type_, {"a": X}, {"mine:Output": dict})
         assert type(again) is AttributeDict
         assert again.loss is again["loss"] is X
         with pytest.raises(AttributeError):

@@ -48,6 +48,7 @@ PRIVATE: Mapping[str, str] = {
     "compiler/capture/shadow.py": "FakeTensorMode: a shadow with fake parameters; _detect_is_causal_mask of nn.Transformer",
     "compiler/capture/watch.py": "FakeTensor; what functorch wraps: tensors that are not the model's",
     "compiler/rules/book.py": "OpOverload: an operator object given to register_rule",
+    "ir/operators.py": "OpOverload: what the name of an operator must stand for",
     "runtime/collectives.py": "the operator namespace _c10d_functional",
     "runtime/module.py": "_foreach_norm, _foreach_mul_: clipping, as torch.nn.utils does it",
     "runtime/whole.py": "pytree, to see operands in lists; the lists of types that optimizers' fast variants take",
@@ -142,7 +143,8 @@ def test_no_circles() -> None:
             graph.add_edge(found.source, found.target)
     assert graph.number_of_edges() > 100
     circles = [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1]
-    assert not [circle for circle in circles if circle != ["meshwright.ir.plan", "meshwright.ir.serialize"]]
+    files = ["meshwright.ir.plan", "meshwright.ir.reading.plans", "meshwright.ir.serialize"]  # a plan saves and loads itself
+    assert not [circle for circle in circles if circle != files]
 
 
 def test_folders_stay_small() -> None:

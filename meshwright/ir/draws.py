@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from meshwright.ir.graph import Op, Ref
+from meshwright.ir.operators import find
 from meshwright.ir.plan import TIME
 from meshwright.ir.program import DRAW, SEED
 from meshwright.ir.rule import Factor, Local, Localize
@@ -30,21 +31,9 @@ OFF: Mapping[str, Any] = {"train": False, "training": False, "dropout_p": 0, "dr
 """{argument: its value with which no tagged operator draws}."""
 
 
-def find_overload(target: str) -> Any:
-    """The operator that torch has under this name ("aten.relu.default"), or None."""
-    namespace, _, rest = target.partition(".")
-    name, _, overload = rest.rpartition(".")
-    found: Any = torch.ops
-    for part in (namespace, name, overload):
-        found = getattr(found, part, None) if part else None
-        if found is None:
-            return None
-    return found
-
-
 def draws(op: Op) -> bool:
     """Whether a call draws random numbers, or may."""
-    overload = find_overload(op.target)
+    overload = find(op.target)
     if overload is None:
         return False
     if op.target.partition(".")[0] not in OWN:

@@ -114,6 +114,8 @@ class Graph:
     ``loss``: the scalar to differentiate, if any; ``mutations``: (buffer value, the value that replaces it); ``constants``:
     the contents, by value name, of buffers that are no registered buffers of the model (literals, plain attributes);
     ``changes``: from the inputs, {input: its new value} for those that the forward changes in place, if there are any.
+    ``classes``: those of the output's containers by name, as the capture met them. ``foreign``: read from a file, and not (yet)
+    found to compute what a captured model does.
     """
 
     values: Mapping[str, Value]
@@ -127,6 +129,8 @@ class Graph:
     signature: Any = None  # JSON-able description of the call: see meshwright.ir.signature
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     changes: Graph | None = None
+    classes: Mapping[str, type] = field(default_factory=dict, compare=False, repr=False)
+    foreign: bool = field(default=False, compare=False)
     producers: Mapping[str, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

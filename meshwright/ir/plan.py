@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import PlanError as PlanError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP, Mesh
 from meshwright.ir.prediction import Certificate, Prediction
@@ -27,10 +27,6 @@ from meshwright.ir.sharding import Sharding
 
 TIME = "mb"
 """The micro-batch axis: splitting the batch over it is gradient accumulation. Not an axis of the device mesh."""
-
-
-class PlanError(MeshwrightError, ValueError):
-    """A plan that cannot be made, read or run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +177,16 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """The plan that ``save`` wrote. Executes nothing. Raises PlanError if the file is none, or OSError."""
-        from meshwright.ir.serialize import plan_from_dict
+        """The plan that ``save`` wrote. Executes nothing. Raises PlanError if the file is none, or cannot be read."""
+        from meshwright.ir.reading.fields import load_json
+        from meshwright.ir.reading.plans import plan_from_dict
 
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = load_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise PlanError(f"{path} is not a plan file (no JSON: {error}); write one with plan.save(path)") from error
+        except OSError as error:
+            raise PlanError(f"the plan {path} cannot be read: {error.strerror or error}") from error
         return plan_from_dict(data)
 
 

@@ -122,7 +122,7 @@ class Program:
     ``constants``: contents of stored buffers that the model does not register, by value name.
     ``signature``: how a call binds to ``inputs`` (see ``meshwright.ir.signature``). ``compute_dtype``: None, or the
     dtype parameters are cast to when gathered or read (bf16), gradients being reduced in fp32. ``stages``: of a
-    program cut into pipeline stages (``outputs`` then lists those of all stages). ``changes``: as in ``Graph``.
+    program cut into pipeline stages (``outputs`` then lists those of all stages). ``changes``, ``classes``: as in ``Graph``.
     """
 
     mesh: Mesh
@@ -141,3 +141,4 @@ class Program:
     signature: Mapping[str, Any] | None = None
     stages: Stages | None = None
     changes: Graph | None = None
+    classes: Mapping[str, type] = field(default_factory=dict)

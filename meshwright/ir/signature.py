@@ -17,7 +17,6 @@ or by name in either call; one that is left out must have had its default in the
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -25,14 +24,14 @@ from typing import Any
 import torch
 
 from meshwright.errors import InputError
-from meshwright.ir.sharding import DTYPE_NAMES
+from meshwright.ir.sharding import DTYPE_NAMES, DTYPES
 
 Spec = Mapping[str, Any]
 _CONSTANTS = (type(None), bool, int, float, str)
 
 
 class AttributeDict(dict[str, Any]):
-    """A dict whose keys are attributes too: stands in for an output class that cannot be imported here."""
+    """A dict whose keys are attributes too: stands in for an output class that is not a dataclass."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -82,6 +81,26 @@ def bind(
     for index, (spec, value) in enumerate(zip(signature["targets"], targets, strict=True)):
         _match(spec, value, f"targets[{index}]", leaves)
     return leaves
+
+
+def example_of(signature: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], list[Any]]:
+    """(args, kwargs, targets) that fit a signature, their tensors on the meta device. InputError for a dataclass: its class is
+    known to the caller only."""
+
+    def make(spec: Spec) -> Any:
+        if "tensor" in spec:
+            return torch.empty(spec["shape"], dtype=DTYPES[spec["dtype"]], device="meta")
+        if "constant" in spec:
+            return spec["constant"]
+        if "sequence" in spec:
+            items = [make(item) for item in spec["items"]]
+            return items if spec["sequence"] == "list" else tuple(items)
+        if spec["mapping"]:
+            raise InputError(f"the plan was made with an argument of class {spec['mapping']}; give example_inputs with one")
+        return {key: make(item) for key, item in spec["items"].items()}
+
+    args, kwargs = split_arguments(signature, {name: make(spec) for name, spec in signature["bound"].items()})
+    return args, kwargs, [make(spec) for spec in signature["targets"]]
 
 
 def name_arguments(signature: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,24 +263,27 @@ def _show_value(value: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------------- output
-def flatten_output(output: Any, leaf: Callable[[torch.Tensor], Any]) -> tuple[Any, Any]:
+def flatten_output(output: Any, leaf: Callable[[torch.Tensor], Any], classes: dict[str, type]) -> tuple[Any, Any]:
     """(tree, type): the tree of tuples, lists and dicts with ``leaf(tensor)`` at its tensors, and how to rebuild it.
 
     Numbers, strings and None stay; any other object (a key/value cache) cannot be an output of a graph and becomes None.
+    ``classes`` gets the dataclasses and named tuples by the names that they have in the type.
     """
+    if not isinstance(output, torch.Tensor) and (dataclasses.is_dataclass(output) or hasattr(output, "_fields")):
+        classes[_class_path(type(output))] = type(output)
     if isinstance(output, torch.Tensor):
         return leaf(output), "leaf"
     if type(output) in _CONSTANTS:
         return output, "leaf"
     if isinstance(output, tuple | list):
-        pairs = [flatten_output(item, leaf) for item in output]
+        pairs = [flatten_output(item, leaf, classes) for item in output]
         tree = tuple(pair[0] for pair in pairs) if isinstance(output, tuple) else [pair[0] for pair in pairs]
         named = hasattr(output, "_fields")
         kind = "namedtuple" if named else "tuple" if isinstance(output, tuple) else "list"
         return tree, {"kind": kind, "class": _class_path(type(output)) if named else "", "items": [pair[1] for pair in pairs]}
     if (isinstance(output, Mapping) and all(isinstance(key, str) for key in output)) or dataclasses.is_dataclass(output):
         fields = output if isinstance(output, Mapping) else _fields(output) or {}
-        items = {key: flatten_output(item, leaf) for key, item in fields.items()}
+        items = {key: flatten_output(item, leaf, classes) for key, item in fields.items()}
         plain = type(output) is dict
         type_ = {"kind": "dict" if plain else "object", "class": "" if plain else _class_path(type(output)),
                  "items": {key: pair[1] for key, pair in items.items()}}
@@ -269,35 +291,20 @@ def flatten_output(output: Any, leaf: Callable[[torch.Tensor], Any]) -> tuple[An
     return None, "leaf"
 
 
-def rebuild_output(output_tree: Any, output_type: Any, values: Mapping[str, Any]) -> Any:
-    """The user's container with ``values`` at the ``Ref``s (anything with a ``name``). A class that cannot be imported here,
-    or that is no dataclass or named tuple, becomes an ``AttributeDict`` (a plain tuple for a named tuple)."""
+def rebuild_output(output_tree: Any, output_type: Any, values: Mapping[str, Any], classes: Mapping[str, type]) -> Any:
+    """The user's container with ``values`` at the ``Ref``s (anything with a ``name``). ``classes``: those that the capture of
+    the model met, by name; nothing is imported. Any other becomes an ``AttributeDict`` (a plain tuple for a named tuple)."""
     if output_type == "leaf":
         return values[output_tree.name] if hasattr(output_tree, "name") else output_tree
     kind, items = output_type["kind"], output_type["items"]
     if kind in ("tuple", "list", "namedtuple"):
-        parts = [rebuild_output(tree, type_, values) for tree, type_ in zip(output_tree, items, strict=True)]
-        cls = _import_class(output_type["class"])
+        parts = [rebuild_output(tree, type_, values, classes) for tree, type_ in zip(output_tree, items, strict=True)]
+        cls = classes.get(output_type["class"])
         return parts if kind == "list" else cls(*parts) if cls else tuple(parts)
-    fields = {key: rebuild_output(output_tree[key], type_, values) for key, type_ in items.items()}
-    cls = _import_class(output_type["class"])
+    fields = {key: rebuild_output(output_tree[key], type_, values, classes) for key, type_ in items.items()}
+    cls = classes.get(output_type["class"])
     return fields if kind == "dict" else cls(**fields) if cls else AttributeDict(fields)
 
 
 def _class_path(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _import_class(path: str) -> Callable[..., Any] | None:
-    """The class at "module:Name" if it is a dataclass or a named tuple, and there."""
-    if not path:
-        return None
-    module, _, name = path.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
-        return None
-    is_record = isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields"))
-    return found if is_record else None

@@ -98,7 +98,7 @@ class _Lowering:
             mutations=mutations, microbatches=self.plan.schedule.microbatches,
             cuts=tuple((name, dim) for name, dim in self.cuts.items() if name in used),
             constants=self.graph.constants, compute_dtype=dtype, signature=self.graph.signature,
-            changes=self.graph.changes,
+            changes=self.graph.changes, classes=self.graph.classes,
         )
 
     # what enters

@@ -30,6 +30,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwright.errors import VerifyError
 from meshwright.ir.graph import Op, Ref, Value, map_refs
+from meshwright.ir.operators import overload
 from meshwright.ir.program import DRAW, SEED, SEEDS, Program, Segment
 from meshwright.ir.sharding import Sharding, format_sharding
 
@@ -174,11 +175,11 @@ class _Checker:
             return self._opaque(op, inside, declared)
         args = [_listed(map_refs(arg, lambda ref: inside[ref.name])) for arg in op.args]
         kwargs = {key: _listed(map_refs(arg, lambda ref: inside[ref.name])) for key, arg in op.kwargs if key != DRAW}
-        overload = _overload(op.target)
-        if not op.inputs and any(argument.name == "device" for argument in overload._schema.arguments):
+        operator = overload(op.target)
+        if not op.inputs and any(argument.name == "device" for argument in operator._schema.arguments):
             kwargs["device"] = torch.device("meta")
         try:
-            result = overload(*args, **kwargs)
+            result = operator(*args, **kwargs)
         except NotImplementedError:
             return self._opaque(op, inside, declared)  # an operator without a meta kernel: its declared shape is believed
         except SpmdTypeError:
@@ -302,11 +303,6 @@ def _local_operator(declared: tuple[Value, ...], *tensors: Tensor) -> tuple[Tens
     return tuple(
         torch.empty(v.shape, dtype=v.dtype, device="meta", requires_grad=grad and v.differentiable) for v in declared
     )
-
-
-def _overload(target: str) -> Any:
-    namespace, packet, overload = target.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
 def _listed(arg: Any) -> Any:

@@ -2,9 +2,9 @@
 
     (*arguments) -> outputs of the segment, as a tuple; the arguments are the graph's inputs and parameters, in any order
 
-``aten.x.y`` becomes ``torch.ops.aten.x.y``, ``mw.x`` the function of ``runtime.ops``, with mesh-axis names in ``axis=`` and
-``axes=`` replaced by this rank's ``Group``s; one that draws (``draw=``) is wrapped by ``runtime.draws``. Three things depend on
-the run, not on the plan, and are settled here:
+``mw.x`` becomes the function of ``runtime.ops``, with mesh-axis names in ``axis=`` and ``axes=`` replaced by this rank's
+``Group``s; any other name the operator that ``ir.operators`` finds; one that draws (``draw=``) is wrapped by ``runtime.draws``.
+Three things depend on the run, not on the plan, and are settled here:
 
 * the device: factories (arange, zeros) make their tensor on this rank's device;
 * the mode: in ``eval`` dropout and batch statistics are off (``_EVAL``: the arguments that every such operator has);
@@ -24,6 +24,7 @@ from torch import fx
 
 from meshwright.ir.gradients.custom import CUSTOM
 from meshwright.ir.graph import Graph, GraphError, Op, map_refs
+from meshwright.ir.operators import overload
 from meshwright.ir.program import DRAW
 from meshwright.runtime.custom import custom_function
 from meshwright.runtime.draws import drawing
@@ -65,7 +66,7 @@ def _returns_many(op: Op) -> bool:
         return True
     if op.target in OPS:
         return op.target == "mw.gather_linear"
-    returns = _overload(op)._schema.returns
+    returns = overload(op.target)._schema.returns
     return len(returns) > 1 or isinstance(returns[0].type, torch.ListType)
 
 
@@ -87,7 +88,7 @@ def _call(op: Op, groups: Groups, training: bool, params: set[str]) -> tuple[Any
         if op.target == "mw.vary" and op.inputs[0] in params:
             kwargs["reduce_dtype"] = torch.float32
         return _bound(OPS[op.target], fixed), args, kwargs
-    function = _overload(op)
+    function = overload(op.target)
     schema = {argument.name: index for index, argument in enumerate(function._schema.arguments)}
     kwargs.pop("pin_memory", None)
     if "device" in schema and (not op.inputs or kwargs.get("device") is not None):
@@ -107,16 +108,6 @@ def _bound(function: Callable[..., Any], fixed: Mapping[str, Any]) -> Callable[.
     bound: Any = functools.partial(function, **fixed)
     bound.__name__, bound.__module__ = function.__name__, function.__module__
     return bound  # type: ignore[no-any-return]
-
-
-def _overload(op: Op) -> Any:
-    found: Any = torch.ops
-    try:
-        for part in op.target.split("."):
-            found = getattr(found, part)
-    except AttributeError:
-        raise GraphError(f"{op}: torch has no operator {op.target}; import the library that registers it") from None
-    return found
 
 
 def _item(values: tuple[Any, ...], index: int) -> Any:

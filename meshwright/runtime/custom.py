@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from meshwright.ir.gradients.custom import CustomFunction
 from meshwright.ir.graph import Graph, map_refs
+from meshwright.ir.operators import overload
 from meshwright.runtime.ops import OPS
 
 
@@ -49,8 +49,7 @@ def _run(graph: Graph, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if op.target in OPS:
             result = OPS[op.target](*args, **kwargs)
         else:
-            namespace, packet, overload = op.target.split(".")
-            function = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+            function = overload(op.target)
             if not op.inputs and any(argument.name == "device" for argument in function._schema.arguments):
                 kwargs["device"] = device
             result = function(*map(_listed, args), **{key: _listed(value) for key, value in kwargs.items()})

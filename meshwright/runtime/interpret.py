@@ -1,6 +1,6 @@
 """Run a ``Graph`` eagerly, operator by operator: what it means, and the oracle of the capture's tests.
 
-``aten.*`` targets are torch's own overloads, ``mw.*`` targets come from ``operators`` (by default ``meshwright.runtime.ops``).
+``mw.*`` targets come from ``operators`` (by default ``meshwright.runtime.ops``), all others are torch's (``ir.operators``).
 Autograd works through it as through any eager code.
 """
 
@@ -13,6 +13,7 @@ import torch
 
 from meshwright.ir.gradients.custom import CUSTOM
 from meshwright.ir.graph import Graph, Ref, map_refs
+from meshwright.ir.operators import overload
 from meshwright.runtime.custom import custom_function
 from meshwright.runtime.ops import OPS
 
@@ -34,24 +35,14 @@ def run(
 
         args = [_listed(map_refs(arg, read)) for arg in op.args]
         kwargs = {key: _listed(map_refs(value, read)) for key, value in op.kwargs}
-        result = resolve(op.target, operators)(*args, **kwargs)
+        function = custom_function if op.target == CUSTOM else operators.get(op.target) or overload(op.target)
+        result = function(*args, **kwargs)
         results = result if isinstance(result, tuple | list) else (result,)
         values.update(zip(op.outputs, results, strict=False))
         for name in op.inputs:
             if last[name] == index and name not in wanted:
                 values.pop(name, None)
     return {name: values[name] for name in wanted}
-
-
-def resolve(target: str, operators: Mapping[str, Callable[..., Any]] = OPS) -> Callable[..., Any]:
-    """The callable of an op's target."""
-    if target in operators:
-        return operators[target]
-    if target == CUSTOM:
-        return custom_function
-    namespace, packet, overload = target.split(".")
-    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    return found
 
 
 def _listed(arg: Any) -> Any:

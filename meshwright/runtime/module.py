@@ -112,7 +112,7 @@ class ParallelModule(nn.Module):
         outputs = {port.name: self._present(values.get(port.name), port, i) for i, port in enumerate(program.outputs)}
         if program.signature is None:
             return map_refs(program.output_tree, lambda ref: outputs[ref.name])
-        return rebuild_output(program.output_tree, program.signature["output"], outputs)
+        return rebuild_output(program.output_tree, program.signature["output"], outputs, program.classes)
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Dropout, batch statistics and buffers' updates on or off, as in the model."""

@@ -72,7 +72,7 @@ def capture(
     check_graph(graph, held, fixed)
     graph = _with_loss(graph, traced, loss_fn)
     _check_attributes(graph, held)
-    return normalize(replace(graph, signature={**signature, "output": traced.type_}))
+    return normalize(replace(graph, signature={**signature, "output": traced.type_}, classes=traced.classes))
 
 
 def _check_attributes(graph: Graph, held: Sequence[Held]) -> None:

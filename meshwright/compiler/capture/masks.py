@@ -24,6 +24,7 @@ from torch import Tensor
 from meshwright.compiler.capture.movement import ATTENTION, ELEMENTWISE, EXPAND
 from meshwright.compiler.capture.rewrite import Edit, eliminate_dead_code, rewrite
 from meshwright.ir.graph import Graph, Op, Ref, map_refs
+from meshwright.ir.operators import overload
 
 MAX_ELEMENTS = 1 << 32
 """A mask with more elements than this, constant dims not counted, is left as it is."""
@@ -141,10 +142,9 @@ class _Evaluator:
 
 def _call(op: Op, operands: list[Any]) -> Tensor:
     """The ATen overload on these tensors in place of the op's operands."""
-    namespace, packet, overload = op.target.split(".")
     stream = iter(operands)
     args, kwargs = map_refs(op.args, lambda _: next(stream)), map_refs(dict(op.kwargs), lambda _: next(stream))
-    result: Tensor = getattr(getattr(getattr(torch.ops, namespace), packet), overload)(*args, **kwargs)
+    result: Tensor = overload(op.target)(*args, **kwargs)
     return result
 
 

@@ -43,6 +43,7 @@ from meshwright.compiler.capture.patterns import (
 from meshwright.compiler.capture.projections import fuse_projections
 from meshwright.compiler.capture.rewrite import Edit, eliminate_dead_code, mark_differentiable, rewrite
 from meshwright.ir.graph import Graph, Op, Ref
+from meshwright.ir.operators import overload
 
 Pass = Callable[[Graph], Graph]
 
@@ -234,9 +235,5 @@ def _dim_positions(target: str) -> tuple[int, ...]:
     """Positions of the schema's arguments that name dims."""
     if target.startswith("mw."):
         return ()
-    namespace, name, overload = target.split(".")
-    packet = getattr(getattr(torch.ops, namespace), name, None)
-    if packet is None:
-        return ()
-    arguments = getattr(packet, overload)._schema.arguments
+    arguments = overload(target)._schema.arguments
     return tuple(i for i, a in enumerate(arguments) if a.name in DIM_ARGUMENTS and "int" in str(a.type))

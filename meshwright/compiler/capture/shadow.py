@@ -130,6 +130,7 @@ class _Seen:
     tree: Any = None
     type_: Any = None
     tensors: list[torch.Tensor] = field(default_factory=list)
+    classes: dict[str, type] = field(default_factory=dict)
 
 
 class _Wrapper(nn.Module):
@@ -161,7 +162,7 @@ class _Wrapper(nn.Module):
         if loss_fn is not None:
             output = loss_fn(output, *tensors[count:])
         self.seen.tensors = []  # the export undoes assignments to the module, not to what it holds
-        self.seen.tree, self.seen.type_ = flatten_output(output, self._leaf)
+        self.seen.tree, self.seen.type_ = flatten_output(output, self._leaf, self.seen.classes)
         return tuple(self.seen.tensors)
 
     def _leaf(self, tensor: torch.Tensor) -> Leaf:
@@ -178,12 +179,13 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Traced:
-    """``program``'s outputs are the leaves of ``tree``; its state names start with ``WRAPPED``. ``functions``: those that it
-    calls with a backward of their own."""
+    """``program``'s outputs are the leaves of ``tree``; its state names start with ``WRAPPED``. ``classes``: those of the
+    output's containers, by name; ``functions``: those that it calls with a backward of their own."""
 
     program: ExportedProgram
     tree: Any
     type_: Any
+    classes: Mapping[str, type]
     functions: tuple[CustomFunction, ...] = ()
 
 
@@ -202,7 +204,8 @@ def trace(
             with generators_unchanged(is_user_file), raised_where_drawn():
                 torch.export.export(wrapper, tuple(tensors), strict=False)
             raise
-    return Traced(program, wrapper.seen.tree, wrapper.seen.type_, tuple(wrapper.watch.functions.found))
+    functions = tuple(wrapper.watch.functions.found)
+    return Traced(program, wrapper.seen.tree, wrapper.seen.type_, wrapper.seen.classes, functions)
 
 
 @contextlib.contextmanager

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from meshwright.ir.draws import find_overload
-from meshwright.ir.graph import Graph, Op, Ref
+from meshwright.ir.graph import Graph, GraphError, Op, Ref
 from meshwright.ir.notation import Dim, Line, Term, parse_line
+from meshwright.ir.operators import overload
 from meshwright.ir.rule import Factor, Localize, OpRule, RuleError, Traffic
 
 Dims = Sequence[Factor | None]
@@ -247,7 +247,7 @@ def schema(target: str) -> tuple[Argument, ...] | None:
     """The arguments of an operator, or None when this process knows no such operator (yet: it may be registered later)."""
     try:
         return _known_schema(target)
-    except LookupError:
+    except GraphError:
         return None
 
 
@@ -255,9 +255,6 @@ def schema(target: str) -> tuple[Argument, ...] | None:
 def _known_schema(target: str) -> tuple[Argument, ...]:
     if target in MW_SCHEMAS:
         return tuple(_mw_argument(text.strip()) for text in MW_SCHEMAS[target].split(","))
-    found = find_overload(target)
-    if found is None:
-        raise LookupError(target)
     return tuple(
         Argument(
             argument.name,
@@ -265,7 +262,7 @@ def _known_schema(target: str) -> tuple[Argument, ...]:
             argument.default_value if argument.has_default_value() else None,
             argument.kwarg_only,
         )
-        for argument in found._schema.arguments
+        for argument in overload(target)._schema.arguments
     )
 
 
