@@ -43,6 +43,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph, Value
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.pins import Pins
+from meshwright.ir.plan import PlanError
 from meshwright.ir.sharding import Sharding, parse_sharding
 from meshwright.planner import rules_of
 from tests.test_planner import Mlp, Stack, graph_of, of_models
@@ -241,3 +242,34 @@ def test_a_parameter_split_over_its_data_axis_cannot_be() -> None:
     value = Value("w", (6, 8), torch.float32)
     assert costs.parameter(value, parse_sharding("[_, _@x]"), True, Variant(0, ("x",)), 48.0) is None
     assert costs.parameter(value, parse_sharding("[_@x, _]"), True, Variant(0, ()), 48.0) is not None
+
+
+class _Streams(torch.nn.Module):
+    """Equal blocks that hand on several tensors."""
+
+    def __init__(self, streams: int) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(_Mixed(streams) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        streams = tuple(x * (n + 1) for n in range(len(self.blocks[0].parts)))
+        for block in self.blocks:
+            streams = block(*streams)
+        return sum(y.square().mean() for y in streams)
+
+
+class _Mixed(torch.nn.Module):
+    def __init__(self, streams: int) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(streams))
+
+    def forward(self, *streams: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(y + part(streams[n - 1]) for n, (y, part) in enumerate(zip(streams, self.parts, strict=True)))
+
+
+def test_what_crosses_between_blocks_is_counted_before_its_table_is_made() -> None:
+    """24 shardings each on two axes: of three tensors 13,824 combinations at each end, 20 GiB in all variants."""
+    graph = graph_of(_Streams(3), 4, 6, 8)
+    with pytest.raises(PlanError, match=r"3 values cross .* combinations of their shardings"):
+        problem(graph, Mesh.of(x=2, y=2)).chain(np.inf, 0.0)
+    assert problem(graph, Mesh.of(x=4)).chain(np.inf, 0.0).kinds

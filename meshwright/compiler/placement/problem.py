@@ -13,6 +13,7 @@ last operator that keeps anything, before it if that keeps operands only (``_ski
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 
@@ -43,7 +44,7 @@ from meshwright.compiler.structure.activations import body_shapes, saved_by, sav
 from meshwright.compiler.structure.positions import alike, cut, renaming, several_readers
 from meshwright.cost.compute import fusion
 from meshwright.cost.operators import operator
-from meshwright.ir.plan import GroupChoice, Schedule
+from meshwright.ir.plan import GroupChoice, PlanError, Schedule
 from meshwright.ir.rule import OpRule
 from meshwright.ir.sharding import Sharding
 
@@ -57,6 +58,8 @@ def _later(runs: bool) -> Array:
     return matrix
 
 
+WIDEST = 1 << 24
+"""Entries that the tables between a position's entry and exit may have, over all variants: 128 MiB."""
 AGAIN, SKIPPED = _later(True), _later(False)
 
 
@@ -109,7 +112,10 @@ class Problem:
     # the chain
 
     def chain(self, capacity: float, fixed_bytes: float) -> Chain:
-        """The whole problem under ``capacity`` bytes of which ``fixed_bytes`` are taken whatever is chosen."""
+        """The whole problem under ``capacity`` bytes of which ``fixed_bytes`` are taken whatever is chosen. Raises PlanError
+        where too much crosses between blocks."""
+        for number, model in self._models.items():
+            self._check_width(number, model)
         shared: dict[str, int] = {}
         for model in self._models.values():
             for name, _ in model.shared:
@@ -125,6 +131,19 @@ class Problem:
             time_rows=self._time_rows(), bytes_row=BYTES_ROW, transient_row=TRANSIENT_ROW,
             capacity=capacity, fixed_bytes=fixed_bytes, fixed_time=0.0,
         )
+
+    def _check_width(self, number: int, model: Model) -> None:
+        """Raise PlanError if the table between a position's ends, in all its variants, had more than ``WIDEST`` entries."""
+        ends = [math.prod(model.sizes[var] for var in at) for at in (model.entry, model.exit)]
+        if math.prod(ends) * len(self.block_variants) > WIDEST:
+            block = self.positions[number].block
+            where = self.graph.blocks[block].path if block >= 0 else "the model's root"
+            values = max(len(model.entry), len(model.exit))
+            raise PlanError(
+                f"{values} values cross into or out of {where}, in {max(ends):,} combinations of their shardings on "
+                f"{self.mesh}: more than the solver can count; pin fewer axes (dp or tp alone), or hand them "
+                "on stacked in one tensor"
+            )
 
     def _time_rows(self) -> Array:
         """Rows for the ways that are open to the blocks."""
