@@ -20,7 +20,7 @@ from meshwright.compiler.placement.choices import Scope
 from meshwright.compiler.placement.costs import Costs
 from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.problem import Problem
-from meshwright.compiler.rules import default_rules
+from meshwright.compiler.rules import RuleBook, default_rules
 from meshwright.compiler.search.evaluate import DoesNotFitError, Evaluation
 from meshwright.compiler.search.joint import Outcome
 from meshwright.compiler.search.joint_plan import Plans, certificate, does_not_fit, inputs_of, search_jointly
@@ -33,8 +33,9 @@ from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_s
 from meshwright.compiler.structure.microbatch import split_counts, split_time
 from meshwright.compiler.structure.units import find_units, split_at
 from meshwright.cost.cluster import Cluster
+from meshwright.errors import MeshwrightError
 from meshwright.footprint import Footprints, with_footprint
-from meshwright.ir.graph import Graph
+from meshwright.ir.graph import Graph, Op
 from meshwright.ir.operators import namespace
 from meshwright.ir.pins import RECOMPUTE, PinError, Pins, vars_of
 from meshwright.ir.plan import Plan, PlanError, Schedule
@@ -102,7 +103,7 @@ def rules_of(graph: Graph, strict: bool = False) -> tuple[dict[str, OpRule], lis
         if strangers:
             raise PlanError(f"the plan's operator {strangers[0].target} (in {strangers[0].module or 'the model'}) is of a "
                             "library that is not known here; register a rule for it with meshwright.register_rule")
-    rules = {op.name: book.rule_for(op, graph) for op in graph.ops}
+    rules = {op.name: _rule(book, op, graph) for op in graph.ops}
     unknown: dict[str, list[str]] = {}
     for op in graph.ops:
         if not rules[op.name].known:
@@ -114,6 +115,18 @@ def rules_of(graph: Graph, strict: bool = False) -> tuple[dict[str, OpRule], lis
         )
     notes = [f"no rule for {target} (in {', '.join(dict.fromkeys(at))}): replicated" for target, at in unknown.items()]
     return rules, notes
+
+
+def _rule(book: RuleBook, op: Op, graph: Graph) -> OpRule:
+    """The rule of an operator. One of a file may have arguments that no call of it has, which rules do not expect."""
+    try:
+        return book.rule_for(op, graph)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        if not graph.foreign:
+            raise
+        raise PlanError(f"the plan is damaged: {op} is no call of {op.target} ({type(error).__name__}: {error})") from error
 
 
 def make_plan(

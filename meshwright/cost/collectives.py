@@ -39,7 +39,7 @@ from typing import Any, overload
 import numpy as np
 import sympy
 
-from meshwright.cost.cluster import Cluster, Island
+from meshwright.cost.cluster import Cluster, ClusterError, Island
 from meshwright.ir.mesh import Mesh
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
@@ -146,7 +146,7 @@ class Network:
 
     def __init__(self, cluster: Cluster, mesh: Mesh) -> None:
         if mesh.world > cluster.world:
-            raise ValueError(f"mesh {mesh} has {mesh.world} ranks, cluster {cluster} only {cluster.world} devices")
+            raise ClusterError(f"mesh {mesh} has {mesh.world} ranks, cluster {cluster} only {cluster.world} devices")
         self.cluster, self.mesh = cluster, mesh
         self._terms: dict[tuple[str, frozenset[str]], tuple[tuple[float, float], ...]] = {}
 

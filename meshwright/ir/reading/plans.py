@@ -109,10 +109,9 @@ def _groups(field: Field, graph: Graph, axes: list[str], pipeline: Pipeline | No
         zero, keep = part["zero"].count(0, 3), part["keep"].flag()
         if keep and zero != 3:
             raise part["keep"].wrong("false, since only weights of ZeRO-3 are freed")
-        want = 0 if pipeline is None or block is None else pipeline.stage_of(block.start)
         groups.append(GroupChoice(
             path, zero, data, shard, part["recompute"].one_of(RECOMPUTE, " or ".join(RECOMPUTE)),
-            part["stage"].count(want, want), keep,
+            part["stage"].count(0, 0 if pipeline is None else pipeline.stages - 1), keep,
         ))
     return tuple(groups)
 
