@@ -145,8 +145,10 @@ def as_with_torch(rank: int, folder: str) -> None:
     first, again = (prepare(PLANS["ZeRO-3"], adamw, 0.0, seed=1) for _ in range(2))
     go_on(*first, 2)
     model, optimizer = dcp.get_state_dict(first[0], first[1])
-    torch.save((model, optimizer, first[1].state_dict(), first[0].state_dict()), f"{folder}/{rank}.pt")
-    model, optimizer, plain, weights = torch.load(f"{folder}/{rank}.pt", weights_only=False)
+    torch.save((model, optimizer), f"{folder}/{rank}.pt")
+    torch.save((first[1].state_dict(), first[0].state_dict()), f"{folder}/{rank}-plain.pt")  # or both would be one memory
+    model, optimizer = torch.load(f"{folder}/{rank}.pt", weights_only=False)
+    plain, weights = torch.load(f"{folder}/{rank}-plain.pt", weights_only=False)
     dcp.set_state_dict(again[0], again[1], model_state_dict=model, optim_state_dict=optimizer)
     third = prepare(PLANS["ZeRO-3"], adamw, 0.0, seed=1)
     third[0].load_state_dict(weights)
