@@ -218,6 +218,35 @@ def test_optimizers(pool: Callable[[int], Any]) -> None:
     assert pool(4).run(optimized, FOUR) == [[]] * 4
 
 
+def regularized(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    torch.set_num_threads(1)
+    problems: list[str] = []
+    for what, pins in cases.items():
+        single, batch = case()
+        parallel = parallelize(copy.deepcopy(single), batch, pins)
+
+        def loss_with_decay(model: Any, batch: Any = batch) -> Tensor:
+            return loss_of(model(**batch)) + 0.1 * sum((p**2).sum() for p in model.parameters())  # type: ignore[no-any-return]
+
+        if "pp" in pins:
+            with pytest.raises(RunError, match="of its own stages"):
+                loss_with_decay(parallel)
+            continue
+        for model in (single, parallel):
+            optimizer = adamw(model.parameters())
+            for _ in range(2):
+                loss_with_decay(model).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        problems += same_state(parallel, single, rank, what)
+    return problems
+
+
+def test_losses_of_parameters(pool: Callable[[int], Any]) -> None:
+    """What is computed from parameters joins the loss, forward and backward."""
+    assert pool(2).run(regularized, TWO) == [[]] * 2
+
+
 def refused(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> None:
     torch.set_num_threads(1)
     for pins in cases.values():

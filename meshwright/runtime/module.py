@@ -34,7 +34,7 @@ from meshwright.runtime.state import checkpoint
 from meshwright.runtime.state.layout import global_stride, local_of, owner
 from meshwright.runtime.state.materialize import Source, fill
 from meshwright.runtime.step import run_step
-from meshwright.runtime.whole import Role, adopt, let_optimizers_know
+from meshwright.runtime.whole import Role, adopt, let_optimizers_know, plain
 
 
 def build(program: Program, source: nn.Module | Source, *, device: torch.device | None = None) -> ParallelModule:
@@ -174,6 +174,8 @@ class ParallelModule(nn.Module):
     def _present(self, value: Tensor | None, port: Port, index: int) -> Tensor | None:
         """As the caller sees it; None: another stage of a pipeline has it (see ``runtime.pipeline.pipeline``)."""
         mesh = self._groups.device_mesh
+        if mesh is not None and value is not None and not port.shape and value.requires_grad:
+            value.register_hook(plain)  # where the loss was added to what was made from parameters
         if mesh is None or value is None or not port.shape:
             return value
         return DTensor.from_local(

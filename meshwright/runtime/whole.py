@@ -117,6 +117,11 @@ def let_optimizers_know() -> None:
             known.append(Whole)
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """The whole tensor, as a plain one on every rank."""
+    return _whole(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def made_from(tensor: Tensor) -> Role | None:
     """The role of what is made from a tensor."""
     role = role_of(tensor)
