@@ -34,7 +34,7 @@ from meshwright.runtime.state import checkpoint
 from meshwright.runtime.state.layout import global_stride, local_of, owner
 from meshwright.runtime.state.materialize import Source, fill
 from meshwright.runtime.step import run_step
-from meshwright.runtime.whole import Role, adopt, let_optimizers_know, plain
+from meshwright.runtime.whole import Role, adopt, cut_as, let_optimizers_know, plain
 
 
 def build(program: Program, source: nn.Module | Source, *, device: torch.device | None = None) -> ParallelModule:
@@ -85,6 +85,9 @@ class ParallelModule(nn.Module):
                 tensor = engine.tensors[stored.value]
                 adopt(tensor, Role(stored.fqns[0], program.stages is not None, id(tensor)))
                 self._register(fqn, stored, tensor)
+        for tensor in self.parameters():
+            if isinstance(tensor, DTensor) and tensor.requires_grad:
+                tensor.register_hook(cut_as(tensor))
         everything = program.stages.stored if program.stages else ()
         self._shared = [stored for stored in everything if stored.trainable and len(stored.holders) > 1]
         self._originals = held.originals(model)

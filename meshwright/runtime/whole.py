@@ -122,6 +122,19 @@ def plain(tensor: Tensor) -> Tensor:
     return _whole(tensor) if isinstance(tensor, DTensor) else tensor
 
 
+def cut_as(parameter: Tensor) -> Any:
+    """A hook for the gradients that reach a parameter by a user's own backward: cut as the parameter is, as the program's are."""
+    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape  # type: ignore[attr-defined]
+
+    def hook(grad: Tensor) -> Tensor:
+        if not isinstance(grad, DTensor) or grad.placements == placements:
+            return grad
+        whole = _dtensor(_whole(grad), mesh, [Replicate()] * mesh.ndim, shape)
+        return _dtensor(_local(whole.redistribute(placements=placements)), mesh, placements, shape)
+
+    return hook
+
+
 def made_from(tensor: Tensor) -> Role | None:
     """The role of what is made from a tensor."""
     role = role_of(tensor)
@@ -213,13 +226,18 @@ def _called(x: Tensor) -> str:
 
 def _lead(tensors: Sequence[Tensor], written: Sequence[Tensor]) -> DTensor | None:
     """The operand that has the shape of the result, which the others are cut like; None if none has."""
-    lead = written[0] if written else max((x for x in tensors if isinstance(x, DTensor)), key=lambda x: (x.ndim, x.numel()))
+    lead = written[0] if written else max((x for x in tensors if isinstance(x, DTensor)), key=_size)
     if not isinstance(lead, DTensor) or _pending(lead):
         return None
     shape = lead.shape
     if any(x.shape != shape and x.ndim for x in tensors) and torch.broadcast_shapes(*(x.shape for x in tensors)) != shape:
         return None
     return lead
+
+
+def _size(x: DTensor) -> tuple[int, int, int]:
+    """By what the lead is chosen: the largest, and among equals the one that is cut most."""
+    return x.ndim, x.numel(), sum(map(_cut, x.placements))
 
 
 def _each(func: Any, args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
