@@ -123,7 +123,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def cut_as(parameter: Tensor) -> Any:
-    """A hook for the gradients that reach a parameter by a user's own backward: cut as the parameter is, as the program's are."""
+    """A hook for the gradients that reach a parameter by a user's own backward: cut as the parameter is, as the program's."""
     mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape  # type: ignore[attr-defined]
 
     def hook(grad: Tensor) -> Tensor:
