@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.compiler.structure.guard import Watch
 from meshwright.compiler.structure.same import aligned
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.schedules import illegal, illegal_combination, stage_rank
@@ -81,6 +82,7 @@ def autoparallel(
                                 pins=pins, progress=progress, strict=strict)
 
         return Deferred(build, model.training)
+
     def prepare() -> tuple[Plan | None, Graph, Pins]:
         given = None if plan is None else plan if isinstance(plan, Plan) else Plan.load(plan)
         checked = _mesh_pins(mesh, _check_options(optimizer or "adamw", precision or "fp32", pins))
@@ -99,7 +101,7 @@ def autoparallel(
             return make_plan(graph, _cluster_of(mesh), checked, optimizer="adamw" if optimizer is None else optimizer,
                              precision=precision or "fp32", strict=strict, progress=report)
 
-    return _build(_agree(search, graph), model, mesh)
+    return _build(_agree(search, graph), model, mesh, loss_fn)
 
 
 def _capture_again(plan: Plan, model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None) -> Graph:
@@ -165,7 +167,7 @@ def _roles(plan: Plan) -> dict[str, int]:
     return {"dp": plan.mesh.size(data), "tp": plan.mesh.size(rest)}
 
 
-def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh, loss_fn: Callable[..., Any] | None) -> nn.Module:
     """The rank's program, checked on every rank before one goes on, and the module that runs it."""
     from meshwright.passes import cut_stages, rank_program
     from meshwright.passes.typecheck import typecheck
@@ -184,6 +186,11 @@ def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     parallel = build(together(program), model, device=torch.device(mesh.device_type, torch.cuda.current_device())
                      if mesh.device_type == "cuda" else torch.device(mesh.device_type))
     parallel.plan = plan
+
+    def again(model: nn.Module, args: Any, kwargs: Any, targets: Any, training: bool, functional: bool) -> Graph:
+        return capture_model(model, args, kwargs, targets, loss_fn, plan.precision, training, functional)
+
+    parallel.watch = Watch(model, plan.graph, again)
     return parallel
 
 

@@ -86,11 +86,13 @@ Progress = Callable[[str, float], None]
 
 
 def capture_model(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...], loss_fn: Any, precision: str
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...], loss_fn: Any, precision: str,
+    training: bool = True, functional: bool = False,
 ) -> Graph:
     """The model's graph at the global batch, blocks found."""
     dtype = torch.bfloat16 if precision == "bf16" else None
-    graph = capture(model, args, dict(kwargs), loss_fn=loss_fn, targets=targets, compute_dtype=dtype)
+    graph = capture(model, args, dict(kwargs), loss_fn=loss_fn, targets=targets, compute_dtype=dtype, training=training,
+                    functional=functional)
     return find_units(find_blocks(split_counts(graph)))
 
 

@@ -67,7 +67,8 @@ def _default_device() -> torch.device:
 
 
 class ParallelModule(nn.Module):
-    """See the file's head. Made by ``build``; ``plan`` is whatever the caller puts there."""
+    """See the file's head. Made by ``build``; ``plan`` is whatever the caller puts there; ``watch`` is called first at every
+    call, with (training, args, kwargs, targets), and may raise."""
 
     def __init__(
         self, program: Program, groups: Groups, engine: Engine | Pipeline, seed: int, model: nn.Module | None,
@@ -75,6 +76,7 @@ class ParallelModule(nn.Module):
     ) -> None:
         super().__init__()
         self.plan: Any = None
+        self.watch: Callable[[bool, tuple[Any, ...], dict[str, Any], tuple[Any, ...]], None] | None = None
         self._program, self._groups, self._seed, self._calls = program, groups, seed, 0
         self._engine = (engine,)  # in a tuple: its units are no submodules of this one
         self._out = [to_placements(port.sharding, program.mesh, groups.axes) for port in program.outputs]
@@ -98,7 +100,14 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Takes and returns what the model does. Raises InputError, changing nothing, if the call is not as planned."""
+        if torch.is_inference_mode_enabled():  # what is gathered in it could not be trained afterwards
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(*args, **kwargs)
         program, engine = self._program, self._engine[0]
+        if self.watch is not None:
+            targets = kwargs.get("targets", ()) if program.signature and program.signature.get("targets") else ()
+            given = {name: value for name, value in kwargs.items() if name != "targets" or not targets}
+            self.watch(self.training, args, given, tuple(targets) if isinstance(targets, tuple | list) else (targets,))
         self._check()
         engine.reshard()  # what a forward without a backward gathered may have been written since
         inputs, changes = self._bind(args, kwargs)

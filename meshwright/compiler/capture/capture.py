@@ -39,11 +39,13 @@ def capture(
     targets: Sequence[Any] = (),
     compute_dtype: torch.dtype | None = None,
     training: bool = True,
+    functional: bool = False,
 ) -> Graph:
     """The graph of ``model(*args, **kwargs)``, or of ``loss_fn(model(*args, **kwargs), *targets)``.
 
     The arguments are examples: only their shapes and dtypes count; weights and arguments may be on the meta device. The model
-    is left as it is. ``compute_dtype``: floating parameters and arguments are read in this dtype. Raises InputError if the
+    is left as it is. ``compute_dtype``: floating parameters and arguments are read in this dtype.
+    ``functional``: spelled as a graph is that changes something in place. Raises InputError if the
     arguments do not fit the forward, CaptureError (module, source line, what to do) if it is not one static graph.
     """
     modules = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
@@ -62,7 +64,7 @@ def capture(
     except Exception as error:
         raise _explain(error, model, shadow) from error
     try:
-        graph = import_graph(traced, held, _leaf_names(signature))
+        graph = import_graph(traced, held, _leaf_names(signature), functional)
     except AssertionError as error:  # torch.export's, which cannot say that one of two names was changed
         twins = [item.fqns for item in held if item.buffer and len(item.fqns) > 1]
         if not twins:

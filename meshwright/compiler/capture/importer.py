@@ -29,11 +29,11 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
-def import_graph(traced: Traced, held: Iterable[Held], inputs: Iterable[str]) -> Graph:
+def import_graph(traced: Traced, held: Iterable[Held], inputs: Iterable[str], functional: bool = False) -> Graph:
     """The graph of the traced program, its outputs in the user's containers. ``inputs``: names for the graph's inputs."""
     program = traced.program
     _inline_regions(program.graph_module)
-    if _mutates(program.graph_module):
+    if functional or _mutates(program.graph_module):
         program = program.run_decompositions({})
     importer = _Importer(program, traced.functions)
     return importer.run(traced, list(held), list(inputs))

@@ -1,0 +1,102 @@
+"""Whether two graphs compute the same: their outputs compared by what they are made of, whatever values and order are called.
+
+A value is known by its operator, its literals and what its operands are; inputs by their names, parameters and buffers by
+theirs, literal tensors by their contents. Copies are what they copy. What draws random numbers is told apart by its order.
+``in_evaluation`` is a training graph with what ``eval()`` switches off in torch's own operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshwright.compiler.capture.rewrite import Edit, eliminate_dead_code, rewrite
+from meshwright.ir.draws import draws
+from meshwright.ir.graph import Graph, Op, Ref, map_refs
+
+DROPOUTS = frozenset({
+    "aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default", "aten.feature_alpha_dropout.default",
+})
+COPIES = frozenset({"aten.clone.default", "mw.identity"})
+ATTENTION, BATCH_NORM = "aten.scaled_dot_product_attention.default", "aten.batch_norm.default"
+
+
+def in_evaluation(graph: Graph) -> Graph:
+    """Without dropout, with the running statistics, updating no buffer."""
+
+    def step(op: Op, edit: Edit) -> Iterable[Op] | None:
+        if op.target in DROPOUTS:
+            edit.replace(op.outputs[0], op.args[0].name)
+            return ()
+        if op.target == ATTENTION and len(op.args) > 4:
+            return (replace(op, args=(*op.args[:4], 0.0, *op.args[5:])),)
+        if op.target == "mw.batch_norm":
+            return (replace(op, target=BATCH_NORM, args=(*op.args[:5], False, *op.args[6:8], False), outputs=op.outputs[:1]),)
+        return None
+
+    return eliminate_dead_code(rewrite(replace(graph, mutations=()), step))
+
+
+def difference(one: Graph, other: Graph) -> str | None:
+    """The first thing of ``other`` that ``one`` does not have, in words; None if they compute the same."""
+    known = _Known()
+    mine, theirs = known.of(one), known.of(other)
+    for op in other.ops:
+        if any(theirs[name] not in mine.values() for name in op.outputs):
+            return f"{op.target} of module {op.module or '(root)'!r} ({op.source or 'made by the capture'})"
+    trees = [map_refs(graph.output_tree, lambda ref, ids=ids: ("value", ids[ref.name]))
+             for graph, ids in ((one, mine), (other, theirs))]
+    if trees[0] != trees[1]:
+        return "its outputs"
+    updates = [sorted((ids[old], ids[new]) for old, new in graph.mutations) for graph, ids in ((one, mine), (other, theirs))]
+    if updates[0] != updates[1]:
+        return "the buffers that it updates"
+    if (one.changes is None) != (other.changes is None):
+        return "the inputs that it changes in place"
+    return None if one.changes is None or other.changes is None else difference(one.changes, other.changes)
+
+
+@dataclass
+class _Known:
+    """Numbers of values, the same for what is the same in several graphs."""
+
+    numbers: dict[Any, int] = field(default_factory=dict)
+
+    def number(self, key: Any) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
+
+    def of(self, graph: Graph) -> dict[str, int]:
+        """{value: its number}."""
+        found: dict[str, int] = {}
+        drawn: dict[Any, int] = {}
+        for name in graph.inputs:
+            value = graph.values[name]
+            found[name] = self.number(("input", name, value.shape, value.dtype))
+        for param in graph.params:
+            value, literal = graph.values[param.value], graph.constants.get(param.value)
+            content = None if literal is None or literal.is_meta else (literal.detach().cpu().flatten().tolist(),)
+            called = "" if param.fqn.startswith("_constant_") else param.fqn
+            found[param.value] = self.number(("held", called, value.shape, value.dtype, param.trainable, repr(content)))
+        for op in graph.ops:
+            if op.target in COPIES and len(op.outputs) == 1:
+                found[op.outputs[0]] = found[op.inputs[0]]
+                continue
+            args = op.args
+            if op.target == BATCH_NORM and args[5] is False:
+                args = (*args[:6], args[7])  # neither the momentum nor the library matters
+            key: tuple[Any, ...] = op.target, _plain(args, found), _plain(tuple(sorted(op.kwargs)), found)
+            if draws(op):
+                drawn[key] = drawn.get(key, 0) + 1
+                key = (*key, drawn[key])
+            found |= {name: self.number((*key, "result", at)) for at, name in enumerate(op.outputs)}
+        return found
+
+
+def _plain(tree: Any, numbers: Mapping[str, int]) -> Any:
+    """Hashable, with 1, 1.0 and True apart."""
+    if isinstance(tree, Ref):
+        return "value", numbers[tree.name]
+    if isinstance(tree, tuple | list):
+        return tuple(_plain(item, numbers) for item in tree)
+    return type(tree).__name__, repr(tree)

@@ -1,0 +1,150 @@
+"""What the forward decided in Python when it was captured, watched at every call of the parallel module.
+
+A graph holds one outcome of ``if self.training``, and the numbers that attributes had. So
+
+    eval()        the first call in evaluation captures that mode and compares it with the training graph without dropout and
+                  batch statistics, which is what runs; a forward that does something else there is refused
+    attributes    plain Python values of the model's modules, and of objects they hold (a config): when one has changed, the
+                  forward is captured again; a graph that comes out otherwise is refused, by the attribute's name
+    modules       swapped or added ones, and sub-modules set to another mode, are refused
+    autocast      around a call is refused: ``precision`` decides
+
+The model is held weakly, so that its memory can be given back: when it is gone nobody can change it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.compiler.structure.evaluation import difference, in_evaluation
+from meshwright.errors import CaptureError, InputError, RunError
+from meshwright.ir.graph import Graph
+
+Capture = Callable[..., Graph]
+"""(model, args, kwargs, targets, training, functional) -> graph."""
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+_MISSING = "no such attribute"
+
+
+class Watch:
+    """See the file's head. Called at the beginning of every call of the parallel module."""
+
+    def __init__(self, model: nn.Module, graph: Graph, capture: Capture) -> None:
+        self.model, self.graph, self.capture = weakref.ref(model), graph, capture
+        self.evaluated = False
+        self.state = _state(model)
+        self.modes = _modes(model) if model.training else None
+        self.modules = _modules(model)
+
+    def __call__(self, training: bool, *call: Any) -> None:
+        """Raise RunError if the graph is no longer what the model computes in this mode. ``call``: args, kwargs, targets."""
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise RunError("autocast is on around the call; the parallel module computes in the precision of its plan: take "
+                           "the call out of the autocast context, and plan with precision='bf16'")
+        model = self.model()
+        if model is not None:
+            self._unchanged(model, training, *call)
+        if training or self.evaluated:
+            return
+        if model is None:
+            raise RunError("the first call in eval() captures the model in that mode, and the model is gone; keep it until "
+                           "then, or call the parallel module in eval() once before it is deleted")
+        found = self._differs(model, False, *call)
+        if found is not None:
+            raise RunError(f"in eval() the model computes something else than in training, beside dropout and batch "
+                           f"statistics: {found}. The parallel module runs one graph in both modes; make the modes alike, or "
+                           f"evaluate the model itself with parallel.full_state_dict()")
+        self.evaluated = True
+
+    def _unchanged(self, model: nn.Module, training: bool, *call: Any) -> None:
+        if (found := _modules(model)) != self.modules:
+            changed = [name for name in (*self.modules, *found) if self.modules.get(name) != found.get(name)]
+            raise RunError(f"module {changed[0]!r} of the model was added, removed or replaced after it was made parallel; "
+                           f"make it parallel again")
+        if training and model.training and self.modes is not None and (modes := _modes(model)) != self.modes:
+            path = next(path for path in modes if modes[path] != self.modes.get(path))
+            raise RunError(f"module {path!r} of the model is {'in' if modes[path] else 'out of'} training mode, and was not "
+                           f"when the model was captured; set it back, or make the model parallel again")
+        state = _state(model)
+        if state == self.state:
+            return
+        name = next(name for name in (*state, *self.state) if state.get(name, _MISSING) != self.state.get(name, _MISSING))
+        if self._differs(model, training, *call) is not None:
+            before, now = self.state.get(name, _MISSING), state.get(name, _MISSING)
+            raise RunError(f"attribute {name!r} of the model was {_shown(before)} when it was captured and is {_shown(now)}, "
+                           f"and its forward computes something else with it; set it back, or make the model parallel again")
+        self.state = state
+
+    def _differs(self, model: nn.Module, training: bool, *call: Any) -> str | None:
+        wanted, found = self.graph if training else in_evaluation(self.graph), None
+        for functional in (False, True):  # the same model is spelled in two ways, depending on whether it updates something
+            try:
+                with torch.inference_mode(False), torch.enable_grad():
+                    graph = self.capture(model, *call, training, functional)
+            except (CaptureError, InputError) as error:
+                return f"it cannot be captured ({error})"
+            found = difference(wanted, graph)
+            if found is None:
+                return None
+        return found
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."
+
+
+def _modules(model: nn.Module) -> dict[str, Any]:
+    """{path: which module}, and the parameters and buffers each has."""
+    return {
+        path: (id(module), type(module), *(
+            (name, None if tensor is None else (tuple(tensor.shape), tensor.dtype))
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        ))
+        for path, module in model.named_modules()
+    }
+
+
+def _modes(model: nn.Module) -> dict[str, bool]:
+    return {path: module.training for path, module in model.named_modules()}
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """{path of an attribute: its value, comparable}, without what torch's modules have of their own."""
+    found: dict[str, Any] = {}
+    seen: dict[int, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in module.__dict__.items():
+            if name not in _INTERNAL and name != "training":
+                found[f"{path}.{name}" if path else name] = value if type(value) in PLAIN else _frozen(value, seen)
+    return found
+
+
+def _frozen(value: Any, seen: dict[int, Any]) -> Any:
+    """A value that can be compared later: containers and objects by their contents, tensors by identity and version."""
+    if type(value) in PLAIN:
+        return value
+    if id(value) in seen:
+        return seen[id(value)]
+    seen[id(value)] = ("again", id(value))
+    if isinstance(value, torch.Tensor):
+        result: Any = ("tensor", id(value), value._version if not value.is_inference() else 0)
+    elif isinstance(value, list | tuple):
+        result = (type(value).__name__, *(_frozen(item, seen) for item in value))
+    elif isinstance(value, dict):
+        result = ("dict", *((_frozen(key, seen), _frozen(item, seen)) for key, item in value.items()))
+    elif isinstance(value, set | frozenset):
+        result = ("set", frozenset(_frozen(item, seen) for item in value))
+    elif isinstance(value, nn.Module | type) or callable(value) or not hasattr(value, "__dict__"):
+        result = (type(value).__name__, id(value))
+    else:
+        result = (type(value).__name__, *((name, _frozen(item, seen)) for name, item in vars(value).items()))
+    seen[id(value)] = result
+    return result

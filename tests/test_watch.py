@@ -1,0 +1,110 @@
+"""What the forward decided in Python: ``eval()`` is the model's own or refused, and changed attributes are noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshwright.api import autoparallel
+from meshwright.errors import RunError
+
+
+class _Layer(nn.Module):
+    def __init__(self, only_in_training: bool) -> None:
+        super().__init__()
+        self.inside, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+        self.beta, self.sizes, self.calls, self.only = 0.5, [1, {"a": 2.0}], 0, only_in_training
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        h = self.drop(self.norm(self.inside(x))) * self.beta * self.sizes[1]["a"]
+        h = h[:, None]
+        h = self.attention(h, h, h)[0][:, 0]
+        return h * 2 if self.only and self.training else h
+
+
+class _Model(nn.Module):
+    def __init__(self, only_in_training: bool = False) -> None:
+        super().__init__()
+        self.layer = _Layer(only_in_training)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.layer(x)
+        return {"loss": y.square().mean(), "y": y}
+
+
+def _build(only: bool = False) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model, x = _Model(only), torch.randn(4, 8)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    return model, autoparallel(model, mesh, ((x,), {}), pins={"dp": 2}, progress=False), x
+
+
+def _evaluated(rank: int) -> None:
+    _, parallel, x = _build()
+    parallel(x)["loss"].backward()
+    state = parallel.full_state_dict()
+    parallel.eval()
+    with torch.inference_mode():
+        found = parallel(x)["y"].full_tensor()
+    if rank == 0:
+        single = _Model().eval()
+        single.load_state_dict(state)
+        torch.testing.assert_close(found, single(x)["y"].detach())
+    after = parallel.full_state_dict()
+    assert all(torch.equal(after[name], value) for name, value in state.items()), "evaluation updates nothing"
+    parallel.train()
+    parallel(x)["loss"].backward()
+    _, parallel, x = _build(True)
+    parallel(x)
+    parallel.eval()
+    with pytest.raises(RunError, match=r"in eval\(\) the model computes something else than in training.*its outputs|aten\."):
+        parallel(x)
+
+
+def test_evaluation_is_the_models_own_or_refused(pool: Callable[[int], Any]) -> None:
+    """Dropout off and the running statistics, under inference mode too; a forward that asks ``self.training`` is refused."""
+    pool(2).run(_evaluated)
+
+
+def _changed(rank: int) -> None:
+    model, parallel, x = _build()
+    parallel(x)
+    layer: Any = model.layer
+    layer.calls = 7  # which changes nothing that is computed
+    model.unread = 1
+    parallel(x)
+
+    def refused(message: str) -> None:
+        with pytest.raises(RunError, match=message):
+            parallel(x)
+
+    layer.beta = 0.1
+    refused(r"attribute 'layer\.beta' of the model was 0\.5 when it was captured and is 0\.1")
+    layer.beta = 0.5
+    parallel(x)
+    layer.sizes[1]["a"] = 3.0
+    refused(r"attribute 'layer\.sizes'")
+    layer.sizes[1]["a"] = 2.0
+    layer.drop.p = 0.1
+    refused(r"attribute 'layer\.drop\.p'")
+    layer.drop.p = 0.3
+    layer.norm.eval()
+    refused(r"module 'layer\.norm' of the model is out of training mode")
+    layer.norm.train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        refused(r"autocast is on around the call.*precision='bf16'")
+    parallel(x)
+    layer.inside = nn.Linear(8, 8)
+    refused(r"module 'layer\.inside' of the model was added, removed or replaced")
+
+
+def test_changed_python_state_is_noticed(pool: Callable[[int], Any]) -> None:
+    """By name, before anything runs; what changes nothing that is computed is let pass."""
+    pool(2).run(_changed)
