@@ -6,13 +6,13 @@ is alive at the worst moment of the step. The first rank (of a stage) has the la
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from meshwright.cost.memory.peak import Peak, peak
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Program
-from meshwright.ir.rule import OpRule
+from meshwright.ir.rule import Rules
 from meshwright.passes import cut_stages, rank_program
 
 LOOKED_AT = 4
@@ -21,7 +21,7 @@ stage's. The rest keep that sum, which is a little higher than the replay."""
 
 
 def footprints(
-    plan: Plan, rules: Mapping[str, OpRule], state_bytes: float, ranks: Collection[int] | None = None
+    plan: Plan, rules: Rules, state_bytes: float, ranks: Collection[int] | None = None
 ) -> dict[int, Peak]:
     """The worst moment of a training step, of a rank of every stage group by pipeline rank (without a pipeline: of rank 0).
     ``ranks``: of the pipeline, all if not given."""
@@ -42,7 +42,7 @@ class Footprints:
     """Judges plans one after the other: the program of the whole model is lowered once for plans that differ in recomputation
     alone."""
 
-    rules: Mapping[str, OpRule]
+    rules: Rules
     state_bytes: float
     _lowered: tuple[Plan, Program] | None = None
 
@@ -79,6 +79,6 @@ def _alike(plan: Plan, other: Plan) -> bool:
     return same and plan.schedule is other.schedule and groups[0] == groups[1] and settings[0] == settings[1]
 
 
-def with_footprint(plan: Plan, rules: Mapping[str, OpRule], state_bytes: float) -> Plan:
+def with_footprint(plan: Plan, rules: Rules, state_bytes: float) -> Plan:
     """The plan, predicted to need what its program needs."""
     return Footprints(rules, state_bytes).of(plan)

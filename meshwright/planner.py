@@ -41,7 +41,7 @@ from meshwright.ir.pins import RECOMPUTE, PinError, Pins, vars_of
 from meshwright.ir.plan import Plan, PlanError, Schedule
 from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate
 from meshwright.ir.quantities import bytes_text
-from meshwright.ir.rule import OpRule
+from meshwright.ir.rule import OpRule, Rules
 
 __all__ = ["OPTIMIZERS", "OutOfMemoryError", "Timing", "capture_model", "check_pins", "make_plan", "rules_of"]
 
@@ -96,7 +96,7 @@ def capture_model(
     return find_units(find_blocks(split_counts(graph)))
 
 
-def rules_of(graph: Graph, strict: bool = False) -> tuple[dict[str, OpRule], list[str]]:
+def rules_of(graph: Graph, strict: bool = False) -> tuple[Rules, list[str]]:
     """(rule of every op by name, notes on operators without one). ``strict``: raise instead of replicating them."""
     book = default_rules()
     if graph.foreign:
@@ -105,7 +105,7 @@ def rules_of(graph: Graph, strict: bool = False) -> tuple[dict[str, OpRule], lis
         if strangers:
             raise PlanError(f"the plan's operator {strangers[0].target} (in {strangers[0].module or 'the model'}) is of a "
                             "library that is not known here; register a rule for it with meshwright.register_rule")
-    rules = {op.name: _rule(book, op, graph) for op in graph.ops}
+    rules = Rules({op.name: _rule(book, op, graph) for op in graph.ops}, book.operators)
     unknown: dict[str, list[str]] = {}
     for op in graph.ops:
         if not rules[op.name].known:
@@ -174,7 +174,7 @@ class _Search:
 
     graph: Graph
     cluster: Cluster
-    rules: Mapping[str, OpRule]
+    rules: Rules
     classes: DimClasses
     state_bytes: float
     precision: str
@@ -323,7 +323,7 @@ class _Search:
 
     def solve(self, layout: Layout, microbatches: int, pins: Pins) -> _Found:
         """The plan on one layout."""
-        schedule = split_time(self.graph, dict(self.rules), microbatches, batch_inputs(self.graph))
+        schedule = split_time(self.graph, self.rules, microbatches, batch_inputs(self.graph))
         scope = self._scope(layout, pins, microbatches)
         costs = Costs(
             self.cluster, layout.mesh, microbatches=microbatches, itemsize=2 if self.precision == "bf16" else 4,
@@ -397,7 +397,9 @@ class _Search:
         plan = Plan(
             self.graph, layout.mesh, assignments, copies, groups, schedule=schedule, precision=self.precision,
             cluster=str(self.cluster),
-            predicted=predicted(self.graph, self.cluster, chain, solution, self.precision, schedule.microbatches),
+            predicted=predicted(
+                self.graph, self.rules.operators, self.cluster, chain, solution, self.precision, schedule.microbatches
+            ),
             certificate=Certificate(solution.time, solution.bound, solution.status),
         )
         return with_footprint(plan, self.rules, self.state_bytes)

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.compiler.rules import builtin_rules
 from meshwright.ir.graph import Graph, Op, Param, Ref, Value
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.program import Port, Program, Segment, Stored
@@ -199,7 +200,7 @@ def tiny_program(
     segments.append(end.segment("", "loss", "logits", zero=zero))
     whole = Sharding((data, ()))
     return Program(
-        mesh=mesh, rank=rank, segments=tuple(segments), stored=tuple(every),
+        operators=builtin_rules().operators, mesh=mesh, rank=rank, segments=tuple(segments), stored=tuple(every),
         inputs=(Port("ids", (batch, length), torch.int64, whole), Port("labels", (batch, length), torch.int64, whole)),
         outputs=(
             Port("loss", (), torch.float32, Sharding(()), "sum"),

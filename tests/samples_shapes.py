@@ -25,6 +25,14 @@ def _unary(name: str) -> Maker:
     return lambda: [s(r(4, 8), *extra)]
 
 
+UNARY = ("neg", "clone", "contiguous", "alias", "detach")
+BINARY = (
+    "maximum.default", "minimum.default", "min.other", "max.other", "clamp_min.Tensor", "clamp_max.Tensor", "pow.Tensor_Tensor",
+    "pow.Tensor_Scalar", "pow.Scalar", "add_.Tensor", "add_.Scalar", "add.Scalar", "sub.Scalar", "div.Tensor_mode",
+    "div.Scalar_mode",
+)
+
+
 def _binary(name: str) -> Maker:
     base, _, overload = name.partition(".")
     mode = {"rounding_mode": "floor"} if base == "div" else {}
@@ -34,7 +42,7 @@ def _binary(name: str) -> Maker:
     fixed = (0, 1) if base in ("fmod", "remainder", "copysign", "isclose", "floor_divide") else ()
     if overload == "Scalar" and base == "pow":
         return lambda: [s(number, make(4, 8))]
-    if not pointwise._two(name):
+    if overload in ("Scalar", "Tensor_Scalar", "Scalar_mode"):
         return lambda: [s(make(4, 8), number, fixed=fixed, **mode)]
     if base.endswith("_") and not base.startswith("__"):
         return lambda: [s(make(4, 8), make(8)), s(make(4, 8), number)]
@@ -42,9 +50,10 @@ def _binary(name: str) -> Maker:
 
 
 def _pointwise() -> dict[str, Maker]:
-    table = {f"{name}.default": _unary(name) for name in (*pointwise.UNARY, *pointwise.UNARY_LINEAR)}
-    table |= {f"{name}_.default": _unary(name) for name in pointwise.IN_PLACE_UNARY}
-    table |= {name: _binary(name) for name in (*pointwise.BINARY, *pointwise.IN_PLACE)}
+    unary = (*pointwise.READS, *pointwise.MAKES, *pointwise.STEPS, *pointwise.UNPRICED, *pointwise.UNARY_LINEAR, *UNARY)
+    table = {f"{name}.default": _unary(name) for name in unary}
+    table |= {f"{name}_.default": _unary(name) for name in (*pointwise.IN_PLACE_UNARY, "tanh")}
+    table |= {name: _binary(name) for name in (*pointwise.BINARY, *pointwise.COMPARED, *pointwise.IN_PLACE, *BINARY)}
     return table | {
         "_to_copy.default": lambda: [
             s(n(4, 8), dtype=F32),

@@ -10,20 +10,18 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.compiler.rules import builtin_rules
+from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.compute import (
     Fused,
-    attention_flops,
-    flops,
     fusion,
     matmul_efficiency,
     memory_speed,
     mfu,
     model_flops,
-    optimizer_seconds,
-    seconds,
-    started,
 )
+from meshwright.ir.declared.operator import Work
 from meshwright.ir.graph import Graph, Op, Param, Ref, Value
 
 H100 = Cluster.parse("h100:1x8").device
@@ -31,6 +29,27 @@ A100 = Cluster.parse("a100:1x8").device
 BF16 = torch.bfloat16
 LINEAR = "aten.linear.default"
 ATTENTION = "aten.scaled_dot_product_attention.default"
+
+
+OPERATORS = builtin_rules().operators
+
+
+def work(shapes, results, dtype=BF16, **literals) -> Work:
+    """A call on these local shapes."""
+    kwargs = tuple(literals.pop("kwargs", {}).items())
+    return Work(tuple(shapes), tuple(results), dtype, dtype, kwargs=kwargs, **literals)
+
+
+def seconds(target, shapes, results, dtype, device, fused=None, **literals) -> tuple[float, float]:
+    return compute.seconds(OPERATORS[target], work(shapes, results, dtype, **literals), device, fused)
+
+
+def started(target, shapes, results, dtype, device, fused=None) -> tuple[float, float]:
+    return compute.started(OPERATORS[target], work(shapes, results, dtype), device, fused)
+
+
+def attention_flops(shapes, **literals) -> float:
+    return compute.attention_flops(work(shapes, shapes[:1], **literals))
 
 
 def counted(call, *operands: torch.Tensor) -> tuple[float, tuple[int, ...]]:
@@ -61,7 +80,7 @@ def unfused_attention(*operands: torch.Tensor) -> torch.Tensor:
 )
 def test_flops_are_torchs(target, call, shapes):
     want, result = counted(call, *(torch.randn(shape) for shape in shapes))
-    assert flops(target, shapes, [result]) == want
+    assert compute.flops(OPERATORS[target], work(shapes, [result])) == want
 
 
 def test_causal_attention_counts_half():
@@ -190,7 +209,7 @@ def swiglu() -> Graph:
 
 
 def test_fusion_reads_and_writes_only_at_the_borders():
-    found = dict(zip("gsumdyz", fusion(swiglu()), strict=True))
+    found = dict(zip("gsumdyz", fusion(swiglu(), OPERATORS), strict=True))
     assert found["g"] is None
     assert found["u"] is None
     assert found["d"] is None
@@ -203,7 +222,7 @@ def test_fusion_reads_and_writes_only_at_the_borders():
 def test_fused_chain_costs_the_traffic_of_its_borders():
     graph = swiglu()
     total = host = 0.0
-    for op, fused in zip(graph.ops, fusion(graph), strict=True):
+    for op, fused in zip(graph.ops, fusion(graph, OPERATORS), strict=True):
         if fused is not None:
             shapes = [graph.values[name].shape for name in op.inputs], [graph.values[name].shape for name in op.outputs]
             total += seconds(op.target, *shapes, BF16, H100, fused=fused)[0]
@@ -228,7 +247,7 @@ def test_a_value_read_twice_by_one_kernel_is_read_once():
         Op("b", "aten.mul.Tensor", (Ref("x"), Ref("a")), (), ("b",)),
         Op("c", "aten.add.Tensor", (Ref("b"), Ref("x")), (), ("c",)),
     )
-    reads = [fused.reads for fused in fusion(Graph(values, ("x",), (), ops, Ref("c"))) if fused]
+    reads = [fused.reads for fused in fusion(Graph(values, ("x",), (), ops, Ref("c")), OPERATORS) if fused]
     assert reads == [(True,), (False, False), (False, False)]
 
 
@@ -242,7 +261,3 @@ def test_model_flops_and_mfu():
     assert mfu(H100.flops(BF16) * 8 * 0.5, 1.0, 8, H100, BF16) == pytest.approx(0.5)
 
 
-def test_optimizer_is_bound_by_memory():
-    parameters = 10**9
-    got = optimizer_seconds(4 * parameters, 4 * parameters, 8 * parameters, H100)
-    assert got == pytest.approx(28 * parameters / memory_speed(H100), rel=1e-3)

@@ -57,7 +57,7 @@ def plan(cuts: tuple[int, ...] = (0, 3, 4, 6, 9), at: tuple[int, ...] = AT, sche
 
 def whole(made: Plan, rank: int) -> Program:
     rules = default_rules()
-    by_name = {op.name: rules.rule_for(op, made.graph) for op in made.graph.ops}
+    by_name = rules.rules_of(made.graph)
     program = rank_program(made, by_name, rank)
     verify(program, made.graph, by_name)
     return program

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.ir.declared.operator import Operators
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.program import Program, Stored
 from meshwright.ir.sharding import Sharding
@@ -39,7 +40,7 @@ def program_of(model: nn.Module, mesh: Mesh, rank: int, split: bool = True) -> P
         )
         for i, (tensor, fqns, is_buffer, persistent) in enumerate(names.values())
     )
-    return Program(mesh, rank, (), (), (), stored, (), None, ())
+    return Program(mesh, rank, (), (), (), stored, (), None, (), Operators())
 
 
 def materialize(model: Any, shapes: nn.Module, mesh: Mesh, split: bool = True, seed: int = 3) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""State by ZeRO level, and what autograd saves: the declarations against torch itself, the layer against the paper."""
+"""What autograd saves: the declarations against torch itself, the layer against the paper."""
 
 from __future__ import annotations
 
@@ -7,10 +7,38 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.compiler.capture.capture import capture
-from meshwright.cost.memory.memory import activation_bytes, extra_saved_bytes, saved_for_backward, states, storages, zero_table
+from meshwright.compiler.rules import builtin_rules
+from meshwright.cost.memory.saved import saved_beside, saved_for_backward, storages
+from meshwright.ir.declared.operator import Saves, Work
 from meshwright.ir.graph import Graph, Op, Param, Ref, Value
+from meshwright.ir.notation import RuleError
 
 AT = torch.ops.aten
+OPERATORS = builtin_rules().operators
+
+
+def beside(target: str, shapes, results, dtype=torch.float32, args=()) -> float:
+    """Bytes kept beside operands and results of a call."""
+    return saved_beside(OPERATORS[target], Work(tuple(shapes), tuple(results), dtype, dtype, args=args))
+
+
+def activation_bytes(graph: Graph, ops=None, narrow_masks: bool = False) -> float:
+    """Bytes that autograd keeps for the backward of ``ops`` (default all), each storage once, parameters not counted.
+
+    ``narrow_masks``: dropout's masks take a byte an element, as in the paper, instead of being as wide as the data.
+    """
+    base, held = storages(graph, OPERATORS), {param.value for param in graph.params}
+    kept: dict[str, int] = {}
+    extra = 0.0
+    for op in graph.ops if ops is None else [graph.ops[i] for i in ops]:
+        operands, results = saved_for_backward(op, graph, OPERATORS)
+        for name in [op.inputs[at] for at in operands] + [op.outputs[at] for at in results]:
+            if base[name] not in held:
+                kept[base[name]] = graph.values[base[name]].bytes_
+        if any(graph.values[name].differentiable for name in op.outputs):
+            masked = narrow_masks and op.target == "aten.dropout.default"
+            extra += saved_beside(OPERATORS[op.target], Work.of(op, graph)) / (2 if masked else 1)
+    return sum(kept.values()) + extra
 
 
 def needs(*shape: int) -> torch.Tensor:
@@ -93,7 +121,7 @@ def test_declared_is_what_torch_saves(target, call, operands):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = call(*operands)
     graph = graph_of(target, operands, (result,))
-    inputs, outputs = saved_for_backward(graph.ops[0], graph)
+    inputs, outputs = saved_for_backward(graph.ops[0], graph, OPERATORS)
     storage = {tensor.untyped_storage().data_ptr(): tensor for tensor in saved if tensor.numel() > 1}
     known = {tensor.untyped_storage().data_ptr(): f"x{i}" for i, tensor in enumerate(operands)}
     if result.untyped_storage().data_ptr() not in known:
@@ -107,22 +135,32 @@ def test_declared_is_what_torch_saves(target, call, operands):
         assert len(declared) == len(storage)
     else:
         assert found == declared
-        beside = sum(tensor.numel() * tensor.itemsize for pointer, tensor in storage.items() if pointer not in known)
+        others = sum(tensor.numel() * tensor.itemsize for pointer, tensor in storage.items() if pointer not in known)
         shapes = [tuple(tensor.shape) for tensor in operands]
-        assert extra_saved_bytes(target, shapes, [tuple(result.shape)], torch.float32) == beside
+        assert beside(target, shapes, [tuple(result.shape)]) == others
 
 
 def test_nothing_is_saved_without_a_gradient():
     graph = graph_of("aten.mul.Tensor", (whole(4), whole(4)), (whole(4),))
-    assert saved_for_backward(graph.ops[0], graph) == ((), ())
+    assert saved_for_backward(graph.ops[0], graph, OPERATORS) == ((), ())
 
 
 def test_dropout_mask_is_as_wide_as_the_data_that_our_operator_keeps():
     shape = ((4, 6),)
-    assert extra_saved_bytes("aten.dropout.default", shape, shape, torch.float16, (Ref("x"), 0.1, True)) == 48
-    assert extra_saved_bytes("aten.dropout.default", shape, shape, torch.float16, (Ref("x"), 0.1, True), mask_bytes=1) == 24
-    assert extra_saved_bytes("aten.dropout.default", shape, shape, torch.float16, (Ref("x"), 0.1, False)) == 0
-    assert extra_saved_bytes("aten.dropout.default", shape, shape, torch.float16, (Ref("x"), 0.0, True)) == 0
+    assert beside("aten.dropout.default", shape, shape, torch.float16, (Ref("x"), 0.1, True)) == 48
+    assert beside("aten.dropout.default", shape, shape, torch.float16, (Ref("x"), 0.1, False)) == 0
+    assert beside("aten.dropout.default", shape, shape, torch.float16, (Ref("x"), 0.0, True)) == 0
+
+
+@pytest.mark.parametrize("text", ["", "0", "0:1 1:0", "0:1 1:0,1", "0 1 2 r0", "r1"])
+def test_what_is_kept_is_printed_as_it_is_read(text):
+    assert str(Saves.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["x", "0:", "r", "0:r1", "-1", "0;1"])
+def test_what_cannot_be_read_says_so(text):
+    with pytest.raises(RuleError, match="cannot read"):
+        Saves.parse(text)
 
 
 class Layer:
@@ -167,7 +205,7 @@ class Layer:
         """The gathered sequence: its shard is what is kept, and the linear saves that again as the same storage."""
         if not sp or t == 1:
             return x
-        return self._op("mw.slice", (x, 1), (b, s, h))  # stands for the gather whose shard alone is kept
+        return self._op("mw.unvary", (x,), (b, s, h))  # stands for the gather whose shard alone is kept
 
     def _linear(self, x: Ref, out: int) -> Ref:
         weight, bias = self._param(out, self._shape(x)[-1]), self._param(out)
@@ -205,20 +243,20 @@ def statistics(b: int, rows: int) -> int:
 @pytest.mark.parametrize(("b", "s", "h", "a"), [(1, 64, 128, 8), (4, 32, 64, 4), (2, 128, 64, 2)])
 def test_korthikanti_whole_layer(b, s, h, a):
     layer = Layer(b, s, h, a)
-    assert activation_bytes(layer.graph, mask_bytes=1) - statistics(b, s) == s * b * h * (34 + 5 * a * s / h)
+    assert activation_bytes(layer.graph, narrow_masks=True) - statistics(b, s) == s * b * h * (34 + 5 * a * s / h)
 
 
 @pytest.mark.parametrize("t", [2, 4])
 def test_korthikanti_tensor_parallel(t):
     b, s, h, a = 2, 64, 128, 8
-    got = activation_bytes(Layer(b, s, h, a, t).graph, mask_bytes=1) - statistics(b, s)
+    got = activation_bytes(Layer(b, s, h, a, t).graph, narrow_masks=True) - statistics(b, s)
     assert got == s * b * h * (10 + 24 / t + 5 * a * s / (h * t))
 
 
 @pytest.mark.parametrize("t", [2, 4])
 def test_korthikanti_sequence_parallel(t):
     b, s, h, a = 2, 64, 128, 8
-    got = activation_bytes(Layer(b, s, h, a, t, sp=True).graph, mask_bytes=1) - statistics(b, s // t)
+    got = activation_bytes(Layer(b, s, h, a, t, sp=True).graph, narrow_masks=True) - statistics(b, s // t)
     assert got == s * b * h * (34 / t + 5 * a * s / (h * t))
 
 
@@ -230,7 +268,7 @@ def test_korthikanti_selective_recomputation(t):
     heads = a // t
     scores = {op.name for op in graph.ops if graph.values[op.outputs[0]].shape == (b, heads, s, s)}
     kept = [i for i, op in enumerate(graph.ops) if op.name not in scores]
-    inner = activation_bytes(graph, kept, mask_bytes=1)
+    inner = activation_bytes(graph, kept, narrow_masks=True)
     inner -= b * heads * s * s * 2  # the probabilities that the second product reads are recomputed too
     query_and_key = 2 * (b * s * h // t * 2)
     assert inner + query_and_key - statistics(b, s // t) == s * b * h * 34 / t
@@ -238,7 +276,7 @@ def test_korthikanti_selective_recomputation(t):
 
 def test_storages_follow_views_and_copies():
     graph = Layer(1, 8, 16, 2).graph
-    base = storages(graph)
+    base = storages(graph, OPERATORS)
     view = next(op for op in graph.ops if op.target == "aten.view.default")
     heads = next(op for op in graph.ops if op.target == "aten.transpose.int")
     back = next(op for op in graph.ops if op.target == "aten.reshape.default")
@@ -268,36 +306,7 @@ def test_attention_lays_its_result_out_as_its_query(transposed):
     joined = out.transpose(1, 2).reshape(1, 8, 8)
     is_view = joined.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
     assert is_view == transposed
-    assert (storages(attention_graph(transposed))["r"] == "o") == is_view
-
-
-def test_zero_table_of_the_paper_and_of_the_seed():
-    assert [zero_table(level, 64) for level in range(4)] == [16, 4 + 12 / 64, 2 + 14 / 64, 16 / 64]
-    # the seed's table: 2-byte parameters and gradients, 8 bytes of state, 8 ranks; 12, 5, 2 + 10/8 and 12/8 bytes, and
-    # 80 GB hold 6.66, 16, 24.62 and 53.33 billion parameters
-    seed = [zero_table(level, 8, state=8) for level in range(4)]
-    assert seed == [12, 5, 2 + 10 / 8, 12 / 8]
-    assert [80 / per for per in seed] == pytest.approx([6.66, 16, 24.62, 53.33], abs=0.01)
-
-
-def test_states_of_fsdp2():
-    assert states(0).at_rest == 16
-    assert states(0).gathered == 0
-    assert [states(level, shards=4).at_rest for level in (1, 2, 3)] == [4, 4, 4]
-    assert states(1, shards=4).accumulated == 4
-    assert states(3, shards=4).accumulated == 0
-    bf16 = states(3, "bf16", "adamw", 4)
-    assert (bf16.parameters, bf16.gradients, bf16.optimizer, bf16.gathered) == (1, 1, 2, 2)
-    assert states(0, "bf16", 2.5).optimizer == 2.5
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [((4,), "not one of 0, 1, 2, 3"), ((0, "fp64"), "known: fp32, bf16"), ((0, "fp32", "adamx"), "known: adamw")],
-)
-def test_bad_states(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        states(*arguments)
+    assert (storages(attention_graph(transposed), OPERATORS)["r"] == "o") == is_view
 
 
 def tiny(kind: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:

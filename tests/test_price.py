@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from meshwright.compiler.placement.problem import price
+from meshwright.compiler.rules import builtin_rules
 from meshwright.compiler.solver.chain import BlockModel, Chain, Kind, Solution, evaluate
 from meshwright.compiler.solver.solve import solve
 from meshwright.cost.memory.replay import ACTIVATIONS, Heap, backward, forward, hold, script_of
 from meshwright.ir.graph import Graph, Op, Ref, Value
 from tests.chains import RESOURCES, random_block, random_chain
+
+OPERATORS = builtin_rules().operators
 
 
 def test_a_price_is_what_the_solver_says() -> None:
@@ -50,7 +53,7 @@ def two_products() -> Graph:
 def test_storages_of_a_segment(recompute: str) -> None:
     heap = Heap({})
     x = heap.new(1024.0, ACTIVATIONS)
-    script = script_of(two_products(), ["w"])
+    script = script_of(two_products(), ["w"], OPERATORS)
     tape, made = forward(script, heap, {"x": x}, recompute)
     # x for the first product; h for the gradient of w, which recomputation makes again; y for the caller
     assert heap.total == {"none": 3, "full": 2}[recompute] * 1024
@@ -73,7 +76,8 @@ def test_what_recomputation_stops_short_of_is_let_go() -> None:
     )
     heap = Heap({})
     x = heap.new(1024.0, ACTIVATIONS)
-    tape, made = forward(script_of(Graph(values, ("x", "w"), (), ops, (Ref("y"),)), ["w"]), heap, {"x": x}, "selective")
+    script = script_of(Graph(values, ("x", "w"), (), ops, (Ref("y"),)), ["w"], OPERATORS)
+    tape, made = forward(script, heap, {"x": x}, "selective")
     assert heap.total == 3 * 1024
     gradients, weights = {"y": heap.new(1024.0, "transient")}, {}
     heap.drop(made["y"])

@@ -99,7 +99,8 @@ def test_any_reshape_in_pieces_equals_the_whole(shapes: tuple[list[int], list[in
 
 
 def test_every_rule_has_a_sample_and_every_operator_exists() -> None:
-    assert set(SAMPLES) == set(builtin_rules().declarations)
+    book = builtin_rules()
+    assert set(SAMPLES) == {target for target in book.declarations if book.known(target)}
     assert [target for target in SAMPLES if schema(target) is None] == []
 
 

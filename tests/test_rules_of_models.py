@@ -15,7 +15,7 @@ from torch import nn
 from meshwright.compiler.capture.capture import capture
 from meshwright.compiler.rules import builtin_rules
 from meshwright.ir.graph import Graph
-from meshwright.ir.rule import OpRule
+from meshwright.ir.rule import Rules
 
 BATCH = 4
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -74,10 +74,10 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 @cache
-def captured(name: str) -> tuple[Graph, dict[str, OpRule]]:
+def captured(name: str) -> tuple[Graph, Rules]:
     model, args, kwargs = MODELS[name]()
     graph = capture(model, args, kwargs)
-    return graph, {op.name: builtin_rules().rule_for(op, graph) for op in graph.ops}
+    return graph, builtin_rules().rules_of(graph)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -28,15 +28,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from meshwright.cost.cluster import Device
-from meshwright.cost.operators import operator, packet
+from meshwright.ir.declared.operator import Operator, Operators, Work
 from meshwright.ir.graph import Graph
 
-Shape = Sequence[int]
 _LOSS_PASSES = (2.0, 3.0)
 """Passes over the logits of cross entropy: read and write the log-probabilities; read them and the gradient, write it."""
 _RAMP = (150.0, 450.0)
@@ -52,66 +50,44 @@ class Fused:
     writes: tuple[bool, ...]
 
 
-def seconds(
-    target: str,
-    operand_shapes: Sequence[Shape],
-    result_shapes: Sequence[Shape],
-    dtype: torch.dtype,
-    device: Device,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | Sequence[tuple[str, Any]] = (),
-    fused: Fused | None = None,
-    needs: Sequence[bool] | None = None,
-) -> tuple[float, float]:
-    """(forward, backward) seconds of one operator on LOCAL shapes.
+def seconds(operator: Operator, work: Work, device: Device, fused: Fused | None = None) -> tuple[float, float]:
+    """(forward, backward) seconds of one call on LOCAL shapes; the backward is 0 where no operand takes a gradient.
 
-    ``operand_shapes`` are those of the tensor operands in the order of ``Op.inputs``; ``dtype`` is that of the data (not of
-    indices). ``needs``: which operands take a gradient (default all); with none the backward is 0. ``fused``: see ``fusion``;
-    it counts for nothing on a device that runs eager.
+    ``fused``: see ``fusion``; it counts for nothing on a device that runs eager.
     """
-    declared = operator(target)
-    needs = tuple(needs) if needs is not None else (True,) * len(operand_shapes)
-    if declared.kind == "view":
+    if operator.kind == "view":
         return 0.0, 0.0
-    if declared.kind == "matmul":
-        return _matmul(target, operand_shapes, result_shapes, dtype, device, needs)
-    if declared.kind == "attention":
-        forward, backward = _attention(operand_shapes, dtype, device, args, kwargs)
-    elif declared.kind == "loss":
-        stream = math.prod(operand_shapes[0]) * dtype.itemsize / memory_speed(device)
+    if operator.kind == "matmul":
+        return _matmul(operator, work, device)
+    if operator.kind == "attention":
+        forward, backward = _attention(work, device)
+    elif operator.kind == "loss":
+        stream = math.prod(work.operands[0]) * work.makes.itemsize / memory_speed(device)
         forward, backward = (passes * stream for passes in _LOSS_PASSES)
     else:
-        forward, backward = _traffic(target, operand_shapes, result_shapes, dtype, device, fused if device.fused else None)
-    return forward, backward if any(needs) else 0.0
+        forward, backward = _traffic(operator, work, device, fused if device.fused else None)
+    return forward, backward if any(work.gradients) else 0.0
 
 
-def started(
-    target: str, operand_shapes: Sequence[Shape], result_shapes: Sequence[Shape], dtype: torch.dtype, device: Device,
-    fused: Fused | None = None, needs: Sequence[bool] | None = None,
-) -> tuple[float, float]:
+def started(operator: Operator, work: Work, device: Device, fused: Fused | None = None) -> tuple[float, float]:
     """(forward, backward) seconds that the host takes to start an operator's kernels: one each way; of a product's backward one
     for each operand that takes a gradient; none for views and for gradients that are passed on; a fused kernel starts once."""
-    kind, needs = operator(target).kind, tuple(needs) if needs is not None else (True,) * len(operand_shapes)
-    if kind == "view" or (fused is not None and device.fused and not any(fused.writes)):
+    if operator.kind == "view" or (fused is not None and device.fused and not any(fused.writes)):
         return 0.0, 0.0
-    if kind == "matmul":
-        ahead, back = _kernels(target, operand_shapes, result_shapes, needs)
+    if operator.kind == "matmul":
+        ahead, back = _kernels(operator, work)
     else:
         ahead = 1
-        traffic = seconds(target, operand_shapes, result_shapes, dtype, device, fused=fused, needs=needs)[1]
-        back = int(kind == "attention" or traffic > 0) if any(needs) else 0
+        traffic = seconds(operator, work, device, fused)[1]
+        back = int(operator.kind == "attention" or traffic > 0) if any(work.gradients) else 0
     return ahead * device.kernel_seconds, back * device.kernel_seconds
 
 
-def flops(
-    target: str, operand_shapes: Sequence[Shape], result_shapes: Sequence[Shape], args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | Sequence[tuple[str, Any]] = (),
-) -> float:
+def flops(operator: Operator, work: Work) -> float:
     """FLOPs of the forward of matrix products and attention (a multiplication and an addition are two); 0 for the rest."""
-    kind = operator(target).kind
-    if kind == "matmul":
-        return sum(2.0 * batch * m * n * k for batch, m, n, k in products(target, operand_shapes, result_shapes))
-    return attention_flops(operand_shapes, args, kwargs) if kind == "attention" else 0.0
+    if operator.kind == "matmul":
+        return sum(2.0 * batch * m * n * k for batch, m, n, k in products(operator, work))
+    return attention_flops(work) if operator.kind == "attention" else 0.0
 
 
 def model_flops(parameters: float, tokens: float, layers: int, hidden: int, seq_len: int, causal: bool = False) -> float:
@@ -130,38 +106,12 @@ def memory_speed(device: Device) -> float:
     return device.memory_bandwidth * device.memory_efficiency
 
 
-def optimizer_seconds(parameter_bytes: float, gradient_bytes: float, state_bytes: float, device: Device) -> float:
-    """Seconds of one fused optimizer step: parameters and state are read and written, gradients read. LOCAL bytes."""
-    return max((2 * parameter_bytes + gradient_bytes + 2 * state_bytes) / memory_speed(device), device.kernel_seconds)
-
-
 # ---------------------------------------------------------------------------------------------- matrix products
 
 
-def products(
-    target: str, operand_shapes: Sequence[Shape], result_shapes: Sequence[Shape]
-) -> tuple[tuple[int, int, int, int], ...]:
-    """(batch, M, N, K) of every matrix product an operator consists of."""
-    name = packet(target)
-    if name == "mw.gather_linear":
-        rows = math.prod(result_shapes[0][:-1])
-        return tuple((1, rows, shape[-1], operand_shapes[0][-1]) for shape in result_shapes)
-    result = result_shapes[0]
-    if name.startswith("aten.conv"):
-        weight = operand_shapes[1]
-        channels = result[1] if len(result) > 1 else 1
-        return ((1, math.prod(result) // max(channels, 1), channels, math.prod(weight[1:])),)
-    left, right = operand_shapes[-2:] if name in ("aten.addmm", "aten.baddbmm") else operand_shapes[:2]
-    if name in ("aten.linear", "mw.linear", "mw.fused_linear"):
-        return ((1, math.prod(left[:-1]), math.prod(right) // max(left[-1], 1), left[-1]),)
-    if name == "aten._grouped_mm":
-        groups = right[0] if len(right) == 3 else 1
-        return ((groups, -(-left[0] // max(groups, 1)), right[-1], left[-1]),)
-    if len(left) <= 1 or len(right) <= 1:
-        return ((1, math.prod(left[:-1]), 1 if len(right) <= 1 else right[-1], left[-1] if left else 1),)
-    if len(right) == 2:
-        return ((1, math.prod(left[:-1]), right[-1], left[-1]),)
-    return ((math.prod(result[:-2]), left[-2], right[-1], left[-1]),)
+def products(operator: Operator, work: Work) -> Sequence[tuple[int, int, int, int]]:
+    """(batch, M, N, K) of every matrix product that a call consists of."""
+    return operator.cost.products(work) if operator.cost.products is not None else ()
 
 
 def matmul_efficiency(batch: int, m: int, n: int, k: int, device: Device) -> float:
@@ -188,80 +138,65 @@ def _product(batch: int, m: int, n: int, k: int, dtype: torch.dtype, device: Dev
     return max(work, stream)
 
 
-def _matmul(
-    target: str, operand_shapes: Sequence[Shape], result_shapes: Sequence[Shape], dtype: torch.dtype, device: Device,
-    needs: Sequence[bool],
-) -> tuple[float, float]:
+def _matmul(operator: Operator, work: Work, device: Device) -> tuple[float, float]:
     forward = backward = 0.0
-    left, right = _gradients(target, needs)
-    for batch, m, n, k in products(target, operand_shapes, result_shapes):
-        forward += _product(batch, m, n, k, dtype, device)
-        backward += _product(batch, m, k, n, dtype, device) if left else 0.0
-        backward += _product(batch, k, n, m, dtype, device) if right else 0.0
+    left, right = _sides(operator, work)
+    for batch, m, n, k in products(operator, work):
+        forward += _product(batch, m, n, k, work.makes, device)
+        backward += _product(batch, m, k, n, work.makes, device) if left else 0.0
+        backward += _product(batch, k, n, m, work.makes, device) if right else 0.0
     return forward, backward
 
 
-def _gradients(target: str, needs: Sequence[bool]) -> tuple[bool, bool]:
-    """Whether the left and the right operand of a product take a gradient."""
-    if packet(target) in ("aten.addmm", "aten.baddbmm"):
-        return needs[-2], needs[-1]
-    return needs[0], any(needs[1:])
+def _sides(operator: Operator, work: Work) -> tuple[bool, bool]:
+    """Whether the left and the right side of a product take a gradient."""
+    needs, left = work.gradients, operator.cost.left
+    return needs[left], any(needs[left + 1 :])
 
 
-def _kernels(
-    target: str, operand_shapes: Sequence[Shape], result_shapes: Sequence[Shape], needs: Sequence[bool]
-) -> tuple[int, int]:
+def _kernels(operator: Operator, work: Work) -> tuple[int, int]:
     """Kernels of a product, forward and backward."""
-    count = len(products(target, operand_shapes, result_shapes))
-    return count, count * sum(_gradients(target, needs))
+    count = len(products(operator, work))
+    return count, count * sum(_sides(operator, work))
 
 
 # ---------------------------------------------------------------------------------------------------- attention
 
 
-def attention_flops(
-    operand_shapes: Sequence[Shape], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | Sequence[tuple[str, Any]] = ()
-) -> float:
+def attention_flops(work: Work) -> float:
     """Forward FLOPs: q k^T and p v, half where causal."""
-    query, key, value = operand_shapes[:3]
+    query, key, value = work.operands[:3]
     full = 2.0 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-    return full * (0.5 if is_causal(args, kwargs) else 1.0)
+    return full * (0.5 if is_causal(work) else 1.0)
 
 
-def is_causal(args: Sequence[Any], kwargs: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> bool:
+def is_causal(work: Work) -> bool:
     """The argument of that name: (q, k, v, mask, dropout_p, is_causal, ...)."""
-    return bool(dict(kwargs).get("is_causal", args[5] if len(args) > 5 else False))
+    return bool(work.literal(5, "is_causal", False))
 
 
-def _attention(
-    operand_shapes: Sequence[Shape], dtype: torch.dtype, device: Device, args: Sequence[Any],
-    kwargs: Mapping[str, Any] | Sequence[tuple[str, Any]],
-) -> tuple[float, float]:
-    query, key, value = operand_shapes[:3]
-    work = attention_flops(operand_shapes, args, kwargs) / device.flops(dtype)
-    stream = sum(map(math.prod, (query, key, value, query))) * dtype.itemsize / memory_speed(device)
+def _attention(work: Work, device: Device) -> tuple[float, float]:
+    query, key, value = work.operands[:3]
+    busy = attention_flops(work) / device.flops(work.makes)
+    stream = sum(map(math.prod, (query, key, value, query))) * work.makes.itemsize / memory_speed(device)
     head, blocks = query[-1], math.prod(query[:-2]) * math.ceil(query[-2] / device.tile)
     shape = head / (head + device.tile / 4) * 1.25  # 1 at a head of ``tile``, less below it
     waves = blocks / device.units
     shape *= waves / math.ceil(waves) if blocks else 1.0
-    shape *= key[-2] / (key[-2] + _RAMP[is_causal(args, kwargs)]) if key[-2] else 1.0
-    forward = max(work / (device.attention_forward * shape), stream) if work else 0.0
-    backward = max(2.5 * work / (device.attention_backward * shape), 2.5 * stream) if work else 0.0
+    shape *= key[-2] / (key[-2] + _RAMP[is_causal(work)]) if key[-2] else 1.0
+    forward = max(busy / (device.attention_forward * shape), stream) if busy else 0.0
+    backward = max(2.5 * busy / (device.attention_backward * shape), 2.5 * stream) if busy else 0.0
     return forward, backward
 
 
 # ----------------------------------------------------------------------------------------------------- the rest
 
 
-def _traffic(
-    target: str, operand_shapes: Sequence[Shape], result_shapes: Sequence[Shape], dtype: torch.dtype, device: Device,
-    fused: Fused | None,
-) -> tuple[float, float]:
+def _traffic(operator: Operator, work: Work, device: Device, fused: Fused | None) -> tuple[float, float]:
     """Memory-bound operators: bytes over bandwidth."""
-    declared = operator(target)
-    inputs = [math.prod(shape) for shape in operand_shapes]
-    outputs = [math.prod(shape) for shape in result_shapes]
-    if declared.kind == "gather":  # only the rows that are picked are read
+    inputs = [math.prod(shape) for shape in work.operands]
+    outputs = [math.prod(shape) for shape in work.results]
+    if operator.kind == "gather":  # only the rows that are picked are read
         forward, backward = 2.0 * sum(outputs), 2.0 * sum(outputs) + (inputs[0] if inputs else 0)
     elif fused is not None:
         read = sum(size for size, flag in zip(inputs, fused.reads, strict=True) if flag)
@@ -271,22 +206,22 @@ def _traffic(
             return 0.0, 0.0
     else:
         forward = float(sum(inputs) + sum(outputs))
-        saved = sum(inputs[at] for at, _ in declared.operands if at < len(inputs))
-        saved += sum(outputs[at] for at in declared.results if at < len(outputs))
+        saved = sum(inputs[at] for at, _ in operator.saves.operands if at < len(inputs))
+        saved += sum(outputs[at] for at in operator.saves.results if at < len(outputs))
         whole = all(size == outputs[0] for size in inputs) or sum(inputs) == outputs[0]  # no broadcast to sum; or a cat
-        passes = declared.kind == "factory" or (declared.kind == "linear" and whole)
+        passes = operator.kind == "factory" or (operator.kind == "linear" and whole)
         backward = 0.0 if passes else float(sum(outputs) + saved + sum(inputs))
-    speed = memory_speed(device) / dtype.itemsize
+    speed = memory_speed(device) / work.makes.itemsize
     return forward / speed, backward / speed
 
 
-def fusion(graph: Graph) -> tuple[Fused | None, ...]:
+def fusion(graph: Graph, operators: Operators) -> tuple[Fused | None, ...]:
     """For every op of the graph what its fused kernel makes it read and write; None for views and ops that do not fuse.
 
     The level of an op is the largest number of unfusable ops on a way to it; fusable ops of one level that feed each other
     share a kernel. Views are looked through, and what is made from literals is made again where it is used.
     """
-    base, made = _bases(graph)
+    base, made = _bases(graph, operators)
     level: dict[str, int] = {}
     kernels = list(range(len(graph.ops)))
 
@@ -296,7 +231,7 @@ def fusion(graph: Graph) -> tuple[Fused | None, ...]:
         return index
 
     for index, op in enumerate(graph.ops):
-        declared = operator(op.target)
+        declared = operators[op.target]
         if declared.kind == "view":
             continue
         at = max((level.get(base[name], 0) for name in op.inputs), default=0)
@@ -304,15 +239,15 @@ def fusion(graph: Graph) -> tuple[Fused | None, ...]:
         for name in op.inputs if declared.fuses else ():
             if made.get(base[name], -1) >= 0 and level[base[name]] == at:
                 kernels[root(index)] = root(made[base[name]])
-    return _boundaries(graph, base, made, [root(index) for index in range(len(graph.ops))])
+    return _boundaries(graph, operators, base, made, [root(index) for index in range(len(graph.ops))])
 
 
-def _bases(graph: Graph) -> tuple[dict[str, str], dict[str, int]]:
+def _bases(graph: Graph, operators: Operators) -> tuple[dict[str, str], dict[str, int]]:
     """({value: the value whose storage it shows}, {value: fusable op that makes it; -2 if made from literals})."""
     base = {name: name for name in graph.values}
     made: dict[str, int] = {}
     for index, op in enumerate(graph.ops):
-        declared = operator(op.target)
+        declared = operators[op.target]
         if declared.kind == "view" and op.inputs:
             base.update((name, base[op.inputs[0]]) for name in op.outputs)
         elif declared.kind == "factory":
@@ -323,19 +258,19 @@ def _bases(graph: Graph) -> tuple[dict[str, str], dict[str, int]]:
 
 
 def _boundaries(
-    graph: Graph, base: Mapping[str, str], made: Mapping[str, int], kernel: Sequence[int]
+    graph: Graph, operators: Operators, base: Mapping[str, str], made: Mapping[str, int], kernel: Sequence[int]
 ) -> tuple[Fused | None, ...]:
     """Which operands enter and which results leave each op's kernel."""
     leaving = {base[name] for name in graph.outputs}
     users: dict[str, set[int]] = {}
     for index, op in enumerate(graph.ops):
-        if operator(op.target).kind != "view":
+        if operators[op.target].kind != "view":
             for name in op.inputs:
                 users.setdefault(base[name], set()).add(kernel[index])
     seen: set[tuple[int, str]] = set()
     result: list[Fused | None] = []
     for index, op in enumerate(graph.ops):
-        declared = operator(op.target)
+        declared = operators[op.target]
         if declared.kind == "view" or not declared.fuses:
             result.append(None)
             continue

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from meshwright.ir.declared.operator import Operators
 from meshwright.ir.graph import Graph, Value
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.sharding import Sharding
@@ -118,6 +119,7 @@ class Stages:
 class Program:
     """Everything one rank needs to run. ``output_tree`` has ``Ref``s to output ports; ``loss`` names the scalar output that
     ``backward`` starts from; ``mutations``: (stored buffer value, environment value that replaces it after the step).
+    ``operators``: what is declared of the operators that it runs.
     ``cuts``: (value computed by the prologue, local dim along which every micro-batch reads its piece).
     ``constants``: contents of stored buffers that the model does not register, by value name.
     ``signature``: how a call binds to ``inputs`` (see ``meshwright.ir.signature``). ``compute_dtype``: None, or the
@@ -134,6 +136,7 @@ class Program:
     output_tree: Any
     loss: str | None
     mutations: tuple[tuple[str, str], ...]
+    operators: Operators
     microbatches: int = 1
     cuts: tuple[tuple[str, int], ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)

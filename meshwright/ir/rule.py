@@ -16,10 +16,11 @@ operator's rule is declared as a line is ``meshwright.ir.notation``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.ir.declared.operator import Operators
 from meshwright.ir.graph import Op
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.notation import RuleError as RuleError
@@ -154,6 +155,24 @@ class Local:
 
 Localize = Callable[[Op, Local], tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]]
 """(op, local) -> (target, args, kwargs) for one rank."""
+
+
+class Rules(Mapping[str, OpRule]):
+    """The rules of a graph's operators by op name, and what else is declared of every operator by target."""
+
+    __slots__ = ("_by_name", "operators")
+
+    def __init__(self, by_name: Mapping[str, OpRule], operators: Operators) -> None:
+        self._by_name, self.operators = by_name, operators
+
+    def __getitem__(self, name: str) -> OpRule:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
 
 
 def place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Sequence[bool]) -> Placed:

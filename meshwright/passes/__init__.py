@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Program
-from meshwright.ir.rule import OpRule
+from meshwright.ir.rule import Rules
 from meshwright.passes.fuse import fuse_gathers
 from meshwright.passes.lower import lower
 from meshwright.passes.stages import cut_stages
@@ -15,7 +15,7 @@ PASSES: tuple[Callable[[Program], Program], ...] = (fuse_gathers,)
 """Applied in this order to the lowered program."""
 
 
-def rank_program(plan: Plan, rules: Mapping[str, OpRule], rank: int) -> Program:
+def rank_program(plan: Plan, rules: Rules, rank: int) -> Program:
     """The program of the whole model at one rank's place on the mesh; ``rules``: of every operator of the plan's graph, by op
     name. It is what ``verify`` and ``typecheck`` take; with a pipeline the rank then runs ``cut_stages`` of it."""
     program = lower(plan, rules, rank)

@@ -23,7 +23,7 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import TIME, Plan, PlanError
 from meshwright.ir.program import SEED, SEEDS, Port, Program, Segment, Stored
 from meshwright.ir.reshard import Step, reshard
-from meshwright.ir.rule import Local, OpRule, Placed, place
+from meshwright.ir.rule import Local, Placed, Rules, place
 from meshwright.ir.sharding import Sharding
 
 PROLOGUE = -2
@@ -40,7 +40,7 @@ class _Draft:
     forms: dict[str, dict[Sharding, str]] = field(default_factory=dict)
 
 
-def lower(plan: Plan, rules: Mapping[str, OpRule], rank: int) -> Program:
+def lower(plan: Plan, rules: Rules, rank: int) -> Program:
     """The program of one rank.
 
     ``rules``: the rule of every operator of ``plan.graph`` by op name. Raises PlanError where the plan does not fit them.
@@ -51,7 +51,7 @@ def lower(plan: Plan, rules: Mapping[str, OpRule], rank: int) -> Program:
 class _Lowering:
     """The state of one walk: what every value has become so far."""
 
-    def __init__(self, plan: Plan, rules: Mapping[str, OpRule], rank: int) -> None:
+    def __init__(self, plan: Plan, rules: Rules, rank: int) -> None:
         self.plan, self.rules, self.rank = plan, rules, rank
         self.graph, self.mesh = plan.graph, plan.mesh
         count = plan.schedule.microbatches
@@ -95,7 +95,7 @@ class _Lowering:
             stored=tuple(self.stored.values()),
             output_tree=map_refs(self.graph.output_tree, lambda ref: Ref(self.out_names[ref.name])),
             loss=None if self.graph.loss is None else self.out_names[self.graph.loss],
-            mutations=mutations, microbatches=self.plan.schedule.microbatches,
+            mutations=mutations, operators=self.rules.operators, microbatches=self.plan.schedule.microbatches,
             cuts=tuple((name, dim) for name, dim in self.cuts.items() if name in used),
             constants=self.graph.constants, compute_dtype=dtype, signature=self.graph.signature,
             changes=self.graph.changes, classes=self.graph.classes,

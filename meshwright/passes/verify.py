@@ -21,10 +21,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from meshwright.errors import VerifyError
-from meshwright.ir.graph import Graph, Op, Ref, refs
+from meshwright.ir.declared.operator import Linear
+from meshwright.ir.graph import Graph, Op, Ref, map_refs, refs
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import TIME
 from meshwright.ir.program import SEED, Port, Program, Segment, Stored
@@ -32,8 +32,6 @@ from meshwright.ir.rule import OpRule
 from meshwright.ir.sharding import Sharding, ShardingError, format_sharding
 from meshwright.passes.infer import Form, MismatchError, Site, assignments, outcome, same_call, same_parts, without
 from meshwright.passes.transfers import TRANSFERS
-
-LINEARS = ("aten.linear.default", "mw.fused_linear")
 
 Choices = frozenset[tuple[str, int]]
 """(operator, which of its options) that a form depends on."""
@@ -260,18 +258,24 @@ class _Verifier:
         for weight, bias, (parts, turned) in zip(weights, biases, forms, strict=True):
             outputs = op.outputs[len(found) : len(found) + parts]
             origin = self.graph.ops[self.graph.producers[outputs[0]]] if outputs[0] in self.graph.producers else None
-            if origin is None or origin.target not in LINEARS or origin.outputs != outputs:
+            if origin is None or (how := self._linear(origin)) is None or origin.outputs != outputs:
                 raise MismatchError("outputs of linears of the graph", ", ".join(f"%{output}" for output in outputs))
-            if origin.target == LINEARS[0]:
-                args: tuple[Any, ...] = (Ref(whole), weight) if bias is None else (Ref(whole), weight, bias)
-            else:
-                args = (Ref(whole), weight, bias, parts, turned)
-            linear = replace(origin, args=args, kwargs=())
+            if (how.bias is None) != (bias is None) or how[3:] != (parts, turned) or origin.inputs.count(how.x.name) != 1:
+                raise MismatchError(f"a linear like {origin}", f"bias {bias}, parts {parts}, transposed {turned}")
+            read = {how.x: Ref(whole), how.weight: weight, how.bias: bias}
+            linear = replace(
+                origin, args=map_refs(origin.args, read.__getitem__), kwargs=map_refs(origin.kwargs, read.__getitem__)
+            )
             try:
                 found += self._apply(linear, origin, list(linear.inputs), env, segment)
             except MismatchError as error:
                 raise _fails(error, str(op), origin.module) from None
         return found
+
+    def _linear(self, origin: Op) -> Linear | None:
+        """An operator of the graph as a linear, if it is one."""
+        read = self.program.operators[origin.target].linear
+        return None if read is None else read(origin)
 
     def _apply(
         self, op: Op, origin: Op, names: list[str], inside: Mapping[str, Known], segment: Segment

@@ -106,7 +106,7 @@ class _Assembly:
         for stored in self.program.stored:
             if not under_fsdp(stored, self.mesh):
                 self.slots[stored.value] = self._loose(stored)
-        runners = {id(segment): Runner(segment, self.groups) for segment in self.program.segments}
+        runners = {id(segment): Runner(segment, self.groups, self.program.operators) for segment in self.program.segments}
         calls: list[Callable[..., tuple[object, ...]]] = []
         children: list[nn.Module] = []
         main = _main(self.program)

@@ -33,6 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.ir.declared.operator import Operators
 from meshwright.ir.program import Program, Segment
 from meshwright.runtime.codegen import generate
 from meshwright.runtime.collectives import Group
@@ -124,8 +125,9 @@ def read(slots: Sequence[Slot], apart: bool = False) -> list[Tensor]:
 class Runner:
     """A segment: reads its parameters and runs its code, twice where it is recomputed in the backward."""
 
-    def __init__(self, segment: Segment, groups: Groups) -> None:
+    def __init__(self, segment: Segment, groups: Groups, operators: Operators) -> None:
         self.segment, self.groups = segment, groups
+        self.kept = operators.kept_by(segment.graph, segment.recompute)
         self.arguments: tuple[str, ...] = ()  # names in the order of the call, those that the slots bring last
         self.slots: Sequence[Slot] = ()
         self.training = True
@@ -135,31 +137,22 @@ class Runner:
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         if self.segment.recompute == "none" or not torch.is_grad_enabled():
             return self._run(*inputs)
-        contexts: dict[str, Any] = {"context_fn": _selective} if self.segment.recompute == "selective" else {}
+        contexts: dict[str, Any] = {"context_fn": self._keeping} if self.kept else {}
         # the program's random operators are functions of a seed: nothing to preserve
         result: tuple[Any, ...] = checkpoint(self._run, *inputs, use_reentrant=False, preserve_rng_state=False, **contexts)
         return result
+
+    def _keeping(self) -> Any:
+        """Contexts of a checkpoint that keeps the results of what is declared costly, or must not run twice."""
+        return create_selective_checkpoint_contexts(self._policy)
+
+    def _policy(self, _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if str(op) in self.kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def _run(self, *inputs: Any) -> tuple[Any, ...]:
         if self.training not in self._code:
             self._code[self.training] = generate(self.segment.graph, self.arguments, self.groups, self.training)
         return self._code[self.training](*inputs, *read(self.slots, self.apart))
-
-
-def _selective() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
-
-
-def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what is dear to make again, matrix products and reductions between ranks; recompute attention and the rest."""
-    return CheckpointPolicy.MUST_SAVE if str(op) in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-_KEPT = frozenset({
-    "aten.mm.default", "aten.addmm.default", "aten.convolution.default", "aten._grouped_mm.default",
-    "_c10d_functional.all_reduce.default", "_c10d_functional.reduce_scatter_tensor.default",
-    "_c10d_functional.all_to_all_single.default",
-})
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from rich.text import Text
 from meshwright.compiler.placement.costs import BACKWARD, GATHER, REDUCE, SEND_BACK, Costs, Variant
 from meshwright.cost.cluster import Cluster, ClusterError
 from meshwright.cost.compute import Fused, fusion
+from meshwright.ir.declared.operator import Work
 from meshwright.ir.graph import Op
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import TIME, Plan, PlanError
@@ -134,7 +135,7 @@ def prices(facts: Facts, op: Op) -> list[Price]:
     not in the catalogue."""
     plan, rule = facts.plan, facts.rules[op.name]
     index = plan.graph.ops.index(op)
-    fused = fusion(plan.graph)[index]
+    fused = fusion(plan.graph, facts.rules.operators)[index]
     costs = _costs(plan)
     time = plan.schedule.time.get(op.name)
     timed = Mesh((*plan.mesh.axes, TIME), (*plan.mesh.sizes, plan.schedule.microbatches))
@@ -167,7 +168,7 @@ def _price(
     times = 1 if op.name in plan.schedule.prologue else plan.schedule.microbatches
     operands = [s.local_shape(graph.values[n].shape, timed) for s, n in zip(body.operands, op.inputs, strict=True)]
     results = [s.local_shape(graph.values[n].shape, timed) for s, n in zip(body.results, op.outputs, strict=True)]
-    compute = sum(costs.op(op, operands, results, graph, fused))
+    compute = sum(costs.op(op.target, facts.rules.operators[op.target], Work.of(op, graph, operands, results), fused))
     moving = sum(costs.internal(rule, assignment))
     for source, target, name in _reshards(facts, op, placed):
         value = graph.values[name]

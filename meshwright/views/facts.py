@@ -22,7 +22,7 @@ from meshwright.ir.graph import Op
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Program, Stored
 from meshwright.ir.reshard import KINDS
-from meshwright.ir.rule import OpRule, Placed, place
+from meshwright.ir.rule import OpRule, Placed, Rules, place
 from meshwright.ir.sharding import format_sharding
 from meshwright.passes.lower import lower
 from meshwright.planner import rules_of
@@ -54,7 +54,7 @@ class Facts:
     """A plan with everything that follows from it, by operator name and by parameter value."""
 
     plan: Plan
-    rules: Mapping[str, OpRule]
+    rules: Rules
     placed: Mapping[str, Placed]
     stored: Mapping[str, Stored]
     collectives: tuple[Collective, ...]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from meshwright.cost.operators import operator
+from meshwright.compiler.rules import default_rules
 from meshwright.ir.graph import Graph, Op, Ref, map_refs
 
 READ_AT_ONCE = frozenset({"mw.batch_norm"})
@@ -19,7 +19,7 @@ READ_AT_ONCE = frozenset({"mw.batch_norm"})
 
 def keep_old_values(graph: Graph) -> Graph:
     """The graph with a copy of every updated buffer that is read for longer than an operator runs."""
-    updated = _updated(graph)
+    updated, operators = _updated(graph), default_rules().operators
     roots = {name: name for name in updated}  # value -> the buffer that it is, or is a view of
     kept: set[str] = set()
     for op in graph.ops:
@@ -28,7 +28,7 @@ def keep_old_values(graph: Graph) -> Graph:
             continue
         if any(graph.values[name].differentiable for name in op.outputs):
             kept.update(roots[name] for name in read)
-        elif operator(op.target).kind == "view":
+        elif operators[op.target].kind == "view":
             roots.update(dict.fromkeys(op.outputs, roots[read[0]]))
     kept.update(roots[new] for old, new in graph.mutations if new in roots and new != old)
     return _copied(graph, [name for name in updated if name in kept]) if kept else graph

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from meshwright.compiler.rules import default_rules
 from meshwright.ir.gradients.custom import CUSTOM
 from meshwright.ir.graph import Graph, Op, Ref, Value, map_refs
 
@@ -115,15 +116,11 @@ def eliminate_dead_code(graph: Graph) -> Graph:
     return replace_fields(graph, ops=tuple(ops), values=values)
 
 
-_CUT = ("detach", "ones_like", "zeros_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like", "new_ones",
-        "new_zeros", "new_full", "new_empty")
-
-
 def mark_differentiable(graph: Graph) -> Graph:
     """Set ``Value.differentiable``: floating, and a function of a trainable parameter."""
-    through = {param.value for param in graph.params if param.trainable}
+    through, operators = {param.value for param in graph.params if param.trainable}, default_rules().operators
     for op in graph.ops:
-        if op.target.split(".")[1] not in _CUT and any(name in through for name in op.inputs):
+        if operators[op.target].gradient and any(name in through for name in op.inputs):
             cut = op.target == CUSTOM and [not flag for flag in op.args[0].differentiable]
             through.update(name for i, name in enumerate(op.outputs)
                            if _continuous(graph.values[name].dtype) and not (cut and cut[i]))

@@ -34,14 +34,14 @@ from meshwright.compiler.placement.costs import (
 from meshwright.compiler.placement.tables import Array, ResourceTables
 from meshwright.compiler.solver.chain import BlockModel, Edge
 from meshwright.compiler.solver.elimination import prune
-from meshwright.compiler.structure.activations import Shape, operand_shapes, saved_by
+from meshwright.compiler.structure.activations import operand_shapes
 from meshwright.compiler.structure.positions import Place, Position, operands, results
 from meshwright.cost.compute import Fused
-from meshwright.cost.memory.memory import extra_saved_bytes
-from meshwright.cost.operators import operator
+from meshwright.cost.memory.saved import saved_beside, saved_for_backward
+from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Op
 from meshwright.ir.plan import Schedule
-from meshwright.ir.rule import OpRule, Placed, place
+from meshwright.ir.rule import Placed, Rules, place
 from meshwright.ir.sharding import Sharding
 
 ROOT = ""
@@ -84,7 +84,7 @@ class Builder:
     """
 
     def __init__(
-        self, scope: Scope, rules: Mapping[str, OpRule], schedule: Schedule, tables: ResourceTables, *,
+        self, scope: Scope, rules: Rules, schedule: Schedule, tables: ResourceTables, *,
         whole: frozenset[str], tied: frozenset[str], fused: Mapping[str, Fused | None], root_variants: Sequence[Variant],
     ) -> None:
         self.scope, self.graph, self.mesh = scope, scope.graph, scope.mesh
@@ -130,31 +130,22 @@ class Builder:
         read = operand_shapes(op, self.graph, rule, self.schedule)
         made = [self.tables.shapes[name] for name in op.outputs]
         times = 1 if op.name in self.schedule.prologue else self.schedule.microbatches
-        saved = [index for index in saved_by(op, self.graph)[1] if op.outputs[index] in self.tables.saved.values]
+        operators = self.rules.operators
+        operator, saved = operators[op.target], saved_for_backward(op, self.graph, operators)[1]
+        saved = tuple(index for index in saved if op.outputs[index] in self.tables.saved.values)
+        flows = any(self.graph.values[name].differentiable for name in op.outputs)
         unary = np.zeros((len(found), RESOURCES))
         for row, assignment, where in zip(unary, found, placed, strict=True):
             local = local_shapes(where, read, self.mesh, False), local_shapes(where, made, self.mesh, True)
-            seconds = (*self.costs.op(op, *local, self.graph, self.fused[op.name]), *self.costs.internal(rule, assignment))
+            work = Work.of(op, self.graph, *local)
+            seconds = (*self.costs.op(op.target, operator, work, self.fused[op.name]), *self.costs.internal(rule, assignment))
             row[[FORWARD, BACKWARD, HOST, HOST_BACK, SEND, SEND_BACK]] = np.array(seconds) * times
             row[SAVED] = sum(self.tables.bytes(op.outputs[index], where.results[index]) for index in saved)
-            row[SAVED] += self._beside(op, differentiable, *local)
-            row[TRANSIENT] = self._space(op, local[0])
+            row[SAVED] += saved_beside(operator, work) if flows else 0.0
+            row[TRANSIENT] = _space(operator, work)
         model.add(unary)
         model.op_choices.append(found)
         model.placed.append(placed)
-
-    def _beside(self, op: Op, needs: Sequence[bool], operands: Sequence[Shape], results: Sequence[Shape]) -> int:
-        """Bytes that autograd keeps beside operands and results: masks, statistics."""
-        if not any(self.graph.values[name].differentiable for name in op.outputs):
-            return 0
-        return extra_saved_bytes(op.target, operands, results, self.graph.values[op.inputs[0]].dtype, op.args, needs=needs)
-
-    def _space(self, op: Op, operands: Sequence[Shape]) -> int:
-        """Bytes of the gradient of a loss's logits, which is as large as anything: in fp32, and in their own dtype."""
-        if operator(op.target).kind != "loss" or not operands:
-            return 0
-        itemsize = self.graph.values[op.inputs[0]].dtype.itemsize
-        return math.prod(operands[0]) * (max(4, itemsize) + (itemsize if itemsize < 4 else 0))
 
     def _leaves_whole(self, op: Op, where: Placed) -> bool:
         pairs = zip(op.outputs, where.results, strict=True)
@@ -259,6 +250,14 @@ class Builder:
         uses = dict.fromkeys(use for _, use, _ in model.parameter_uses if self.tables.trainable[use])
         group = float(sum(self.graph.values[use].numel for use in uses))
         return self.tables.parameter(name, needs, variant, group, unit)
+
+
+def _space(operator: Operator, work: Work) -> int:
+    """Bytes of the gradient of a loss's logits, which is as large as anything: in fp32, and in their own dtype."""
+    if operator.kind != "loss" or not work.operands:
+        return 0
+    itemsize = work.reads.itemsize
+    return math.prod(work.operands[0]) * (max(4, itemsize) + (itemsize if itemsize < 4 else 0))
 
 
 def _pruned(model: Model) -> Model:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.compiler.structure.dims import Dim, DimClasses, sequence_dims
-from meshwright.cost.operators import operator
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.pins import PinError, Pins
@@ -182,14 +181,15 @@ def _contracted_weights(op: Op, rule: OpRule, scope: Scope) -> set[str]:
     results = {factor for dims in rule.results for factor in dims}
     factors: set[str] = set()
     for name, dims in zip(op.inputs, rule.operands, strict=True):
-        if _viewed(name, scope.graph) in weights and any(factor is not None and factor not in results for factor in dims):
+        if _viewed(name, scope) in weights and any(factor is not None and factor not in results for factor in dims):
             factors.update(factor for factor in dims if factor is not None)
     return factors
 
 
-def _viewed(name: str, graph: Graph) -> str:
+def _viewed(name: str, scope: Scope) -> str:
     """The value that a value is a view of: a weight that is turned before it is contracted is still that weight."""
-    while name in graph.producers and operator((op := graph.ops[graph.producers[name]]).target).kind == "view" and op.inputs:
+    graph, operators = scope.graph, scope.classes.rules.operators
+    while name in graph.producers and operators[(op := graph.ops[graph.producers[name]]).target].kind == "view" and op.inputs:
         name = op.inputs[0]
     return name
 

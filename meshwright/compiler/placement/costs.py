@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 from meshwright.cost import compute, overlap
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
-from meshwright.ir.graph import Graph, Op, Value
+from meshwright.ir.declared.operator import Operator, Work
+from meshwright.ir.graph import Value
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.reshard import KINDS, reshard
 from meshwright.ir.rule import OpRule, Placed
@@ -118,19 +119,15 @@ class Costs:
         return self._collective[key]
 
     def op(
-        self, op: Op, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], graph: Graph,
-        fused: compute.Fused | None,
+        self, target: str, operator: Operator, work: Work, fused: compute.Fused | None
     ) -> tuple[float, float, float, float]:
         """Seconds (forward, backward) of one call on LOCAL shapes, and what the host takes to start it; ``fused``: what its
         fused kernel reads and writes."""
-        dtype = graph.values[op.outputs[0]].dtype
-        needs = tuple(graph.values[name].differentiable for name in op.inputs)
-        literals = tuple((at, arg) for at, arg in (*enumerate(op.args), *op.kwargs) if isinstance(arg, bool | int | float))
-        key = (op.target, tuple(operands), tuple(results), dtype, literals, needs, fused)
+        literals = tuple((at, arg) for at, arg in (*enumerate(work.args), *work.kwargs) if isinstance(arg, bool | int | float))
+        key = (target, work.operands, work.results, work.makes, literals, work.needs, fused)
         if key not in self._op:
             self._op[key] = (
-                *compute.seconds(op.target, operands, results, dtype, self.device, op.args, op.kwargs, fused, needs),
-                *compute.started(op.target, operands, results, dtype, self.device, fused, needs),
+                *compute.seconds(operator, work, self.device, fused), *compute.started(operator, work, self.device, fused),
             )
         return self._op[key]
 

@@ -34,12 +34,12 @@ from meshwright.compiler.structure.folding import Folded, fold
 from meshwright.compiler.structure.microbatch import split_time
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.operators import operator
+from meshwright.ir.declared.operator import Work
 from meshwright.ir.graph import Graph, Op, Value
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import PlanError, Schedule
-from meshwright.ir.rule import OpRule, Placed
+from meshwright.ir.rule import Placed, Rules
 from meshwright.ir.sharding import Sharding
 
 DATA, TENSOR = "dp", "tp"
@@ -91,13 +91,13 @@ class Placements:
     """Solves placements of one graph on one cluster, each once."""
 
     def __init__(
-        self, graph: Graph, cluster: Cluster, rules: Mapping[str, OpRule], pins: Pins, *, itemsize: int, state_bytes: float,
+        self, graph: Graph, cluster: Cluster, rules: Rules, pins: Pins, *, itemsize: int, state_bytes: float,
         recompute: Sequence[str],
     ) -> None:
         self.graph, self.cluster, self.pins = graph, cluster, pins
         self.itemsize, self.state_bytes, self.recompute = itemsize, state_bytes, tuple(recompute)
         self.folded: Folded = fold(graph)
-        self.rules = {op.name: rules[op.name] for op in self.folded.graph.ops}
+        self.rules = Rules({op.name: rules[op.name] for op in self.folded.graph.ops}, rules.operators)
         self._classes = DimClasses(self.folded.graph, self.rules)
         self._known: dict[tuple[int, int], Placement] = {}
 
@@ -119,7 +119,7 @@ class Placements:
         pieces = batch_size(graph) // samples
         data = max(d for d in range(1, self.cluster.world // tensor + 1) if pieces % d == 0)
         mesh, count = Mesh((DATA, TENSOR), (data, tensor)), pieces // data
-        schedule = split_time(graph, dict(self.rules), count, batch_inputs(graph))
+        schedule = split_time(graph, self.rules, count, batch_inputs(graph))
         costs = Costs(self.cluster, mesh, microbatches=count, itemsize=self.itemsize, state_bytes=self.state_bytes)
         kept = (DATA,) if data > 1 else ()
         variants = [Variant(0, kept, (), kind) for kind in self.recompute]
@@ -213,18 +213,16 @@ class _Reader:
         weights = {param.value for param in graph.params if param.trainable}
         total = 0.0
         for i, op in enumerate(position.ops(graph)):
-            if operator(op.target).kind == "view" and op.inputs and op.inputs[0] in weights:
+            operator = self.owner.rules.operators[op.target]
+            if operator.kind == "view" and op.inputs and op.inputs[0] in weights:
                 weights.update(op.outputs)
-            if operator(op.target).kind != "matmul" or not weights.intersection(op.inputs):
+            if operator.kind != "matmul" or not weights.intersection(op.inputs):
                 continue
-            shapes = self._local(op, model.placed[i][chosen[i]])
-            needs = [graph.values[name].differentiable for name in op.inputs]
-            without = [need and name not in weights for need, name in zip(needs, op.inputs, strict=True)]
-            dtype, device = graph.values[op.outputs[0]].dtype, self.owner.cluster.device
-            both, left = (
-                compute.seconds(op.target, *shapes, dtype, device, op.args, op.kwargs, None, n)[1] for n in (needs, without)
-            )
-            total += both - left
+            both = Work.of(op, graph, *self._local(op, model.placed[i][chosen[i]]))
+            needs = tuple(need and name not in weights for need, name in zip(both.gradients, op.inputs, strict=True))
+            device = self.owner.cluster.device
+            without = compute.seconds(operator, replace(both, needs=needs), device)[1]
+            total += compute.seconds(operator, both, device)[1] - without
         return total
 
     def _local(self, op: Op, placed: Placed) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

@@ -6,8 +6,8 @@
                      assignments, copies and groups                        (``Problem.decode``)
 
 How a block's parameters are kept and whether it is recomputed are its variants. Under recomputation its forward runs again
-in the backward, what it reads is saved, and what it would have saved comes back while it runs (``_recomputed``); selective
-recomputation keeps the results of matrix products and does not run them again. It stops where torch's checkpoint does, at the
+in the backward, what it reads is saved, and what it would have saved comes back while it runs (``_recomputed``); what an
+operator's declaration keeps (``Operator.keeps_results``) does not run again. It stops where torch's checkpoint does, at the
 last operator that keeps anything, before it if that keeps operands only (``_skipped``), unless the software ``repeats`` it all.
 """
 
@@ -40,12 +40,12 @@ from meshwright.compiler.placement.costs import (
 )
 from meshwright.compiler.placement.tables import Array, ResourceTables
 from meshwright.compiler.solver.chain import BlockModel, Chain, Edge, Kind, Solution
-from meshwright.compiler.structure.activations import body_shapes, saved_by, saved_values
+from meshwright.compiler.structure.activations import body_shapes, saved_values
 from meshwright.compiler.structure.positions import alike, cut, renaming, several_readers
 from meshwright.cost.compute import fusion
-from meshwright.cost.operators import operator
+from meshwright.cost.memory.saved import saved_for_backward
 from meshwright.ir.plan import GroupChoice, PlanError, Schedule
-from meshwright.ir.rule import OpRule
+from meshwright.ir.rule import Rules
 from meshwright.ir.sharding import Sharding
 
 
@@ -70,20 +70,20 @@ class Problem:
     """
 
     def __init__(
-        self, scope: Scope, rules: Mapping[str, OpRule], schedule: Schedule, costs: Costs,
+        self, scope: Scope, rules: Rules, schedule: Schedule, costs: Costs,
         block_variants: Sequence[Variant], root_variants: Sequence[Variant],
     ) -> None:
         self.graph, self.mesh, self.schedule = scope.graph, scope.mesh, schedule
         self.block_variants, self.root_variants = tuple(block_variants), tuple(root_variants)
         shapes = body_shapes(self.graph, rules, schedule)
         self.tables = ResourceTables(
-            self.graph, scope.mesh, schedule, costs, shapes, saved_values(self.graph), scope.of_parameters
+            self.graph, scope.mesh, schedule, costs, shapes, saved_values(self.graph, rules.operators), scope.of_parameters
         )
         self.positions, whole = cut(self.graph)
         self.tied = several_readers(self.graph)
         self.builder = Builder(
             scope, rules, schedule, self.tables, whole=whole, tied=self.tied, root_variants=self.root_variants,
-            fused=dict(zip((op.name for op in self.graph.ops), fusion(self.graph), strict=True)),
+            fused=dict(zip((op.name for op in self.graph.ops), fusion(self.graph, rules.operators), strict=True)),
         )
         self._serves: list[int] = []  # position -> the first position like it
         self._models: dict[int, Model] = {}
@@ -164,7 +164,7 @@ class Problem:
                 unary[var] += self.builder.parameter(model, name, needs, variant, unit)
             edges = model.edges
             if variant.recompute != "none":
-                unary, edges = self._recomputed(number, model, unary, self._dear(number, variant.recompute))
+                unary, edges = self._recomputed(number, model, unary, self._lasting(number, variant.recompute))
             blocks.append(BlockModel(tuple(model.sizes), tuple(unary), tuple(edges)))
         return Kind(tuple(blocks), tuple(np.zeros(RESOURCES) for _ in blocks), *coupling)
 
@@ -181,10 +181,10 @@ class Problem:
         return Unit(ahead=max(served) > 0, behind=min(served) < len(self.graph.blocks) - 1)
 
     def _recomputed(
-        self, number: int, model: Model, unary: Sequence[Array], dear: frozenset[int]
+        self, number: int, model: Model, unary: Sequence[Array], lasting: frozenset[int]
     ) -> tuple[list[Array], list[Edge]]:
-        """The block whose forward runs again in the backward, but for the operators in ``dear``, whose results are kept, and
-        for those at its end that nothing in the backward waits for."""
+        """The block whose forward runs again in the backward, but for the ``lasting`` operators, whose results are kept,
+        and for those at its end that nothing in the backward waits for."""
         seen: dict[tuple[int, bool], Array] = {}
         last, skipped = self._skipped(number)
 
@@ -195,8 +195,8 @@ class Problem:
                 seen[key] = np.where(forbidden, np.inf, np.where(forbidden, 0.0, table) @ matrix)
             return seen[key]
 
-        changed = [through(array, var in dear or var in skipped) for var, array in enumerate(unary)]
-        for var in dear:
+        changed = [through(array, var in lasting or var in skipped) for var, array in enumerate(unary)]
+        for var in lasting:
             changed[var] = changed[var] + np.outer(self._results(number, model, var), np.eye(RESOURCES)[SAVED])
         for name, (var, states) in model.states.items():
             if var in model.entry:
@@ -206,7 +206,7 @@ class Problem:
         edges = []
         for e in model.edges:
             maker = makers.get(e.i, e.i)
-            table = through(e.table, maker in dear or maker in skipped or (e.j in skipped and e.j != last))
+            table = through(e.table, maker in lasting or maker in skipped or (e.j in skipped and e.j != last))
             edges.append(Edge(e.i, e.j, table, e.rows, e.cols))
         return changed, edges
 
@@ -225,17 +225,17 @@ class Problem:
         """The last operator that keeps anything, and those that recomputation does not come to: what follows it, and itself
         where it keeps operands only (they are there before it runs)."""
         ops = self.positions[number].ops(self.graph)
-        saved = [saved_by(op, self.graph) for op in ops]
+        saved = [saved_for_backward(op, self.graph, self.builder.rules.operators) for op in ops]
         keeping = [(i, results) for i, (operands, results) in enumerate(saved) if operands or results]
         if not keeping or self.tables.costs.device.repeats:
             return -1, frozenset()
         last, results = keeping[-1]
         return last, frozenset(range(last + bool(results), len(ops)))
 
-    def _dear(self, number: int, recompute: str) -> frozenset[int]:
-        """Operators that selective recomputation keeps: the matrix products."""
-        ops = self.positions[number].ops(self.graph)
-        return frozenset(i for i, op in enumerate(ops) if recompute == "selective" and operator(op.target).kind == "matmul")
+    def _lasting(self, number: int, recompute: str) -> frozenset[int]:
+        """Operators whose results are kept under a recomputation instead of being made again."""
+        ops, operators = self.positions[number].ops(self.graph), self.builder.rules.operators
+        return frozenset(i for i, op in enumerate(ops) if operators[op.target].keeps_results(recompute))
 
     # reading the solution
 

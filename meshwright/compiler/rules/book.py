@@ -1,16 +1,17 @@
-"""The book of rules: which operator has which rule, and the rule of one call.
+"""The book of operators: every declaration by target, and the rule of one call.
 
-A *declaration* is a line of the notation or a function of the ``Call``, with an optional localizer that rewrites the call for
-one rank. ``RuleBook.rule_for`` instantiates it on an operator's shapes; instances are cached by target, shapes and
-literals, so repeated layers cost one look-up. Users add theirs with ``register_rule``; the registered rules live in the
-current context (``contextvars``), the built-in ones in the tables of this folder.
+A ``Declaration`` is all that is said about an operator: its sharding rule (a line of the notation or a function of the
+``Call``), a localizer that rewrites the call for one rank, and its ``Operator`` (cost, what autograd keeps, recomputation).
+``RuleBook.rule_for`` instantiates the rule on an operator's shapes; instances are cached by target, shapes and literals, so
+repeated layers cost one look-up. Users add theirs with ``register_rule``; the registered ones live in the current context
+(``contextvars``), the built-in ones in the tables of this folder.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -18,28 +19,32 @@ from typing import Any
 
 import torch
 
-from meshwright.compiler.rules.call import Call, RuleFunction, bind
+from meshwright.compiler.rules.call import Call, RuleFunction, bind, products_of
+from meshwright.ir.declared.operator import Cost, Linear, Operator, Operators, Saves
 from meshwright.ir.draws import Seeded, draws
 from meshwright.ir.graph import Graph, Op, Ref
 from meshwright.ir.notation import Line, parse_line
-from meshwright.ir.rule import Localize, OpRule, RuleError
+from meshwright.ir.rule import Localize, OpRule, RuleError, Rules
 
 TABLES = (
-    "pointwise", "matmul", "views", "joining", "normalization", "attention", "indexing", "reductions", "loss", "convolution",
-    "factories", "random", "recurrent", "custom.splits",
+    "pointwise", "matmul", "views", "joining", "normalization", "sequence", "indexing", "reductions", "loss", "convolution",
+    "factories", "random", "lowered", "custom.splits",
 )
 """Modules of this folder, each with a table ``RULES`` of target -> declaration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """A line or a function, and a localizer for the calls that need one."""
+    """All that is said about an operator. ``rule`` None: it has no sharding rule, in a captured graph it would run whole."""
 
-    rule: Line | RuleFunction
+    rule: Line | RuleFunction | None
     localize: Localize | None = None
+    operator: Operator = field(default_factory=Operator)
 
     def instance(self, call: Call) -> OpRule:
         """The rule of one call."""
+        if self.rule is None:
+            return call.whole(known=False)
         if isinstance(self.rule, Line):
             return call.line(self.rule, localize=self.localize)
         rule = self.rule(call)
@@ -50,9 +55,26 @@ class Declaration:
         return replace(rule, localize=self.localize)
 
 
-def declare(rule: str | RuleFunction, localize: Localize | None = None) -> Declaration:
-    """A declaration from a line's text or from a function."""
-    return Declaration(parse_line(rule) if isinstance(rule, str) else rule, localize)
+def declare(
+    rule: str | RuleFunction | None, localize: Localize | None = None, *, cost: str | Cost = "copy", saves: str | Saves = "0",
+    recompute: str = "allowed", runs: str = "", gradient: bool = True, elementwise: bool = False,
+    saves_of: Callable[[tuple[Any, ...]], Saves] | None = None, linear: Callable[[Op], Linear | None] | None = None,
+) -> Declaration:
+    """A declaration from a line's text or from a function; see ``ir.declared`` for the rest.
+
+    ``cost``: a ``Cost`` or its kind. ``saves``: a ``Saves`` or its words. ``runs``: names of overloads in a row.
+    The products of a "matmul" that is a line follow from it.
+    """
+    line = parse_line(rule) if isinstance(rule, str) else rule
+    price = Cost(cost) if isinstance(cost, str) else cost
+    if price.kind == "matmul" and price.products is None:
+        if not isinstance(line, Line):
+            raise RuleError('cost="matmul" needs the matrix products: declare the rule as a line, from which they follow, or '
+                            'give cost=Cost("matmul", products=...)')
+        price = replace(price, products=products_of(line))
+    kept = Saves.parse(saves) if isinstance(saves, str) else saves
+    operator = Operator(price, kept, recompute, tuple(runs.split()), gradient, elementwise, saves_of, linear)
+    return Declaration(line, localize, operator)
 
 
 @dataclass(frozen=True)
@@ -69,11 +91,20 @@ class RuleBook:
 
     def known(self, target: str) -> bool:
         """Whether the book has a rule for an operator such as "aten.linear.default"."""
-        return target in self.declarations
+        return target in self.declarations and self.declarations[target].rule is not None
+
+    @functools.cached_property
+    def operators(self) -> Operators:
+        """What is declared of every operator apart from its rule."""
+        return Operators(MappingProxyType({target: found.operator for target, found in self.declarations.items()}))
 
     def adding(self, target: str, declaration: Declaration) -> RuleBook:
-        """The book with one more rule, which replaces an older one of the same operator."""
+        """The book with one more declaration, which replaces an older one of the same operator."""
         return RuleBook(MappingProxyType({**self.declarations, target: declaration}))
+
+    def rules_of(self, graph: Graph) -> Rules:
+        """The rules of all operators of a graph."""
+        return Rules({op.name: self.rule_for(op, graph) for op in graph.ops}, self.operators)
 
     def rule_for(self, op: Op, graph: Graph) -> OpRule:
         """The rule of one operator of a graph; an unknown operator is whole on every rank (``known=False``). One that draws
@@ -114,7 +145,7 @@ def _key(argument: Any, graph: Graph) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def builtin_rules() -> RuleBook:
-    """The rules that come with meshwright."""
+    """The declarations that come with meshwright."""
     declarations: dict[str, Declaration] = {}
     for name in TABLES:
         table: Mapping[str, Declaration] = importlib.import_module(f"meshwright.compiler.rules.{name}").RULES
@@ -128,23 +159,41 @@ _registered: ContextVar[RuleBook | None] = ContextVar("meshwright_rules", defaul
 
 
 def default_rules() -> RuleBook:
-    """The built-in rules and those registered in this context."""
+    """The built-in declarations and those registered in this context."""
     return _registered.get() or builtin_rules()
 
 
-def register_rule(target: str | Any, rule: str | RuleFunction, *, localize: Localize | None = None) -> None:
-    """Give an operator a sharding rule, in the current context (threads started later begin without it).
+def register_rule(
+    target: str | Any, rule: str | RuleFunction, *, localize: Localize | None = None, cost: str | Cost | None = None,
+    saves: str | Saves | None = None, recompute: str | None = None,
+) -> None:
+    """Declare an operator, in the current context (threads started later begin without it).
 
-    ``target``: "mylib.scale.default", an ``OpOverload``, or what ``torch.library.custom_op`` returned. ``rule``: a line of
-    the notation, or a function ``(call: Call) -> OpRule``. ``localize``: ``(op, local) -> (target, args, kwargs)``, where
-    the call has literals that depend on the shapes. Raises RuleError for a line that cannot be read.
+    ``target``: "mylib.scale.default", an ``OpOverload``, or what ``torch.library.custom_op`` returned.
+    ``rule``: how it splits: a line of the notation, or a function ``(call: Call) -> OpRule``.
+    ``localize``: ``(op, local) -> (target, args, kwargs)``, where the call has literals that depend on the shapes.
+    ``cost``: its kind of work ("pointwise", "reduce", "matmul", ...), or a ``Cost``; the products of a "matmul" follow from the
+    line. Not given: it moves its data.
+    ``saves``: what autograd keeps for the backward: "0:1 1:0" for a product, "r0" for its first result, or a ``Saves``. Not
+    given: its first operand.
+    ``recompute``: "allowed" in the backward, "costly" (selective recomputation keeps its results), or "forbidden" (a second run
+    would make something else). Not given: allowed.
 
-    >>> register_rule("mylib.scale.default", "*b k, k! -> *b k")
+    Of an operator that is declared already, built in or by an earlier call, what is not given of the last three stays. Raises
+    RuleError for what cannot be read.
+
+    >>> register_rule("mylib.scale.default", "*b k, k! -> *b k", cost="pointwise", saves="0:1 1:0")
     >>> default_rules().known("mylib.scale.default")
     True
     """
-    name = _target_name(target)
-    _registered.set(default_rules().adding(name, declare(rule, localize)))
+    name, book = _target_name(target), default_rules()
+    before = book.operators[name]
+    line = declare(rule, localize, cost=before.cost if cost is None else cost, saves=before.saves if saves is None else saves,
+                   recompute=before.recompute if recompute is None else recompute)
+    same = recompute in (None, before.recompute)
+    operator = replace(line.operator, runs=before.runs if same else (), gradient=before.gradient,
+                       elementwise=before.elementwise, linear=before.linear)
+    _registered.set(book.adding(name, replace(line, operator=operator)))
 
 
 def _target_name(target: Any) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from meshwright.ir.declared.operator import Product, Products, Shape, Work
 from meshwright.ir.graph import Graph, GraphError, Op, Ref
 from meshwright.ir.notation import Dim, Line, Term, parse_line
 from meshwright.ir.operators import overload
@@ -241,6 +242,51 @@ def _misfit(line: Line, call: Call, why: str) -> RuleError:
     shapes = ", ".join(str(list(operand.shape)) for operand in call.operands)
     results = ", ".join(str(list(result.shape)) for result in call.results)
     return RuleError(f"the rule of {call.target} does not fit: {why}\n  rule: {line}\n  call: {shapes} -> {results}")
+
+
+def products_of(line: Line) -> Products:
+    """The matrix product that a line means: of its first two operands, as in einsum.
+
+    A factor of both operands and a result is its batch, one of both that no result has is contracted.
+
+    >>> products_of(parse_line("*b k, n k, n? -> *b n"))(Work(((2, 3, 8), (4, 8)), ((2, 3, 4),)))
+    (Product(batch=1, m=6, n=4, k=8),)
+    """
+    if len(line.operands) < 2:
+        raise RuleError(f"a matrix product has two operands, the rule has {len(line.operands)}\n  rule: {line}")
+
+    def products(work: Work) -> tuple[Product, ...]:
+        left, right = (_sizes(term, shape) for term, shape in zip(line.operands[:2], work.operands[:2], strict=True))
+        made: dict[str, int] = {}
+        for term, shape in zip(line.results, work.results, strict=True):
+            made.update(_sizes(term, shape))
+        both = left.keys() & right.keys()
+        return (
+            Product(
+                batch=math.prod(made[f] for f in both & made.keys()),
+                m=math.prod(left[f] for f in left.keys() - both if f in made),
+                n=math.prod(right[f] for f in right.keys() - both if f in made),
+                k=math.prod(max(left[f], right[f]) for f in both - made.keys()),
+            ),
+        )
+
+    return products
+
+
+def _sizes(term: Term, shape: Shape) -> dict[str, int]:
+    """The size of every named dim of a tensor; dims of an ellipsis go by their distance from its end, unless they are 1."""
+    sizes: dict[str, int] = {}
+    extent = len(shape) - sum(not dim.many for dim in term.dims)
+    at = 0
+    for dim in term.dims:
+        count = extent if dim.many else 1
+        for i, size in enumerate(shape[at : at + count]):
+            if dim.kind == "ellipsis" and size != 1:
+                sizes[f"...{count - i}"] = size
+            elif dim.name:
+                sizes[f"{dim.name}{i}" if dim.many else dim.name] = size
+        at += count
+    return sizes
 
 
 def schema(target: str) -> tuple[Argument, ...] | None:

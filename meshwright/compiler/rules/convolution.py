@@ -5,10 +5,13 @@ A split of the input channels leaves a pending sum; with a bias, which must be a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, words
+from meshwright.ir.declared.operator import Cost, Product, Saves, Work
 from meshwright.ir.rule import Factor, OpRule
 
 
@@ -26,10 +29,24 @@ def _convolution(call: Call) -> OpRule:
     return call.rule(operands, [[*samples, o, *spatial]], whole=["i"] if bias is not None else [])
 
 
+def _windows(work: Work) -> Sequence[Product]:
+    """A row for every place of the result, as long as the window."""
+    result, weight = work.results[0], work.operands[1]
+    channels = result[1] if len(result) > 1 else 1
+    return (Product(1, math.prod(result) // max(channels, 1), channels, math.prod(weight[1:])),)
+
+
+def _spread(work: Work) -> Sequence[Product]:
+    """A transposed one: a row for every place of the input, which is spread over a window of the result."""
+    x, weight = work.operands[:2]
+    channels = x[-(len(weight) - 1)]
+    return (Product(1, math.prod(x) // max(channels, 1), math.prod(weight[1:]), channels),)
+
+
 CONVOLUTIONS = words(
-    "convolution.default conv1d.default conv2d.default conv3d.default conv1d.padding conv2d.padding conv3d.padding "
-    "conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"
+    "convolution.default conv1d.default conv2d.default conv3d.default conv1d.padding conv2d.padding conv3d.padding"
 )
+TRANSPOSED = words("conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input")
 
 
 def _sampled(call: Call) -> OpRule:
@@ -43,16 +60,24 @@ def _line(space: int, results: int = 1) -> str:
     return f"*b{dots} -> " + ", ".join([f"*b{dots}"] * results)
 
 
+convolved = partial(
+    declare, _convolution, cost=Cost("matmul", products=_windows), saves="0:1 1:0", recompute="costly",
+    runs="aten.convolution.default",
+)
+largest = partial(declare, saves=Saves.parse("0 r1", beside=lambda work: math.prod(work.results[0]) * 8))
+
+
 def _rules() -> dict[str, Declaration]:
-    rules = {f"aten.{name}": declare(_convolution) for name in CONVOLUTIONS}
+    rules = {f"aten.{name}": convolved() for name in CONVOLUTIONS}
+    rules |= {f"aten.{name}": convolved(cost=Cost("matmul", products=_spread)) for name in TRANSPOSED}
     for space in (1, 2, 3):
         average = _line(space) + " ; +0"
         rules[f"aten.avg_pool{space}d.default"] = declare(average)
-        rules[f"aten.adaptive_avg_pool{space}d.default"] = declare(average)
-        rules[f"aten.max_pool{space}d.default"] = declare(_line(space))
-        rules[f"aten.max_pool{space}d_with_indices.default"] = declare(_line(space, 2))
-        rules[f"aten.adaptive_max_pool{space}d.default"] = declare(_line(space, 2))
-        rules[f"aten.upsample_nearest{space}d.vec"] = declare(average)
+        rules[f"aten.adaptive_avg_pool{space}d.default"] = declare(average, saves="" if space < 3 else "0")
+        rules[f"aten.max_pool{space}d.default"] = largest(_line(space))
+        rules[f"aten.max_pool{space}d_with_indices.default"] = largest(_line(space, 2))
+        rules[f"aten.adaptive_max_pool{space}d.default"] = declare(_line(space, 2), saves="0 r1" if space == 2 else "0")
+        rules[f"aten.upsample_nearest{space}d.vec"] = declare(average, saves="" if space == 2 else "0")
     for name, space in (("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)):
         rules[f"aten.upsample_{name}{space}d.vec"] = declare(_line(space) + " ; +0")
     rules["aten._adaptive_avg_pool2d.default"] = declare("*b . . -> *b . . ; +0")

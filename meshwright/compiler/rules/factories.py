@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Rewritten, argument, rewrite
@@ -40,12 +41,15 @@ def _whole(call: Call) -> OpRule:
     return call.whole()
 
 
+made = partial(declare, cost="factory", saves="", gradient=False)
+
 RULES: Mapping[str, Declaration] = {
-    **{f"aten.{name}.default": declare("-> ...", _sized) for name in ("zeros", "ones", "full")},
-    "aten.empty.memory_format": declare("-> ...", _sized),
-    **{f"aten.new_{name}.default": declare(_new) for name in ("zeros", "ones", "full", "empty")},
-    **{f"aten.{name}_like.default": declare("... -> ...") for name in ("zeros", "ones", "full", "empty")},
-    **{f"aten.arange.{name}": declare(_arange) for name in ("default", "start", "start_step")},
-    **{f"aten.{name}": declare(_whole) for name in ("scalar_tensor.default", "linspace.default", "eye.default", "eye.m")},
-    **{f"aten.{name}.default": declare(_whole) for name in ("tril_indices", "triu_indices")},
+    **{f"aten.{name}.default": made("-> ...", _sized) for name in ("zeros", "ones", "full")},
+    "aten.empty.memory_format": made("-> ...", _sized),
+    **{f"aten.new_{name}.default": made(_new) for name in ("zeros", "ones", "full", "empty")},
+    **{f"aten.{name}_like.default": made("... -> ...") for name in ("zeros", "ones", "full", "empty")},
+    **{f"aten.arange.{name}": made(_arange) for name in ("default", "start", "start_step")},
+    **{f"aten.{name}": made(_whole) for name in ("scalar_tensor.default", "linspace.default", "eye.default", "eye.m")},
+    **{f"aten.{name}.default": made(_whole) for name in ("tril_indices", "triu_indices")},
+    "aten.one_hot.default": made("*b -> *b ."),
 }

@@ -8,11 +8,13 @@ the ids it owns, zeros elsewhere, and the result is a pending sum.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Operand, Rewritten, argument, broadcast_dims, dims_of
+from meshwright.ir.declared.operator import Cost, Work
 from meshwright.ir.graph import Op
 from meshwright.ir.rule import Factor, Local, OpRule
 
@@ -28,6 +30,11 @@ def _embedding_local(op: Op, local: Local) -> Rewritten:
     names = ("padding_idx", "scale_grad_by_freq", "sparse")
     piece = local.operand_piece(0, 0)
     return "mw.embedding", (op.args[0], op.args[1], *piece, *(argument(op, name) for name in names)), ()
+
+
+def _masked_rows(work: Work) -> tuple[float, float]:
+    """Rows of ids that other ranks own are masked on the way out, and gradients on the way back."""
+    return float(work.made_bytes()), 2.0 * work.made_bytes()
 
 
 def _index(call: Call) -> OpRule:
@@ -117,19 +124,21 @@ def _index_fill(call: Call) -> OpRule:
     return call.rule([dims, [None]], [dims], linear=[[0]] if call["value"] == 0 else [])
 
 
+looked_up = partial(declare, cost="gather", saves="1")
+
 RULES: Mapping[str, Declaration] = {
-    "aten.embedding.default": declare(_embedding),
-    "aten.index.Tensor": declare(_index),
-    "aten.index_put.default": declare(_index_put),
-    "aten.index_select.default": declare(_index_select),
-    "aten.gather.default": declare(_gather),
-    "aten.take_along_dim.default": declare(_take_along_dim),
-    "aten.scatter.src": declare(_scatter),
-    "aten.scatter.value": declare(_scatter),
-    "aten.scatter_add.default": declare(_scatter),
+    "aten.embedding.default": looked_up(_embedding),
+    "mw.embedding": looked_up(None, cost=Cost("gather", space=_masked_rows)),
+    "aten.index.Tensor": looked_up(_index),
+    "aten.index_put.default": looked_up(_index_put),
+    "aten.index_select.default": looked_up(_index_select),
+    "aten.gather.default": looked_up(_gather),
+    "aten.take_along_dim.default": looked_up(_take_along_dim),
+    "aten.scatter.src": looked_up(_scatter),
+    "aten.scatter.value": looked_up(_scatter),
+    "aten.scatter_add.default": looked_up(_scatter),
     "aten.scatter_reduce.two": declare(_scatter),
-    "aten.index_add.default": declare(_index_add),
+    "aten.index_add.default": looked_up(_index_add),
     "aten.index_copy.default": declare(_index_add),
     "aten.index_fill.int_Scalar": declare(_index_fill),
-    "aten.one_hot.default": declare("*b -> *b ."),
 }

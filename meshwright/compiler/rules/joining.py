@@ -7,9 +7,11 @@ operator here is linear, in all joined operands together.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, dims_of
+from meshwright.ir.declared.operator import Cost
 from meshwright.ir.rule import Factor, OpRule
 
 
@@ -104,23 +106,28 @@ def _meshgrid(call: Call) -> OpRule:
     return call.rule(operands, [result] * len(call.results))
 
 
+JOIN = Cost("linear", passes=lambda work: range(len(work.operands)))
+shown = partial(declare, cost="view", saves="")
+copied = partial(declare, cost="copy", saves="")
+
 RULES: Mapping[str, Declaration] = {
-    "aten.cat.default": declare(_cat),
-    "aten.stack.default": declare(_stack),
-    "aten.slice.Tensor": declare(_slice),
-    "aten.narrow.default": declare(_along),
-    "aten.split.Tensor": declare(_along),
-    "aten.split_with_sizes.default": declare(_along),
-    "aten.chunk.default": declare(_along),
-    "aten.select.int": declare(_select),
-    "aten.unbind.int": declare(_select),
-    "aten.slice_scatter.default": declare(_slice_scatter),
-    "aten.select_scatter.default": declare(_select_scatter),
-    "aten.flip.default": declare(_flip),
-    "aten.roll.default": declare(_roll),
-    "aten.pad.default": declare(_pad),
-    "aten.constant_pad_nd.default": declare(_pad),
-    "aten.unfold.default": declare(_unfold),
+    "aten.cat.default": declare(_cat, cost=JOIN, saves=""),
+    "aten.stack.default": declare(_stack, cost=JOIN, saves=""),
+    "aten.slice.Tensor": shown(_slice),
+    "aten.narrow.default": shown(_along),
+    "aten.split.Tensor": shown(_along),
+    "aten.split_with_sizes.default": shown(_along),
+    "aten.unsafe_split.Tensor": shown(None),
+    "aten.chunk.default": shown(_along),
+    "aten.select.int": shown(_select),
+    "aten.unbind.int": shown(_select),
+    "aten.slice_scatter.default": copied(_slice_scatter),
+    "aten.select_scatter.default": copied(_select_scatter),
+    "aten.flip.default": declare(_flip, cost="linear", saves=""),
+    "aten.roll.default": declare(_roll, cost="linear", saves=""),
+    "aten.pad.default": copied(_pad),
+    "aten.constant_pad_nd.default": copied(_pad),
+    "aten.unfold.default": shown(_unfold),
     "aten.meshgrid.indexing": declare(_meshgrid),
     "aten.diff.default": declare(_diff),
 }

@@ -6,12 +6,15 @@ label's logit are all-reduced inside, and its results are complete on every rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Rewritten, broadcast_dims, dims_of, numel, rewrite, words
+from meshwright.ir.declared.operator import Cost, Saves, Work
 from meshwright.ir.graph import Op
 from meshwright.ir.rule import Factor, Local, OpRule, Traffic
 
@@ -64,13 +67,37 @@ def _whole(call: Call) -> OpRule:
 ELEMENTWISE = words(
     "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div"
 )
-CLASSES = words("cross_entropy_loss nll_loss nll_loss2d nll_loss_nd")
+
+def _wide(work: Work) -> float:
+    """Bytes of the logits in fp32."""
+    return float(math.prod(work.operands[0]) * max(4, work.reads.itemsize))
+
+
+def _exponentials(work: Work) -> tuple[float, float]:
+    """The logits in fp32 where they are not, and their exponentials; the gradient in fp32 where they are not."""
+    narrow = work.reads.itemsize < 4
+    return _wide(work) * (1 + narrow), _wide(work) if narrow else 0.0
+
+
+def _tokens(work: Work) -> float:
+    """For every token its maximum, its label, and two masks."""
+    return math.prod(work.operands[0][:-1]) * (4 + 8 + 1 + 1)
+
+
+labelled = partial(declare, cost="loss", saves="1")
+compared = partial(declare, _elementwise_loss, cost="pointwise", saves="0 1")
+PROBABILITIES = Saves.parse("1", beside=lambda work: work.read_bytes())
 
 RULES: Mapping[str, Declaration] = {
-    "mw.cross_entropy": declare(_cross_entropy),
-    "mw.valid_count": declare("*b -> ()"),
-    **{f"aten.{name}.default": declare(_class_loss) for name in CLASSES},
-    "aten.nll_loss_forward.default": declare(_whole),
+    "mw.cross_entropy": declare(
+        _cross_entropy, cost=Cost("loss", space=_exponentials), saves=Saves.parse("0 1", beside=_tokens)
+    ),
+    "mw.valid_count": declare("*b -> ()", cost="reduce", saves=""),
+    "aten.cross_entropy_loss.default": labelled(_class_loss, saves=PROBABILITIES),
+    "aten.nll_loss.default": labelled(_class_loss),
+    "aten.nll_loss2d.default": declare(_class_loss),
+    "aten.nll_loss_nd.default": declare(_class_loss),
+    "aten.nll_loss_forward.default": labelled(_whole),
     "aten.nll_loss2d_forward.default": declare(_whole),
-    **{f"aten.{name}.default": declare(_elementwise_loss) for name in ELEMENTWISE},
+    **{f"aten.{name}.default": compared() for name in ELEMENTWISE},
 }

@@ -6,7 +6,9 @@ sum: each rank adds its n-th part, which keeps the call, and the gradients, the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import (
@@ -19,6 +21,7 @@ from meshwright.compiler.rules.call import (
     numel,
     rewrite,
 )
+from meshwright.ir.declared.operator import Cost, Linear, Product, Work
 from meshwright.ir.graph import Op
 from meshwright.ir.notation import RuleError, parse_line
 from meshwright.ir.rule import Factor, Local, OpRule, Traffic
@@ -139,22 +142,69 @@ def _grouped_mm(call: Call) -> OpRule:
     return call.rule(operands, [[None, "n"]], units=units if aligned else None, whole=whole)
 
 
+def _rows_by_weight(work: Work) -> Sequence[Product]:
+    """A linear, whose weight may hold several parts or be turned."""
+    left, right = work.operands[:2]
+    return (Product(1, math.prod(left[:-1]), math.prod(right) // max(left[-1], 1), left[-1]),)
+
+
+def _groups(work: Work) -> Sequence[Product]:
+    left, right = work.operands[:2]
+    groups = right[0] if len(right) == 3 else 1
+    return (Product(groups, -(-left[0] // max(groups, 1)), right[-1], left[-1]),)
+
+
+def _matrices(work: Work, at: int = 0) -> Sequence[Product]:
+    """Matrices or vectors, with batch dims in front."""
+    left, right = work.operands[at : at + 2]
+    if len(left) <= 1 or len(right) <= 1:
+        return (Product(1, math.prod(left[:-1]), 1 if len(right) <= 1 else right[-1], left[-1] if left else 1),)
+    if len(right) == 2:
+        return (Product(1, math.prod(left[:-1]), right[-1], left[-1]),)
+    return (Product(math.prod(work.results[0][:-2]), left[-2], right[-1], left[-1]),)
+
+
+def _contracted(work: Work) -> Sequence[Product]:
+    """``tensordot``: what is left of either operand is rows or columns."""
+    k = math.prod(work.operands[0][int(dim)] for dim in work.literal(2, "dims_self", ()))
+    return (Product(1, math.prod(work.operands[0]) // max(k, 1), math.prod(work.operands[1]) // max(k, 1), k),)
+
+
+def _plain_linear(op: Op) -> Linear:
+    x, weight, bias = (argument(op, name) for name in ("input", "weight", "bias"))
+    return Linear(x, weight, bias)
+
+
+def _linear_of_parts(op: Op) -> Linear | None:
+    """Not one whose bias counts for a part."""
+    return None if "terms" in dict(op.kwargs) else Linear(*op.args[:5])
+
+
+LINEAR = Cost("matmul", products=_rows_by_weight)
+SECOND = Cost("matmul", products=partial(_matrices, at=1), left=1)
+MM = "aten.mm.default aten.addmm.default"
+"""What the dispatcher runs in the place of a linear."""
+product = partial(declare, cost=Cost("matmul", products=_matrices), saves="0:1 1:0")
+weighted = partial(product, cost=LINEAR, recompute="costly", runs=MM)
+added = partial(declare, cost=SECOND, saves="1:2 2:1")
+
 RULES: Mapping[str, Declaration] = {
-    "aten.linear.default": declare("*b k, n k, n? -> *b n", _linear),
-    "mw.fused_linear": declare(_fused_linear),
-    "aten.mm.default": declare("m k, k n -> m n"),
-    "aten.bmm.default": declare("b m k, b k n -> b m n"),
+    "aten.linear.default": weighted("*b k, n k, n? -> *b n", _linear, linear=_plain_linear),
+    "mw.linear": weighted(None),
+    "mw.fused_linear": weighted(_fused_linear, linear=_linear_of_parts),
+    "aten.mm.default": product("m k, k n -> m n", recompute="costly"),
+    "aten.bmm.default": product("b m k, b k n -> b m n"),
     "aten.bilinear.default": declare("*b i!, *b j!, n i! j!, n? -> *b n"),
     "aten.cdist.default": declare("... m k!, ... n k! -> ... m n"),
-    "aten.mv.default": declare("m k, k -> m"),
-    "aten.dot.default": declare("k, k -> ()"),
+    "aten.mv.default": product("m k, k -> m"),
+    "aten.dot.default": product("k, k -> ()"),
     "aten.vdot.default": declare("k, k -> ()"),
     "aten.outer.default": declare("m, n -> m n"),
-    "aten.addmm.default": declare(_product_plus("m k, k n -> m n"), _scaled_beta),
-    "aten.baddbmm.default": declare(_product_plus("b m k, b k n -> b m n"), _scaled_beta),
+    "aten.addmm.default": added(_product_plus("m k, k n -> m n"), _scaled_beta, recompute="costly"),
+    "aten.baddbmm.default": added(_product_plus("b m k, b k n -> b m n"), _scaled_beta),
     "aten.addmv.default": declare(_product_plus("m k, k -> m"), _scaled_beta),
-    "aten.matmul.default": declare(_matmul),
-    "aten.einsum.default": declare(_einsum),
-    "aten.tensordot.default": declare(_tensordot),
-    "aten._grouped_mm.default": declare(_grouped_mm),
+    "aten.matmul.default": product(_matmul),
+    "aten.einsum.default": product(_einsum),
+    "aten.tensordot.default": product(_tensordot, cost=Cost("matmul", products=_contracted)),
+    "aten._grouped_mm.default": product(_grouped_mm, cost=Cost("matmul", products=_groups), recompute="costly"),
 }

@@ -6,10 +6,13 @@ inside ``mw.batch_norm`` (forward: the mean, then the squares around it; backwar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import partial
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Rewritten, argument, dims_of, numel, rewrite
+from meshwright.ir.declared.operator import Bytes, Saves, Work
 from meshwright.ir.graph import Op
 from meshwright.ir.rule import Factor, Local, OpRule, Traffic
 
@@ -96,20 +99,38 @@ def _batch_norm_local(op: Op, local: Local) -> Rewritten:
     return rewrite(op, count=shape[0] * numel(shape[2:]), axes=axes)
 
 
+def _rows(statistics: int) -> Bytes:
+    """So many fp32 numbers for every row."""
+    return lambda work: math.prod(work.operands[0][:-1]) * statistics * 4
+
+
+def _samples(work: Work) -> float:
+    return work.operands[0][0] * 2 * 4
+
+
+def _channels(work: Work) -> float:
+    return work.operands[0][1] * 2 * 4 if len(work.operands[0]) > 1 else 0
+
+
+softmax = partial(declare, _softmax, cost="reduce", saves="r0")
+layer_norm = partial(declare, _layer_norm, cost="norm", saves=Saves.parse("0 1", beside=_rows(2)))
+group_norm = partial(declare, _group_norm, _group_norm_local, cost="norm", saves=Saves.parse("0 1", beside=_samples))
+batch_norm = partial(declare, cost="norm", saves=Saves.parse("0 1:0", beside=_channels))
+
 RULES: Mapping[str, Declaration] = {
-    "aten.softmax.int": declare(_softmax),
-    "aten._softmax.default": declare(_softmax),
+    "aten.softmax.int": softmax(),
+    "aten._softmax.default": softmax(),
     "aten._safe_softmax.default": declare(_softmax),
-    "aten.log_softmax.int": declare(_softmax),
-    "aten._log_softmax.default": declare(_softmax),
-    "aten.layer_norm.default": declare(_layer_norm),
-    "aten.native_layer_norm.default": declare(_layer_norm),
-    "aten.rms_norm.default": declare(_layer_norm),
+    "aten.log_softmax.int": softmax(),
+    "aten._log_softmax.default": softmax(),
+    "aten.layer_norm.default": layer_norm(),
+    "aten.native_layer_norm.default": layer_norm(),
+    "aten.rms_norm.default": layer_norm(saves=Saves.parse("0 1", beside=_rows(1))),
     "aten._fused_rms_norm.default": declare(_layer_norm),
-    "aten.group_norm.default": declare(_group_norm, _group_norm_local),
-    "aten.native_group_norm.default": declare(_group_norm, _group_norm_local),
-    "aten.instance_norm.default": declare(_instance_norm),
+    "aten.group_norm.default": group_norm(),
+    "aten.native_group_norm.default": group_norm(),
+    "aten.instance_norm.default": declare(_instance_norm, cost="norm", saves="0 1:0"),
     "aten._weight_norm.default": declare(_weight_norm),
-    "aten.batch_norm.default": declare(_fixed_batch_norm),
-    "mw.batch_norm": declare(_batch_norm),
+    "aten.batch_norm.default": batch_norm(_fixed_batch_norm),
+    "mw.batch_norm": batch_norm(_batch_norm),
 }

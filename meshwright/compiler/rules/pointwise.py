@@ -7,34 +7,68 @@ floating types. An operator with a second number instead of a tensor is linear o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Operand, words
+from meshwright.ir.declared.operator import Cost, Work
 from meshwright.ir.rule import Factor, OpRule
 
-UNARY = words(
-    "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu "
-    "hardsigmoid hardswish hardtanh isfinite isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 log_sigmoid "
-    "logical_not logit mish nan_to_num reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh "
-    "softplus sqrt square tan tanh trunc clamp clamp_min clamp_max threshold hardshrink softshrink celu"
+elementwise = partial(declare, elementwise=True)
+
+READS = words(
+    "abs clamp clamp_max clamp_min cos erf gelu hardsigmoid hardswish hardtanh leaky_relu log log1p log2 logit mish silu sin "
+    "softplus square"
 )
-UNARY_LINEAR = words("neg positive clone contiguous alias detach conj conj_physical resolve_conj resolve_neg real imag")
+"""One operand, which the gradient needs."""
+MAKES = words("elu exp expm1 reciprocal relu rsqrt sigmoid sqrt tanh")
+"""One operand; the gradient needs the result."""
+STEPS = words("bitwise_not ceil floor isinf isnan logical_not round sign")
+"""One operand; the gradient is zero, or there is none."""
+UNPRICED = words(
+    "acos acosh asin asinh atan atanh cosh digamma erfc erfinv exp2 frac isfinite isneginf isposinf lgamma log10 log_sigmoid "
+    "nan_to_num relu6 selu sgn signbit sinc sinh tan trunc threshold hardshrink softshrink celu"
+)
+"""One operand, priced as an operator that nobody declared."""
+UNARY_LINEAR = words("positive conj conj_physical resolve_conj resolve_neg real imag")
 CASTS = ("_to_copy.default", "to.dtype", "to.device", "to.dtype_layout")
 BINARY = words(
-    "atan2.default bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor "
-    "bitwise_xor.Scalar bitwise_left_shift.Tensor bitwise_right_shift.Tensor copysign.Tensor __and__.Tensor __and__.Scalar "
-    "__or__.Tensor __or__.Scalar __xor__.Tensor __xor__.Scalar eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar "
-    "le.Tensor le.Scalar gt.Tensor gt.Scalar ge.Tensor ge.Scalar floor_divide.default floor_divide.Scalar fmax.default "
-    "fmin.default fmod.Tensor fmod.Scalar hypot.default isclose.default logaddexp.default logaddexp2.default "
-    "logical_and.default logical_or.default logical_xor.default maximum.default minimum.default pow.Tensor_Tensor "
-    "pow.Tensor_Scalar pow.Scalar remainder.Tensor remainder.Scalar rsub.Scalar xlogy.Tensor clamp_min.Tensor "
-    "clamp_max.Tensor min.other max.other add.Scalar sub.Scalar div.Tensor_mode div.Scalar_mode"
+    "atan2.default bitwise_left_shift.Tensor bitwise_right_shift.Tensor copysign.Tensor __and__.Tensor __and__.Scalar "
+    "__or__.Tensor __or__.Scalar __xor__.Tensor __xor__.Scalar fmax.default fmin.default fmod.Tensor fmod.Scalar hypot.default "
+    "isclose.default logaddexp.default logaddexp2.default xlogy.Tensor"
 )
-IN_PLACE = words(
-    "add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor add_.Scalar mul_.Scalar div_.Scalar pow_.Scalar fill_.Scalar"
+"""Priced as an operator that nobody declared."""
+COMPARED = words(
+    "bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor bitwise_xor.Scalar eq.Tensor "
+    "eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar gt.Tensor gt.Scalar ge.Tensor ge.Scalar "
+    "floor_divide.default floor_divide.Scalar logical_and.default logical_or.default logical_xor.default remainder.Tensor "
+    "remainder.Scalar rsub.Scalar"
 )
-IN_PLACE_UNARY = words("relu silu sigmoid tanh exp neg clamp clamp_min zero")
+"""The gradient needs nothing, or there is none."""
+IN_PLACE = words("sub_.Tensor mul_.Tensor div_.Tensor mul_.Scalar div_.Scalar pow_.Scalar fill_.Scalar")
+IN_PLACE_UNARY = words("relu silu sigmoid exp neg clamp clamp_min zero")
+
+
+def _alike(work: Work) -> Collection[int]:
+    """The operands that have the result's shape: the gradient of a sum is theirs."""
+    return () if "alpha" in dict(work.kwargs) else [i for i, shape in enumerate(work.operands) if shape == work.results[0]]
+
+
+def _first_alike(work: Work) -> Collection[int]:
+    return [0] if work.operands[0] == work.results[0] else ()
+
+
+def _one_more(work: Work) -> tuple[float, float]:
+    return 0.0, float(work.made_bytes())
+
+
+def _two_more(work: Work) -> tuple[float, float]:
+    return 0.0, 2.0 * work.made_bytes()
+
+
+SUM, DIFFERENCE = Cost("linear", passes=_alike), Cost("linear", passes=_first_alike, space=_one_more)
+QUOTIENT, POWER = Cost("pointwise", space=_one_more), Cost("pointwise", space=_two_more)
 
 
 def _sum_of_two(call: Call) -> OpRule:
@@ -100,51 +134,90 @@ def _broadcast_tensors(call: Call) -> OpRule:
     return call.line(f"{terms} -> {terms}")
 
 
-def _two(name: str) -> bool:
-    """Whether an overload of BINARY takes two tensors, not a tensor and a number."""
-    return name.rpartition(".")[2] in ("Tensor", "default", "Tensor_Tensor", "Tensor_mode", "other")
+def _line(name: str) -> str:
+    """The line of an overload of two tensors, or of a tensor and a number."""
+    two = name.rpartition(".")[2] in ("Tensor", "default", "Tensor_Tensor", "Tensor_mode", "other")
+    return "..., ...? -> ..." if two else "... -> ..."
 
 
-def _rules() -> dict[str, Declaration]:
-    pointwise, scaled = "... -> ...", "... -> ... ; +0"
-    rules = {f"aten.{name}.default": declare(pointwise) for name in UNARY}
-    rules |= {f"aten.{name}.default": declare(scaled) for name in UNARY_LINEAR}
-    rules |= {f"aten.{name}_.default": declare(pointwise) for name in IN_PLACE_UNARY}
-    rules |= {f"aten.{name}": declare(scaled) for name in CASTS}
-    rules |= {f"aten.{name}": declare("..., ...? -> ..." if _two(name) else pointwise) for name in BINARY}
-    rules |= {f"aten.{name}": declare("..., ...? -> ..." if _two(name) else pointwise) for name in IN_PLACE}
-    rules |= {f"aten.{name}.Tensor": declare(_sum_of_two) for name in ("add", "sub")}
-    rules |= {f"aten.{name}.Tensor": declare("..., ...? -> ... ; +0 +1") for name in ("mul", "multiply")}
-    rules |= {f"aten.{name}.Tensor": declare("..., ...? -> ... ; +0") for name in ("div", "true_divide", "divide")}
-    rules |= {f"aten.{name}.Scalar": declare(scaled) for name in ("mul", "div")}
-    rules |= {f"aten.where.{name}": declare(_where) for name in ("self", "ScalarOther", "ScalarSelf", "Scalar")}
-    rules |= {f"aten.masked_fill.{name}": declare(_masked_fill) for name in ("Scalar", "Tensor")}
-    rules |= {
-        "aten.copy_.default": declare("..., ... -> ..."),
-        "aten.copy.default": declare("..., ... -> ... ; +1"),
-        "aten.fill.Tensor": declare("..., () -> ... ; +1"),
-        "aten.fill.Scalar": declare(pointwise),
-        "aten.zero.default": declare(pointwise),
-        "aten.masked_fill_.Scalar": declare("..., ... -> ..."),
-        "aten.clamp.Tensor": declare("..., ...?, ...? -> ..."),
-        "aten.addcmul.default": declare("..., ..., ... -> ... ; +0,1 +0,2"),
-        "aten.addcdiv.default": declare("..., ..., ... -> ... ; +0,1"),
-        "aten.lerp.Scalar": declare("..., ... -> ... ; +0,1"),
-        "aten.lerp.Tensor": declare("..., ..., ... -> ... ; +0,1"),
-        "aten.complex.default": declare("..., ... -> ... ; +0,1"),
-        "aten.polar.default": declare("..., ... -> ..."),
-        "aten.expand_as.default": declare("..., ... -> ... ; +0"),
+def _unary() -> dict[str, Declaration]:
+    one, scaled = "... -> ...", "... -> ... ; +0"
+    space = {"rsqrt": POWER}
+    rules = {f"aten.{name}.default": elementwise(one, cost="pointwise") for name in READS}
+    rules |= {f"aten.{name}.default": elementwise(one, cost=space.get(name, "pointwise"), saves="r0") for name in MAKES}
+    rules |= {f"aten.{name}.default": elementwise(one, cost="linear", saves="") for name in STEPS}
+    rules |= {f"aten.{name}.default": elementwise(one) for name in UNPRICED}
+    rules |= {f"aten.{name}.default": elementwise(scaled) for name in UNARY_LINEAR}
+    rules |= {f"aten.{name}_.default": declare(one) for name in IN_PLACE_UNARY}
+    rules |= {f"aten.{name}": elementwise(scaled, cost="linear", saves="") for name in CASTS}
+    return rules | {
+        "aten.neg.default": elementwise(scaled, cost="linear", saves=""),
+        "aten.clone.default": declare(scaled, cost=Cost("copy", passes=lambda work: [0], layout="first"), saves=""),
+        "aten.contiguous.default": declare(scaled, cost=Cost("view", layout="contiguous"), saves=""),
+        "aten.alias.default": declare(scaled, cost="view", saves=""),
+        "aten.detach.default": declare(scaled, cost="view", saves="", gradient=False),
+        "aten.tanh_.default": declare(one, cost="pointwise", saves="r0"),
+        "aten.fill.Scalar": declare(one),
+        "aten.zero.default": declare(one),
         "aten.view_as_complex.default": declare("*b . -> *b ; +0"),
         "aten.view_as_real.default": declare("*b -> *b . ; +0"),
-        "aten.type_as.default": declare(_type_as),
+    }
+
+
+def _binary() -> dict[str, Declaration]:
+    two, first = "..., ...? -> ...", "..., ...? -> ... ; +0"
+    rules = {f"aten.{name}": elementwise(_line(name)) for name in BINARY}
+    rules |= {f"aten.{name}": elementwise(_line(name), cost="linear", saves="") for name in COMPARED}
+    rules |= {f"aten.{name}.default": elementwise(two, cost="pointwise", saves="0 1") for name in ("maximum", "minimum")}
+    rules |= {f"aten.{name}.other": declare(_line(".other"), cost="reduce", saves="r1") for name in ("min", "max")}
+    rules |= {f"aten.{name}.Tensor": elementwise(two, cost="pointwise") for name in ("clamp_min", "clamp_max")}
+    rules |= {f"aten.pow.{name}": elementwise(_line(name), cost=POWER) for name in ("Tensor_Tensor", "Tensor_Scalar", "Scalar")}
+    rules |= {f"aten.{name}": declare(_line(name)) for name in IN_PLACE}
+    rules |= {f"aten.add_.{name}": declare(_line(name), cost="linear", saves="") for name in ("Tensor", "Scalar")}
+    for name, cost in (("add", SUM), ("sub", DIFFERENCE)):
+        rules[f"aten.{name}.Tensor"] = elementwise(_sum_of_two, cost=cost, saves="")
+        rules[f"aten.{name}.Scalar"] = elementwise("... -> ...", cost=cost, saves="")
+    for name in ("Tensor", "Scalar"):
+        rules[f"aten.mul.{name}"] = elementwise(
+            "..., ...? -> ... ; +0 +1" if name == "Tensor" else "... -> ... ; +0", cost="pointwise", saves="0:1 1:0"
+        )
+        rules[f"aten.div.{name}"] = elementwise(
+            first if name == "Tensor" else "... -> ... ; +0", cost=QUOTIENT, saves="0:1 1:0,1"
+        )
+        rules[f"aten.div.{name}_mode"] = elementwise(_line(f"{name}_mode"), cost=QUOTIENT, saves="0:1 1:0,1")
+        rules[f"aten.masked_fill.{name}"] = elementwise(_masked_fill, cost="linear", saves="1")
+    return rules | {
+        "aten.multiply.Tensor": elementwise("..., ...? -> ... ; +0 +1"),
+        "aten.true_divide.Tensor": elementwise(first),
+        "aten.divide.Tensor": elementwise(first),
+    }
+
+
+def _others() -> dict[str, Declaration]:
+    rules = {
+        f"aten.where.{name}": elementwise(_where, cost="pointwise") for name in ("self", "ScalarOther", "ScalarSelf", "Scalar")
+    }
+    return rules | {
+        "aten.copy_.default": declare("..., ... -> ...", saves=""),
+        "aten.copy.default": declare("..., ... -> ... ; +1", saves=""),
+        "aten.fill.Tensor": declare("..., () -> ... ; +1"),
+        "aten.masked_fill_.Scalar": declare("..., ... -> ..."),
+        "aten.clamp.Tensor": elementwise("..., ...?, ...? -> ...", cost="pointwise"),
+        "aten.addcmul.default": elementwise("..., ..., ... -> ... ; +0,1 +0,2", cost="pointwise", saves="0 1:0 2:0"),
+        "aten.addcdiv.default": elementwise("..., ..., ... -> ... ; +0,1"),
+        "aten.lerp.Scalar": elementwise("..., ... -> ... ; +0,1"),
+        "aten.lerp.Tensor": elementwise("..., ..., ... -> ... ; +0,1"),
+        "aten.complex.default": elementwise("..., ... -> ... ; +0,1"),
+        "aten.polar.default": elementwise("..., ... -> ..."),
+        "aten.expand_as.default": declare("..., ... -> ... ; +0", cost="view", saves=""),
+        "aten.type_as.default": declare(_type_as, cost="linear", saves=""),
         "aten.broadcast_tensors.default": declare(_broadcast_tensors),
         "aten.bucketize.Tensor": declare("..., . -> ..."),
         "aten.searchsorted.Tensor": declare(_searchsorted),
         "aten.isin.Tensor_Tensor": declare(_isin),
         "aten.prelu.default": declare(_prelu),
-        "aten._prelu_kernel.default": declare("..., ... -> ..."),
+        "aten._prelu_kernel.default": elementwise("..., ... -> ..."),
     }
-    return rules
 
 
-RULES: Mapping[str, Declaration] = _rules()
+RULES: Mapping[str, Declaration] = {**_unary(), **_binary(), **_others()}

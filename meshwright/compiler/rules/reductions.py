@@ -7,11 +7,13 @@ A sum may be split along the dims it sums: every rank holds a term. A mean is a 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Rewritten, argument, broadcast_dims, dims_of, words
+from meshwright.ir.declared.operator import Cost
 from meshwright.ir.graph import Op
 from meshwright.ir.rule import Factor, Local, OpRule
 
@@ -90,27 +92,41 @@ def _transform(call: Call) -> OpRule:
 
 
 TRANSFORMS = words("fft ifft rfft irfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn fftshift ifftshift")
-WHOLE_DIMS = words(
-    "amax.default amin.default max.default min.default max.dim min.dim argmax.default argmin.default all.default all.dim "
-    "any.default any.dim prod.default prod.dim_int logsumexp.default median.default median.dim norm.Scalar "
-    "norm.ScalarOpt_dim linalg_vector_norm.default var.correction var.dim std.correction std.dim var_mean.correction "
-    "std_mean.correction aminmax.default kthvalue.default mode.default histc.default bincount.default"
+VARIANCES = words("prod.default prod.dim_int var.correction var.dim var_mean.correction")
+"""The gradient needs the operand."""
+EXTREMES = words(
+    "amax.default amin.default logsumexp.default norm.Scalar norm.ScalarOpt_dim linalg_vector_norm.default std.correction "
+    "std.dim"
 )
-ALONG = words(
-    "cumprod.default cummax.default cummin.default logcumsumexp.default sort.default sort.stable argsort.default topk.default "
-    "glu.default"
-)
+"""The gradient needs operand and result."""
+PICKS = words("max.default min.default max.dim min.dim")
+"""The gradient needs where the result was found, which is the second result."""
+TESTS = words("all.default all.dim any.default any.dim")
+COUNTS = words("argmax.default argmin.default histc.default bincount.default")
+WHOLE_DIMS = words("median.default median.dim std_mean.correction aminmax.default kthvalue.default mode.default")
+ALONG = words("cumprod.default cummax.default cummin.default logcumsumexp.default glu.default")
+"""Priced, as the row above, as operators that nobody declared."""
+SUM = Cost("reduce", passes=lambda work: [0])  # an expansion of the result's
+reduced = partial(declare, cost="reduce", saves="")
 
 RULES: Mapping[str, Declaration] = {
-    "aten.sum.default": declare(_sum),
-    "aten.sum.dim_IntList": declare(_sum),
-    "aten.mean.default": declare(_sum, _mean),
-    "aten.mean.dim": declare(_sum, _mean),
-    "aten.count_nonzero.default": declare(_count),
-    "aten.count_nonzero.dim_IntList": declare(_count),
+    "aten.sum.default": reduced(_sum, cost=SUM),
+    "aten.sum.dim_IntList": reduced(_sum, cost=SUM),
+    "aten.mean.default": reduced(_sum, _mean),
+    "aten.mean.dim": reduced(_sum, _mean),
+    "mw.mean": reduced(None, cost=SUM),
+    "aten.count_nonzero.default": reduced(_count),
+    "aten.count_nonzero.dim_IntList": reduced(_count),
     "aten.cosine_similarity.default": declare(_cosine_similarity),
-    "aten.cumsum.default": declare(_cumulative_sum),
+    "aten.cumsum.default": reduced(_cumulative_sum),
+    "aten.topk.default": reduced(_along, saves="r1"),
+    **{f"aten.{name}": reduced(_whole_dims, saves="0") for name in VARIANCES},
+    **{f"aten.{name}": reduced(_whole_dims, saves="0 r0") for name in EXTREMES},
+    **{f"aten.{name}": reduced(_whole_dims, saves="r1") for name in PICKS},
+    **{f"aten.{name}": declare(_whole_dims, cost="linear", saves="") for name in TESTS},
+    **{f"aten.{name}": reduced(_whole_dims) for name in COUNTS},
     **{f"aten.{name}": declare(_whole_dims) for name in WHOLE_DIMS},
     **{f"aten.{name}": declare(_along) for name in ALONG},
+    **{f"aten.{name}": declare(_along, saves="") for name in words("sort.default sort.stable argsort.default")},
     **{f"aten.fft_{name}.default": declare(_transform) for name in TRANSFORMS},
 }

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Rewritten, broadcast_dims, dims_of, rewrite
+from meshwright.ir.declared.operator import Cost, Work
 from meshwright.ir.graph import Op
 from meshwright.ir.rule import Factor, Local, Localize, OpRule
 
@@ -177,30 +179,53 @@ def _diagonal_mask(op: Op, local: Local) -> Rewritten:
     return rewrite(op, diagonal=diagonal + shift)
 
 
+def _order(work: Work) -> Sequence[int]:
+    """Which dim of the operand every dim of a permutation's result is."""
+    ndim = len(work.operands[0])
+    return [int(dim) % ndim for dim in work.args[1]]
+
+
+def _swapped(work: Work) -> Sequence[int]:
+    """The same, where two dims change places: those named, or the last two."""
+    ndim = len(work.operands[0])
+    order = list(range(ndim))
+    if ndim > 1:
+        a, b = (int(dim) % ndim for dim in (work.args[1:3] or (ndim - 2, ndim - 1)))
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+shown = partial(declare, cost="view", saves="")
+reshaped = partial(declare, cost=Cost("view", layout="reshape"), saves="")
+permuted = partial(declare, cost=Cost("view", order=_order), saves="")
+swapped = partial(declare, cost=Cost("view", order=_swapped), saves="")
+copied = partial(declare, cost="copy", saves="")
+
 RULES: Mapping[str, Declaration] = {
-    "aten.reshape.default": declare(_reshape, _sized("shape")),
-    "aten.view.default": declare(_reshape, _sized("size")),
-    "aten._unsafe_view.default": declare(_reshape, _sized("size")),
-    "aten.flatten.using_ints": declare(_reshape, _as_reshape),
-    "aten.unflatten.int": declare(_reshape, _as_reshape),
-    "aten.permute.default": declare(_permute),
-    "aten.transpose.int": declare(_transpose),
-    "aten.t.default": declare(_reversed),
-    "aten.numpy_T.default": declare(_reversed),
-    "aten.mT.default": declare(_matrix_transpose),
+    "aten.reshape.default": reshaped(_reshape, _sized("shape")),
+    "aten.view.default": reshaped(_reshape, _sized("size")),
+    "aten._unsafe_view.default": reshaped(_reshape, _sized("size")),
+    "aten.flatten.using_ints": reshaped(_reshape, _as_reshape),
+    "aten.unflatten.int": shown(_reshape, _as_reshape),
+    "aten.permute.default": permuted(_permute),
+    "aten.transpose.int": swapped(_transpose),
+    "aten.t.default": swapped(_reversed),
+    "aten.numpy_T.default": swapped(_reversed),
+    "aten.mT.default": swapped(_matrix_transpose),
     "aten.adjoint.default": declare(_matrix_transpose),
-    "aten.movedim.intlist": declare(_movedim),
-    "aten.movedim.int": declare(_movedim),
-    "aten.diagonal.default": declare(_diagonal),
-    "aten.unsqueeze.default": declare(_unsqueeze),
-    "aten.squeeze.default": declare(_squeeze, _as_reshape),
-    "aten.squeeze.dim": declare(_squeeze, _as_reshape),
-    "aten.squeeze.dims": declare(_squeeze, _as_reshape),
-    "aten.expand.default": declare(_expand, _sized("size")),
-    "aten.broadcast_to.default": declare(_expand, _sized("size")),
-    "aten.repeat.default": declare(_repeat),
+    "aten.movedim.intlist": shown(_movedim),
+    "aten.movedim.int": shown(_movedim),
+    "aten.as_strided.default": shown(None),
+    "aten.diagonal.default": shown(_diagonal),
+    "aten.unsqueeze.default": shown(_unsqueeze),
+    "aten.squeeze.default": shown(_squeeze, _as_reshape),
+    "aten.squeeze.dim": shown(_squeeze, _as_reshape),
+    "aten.squeeze.dims": shown(_squeeze, _as_reshape),
+    "aten.expand.default": shown(_expand, _sized("size")),
+    "aten.broadcast_to.default": shown(_expand, _sized("size")),
+    "aten.repeat.default": copied(_repeat),
     "aten.tile.default": declare(_repeat),
-    "aten.repeat_interleave.self_int": declare(_repeat_interleave),
-    "aten.tril.default": declare("*b m n -> *b m n ; +0", _diagonal_mask),
-    "aten.triu.default": declare("*b m n -> *b m n ; +0", _diagonal_mask),
+    "aten.repeat_interleave.self_int": copied(_repeat_interleave),
+    "aten.tril.default": copied("*b m n -> *b m n ; +0", _diagonal_mask),
+    "aten.triu.default": copied("*b m n -> *b m n ; +0", _diagonal_mask),
 }

@@ -20,7 +20,7 @@ forward, u the longest forward or backward of a unit, w_b all forwards or all ba
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,11 +29,12 @@ from meshwright.compiler.search.stage_costs import Degrees
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster, Device
-from meshwright.cost.operators import operator
 from meshwright.cost.schedules import SCHEDULES, SPLIT_BACKWARD, V_SHAPED, illegal
+from meshwright.ir.declared.operator import Operator
+from meshwright.ir.declared.operator import Work as Call
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import PinError, Pins
-from meshwright.ir.rule import OpRule
+from meshwright.ir.rule import Rules
 
 _NONE = "none"
 
@@ -213,14 +214,14 @@ def floor(candidate: Candidate, work: Work, most: int = 0) -> float:
 class Floors:
     """The least seconds of a sample on one device: FLOPs of matrix products and attention at their best efficiency."""
 
-    def __init__(self, graph: Graph, rules: Mapping[str, OpRule], device: Device) -> None:
+    def __init__(self, graph: Graph, rules: Rules, device: Device) -> None:
         seconds = 0.0
         for op in graph.ops:
-            operands, results = ([graph.values[name].shape for name in names] for names in (op.inputs, op.outputs))
-            flops = compute.flops(op.target, operands, results, op.args, op.kwargs)
+            operator = rules.operators[op.target]
+            flops = compute.flops(operator, Call.of(op, graph))
             if flops:
                 passes = 1.0 + sum(graph.values[name].differentiable for name in op.inputs[:2]) if op.inputs else 1.0
-                seconds += _fastest(op.target, flops, passes, graph.values[op.outputs[0]].dtype, device)
+                seconds += _fastest(operator, flops, passes, graph.values[op.outputs[0]].dtype, device)
         self.sample = seconds / batch_size(graph)
 
     def work(self, candidate: Candidate) -> Work:
@@ -229,9 +230,9 @@ class Floors:
         return Work(seconds, 2 / 3 * seconds)
 
 
-def _fastest(target: str, flops: float, passes: float, dtype: torch.dtype, device: Device) -> float:
+def _fastest(operator: Operator, flops: float, passes: float, dtype: torch.dtype, device: Device) -> float:
     peak = device.flops(dtype)
-    if operator(target).kind == "attention":
+    if operator.kind == "attention":
         best = [min(1.0, 1.25 * part) for part in (device.attention_forward, device.attention_backward)]
         return flops / peak * (1 / best[0] + (2.5 / best[1] if passes > 1 else 0.0))
     return flops * passes / (peak * device.matmul_efficiency)

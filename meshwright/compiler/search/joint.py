@@ -42,7 +42,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import PlanError
-from meshwright.ir.rule import OpRule
+from meshwright.ir.rule import Rules
 
 Progress = Callable[[str, float], None]
 _FLOPS, _TENSOR, _PLACEMENT, _WAY, _RELAXED = range(5)
@@ -143,7 +143,7 @@ class JointSearch:
     elsewhere, which need not be matched."""
 
     def __init__(
-        self, graph: Graph, cluster: Cluster, rules: Mapping[str, OpRule], pins: Pins, *, itemsize: int, state_bytes: float,
+        self, graph: Graph, cluster: Cluster, rules: Rules, pins: Pins, *, itemsize: int, state_bytes: float,
         capacity: float, recompute: Sequence[str], gap: float = 0.005, limit: float = 20.0, progress: Progress | None = None,
         cutoff: float = float("inf"),
     ) -> None:
@@ -435,7 +435,7 @@ class JointSearch:
 
     # the model
 
-    def _stretch(self, rules: Mapping[str, OpRule]) -> float:
+    def _stretch(self, rules: Rules) -> float:
         """FLOPs of the whole graph over those of the folded one."""
         if self.placements.folded.graph is self.graph or not self.floors.sample:
             return 1.0

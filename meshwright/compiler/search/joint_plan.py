@@ -6,7 +6,6 @@ clock and for ``timeline``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -25,13 +24,13 @@ from meshwright.ir.pins import RECOMPUTE, PinError, Pins
 from meshwright.ir.plan import GroupChoice, Pipeline, Plan, PlanError
 from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate
 from meshwright.ir.quantities import bytes_text
-from meshwright.ir.rule import OpRule
+from meshwright.ir.rule import Rules
 
 SHOWN = 12
 
 
 def search_jointly(
-    graph: Graph, cluster: Cluster, rules: Mapping[str, OpRule], pins: Pins, *, precision: str, state_bytes: float,
+    graph: Graph, cluster: Cluster, rules: Rules, pins: Pins, *, precision: str, state_bytes: float,
     gap: float, limit: float, progress: Progress | None = None, cutoff: float = float("inf"),
 ) -> Outcome:
     """Run the search. A model without blocks is cut between its layers if a pipeline is pinned. Raises PinError,
@@ -81,7 +80,7 @@ class Plans:
 
     outcome: Outcome
     graph: Graph
-    rules: Mapping[str, OpRule]
+    rules: Rules
     cluster: Cluster
     precision: str
     _decoded: dict[tuple[int, Degrees, int], Plan] = field(default_factory=dict)
@@ -101,7 +100,7 @@ class Plans:
     def _placed(self, found: Evaluation) -> Plan:
         """What does not depend on the cuts, how parameters are kept, and recomputation."""
         degrees, graph = found.degrees, self._layers if found.run is not None else self.graph
-        schedule = split_time(graph, dict(self.rules), found.candidate.microbatches, batch_inputs(graph))
+        schedule = split_time(graph, self.rules, found.candidate.microbatches, batch_inputs(graph))
         assignments, copies = found.placement.decode(schedule)
         return Plan(
             graph, degrees.mesh, {name: renamed_assignment(a, degrees) for name, a in assignments.items()},
@@ -115,7 +114,7 @@ class Plans:
 
     @cached_property
     def _flops(self) -> float:
-        return step_flops(self.graph)
+        return step_flops(self.graph, self.rules.operators)
 
 
 def pipeline_of(best: Evaluation) -> Pipeline:

@@ -17,6 +17,7 @@ from meshwright.compiler.placement.problem import totals
 from meshwright.compiler.solver.chain import Chain, Solution
 from meshwright.cost import compute, overlap
 from meshwright.cost.cluster import Cluster
+from meshwright.ir.declared.operator import Operators, Work
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import PlanError
@@ -36,7 +37,7 @@ def bytes_by_kind(chain: Chain, solution: Solution) -> dict[str, float]:
 
 
 def predicted(
-    graph: Graph, cluster: Cluster, chain: Chain, solution: Solution, precision: str, microbatches: int
+    graph: Graph, operators: Operators, cluster: Cluster, chain: Chain, solution: Solution, precision: str, microbatches: int
 ) -> Prediction:
     """What a solution of the blocks' chain takes; recomputation and optimizer are not told apart from compute."""
     forward, backward, send, back, gather, reduce_, first, last, *host = totals(chain, solution)[:, :SECONDS].T
@@ -53,7 +54,7 @@ def predicted(
         exposed_communication_seconds=float((send + back + exposed).sum()),
         bytes_by_kind=bytes_by_kind(chain, solution),
     )
-    return with_throughput(found, graph, step_flops(graph), cluster, precision)
+    return with_throughput(found, graph, step_flops(graph, operators), cluster, precision)
 
 
 def with_throughput(found: Prediction, graph: Graph, flops: float, cluster: Cluster, precision: str) -> Prediction:
@@ -73,13 +74,12 @@ def capacity(cluster: Cluster) -> float:
     return float(cluster.memory_bytes - cluster.device.reserve_bytes)
 
 
-def step_flops(graph: Graph) -> float:
+def step_flops(graph: Graph, operators: Operators) -> float:
     """Model FLOPs of one training step over the whole batch."""
     total = 0.0
     for op in graph.ops:
-        operands, results = ([graph.values[name].shape for name in names] for names in (op.inputs, op.outputs))
         passes = 3 if any(graph.values[name].differentiable for name in op.outputs) else 1
-        total += passes * compute.flops(op.target, operands, results, op.args, op.kwargs)
+        total += passes * compute.flops(operators[op.target], Work.of(op, graph))
     return total
 
 

@@ -1,8 +1,8 @@
 """What a graph is before any placement is chosen: shapes within a micro-batch, and what autograd keeps.
 
-A value is *saved* if the backward of some operator needs it (``saved_by``, from the table of operators); views hand their
-saved result on to what they view. What only linears save may be kept as the shard that a gather started from, and gathered
-again in the backward (Korthikanti et al. 2022).
+A value is *saved* if the backward of some operator needs it (``Saves``); views hand their saved result on to what
+they view. What only linears save may be kept as the shard that a gather started from, and gathered again in the backward
+(Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.cost.operators import of_call, operator
+from meshwright.cost.memory.saved import saved_for_backward
+from meshwright.ir.declared.operator import Operators
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.plan import Schedule
 from meshwright.ir.rule import OpRule
@@ -55,29 +56,16 @@ def _cut(shape: Shape, dims: tuple[str | None, ...], factor: str, count: int) ->
     return (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
 
 
-def saved_by(op: Op, graph: Graph) -> tuple[list[int], list[int]]:
-    """Positions of the (operands, results) that autograd saves for an operator."""
-    needs = [graph.values[name].differentiable for name in op.inputs]
-    if not any(needs):
-        return [], []
-    declared = of_call(op)
-    operands = [
-        at for at, others in declared.operands
-        if at < len(needs) and (not others or any(needs[other] for other in others if other < len(needs)))
-    ]
-    return operands, [at for at in declared.results if at < len(op.outputs)]
-
-
-def saved_values(graph: Graph) -> Saved:
+def saved_values(graph: Graph, operators: Operators) -> Saved:
     """What autograd keeps of a graph, through views."""
     viewed: dict[str, str] = {}
     for op in graph.ops:
-        if operator(op.target).kind == "view" and op.inputs:
+        if operators[op.target].kind == "view" and op.inputs:
             viewed.update({name: viewed.get(op.inputs[0], op.inputs[0]) for name in op.outputs})
     outside = {param.value for param in graph.params}.union(graph.inputs)
     saved, other, makers = set[str](), set[str](), set[str]()
     for op in graph.ops:
-        operands, results = saved_by(op, graph)
+        operands, results = saved_for_backward(op, graph, operators)
         makers.update(op.outputs[i] for i in results)
         if not any(graph.values[name].differentiable for name in op.outputs):
             continue
@@ -85,6 +73,6 @@ def saved_values(graph: Graph) -> Saved:
             if name in outside:
                 continue
             saved.add(viewed.get(name, name))
-            if op.target not in ("aten.linear.default", "mw.fused_linear") or name in viewed:
+            if operators[op.target].linear is None or name in viewed:
                 other.add(viewed.get(name, name))
     return Saved(frozenset(saved), frozenset(saved - other), frozenset(makers & saved))

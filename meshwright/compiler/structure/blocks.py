@@ -3,7 +3,7 @@
 The ops that one module instance makes (its sub-modules' included) are its *run*. A run is a block if
 
     it is contiguous in the graph, and the module was called once;
-    it holds at least two contractions with a parameter (linear, convolution, matrix product): what can be decided inside it;
+    it holds at least two contractions with a parameter (operators declared as matrix products): what can be decided inside it;
     a sibling (a module with the same parent) makes an equal run, up to what takes a gradient (the first layer's input may take
     none), or is a block beside such siblings (a first layer that makes the position bias the others read);
     no module around it is a block: the layers, not what they are made of.
@@ -21,12 +21,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.compiler.capture.movement import TURN
+from meshwright.compiler.rules import default_rules
 from meshwright.ir.graph import Block, Graph, Op, Ref, map_refs
-
-CONTRACTIONS = frozenset({
-    "linear", "fused_linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "_grouped_mm", "tensordot",
-    "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-})
 
 
 @dataclass
@@ -70,9 +66,9 @@ def module_tree(graph: Graph) -> Run:
     """The tree of the modules that made ops, each with its run."""
     weights = {param.value for param in graph.params if not param.buffer}
     weights |= {op.outputs[0] for op in graph.ops if op.target == TURN and op.inputs[0] in weights}
-    root = Run("")
+    root, operators = Run(""), default_rules().operators
     for index, op in enumerate(graph.ops):
-        contracts = op.target.split(".")[1] in CONTRACTIONS and any(name in weights for name in op.inputs)
+        contracts = operators[op.target].kind == "matmul" and any(name in weights for name in op.inputs)
         for run in _ancestors(root, op.module):
             run.start = index if run.start < 0 else run.start
             run.stop = index + 1

@@ -6,10 +6,10 @@ graph. The *batch* is the class of dim 0 of the inputs, the *sequence* the class
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from meshwright.ir.graph import Graph
-from meshwright.ir.rule import OpRule
+from meshwright.ir.rule import Rules
 
 Dim = tuple[str, int]
 
@@ -17,7 +17,7 @@ Dim = tuple[str, int]
 class DimClasses:
     """Union-find over (value, dim), joined by the factors of every operator's rule (``rules``: by its name)."""
 
-    def __init__(self, graph: Graph, rules: Mapping[str, OpRule]) -> None:
+    def __init__(self, graph: Graph, rules: Rules) -> None:
         self.rules = rules
         self._parent: dict[Dim, Dim] = {}
         for op in graph.ops:

@@ -14,6 +14,7 @@ be accumulated; ``split_time`` says which operator that is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from meshwright.ir.graph import Graph, Op, Ref, Value, map_refs
@@ -52,7 +53,7 @@ def split_counts(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops), values=values, output_tree=tree, blocks=blocks)
 
 
-def split_time(graph: Graph, rules: dict[str, OpRule], microbatches: int, batch_inputs: dict[str, int]) -> Schedule:
+def split_time(graph: Graph, rules: Mapping[str, OpRule], microbatches: int, batch_inputs: dict[str, int]) -> Schedule:
     """Which factor the time axis splits in every operator.
 
     ``rules``: the rule of every op by name; ``batch_inputs``: {input: its batch dim}. Raises PlanError naming the first
@@ -96,7 +97,7 @@ def split_time(graph: Graph, rules: dict[str, OpRule], microbatches: int, batch_
 
 
 def _batch_of_prologue(
-    graph: Graph, rules: dict[str, OpRule], free: frozenset[str], batch_inputs: dict[str, int]
+    graph: Graph, rules: Mapping[str, OpRule], free: frozenset[str], batch_inputs: dict[str, int]
 ) -> dict[str, int]:
     """The batch dim of prologue values, followed from the inputs through pass-through factors."""
     where: dict[str, int] = dict(batch_inputs)
@@ -120,7 +121,7 @@ def _factor(
     state: dict[str, int | str | None],
     graph: Graph,
     time: dict[str, str],
-    rules: dict[str, OpRule],
+    rules: Mapping[str, OpRule],
     free: frozenset[str],
 ) -> str | None:
     """The factor the time axis splits in ``op``, given its operands' states; None: nothing of it depends on time."""
@@ -161,7 +162,7 @@ def _demand(
     state: dict[str, int | str | None],
     graph: Graph,
     time: dict[str, str],
-    rules: dict[str, OpRule],
+    rules: Mapping[str, OpRule],
     free: frozenset[str],
 ) -> None:
     """Make a value that was the same in every micro-batch (an expanded position table) come split along ``dim``."""

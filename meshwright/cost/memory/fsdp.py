@@ -66,7 +66,7 @@ class Part:
     def __init__(self, program: Program, main: Sequence[Segment], leaving: Sequence[str], heap: Heap) -> None:
         self.program, self.mesh, self.main, self.leaving, self.heap = program, program.mesh, main, leaving, heap
         held = [stored.value for stored in program.stored]
-        self.scripts = [script_of(segment.graph, held) for segment in self.main]
+        self.scripts = [script_of(segment.graph, held, program.operators) for segment in self.main]
         self.stored = {stored.value: stored for stored in program.stored}
         self.homes = _homes(program.stored, main, leaving)
         self.units = {home: self._unit(home) for home in (*range(len(self.main)), -1)}

@@ -112,7 +112,7 @@ def _prologue(program: Program, heap: Heap) -> dict[str, Storage]:
     held = [stored.value for stored in program.stored]
     for segment in program.segments:
         if segment.prologue:
-            _, made = forward(script_of(segment.graph, held), heap, env)
+            _, made = forward(script_of(segment.graph, held, program.operators), heap, env)
             env.update(made)
     for name, _ in program.cuts:
         env[name] = env.get(name, Storage(0.0, "inputs"))

@@ -7,24 +7,22 @@ operators come in reverse order. One
     reads the gradients of its results, makes those of its operands, then lets go of the former and of what it had kept;
 
 an operand that several operators read sums theirs. Gradients of views and of plain sums are the gradient they come from.
-Beside that an operator needs work space while it runs (``_FORWARD_SPACE``, ``_BACKWARD_SPACE``): copies of the logits in
-cross entropy, the buffer that a gather along an inner dim is put in order from.
+Beside that an operator needs work space while it runs (``Cost.space``): copies of the logits in cross entropy, the buffer that
+a gather along an inner dim is put in order from.
 
 Recomputation: "full" keeps the segment's inputs and runs its forward again before its backward, up to the last operator that
-keeps anything; torch stops before that one if it keeps operands only. "selective" also keeps the results of matrix products and
-reductions between ranks, and does not run those again; what it stopped short of stays until the segment's backward is done.
+keeps anything; torch stops before that one if it keeps operands only. "selective" also keeps the results of operators that are
+declared costly (matrix products, reductions between ranks), and does not run those again; what it stopped short of stays until
+the segment's backward is done.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
-
-from meshwright.cost.memory.memory import extra_saved_bytes, saved_for_backward, storages
-from meshwright.cost.operators import operator, packet
+from meshwright.cost.memory.saved import saved_beside, saved_for_backward, storages
+from meshwright.ir.declared.operator import Operators, Work
 from meshwright.ir.graph import Graph, Op
 
 WORK, ACTIVATIONS, GRADIENTS = "transient", "activations", "gradients"
@@ -92,17 +90,14 @@ class Script:
     kept: tuple[tuple[tuple[str, ...], float], ...]  # per op: (values, bytes beside them)
     last: Mapping[int, tuple[str, ...]]  # op -> roots nobody in the segment reads after it
     weights: frozenset[str]  # parameters and what shows their storage
-    dear: frozenset[int]  # what selective recomputation keeps
+    again: Mapping[str, frozenset[int]]  # recomputation -> the operators whose results it keeps
     gradients: tuple[tuple[tuple[str, float, bool], ...], ...]  # per op: (operand, bytes, whether it is the result's)
     spaces: tuple[tuple[float, float], ...]  # per op: bytes beside what it reads and makes, forward and backward
 
 
-_DEAR = ("mw.all_reduce", "mw.reduce_scatter", "mw.all_to_all", "aten._grouped_mm")
-
-
-def script_of(graph: Graph, held: Iterable[str]) -> Script:
+def script_of(graph: Graph, held: Iterable[str], operators: Operators) -> Script:
     """``held``: the stored values, whose memory is accounted for elsewhere."""
-    base = _bases(graph)
+    base = storages(graph, operators)
     held = set(held)
     weights = frozenset(name for name, root in base.items() if root in held)
     last: dict[str, int] = {}
@@ -113,58 +108,39 @@ def script_of(graph: Graph, held: Iterable[str]) -> Script:
     for root, index in last.items():
         if root not in leaving and root not in weights:
             going.setdefault(index, []).append(root)
-    kept = tuple(_kept(op, graph, weights) for op in graph.ops)
-    products = ("aten.linear", "aten.mm", "aten.addmm", "mw.linear", "mw.fused_linear", "mw.gather_linear")
-    dear = frozenset(
-        i for i, op in enumerate(graph.ops)
-        if packet(op.target) in (*products, *_DEAR) or packet(op.target).startswith("aten.conv")
+    work = [Work.of(op, graph) for op in graph.ops]
+    kept = tuple(_kept(op, one, graph, operators, weights) for op, one in zip(graph.ops, work, strict=True))
+    again = {
+        recompute: frozenset(i for i, op in enumerate(graph.ops) if operators[op.target].keeps_results(recompute))
+        for recompute in ("selective", "full")
+    }
+    spaces = tuple(
+        (0.0, 0.0) if (space := operators[op.target].cost.space) is None else space(one)
+        for op, one in zip(graph.ops, work, strict=True)
     )
-    spaces = tuple((forward_space(op, graph), backward_space(op, graph)) for op in graph.ops)
-    gradients = tuple(_gradients(op, graph) for op in graph.ops)
-    return Script(graph, base, kept, {index: tuple(roots) for index, roots in going.items()}, weights, dear, gradients, spaces)
+    gradients = tuple(_gradients(op, one, graph, operators) for op, one in zip(graph.ops, work, strict=True))
+    return Script(graph, base, kept, {index: tuple(roots) for index, roots in going.items()}, weights, again, gradients, spaces)
 
 
-def _bases(graph: Graph) -> dict[str, str]:
-    """``memory.storages``; a slice along an inner dim is a copy here, as ``mw.slice`` makes it."""
-    base = storages(graph)
-    for op in graph.ops:
-        if op.target == "mw.slice" and op.args[1] != 0:
-            root, out = base[op.outputs[0]], op.outputs[0]
-            base.update((name, out) for name, other in base.items() if other == root and _after(name, out, graph))
-            base[out] = out
-    return base
-
-
-def _after(name: str, source: str, graph: Graph) -> bool:
-    """Whether a value is reached from another through single-operand operators."""
-    while name != source:
-        if name not in graph.producers or not (inputs := graph.ops[graph.producers[name]].inputs):
-            return False
-        name = inputs[0]
-    return True
-
-
-def _kept(op: Op, graph: Graph, weights: frozenset[str]) -> tuple[tuple[str, ...], float]:
-    operands, results = saved_for_backward(op, graph)
-    names = [op.inputs[at] for at in operands] + [op.outputs[at] for at in results]
+def _kept(
+    op: Op, work: Work, graph: Graph, operators: Operators, weights: frozenset[str]
+) -> tuple[tuple[str, ...], float]:
     if not any(graph.values[name].differentiable for name in op.outputs):
         return (), 0.0
-    shapes = [graph.values[name].shape for name in op.inputs], [graph.values[name].shape for name in op.outputs]
-    dtype = graph.values[op.inputs[0]].dtype if op.inputs else torch.float32
-    needs = [graph.values[name].differentiable for name in op.inputs]
-    extra = extra_saved_bytes(op.target, *shapes, dtype, op.args, needs=needs)
-    return tuple(name for name in names if name not in weights), float(extra)
+    operands, results = saved_for_backward(op, graph, operators)
+    names = [op.inputs[at] for at in operands] + [op.outputs[at] for at in results]
+    return tuple(name for name in names if name not in weights), float(saved_beside(operators[op.target], work))
 
 
 @dataclass
 class Tape:
-    """What one run of a segment left for its backward: storages kept by each operator."""
+    """What one run of a segment left for its backward: what each operator keeps, and the results that are not made again."""
 
     script: Script
     inputs: dict[str, Storage]
     recompute: str
     kept: dict[int, list[Storage]] = field(default_factory=dict)
-    dear: dict[int, list[Storage]] = field(default_factory=dict)
+    results: dict[int, list[Storage]] = field(default_factory=dict)
 
 
 def forward(script: Script, heap: Heap, env: Mapping[str, Storage], recompute: str = "none") -> tuple[Tape, dict[str, Storage]]:
@@ -182,19 +158,19 @@ def _run(tape: Tape, heap: Heap, keep: bool, stop: int, idle: int = -1) -> dict[
     script, frame = tape.script, {name: hold(storage) for name, storage in tape.inputs.items()}
     values = script.graph.values
     for index, op in enumerate(script.graph.ops[:stop]):
-        again = tape.dear.get(index)
+        made = tape.results.get(index)
         for name in op.outputs if index != idle else ():
             root = script.base[name]
             if root == name and name not in script.weights:
-                frame[name] = again.pop(0) if again else heap.new(float(values[name].bytes_), ACTIVATIONS)
+                frame[name] = made.pop(0) if made else heap.new(float(values[name].bytes_), ACTIVATIONS)
         heap.space(script.spaces[index][0] if index != idle else 0.0)
         names, extra = script.kept[index]
         if keep and (names or extra):
             roots = dict.fromkeys(script.base[name] for name in names)
             tape.kept[index] = [hold(frame[root]) for root in roots if root in frame]
             tape.kept[index] += [heap.new(extra, ACTIVATIONS)] if extra else []
-        if not keep and tape.recompute == "selective" and index in script.dear:
-            tape.dear[index] = [hold(frame[name]) for name in op.outputs if script.base[name] == name and name in frame]
+        if not keep and index in script.again.get(tape.recompute, ()):
+            tape.results[index] = [hold(frame[name]) for name in op.outputs if script.base[name] == name and name in frame]
         for root in script.last.get(index, ()):
             if root in frame and root not in tape.inputs:
                 heap.drop(frame.pop(root))
@@ -234,7 +210,7 @@ def backward(
             heap.drop(storage)
         for storage in tape.kept.pop(index, ()):
             heap.drop(storage)
-    for left in tape.dear.values():  # what recomputation stopped short of
+    for left in tape.results.values():  # what recomputation stopped short of
         for storage in left:
             heap.drop(storage)
 
@@ -266,91 +242,20 @@ def _add(heap: Heap, sums: dict[str, Storage], name: str, storage: Storage, copi
 # --------------------------------------------------------------------------------------------- gradients of one operator
 
 
-def _gradients(op: Op, graph: Graph) -> tuple[tuple[str, float, bool], ...]:
+def _gradients(op: Op, work: Work, graph: Graph, operators: Operators) -> tuple[tuple[str, float, bool], ...]:
     """(operand, bytes of the gradient that this operator makes for it, whether it is that of the result)."""
-    operands = ((at, name, graph.values[name]) for at, name in enumerate(op.inputs))
-    return tuple((name, float(value.bytes_), _passes(op, at, graph)) for at, name, value in operands if value.differentiable)
+    operands = [(at, name, graph.values[name]) for at, name in enumerate(op.inputs) if graph.values[name].differentiable]
+    passing = _passing(op, work, graph, operators) if operands else ()
+    dtype = graph.values[op.outputs[0]].dtype
+    return tuple((name, float(value.bytes_), at in passing and value.dtype == dtype) for at, name, value in operands)
 
 
-_PASSING = frozenset({
-    "add", "clone", "cat", "stack", "contiguous", "mw.all_reduce", "mw.identity", "mw.unvary",
-})
-
-
-def _passes(op: Op, at: int, graph: Graph) -> bool:
-    """Whether the operand's gradient is the result's, or a view of it."""
-    name = packet(op.target).removeprefix("aten.")
-    operand, result = graph.values[op.inputs[at]], graph.values[op.outputs[0]]
-    if operand.dtype != result.dtype:
-        return False
-    if operator(op.target).kind == "view" and not op.target.startswith("mw."):
-        return len(op.outputs) == 1 and operand.numel == result.numel
-    if name in ("sum", "mw.mean"):
-        return True  # an expansion of the result's
-    if name == "add":
-        return operand.shape == result.shape and "alpha" not in dict(op.kwargs)
-    if name == "sub":
-        return at == 0 and operand.shape == result.shape
-    return name in _PASSING
-
-
-def _local(op: Op, graph: Graph, at: int = 0) -> float:
-    return float(graph.values[op.inputs[at]].bytes_)
-
-
-def _result(op: Op, graph: Graph) -> float:
-    return float(sum(graph.values[name].bytes_ for name in op.outputs))
-
-
-def _wide(op: Op, graph: Graph) -> float:
-    """Bytes of the logits in fp32."""
-    value = graph.values[op.inputs[0]]
-    return float(value.numel * max(4, value.dtype.itemsize))
-
-
-def forward_space(op: Op, graph: Graph) -> float:
-    """Bytes that an operator needs beside its operands and results while it runs."""
-    name = packet(op.target)
-    if name == "mw.cross_entropy":  # the logits in fp32 where they are not, and their exponentials
-        return _wide(op, graph) * (1 + (graph.values[op.inputs[0]].dtype.itemsize < 4))
-    if name in ("mw.all_gather", "mw.gather_vary"):
-        return _result(op, graph) if _inner(op) else 0.0
-    if name == "mw.reduce_scatter":
-        return _local(op, graph) if _inner(op) else 0.0
-    if name == "mw.all_to_all":
-        return _local(op, graph) + _result(op, graph)
-    if name == "mw.gather_linear":
-        return _gathered(op, graph) * 2
-    if name in ("mw.embedding", "mw.dropout"):
-        return _result(op, graph)
-    return 0.0
-
-
-def backward_space(op: Op, graph: Graph) -> float:
-    """Bytes that the backward of an operator needs beside the gradients while it runs."""
-    name = packet(op.target)
-    if name == "mw.cross_entropy":  # the gradient in fp32 where the logits are not
-        return _wide(op, graph) if graph.values[op.inputs[0]].dtype.itemsize < 4 else 0.0
-    if name == "mw.gather_vary":
-        return _result(op, graph) if _inner(op) else 0.0
-    if name in ("mw.reduce_scatter", "mw.slice"):
-        return _local(op, graph) if _inner(op) else 0.0
-    if name == "mw.all_to_all":
-        return _local(op, graph) + _result(op, graph)
-    if name == "mw.gather_linear":
-        return _gathered(op, graph) * 4
-    if name in ("aten.pow", "aten.rsqrt", "mw.embedding"):
-        return 2 * _result(op, graph)
-    if name in ("aten.div", "aten.sub"):
-        return _result(op, graph)
-    return 0.0
-
-
-def _inner(op: Op) -> bool:
-    return len(op.args) > 1 and op.args[1] != 0
-
-
-def _gathered(op: Op, graph: Graph) -> float:
-    """Bytes of the whole activation that ``mw.gather_linear`` gathers."""
-    shard, first = graph.values[op.inputs[0]], graph.values[op.outputs[0]]
-    return float(math.prod(first.shape[:-1]) * shard.shape[-1] * shard.dtype.itemsize)
+def _passing(op: Op, work: Work, graph: Graph, operators: Operators) -> Collection[int]:
+    """Positions of the operands whose gradient is the result's, or a view of it."""
+    operator = operators[op.target]
+    if operator.cost.passes is not None:
+        return operator.cost.passes(work)
+    if operator.kind == "view" and len(op.outputs) == 1:
+        numel = graph.values[op.outputs[0]].numel
+        return [at for at, name in enumerate(op.inputs) if graph.values[name].numel == numel]
+    return ()

@@ -14,12 +14,15 @@ operator, as any others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from meshwright.compiler.rules.book import Declaration, declare, default_rules
 from meshwright.compiler.rules.call import Call, Rewritten
+from meshwright.ir.declared.operator import Saves, Work
 from meshwright.ir.gradients.custom import CUSTOM, CustomFunction
 from meshwright.ir.graph import Graph, Op, Value
 from meshwright.ir.rule import Factor, Local, OpRule, place
@@ -193,4 +196,17 @@ def _local_graph(
     return replace(graph, ops=tuple(ops), values=values)
 
 
-RULES: Mapping[str, Declaration] = {CUSTOM: declare(_custom)}
+def _kept(args: tuple[Any, ...]) -> Saves:
+    """A function says itself what it saves."""
+    operands, results, _ = args[0].kept
+    return Saves(tuple((at, ()) for at in operands), results, _beside)
+
+
+def _beside(work: Work) -> float:
+    """What is neither operand nor result, as large a part of the whole as the first result."""
+    function: CustomFunction = work.args[0]
+    part = math.prod(work.results[0]) / max(1, function.forward.values[function.results[0].name].numel)
+    return math.ceil(part * sum(value.bytes_ for value in function.kept[2]))
+
+
+RULES: Mapping[str, Declaration] = {CUSTOM: declare(_custom, saves_of=_kept)}

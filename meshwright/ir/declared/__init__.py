@@ -1,0 +1,1 @@
+"""What is declared about operators apart from their sharding rules: cost, what autograd keeps, recomputation (``operator``)."""
