@@ -270,6 +270,11 @@ def given_shapes(_: Any, stages: Sequence[PipelineStage], *__: Any) -> None:
         one._inference_mode = stage.InferenceMode.STATIC
 
 
+def unread(parallel: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In place of the agreement before a call, which reads what the inputs hold."""
+    return parallel._bind(parallel._given(args, kwargs))
+
+
 def tracked(plan: Plan, case: Case, rank: int = 0) -> dict[str, float]:
     """Peak bytes of a rank's training step by ``MemTracker``, in all and by its kinds."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.world)
@@ -300,7 +305,7 @@ def tracked(plan: Plan, case: Case, rank: int = 0) -> dict[str, float]:
             with patch.object(_PipelineSchedule, "_warmup_p2p", given_shapes) if voting else nullcontext():
                 first_step(optimizer)
                 tracker.track_external(parallel, optimizer, *batch.values())
-                with tracker, tracker.unseen_trials():
+                with tracker, tracker.unseen_trials(), patch.object(ParallelModule, "_agreed", unread):
                     step()
             snapshot = tracker.get_tracker_snapshot("peak")[CPU]
             return {str(getattr(kind, "value", kind)).lower(): float(value) for kind, value in snapshot.items()}

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.api import autoparallel
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.schedules import stage_rank
+from meshwright.errors import RunError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP, Mesh
 from meshwright.ir.pins import PinError, Pins
@@ -202,8 +203,9 @@ def check_outputs(rank: int, name: str, data: Mapping[str, Any]) -> None:
         torch.testing.assert_close(learned.logits.full_tensor(), wanted.logits, rtol=1e-4, atol=1e-5)
     learned.loss.backward()
     parallel.eval()
-    again = parallel(**batch)  # gradients enabled, but in eval: forward only
-    assert not again.loss.requires_grad
+    again = parallel(**batch)  # gradients enabled, but in eval: forward only, and a backward says so
+    with pytest.raises(RunError, match=r"in eval\(\)"):
+        again.loss.backward()
     torch.testing.assert_close(again.loss, wanted.loss, rtol=1e-4, atol=1e-5)
 
 

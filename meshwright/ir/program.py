@@ -116,6 +116,27 @@ class Stages:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """Every index in ``value`` is in [low, high), or is ``ignored``. ``what``: who looks up; ``source``: its input."""
+
+    value: str
+    low: int
+    high: int
+    ignored: int | None
+    what: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What inputs must be for look-ups to be within their tables: ``graph`` makes the indices from the inputs, ``limits`` are
+    their ranges."""
+
+    graph: Graph
+    limits: tuple[Limit, ...]
+
+
+@dataclass(frozen=True)
 class Program:
     """Everything one rank needs to run. ``output_tree`` has ``Ref``s to output ports; ``loss`` names the scalar output that
     ``backward`` starts from; ``mutations``: (stored buffer value, environment value that replaces it after the step).
@@ -125,6 +146,7 @@ class Program:
     ``signature``: how a call binds to ``inputs`` (see ``meshwright.ir.signature``). ``compute_dtype``: None, or the
     dtype parameters are cast to when gathered or read (bf16), gradients being reduced in fp32. ``stages``: of a
     program cut into pipeline stages (``outputs`` then lists those of all stages). ``changes``, ``classes``: as in ``Graph``.
+    ``bounds``: what is checked of the inputs.
     """
 
     mesh: Mesh
@@ -145,3 +167,4 @@ class Program:
     stages: Stages | None = None
     changes: Graph | None = None
     classes: Mapping[str, type] = field(default_factory=dict)
+    bounds: Bounds | None = None

@@ -25,6 +25,7 @@ from meshwright.ir.program import SEED, SEEDS, Port, Program, Segment, Stored
 from meshwright.ir.reshard import Step, reshard
 from meshwright.ir.rule import Local, Placed, Rules, place
 from meshwright.ir.sharding import Sharding
+from meshwright.passes.bounds import find_bounds
 
 PROLOGUE = -2
 ROOT = -1
@@ -98,7 +99,7 @@ class _Lowering:
             mutations=mutations, operators=self.rules.operators, microbatches=self.plan.schedule.microbatches,
             cuts=tuple((name, dim) for name, dim in self.cuts.items() if name in used),
             constants=self.graph.constants, compute_dtype=dtype, signature=self.graph.signature,
-            changes=self.graph.changes, classes=self.graph.classes,
+            changes=self.graph.changes, classes=self.graph.classes, bounds=find_bounds(self.graph),
         )
 
     # what enters

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.errors import CheckpointError, InputError, RunError
+from meshwright.errors import CheckpointError, InputError, MeshwrightError, RunError
+from meshwright.ir.gradients.hooks import HookGuard
 from meshwright.ir.graph import map_refs
 from meshwright.ir.mesh import PP
 from meshwright.ir.program import SEED, Port, Program, Stored
@@ -26,6 +27,8 @@ from meshwright.ir.sharding import DTYPE_NAMES, format_sharding, piece, to_place
 from meshwright.ir.signature import bind, rebuild_output
 from meshwright.runtime import held
 from meshwright.runtime.assemble import assemble, fused_axes, rest_dtype
+from meshwright.runtime.checks.calls import Agreement, check_bounds, digest_of_input, same_weights
+from meshwright.runtime.checks.gradients import differentiable
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.groups import Groups, make_groups
 from meshwright.runtime.interpret import run as interpret
@@ -56,6 +59,8 @@ def build(program: Program, source: nn.Module | Source, *, device: torch.device 
     seed = int(base)
     let_optimizers_know()
     engine = Pipeline(program, groups) if stages else assemble(program, groups)
+    if isinstance(source, nn.Module):
+        same_weights({**dict(source.named_parameters()), **dict(source.named_buffers())})
     fill(program, engine.tensors, groups, source, seed)
     return ParallelModule(program, groups, engine, seed, source if isinstance(source, nn.Module) else None)
 
@@ -64,6 +69,26 @@ def _default_device() -> torch.device:
     if dist.is_initialized() and "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _no_hook(*_: Any, **__: Any) -> Any:
+    raise RunError("a hook here would not be called: the parallel module runs a graph, and gathers and reduces its parameters "
+                   "by itself. Change gradients between loss.backward() and optimizer.step(), or those of activations by a "
+                   "torch.autograd.Function in the model, before autoparallel")
+
+
+class Names(nn.Module):
+    """A sub-module of the model by name: it holds parameters, and runs nothing."""
+
+    register_forward_hook: Any = _no_hook
+    register_forward_pre_hook: Any = _no_hook
+    register_backward_hook: Any = _no_hook
+    register_full_backward_hook: Any = _no_hook
+    register_full_backward_pre_hook: Any = _no_hook
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises RunError."""
+        raise RunError("sub-modules of a parallel module hold its parameters under their names; only the whole can be called")
 
 
 class ParallelModule(nn.Module):
@@ -90,16 +115,22 @@ class ParallelModule(nn.Module):
         for tensor in self.parameters():
             if isinstance(tensor, DTensor) and tensor.requires_grad:
                 tensor.register_hook(cut_as(tensor))
+        for _, parameter in self.named_parameters():  # after the hooks of our own
+            parameter.register_hook = _no_hook  # type: ignore[method-assign, assignment]
+            parameter.register_post_accumulate_grad_hook = _no_hook  # type: ignore[method-assign, assignment]
         everything = program.stages.stored if program.stages else ()
         self._shared = [stored for stored in everything if stored.trainable and len(stored.holders) > 1]
         self._originals = held.originals(model)
+        self._agreement = Agreement()
+        self._hooks = None if model is None else HookGuard(model)
         if model is not None:
             self.train(model.training)
 
     # --- the call -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes and returns what the model does. Raises InputError, changing nothing, if the call is not as planned."""
+        """Takes and returns what the model does. Raises InputError on every rank, changing nothing, if the call of one rank is
+        not as planned, or not that of the others."""
         if torch.is_inference_mode_enabled():  # what is gathered in it could not be trained afterwards
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
@@ -110,13 +141,16 @@ class ParallelModule(nn.Module):
             self.watch(self.training, args, given, tuple(targets) if isinstance(targets, tuple | list) else (targets,))
         self._check()
         engine.reshard()  # what a forward without a backward gathered may have been written since
-        inputs, changes = self._bind(args, kwargs)
+        inputs, changes = self._agreed(args, kwargs)
         self._calls += 1
         seed = self._seed, self._calls
         if isinstance(engine, Pipeline):
             values = run_pipeline(engine, inputs, self._trainable, seed, self.training)
         else:
             values = run_step(engine, inputs, self._trainable, seed, self.training)
+            if program.microbatches == 1:
+                values = differentiable(values, [port.name for port in program.outputs],
+                                        self._trainable() if engine.units else ())
         if self.training:
             self._mutate(values)
         for tensor, changed in changes:
@@ -135,8 +169,38 @@ class ParallelModule(nn.Module):
     def _trainable(self) -> list[Tensor]:
         return [p for p in self.parameters() if p.requires_grad]
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
-        """{port: this rank's piece}, and the tensors that the forward changes in place, with what they will hold."""
+    def _agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+        """The call's inputs, once every rank has found them in order and the same (see ``runtime.checks.calls``)."""
+        given: dict[str, Tensor] = {}
+        problem: Exception | None = None
+        try:
+            given = self._given(args, kwargs)
+            self._check_call(given)
+        except MeshwrightError as error:
+            problem = error
+        said: dict[str, Any] = {"training": self.training, "gradients": torch.is_grad_enabled()}
+        if problem is None:
+            said |= {f"argument {name!r}": digest_of_input(tensor, self._agreement.first) for name, tensor in given.items()}
+        self._agreement.reach(problem, said)
+        bounds = self._program.bounds
+        if bounds is not None:  # after the agreement: all ranks look at the same, so all raise
+            check_bounds(bounds, given)
+        return self._bind(given)
+
+    def _check_call(self, given: Mapping[str, Tensor]) -> None:
+        changed = None if self._hooks is None else self._hooks.changed()
+        if changed is not None:
+            raise InputError(f"{changed}; the parallel module runs the graph as it was captured. Remove it, or register it "
+                             f"before autoparallel")
+        for name, tensor in given.items():
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise InputError(f"input {name!r} requires a gradient, which a parallel module does not compute. Give "
+                                 f"{name}.detach(), or make what computes it a part of the model")
+            if tensor.is_meta:
+                raise InputError(f"input {name!r} is on the meta device, so it has no contents; give a real tensor")
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """{port: the tensor of the call}."""
         program = self._program
         ports = [port for port in program.inputs if port.name != SEED]
         if program.signature is not None:
@@ -150,8 +214,12 @@ class ParallelModule(nn.Module):
             given = [kwargs[name] for name in names]
         for port, tensor in zip(ports, given, strict=True):
             _check(port, tensor)
-        by_name = {port.name: tensor for port, tensor in zip(ports, given, strict=True)}
-        pieces = {port.name: self._piece(port, by_name[port.name]) for port in ports}
+        return {port.name: tensor for port, tensor in zip(ports, given, strict=True)}
+
+    def _bind(self, by_name: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+        """{port: this rank's piece}, and the tensors that the forward changes in place, with what they will hold."""
+        program = self._program
+        pieces = {port.name: self._piece(port, by_name[port.name]) for port in program.inputs if port.name != SEED}
         if program.changes is None:
             return pieces, []
         needed = {name: by_name[name].detach() for name in program.changes.inputs}
@@ -340,7 +408,7 @@ class ParallelModule(nn.Module):
         holder: nn.Module = self
         for name in path:
             if name not in holder._modules:
-                holder._modules[name] = nn.Module()
+                holder._modules[name] = Names()
             child = holder._modules[name]
             assert child is not None
             holder = child

@@ -4,7 +4,7 @@ With one micro-batch autograd is left alone: the caller's ``loss.backward()`` ru
 micro-batch runs forward and backward here, so that only one of them keeps activations. What the backward of that call
 should have done is then already known: the gradients are taken aside, and ``Release`` hands them out, times the gradient of
 the loss, when the caller's backward comes. So accumulation over calls, ``zero_grad`` and ``torch.autograd.grad`` work
-as with one micro-batch; only the loss is differentiable.
+as with one micro-batch; only the loss is differentiable, the other outputs refuse a backward (``runtime.checks.gradients``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.autograd import Function
 from meshwright.errors import RunError
 from meshwright.ir.plan import PlanError
 from meshwright.ir.program import SEED, Program
+from meshwright.runtime.checks.gradients import BEYOND_THE_LOSS, once, refused, whole
 from meshwright.runtime.engine import Engine, Environment
 from meshwright.runtime.state.layout import local_of
 
@@ -121,7 +122,9 @@ def _forward_backward(
         return loss.clone()
 
     loss: Tensor = Release.apply(run, *parameters)
-    return {**join.values, loss_name: loss}
+    learned = {value.name for segment in program.segments for value in segment.graph.values.values() if value.differentiable}
+    others = {name: refused(value, BEYOND_THE_LOSS) if name in learned else value for name, value in join.values.items()}
+    return {**others, loss_name: loss}
 
 
 class Release(Function):
@@ -142,10 +145,11 @@ class Release(Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        once()
         if ctx.grads is None:
             raise RunError("the gradients of this loss were already handed out; run the forward again")
         grads, ctx.grads = ctx.grads, None
         held = [local_of(grad) for grad in grads if grad is not None]
         if held:
-            torch._foreach_mul_(held, dloss.to(held[0].device))
+            torch._foreach_mul_(held, whole(dloss).to(held[0].device))
         return (None, *grads)

@@ -34,7 +34,7 @@ _Attributes: Any = Tensor
 _REFUSED: Mapping[Any, tuple[str, str]] = {
     Tensor.register_hook: ("a tensor.register_hook", _BESIDE),
     Tensor.register_post_accumulate_grad_hook: (
-        "a register_post_accumulate_grad_hook", "register it on the parallel module's parameter, after autoparallel"),
+        "a register_post_accumulate_grad_hook", "change the gradient between loss.backward() and optimizer.step()"),
     Tensor.retain_grad: ("a retain_grad", "return the tensor and call retain_grad on the output"),
     Tensor.backward: ("a backward", "return the loss and call backward on it outside"),
     torch.autograd.backward: ("a backward", "return the loss and call backward on it outside"),

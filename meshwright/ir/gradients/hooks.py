@@ -50,8 +50,8 @@ def lost_hooks(model: nn.Module) -> Iterator[Hook]:
     for name, parameter in model.named_parameters():
         for table, kind in _OF_PARAMETERS.items():
             for hook in (getattr(parameter, table, None) or {}).values():
-                yield Hook(kind, f"parameter {name!r}", _name(hook), "remove it, and register it on the parallel module's "
-                           f"parameter instead (parallel.get_parameter({name!r}), a DTensor)")
+                yield Hook(kind, f"parameter {name!r}", _name(hook), "remove it, and change the parallel module's gradient, "
+                           "a DTensor, between loss.backward() and optimizer.step()")
 
 
 def hooks_of_all() -> Iterator[Hook]:

@@ -35,6 +35,7 @@ from meshwright.ir.mesh import PP
 from meshwright.ir.program import SEED, THREAD, Port, Program
 from meshwright.ir.sharding import Sharding
 from meshwright.runtime.assemble import assemble, data_meshes
+from meshwright.runtime.checks.gradients import BEYOND_THE_LOSS, IN_EVAL, refused
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.pipeline.stage import SPLIT, Part, Stage
 from meshwright.runtime.state.layout import local_of
@@ -263,8 +264,16 @@ def run_pipeline(
         with torch.no_grad():
             pipeline.forward()
             pipeline.reshard()
-        return pipeline.outputs(values, everywhere=True)
+        found = pipeline.outputs(values, everywhere=True)
+        return _refusing(found, pipeline, IN_EVAL)
     anchor = torch.zeros((), device=pipeline.groups.device, requires_grad=True)  # a rank may hold nothing that is trained
     loss: Tensor = Release.apply(pipeline.forward_backward, anchor, *parameters())
     assert program.loss is not None
-    return {**pipeline.outputs(values, everywhere=False), program.loss: loss}
+    found = _refusing(pipeline.outputs(values, everywhere=False), pipeline, BEYOND_THE_LOSS)
+    return {**found, program.loss: loss}
+
+
+def _refusing(values: Mapping[str, Tensor], pipeline: Pipeline, why: str) -> dict[str, Tensor]:
+    """Outputs that stages make raise when somebody goes back through them."""
+    outputs = {port.name for port in pipeline.program.outputs} & pipeline.stages.made.keys()
+    return {name: refused(value, why) if name in outputs else value for name, value in values.items()}

@@ -1,0 +1,1 @@
+"""What is right or refused on every rank: calls (``calls``) and backwards (``gradients``)."""

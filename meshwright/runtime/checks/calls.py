@@ -1,0 +1,138 @@
+"""A call that is right on every rank, or refused on every rank, before any of them starts to wait for another.
+
+Each rank says, in one all-reduce of three numbers, whether its call is in order and what a digest of it is: the modes, and
+contents of the inputs. If a rank has an error, or the digests differ, all ranks exchange what they know and raise. It runs over
+a group on the CPU, so that no device is waited for.
+
+``digest`` reads a tensor whole in the first call, later evenly spaced elements (``SAMPLED``); what lies on a device is read in
+the first call only, later its shape and dtype count. Of a DTensor the GLOBAL shape counts, for every rank brings its own share.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwright.errors import InputError
+from meshwright.ir.program import Bounds, Limit
+from meshwright.runtime.interpret import run
+
+SAMPLED = 4096
+"""Elements of a tensor that are read to tell it from another."""
+
+
+def digest(tensor: Tensor, everything: bool) -> int:
+    """A checksum of shape, dtype and contents (of ``everything``, or of evenly spaced elements)."""
+    known = f"{tuple(tensor.shape)} {tensor.dtype}"
+    if isinstance(tensor, DTensor) or tensor.is_meta or tensor.layout is not torch.strided:
+        return zlib.crc32(f"{known} {tensor.is_meta}".encode())
+    flat = tensor.detach().reshape(-1)
+    if not everything:
+        flat = flat[:: max(1, flat.numel() // SAMPLED)]
+    return zlib.crc32(flat.contiguous().cpu().view(torch.uint8).numpy().data, zlib.crc32(known.encode()))
+
+
+def digest_of_input(tensor: Tensor, first: bool) -> int:
+    """Of an input, in the first call or a later one."""
+    if not first and tensor.device.type != "cpu":
+        return zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    return digest(tensor, first)
+
+
+def check_bounds(bounds: Bounds, given: Mapping[str, Tensor]) -> None:
+    """Raise InputError, naming input and look-up, for an index that is out of range."""
+    inputs: dict[str, Tensor] = {}
+    for name in bounds.graph.inputs:
+        tensor = given[name].detach()
+        inputs[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+    with torch.no_grad():
+        values = {**inputs, **run(bounds.graph, inputs)}
+    for limit in bounds.limits:
+        _check(limit, values[limit.value])
+
+
+def _check(limit: Limit, index: Tensor) -> None:
+    if limit.ignored is not None:
+        index = index[index != limit.ignored]
+    if not index.numel():
+        return
+    low, high = (int(x) for x in torch.aminmax(index))
+    if low < limit.low or high >= limit.high:
+        worst = low if low < limit.low else high
+        ignored = "" if limit.ignored is None else f" or {limit.ignored} (ignored)"
+        raise InputError(f"input {limit.source!r} leads to index {worst} in {limit.what}, which takes {limit.low} to "
+                         f"{limit.high - 1}{ignored}; one process would raise, too. Check the tokenizer or the labels")
+
+
+class Agreement:
+    """What ranks say to each other before every call. Making one is collective."""
+
+    def __init__(self) -> None:
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self.group = None if alone or dist.get_backend() != "nccl" else dist.new_group(backend="gloo")
+        self.alone = alone
+        self.calls = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether the coming call is the first."""
+        return self.calls == 0
+
+    def reach(self, problem: Exception | None, said: Mapping[str, Any]) -> None:
+        """Raise on every rank if one has a problem, or if ranks do not say the same. Every rank calls this.
+
+        ``said``: {what it is about: value}, the same on all ranks if all is well.
+        """
+        self.calls += 1
+        if not self.alone:
+            mine = zlib.crc32(repr(sorted(said.items())).encode())
+            verdict = torch.tensor([problem is not None, mine, -mine])
+            dist.all_reduce(verdict, dist.ReduceOp.MAX, group=self.group)
+            if not verdict[0] and verdict[1] == -verdict[2]:
+                return
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, (None if problem is None else str(problem), dict(said)), group=self.group)
+            problem = problem or _told(everyone)
+        if problem is not None:
+            raise problem
+
+
+def _told(everyone: Sequence[tuple[str | None, Mapping[str, Any]]]) -> InputError:
+    """The error of another rank, or what ranks disagree about."""
+    for rank, (problem, _) in enumerate(everyone):
+        if problem is not None:
+            return InputError(f"rank {rank} refused this call: {problem}")
+    first = everyone[0][1]
+    odd = {rank: [key for key in first if said.get(key) != first[key]] for rank, (_, said) in enumerate(everyone)}
+    odd = {rank: keys for rank, keys in odd.items() if keys}
+    rank, keys = next(iter(odd.items()))
+    return InputError(f"ranks {sorted(odd)} make another call than rank 0: {', '.join(keys)} (rank {rank}: "
+                      f"{', '.join(str(everyone[rank][1].get(key)) for key in keys)}; rank 0: "
+                      f"{', '.join(str(first[key]) for key in keys)}). Every rank is given the same GLOBAL batch in the same "
+                      f"mode; to bring a share of the batch each, give DTensors (parallel.data_rank, parallel.data_size)")
+
+
+def same_weights(tensors: Mapping[str, Tensor]) -> None:
+    """Raise InputError on every rank unless all were given the same weights (by evenly spaced elements of each). Every rank
+    calls this, with its own model's tensors by name; those on the meta device are initialized alike later."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    mine = {name: digest(tensor.detach(), everything=False) for name, tensor in tensors.items()}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, zlib.crc32(repr(sorted(mine.items())).encode()))
+    if len(set(everyone)) == 1:
+        return
+    dist.all_gather_object(everyone, mine)
+    first = everyone[0]
+    odd = {rank: [n for n in {**first, **said} if said.get(n) != first.get(n)] for rank, said in enumerate(everyone)}
+    odd = {rank: names for rank, names in odd.items() if names}
+    rank, names = next(iter(odd.items()))
+    raise InputError(f"ranks {sorted(odd)} were given other weights than rank 0 ({len(names)} tensors of rank {rank}, the "
+                     f"first is {names[0]!r}), so it is not clear which model is meant. Build or load the same weights on "
+                     f"every rank: call torch.manual_seed with one number before the model is made, or load one checkpoint")

@@ -1,0 +1,104 @@
+"""What a backward may ask of a parallel module's outputs: right, or refused on every rank.
+
+    with one micro-batch      every output has its gradient, as in the model
+    with several, pipelines   the gradients of the loss are known when the forward returns; the others are gone: asking raises
+    create_graph=True         the gradients have no graph of their own: raises
+    torch.autograd.grad       of parameters that FSDP2 gathers, with one micro-batch: raises, for autograd knows their gathered
+                              copies only; backward() is right
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor
+
+from meshwright.errors import RunError
+
+BEYOND_THE_LOSS = (
+    "the gradient of an output other than the loss was asked for, but this plan computes that of the loss inside the forward "
+    "(micro-batches or a pipeline), and nothing is left to go back through. What to do: make what is differentiated the loss, "
+    "with loss_fn= of autoparallel; or take .detach() if only the value is needed; or pin microbatches=1 and pp=1"
+)
+IN_EVAL = (
+    "a pipeline in eval() runs the forward alone, so there is nothing to go back through. What to do: call parallel.train() "
+    "before a step that learns"
+)
+
+
+def once() -> None:
+    """Raise RunError in a backward that is to be differentiated again."""
+    if torch.is_grad_enabled():
+        raise RunError("create_graph=True asks for gradients that can be differentiated again; a parallel module computes "
+                       "plain gradients only. Leave create_graph out")
+
+
+def whole(grad: Tensor) -> Tensor:
+    """The gradient of a number as a plain tensor: a loss that was added to a DTensor gets a DTensor's."""
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+class _Number(Function):
+    """A number with its gradient; ``gathered``: parameters that autograd does not reach."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *gathered: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        once()
+        for node, _ in ctx.next_functions[1:]:
+            if node is not None and _asked_for(node):
+                raise RunError("torch.autograd.grad of parameters is not possible under this plan: they are gathered for every "
+                               "layer, and autograd knows the gathered ones only. Call backward() and read .grad")
+        return (whole(grad), *(None for _ in ctx.next_functions[1:]))
+
+
+def _asked_for(node: Any) -> bool:
+    """Whether the gradient of a leaf is to be returned, not accumulated (torch refuses to say so for these alone)."""
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _first_order(grad: Tensor) -> None:
+    once()
+
+
+def differentiable(outputs: Mapping[str, Tensor], names: Iterable[str], gathered: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The outputs of a forward with autograd behind it; ``names``: those that leave the program."""
+    found = dict(outputs)
+    for name in names:
+        value = found.get(name)
+        if value is not None and value.requires_grad:
+            if value.ndim == 0:
+                found[name] = _Number.apply(value, *gathered)
+            else:
+                value.register_hook(_first_order)
+    return found
+
+
+class _Refused(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, why: str) -> Tensor:
+        ctx.why = why
+        return x.view_as(x) if x.ndim else x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RunError(ctx.why)
+
+
+def refused(x: Tensor, why: str) -> Tensor:
+    """The same value; whoever differentiates it gets RunError with ``why``."""
+    if not torch.is_grad_enabled() or not x.is_floating_point():
+        return x
+    result: Tensor = _Refused.apply(x.detach(), torch.zeros((), device=x.device, requires_grad=True), why)
+    return result
