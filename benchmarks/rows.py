@@ -22,6 +22,7 @@ from typing import NamedTuple
 from meshwright.cost.catalogue import catalogue
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.pins import Pins
+from meshwright.ir.schedules import schedule_of
 from meshwright.published.architectures import Architecture
 from meshwright.published.zoo import zero_of_stages
 
@@ -85,6 +86,10 @@ SCHEDULES: Sequence[tuple[str, str]] = (
     ("dualpipev", "dualpipev"), ("dualpipe", ""), ("zbv", "zbv"), ("zb-v", "zbv"), ("zb", "zb"), ("zero bubble", "zb"),
     ("chimera", ""),
 )
+UNSAID = "1f1b"
+"""What a pipeline runs of which nothing is said."""
+SEVERAL: Mapping[str, str] = {"1f1b": "interleaved1f1b"}
+"""What is meant by a schedule of one stage where a rank has several."""
 NO = ("no", "none", "off", "false", "0")
 YES = ("yes", "on", "true", "1", "full", "uniform", "block")
 
@@ -369,12 +374,14 @@ def pins_of(row: Row, world: int, blocks: Sequence[str] = ()) -> Pins:
     batch, micro = batch_of(row), number(row, "micro_batch")
     vpp = number(row, "vpp")
     schedule = _schedule(row) if pp > 1 else None
+    known = None if schedule is None else schedule_of(schedule)
+    fixed = known is not None and (known.stages or 1) > 1
+    several = known is not None and known.stages is None and known.usual > 1  # how many is left to the search
     return Pins(
         dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero_of_stages(zero_of(row), pp),
         sequence_parallel=None if tp > 1 and not text_of(row, "sp") else text_of(row, "sp") in YES and tp > 1,
-        schedule=schedule, stage_cuts=_even_cuts(row, pp * int(vpp or schedule != "interleaved1f1b"), blocks),
-        virtual_stages=None if pp == 1 or schedule in ("zbv", "dualpipev") else int(vpp) if vpp
-        else None if schedule == "interleaved1f1b" else 1,
+        schedule=schedule, stage_cuts=_even_cuts(row, pp * int(vpp or not several), blocks),
+        virtual_stages=None if pp == 1 or fixed else int(vpp) if vpp else None if several else 1,
         microbatches=max(1, round(batch / (dp * micro))) if batch and micro else None, recompute=recompute_of(row),
     )
 
@@ -409,8 +416,8 @@ def _schedule(row: Row) -> str:
     known = word_of(text, SCHEDULES)
     if known == "":
         raise Unpriced(f"schedule {row['schedule']!r} is not planned")
-    several = (number(row, "vpp") or 1) > 1
-    return "interleaved1f1b" if several and known in (None, "1f1b") else known or "1f1b"
+    known = known or UNSAID
+    return SEVERAL.get(known, known) if (number(row, "vpp") or 1) > 1 else known
 
 
 def _even_cuts(row: Row, stages: int, blocks: Sequence[str]) -> tuple[str, ...] | None:

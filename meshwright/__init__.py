@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from meshwright.api import autoparallel, plan
     from meshwright.compiler.rules import register_rule
     from meshwright.cost.cluster import Cluster, ClusterError
-    from meshwright.cost.table import ScheduleError
+    from meshwright.ir.schedules import ScheduleError, register_schedule
     from meshwright.planner import OutOfMemoryError
     from meshwright.runtime.state.materialize import MaterializeError
     from meshwright.views.explain import diff, explain
@@ -48,7 +48,8 @@ _LAZY: Mapping[str, str] = {
     "ClusterError": "meshwright.cost.cluster",
     "MaterializeError": "meshwright.runtime.state.materialize",
     "OutOfMemoryError": "meshwright.planner",
-    "ScheduleError": "meshwright.cost.table",
+    "ScheduleError": "meshwright.ir.schedules",
+    "register_schedule": "meshwright.ir.schedules",
     "explain": "meshwright.views.explain",
     "diff": "meshwright.views.explain",
     "show": "meshwright.views.report",
@@ -73,5 +74,5 @@ __all__ = [
     "CaptureError", "CheckpointError", "Cluster", "ClusterError", "GraphError", "InputError", "MaterializeError", "MeshError",
     "MeshwrightError", "MissingCheckpointError", "OutOfMemoryError", "PinError", "Pins", "Plan", "PlanError", "RuleError",
     "RunError", "ScheduleError", "ShardingError", "VerifyError", "autoparallel", "diff", "explain",
-    "plan", "register_rule", "show", "timeline", "to_networkx",
+    "plan", "register_rule", "register_schedule", "show", "timeline", "to_networkx",
 ]

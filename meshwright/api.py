@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.compiler.structure.guard import Watch
 from meshwright.compiler.structure.same import aligned
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.schedules import illegal, illegal_combination, stage_rank
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP
@@ -24,6 +24,7 @@ from meshwright.ir.pins import PinError, Pins, vars_of
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.program import Program
 from meshwright.ir.reading.plans import plan_from_dict
+from meshwright.ir.schedules import illegal_combination
 from meshwright.ir.serialize import plan_hash, plan_to_dict
 from meshwright.ir.signature import bind, example_of
 from meshwright.planner import OPTIMIZERS, Timing, capture_model, check_pins, make_plan, rules_of
@@ -195,25 +196,21 @@ def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh, loss_fn: Callable[...
 
 
 def _check_pipeline(plan: Plan) -> None:
-    """Raise PlanError for what torch's schedules refuse, or run wrong."""
+    """Raise PlanError for what the schedule cannot run, or torch runs wrong."""
     pipeline = plan.pipeline
     if pipeline is None:
         return
-    virtual = pipeline.stages // pipeline.degree
-    reason = illegal(pipeline.schedule, pipeline.degree, virtual, plan.schedule.microbatches)
-    if reason is None and pipeline.stage_rank != stage_rank(pipeline.schedule, pipeline.degree, virtual):
-        reason = (f"{pipeline.schedule} with stages on ranks {pipeline.stage_rank}: it runs them on "
-                  f"{stage_rank(pipeline.schedule, pipeline.degree, virtual)}")
+    pipeline.table(plan.schedule.microbatches)
     for group in plan.groups:
         zero = group.zero if plan.mesh.size(group.data_axes) > 1 else 0
-        reason = reason or illegal_combination(pipeline.schedule, zero=zero, keep=group.keep, recompute=group.recompute)
-    if reason is not None:
-        raise PlanError(reason)
+        reason = illegal_combination(pipeline.schedule, zero=zero, keep=group.keep, recompute=group.recompute)
+        if reason is not None:
+            raise PlanError(reason)
 
 
 def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
     """Rank 0's plan on every rank, for the graph that each captured. What rank 0 raises, every rank raises; so they do where a
-    rank captured another graph, saying what differs."""
+    rank captured another graph, or orders the pipeline's schedule otherwise, saying what differs."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         found = search()
         return replace(found, graph=aligned(found.graph, graph))
@@ -229,18 +226,29 @@ def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
     if kind == "error":
         raise content
 
-    def mine() -> Plan:
+    def read() -> Plan:
         found = plan_from_dict(content)
         return replace(found, graph=aligned(found.graph, graph))
 
-    found = together(mine)
-    hashes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hashes, plan_hash(found))
-    if len(set(hashes)) > 1:
-        odd = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
-        raise PlanError(f"ranks {odd} captured another model than rank 0 (tensors that are no parameters hold other numbers); "
-                        "build the same model with the same example inputs on every rank")
+    found = together(read)
+    mine = together(lambda: (plan_hash(found), _order_of(found)))
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, mine)
+    for what, remedy in enumerate((
+        "captured another model than rank 0 (tensors that are no parameters hold other numbers); build the same model with the "
+        "same example inputs on every rank",
+        "order the plan's pipeline schedule otherwise than rank 0; register the same schedule in every process",
+    )):
+        odd = [rank for rank, values in enumerate(seen) if values[what] != seen[0][what]]
+        if odd:
+            raise PlanError(f"ranks {odd} {remedy}")
     return found
+
+
+def _order_of(plan: Plan) -> str:
+    """A digest of the order in which a pipeline's ranks work. Raises PlanError, ScheduleError."""
+    table = None if plan.pipeline is None else plan.pipeline.table(plan.schedule.microbatches)
+    return hashlib.sha256(str(table).encode()).hexdigest()
 
 
 def _check_options(optimizer: str | float, precision: str, pins: Pins | Mapping[str, Any] | None) -> Pins:

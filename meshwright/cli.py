@@ -5,6 +5,7 @@
     meshwright show llama.plan.json          meshwright explain llama.plan.json model.layers.0.mlp.down_proj.weight
     meshwright diff old.plan.json new.plan.json              meshwright verify llama.plan.json
     meshwright simulate --schedule 1f1b --pp 4 --microbatches 8 --trace step.json
+    meshwright --import my.schedules simulate --schedule mine --pp 4 --microbatches 8
     meshwright zoo "405B" --json
 
 A model is the path of a ``transformers`` config (a folder or its config.json; nothing is downloaded) or "module:callable", a
@@ -24,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -32,6 +34,7 @@ from meshwright.errors import InputError, MeshwrightError
 from meshwright.ir.mesh import PP, Mesh
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import Plan
+from meshwright.ir.schedules import schedules
 
 DIFFERENT, WRONG, NOTHING_FITS = 1, 2, 3
 FEW_RANKS = 16
@@ -42,6 +45,18 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans of par
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of text.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan file, as written by 'plan --out' or plan.save(path).")]
+
+
+@app.callback()
+def main(
+    modules: Annotated[list[str] | None, typer.Option(
+        "--import", help="A module to import before: it may register schedules and rules that the command needs.",
+    )] = None,
+) -> None:
+    """Plans of parallelized PyTorch models."""
+    with _errors(as_json=False):
+        for name in modules or []:
+            _imported(name)
 
 
 @app.command("plan")
@@ -164,7 +179,7 @@ def verify(file: PlanFile, as_json: Json = False) -> None:
 @app.command("simulate")
 def simulate_command(
     file: Annotated[Path | None, typer.Argument(help="A plan file; or else give --pp and --microbatches.")] = None,
-    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved1f1b, zb, zbv or dualpipev.")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help=f"{', '.join(schedules())}, or a registered one (--import).")] = "1f1b",
     pp: Annotated[int | None, typer.Option(min=1, help="Pipeline ranks.")] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step.")] = None,
     virtual_stages: Annotated[int | None, typer.Option(min=1, help="Stages of a rank.")] = None,
@@ -176,8 +191,8 @@ def simulate_command(
     as_json: Json = False,
 ) -> None:
     """Run a pipeline schedule on stage times: a row per stage, a column per tick of the clock."""
-    from meshwright.cost.schedules import V_SHAPED, schedule_table
     from meshwright.cost.timeline import chrome_trace, render, simulate
+    from meshwright.ir.schedules import schedule_of, schedule_table
 
     with _errors(as_json):
         if file is not None:
@@ -187,7 +202,7 @@ def simulate_command(
         elif pp is None or microbatches is None:
             raise InputError("give a plan file, or --pp and --microbatches")
         else:
-            stages = virtual_stages or (2 if schedule in V_SHAPED or schedule == "interleaved1f1b" else 1)
+            stages = virtual_stages or schedule_of(schedule).usual
             half = [seconds / 2 for seconds in _seconds(backward, "--backward")]
             run = simulate(schedule_table(schedule, pp, stages, microbatches), _one_or_all(_seconds(forward, "--forward")),
                            _one_or_all(half), _one_or_all(half), transfer)
@@ -339,17 +354,25 @@ def _load(model: str, batch: int, sequence: int) -> tuple[Any, Any]:
     if not colon:
         raise InputError(f"{model!r} is no file or folder and no 'module:callable'; give a transformers config, or a function "
                          "that returns (model, example_inputs)")
-    sys.path.insert(0, os.getcwd())
     try:
-        build = getattr(importlib.import_module(name), attribute)
-    except (ImportError, AttributeError) as error:
+        build = getattr(_imported(name), attribute)
+    except AttributeError as error:
         raise InputError(f"cannot import {model!r}: {error}") from error
-    finally:
-        sys.path.pop(0)
     made = build()
     if not isinstance(made, tuple) or len(made) != 2:
         raise InputError(f"{model!r} returned {type(made).__name__}; it must return (model, example_inputs)")
     return made
+
+
+def _imported(name: str) -> ModuleType:
+    """A module by its name, the current folder looked into first. Raises InputError if there is none."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise InputError(f"cannot import {name!r}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
 
 
 def _from_config(path: Path, batch: int, sequence: int) -> tuple[Any, Any]:

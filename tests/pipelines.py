@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.api import autoparallel
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.schedules import stage_rank
 from meshwright.errors import RunError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP, Mesh
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import Pipeline, Plan, PlanError
 from meshwright.ir.reading.plans import plan_from_dict
+from meshwright.ir.schedules import schedule_of
 from meshwright.ir.serialize import plan_to_dict
 from meshwright.planner import capture_model, make_plan
 from meshwright.runtime.pipeline import stage
@@ -79,7 +79,8 @@ def pipelined(
 
 def cut(plan: Plan, schedule: str, pp: int, virtual: int, cuts: Sequence[int] | None = None) -> Plan:
     """A plan for the ranks of one stage, on ``pp`` times as many."""
-    pipeline = Pipeline(schedule, tuple(cuts or at_blocks(plan.graph, pp * virtual)), stage_rank(schedule, pp, virtual))
+    lies = schedule_of(schedule).stage_rank(pp, virtual)
+    pipeline = Pipeline(schedule, tuple(cuts or at_blocks(plan.graph, pp * virtual)), lies)
     return replace(plan, mesh=Mesh((PP, *plan.mesh.axes), (pp, *plan.mesh.sizes)), pipeline=pipeline)
 
 
@@ -151,7 +152,7 @@ def most_received(rank: int, name: str, plans: Mapping[str, Mapping[str, Any]]) 
     for what, data in plans.items():
         plan = plan_from_dict(data)
         parallel = autoparallel(model.train(), init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
-        stages = parallel._engine[0].schedule.__dict__.get("_stages") or [parallel._engine[0].schedule._stage]
+        stages = parallel._engine[0].schedule.stages
         seen = [0]
 
         def held(stages: Sequence[Any] = stages) -> int:

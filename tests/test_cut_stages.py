@@ -94,7 +94,7 @@ def test_who_stores_what() -> None:
     """What a rank's stages read, and with the first stage what nobody does; a tied weight is stored by all its readers."""
     found = {rank: {item.value: item.holders for item in part(plan(), rank).stored} for rank in (0, 2)}
     assert found == {0: {"tied": (0,), "spare": (0,)}, 2: {"w1": (1,), "w2": (1,)}}
-    loop = plan((0, 3, 9), (0, 1), "1f1b")
+    loop = plan((0, 3, 9), (0, 1), "gpipe")
     assert {item.value: item.holders for item in part(loop, 2).stored} == {"tied": (0, 1), "w1": (1,), "w2": (1,)}
 
 

@@ -31,17 +31,18 @@ from meshwright.compiler.structure.dims import DimClasses, batch_inputs, handed_
 from meshwright.compiler.structure.folding import fold
 from meshwright.compiler.structure.microbatch import split_time
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.schedules import SCHEDULES, illegal, schedule_table
 from meshwright.cost.timeline import simulate
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP, Mesh
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.schedules import illegal, schedule_table
 from meshwright.passes import rank_program
 from meshwright.passes.verify import verify
 from meshwright.planner import JOINT_SECONDS, OutOfMemoryError, capture_model, make_plan, rules_of
 from meshwright.views.report import render, timeline
 from tests.models import make
+from tests.schedules import SCHEDULES
 
 GIB = 2**30
 
@@ -176,7 +177,7 @@ def everything(world: int, batch: int, units: int) -> list[tuple[Candidate, int]
     """(candidate, ZeRO level) of all there is on a node, by the definitions in the docstrings and by nothing of the search.
 
     Stages are pieces of ``units``, data ranks and micro-batches divide the batch; the table of schedules is the one at the head
-    of ``cost/schedules.py``; a split backward cannot reduce within a step (``docs/pipelines.md``).
+    of ``ir/schedules/builtin.py``; a split backward cannot reduce within a step (``docs/pipelines.md``).
     """
     legal: dict[str, tuple[range, Callable[[int, int], bool]]] = {
         "gpipe": (range(1, 2), lambda pp, m: True), "1f1b": (range(1, 2), lambda pp, m: m >= pp),

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from meshwright.cost.schedules import SCHEDULES, SPLIT_BACKWARD, illegal_combination, waiting
 from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.schedules import illegal_combination, schedule_of
 from meshwright.ir.serialize import plan_to_dict
 from tests.pipelines import (
     as_dicts,
@@ -36,6 +36,7 @@ from tests.pipelines import (
     most_received,
     pipelined,
 )
+from tests.schedules import SCHEDULES, SPLIT_BACKWARD
 
 VIRTUAL = {"gpipe": 1, "1f1b": 1, "interleaved1f1b": 2, "zb": 2, "zbv": 2, "dualpipev": 2}
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
@@ -71,7 +72,7 @@ def test_what_is_received_is_let_go_of(pool: Callable[[int], Any]) -> None:
     plans = {s: pipelined("llama", s, 2, VIRTUAL[s], microbatches=8, double=True) for s in SCHEDULES}
     for found in pool(2).run(most_received, "llama", as_dicts(plans), timeout=200):
         for schedule, (most, left) in found.items():
-            assert 1 <= most <= waiting(schedule, 2, VIRTUAL[schedule]), schedule
+            assert 1 <= most <= schedule_of(schedule).waiting(2, VIRTUAL[schedule], 8), schedule
             assert left == 0, schedule
 
 

@@ -20,13 +20,14 @@ import meshwright as mw
 from meshwright.compiler.search.joint import JointSearch
 from meshwright.compiler.structure.units import find_layers
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.schedules import SCHEDULES, SPLIT_BACKWARD, illegal_combination
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import RECOMPUTE, PinError, Pins
 from meshwright.ir.plan import Plan
+from meshwright.ir.schedules import illegal_combination
 from meshwright.planner import capture_model, make_plan, rules_of
 from tests.models import make
 from tests.pipelines import batch_of, check_as_used, check_searched
+from tests.schedules import SCHEDULES, SPLIT_BACKWARD
 
 CLIP = 0.1
 TWICE = 2

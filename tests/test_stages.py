@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from meshwright.compiler.pipeline import stages
-from meshwright.compiler.pipeline.held import entered, held
+from meshwright.compiler.pipeline.held import received
 from meshwright.compiler.pipeline.intervals import Ends, Intervals
 from meshwright.compiler.pipeline.stage_bound import crowded, fractional_bound
 from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_bound
-from meshwright.cost.schedules import ScheduleError, illegal, schedule_table
 from meshwright.cost.timeline import peak_bytes, simulate
+from meshwright.ir.schedules import ScheduleError, illegal, schedule_of, schedule_table
 
 SETTINGS = [
     ("gpipe", 3, 1, 5),
@@ -140,14 +140,16 @@ def test_what_is_held_at_some_moments_is_held_by_the_table(name: str) -> None:
         if illegal(name, pp, v, m) is not None:
             continue
         table = schedule_table(name, pp, v, m)
-        received = entered(name, pp, v, m)
+        closed, entered = schedule_of(name).closed, received(name, pp, v, m) - schedule_of(name).waiting(pp, v, m)
+        assert closed is not None
+        assert closed.held is not None
         for rank in range(pp):
             counts = table.in_flight[rank]
-            for parts in held(name, pp, m)[rank]:
+            for parts in closed.held(pp, m)[rank]:
                 full, half = (np.array([part[0], *[part[1]] * (v - 2), part[2]]) for part in parts)
                 assert ((counts[:, 0] >= full).all(axis=1) & (counts.sum(axis=1) >= full + half).all(axis=1)).any()
             come = [stage > 0 for stage in table.stages_of(rank)]
-            assert received[rank] <= counts[:, :, come].sum(axis=(1, 2)).max()
+            assert entered[rank] <= counts[:, :, come].sum(axis=(1, 2)).max()
 
 
 @pytest.mark.parametrize("name", ["interleaved1f1b", "zb"])

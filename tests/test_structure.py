@@ -36,7 +36,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "doors": frozenset({"doors", "views", "published", "compiler", "cost", "passes", "runtime", "ir"}),
 }
 THIRD_PARTY: Mapping[str, frozenset[str]] = {
-    "ir": frozenset({"torch"}),
+    "ir": frozenset({"torch", "numpy"}),
     "runtime": frozenset({"torch", "numpy", "safetensors"}),
     "cost": frozenset({"torch", "numpy", "networkx", "sympy"}),
 }
@@ -53,6 +53,7 @@ PRIVATE: Mapping[str, str] = {
     "runtime/checks/gradients.py": "_will_engine_execute_node: whether a parameter's gradient is returned, not accumulated",
     "runtime/module.py": "_foreach_norm, _foreach_mul_: clipping, as torch.nn.utils does it",
     "runtime/whole.py": "pytree, to see operands in lists; the lists of types that optimizers' fast variants take",
+    "runtime/pipeline/ordered.py": "_PipelineScheduleRuntime, which runs any table; _Action, in which it takes one",
     "runtime/step.py": "_foreach_mul_: scaling released gradients",
 }
 """Files that may name private parts of torch, with the reason."""

@@ -1,4 +1,4 @@
-"""When every action of a pipeline schedule runs: makespan, bubble, and a bound that needs no table.
+"""When every action of a pipeline schedule runs: makespan, bubble, and a bound on any order's times.
 
 With the durations F, I, W of every stage (B = I + W), an action starts when its rank is free and its operand has arrived::
 
@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from meshwright.cost.schedules import SPLIT_BACKWARD, V_SHAPED, interleaved_warmup, stage_rank
-from meshwright.cost.table import Action, ScheduleError, Table
+from meshwright.ir.schedules import Action, ScheduleError, Table, schedule_of
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ def simulate(
 ) -> Simulation:
     """Runs a table on stage times (seconds; numbers or one per stage). Raises ScheduleError on a deadlock.
 
-    >>> from meshwright.cost.schedules import schedule_table
+    >>> from meshwright.ir.schedules import schedule_table
     >>> simulate(schedule_table("1f1b", 4, 1, 8), 1, 1, 1).makespan     # ideal 24, bubble (P - 1) / M of it
     33.0
     """
@@ -178,46 +177,6 @@ def peak_bytes(table: Table, saved: ArrayLike, pending: ArrayLike | None = None)
 # ------------------------------------------------------------------------------------------------------------- bounds
 
 
-def warmup_forwards(name: str, pp: int, virtual_stages: int, microbatches: int) -> np.ndarray:
-    """Forwards of every stage before its rank's first backward, int [stages]; what ``Table.warmup`` counts, without a table."""
-    counts = np.zeros(pp * virtual_stages, dtype=np.int64)
-    for rank in range(pp):
-        after = pp - 1 - rank
-        if name == "gpipe":
-            counts[rank] = microbatches
-        elif name == "1f1b":
-            counts[rank] = min(microbatches, after + 1)
-        elif name in ("interleaved1f1b", "zb"):
-            ahead = interleaved_warmup(rank, pp, virtual_stages, microbatches, split=name == "zb") + 1
-            ahead = min(ahead, microbatches * virtual_stages)
-            per_round = microbatches // max(1, microbatches // pp)
-            rounds, rest = divmod(ahead, per_round * virtual_stages)
-            for v in range(virtual_stages):
-                counts[v * pp + rank] = rounds * per_round + min(per_round, max(0, rest - v * per_round))
-        else:  # V-shaped
-            first = 2 * pp - rank - 1 + (name == "dualpipev" and after == 0)
-            counts[rank] = min(microbatches, first)
-            counts[2 * pp - 1 - rank] = min(microbatches, rank + 1)
-    return counts
-
-
-def turn_of(name: str, pp: int, virtual_stages: int, microbatches: int) -> np.ndarray | None:
-    """Forwards of every stage before the first one of its rank's last stage, and backwards after the last one of it, int
-    [stages]: micro-batches go through a rank's stages in turns. None for a V."""
-    if name in V_SHAPED:
-        return None
-    per_turn = microbatches // max(1, microbatches // pp)
-    return np.repeat([per_turn, 0], [pp * (virtual_stages - 1), pp])
-
-
-def late_weights(left: np.ndarray, rank: int, microbatches: int) -> np.ndarray:
-    """Gradients of weights, where they are split off and not in a V, after a moment of a rank's last stage at which so many
-    backwards of its stages are left: at most, int [stages of the rank]. They lag by as many as the rank."""
-    late = np.array(left)
-    late[-1] = min(left[-1] + rank + 1, microbatches)
-    return late
-
-
 def lower_bound(
     name: str,
     pp: int,
@@ -228,7 +187,7 @@ def lower_bound(
     backward_weight: ArrayLike,
     p2p: ArrayLike | tuple[ArrayLike, ArrayLike] = 0.0,
 ) -> float:
-    """Seconds that no run of the schedule can beat, in closed form (see ``lower_bounds``).
+    """Seconds that no run of the schedule can beat, without running it (see ``lower_bounds``).
 
     >>> lower_bound("interleaved1f1b", 4, 2, 8, 0.5, 0.5, 0.5)          # ideal 24, bubble (P - 1) / (M V) of it
     28.5
@@ -238,24 +197,26 @@ def lower_bound(
 
 
 def lower_bounds(name: str, pp: int, virtual_stages: int, microbatches: int, given: Times) -> np.ndarray:
-    """``lower_bound`` of K cases: float [K], without a table.
+    """``lower_bound`` of K cases: float [K].
 
     The largest of *path*: one micro-batch through everything and M - 1 more through its slowest stage or link, and of every
-    rank's *begin + work + end*. From all work of the rank is taken what it can have done before it begins, or do at the end::
+    rank's *begin + work + end*. From all work of the rank is taken what it can have done before it begins, or do at the end, as
+    ``Margins`` count it::
 
         begin   head     the first micro-batch comes through the stages before the rank's first one
-                turn     it comes to the rank's last stage: the others ran a turn of micro-batches (``turn_of``; not in a V)
-                return   it comes back to the rank's last stage: the warm-up was run (``warmup_forwards``)
+                turn     it comes to the rank's last stage: the others ran ``turn``
+                return   it comes back to the rank's last stage: ``warm`` was run
         end     tail     the last micro-batch goes back through the stages before the rank's first one
-                turn     it goes back from the rank's last stage: a turn of the others is left (not in a V)
-                drain    from the rank's last forward it goes on and all the way back: as many backwards are left as the warm-up
-                         had forwards (not in a V, nor where no forward follows the warm-up)
+                turn     it goes back from the rank's last stage: ``turned`` is left
+                drain    from the rank's last forward it goes on and all the way back: ``drained`` is left
 
     For a split backward weight gradients may fill the end, so there the work is counted once without them and once with those
-    that cannot be so late (``late_weights``).
+    that cannot be so late. Where every rank runs all forwards first, all of them pass the slowest stage, and then all
+    backwards.
     """
-    ranks = np.array(stage_rank(name, pp, virtual_stages))
-    split = name in SPLIT_BACKWARD
+    schedule = schedule_of(name)
+    ranks, split = np.array(schedule.stage_rank(pp, virtual_stages)), schedule.split
+    margins = schedule.margins(pp, virtual_stages, microbatches)
     local = (ranks[1:] == ranks[:-1])[:, None]
     value, gradient = np.where(local, 0.0, given.value), np.where(local, 0.0, given.gradient)
     ahead, weight = given.forward, given.backward_weight
@@ -264,19 +225,20 @@ def lower_bounds(name: str, pp: int, virtual_stages: int, microbatches: int, giv
     all_ahead, all_back = head[-1] + ahead[-1], tail[-1] + back[-1]
     down = np.concatenate([ahead, value]).max(axis=0)
     up = np.concatenate([back, gradient]).max(axis=0)
-    bound = all_ahead + all_back + (microbatches - 1) * (down + up if name == "gpipe" else np.maximum(down, up))
-    warmup = warmup_forwards(name, pp, virtual_stages, microbatches)
-    turn = turn_of(name, pp, virtual_stages, microbatches)
+    apart = bool((margins.warm == microbatches).all())
+    bound = all_ahead + all_back + (microbatches - 1) * (down + up if apart else np.maximum(down, up))
     for rank in range(pp):
         own = np.flatnonzero(ranks == rank)
-        first, last, warm = own[0], own[-1], warmup[own]
+        first, last, warm = own[0], own[-1], margins.warm[own]
         begins = [head[first], all_ahead + all_back - tail[last] - back[last] - warm @ ahead[own]]
         ends: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]] = [(tail[first], np.zeros(len(own)), None)]
-        if turn is not None:
-            begins.append(head[last] - turn[own] @ ahead[own])
-            ends.append((tail[last], turn[own], late_weights(turn[own], rank, microbatches)))
-            if warm.sum() < microbatches * len(own):
-                ends.append((all_ahead - head[last] - ahead[last] + all_back, warm, late_weights(warm, rank, microbatches)))
+        if margins.turn is not None:
+            begins.append(head[last] - margins.turn[own] @ ahead[own])
+        if margins.turned is not None:
+            ends.append((tail[last], margins.turned.backward[own], margins.turned.weight[own]))
+        if margins.drained is not None and warm.sum() < microbatches * len(own):
+            after = all_ahead - head[last] - ahead[last] + all_back
+            ends.append((after, margins.drained.backward[own], margins.drained.weight[own]))
         begin = np.maximum.reduce(begins)
         work = begin + microbatches * (ahead[own] + back[own]).sum(axis=0)
         bound = np.maximum(bound, work + np.maximum.reduce([after - left @ back[own] for after, left, _ in ends]))
@@ -300,7 +262,7 @@ def render(what: Table | Simulation, *, tick: float | None = None, columns: int 
     the tick (``==``: it goes on). A table is drawn with F = I = W = 1 tick, B = 2. ``tick``: seconds (default: the shortest
     action, longer if there would be more than ``columns``); actions shorter than a tick may fall between two cells.
 
-    >>> from meshwright.cost.schedules import schedule_table
+    >>> from meshwright.ir.schedules import schedule_table
     >>> print(render(schedule_table("1f1b", 2, 1, 3)))
     clock          0  1  2  3  4  5  6  7  8  9  10 11
     rank 0 stage 0 F0 F1       B0 == F2 B1 ==    B2 ==

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.schedules import schedules, unknown
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "zb", "zbv", "dualpipev")
 RECOMPUTE = ("none", "selective", "full")
 ATTENTION = ("allgather", "ulysses", "ring")
 
@@ -54,7 +54,9 @@ class Pins:
                 raise PinError(f"pin {name}={value!r} is not a positive integer")
         if self.zero is not None and (isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3)):
             raise PinError(f"pin zero={self.zero!r}: the levels are 0 (replicas), 1, 2 and 3")
-        for name, known in (("schedule", SCHEDULES), ("recompute", RECOMPUTE), ("attention", ATTENTION)):
+        if self.schedule is not None and self.schedule not in tuple(schedules()):
+            raise PinError(f"pin {unknown(self.schedule)}")
+        for name, known in (("recompute", RECOMPUTE), ("attention", ATTENTION)):
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise PinError(f"pin {name}={value!r} is unknown; choose one of {', '.join(known)}")

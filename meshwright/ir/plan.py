@@ -23,6 +23,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP, Mesh
 from meshwright.ir.prediction import Certificate, Prediction
 from meshwright.ir.quantities import bytes_text, seconds_text
+from meshwright.ir.schedules import Table, illegal, schedule_of, schedules, unknown
 from meshwright.ir.sharding import Sharding
 
 TIME = "mb"
@@ -67,7 +68,7 @@ class Pipeline:
     """Stages and their schedule.
 
     Stage s is the ops ``[cuts[s], cuts[s + 1])`` of the graph; those of the prologue are no part of it, they run on every rank
-    that needs them. ``stage_rank[s]``: its coordinate along ``PP``. ``schedule``: see ``meshwright.cost.schedules``.
+    that needs them. ``stage_rank[s]``: its coordinate along ``PP``. ``schedule``: a name (see ``meshwright.ir.schedules``).
 
     >>> Pipeline("1f1b", (0, 10, 25), (0, 1)).stage_of(10)
     1
@@ -83,6 +84,8 @@ class Pipeline:
                             f"than there are stages in stage_rank {self.stage_rank}")
         if set(self.stage_rank) != set(range(self.degree)):
             raise PlanError(f"stage_rank {self.stage_rank} leaves some of {self.degree} pipeline ranks without a stage")
+        if self.schedule not in tuple(schedules()):
+            raise PlanError(unknown(str(self.schedule)))
 
     @property
     def degree(self) -> int:
@@ -96,6 +99,18 @@ class Pipeline:
     def stage_of(self, op_index: int) -> int:
         """The stage of the op at this position in the graph."""
         return bisect_right(self.cuts, op_index) - 1
+
+    def table(self, microbatches: int) -> Table:
+        """The order in which the ranks work: what is simulated, replayed and run. Raises ScheduleError for what the schedule
+        cannot run, PlanError for stages on other ranks than it has them."""
+        schedule, virtual, rest = schedule_of(self.schedule), *divmod(self.stages, self.degree)
+        if rest:
+            raise PlanError(f"{self.stages} stages do not divide over {self.degree} ranks; name a multiple of them")
+        if reason := illegal(self.schedule, self.degree, virtual, microbatches):
+            raise PlanError(reason)
+        if (lies := schedule.stage_rank(self.degree, virtual)) != self.stage_rank:
+            raise PlanError(f"{self.schedule} with stages on ranks {self.stage_rank}: it runs them on {lies}")
+        return schedule.table(self.degree, virtual, microbatches)
 
 
 @dataclass(frozen=True)

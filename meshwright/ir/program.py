@@ -26,6 +26,7 @@ import torch
 from meshwright.ir.declared.operator import Operators
 from meshwright.ir.graph import Graph, Value
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.schedules import Table
 from meshwright.ir.sharding import Sharding
 
 SEED = "seed"
@@ -99,16 +100,20 @@ class Port:
 class Stages:
     """What a rank knows of the whole pipeline, the same on every rank of a pipeline group.
 
-    ``schedule``: its name; ``stage_rank[s]``: the pipeline rank of stage s; ``crossing[s]``: what goes from stage s to s + 1,
-    in order, with the LOCAL shape of one micro-batch; ``made``: {output, or new value of a buffer: the stage that makes it},
-    those of the prologue left out; ``stored``: every stored tensor of all stages, in one order.
+    ``table``: in which order every rank works; ``crossing[s]``: what goes from stage s to s + 1, in order, with the LOCAL shape
+    of one micro-batch; ``made``: {output, or new value of a buffer: the stage that makes it}, those of the prologue left out;
+    ``stored``: every stored tensor of all stages, in one order.
     """
 
-    schedule: str
-    stage_rank: tuple[int, ...]
+    table: Table
     crossing: tuple[tuple[Value, ...], ...]
     made: Mapping[str, int]
     stored: tuple[Stored, ...]
+
+    @property
+    def stage_rank(self) -> tuple[int, ...]:
+        """The pipeline rank of every stage."""
+        return self.table.stage_rank
 
     @property
     def last(self) -> int:

@@ -26,8 +26,8 @@ from meshwright.ir.program import SEED, THREAD, Program, Segment, Stages
 
 
 def cut_stages(program: Program, pipeline: Pipeline | None) -> Program:
-    """The part of this rank; the program itself without a pipeline. Raises PlanError for a buffer that one stage updates and
-    another rank reads."""
+    """The part of this rank; the program itself without a pipeline. Raises PlanError for what the schedule cannot run, and for
+    a buffer that one stage updates and another rank reads."""
     return program if pipeline is None else _Cut(program, pipeline).run()
 
 
@@ -64,7 +64,7 @@ class _Cut:
             cuts=tuple((name, dim) for name, dim in program.cuts if name in needed),
             constants={name: tensor for name, tensor in program.constants.items() if name in kept},
             stages=Stages(
-                self.pipeline.schedule, self.pipeline.stage_rank, self._crossing(),
+                self.pipeline.table(program.microbatches), self._crossing(),
                 {name: s for name, s in self.made.items() if name in self.leaving | renewed}, stored,
             ),
         )

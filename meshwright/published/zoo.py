@@ -34,8 +34,9 @@ from meshwright.compiler.search.prediction import capacity
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import InputError
 from meshwright.ir.graph import Graph
-from meshwright.ir.pins import SCHEDULES, Pins
+from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
+from meshwright.ir.schedules import schedules
 from meshwright.planner import OutOfMemoryError, capture_model, make_plan
 from meshwright.published.architectures import Architecture, build
 
@@ -121,7 +122,7 @@ class System:
         degrees = self.degrees
         found = [f"{axis}={degrees[axis]}: not planned yet" for axis in UNPLANNED if degrees.get(axis, 1) > 1]
         found += [f"{axis}: not planned yet" for axis in UNPLANNED if axis in degrees.get("undisclosed", ())]
-        if degrees.get("schedule", "1f1b") not in SCHEDULES:
+        if "schedule" in degrees and degrees["schedule"] not in schedules():
             found.append(f"schedule {degrees['schedule']}: not planned yet")
         return [*found, *self.unknowns()]
 

@@ -46,8 +46,8 @@ def run_step(
     else:
         engine.set_microbatch(last=True)
         join = Join(program)
-        for batch in microbatches_of(program, values, seed):
-            join.add(engine.root(Environment(batch)))
+        for index, batch in enumerate(microbatches_of(program, values, seed)):
+            join.add(engine.root(Environment(batch)), index)
         outputs = join.values
     if not torch.is_grad_enabled():
         engine.reshard()  # no backward will, and the parameters may be written before the next forward
@@ -73,30 +73,31 @@ def microbatches_of(program: Program, values: Mapping[str, Any], seed: tuple[int
 
 
 class Join:
-    """Outputs of micro-batches, put together as their ports say. What is joined along a dim lies there whole from the first one
-    on, so that it never takes twice its memory."""
+    """Outputs of micro-batches, put together as their ports say, in whatever order they come. What is joined along a dim lies
+    there whole from the first one on, so that it never takes twice its memory."""
 
     def __init__(self, program: Program) -> None:
         self.how = {port.name: port.time for port in program.outputs}
         self.count = program.microbatches
         self.values: dict[str, Any] = {}
-        self._filled: dict[str, int] = {}
 
-    def add(self, outputs: Mapping[str, Any]) -> None:
-        """Of the next micro-batch."""
+    def add(self, outputs: Mapping[str, Any], microbatch: int) -> None:
+        """Of one micro-batch."""
         for name, value in outputs.items():
             how = self.how.get(name)
             if isinstance(how, int) and self.count > 1:
-                self._append(name, value, how)
-            else:
-                self.values[name] = self.values[name] + value if how == "sum" and name in self.values else value
+                self._place(name, value, how, microbatch)
+            elif how == "sum":
+                self.values[name] = self.values[name] + value if name in self.values else value
+            elif microbatch == self.count - 1:
+                self.values[name] = value
 
-    def _append(self, name: str, value: Tensor, dim: int) -> None:
+    def _place(self, name: str, value: Tensor, dim: int, microbatch: int) -> None:
+        """Micro-batches are of one size."""
         if name not in self.values:
             self.values[name] = value.new_empty([n * self.count if d == dim else n for d, n in enumerate(value.shape)])
-        start = self._filled.get(name, 0)
-        self.values[name].narrow(dim, start, value.shape[dim]).copy_(value)
-        self._filled[name] = start + value.shape[dim]
+        size = value.shape[dim]
+        self.values[name].narrow(dim, microbatch * size, size).copy_(value)
 
 
 def _forward_backward(
@@ -116,7 +117,7 @@ def _forward_backward(
             with torch.enable_grad():
                 outputs = engine.root(Environment(batch))
                 torch.autograd.backward(outputs[loss_name])
-            join.add({name: value.detach() for name, value in outputs.items()})
+            join.add({name: value.detach() for name, value in outputs.items()}, index)
             outputs.clear()
         loss: Tensor = join.values[loss_name]
         return loss.clone()

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.cost.schedules import SPLIT_BACKWARD
-from meshwright.cost.timeline import warmup_forwards
+from meshwright.ir.schedules import schedule_of
 
 Matrix = np.ndarray
 
@@ -141,12 +140,12 @@ class Intervals:
 def stage_bounds(units: Intervals, name: str, pp: int, microbatches: int, ends: Ends | None = None) -> Iterator[Matrix]:
     """Seconds that no run can beat if stage s is [i, j) run in way o, one stage a rank: per stage [ways, n + 1, n + 1]. With
     ``ends``: no step."""
-    split = name in SPLIT_BACKWARD
+    split, margins = schedule_of(name).split, schedule_of(name).margins(pp, 1, microbatches)
     least = units.cheapest()
     ahead, back = least[0], least[1] if split else least[1] + least[2]
     last_weight = np.diff(least[2]).min() * split
     cheap = [x[1:-1].min() if units.count > 1 else 0.0 for x in (units.value, units.gradient)]
-    warmup = warmup_forwards(name, pp, 1, microbatches)
+    warm, left, apart = margins.warm, margins.drained, bool((margins.warm == microbatches).all())
     sums = np.zeros(0) if ends is None else ends.sums
     for s in range(pp):
         rows, columns = _band(units.count, s, pp)
@@ -163,20 +162,19 @@ def stage_bounds(units: Intervals, name: str, pp: int, microbatches: int, ends: 
         ahead_all = ahead[rows, None] + forward + ahead[-1] - ahead[None, columns] + down
         returned = ahead_all + back[-1] - back[None, columns] + up_after
         path = returned + turn + tail
-        slow = forward + turn if name == "gpipe" else np.maximum(forward, turn)
+        slow = forward + turn if apart else np.maximum(forward, turn)
         bound = path + (microbatches - 1) * slow
-        begin = np.maximum(head, returned - warmup[s] * forward)
+        begin = np.maximum(head, returned - warm[s] * forward)
         end, late = tail, 0.0
-        if warmup[s] < microbatches:  # a forward follows the warm-up
+        if left is not None and warm[s] < microbatches:  # a forward follows the warm-up
             after = ahead[-1] - ahead[None, columns] + down - down_before + back[-1] + last_weight + up_before + up_after
-            end = np.maximum(end, after - warmup[s] * turn)
-            late = np.maximum(late, after - warmup[s] * turn - min(warmup[s] + s + 1, microbatches) * weights)
+            end = np.maximum(end, after - left.backward[s] * turn)
+            late = np.maximum(late, after - left.backward[s] * turn - left.weight[s] * weights)
         bound = np.maximum(bound, begin + microbatches * (forward + turn) + end)
         bound = np.maximum(bound, begin + microbatches * work + (late if split else end))
         if ends is not None:
             gather, reduce, optimizer = sums[:, rows, columns]
-            left = np.maximum(reduce - inputs - weights, ends.slowed * reduce)
-            own = begin + microbatches * work + left
+            own = begin + microbatches * work + np.maximum(reduce - inputs - weights, ends.slowed * reduce)
             bound = np.maximum(bound + ends.slowed * ends.reduce[0], own) + optimizer + (ends.gather[0] if s else gather)
         yield _allowed(bound, units.count, s, pp)
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.compiler.pipeline.intervals import Intervals
-from meshwright.cost.table import Table
 from meshwright.cost.timeline import Times, lower_bounds, makespans, peak_bytes
+from meshwright.ir.schedules import Table
 
 BATCH = 96
 """Cuts simulated side by side."""

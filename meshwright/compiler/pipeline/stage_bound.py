@@ -28,11 +28,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.compiler.pipeline.held import held, held_alone
+from meshwright.compiler.pipeline.held import held, parts
 from meshwright.compiler.pipeline.intervals import Ends, Intervals
 from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Term
-from meshwright.cost.schedules import SPLIT_BACKWARD, V_SHAPED
-from meshwright.cost.timeline import late_weights, turn_of, warmup_forwards
+from meshwright.ir.schedules import Left, schedule_of
 
 
 def packing_bound(units: Intervals, name: str, pp: int, microbatches: int) -> float:
@@ -44,7 +43,7 @@ def packing_bound(units: Intervals, name: str, pp: int, microbatches: int) -> fl
     work = np.sort(np.diff(units.prefix[:3].sum(axis=0), axis=1).min(axis=0))[::-1]
     shares = [work[k * pp - k : k * pp + 1].sum() for k in range((len(work) - 1) // pp + 1)]
     least = units.cheapest()
-    ahead, back = least[0], least[1] if name in SPLIT_BACKWARD else least[1] + least[2]
+    ahead, back = least[0], least[1] if schedule_of(name).split else least[1] + least[2]
     longest = max(np.diff(ahead).max(), np.diff(back).max())
     path = ahead[-1] + back[-1] + (microbatches - 1) * longest
     return float(max(microbatches * max(shares), path))
@@ -56,12 +55,11 @@ def crowded(
 ) -> bool:
     """Whether no cut runs in ``seconds`` (inf: at all), with any number of stages a rank from the first to the second of
     ``virtual_stages``: units of the most frequent class are left over when every rank has taken what it can."""
+    schedule, counts = schedule_of(name), held(name, pp, virtual_stages, microbatches)
+    if schedule.closed is None or counts is None:
+        return False
     classes, kinds, members = _classes(units, ends)
-    common, split, turns = int(members.argmax()), name in SPLIT_BACKWARD, name in V_SHAPED
-    if virtual_stages == (1, 1):
-        counts = held_alone(name, pp, microbatches)[..., None]
-    else:
-        counts = held(name, pp, microbatches)[..., [0, 2] if virtual_stages[1] == 2 else [0, 1, 2]]
+    common, split, turns = int(members.argmax()), schedule.split, schedule.closed.turns
     forward, inputs, weights, state, saved, pending, gather, reduce, optimizer = classes
     # Seconds of a unit for the whole step, and how many its rank has: begin + work + left, or + what it passes back.
     work = microbatches * (forward + inputs + weights)
@@ -120,9 +118,11 @@ def fractional_bound(
     """The bound whatever the cut, with any number of stages a rank from the first of ``virtual_stages``, at least 2, to the
     second. ``capacity``: bytes [pp]. With ``ends``: no step. If divided units run in less than ``enough`` seconds, though
     not in much less (``_WHOLE``), every rank is made to run whole ones; what takes longer than that is not told apart."""
-    nothing = np.zeros(units.count)
+    closed, nothing = schedule_of(name).closed, np.zeros(units.count)
+    if closed is None:
+        return Bound(0.0, "packing")
     program = _Program(units, name, pp, virtual_stages, microbatches, ends or Ends(nothing, nothing, nothing, 1.0))
-    room = capacity - _transient(units, pp, name in V_SHAPED)
+    room = capacity - _transient(units, pp, closed.turns)
     if room.min() <= 0:
         return Bound(math.inf, "packing")
     program.place()
@@ -169,8 +169,10 @@ class _Program(LinearProgram):
         super().__init__()
         self.units, self.name, self.pp, self.microbatches = units, name, pp, microbatches
         self.least, self.most = virtual_stages
-        self.chosen = [0, 2] if self.most == 2 else [0, 1, 2]  # of first, between, last
-        self.turns = name in V_SHAPED
+        self.chosen = parts(virtual_stages)
+        schedule = schedule_of(name)
+        self.split, self.turns = schedule.split, schedule.closed is not None and schedule.closed.turns
+        self.margins = schedule.margins(pp, len(self.chosen), microbatches)  # if a rank had one stage of each kind
         self.slowed = ends.slowed
         self.classes, self.first, self.members = _classes(units, ends)
         self.scale = float(self.classes[:3].max()) or 1.0
@@ -207,7 +209,7 @@ class _Program(LinearProgram):
 
     def time(self) -> None:
         """The rows of ``cost.timeline.lower_bounds``; what many of them share is a variable."""
-        pp, m, split = self.pp, self.microbatches, self.name in SPLIT_BACKWARD
+        pp, m, split = self.pp, self.microbatches, self.split
         crossings = self.units.value, self.units.gradient
         down, up = (float(x[1:-1].min()) / self.scale if self.units.count > 1 else 0.0 for x in crossings)
         sends = 2 * pp - 2 if self.turns else self.least * pp - 1
@@ -232,8 +234,7 @@ class _Program(LinearProgram):
 
     def _begins(self, begin: np.ndarray, ahead: np.ndarray, back: np.ndarray, forwards: np.ndarray, links: _Links) -> None:
         """When a rank begins, less what it has done by then; ``back``: backwards of the last stages."""
-        pp, m, kinds = self.pp, self.microbatches, len(self.chosen)
-        warm, turn = warmup_forwards(self.name, pp, kinds, m), turn_of(self.name, pp, kinds, m)
+        pp, warm, turn = self.pp, self.margins.warm, self.margins.turn
         head, behind = self._sums(ahead[0], range(pp)), self._sums(back, range(pp) if self.turns else range(pp)[::-1])
         last = None if turn is None else self._sums(ahead[-1], range(pp), ahead[:-1])
         for rank in range(pp):
@@ -250,8 +251,8 @@ class _Program(LinearProgram):
         self, end: np.ndarray, late: np.ndarray, ahead: np.ndarray, back: np.ndarray, backwards: np.ndarray, links: _Links
     ) -> None:
         """What comes after a rank's work, less what it has left then; ``late``: where gradients of weights are work too."""
-        pp, m, kinds, split = self.pp, self.microbatches, len(self.chosen), self.name in SPLIT_BACKWARD
-        warm, turn = warmup_forwards(self.name, pp, kinds, m), turn_of(self.name, pp, kinds, m)
+        pp, split, all_forwards = self.pp, self.split, self.microbatches * len(self.chosen)
+        warm, turned, drained = self.margins.warm, self.margins.turned, self.margins.drained
         tail, beyond = self._sums(back[0], range(pp)), self._sums(ahead[-1], range(pp)[::-1])
         last, first = self._sums(back[-1], range(pp), back[:-1]), (self.left[0], -1.0)
         for rank in range(pp):
@@ -259,16 +260,17 @@ class _Program(LinearProgram):
             self.add([(end[rank], 1.0), (tail[rank], -1.0), first], rank * links.up)
             for after in (end, late):
                 self.add([(after[rank], 1.0), (self.left[rank], -1.0)], 0.0)
-            ways: list[tuple[np.ndarray, list[Term], float]] = []
-            if turn is not None:
-                ways.append((turn[mine], [(last[rank], -1.0)], links.before(rank, pp) * links.up))
-            if turn is not None and warm[mine].sum() < m * kinds:
+            ways: list[tuple[Left, list[Term], float]] = []
+            if turned is not None:
+                ways.append((turned, [(last[rank], -1.0)], links.before(rank, pp) * links.up))
+            if drained is not None and warm[mine].sum() < all_forwards:
                 on = (pp - 1 - rank) * links.down + links.sends * links.up
-                ways.append((warm[mine], [(beyond[rank], -1.0), (backwards, -1.0)], on))
+                ways.append((drained, [(beyond[rank], -1.0), (backwards, -1.0)], on))
             for left, then, seconds in ways:
-                self.add([(end[rank], 1.0), *then, (own, np.stack([left, left * (not split)], axis=1)), first], seconds)
+                backward = left.backward[mine]
+                self.add([(end[rank], 1.0), *then, (own, np.stack([backward, backward * (not split)], axis=1)), first], seconds)
                 if split:
-                    rest = np.stack([left, late_weights(left, rank, m)], axis=1)
+                    rest = np.stack([backward, left.weight[mine]], axis=1)
                     self.add([(late[rank], 1.0), *then, (own, rest), first], seconds)
 
     def _stages(self, rank: int) -> list[int]:
@@ -291,10 +293,11 @@ class _Program(LinearProgram):
         """Every rank holds at its moments no more than ``room`` bytes; whether that keeps anything from a rank."""
         rows = len(self.parts)
         state, saved, pending = self.classes[3:6]
-        counted = held(self.name, self.pp, self.microbatches)
+        counted = held(self.name, self.pp, (self.least, self.most), self.microbatches)
+        assert counted is not None  # as the schedule has closed forms
         for rank in range(self.pp):
             for moment in np.unique(counted[rank], axis=0):
-                counts = moment[:, self.chosen, None, None]
+                counts = moment[:, :, None, None]
                 bytes_ = (state + counts[0] * saved + counts[1] * pending) / room[rank]
                 if (bytes_.max(axis=(0, 2)) * self.members).sum() > 1.0:
                     self.add([(self.amounts[:, rank], bytes_)], -math.inf, 1.0)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.compiler.pipeline.held import held_alone
+from meshwright.compiler.pipeline.held import held
 from meshwright.compiler.pipeline.intervals import (
     Ends,
     Intervals,
@@ -40,8 +40,7 @@ from meshwright.compiler.pipeline.intervals import (
 )
 from meshwright.compiler.pipeline.refine import BATCH, Cutting, Found, make_fit, refine
 from meshwright.compiler.pipeline.stage_bound import Bound, crowded, fractional_bound, packing_bound
-from meshwright.cost.schedules import schedule_table
-from meshwright.cost.table import Table, maximal
+from meshwright.ir.schedules import Table, maximal, schedule_of, schedule_table
 
 __all__ = ["Cuts", "StageError", "Unit", "cut"]
 
@@ -151,10 +150,11 @@ def step_bound(
 
 def _single_bound(units: Intervals, pp: int, schedule: str, microbatches: int, capacity: np.ndarray, ends: Ends) -> float:
     """With one stage a rank."""
-    matrices, counts = [], held_alone(schedule, pp, microbatches)
-    for rank, bound in enumerate(stage_bounds(units, schedule, pp, microbatches, ends)):
-        memory = stage_memory(units, counts[rank], rank, pp)
-        matrices.append(np.where(memory <= capacity[rank], bound, np.inf).min(axis=0))
+    matrices, counts, lies = [], held(schedule, pp, (1, 1), microbatches), schedule_of(schedule).stage_rank(pp, 1)
+    for stage, bound in enumerate(stage_bounds(units, schedule, pp, microbatches, ends)):
+        moments = np.array([[1, 0]]) if counts is None else counts[lies[stage], :, :, 0]
+        memory = stage_memory(units, moments, stage, pp)
+        matrices.append(np.where(memory <= capacity[lies[stage]], bound, np.inf).min(axis=0))
     return smallest_bottleneck(matrices)
 
 
@@ -302,7 +302,10 @@ def _in_flight(table: Table, stage: int) -> np.ndarray:
 def _tightest(problem: Cutting) -> StageError:
     """Proof that no cut fits, one stage a rank: the cut whose fullest stage overflows least still does."""
     table, units = problem.table, problem.units
-    memory = [stage_memory(units, _in_flight(table, s), s, table.stages) - problem.capacity[s] for s in range(table.stages)]
+    memory = [
+        stage_memory(units, _in_flight(table, s), s, table.stages) - problem.capacity[table.stage_rank[s]]
+        for s in range(table.stages)
+    ]
     excess = [np.maximum(over, 0.0) for over in memory]
     cuts = narrow_cuts([e.min(axis=0) for e in excess], smallest_bottleneck([e.min(axis=0) for e in excess]))
     options = np.array([e[:, i, j].argmin() for e, (i, j) in zip(excess, itertools.pairwise(cuts), strict=True)])

@@ -11,8 +11,8 @@ forward, u the longest forward or backward of a unit, w_b all forwards or all ba
     W + (M - 1) max(u, w_b / (P V))                 one micro-batch through everything, the others through the slowest stage
       + (P - 1) w / 2     whole backward            rank r idles until r stages have passed it the first micro-batch, and
       + (P - 1) w_f / 2   split backward            again after its last
-    W / (1 - (1 - 1/M)^P)           1f1b            w_r <= (T - w_0 - .. - w_(r-1)) / M, summed
-    W + (M - 1) W / P               gpipe           all forwards pass the slowest stage, then all backwards
+    W / (1 - (1 - 1/M)^P)     one stage a rank      whole backward: w_r <= (T - w_0 - .. - w_(r-1)) / M, summed
+    W + (M - 1) W / P         forwards first        all forwards pass the slowest stage, then all backwards
 
 ``Floors`` gives W from the FLOPs of the model at the best efficiency of the device, before a placement is solved.
 """
@@ -29,12 +29,12 @@ from meshwright.compiler.search.stage_costs import Degrees
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster, Device
-from meshwright.cost.schedules import SCHEDULES, SPLIT_BACKWARD, V_SHAPED, illegal
 from meshwright.ir.declared.operator import Operator
 from meshwright.ir.declared.operator import Work as Call
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.rule import Rules
+from meshwright.ir.schedules import illegal, schedule_of, schedules
 
 _NONE = "none"
 
@@ -55,6 +55,11 @@ class Candidate:
     @property
     def stages(self) -> int:
         return self.pp * self.virtual_stages
+
+    @property
+    def split(self) -> bool:
+        """Whether the backward is split into the gradients of inputs and of weights."""
+        return self.pp > 1 and schedule_of(self.schedule).split
 
     def __str__(self) -> str:
         pipeline = f"pp={self.pp} ({self.schedule}, {self.virtual_stages} stages a rank) x " if self.pp > 1 else ""
@@ -105,24 +110,22 @@ def _schedules(pp: int, count: int, pins: Pins, units: int) -> Iterator[tuple[st
             yield _NONE, 1
         return
     stages = None if pins.stage_cuts is None else len(pins.stage_cuts) + 1
-    for schedule in SCHEDULES if pins.schedule is None else (pins.schedule,):
-        alone = schedule in ("gpipe", "1f1b")
-        several = [1] if alone else [2] if schedule in V_SHAPED else range(1 + (schedule == "interleaved1f1b"), units // pp + 1)
-        for virtual in several:
+    for schedule in schedules().values() if pins.schedule is None else (schedule_of(pins.schedule),):
+        for virtual in (schedule.stages,) if schedule.stages is not None else range(schedule.usual, units // pp + 1):
             asked = pins.virtual_stages in (None, virtual) and stages in (None, pp * virtual) and pp * virtual <= units
-            if asked and illegal(schedule, pp, virtual, count) is None:
-                yield schedule, virtual
+            if asked and schedule.illegal(pp, virtual, count) is None:
+                yield schedule.name, virtual
 
 
 def _nothing(batch: int, cluster: Cluster, pins: Pins, units: int) -> PinError:
     """Which pin leaves no candidate, and the nearest that does."""
-    pp, several = pins.pp or 1, pins.schedule in (*V_SHAPED, "interleaved1f1b")
-    virtual = pins.virtual_stages or (2 if several else 1)
+    pp, usual = pins.pp or 1, 1 if pins.schedule is None else schedule_of(pins.schedule).usual
+    virtual = pins.virtual_stages or usual
     if pins.stage_cuts is not None and pins.pp is not None and (len(pins.stage_cuts) + 1) % pins.pp:
         return PinError(f"pin stage_cuts names {len(pins.stage_cuts)} cuts, so {len(pins.stage_cuts) + 1} stages, which do not "
                         f"divide over pp={pins.pp}; name pp x virtual_stages - 1 cuts")
     if pp * virtual > units:
-        why = f"schedule={pins.schedule!r}" if several and pins.virtual_stages is None else f"virtual_stages={virtual}"
+        why = f"schedule={pins.schedule!r}" if usual > 1 and pins.virtual_stages is None else f"virtual_stages={virtual}"
         return PinError(f"pins pp={pp} and {why} make {pp * virtual} stages, but the model can be cut into {units} pieces; "
                         "take at most that many")
     if cluster.world == 1:
@@ -138,9 +141,8 @@ def _nothing(batch: int, cluster: Cluster, pins: Pins, units: int) -> PinError:
         return PinError(f"pin microbatches={pins.microbatches}: the batch of {batch} samples does not divide into "
                         f"{data} data ranks x {pins.microbatches} micro-batches; nearest: microbatches={near}")
     if pins.schedule is not None and pins.pp is not None:
-        stages = pins.virtual_stages or (1 if pins.schedule in ("gpipe", "1f1b") else 2)
         counts = (pins.microbatches,) if pins.microbatches else divisors(max(1, batch // data))[::-1]
-        reasons = [illegal(pins.schedule, pp, stages, count) for count in counts]
+        reasons = [illegal(pins.schedule, pp, virtual, count) for count in counts]
         if all(reasons):
             return PinError(str(reasons[0]))
     shown = ", ".join(f"{name}={value}" for name, value in pins.degrees().items()) or "none"
@@ -163,7 +165,7 @@ def ways_of(candidate: Candidate, cluster: Cluster, pins: Pins) -> list[tuple[in
     levels: tuple[int, ...] = (0, 1, 2, 3) if pins.zero is None else (pins.zero,)
     if candidate.microbatches == 1 and pins.zero is None:
         levels = (0, 2, 3)
-    if candidate.schedule in SPLIT_BACKWARD and pins.zero is None:
+    if candidate.split and pins.zero is None:
         levels = (0, 1)
     shards = {data}
     group = cluster.per_node
@@ -198,15 +200,15 @@ def floor(candidate: Candidate, work: Work, most: int = 0) -> float:
     p, m, w = candidate.pp, candidate.microbatches, work.total
     if p == 1:
         return m * w
-    if candidate.schedule == "gpipe":
+    closed, split = schedule_of(candidate.schedule).closed, candidate.split
+    if closed is not None and closed.forwards_first:
         return w + (m - 1) * w / p
-    split = candidate.schedule in SPLIT_BACKWARD
     path = work.path if split else w
     slowest = max(work.forward, path - work.forward) if work.forward else path / 2
     bound = max(m * w / p, path + (m - 1) * max(work.longest, slowest / p / max(candidate.virtual_stages, most)))
-    if candidate.schedule == "1f1b" and m > 1:
+    if max(candidate.virtual_stages, most) == 1 and not split and m > 1:
         bound = max(bound, w / (1.0 - (1.0 - 1.0 / m) ** p))
-    if candidate.schedule in V_SHAPED:
+    if closed is not None and closed.turns:
         return bound
     return max(bound, m * w / p + (p - 1) / 2 * (work.least_forward if split else work.least))
 

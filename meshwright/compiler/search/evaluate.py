@@ -24,17 +24,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.compiler.pipeline import stages
-from meshwright.compiler.pipeline.held import entered, least_held
+from meshwright.compiler.pipeline.held import least_held, received
 from meshwright.compiler.pipeline.intervals import Ends
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK
 from meshwright.compiler.placement.placement import NONE, Placement
 from meshwright.compiler.search.candidates import Candidate
 from meshwright.compiler.search.stage_costs import Array, Degrees, StageCosts, Units
 from meshwright.compiler.structure.positions import Position
-from meshwright.cost.schedules import SPLIT_BACKWARD, illegal_combination, schedule_table, stage_rank, waiting
-from meshwright.cost.table import Table
 from meshwright.cost.timeline import Simulation, simulate
 from meshwright.ir.prediction import StageSeconds
+from meshwright.ir.schedules import Table, illegal_combination, schedule_of
 
 _PARTS = (0.25, 0.5, 0.75, 1.0)
 
@@ -99,18 +98,17 @@ class Evaluator:
 
     def units(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, recompute: str) -> Units:
         """The units of a candidate, made once for all that schedules share."""
-        split = candidate.schedule in SPLIT_BACKWARD
+        split = candidate.split
         key = (id(placement), degrees, zero, candidate.microbatches > 1, split, recompute)
         if key not in self._units:
-            count, schedule = candidate.microbatches, candidate.schedule
-            self._units[key] = self.costs.units(placement, degrees, zero, count, schedule, recompute)
+            self._units[key] = self.costs.units(placement, degrees, zero, candidate.microbatches, split, recompute)
         return self._units[key]
 
     def step_of(self, candidate: Candidate, units: Units, run: float) -> float:
         """Seconds of a step that no cut can beat, if its micro-batches take no less than ``run``: to those, or to the mean
         rank's work and reductions, comes what the first rank gathers for its first unit, and the mean rank's optimizer."""
         late = units.reduce.sum()
-        if candidate.schedule not in SPLIT_BACKWARD:
+        if not candidate.split:
             late = self.costs.exposed(late, units.backward.sum())
         mean = float(candidate.microbatches * units.work + late) / candidate.pp
         start = float(units.gather[0]) if candidate.pp > 1 else 0.0
@@ -123,7 +121,7 @@ class Evaluator:
             return False
         room = candidate.pp * self.capacity - self.units(candidate, degrees, zero, placement, self.recompute[0]).state.sum()
         counts = [least_held(candidate.schedule, candidate.pp, candidate.microbatches, one) for one in {alone, False}
-                  if one or candidate.schedule not in ("gpipe", "1f1b")]
+                  if one or schedule_of(candidate.schedule).stages != 1]
         if room < 0 or min(counts) <= 1:
             return bool(room < 0)
         ways = [self.units(candidate, degrees, zero, placement, name) for name in self.kinds(candidate, zero)]
@@ -165,11 +163,10 @@ class Evaluator:
         several = candidate.virtual_stages, max(candidate.virtual_stages, most)
         schedule, pp, count = candidate.schedule, candidate.pp, candidate.microbatches
         slack = placement.bound / placement.seconds
-        slowed = 1.0 if schedule in SPLIT_BACKWARD else float(self.costs.exposed(np.ones(1), np.full(1, np.inf))[0])
+        slowed = 1.0 if candidate.split else float(self.costs.exposed(np.ones(1), np.full(1, np.inf))[0])
         ends = Ends(ways[0].gather, ways[0].reduce, ways[0].optimizer, slowed)
-        received = entered(schedule, pp, several[0], count) + waiting(schedule, pp, several[0])
-        beside = received * max(placement.crossing[:-1])
-        beside[stage_rank(schedule, pp, several[0])[-1]] += count * placement.outputs
+        beside = received(schedule, pp, several[0], count) * max(placement.crossing[:-1])
+        beside[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += count * placement.outputs
         room = np.maximum(self.capacity - beside, 1.0).tolist()
         asked = enough / slack
         bound = stages.step_bound(options, pp, several, schedule, count, room, ends, asked)
@@ -192,7 +189,8 @@ class Evaluator:
             counts[:, :, [stage > 0 for stage in table.stages_of(rank)]].sum(axis=(1, 2)).max()
             for rank, counts in enumerate(table.in_flight)
         ])
-        found = (held + waiting(candidate.schedule, candidate.pp, candidate.virtual_stages)) * max(placement.crossing[:-1])
+        waiting = schedule_of(candidate.schedule).waiting(candidate.pp, candidate.virtual_stages, candidate.microbatches)
+        found = (held + waiting) * max(placement.crossing[:-1])
         found[table.stage_rank[-1]] += candidate.microbatches * placement.outputs
         return np.asarray(found)
 
@@ -207,7 +205,7 @@ class Evaluator:
         """The schedule's table, made once."""
         key = (candidate.schedule, candidate.pp, candidate.virtual_stages, candidate.microbatches)
         if key not in self._tables:
-            self._tables[key] = schedule_table(*key)
+            self._tables[key] = schedule_of(candidate.schedule).table(*key[1:])
         return self._tables[key]
 
     def _ways(
@@ -258,7 +256,7 @@ class Evaluator:
     ) -> Evaluation:
         at = crossing[[b - 1 for b in cuts.boundaries[1:-1]]]
         run = simulate(table, cuts.forward, cuts.backward_input, cuts.backward_weight, (at, at))
-        rank_of = np.repeat(stage_rank(candidate.schedule, candidate.pp, candidate.virtual_stages), cuts.sizes)
+        rank_of = np.repeat(table.stage_rank, cuts.sizes)
 
         def per_rank(column: Array) -> Array:
             return np.bincount(rank_of, column, candidate.pp)
@@ -267,7 +265,7 @@ class Evaluator:
         ends = np.array([end[-1] for end in run.end])
         start = float(np.maximum(per_rank(units.gather) - begin, 0.0).max())
         left = per_rank(units.reduce)
-        if candidate.schedule not in SPLIT_BACKWARD:
+        if not candidate.split:
             left = self.costs.exposed(left, per_rank(units.backward))
         optimizer = float(per_rank(units.optimizer).max())
         seconds = start + float((ends + left).max()) + optimizer

@@ -43,6 +43,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import PlanError
 from meshwright.ir.rule import Rules
+from meshwright.ir.schedules import schedule_of
 
 Progress = Callable[[str, float], None]
 _FLOPS, _TENSOR, _PLACEMENT, _WAY, _RELAXED = range(5)
@@ -111,8 +112,11 @@ class Outcome:
 
 
 def _simple(candidate: Candidate) -> tuple[bool, int]:
-    """Orders the schedules by how fast they are bounded and solved."""
-    return candidate.schedule != "1f1b", candidate.virtual_stages
+    """Orders the schedules by how fast they are bounded and solved: those of one stage a rank that hold few micro-batches
+    first."""
+    schedule = schedule_of(candidate.schedule)
+    first = schedule.stages == 1 and schedule.closed is not None and not schedule.closed.forwards_first
+    return not first, candidate.virtual_stages
 
 
 def _layout(candidate: Candidate) -> tuple[int, int, int]:

@@ -17,7 +17,6 @@ from meshwright.compiler.structure.dims import batch_inputs
 from meshwright.compiler.structure.microbatch import split_time
 from meshwright.compiler.structure.units import find_layers
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.schedules import illegal_combination, schedule_table, stage_rank
 from meshwright.cost.timeline import Simulation, simulate
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import RECOMPUTE, PinError, Pins
@@ -25,6 +24,7 @@ from meshwright.ir.plan import GroupChoice, Pipeline, Plan, PlanError
 from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate
 from meshwright.ir.quantities import bytes_text
 from meshwright.ir.rule import Rules
+from meshwright.ir.schedules import illegal_combination, schedule_of
 
 SHOWN = 12
 
@@ -121,7 +121,8 @@ def pipeline_of(best: Evaluation) -> Pipeline:
     """Stages as operators."""
     starts = best.starts
     candidate = best.candidate
-    return Pipeline(candidate.schedule, starts, stage_rank(candidate.schedule, candidate.pp, candidate.virtual_stages))
+    lies = schedule_of(candidate.schedule).stage_rank(candidate.pp, candidate.virtual_stages)
+    return Pipeline(candidate.schedule, starts, lies)
 
 
 def groups_of(best: Evaluation, graph: Graph) -> tuple[GroupChoice, ...]:
@@ -179,8 +180,7 @@ def simulation_of(plan: Plan) -> Simulation:
     stages = None if plan.predicted is None else plan.predicted.stages
     if plan.pipeline is None or stages is None:
         raise PlanError("the plan has no pipeline with predicted stages, so there is no schedule to show")
-    pipeline = plan.pipeline
-    table = schedule_table(pipeline.schedule, pipeline.degree, pipeline.stages // pipeline.degree, plan.schedule.microbatches)
+    table = plan.pipeline.table(plan.schedule.microbatches)
     return simulate(
         table, stages.forward, stages.backward_input, stages.backward_weight, (stages.transfer, stages.transfer)
     )

@@ -45,7 +45,6 @@ from meshwright.compiler.placement.costs import (
 from meshwright.compiler.placement.placement import DATA, NONE, TENSOR, Placement, Row
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
-from meshwright.cost.schedules import SPLIT_BACKWARD
 from meshwright.ir.mesh import PP, Mesh
 from meshwright.ir.sharding import Sharding
 
@@ -125,15 +124,14 @@ class StageCosts:
         self._priced: dict[tuple[int, Degrees, int, bool], Priced] = {}
 
     def units(
-        self, placement: Placement, degrees: Degrees, zero: int, microbatches: int, schedule: str, recompute: str
+        self, placement: Placement, degrees: Degrees, zero: int, microbatches: int, split: bool, recompute: str
     ) -> Units:
-        """The units of a placement; ``recompute`` applies to blocks."""
+        """The units of a placement; ``recompute`` applies to blocks; ``split``: the backward is split."""
         own = self.parameters(placement, degrees, zero, microbatches)
         plain, run, weight = self._rows(placement, recompute)
         each, once = own.each, own.once
         forward = run[:, SEND] + each[:, SEND] + self.beside(run[:, FORWARD], each[:, GATHER], run[:, HOST])
         again = (run - plain)[:, [BACKWARD, SEND_BACK]].sum(axis=1)
-        split = schedule in SPLIT_BACKWARD
         backward = run[:, SEND_BACK] + each[:, SEND_BACK] + again * split
         backward = backward + self.beside(run[:, BACKWARD] + each[:, BACKWARD], each[:, REDUCE], run[:, HOST_BACK])
         columns = [

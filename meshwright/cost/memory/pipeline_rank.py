@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from meshwright.cost.memory.fsdp import Batch, Part, at_rest, gathers, rest_itemsize
 from meshwright.cost.memory.replay import ACTIVATIONS, WORK, Heap, Storage, hold
-from meshwright.cost.schedules import SPLIT_BACKWARD, illegal, schedule_table
-from meshwright.cost.table import Action
 from meshwright.ir.graph import Graph, Value
 from meshwright.ir.mesh import PP
 from meshwright.ir.program import Program, Segment
+from meshwright.ir.schedules import Action, Table, schedule_of
 
 
 class PipelineRank:
@@ -62,15 +62,11 @@ class PipelineRank:
 
     def run(self, env: Mapping[str, Storage]) -> None:
         """``env``: what every micro-batch finds, storages by value."""
-        stages, ranks = self.stages, max(self.stages.stage_rank) + 1
-        virtual, count = (stages.last + 1) // ranks, self.program.microbatches
-        per_round = count // max(1, count // ranks)
-        legal = (n for n in (2 * per_round, 2 * ranks) if illegal(stages.schedule, ranks, virtual, n) is None)
-        few = count if stages.schedule == "gpipe" else min(count, *legal)
+        table = shortest(self.stages.table)
         self.env = env
-        for action in schedule_table(stages.schedule, ranks, virtual, few).ranks[self.rank]:
-            self._run(action, last=action.microbatch == few - 1)
-        if stages.schedule in SPLIT_BACKWARD:
+        for action in table.ranks[self.rank]:
+            self._run(action, last=action.microbatch == table.microbatches - 1)
+        if self.stages.table.split:
             for part in self.parts.values():
                 part.reduce()
 
@@ -134,7 +130,7 @@ class PipelineRank:
         self.held[stage, microbatch] = [*entered.values(), *copies.values()]
 
     def _backward(self, stage: int, microbatch: int, grads: dict[str, Storage], last: bool, kind: str) -> None:
-        split = self.stages.schedule in SPLIT_BACKWARD
+        split = self.stages.table.split
         received = [hold(storage) for storage in grads.values()]
         self.parts[stage].backward(self.batches.pop((stage, microbatch)), grads, last, reduces=not split)
         for storage in (*received, *self.held.pop((stage, microbatch))):
@@ -146,6 +142,19 @@ class PipelineRank:
             self.handed[stage - 1, microbatch, True] = kept
         for storage in grads.values():
             self.heap.drop(storage)
+
+
+def shortest(table: Table) -> Table:
+    """The table of the same schedule with the fewest micro-batches of those tried with which every rank holds as many at once:
+    what comes after repeats what was."""
+    schedule, virtual = schedule_of(table.name), table.stages // table.pp
+    in_turn = table.microbatches // max(1, table.microbatches // table.pp)
+    for count in sorted({2 * table.pp, 2 * in_turn, 4 * table.pp, 4 * in_turn}):
+        if count < table.microbatches and schedule.illegal(table.pp, virtual, count) is None:
+            short = schedule.table(table.pp, virtual, count)
+            if all(np.array_equal(one, other) for one, other in zip(short.in_flight, table.in_flight, strict=True)):
+                return short
+    return table
 
 
 def _weighed(graph: Graph) -> float:

@@ -10,11 +10,12 @@ from typing import Any
 from meshwright.errors import MeshwrightError, PlanError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP, Mesh
-from meshwright.ir.pins import RECOMPUTE, SCHEDULES
+from meshwright.ir.pins import RECOMPUTE
 from meshwright.ir.plan import TIME, GroupChoice, Pipeline, Plan, Schedule
 from meshwright.ir.prediction import Certificate, Prediction
 from meshwright.ir.reading.fields import LARGEST, VERSION, Field, check_depth, unpacked
 from meshwright.ir.reading.graphs import read_graph
+from meshwright.ir.schedules import schedules, unknown
 from meshwright.ir.sharding import Sharding, format_sharding, parse_sharding
 
 PRECISIONS = ("fp32", "bf16")
@@ -126,8 +127,11 @@ def _pipeline(field: Field, graph: Graph, mesh: Mesh) -> Pipeline | None:
     ranks = tuple(item.count(0, mesh.world) for item in part["stage_rank"].items())
     if not ranks or len(cuts) != len(ranks) + 1 or cuts[-1] != len(graph.ops) or mesh.axes[:1] != (PP,):
         raise field.wrong(f"stages that end at operator {len(graph.ops)}, over the mesh's outermost axis {PP}")
+    name = part["schedule"].name()
+    if name not in schedules():
+        raise PlanError(f"{part['schedule'].path}: {unknown(name)}")
     try:
-        found = Pipeline(part["schedule"].one_of(SCHEDULES, " or ".join(SCHEDULES)), cuts, ranks)
+        found = Pipeline(name, cuts, ranks)
     except PlanError as error:
         raise PlanError(f"the plan is damaged: {field.path}: {error}") from error
     if mesh.size(PP) != found.degree or found.stages % found.degree:

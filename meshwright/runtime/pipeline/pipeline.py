@@ -20,14 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 
 from meshwright.errors import InputError
 from meshwright.ir.graph import Graph, Value
@@ -37,21 +29,10 @@ from meshwright.ir.sharding import Sharding
 from meshwright.runtime.assemble import assemble, data_meshes
 from meshwright.runtime.checks.gradients import BEYOND_THE_LOSS, IN_EVAL, refused
 from meshwright.runtime.groups import Groups
-from meshwright.runtime.pipeline.stage import SPLIT, Part, Stage
+from meshwright.runtime.pipeline.ordered import Ordered
+from meshwright.runtime.pipeline.stage import Part, Stage
 from meshwright.runtime.state.layout import local_of
 from meshwright.runtime.step import Join, Release, microbatches_of, seed_of
-
-SCHEDULES: Mapping[str, Any] = {
-    "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved1f1b": ScheduleInterleaved1F1B,
-    "zb": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZeroBubble, "dualpipev": ScheduleDualPipeV,
-}
-ONE_STAGE = ("gpipe", "1f1b")
-"""Schedules of one stage a rank: torch's classes take the stage itself."""
-
-
-def _given(output: tuple[Tensor, ...], _: Tensor) -> Tensor:
-    """The loss of a micro-batch is what the last stage returns."""
-    return output[0]
 
 
 @dataclass(frozen=True)
@@ -93,11 +74,7 @@ class Pipeline:
         meshes = data_meshes(self.stages.stored, groups)
         mine = [stage for stage, at in enumerate(self.stages.stage_rank) if at == self.rank]
         self.parts = [self._part(stage, meshes, first=stage == mine[0]) for stage in mine]
-        stages = [Stage(part, self.stages, self.group) for part in self.parts]
-        make = SCHEDULES[self.stages.schedule]
-        self.schedule = make(
-            stages[0] if self.stages.schedule in ONE_STAGE else stages, program.microbatches, loss_fn=_given, scale_grads=False
-        )
+        self.schedule = Ordered([Stage(part, self.stages, self.group) for part in self.parts], self.stages.table)
 
     def _part(self, stage: int, meshes: Any, first: bool) -> Part:
         """A stage's share of the program, assembled. The rank's first also runs the prologue, and keeps what nobody reads."""
@@ -122,7 +99,7 @@ class Pipeline:
             output_tree=(), loss=None, mutations=(),
         )
         engine = assemble(share, self.groups, meshes, self.tensors)
-        if stages.schedule in SPLIT:
+        if stages.table.split:
             engine.split_backward()
         for stored in share.stored:
             known = self.tensors.setdefault(stored.value, engine.tensors[stored.value])
@@ -156,9 +133,8 @@ class Pipeline:
 
     def forward_backward(self) -> Tensor:
         """The schedule, and what stages do together after it: every gradient is in place when it returns the loss."""
-        target = torch.zeros(self.program.microbatches)
         with torch.enable_grad():
-            self.schedule.step(target=target, losses=[], return_outputs=False)
+            self.schedule.run()
         for pair in self.copies:
             _move_gradient(pair)
         for stored in self.program.stored:
@@ -177,14 +153,15 @@ class Pipeline:
     def forward(self) -> None:
         """Every micro-batch through this rank's stages, without gradients.
 
-        Stage by stage, so that a rank is free for its next stage when that has something to do. Where ranks hold several stages
-        in a loop, a stage sends when it has seen all micro-batches: sends and receives of two ranks never wait for each other.
+        Stage by stage, so that a rank is free for its next stage when that has something to do. A stage that sends to the rank
+        that it receives from sends when it has seen all micro-batches: sends and receives of two ranks never wait for each
+        other, for between them boundary comes after boundary.
         """
         local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         at, sent = self.stages.stage_rank, []
-        at_once = len(self.parts) == 1 or at[0] == at[-1]
         for part in self.parts:
             waiting: list[tuple[Tensor, ...]] = []
+            at_once = part.stage in (0, self.stages.last) or at[part.stage - 1] != at[part.stage + 1]
             for microbatch in range(self.program.microbatches):
                 if part.stage and at[part.stage - 1] == self.rank:
                     entering = local.pop((part.stage, microbatch))

@@ -40,9 +40,6 @@ from meshwright.ir.program import THREAD, Stages
 from meshwright.runtime.engine import Engine, Environment
 from meshwright.runtime.step import Join
 
-SPLIT = ("zb", "zbv", "dualpipev")
-"""Schedules that split the backward."""
-
 
 class _Enter(Function):
     """A value that came in: its gradient goes back contiguous."""
@@ -112,7 +109,7 @@ class Part(nn.Module):
         }
         found = self.engine.root(Environment({**self.environments[self.microbatch], **entered}))
         if self.results is not None:
-            self.results.add({name: found[name].detach() for name in self.aside})
+            self.results.add({name: found[name].detach() for name in self.aside}, self.microbatch)
         hung = [entered[value.name] for value in self.enters if value.differentiable]
         if not hung:  # what leaves takes part in the backward even if no weight here is trained
             hung = [torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())]
@@ -134,7 +131,11 @@ class Stage(PipelineStage):
     """A stage for torch's schedules, which tells its part the micro-batch and its units what to do after a backward.
 
     What is received is held here, by micro-batch, from the receive to the read: ``arrived`` values and ``returned`` gradients
-    (None: there is none). Torch's own buffers, one for every micro-batch and boundary, stay on the meta device.
+    (None: there is none). Torch's own buffers, one for every micro-batch and boundary, stay on the meta device. ``losses`` of
+    the last stage are held from the forward to the backward.
+
+    What is sent is sent here, and held (``sent``) until it has surely been received: a value until its gradient has come back,
+    a gradient until the next one goes. Torch would hold all of a step until its end.
     """
 
     def __init__(self, part: Part, stages: Stages, group: dist.ProcessGroup) -> None:
@@ -142,9 +143,11 @@ class Stage(PipelineStage):
         super().__init__(
             part, part.stage, stages.last + 1, part.device, input_args=inputs, output_args=outputs, group=group
         )
-        self.part, self.split = part, stages.schedule in SPLIT
+        self.part, self.split = part, stages.table.split
         self.arrived: dict[int, tuple[Tensor, ...]] = {}
         self.returned: dict[int, tuple[Tensor | None, ...]] = {}
+        self.losses: dict[int, Tensor] = {}
+        self.sent: dict[tuple[str, int], list[dist.Work]] = {}
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._on_meta():
@@ -182,6 +185,10 @@ class Stage(PipelineStage):
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
         return self.arrived.pop(fwd_chunk_id)
 
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._send("F", fwd_chunk_id, self.fwd_cache[fwd_chunk_id][0], self.stage_index + 1)
+        return []
+
     # --- gradients, backward -------------------------------------------------------------------------------------------
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -192,10 +199,11 @@ class Stage(PipelineStage):
         return [self._p2p(dist.irecv, buffer, self.stage_index + 1) for buffer in buffers if buffer is not None]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.is_first:
-            return []
         grads = self._whole(self.part.enters, self.bwd_cache.pop(bwd_chunk_id))
-        return [self._p2p(dist.isend, grad, self.stage_index - 1) for grad in grads if grad is not None]
+        self._send("B", bwd_chunk_id, [grad for grad in grads if grad is not None], self.stage_index - 1)
+        for way, microbatch in [key for key in self.sent if key[0] == "B" and key[1] != bwd_chunk_id]:
+            self._received(way, microbatch)
+        return []
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         self.returned[mb_index] = self._whole(self.part.leaves, next_stage_bwd_outputs)
@@ -214,15 +222,33 @@ class Stage(PipelineStage):
     def _p2p(self, op: Callable[..., Any], tensor: Tensor, stage: int) -> dist.P2POp:
         return dist.P2POp(op, tensor, group=self.group, group_peer=self.stage_index_to_group_rank[stage])
 
+    def _send(self, way: str, microbatch: int, tensors: Iterable[Tensor], stage: int) -> None:
+        posted = (self._p2p(dist.isend, tensor.detach(), stage) for tensor in tensors)
+        self.sent[way, microbatch] = [post.op(post.tensor, group=post.group, group_dst=post.group_peer) for post in posted]
+
+    def _received(self, way: str, microbatch: int) -> None:
+        """Let go of what was sent, when it was received."""
+        for work in self.sent.pop((way, microbatch), ()):
+            work.wait()
+
+    def end(self) -> None:
+        """Let go of everything that was sent in a step."""
+        for key in list(self.sent):
+            self._received(*key)
+
     # --- one micro-batch -----------------------------------------------------------------------------------------------
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.part.microbatch = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.is_last:
+            self.losses[fwd_chunk_id] = output[0]
+        return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
+        self._received("F", bwd_chunk_id)  # its gradient came back
         if self.split:
             self.part.engine.hold_gradients()
         else:

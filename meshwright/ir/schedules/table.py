@@ -1,68 +1,55 @@
 """A pipeline schedule as a table: what every rank does, in order, and who waits for whom.
 
-A pipeline is a sequence of stages 0..S-1, each on one rank. A micro-batch goes forward through all of them and back. ::
+A pipeline is a sequence of stages 0..S-1, each on one rank. A micro-batch goes forward through all of them and back
+(``ir.schedules.action``); on one rank the actions run in the order of the table.
 
-    action = stage kind microbatch       1F0 0B3 2I1 2W1        (as ``torch.distributed.pipelining`` prints it)
-    kind   = "F" forward | "B" whole backward | "I" gradient of the input | "W" gradient of the weights   (B = I then W)
-
-    F of stage s waits for F of s - 1, B or I of stage s for B or I of s + 1, for the same micro-batch;
-    on one rank the actions run in the order of the table
-
-``Table`` checks the first at birth, ``Table.order`` (``_sort``) that the ranks never wait for each other for ever, and
-``Table.in_flight`` (``_counts``) says how many micro-batches the order holds at once. ``meshwright.cost.schedules`` makes
-tables, ``meshwright.cost.timeline`` runs them on a clock.
+``Table`` checks at birth that every action is there once, after those that it follows; ``Table.order``, that the ranks never
+wait for each other for ever. From the order alone follow how many micro-batches a rank holds at once (``in_flight``), what it
+has done or left at the moments that a bound asks for (``margins``), and when values travel (``steps``). ``PipelineSchedule``
+makes tables, ``meshwright.cost.timeline`` runs them on a clock, ``meshwright.runtime.pipeline`` on devices.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.errors import MeshwrightError
-
-KINDS = "FBIW"
-
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+from meshwright.ir.schedules.action import COMPUTED, Action, ScheduleError
+from meshwright.ir.schedules.transfers import most_waiting, with_transfers
 
 
-class ScheduleError(MeshwrightError, ValueError):
-    """A schedule that cannot be built or never finishes: what was asked, why not, and the nearest that can."""
+@dataclass(frozen=True)
+class Left:
+    """What is left of every stage's work after some moment of its rank: backwards, and gradients of weights, int [stages]."""
+
+    backward: np.ndarray
+    weight: np.ndarray
 
 
-class Action(NamedTuple):
-    """One piece of a rank's work.
+@dataclass(frozen=True)
+class Margins:
+    """How much of its work a rank has done, or has left, at moments from which a bound counts. What is None is not asked for.
 
-    >>> Action(2, "I", 1)
-    2I1
-    >>> Action.parse("0B3") == Action(0, "B", 3)
-    True
+    * ``warm``: forwards of every stage before its rank's first backward, int [stages];
+    * ``turn``: those before the first forward of its rank's last stage;
+    * ``turned``: what is left after the last backward of the rank's last stage;
+    * ``drained``: what is left after the rank's last forward.
     """
 
-    stage: int
-    kind: str
-    microbatch: int
-
-    def __repr__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-    def __str__(self) -> str:
-        return repr(self)
-
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        match = _ACTION.fullmatch(text.strip())
-        if match is None:
-            raise ScheduleError(f"{text!r} is not an action: expected stage, one of F B I W, micro-batch, such as 1F0")
-        return cls(int(match[1]), match[2], int(match[3]))
+    warm: np.ndarray
+    turn: np.ndarray | None = None
+    turned: Left | None = None
+    drained: Left | None = None
 
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule: for every rank its actions in order. ``stage_rank[s]`` is the rank that holds stage s.
+    """A schedule: for every rank its actions in order.
+
+    * ``stage_rank[s]``: the rank that holds stage s;
+    * ``early``: transfers start where their value is made, else where it is read (``ir.schedules.transfers``).
 
     Validated at birth: every stage runs each micro-batch forward once and then backward once (B, or I then W) on its rank.
     Whether the ranks wait for each other for ever is found by ``order``.
@@ -72,6 +59,7 @@ class Table:
     microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
     stage_rank: tuple[int, ...]
+    early: bool = True
 
     def __post_init__(self) -> None:
         if not self.stage_rank or set(self.stage_rank) != set(range(len(self.ranks))):
@@ -109,14 +97,22 @@ class Table:
         """The dependencies, sorted. Raises ScheduleError naming the waiting actions if the ranks never finish."""
         return _sort(self)
 
-    def warmup(self, rank: int) -> dict[int, int]:
-        """How often the rank runs each of its stages forward before its first backward."""
-        counts = dict.fromkeys(self.stages_of(rank), 0)
-        for action in self.ranks[rank]:
-            if action.kind != "F":
-                break
-            counts[action.stage] += 1
-        return counts
+    @cached_property
+    def margins(self) -> Margins:
+        """What every rank has done, or has left, at the moments from which bounds count."""
+        _ = self.order  # of a table that comes to an end the moments are where they are thought to be
+        return _margins(self)
+
+    @cached_property
+    def steps(self) -> tuple[tuple[Action, ...], ...]:
+        """The actions of every rank with its sends and receives, as they run."""
+        _ = self.order  # which names the actions that wait for each other for ever
+        return with_transfers(self.ranks, self.stage_rank, self.early)
+
+    @cached_property
+    def waiting(self) -> int:
+        """Of the values and gradients that a rank was sent, the most that wait to be read at once."""
+        return most_waiting(self.steps, self.stage_rank)
 
     def __str__(self) -> str:
         return "\n".join(f"rank {r}: " + " ".join(map(str, actions)) for r, actions in enumerate(self.ranks))
@@ -160,6 +156,21 @@ def maximal(vectors: np.ndarray) -> np.ndarray:
     return np.unique(kept, axis=0).reshape(len(kept), *vectors.shape[1:])
 
 
+def _margins(table: Table) -> Margins:
+    warm, turn, *after = np.zeros((6, table.stages), dtype=np.int64)
+    for rank, actions in enumerate(table.ranks):
+        last = table.stages_of(rank)[-1]
+        forwards = [i for i, action in enumerate(actions) if action.kind == "F"]
+        backwards = [i for i, action in enumerate(actions) if action.kind in "BI"]
+        first = next(i for i in forwards if actions[i].stage == last)
+        turned = max(i for i in backwards if actions[i].stage == last) + 1
+        parts = [(actions[: backwards[0]], "F"), (actions[:first], "F")]
+        parts += [(actions[at:], kinds) for at in (turned, forwards[-1] + 1) for kinds in ("BI", "BW")]
+        for into, (part, kinds) in zip((warm, turn, *after), parts, strict=True):
+            np.add.at(into, [action.stage for action in part if action.kind in kinds], 1)
+    return Margins(warm, turn, Left(*after[:2]), Left(*after[2:]))
+
+
 @dataclass(frozen=True)
 class Order:
     """Every action of a table, sorted by level (longest chain of dependencies), as indices for ``timeline.simulate``.
@@ -179,19 +190,9 @@ class Order:
     row_of: tuple[np.ndarray, ...]
 
 
-def _producer(table: Table, action: Action) -> tuple[int, str, int] | None:
-    """(stage, F or B, micro-batch) that an action waits for on another stage: B stands for B or I."""
-    stage, kind, microbatch = action
-    if kind == "F":
-        return (stage - 1, "F", microbatch) if stage > 0 else None
-    if kind in "BI":
-        return (stage + 1, "B", microbatch) if stage < table.stages - 1 else None
-    return None
-
-
 def _levels(table: Table) -> list[tuple[int, int, int]]:
     """(level, rank, position) of every action, in an order in which they can run."""
-    done: dict[tuple[int, str, int], int] = {}
+    done: dict[Action, int] = {}
     at, last, out = [0] * table.pp, [0] * table.pp, []
     progress = True
     while progress:
@@ -199,24 +200,20 @@ def _levels(table: Table) -> list[tuple[int, int, int]]:
         for rank, actions in enumerate(table.ranks):
             while at[rank] < len(actions):
                 action = actions[at[rank]]
-                need = _producer(table, action)
+                need = action.needs(table.stages - 1)
                 ready = 0 if need is None else done.get(need, -1)
                 if ready < 0:
                     break
                 last[rank] = max(last[rank], ready) + 1
-                done[action.stage, "B" if action.kind == "I" else action.kind, action.microbatch] = last[rank]
+                done[action.gives] = last[rank]
                 out.append((last[rank], rank, at[rank]))
                 at[rank] += 1
                 progress = True
     waiting = [(r, actions[at[r]]) for r, actions in enumerate(table.ranks) if at[r] < len(actions)]
     if waiting:
-        said = ", ".join(f"rank {r} at {a} waits for {_named(_producer(table, a))}" for r, a in waiting)
+        said = ", ".join(f"rank {r} at {a} waits for {a.needs(table.stages - 1) or 'nothing'}" for r, a in waiting)
         raise ScheduleError(f"{table.name}: the schedule never finishes (deadlock): {said}. Reorder these actions.")
     return sorted(out)
-
-
-def _named(need: tuple[int, str, int] | None) -> str:
-    return "nothing" if need is None else str(Action(*need))
 
 
 def _sort(table: Table) -> Order:
@@ -225,17 +222,17 @@ def _sort(table: Table) -> Order:
     row_of = [np.zeros(len(actions), dtype=np.int64) for actions in table.ranks]
     for row, (_, rank, position) in enumerate(ordered, 1):
         row_of[rank][position] = row
-    produced: dict[tuple[int, str, int], int] = {}
+    produced: dict[Action, int] = {}
     previous, needs, link, duration = (np.zeros(rows, dtype=np.int64) for _ in range(4))
     boundary = np.full(rows, 2 * (stages - 1), dtype=np.int64)
     sent: dict[tuple[int, int], int] = {}
     for row, (_, rank, position) in enumerate(ordered, 1):
         action = table.ranks[rank][position]
         previous[row] = row_of[rank][position - 1] if position else 0
-        need = _producer(table, action)
+        need = action.needs(stages - 1)
         needs[row] = 0 if need is None else produced[need]
-        duration[row] = KINDS.index(action.kind) * stages + action.stage
-        produced[action.stage, "B" if action.kind == "I" else action.kind, action.microbatch] = row
+        duration[row] = COMPUTED.index(action.kind) * stages + action.stage
+        produced[action.gives] = row
         to = {"F": action.stage + 1, "W": -1}.get(action.kind, action.stage - 1)
         if 0 <= to < stages and table.stage_rank[to] != rank:
             boundary[row] = 2 * min(action.stage, to) + (action.kind != "F")
