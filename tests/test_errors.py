@@ -19,12 +19,16 @@ from meshwright.compiler.search.evaluate import DoesNotFitError
 from meshwright.errors import MeshwrightError
 
 INTERNAL: Mapping[str, str] = {
+    "ChanceError": "of a trace that seeds or draws where a graph cannot; capture makes it a CaptureError",
     "DoesNotFitError": "of one candidate of the search; the planner makes it an OutOfMemoryError",
     "Infeasible": "of one chain; the planner makes it an OutOfMemoryError, PinError or PlanError",
     "MismatchError": "of one operator; verify makes it a VerifyError",
     "NoSolutionError": "of one linear program; caught where a bound is made",
+    "NotKeptError": "of an autograd.Function that no graph keeps; capture makes it a CaptureError",
     "StageError": "of one cut; evaluate makes it a DoesNotFitError",
+    "_DemandError": "of one factor of a custom function's rule; caught beside it",
     "_TooLargeError": "of a mask that is too large to evaluate; caught beside it",
+    "_WholeError": "of one factor of a custom function's rule; caught beside it",
 }
 """Exceptions that never leave the package, and who catches them."""
 
