@@ -39,6 +39,7 @@ from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
 from meshwright.passes import cut_stages, rank_program
 from meshwright.planner import OPTIMIZERS, capture_model, make_plan, rules_of
+from meshwright.runtime import draws, held
 from meshwright.runtime.assemble import assemble, data_meshes, fused_axes
 from meshwright.runtime.groups import make_groups
 from meshwright.runtime.module import ParallelModule
@@ -305,7 +306,11 @@ def tracked(plan: Plan, case: Case, rank: int = 0) -> dict[str, float]:
             with patch.object(_PipelineSchedule, "_warmup_p2p", given_shapes) if voting else nullcontext():
                 first_step(optimizer)
                 tracker.track_external(parallel, optimizer, *batch.values())
-                with tracker, tracker.unseen_trials(), patch.object(ParallelModule, "_agreed", unread):
+                with (
+                    tracker, tracker.unseen_trials(), patch.object(ParallelModule, "_agreed", unread),
+                    patch.object(held, "_of_all_stages", lambda places, fault, *_: fault),  # fake ranks have nothing to say
+                    patch.object(draws, "seed_of", lambda draw: 0),  # nor has a fake seed a value
+                ):
                     step()
             snapshot = tracker.get_tracker_snapshot("peak")[CPU]
             return {str(getattr(kind, "value", kind)).lower(): float(value) for kind, value in snapshot.items()}
