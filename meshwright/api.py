@@ -19,7 +19,7 @@ from meshwright.compiler.structure.same import aligned
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.ir.graph import Graph
-from meshwright.ir.mesh import PP
+from meshwright.ir.mesh import ANY, DATA, SEQUENCE, TENSOR
 from meshwright.ir.pins import PinError, Pins, vars_of
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.program import Program
@@ -128,8 +128,7 @@ def _check_given(plan: Plan, mesh: DeviceMesh, pins: Pins, optimizer: str | floa
     given["pp"] = pins.pp, 1 if pipeline is None else pipeline.degree
     given["schedule"] = pins.schedule, None if pipeline is None else pipeline.schedule
     given["virtual_stages"] = pins.virtual_stages, 1 if pipeline is None else pipeline.stages // pipeline.degree
-    roles = _roles(plan)
-    given["dp"], given["tp"] = (pins.dp, roles["dp"]), (pins.tp, roles["tp"])
+    given.update({name: (getattr(pins, name), degree) for name, degree in _degrees(plan).items()})
     for group in plan.groups:
         if plan.mesh.size(group.data_axes) > 1 and group.zero != pins.zero:
             given["zero"] = pins.zero, group.zero
@@ -137,8 +136,7 @@ def _check_given(plan: Plan, mesh: DeviceMesh, pins: Pins, optimizer: str | floa
             given["recompute"] = pins.recompute, group.recompute
         if group.zero and plan.mesh.size(group.shard_axes) != pins.shard:
             given["shard"] = pins.shard, plan.mesh.size(group.shard_axes)
-    for name in ("cp", "ep"):
-        given[name] = getattr(pins, name), 1
+    given["ep"] = pins.ep, 1
     for name, (want, have) in given.items():
         if want is not None and want != have:
             raise PlanError(f"{name}={want!r} contradicts the plan, which has {name}={have!r}; leave it out, or plan again "
@@ -160,12 +158,17 @@ def _check_shapes(graph: Graph, model: nn.Module) -> None:
                                 f"{shapes.get(fqn, 'none of that name')}")
 
 
-def _roles(plan: Plan) -> dict[str, int]:
-    """The data and tensor degrees: of axes that all parameters' gradients are summed over, and of those that none is."""
-    axes = [axis for axis in plan.mesh.axes if axis != PP]
-    data = [axis for axis in axes if all(axis in group.data_axes for group in plan.groups) or axis.startswith("dp")]
-    rest = [axis for axis in axes if not any(axis in group.data_axes for group in plan.groups) and axis not in data]
-    return {"dp": plan.mesh.size(data), "tp": plan.mesh.size(rest)}
+def _degrees(plan: Plan) -> dict[str, int]:
+    """The data, sequence and tensor degrees. An axis that may do anything is a data axis if all gradients of parameters are
+    summed over it, a tensor axis if none is."""
+    mesh, groups = plan.mesh, plan.groups
+    free = mesh.having(ANY)
+    data = [axis for axis in free if all(axis in group.data_axes for group in groups)]
+    rest = [axis for axis in free if not any(axis in group.data_axes for group in groups)]
+    return {
+        "dp": mesh.size((*mesh.having(DATA), *data)), "cp": mesh.size(mesh.having(SEQUENCE)),
+        "tp": mesh.size((*mesh.having(TENSOR), *rest)),
+    }
 
 
 def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh, loss_fn: Callable[..., Any] | None) -> nn.Module:

@@ -36,6 +36,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.errors import MeshwrightError
 from meshwright.footprint import Footprints, with_footprint
 from meshwright.ir.graph import Graph, Op
+from meshwright.ir.mesh import role_of
 from meshwright.ir.operators import namespace
 from meshwright.ir.pins import RECOMPUTE, PinError, Pins, vars_of
 from meshwright.ir.plan import Plan, PlanError, Schedule
@@ -240,7 +241,7 @@ class _Search:
         if found.candidate.pp > 1 or self.cluster.world > REFINED_DEVICES:
             return self._held(found, outcome)
         mesh = found.degrees.mesh
-        roles = {axis: "tp" if axis == "tp" else "dp" for axis in mesh.axes}
+        roles = {axis: role_of(axis) for axis in mesh.axes}
         return self.solve(Layout(mesh, roles), found.candidate.microbatches, pins).plan
 
     def _held(self, found: Evaluation, outcome: Outcome) -> Plan:

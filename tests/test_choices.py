@@ -59,13 +59,13 @@ def test_two_free_axes_are_chosen_jointly() -> None:
 
 def test_a_data_axis_splits_the_batch_and_nothing_else() -> None:
     for op in GRAPH.ops[:-1]:
-        assert all(set(a.values()) <= {"b0", "dim0"} for a in open_to(GRAPH, op, {"dp": "dp"}))
-    assert open_to(GRAPH, linears(GRAPH)[2], {"dp": "dp"}) == [{"dp": "b0"}]
+        assert all(set(a.values()) <= {"b0", "dim0"} for a in open_to(GRAPH, op, {"dp": "data"}))
+    assert open_to(GRAPH, linears(GRAPH)[2], {"dp": "data"}) == [{"dp": "b0"}]
 
 
 def test_a_tensor_axis_splits_every_weight_and_never_the_batch() -> None:
     for op in linears(GRAPH):
-        assert {a["tp"] for a in open_to(GRAPH, op, {"tp": "tp"})} == {"k", "n"}
+        assert {a["tp"] for a in open_to(GRAPH, op, {"tp": "tensor"})} == {"k", "n"}
 
 
 def test_what_does_not_divide_is_left_whole() -> None:
@@ -85,11 +85,11 @@ def test_sequence_parallelism_splits_what_blocks_hand_on() -> None:
     last = [GRAPH.producers[name] for name in handed_on(GRAPH)]
     assert last
     for index in last:
-        on = open_to(GRAPH, GRAPH.ops[index], {"tp": "tp"}, Pins(sequence_parallel=True, tp=2))
+        on = open_to(GRAPH, GRAPH.ops[index], {"tp": "tensor"}, Pins(sequence_parallel=True, tp=2))
         assert [a["tp"] for a in on] == ["dim1"]
-        off = open_to(GRAPH, GRAPH.ops[index], {"tp": "tp"}, Pins(sequence_parallel=False, tp=2))
+        off = open_to(GRAPH, GRAPH.ops[index], {"tp": "tensor"}, Pins(sequence_parallel=False, tp=2))
         assert off == [{}]  # whole on every rank
-    off = [open_to(GRAPH, op, {"tp": "tp"}, Pins(sequence_parallel=False, tp=2)) for op in linears(GRAPH)]
+    off = [open_to(GRAPH, op, {"tp": "tensor"}, Pins(sequence_parallel=False, tp=2)) for op in linears(GRAPH)]
     assert all([set(a) for a in found] == [{"tp"}] for found in off)
 
 
@@ -97,7 +97,7 @@ def test_a_sequence_that_tp_does_not_divide() -> None:
     graph = graph_of(Stack(2, 16), 4, 1, 16)
     op = graph.ops[graph.producers[handed_on(graph)[0]]]
     with pytest.raises(PinError, match=r"sequence of length 1 .* cannot be split over tp=2"):
-        open_to(graph, op, {"tp": "tp"}, Pins(sequence_parallel=True, tp=2))
+        open_to(graph, op, {"tp": "tensor"}, Pins(sequence_parallel=True, tp=2))
 
 
 def test_the_sequence_is_the_first_dim_but_the_batch() -> None:
@@ -111,7 +111,7 @@ def test_the_sequence_is_the_first_dim_but_the_batch() -> None:
 
     graph = graph_of(Turned(), 4, 6, 16)
     for name in handed_on(graph):
-        on = open_to(graph, graph.ops[graph.producers[name]], {"tp": "tp"}, Pins(sequence_parallel=True, tp=2))
+        on = open_to(graph, graph.ops[graph.producers[name]], {"tp": "tensor"}, Pins(sequence_parallel=True, tp=2))
         assert [a["tp"] for a in on] == ["dim0"]
 
 
@@ -119,16 +119,16 @@ def test_a_pinned_tensor_is_read_so() -> None:
     pins = Pins(tensors={"layers.1.up.weight": "[f@tp, h]"})
     up = linears(GRAPH)[2]
     assert up.module == "layers.1.up"
-    assert open_to(GRAPH, up, {"tp": "tp"}, pins) == [{"tp": "n"}]
-    assert len(open_to(GRAPH, linears(GRAPH)[0], {"tp": "tp"}, pins)) == 2
+    assert open_to(GRAPH, up, {"tp": "tensor"}, pins) == [{"tp": "n"}]
+    assert len(open_to(GRAPH, linears(GRAPH)[0], {"tp": "tensor"}, pins)) == 2
     with pytest.raises(PinError, match="names axis 'cp'"):
-        open_to(GRAPH, up, {"tp": "tp"}, Pins(tensors={"*.up.weight": "[f@cp, h]"}))
+        open_to(GRAPH, up, {"tp": "tensor"}, Pins(tensors={"*.up.weight": "[f@cp, h]"}))
 
 
 def test_dims_are_known_by_where_they_come_from() -> None:
     graph = of_models("llama")
     assert batch_size(graph) == 4
-    scope = scope_of(graph, Mesh.of(tp=2), {"tp": "tp"}, Pins())
+    scope = scope_of(graph, Mesh.of(tp=2), {"tp": "tensor"}, Pins())
     logits = next(name for name in graph.outputs if len(graph.values[name].shape) == 3)
     assert scope.classes.find((logits, 0)) in scope.batch
     assert scope.classes.find((logits, 1)) in scope.sequence
@@ -156,7 +156,7 @@ def test_what_is_made_of_parameters_leaves_the_sum_to_them() -> None:
         plan = make_plan(graph, Cluster.parse("h100:1x4"), Pins(dp=4))
         moved = [step for step in facts_of(plan).collectives if step.backward]
         assert not moved
-    scope = scope_of(of_models("gpt2"), Mesh.of(dp=2), {"dp": "dp"}, Pins())
+    scope = scope_of(of_models("gpt2"), Mesh.of(dp=2), {"dp": "data"}, Pins())
     turned = next(op for op in scope.graph.ops if op.target == "aten.t.default")
     assert choices(turned, rules_of(scope.graph)[0][turned.name], scope, None) == [{"dp": "~"}]
 
@@ -172,7 +172,7 @@ def test_experts_of_the_whole_batch_leave_no_sum() -> None:
         ))
         ids = torch.zeros(8, 16, dtype=torch.int64)
     graph = capture_model(model.train(), (), {"input_ids": ids, "labels": ids}, (), None, "fp32")
-    scope = scope_of(graph, Mesh.of(dp=2), {"dp": "dp"}, Pins())
+    scope = scope_of(graph, Mesh.of(dp=2), {"dp": "data"}, Pins())
     turned = [op for op in graph.ops if scope.of_every_sample.intersection(op.outputs)]
     assert turned
     for op in turned:
@@ -197,7 +197,7 @@ class Tiled(nn.Module):
 def test_copies_of_parameters_for_every_sample_leave_data_parallelism(flip: bool) -> None:
     """What no axis may split is read whole, so what it reads is left whole as well."""
     graph = graph_of(Tiled(flip), 4, 6, 8)
-    scope = scope_of(graph, Mesh.of(dp=2), {"dp": "dp"}, Pins())
+    scope = scope_of(graph, Mesh.of(dp=2), {"dp": "data"}, Pins())
     (repeat,) = (op for op in graph.ops if op.target == "aten.repeat.default")
     found = choices(repeat, rules_of(graph)[0][repeat.name], scope, None)
     assert found == ([{}, {"dp": "~"}] if flip else [{"dp": "dim0"}])
@@ -232,7 +232,7 @@ def test_a_weight_is_split_where_it_hands_on() -> None:
     graph = graph_of(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), 4, 6, 16)
     assert handed_on(graph)[0] == "linear"
     pins = Pins(sequence_parallel=True, tp=2)
-    assert all({a["tp"] for a in open_to(graph, op, {"tp": "tp"}, pins)} == {"k", "n"} for op in linears(graph))
+    assert all({a["tp"] for a in open_to(graph, op, {"tp": "tensor"}, pins)} == {"k", "n"} for op in linears(graph))
 
 
 def test_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +244,6 @@ def test_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PinError, match=text + "change one of the pins dp, zero"):
         make_plan(graph, cluster, Pins(dp=2, zero=3))
     assert make_plan(graph, cluster, Pins()).mesh.world == 2  # the joint search and the layouts do without data ranks
-    monkeypatch.setattr("meshwright.planner.layouts", lambda *_: [Layout(Mesh.of(dp=2, tp=1), {"dp": "dp", "tp": "tp"})])
+    monkeypatch.setattr("meshwright.planner.layouts", lambda *_: [Layout(Mesh.of(dp=2, tp=1), {"dp": "data", "tp": "tensor"})])
     with pytest.raises(PlanError, match=text + "another rule"):
         _Search(graph, cluster, rules, DimClasses(graph, rules), 8.0, "fp32", 0.01, Timing(), None).best(Pins())

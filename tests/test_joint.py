@@ -91,7 +91,7 @@ def _chain(graph: Graph) -> Chain:
     classes, passed = DimClasses(graph, rules), handed_on(graph)
     batch = classes.of(batch_inputs(graph).items())
     sequence = classes.of((name, 1) for name in passed) - batch
-    scope = Scope(graph, mesh, {DATA: "dp", TENSOR: "tp"}, Pins(), classes, batch, sequence, frozenset(passed), 1)
+    scope = Scope(graph, mesh, {DATA: "data", TENSOR: "tensor"}, Pins(), classes, batch, sequence, frozenset(passed), 1)
     costs = Costs(Cluster.parse("h100:1x4"), mesh, microbatches=1, itemsize=2, state_bytes=8.0)
     variants = [Variant(0, (DATA,))]
     schedule = split_time(graph, rules, 1, batch_inputs(graph))

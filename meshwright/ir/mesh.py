@@ -17,6 +17,32 @@ from meshwright.errors import MeshwrightError
 PP = "pp"
 """The axis along which pipeline stages lie, the outermost of a mesh that has any. No sharding names it."""
 
+DATA, SEQUENCE, TENSOR, STAGE, ANY = "data", "sequence", "tensor", "stage", "any"
+"""What an axis is for, its *role*:
+
+    data       splits the batch and nothing else
+    sequence   splits the sequence (context parallelism); a parameter sees it as one more data axis
+    tensor     splits anything but the batch
+    stage      pipeline stages lie along it
+    any        whatever the solver decides
+"""
+ROLES: Mapping[str, str] = {
+    PP: STAGE, "dp": DATA, "dp_replicate": DATA, "dp_shard": DATA, "cp": SEQUENCE, "tp": TENSOR,
+}
+"""{axis: its role}; an axis with another name may do anything."""
+SHARED = frozenset({DATA, SEQUENCE})
+"""Roles of axes whose ranks hold the same parameters and see other tokens: gradients are summed over them, and ZeRO splits
+state over them."""
+
+
+def role_of(axis: str) -> str:
+    """The role of an axis.
+
+    >>> role_of("dp_shard"), role_of("cp"), role_of("x")
+    ('data', 'sequence', 'any')
+    """
+    return ROLES.get(axis, ANY)
+
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -58,6 +84,14 @@ class Mesh:
     def world(self) -> int:
         """Number of ranks."""
         return math.prod(self.sizes)
+
+    def having(self, *roles: str) -> tuple[str, ...]:
+        """The axes with one of some roles.
+
+        >>> Mesh.of(dp=2, cp=2, tp=2).having(DATA, SEQUENCE)
+        ('dp', 'cp')
+        """
+        return tuple(axis for axis in self.axes if role_of(axis) in roles)
 
     def size(self, axes: str | Iterable[str]) -> int:
         """Number of ranks along one axis, or along several together (1 for none)."""

@@ -1,7 +1,8 @@
 """The legal choices of every operator: which factor each mesh axis splits.
 
-An axis has a *role*: "any" (the solver decides), "dp" (it splits the batch and nothing else) or "tp" (it splits anything but
-the batch, and splits every weight that is contracted where it divides). Roles come from pins; without pins every axis is free.
+An axis has a *role* (``ir.mesh``): "any" (the solver decides), "data" (it splits the batch and nothing else) or "tensor" (it
+splits anything but the batch, and splits every weight that is contracted where it divides). Roles come from pins; without pins
+every axis is free.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import cached_property
 
 from meshwright.compiler.structure.dims import Dim, DimClasses, sequence_dims
 from meshwright.ir.graph import Graph, Op
-from meshwright.ir.mesh import Mesh
+from meshwright.ir.mesh import DATA, TENSOR, Mesh
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import TIME
 from meshwright.ir.rule import APART, OpRule
@@ -67,7 +68,7 @@ class Scope:
 
     def _split_by_sample(self, op: Op) -> bool:
         """Whether the data axes may split the operator's samples."""
-        rule, axes = self.classes.rules[op.name], [axis for axis in self.mesh.axes if self.roles[axis] == "dp"]
+        rule, axes = self.classes.rules[op.name], [axis for axis in self.mesh.axes if self.roles[axis] == DATA]
         return any(
             _legal(rule, dict.fromkeys(axes, factor), self.mesh)
             for factor in _factor_kinds(op, rule, self)["batch"].intersection(rule.splittable)
@@ -90,15 +91,15 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     for axis in scope.mesh.axes:
         role = scope.roles[axis]
         allowed: list[str | None] = [None, *([APART] if apart else [])]
-        if apart and role == "dp" and scope.of_every_sample.isdisjoint(op.outputs):  # what reads it does so for its own samples
+        if apart and role == DATA and scope.of_every_sample.isdisjoint(op.outputs):  # what reads it does so for its own samples
             allowed.remove(None)
         own = weights - kinds["batch"] - kinds["sequence"] - kinds["width"]
         inner = not weights or any(rule.sizes[f] % scope.mesh.size(axis) == 0 for f in own & set(rule.splittable))
         for factor in rule.splittable:
             batch, sequence = factor in kinds["batch"], factor in kinds["sequence"]
-            if (role == "dp" and not batch) or (role == "tp" and batch):
+            if (role == DATA and not batch) or (role == TENSOR and batch):
                 continue
-            if role == "tp" and scope.pins.sequence_parallel is False and (sequence or (factor in kinds["width"] and inner)):
+            if role == TENSOR and scope.pins.sequence_parallel is False and (sequence or (factor in kinds["width"] and inner)):
                 continue  # what blocks hand on is whole on every rank
             allowed.append(factor)
         per_axis.append(allowed if scope.mesh.size(axis) > 1 else [None])
@@ -109,12 +110,12 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
         if _legal(rule, {**assignment, **({TIME: time} if time else {})}, timed):
             found.append(assignment)
     found = _storable(op, rule, found, scope)
-    found = _forced(found, kinds["batch"], scope, "dp") if on_weights else found
+    found = _forced(found, kinds["batch"], scope, DATA) if on_weights else found
     if weights:
-        found = _forced(found, weights, scope, "tp")
+        found = _forced(found, weights, scope, TENSOR)
     elif scope.pins.sequence_parallel and on_weights and kinds["sequence"] & set(rule.splittable):
         # nothing with a sequence dim is computed over again on every tensor-parallel rank
-        found = _forced(found, set(rule.splittable) - kinds["batch"], scope, "tp")
+        found = _forced(found, set(rule.splittable) - kinds["batch"], scope, TENSOR)
     if scope.pins.sequence_parallel:
         found = _sequence_between_blocks(op, rule, found, scope, bool(weights))
     return _pinned_tensors(op, rule, found, scope)
@@ -144,7 +145,7 @@ def _storable(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -
     trained = {param.value for param in scope.graph.params if param.trainable}.intersection(op.inputs)
     if not trained:
         return found
-    data = [axis for axis in scope.mesh.axes if scope.roles[axis] == "dp" and scope.mesh.size(axis) > 1]
+    data = [axis for axis in scope.mesh.axes if scope.roles[axis] == DATA and scope.mesh.size(axis) > 1]
     even = bool(scope.pins.zero) and scope.pins.shard != 1 and bool(data)
 
     def kept(assignment: dict[str, str]) -> bool:
@@ -210,7 +211,7 @@ def _sequence_between_blocks(
 ) -> list[dict[str, str]]:
     """Sequence parallelism pinned: what blocks hand on is split over tp along the sequence. ``weights``: the operator contracts
     some, and splits those instead."""
-    axes = [axis for axis in scope.mesh.axes if scope.roles[axis] == "tp"]
+    axes = [axis for axis in scope.mesh.axes if scope.roles[axis] == TENSOR]
     where = sequence_dims(scope.graph, scope.handed_on.intersection(op.outputs), scope.classes, scope.batch)
     for name, dims in zip(op.outputs, rule.results, strict=True):
         if name not in where or not axes or weights or (factor := dims[where[name]]) is None:

@@ -36,7 +36,7 @@ from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.graph import Graph, Op, Value
-from meshwright.ir.mesh import Mesh
+from meshwright.ir.mesh import Mesh, role_of
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import PlanError, Schedule
 from meshwright.ir.rule import Placed, Rules
@@ -136,7 +136,7 @@ class Placements:
         passed = handed_on(graph)
         batch = self._classes.of(batch_inputs(graph).items())
         sequence = self._classes.of(sequence_dims(graph, passed, self._classes, batch).items())
-        roles = {DATA: "dp", TENSOR: "tp"}
+        roles = {axis: role_of(axis) for axis in mesh.axes}
         return Scope(graph, mesh, roles, self.pins, self._classes, batch, sequence, frozenset(passed), count)
 
     def _stretched(self, chain: Chain) -> Chain:

@@ -1,7 +1,7 @@
 """Where the search looks: factorizations of the devices into axes, ways to keep parameters, counts of micro-batches.
 
 The mesh is factored into axes by the pins, or else by the topology: nodes x devices of a node; a single node also as one axis
-and as its factor pairs. What an axis may do is its role (see ``compiler.placement.choices``); without pins every axis may do
+and as its factor pairs. What an axis may do is its role (``ir.mesh``); without pins every axis may do
 anything.
 """
 
@@ -15,7 +15,7 @@ from meshwright.compiler.placement.costs import Variant
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.mesh import Mesh
+from meshwright.ir.mesh import ANY, DATA, TENSOR, Mesh, role_of
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.sharding import ceil_div
 
@@ -30,7 +30,7 @@ class Layout:
     @property
     def data_size(self) -> int:
         """Ranks that can only split the batch."""
-        return self.mesh.size([axis for axis in self.mesh.axes if self.roles[axis] == "dp"])
+        return self.mesh.size([axis for axis in self.mesh.axes if self.roles[axis] == DATA])
 
 
 def layouts(cluster: Cluster, pins: Pins) -> list[Layout]:
@@ -42,23 +42,22 @@ def layouts(cluster: Cluster, pins: Pins) -> list[Layout]:
             shapes: list[tuple[int, ...]] = [(cluster.nodes, cluster.per_node)]
         else:
             shapes = [(world,)] + [(world // n, n) for n in range(2, world) if world % n == 0]
-        return [Layout(Mesh(axes[: len(s)], s), dict.fromkeys(axes[: len(s)], "any")) for s in shapes]
+        return [Layout(Mesh(axes[: len(s)], s), dict.fromkeys(axes[: len(s)], ANY)) for s in shapes]
     tp = pins.tp if pins.tp is not None else world // (pins.dp or 1)
     dp = pins.dp if pins.dp is not None else world // tp
     shard = pins.shard if pins.shard is not None else dp
     if dp % shard:
         raise PinError(f"pin shard={shard} must divide dp={dp}: it is the ZeRO group within the data ranks")
     sizes = {"dp": dp} if shard in (dp, 1) else {"dp_replicate": dp // shard, "dp_shard": shard}
-    roles = dict.fromkeys(sizes, "dp")
-    sizes["tp"], roles["tp"] = tp, "tp"
-    return [Layout(Mesh(tuple(sizes), tuple(sizes.values())), roles)]
+    sizes["tp"] = tp
+    return [Layout(Mesh(tuple(sizes), tuple(sizes.values())), {axis: role_of(axis) for axis in sizes})]
 
 
 def variants(layout: Layout, pins: Pins, microbatches: int, recompute: Sequence[str]) -> list[Variant]:
     """The ways to keep parameters that the pins leave open on this layout."""
     found = []
-    axes = [axis for axis in layout.mesh.axes if layout.mesh.size(axis) > 1 and layout.roles[axis] != "tp"]
-    must = {axis for axis in axes if layout.roles[axis] == "dp"}
+    axes = [axis for axis in layout.mesh.axes if layout.mesh.size(axis) > 1 and layout.roles[axis] != TENSOR]
+    must = {axis for axis in axes if layout.roles[axis] == DATA}
     levels = (pins.zero,) if pins.zero is not None else (0, 2, 3) if microbatches == 1 else (0, 1, 2, 3)
     for kind in recompute:
         for count in range(len(axes) + 1):
