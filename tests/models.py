@@ -337,7 +337,19 @@ def odd_head() -> Case:
     return _OddHead(), {"x": torch.randn(BATCH, 3, 8, 8), "wanted": torch.randint(0, 5, (BATCH, 8, 8))}
 
 
-_OTHER_MODELS: dict[str, Callable[[], Case]] = {f.__name__: f for f in (resnet, deberta, towers, adapted, skips, odd_head)}
+def tied_odd() -> Case:
+    """A tied weight of odd length: the head reads uneven pieces of what lies otherwise at rest."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=16, vocab_size=257, use_cache=False, bos_token_id=0,
+                        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    ids = torch.randint(0, 257, (16, 16))
+    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+
+
+_OTHER_MODELS: dict[str, Callable[[], Case]] = {
+    f.__name__: f for f in (resnet, deberta, towers, adapted, skips, odd_head, tied_odd)
+}
 OTHERS = (*_OTHER_CONFIGS, *_OTHER_MODELS)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.compiler.structure.dims import Dim, DimClasses, sequence_dims
+from meshwright.compiler.structure.positions import several_readers
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import DATA, TENSOR, Mesh
 from meshwright.ir.pins import PinError, Pins
@@ -42,6 +43,11 @@ class Scope:
         """The last dim of what blocks hand on."""
         shapes = {name: self.graph.values[name].shape for name in self.handed_on}
         return frozenset(self.classes.of((name, len(shape) - 1) for name, shape in shapes.items() if len(shape) >= 3))
+
+    @cached_property
+    def tied(self) -> frozenset[str]:
+        """Trainable parameters with several readers."""
+        return several_readers(self.graph)
 
     @cached_property
     def of_parameters(self) -> frozenset[str]:
@@ -141,7 +147,8 @@ def _legal(rule: OpRule, assignment: Mapping[str, str], mesh: Mesh) -> bool:
 
 def _storable(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:
     """Only the assignments that read trainable parameters as they can be kept: whole over the data ranks, and under a pinned
-    ZeRO level in pieces of one length, for FSDP2 splits what every rank has the same length of. The idle one is among them."""
+    ZeRO level in pieces of one length, for FSDP2 splits what every rank has the same length of; of a weight with several
+    readers each reads its own piece of how that lies at rest, which may be uneven. The idle one is among them."""
     trained = {param.value for param in scope.graph.params if param.trainable}.intersection(op.inputs)
     if not trained:
         return found
@@ -150,11 +157,14 @@ def _storable(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -
 
     def kept(assignment: dict[str, str]) -> bool:
         split = [
-            (scope.graph.values[name].shape[dim], axes)
+            (name, scope.graph.values[name].shape[dim], axes)
             for name, dims in zip(op.inputs, rule.operands, strict=True) if name in trained
             for dim, axes in enumerate(_splits(assignment, dims, scope.mesh))
         ]
-        return not any(set(axes).intersection(data) or (even and size % scope.mesh.size(axes)) for size, axes in split)
+        return not any(
+            set(axes).intersection(data) or (even and name not in scope.tied and size % scope.mesh.size(axes))
+            for name, size, axes in split
+        )
 
     return [assignment for assignment in found if kept(assignment)]
 
