@@ -16,10 +16,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
-from meshwright import planner
 from meshwright.compiler.placement.problem import price
+from meshwright.compiler.search import blockwise
 from meshwright.compiler.solver.chain import Chain, Solution
 from meshwright.footprint import footprints
+from meshwright.planner import rules_of
 
 
 def main() -> None:
@@ -35,14 +36,14 @@ def main() -> None:
         model = LlamaForCausalLM(config)
     tokens = torch.zeros((2048, 8192), dtype=torch.int64, device="meta")
     seen: list[tuple[Chain, Solution]] = []
-    solve = planner.solve
+    solve = blockwise.solve
 
     def watched(chain: Chain, **options: Any) -> Solution:
         solution = solve(chain, **options)
         seen.append((chain, solution))
         return solution
 
-    planner.solve = watched  # type: ignore[assignment]  # to have the chain of the plan
+    blockwise.solve = watched  # type: ignore[assignment]  # to have the chain of the plan
     plan = mw.plan(model.train(), "h200:2048x8", {"input_ids": tokens, "labels": tokens}, precision="bf16",
                    pins={"dp": 2048, "tp": 8, "zero": 3, "recompute": "full", "sequence_parallel": True})
     chain, solution = seen[-1]
@@ -52,7 +53,7 @@ def main() -> None:
         price(chain, solution)
     each = (time.perf_counter() - start) / runs
     start = time.perf_counter()
-    footprints(plan, planner.rules_of(plan.graph)[0], 8.0)
+    footprints(plan, rules_of(plan.graph)[0], 8.0)
     replay = time.perf_counter() - start
     print(f"{options.layers} layers, {len(plan.graph.ops)} operators, {len(chain.sequence)} positions: "
           f"{each * 1e3:.2f} ms to price, {replay:.2f} s to lower and replay")

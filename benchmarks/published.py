@@ -150,7 +150,7 @@ def planned(graph: Graph, cluster: Cluster, pins: Pins, precision: str) -> tuple
     """The plan of a published run, and whether it is predicted to fit. It ran, so it is priced all the same, with memory
     unlimited; only what the row leaves open (ZeRO, micro-batches) is chosen so that it fits, if it can."""
     plan = make_plan(graph, cluster.with_memory(_UNBOUNDED), pins, precision=precision)
-    if plan.predicted.bytes_per_rank <= cluster.memory_bytes - cluster.device.reserve_bytes:
+    if plan.predicted.bytes_per_rank <= cluster.capacity_bytes:
         return plan, True
     if None in (pins.zero, pins.microbatches):
         with suppress(OutOfMemoryError):

@@ -196,7 +196,7 @@ def simulate_command(
 
     with _errors(as_json):
         if file is not None:
-            from meshwright.compiler.search.joint_plan import simulation_of
+            from meshwright.compiler.search.plans import simulation_of
 
             run = simulation_of(Plan.load(file))
         elif pp is None or microbatches is None:

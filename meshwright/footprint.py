@@ -1,7 +1,8 @@
 """The memory of a plan, exactly: its program for the rank that holds most, replayed (``cost.memory.peak``).
 
-The solver counts memory as a sum over blocks, which is what a linear program can hold. A plan is judged by its program: what
-is alive at the worst moment of the step. The first rank (of a stage) has the largest piece of everything that is split.
+The search counts memory as a sum over blocks or units, which is what a linear program can hold. A plan is judged by its
+program: what is alive at the worst moment of the step. The first rank (of a stage) has the largest piece of everything that
+is split. ``Footprints.fits`` is what the search is handed, so that it need not know the passes that lower a plan.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.cost.memory.peak import Peak, peak
 from meshwright.ir.plan import Plan
+from meshwright.ir.prediction import Prediction
 from meshwright.ir.program import Program
 from meshwright.ir.rule import Rules
 from meshwright.passes import cut_stages, rank_program
@@ -46,21 +48,21 @@ class Footprints:
     state_bytes: float
     _lowered: tuple[Plan, Program] | None = None
 
-    def of(self, plan: Plan) -> Plan:
-        """The plan, predicted to need what its program needs."""
+    def fits(self, plan: Plan) -> Prediction:
+        """The plan's prediction with the bytes that its program holds; ``.fits`` says whether a device has room for them."""
         assert plan.predicted is not None
-        sums = plan.predicted.bytes_per_pipeline_rank
+        counted = plan.predicted.bytes_per_pipeline_rank
         ranks: set[int] = set()
         if plan.pipeline is not None:
-            ranks = {0, plan.pipeline.stage_rank[-1], *sorted(range(len(sums)), key=lambda r: -sums[r])[:LOOKED_AT]}
+            fullest_first = sorted(range(len(counted)), key=lambda rank: -counted[rank])
+            ranks = {0, plan.pipeline.stage_rank[-1], *fullest_first[:LOOKED_AT]}
         found = _peaks(plan, self._program(plan), self.state_bytes, sorted(ranks))
         fullest = max(found.values(), key=lambda one: one.bytes)
-        known = {rank: one.bytes for rank, one in found.items()}
-        predicted = replace(
+        held = {rank: one.bytes for rank, one in found.items()}
+        return replace(
             plan.predicted, bytes_per_rank=fullest.bytes, bytes_by_kind=dict(fullest.kinds),
-            bytes_per_pipeline_rank=tuple(known.get(rank, min(sum_, fullest.bytes)) for rank, sum_ in enumerate(sums)),
+            bytes_per_pipeline_rank=tuple(held.get(rank, min(sum_, fullest.bytes)) for rank, sum_ in enumerate(counted)),
         )
-        return replace(plan, predicted=predicted)
 
     def _program(self, plan: Plan) -> Program:
         if self._lowered is None or not _alike(plan, self._lowered[0]):
@@ -77,8 +79,3 @@ def _alike(plan: Plan, other: Plan) -> bool:
     same = plan.graph is other.graph and plan.assignments is other.assignments and plan.copies is other.copies
     settings = [(one.mesh, one.pipeline, one.precision) for one in (plan, other)]
     return same and plan.schedule is other.schedule and groups[0] == groups[1] and settings[0] == settings[1]
-
-
-def with_footprint(plan: Plan, rules: Rules, state_bytes: float) -> Plan:
-    """The plan, predicted to need what its program needs."""
-    return Footprints(rules, state_bytes).of(plan)

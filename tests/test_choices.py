@@ -9,16 +9,19 @@ import torch
 from torch import nn
 
 from meshwright.compiler.placement.choices import Scope, choices
-from meshwright.compiler.search.layouts import Layout
+from meshwright.compiler.search.blockwise import solve_layout
+from meshwright.compiler.search.candidates import Layout
+from meshwright.compiler.search.task import Task, Timing
 from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_dims
 from meshwright.cost.cluster import Cluster
+from meshwright.footprint import Footprints
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import PlanError
 from meshwright.ir.rule import place
 from meshwright.ir.sharding import Sharding
-from meshwright.planner import Timing, _Search, capture_model, make_plan, rules_of
+from meshwright.planner import capture_model, make_plan, rules_of
 from meshwright.views.facts import facts_of
 from tests.test_planner import Stack, graph_of, of_models
 
@@ -244,6 +247,7 @@ def test_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PinError, match=text + "change one of the pins dp, zero"):
         make_plan(graph, cluster, Pins(dp=2, zero=3))
     assert make_plan(graph, cluster, Pins()).mesh.world == 2  # the joint search and the layouts do without data ranks
-    monkeypatch.setattr("meshwright.planner.layouts", lambda *_: [Layout(Mesh.of(dp=2, tp=1), {"dp": "data", "tp": "tensor"})])
+    task = Task.of(graph, cluster, rules, Pins(), precision="fp32", state_bytes=8.0, gap=0.01)
+    layout = Layout(Mesh.of(dp=2, tp=1), {"dp": "data", "tp": "tensor"})
     with pytest.raises(PlanError, match=text + "another rule"):
-        _Search(graph, cluster, rules, DimClasses(graph, rules), 8.0, "fp32", 0.01, Timing(), None).best(Pins())
+        solve_layout(task, layout, 1, Footprints(rules, 8.0).fits, Timing())

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright import planner
-from meshwright.compiler.search.evaluate import DoesNotFitError
+from meshwright.compiler.search import search
+from meshwright.compiler.search.errors import DoesNotFitError
 from meshwright.errors import MeshwrightError
 
 INTERNAL: Mapping[str, str] = {
     "ChanceError": "of a trace that seeds or draws where a graph cannot; capture makes it a CaptureError",
-    "DoesNotFitError": "of one candidate of the search; the planner makes it an OutOfMemoryError",
-    "Infeasible": "of one chain; the planner makes it an OutOfMemoryError, PinError or PlanError",
+    "DoesNotFitError": "of one candidate of the search; the sweep makes it an OutOfMemoryError",
+    "Infeasible": "of one chain; the search makes it an OutOfMemoryError, PinError or PlanError",
     "MismatchError": "of one operator; verify makes it a VerifyError",
     "NoSolutionError": "of one linear program; caught where a bound is made",
     "NotKeptError": "of an autograd.Function that no graph keeps; capture makes it a CaptureError",
@@ -81,7 +81,7 @@ class _Net(nn.Module):
 
 def test_a_search_none_of_whose_candidates_can_be_made_to_fit_says_what_the_nearest_needs() -> None:
     refusal = DoesNotFitError("stage 1 does not fit", 2.0**40)
-    with mock.patch.object(planner._Search, "_made", side_effect=refusal), pytest.raises(mw.OutOfMemoryError) as caught:
+    with mock.patch.object(search, "_plan_of", side_effect=refusal), pytest.raises(mw.OutOfMemoryError) as caught:
         mw.plan(_Net(), "cpu:1x2", {"x": torch.zeros(4, 8)}, pins={"pp": 2})
     assert "the nearest needs 1" in str(caught.value)
     assert "stage 1 does not fit" in str(caught.value)

@@ -22,9 +22,12 @@ from meshwright.compiler.placement.costs import Costs, Variant
 from meshwright.compiler.placement.placement import DATA, TENSOR, Placements
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.search.candidates import Candidate, Floors, Work, candidates, degrees_of, divisors, floor
-from meshwright.compiler.search.evaluate import DoesNotFitError
-from meshwright.compiler.search.joint import _FLOPS, JointSearch, _Node
+from meshwright.compiler.search.errors import DoesNotFitError
+from meshwright.compiler.search.fitting import Fitted
+from meshwright.compiler.search.search import SECONDS
 from meshwright.compiler.search.stage_costs import StageCosts
+from meshwright.compiler.search.sweep import Sweep
+from meshwright.compiler.search.task import Task
 from meshwright.compiler.solver.chain import Chain
 from meshwright.compiler.solver.solve import solve
 from meshwright.compiler.structure.dims import DimClasses, batch_inputs, handed_on
@@ -39,7 +42,7 @@ from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.schedules import illegal, schedule_table
 from meshwright.passes import rank_program
 from meshwright.passes.verify import verify
-from meshwright.planner import JOINT_SECONDS, OutOfMemoryError, capture_model, make_plan, rules_of
+from meshwright.planner import OutOfMemoryError, capture_model, make_plan, rules_of
 from meshwright.views.report import render, timeline
 from tests.models import make
 from tests.schedules import SCHEDULES
@@ -74,12 +77,16 @@ def gpt(layers: int, hidden: int, heads: int, batch: int, length: int, vocab: in
     return capture_model(model, (), {"input_ids": ids, "labels": torch.empty_like(ids)}, (), None, "bf16")
 
 
-def search(graph: Graph, cluster: str, capacity: float, gap: float = 0.005, limit: float = math.inf) -> JointSearch:
-    where = Cluster.parse(cluster)
-    return JointSearch(
-        graph, where, rules_of(graph)[0], Pins(), itemsize=2, state_bytes=8.0, capacity=capacity,
-        recompute=("none", "full"), gap=gap, limit=limit,
-    )
+def search(graph: Graph, cluster: str, capacity: float, gap: float = 0.005, limit: float = math.inf) -> Sweep:
+    """A sweep through the candidates of data and tensor ranks; ``capacity``: bytes for everything but the inputs."""
+    inputs = sum(graph.values[name].bytes_ for name in graph.inputs)
+    where = Cluster.parse(cluster).with_memory(int(capacity) + inputs)
+    task = Task(graph, where, rules_of(graph)[0], Pins(), "bf16", 8.0, gap, ("none", "full"))
+    return Sweep(task, _no_free_layouts, limit=limit)
+
+
+def _no_free_layouts(candidate: Candidate) -> Fitted:
+    raise AssertionError(f"{candidate} was not to be solved")
 
 
 # folding
@@ -136,11 +143,11 @@ def test_placements_count_all_of_the_model_once() -> None:
 
 def test_every_bound_is_below_the_next() -> None:
     graph = llama(6, 1024, 16)
-    run = search(graph, "h100:2x4", 4 * GIB)
+    run = search(graph, "h100:2x4", 4 * GIB).bounds
     checked = 0
-    for candidate in candidates(graph, run.cluster, run.pins, 8)[::7]:
-        nodes = [_Node(floor(candidate, run.floors.work(candidate)), _FLOPS, 0, candidate, (candidate.virtual_stages,))]
-        for sharpen in (run._tensor, run._place, run._ways):
+    for candidate in candidates(graph, run.task.cluster, Pins(), 8)[::7]:
+        nodes = run.start([candidate])
+        for sharpen in (run.tensor, run.place, run.keep):
             after = [child for node in nodes for child in sharpen(node)]
             before = max(node.bound for node in nodes)
             assert all(child.bound >= before for child in after)
@@ -201,21 +208,23 @@ def everything(world: int, batch: int, units: int) -> list[tuple[Candidate, int]
 @pytest.mark.parametrize("gib", [2.0, 0.33])
 def test_the_search_agrees_with_trying_everything(gib: float) -> None:
     graph = llama(4, 512, 4)
-    run = search(graph, "h100:1x4", gib * GIB, gap=0.0)
+    run = search(graph, "h100:1x4", gib * GIB, gap=0.0).bounds
     every = []
     listed = everything(4, 4, 6)
-    assert {candidate for candidate, _ in listed} == set(candidates(graph, run.cluster, run.pins, 6))
+    assert {candidate for candidate, _ in listed} == set(candidates(graph, run.task.cluster, Pins(), 6))
     for candidate, zero in listed:
         placement = run.placements.of(candidate.tensor, candidate.samples)
         with suppress(DoesNotFitError):
             degrees = degrees_of(candidate, candidate.data)
             every.append(run.evaluator.run(candidate, degrees, zero, placement).seconds)
-    outcome = search(graph, "h100:1x4", gib * GIB, gap=0.0).run()
+    outcome = search(graph, "h100:1x4", gib * GIB, gap=0.0)
+    outcome.staged()
     assert len(every) > 20
-    assert outcome.best.seconds == pytest.approx(min(every), rel=1e-9)
-    assert outcome.solved < len(every)
+    assert outcome.solved[0].seconds == pytest.approx(min(every), rel=1e-9)
+    assert len(outcome.solved) < len(every)
     assert 0.97 * min(every) <= outcome.bound <= min(every)
-    assert outcome.considered == outcome.solved + outcome.pruned + outcome.infeasible
+    counts = outcome.bounds.counts
+    assert counts.considered == len(outcome.solved) + outcome.pruned + counts.infeasible
 
 
 def test_divisors_are_all_of_them() -> None:
@@ -318,7 +327,9 @@ def test_a_model_that_fits_one_device_is_left_alone() -> None:
 
 def test_one_node_and_a_model_of_1_3_billion_is_data_parallel() -> None:
     graph = llama(24, 2048, 64, 2048, 51200, 5504)
-    best = search(graph, "a100:1x8", 77 * GIB, limit=JOINT_SECONDS).run().best
+    run = search(graph, "a100:1x8", 77 * GIB, limit=SECONDS)
+    run.staged()
+    best = run.solved[0]
     assert (best.candidate.pp, best.candidate.tensor) == (1, 1)
     assert best.zero >= 1
 
@@ -326,8 +337,9 @@ def test_one_node_and_a_model_of_1_3_billion_is_data_parallel() -> None:
 @pytest.mark.slow
 def test_no_pipeline_on_a_uniform_torus() -> None:
     graph = llama(24, 2048, 256, 2048, 51200, 5504)
-    outcome = search(graph, "tpu-v4:2x2x4", 30 * GIB, limit=JOINT_SECONDS).run()
-    assert outcome.best.candidate.pp == 1
+    run = search(graph, "tpu-v4:2x2x4", 30 * GIB, limit=SECONDS)
+    run.staged()
+    assert run.solved[0].candidate.pp == 1
 
 
 @pytest.mark.slow
@@ -343,10 +355,12 @@ def test_what_a_level_cannot_hold_takes_for_ever(cluster: str) -> None:
 
 def test_never_tensor_parallelism_across_a_slow_network() -> None:
     graph = llama(32, 4096, 128, 4096, 32000, 11008)
-    outcome = search(graph, "a100@pcie4:8x8", 70 * GIB, limit=JOINT_SECONDS).run()
-    assert outcome.best.candidate.tensor <= 8
-    across = [e for e in outcome.ranking if e.candidate.tensor > 8]
-    assert not across or min(e.seconds for e in across) > outcome.best.seconds
+    run = search(graph, "a100@pcie4:8x8", 70 * GIB, limit=SECONDS)
+    run.staged()
+    best = run.solved[0]
+    assert best.candidate.tensor <= 8
+    across = [e for e in run.solved if e.candidate.tensor > 8]
+    assert not across or min(e.seconds for e in across) > best.seconds
 
 
 @pytest.mark.slow
@@ -382,7 +396,7 @@ def test_twice_the_devices_or_the_layers_take_little_longer(layers: tuple[int, i
     spent = []
     for count, where in zip(layers, cluster, strict=True):
         run = search(llama(count, 4096, 64, 4096, 32000, 14336), where, 76 * GIB)
-        run.run()
+        run.staged()
         spent.append(run.effort)
     assert spent[1] < 1.5 * spent[0]
 
@@ -419,7 +433,7 @@ def test_a_stage_that_cannot_fit_is_named() -> None:
 def test_what_a_stage_receives_counts() -> None:
     """As much as is in flight and as is received early, however many micro-batches there are."""
     graph = llama(4, 512, 32)
-    run = search(graph, "h100:1x2", 4 * GIB)
+    run = search(graph, "h100:1x2", 4 * GIB).bounds
     placement = run.placements.of(1, 1)
     hidden = 512 * 512 * 2  # bytes of one sample in 16 bits
     # rank 0 enters nothing itself; of its other stage and of rank 1's: the micro-batches in flight; then what waits to be read
@@ -427,7 +441,7 @@ def test_what_a_stage_receives_counts() -> None:
     for (schedule, virtual, count), received in cases.items():
         candidate = Candidate(2, virtual, schedule, 1, 1, count, 32 // count)
         beside = [received[0] * hidden, received[1] * hidden + count * placement.outputs]
-        assert 4 * GIB - run.evaluator.room(candidate, placement) == pytest.approx(beside), candidate
+        assert 4 * GIB - run.evaluator.room(candidate, placement, run.evaluator.capacity) == pytest.approx(beside), candidate
     logits = next(graph.values[name] for name in graph.outputs if graph.values[name].shape)
     assert placement.outputs == logits.bytes_ / 32
     best = run.evaluator.run(candidate, degrees_of(candidate, 1), 0, placement)

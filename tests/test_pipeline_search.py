@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 import meshwright as mw
-from meshwright.compiler.search.joint import JointSearch
+from meshwright.compiler.search.sweep import Sweep
+from meshwright.compiler.search.task import Task
 from meshwright.compiler.structure.units import find_layers
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph
@@ -182,11 +184,11 @@ def test_nothing_refused_is_proposed() -> None:
     """Of everything that a search solved, memory plentiful and scarce."""
     seen, kinds = set(), set()
     for kib in (1000.0, 360.0, 280.0):
-        run = JointSearch(
-            graph(), Cluster.parse("cpu:1x4"), rules_of(graph())[0], Pins(pp=2), itemsize=4, state_bytes=8.0,
-            capacity=kib * 1024, recompute=RECOMPUTE, limit=30.0,
-        )
-        for found in run.run().ranking:
+        where = Cluster.parse("cpu:1x4").with_memory(kib * 1024 + sum(graph().values[name].bytes_ for name in graph().inputs))
+        task = Task.of(graph(), where, rules_of(graph())[0], Pins(pp=2), precision="fp32", state_bytes=8.0, gap=0.005)
+        run = Sweep(task, mock.Mock(), limit=30.0)
+        run.staged()
+        for found in run.solved:
             seen.add(found.candidate.schedule)
             kinds |= set(found.recompute)
             for kind in set(found.recompute):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.compiler.search.prediction import OutOfMemoryError, step_flops
+from meshwright.compiler.search.prediction import step_flops
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import PinError, Pins
@@ -18,7 +18,7 @@ from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.quantities import bytes_text
 from meshwright.ir.serialize import plan_hash
 from meshwright.passes import rank_program
-from meshwright.planner import capture_model, make_plan, rules_of
+from meshwright.planner import OutOfMemoryError, capture_model, make_plan, rules_of
 from tests.models import MODELS, make
 
 FOUR = Cluster.parse("h100:1x4")

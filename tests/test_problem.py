@@ -31,7 +31,8 @@ from meshwright.compiler.placement.costs import (
     time_rows,
 )
 from meshwright.compiler.placement.problem import Problem
-from meshwright.compiler.search.layouts import Layout, variants
+from meshwright.compiler.search.candidates import Layout
+from meshwright.compiler.search.layouts import variants
 from meshwright.compiler.solver.chain import Chain
 from meshwright.compiler.solver.oracle import brute_force, flow_mip
 from meshwright.compiler.solver.solve import solve

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import meshwright as mw
 from meshwright.cli import app
 from meshwright.compiler.search.candidates import candidates
-from meshwright.compiler.search.joint_plan import simulation_of
+from meshwright.compiler.search.plans import simulation_of
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.memory.pipeline_rank import shortest
 from meshwright.cost.timeline import lower_bound, simulate

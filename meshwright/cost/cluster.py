@@ -123,6 +123,11 @@ class Cluster:
         """Bytes on each device (the smallest one's)."""
         return min(island.device.memory_bytes for island in self.islands)
 
+    @property
+    def capacity_bytes(self) -> float:
+        """Bytes of a device that a plan may use: without the reserve."""
+        return float(self.memory_bytes - self.device.reserve_bytes)
+
     def with_memory(self, bytes_: int) -> Cluster:
         """The same cluster with ``bytes_`` of memory on each device, all of it usable (no reserve)."""
         islands = tuple(

@@ -121,6 +121,7 @@ class Certificate:
     pruned: of these, never solved: by their bounds no better, or left undone
     infeasible: of these, impossible
     solved: of these, solved
+    assumes: what the bound takes for granted, beside the prices; empty if it is proven
     runner_up: the best candidate of another layout or schedule, and what it spends more time on
     candidates: some of those looked at
     planning_seconds: by phase
@@ -133,6 +134,7 @@ class Certificate:
     pruned: int = 0
     infeasible: int = 0
     solved: int = 0
+    assumes: tuple[str, ...] = ()
     runner_up: str = ""
     candidates: tuple[SeenCandidate, ...] = ()
     planning_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -151,7 +153,8 @@ class Certificate:
         """What ``as_json`` wrote. Raises ValueError for anything else."""
         counts = dict.fromkeys(("considered", "pruned", "infeasible", "solved"), _count)
         return cls(**_fields(cls, data, {
-            **counts, "status": _word, "runner_up": _word, "planning_seconds": _shares, "candidates": _candidates,
+            **counts, "status": _word, "assumes": _words, "runner_up": _word, "candidates": _candidates,
+            "planning_seconds": _shares,
         }))
 
 
@@ -215,6 +218,10 @@ def _list(item: Any) -> list[Any]:
 
 def _numbers(item: Any) -> tuple[float, ...]:
     return tuple(map(_number, _list(item)))
+
+
+def _words(item: Any) -> tuple[str, ...]:
+    return tuple(map(_word, _list(item)))
 
 
 def _shares(item: Any) -> dict[str, float]:

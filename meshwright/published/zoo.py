@@ -30,7 +30,6 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from meshwright.compiler.search.prediction import capacity
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import InputError
 from meshwright.ir.graph import Graph
@@ -242,7 +241,7 @@ def _priced(row: Row, search: bool) -> Row:
     assert system.sequence is not None
     cluster = Cluster.parse(system.cluster).with_kernels(system.kernel)
     model = build(system.model, system.sequence, system.attention)
-    row = replace(row, parameters=sum(p.numel() for p in model.parameters()) / 1e9, capacity_bytes=capacity(cluster))
+    row = replace(row, parameters=sum(p.numel() for p in model.parameters()) / 1e9, capacity_bytes=cluster.capacity_bytes)
     ids = torch.zeros(system.batch, system.sequence, dtype=torch.int64, device="meta")
     graph = capture_model(Trained(model), (), {"input_ids": ids, "labels": ids.clone()}, (), None, "bf16")
     if not row.reason:
@@ -264,7 +263,7 @@ def _published(row: Row, graph: Graph, cluster: Cluster) -> Row:
     if pins.recompute is None:
         return replace(row, predicted=_planned(system, graph, cluster, pins))
     fastest = _planned(system, graph, cluster.with_memory(_UNBOUNDED), pins)
-    if fastest.bytes_per_rank <= capacity(cluster):
+    if fastest.bytes_per_rank <= cluster.capacity_bytes:
         return replace(row, predicted=fastest)
     row = replace(row, predicted=replace(fastest, fits=False))
     try:

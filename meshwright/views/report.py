@@ -20,7 +20,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.compiler.search.joint_plan import simulation_of
+from meshwright.compiler.search.plans import simulation_of
 from meshwright.cost.timeline import chrome_trace
 from meshwright.cost.timeline import render as clock
 from meshwright.ir.mesh import PP
@@ -118,6 +118,8 @@ def _header(facts: Facts) -> Table:
             _add(table, "runner-up", proof.runner_up)
         _add(table, "certificate", f"gap {proof.gap:.2%} (objective {seconds_text(proof.objective_seconds)}, lower bound "
              f"{seconds_text(proof.bound_seconds)}, {proof.status})")
+        if proof.assumes:
+            _add(table, "", f"an estimate, which assumes: {'; '.join(proof.assumes)}")
     return table
 
 

@@ -3,9 +3,9 @@
     candidate = (pp, virtual stages, schedule) x (data, tensor ranks of a stage) x micro-batches
     ways      = ZeRO level x ranks that share the state (``ways_of``)
 
-``candidates`` lists every one that the devices, the batch, the model and the pins allow; none is left out because it looks bad.
-``floor`` bounds the step from W, seconds of all units for one micro-batch (P = pp, M micro-batches, w the least unit, w_f its
-forward, u the longest forward or backward of a unit, w_b all forwards or all backwards, V stages a rank)::
+``candidates`` lists every one that the devices, the batch, the model and the pins allow; none is left out because it looks
+bad. ``floor`` bounds the step from W, seconds of all units for one micro-batch (P = pp, M micro-batches, w the least unit,
+w_f its forward, u the longest forward or backward of a unit, w_b all forwards or all backwards, V stages a rank)::
 
     M W / P                                         every rank's share of the work, on average
     W + (M - 1) max(u, w_b / (P V))                 one micro-batch through everything, the others through the slowest stage
@@ -20,8 +20,8 @@ forward, u the longest forward or backward of a unit, w_b all forwards or all ba
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,6 +32,7 @@ from meshwright.cost.cluster import Cluster, Device
 from meshwright.ir.declared.operator import Operator
 from meshwright.ir.declared.operator import Work as Call
 from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import DATA, Mesh
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.rule import Rules
 from meshwright.ir.schedules import illegal, schedule_of, schedules
@@ -39,10 +40,32 @@ from meshwright.ir.schedules import illegal, schedule_of, schedules
 _NONE = "none"
 
 
+@dataclass(frozen=True)
+class Layout:
+    """A factorization of the devices into axes, and what each axis may do."""
+
+    mesh: Mesh
+    roles: Mapping[str, str]
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that can only split the batch."""
+        return self.mesh.size([axis for axis in self.mesh.axes if self.roles[axis] == DATA])
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to lay the devices out and to run micro-batches through them. ``schedule``: "none" without a pipeline;
-    ``samples``: of a data rank's micro-batch."""
+    """One way to lay the devices out and to run micro-batches through them.
+
+    pp: stages in a row, 1 without a pipeline
+    virtual_stages: stages of a rank
+    schedule: of the pipeline, "none" without one
+    data: ranks that split the batch
+    tensor: ranks that split anything else
+    microbatches: of a step
+    samples: of a data rank's micro-batch
+    layout: other axes than data and tensor ranks, which may split what their roles say; without a pipeline only
+    """
 
     pp: int
     virtual_stages: int
@@ -51,6 +74,7 @@ class Candidate:
     tensor: int
     microbatches: int
     samples: int
+    layout: Layout | None = field(default=None, hash=False)
 
     @property
     def stages(self) -> int:
@@ -62,6 +86,8 @@ class Candidate:
         return self.pp > 1 and schedule_of(self.schedule).split
 
     def __str__(self) -> str:
+        if self.layout is not None:
+            return f"{self.layout.mesh}, {self.microbatches} micro-batches"
         pipeline = f"pp={self.pp} ({self.schedule}, {self.virtual_stages} stages a rank) x " if self.pp > 1 else ""
         return f"{pipeline}dp={self.data} x tp={self.tensor}, {self.microbatches} micro-batches of {self.samples}"
 

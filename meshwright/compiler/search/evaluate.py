@@ -7,11 +7,11 @@
                 backward is split: it reduces at the end); an early rank reduces while the others still drain
     optimizer   of the slowest rank
 
-Beside its units a rank holds what it received, for the micro-batches in flight and a few early ones, and the last stage's rank
-what the step hands back (``_beside``).
+Beside its units a rank holds what it received, for the micro-batches in flight and a few early ones, and the last stage's
+rank what the step hands back (``_beside``).
 
-Recomputation: every stage takes one of none, parts of its blocks evenly spread (``_PARTS``), and all of them, chosen with the
-cut; with several stages a rank none or all of them. Without a pipeline there is one rank and nothing to cut: blocks are
+Recomputation: every stage takes one of none, parts of its blocks evenly spread (``_PARTS``), and all of them, chosen with
+the cut; with several stages a rank none or all of them. Without a pipeline there is one rank and nothing to cut: blocks are
 recomputed one by one until the rest fits (``_alone``).
 """
 
@@ -29,6 +29,7 @@ from meshwright.compiler.pipeline.intervals import Ends
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK
 from meshwright.compiler.placement.placement import NONE, Placement
 from meshwright.compiler.search.candidates import Candidate
+from meshwright.compiler.search.errors import DoesNotFitError
 from meshwright.compiler.search.stage_costs import Array, Degrees, StageCosts, Units
 from meshwright.compiler.structure.positions import Position
 from meshwright.cost.timeline import Simulation, simulate
@@ -36,15 +37,6 @@ from meshwright.ir.prediction import StageSeconds
 from meshwright.ir.schedules import Table, illegal_combination, schedule_of
 
 _PARTS = (0.25, 0.5, 0.75, 1.0)
-
-
-class DoesNotFitError(Exception):
-    """No cut of a candidate is within the capacity: the message says where; ``least`` bytes that it needs on some rank, as far
-    as found. Unless ``proven``, there may be one."""
-
-    def __init__(self, message: str, least: float, proven: bool = True) -> None:
-        super().__init__(message)
-        self.least, self.proven = least, proven
 
 
 @dataclass(frozen=True)
@@ -128,27 +120,24 @@ class Evaluator:
         return bool(min(counts) * np.min([way.saved for way in ways], axis=0).sum() > room)
 
     def run(
-        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, scale: float = 1.0,
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, *, capacity: float | None = None,
         cutoff: float = float("inf"),
     ) -> Evaluation:
-        """The best cut and recomputation of a candidate within ``scale`` times the capacity; what takes longer than ``cutoff``
-        seconds need not be the best. Raises DoesNotFitError, ScheduleError."""
+        """The best cut and recomputation of a candidate within ``capacity`` bytes, if not the device's; what takes longer than
+        ``cutoff`` seconds need not be the best. Raises DoesNotFitError, ScheduleError."""
+        capacity = self.capacity if capacity is None else capacity
         if candidate.pp == 1:
             self.work["alone"] += 1
-            return self._alone(candidate, degrees, zero, placement, scale)
+            return self._alone(candidate, degrees, zero, placement, capacity)
         ways, marks = self._ways(candidate, degrees, zero, placement)
         crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
         table = self.table(candidate)
-        cuts = self._cut(candidate, placement, ways, crossing, table, scale, cutoff)
+        cuts = self._cut(candidate, placement, ways, crossing, table, capacity, cutoff)
         chosen = np.zeros(len(self.names), dtype=int)
         for stage, option in enumerate(cuts.options):
             chosen[cuts.boundaries[stage] : cuts.boundaries[stage + 1]] = option
         units, recompute = _take(ways, marks, chosen)
         return self._result(candidate, degrees, zero, placement, units, ways[0], recompute, cuts, crossing, table)
-
-    def again(self, found: Evaluation, scale: float) -> Evaluation:
-        """An evaluation within ``scale`` times the capacity. Raises DoesNotFitError."""
-        return self.run(found.candidate, found.degrees, found.zero, found.placement, scale)
 
     def relaxed(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, most: int = 0, enough: float = 0.0
@@ -177,9 +166,9 @@ class Evaluator:
         found = bound.seconds * slack
         return max(enough, found) if bound.seconds >= asked > 0 else found
 
-    def room(self, candidate: Candidate, placement: Placement, scale: float = 1.0) -> Array:
-        """Bytes of every rank [pp] for its units, of ``scale`` times the capacity."""
-        return np.asarray(np.maximum(scale * self.capacity - self._beside(candidate, placement), 1.0))
+    def room(self, candidate: Candidate, placement: Placement, capacity: float) -> Array:
+        """Bytes of every rank [pp] for its units, of ``capacity`` bytes."""
+        return np.asarray(np.maximum(capacity - self._beside(candidate, placement), 1.0))
 
     def _beside(self, candidate: Candidate, placement: Placement) -> Array:
         """Bytes of every rank [pp] beside its units: what was received, each value like the widest (what the micro-batches in
@@ -224,10 +213,10 @@ class Evaluator:
         return ways, marks
 
     def _cut(
-        self, candidate: Candidate, placement: Placement, ways: Sequence[Units], crossing: Array, table: Table, scale: float,
-        cutoff: float,
+        self, candidate: Candidate, placement: Placement, ways: Sequence[Units], crossing: Array, table: Table,
+        capacity: float, cutoff: float,
     ) -> stages.Cuts:
-        room = self.room(candidate, placement, scale)
+        room = self.room(candidate, placement, capacity)
         options = [self._stage_units(way, crossing) for way in ways]
         self.work["cut"] += 1
         try:
@@ -242,7 +231,7 @@ class Evaluator:
             self.work["stage that does not fit"] += candidate.stages
             received = self._beside(candidate, placement).max() / 2**30
             words = f"{error} What was received and is handed back takes up to {received:.3g} GiB beside that."
-            raise DoesNotFitError(words, scale * self.capacity + error.excess, error.proven) from None
+            raise DoesNotFitError(words, capacity + error.excess, error.proven) from None
 
     def _stage_units(self, units: Units, crossing: Array) -> list[stages.Unit]:
         places = crossing if not self.forced else np.where(np.isin(np.arange(len(crossing)) + 1, self.forced), crossing, np.inf)
@@ -309,10 +298,9 @@ class Evaluator:
     # one stage
 
     def _alone(
-        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, scale: float = 1.0
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, capacity: float
     ) -> Evaluation:
         """No pipeline: the whole model on every rank; blocks recompute, the first ones first, until it fits."""
-        capacity = scale * self.capacity
         plain = self.units(candidate, degrees, zero, placement, self.recompute[0])
         marks = [self.recompute[0]] * len(self.names)
         blocks = [n for n, row in enumerate(placement.sequence) if placement.rows[row].block]

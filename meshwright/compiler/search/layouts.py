@@ -1,17 +1,17 @@
-"""Where the search looks: factorizations of the devices into axes, ways to keep parameters, counts of micro-batches.
+"""Candidates whose mesh axes may split anything: factorizations of the devices into axes, and what the pins leave to each.
 
-The mesh is factored into axes by the pins, or else by the topology: nodes x devices of a node; a single node also as one axis
-and as its factor pairs. What an axis may do is its role (``ir.mesh``); without pins every axis may do
-anything.
+The mesh is factored by the pins, or else by the topology: nodes x devices of a node; a single node also as one axis and as
+its factor pairs. What an axis may do is its role (``ir.mesh``); without pins every axis may do anything. Such a candidate has
+no pipeline. How its parameters are kept is open for every block (``variants``).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from meshwright.compiler.placement.costs import Variant
+from meshwright.compiler.search.candidates import Candidate, Layout
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph
@@ -20,17 +20,16 @@ from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.sharding import ceil_div
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A factorization of the devices into axes, and what each axis may do."""
-
-    mesh: Mesh
-    roles: Mapping[str, str]
-
-    @property
-    def data_size(self) -> int:
-        """Ranks that can only split the batch."""
-        return self.mesh.size([axis for axis in self.mesh.axes if self.roles[axis] == DATA])
+def free_candidates(graph: Graph, cluster: Cluster, pins: Pins) -> list[tuple[Candidate, tuple[int, ...]]]:
+    """(the candidate with the fewest micro-batches, the other counts) of every layout. Raises PinError for a count or a shard
+    that the pinned degrees do not allow."""
+    batch, found = batch_size(graph), []
+    for layout in layouts(cluster, pins):
+        first, *later = microbatch_counts(graph, layout, pins)
+        data = layout.data_size
+        samples = ceil_div(batch, data * first)
+        found.append((Candidate(1, 1, "none", data, cluster.world // data, first, samples, layout), tuple(later)))
+    return found
 
 
 def layouts(cluster: Cluster, pins: Pins) -> list[Layout]:

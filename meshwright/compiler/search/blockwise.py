@@ -1,0 +1,111 @@
+"""A layout without a pipeline, solved block by block: placement, ZeRO level and recomputation of every block at once.
+
+This is how a candidate whose axes may split anything is solved, and how the winner among the others is refined: there all
+blocks keep their parameters alike, here each may differ. Without a memory limit neither recomputation nor micro-batches
+pay, so the unlimited optimum comes first, and only what does not fit is solved under a limit (``fitting``).
+"""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.compiler.placement.choices import Scope
+from meshwright.compiler.placement.costs import Costs
+from meshwright.compiler.placement.dead_end import nothing_runs
+from meshwright.compiler.placement.problem import Problem
+from meshwright.compiler.search.candidates import Layout
+from meshwright.compiler.search.errors import OutOfMemoryError
+from meshwright.compiler.search.fitting import Counted, Fitted, fitted
+from meshwright.compiler.search.layouts import variants
+from meshwright.compiler.search.prediction import of_blocks
+from meshwright.compiler.search.task import Fits, Task, Timing
+from meshwright.compiler.solver.chain import Chain, Infeasible, Solution
+from meshwright.compiler.solver.solve import solve
+from meshwright.compiler.structure.dims import batch_inputs, handed_on, sequence_dims
+from meshwright.compiler.structure.microbatch import split_time
+from meshwright.ir.pins import PinError, vars_of
+from meshwright.ir.plan import Plan, PlanError
+
+SOLVE_SECONDS = 30.0
+"""Limit of one solve; only a solve that it strikes may come out otherwise on another run."""
+
+
+def solve_layout(task: Task, layout: Layout, microbatches: int, fits: Fits, timing: Timing) -> Fitted:
+    """The fastest plan found on a layout that fits. Raises OutOfMemoryError; PinError or PlanError if nothing runs on it."""
+    problem = _problem(task, layout, microbatches)
+    chain = _chain(problem, task, math.inf, timing)
+    try:
+        unlimited = _solved(chain, task, timing)
+    except Infeasible:
+        raise _nothing_runs(problem, task) from None
+    counted = unlimited.bytes_ + unlimited.transient
+    first = Counted(
+        _plan(problem, chain, unlimited, task), counted, False, unlimited.bound, unlimited.status, settled=True
+    )
+    if task.pins.recompute is None:
+        limited = problem.with_variants(variants(layout, task.pins, microbatches, task.recompute))
+    else:
+        limited = problem
+
+    def within(bytes_: float) -> Counted:
+        chain = _chain(limited, task, bytes_, timing)
+        try:
+            found = _solved(chain, task, timing)
+        except Infeasible as error:
+            if error.solution is None:
+                raise OutOfMemoryError.of_layout(error.least, {}, problem.mesh, microbatches, task.cluster) from None
+            plan, least = _plan(limited, chain, error.solution, task), max(error.least, math.nextafter(bytes_, math.inf))
+            return Counted(plan, least, True, unlimited.bound, "gap", settled=False)
+        return Counted(_plan(limited, chain, found, task), bytes_, True, found.bound, found.status, settled=True)
+
+    return fitted(first, within, fits, task.cluster)
+
+
+def _problem(task: Task, layout: Layout, microbatches: int) -> Problem:
+    """The choices of every block, without recomputation unless it is pinned."""
+    schedule = split_time(task.graph, task.rules, microbatches, batch_inputs(task.graph))
+    costs = Costs(
+        task.cluster, layout.mesh, microbatches=microbatches, itemsize=task.itemsize, state_bytes=task.state_bytes
+    )
+    root = variants(layout, task.pins, microbatches, ("none",))
+    blocks = variants(layout, task.pins, microbatches, task.recompute[:1])
+    return Problem(_scope(task, layout, microbatches), task.rules, schedule, costs, blocks, root)
+
+
+def _scope(task: Task, layout: Layout, microbatches: int) -> Scope:
+    graph, classes = task.graph, task.classes
+    passed = handed_on(graph)
+    batch = classes.of(batch_inputs(graph).items())
+    sequence = classes.of(sequence_dims(graph, passed, classes, batch).items())
+    return Scope(graph, layout.mesh, layout.roles, task.pins, classes, batch, sequence, frozenset(passed), microbatches)
+
+
+def _chain(problem: Problem, task: Task, limit: float, timing: Timing) -> Chain:
+    """The problem within ``limit`` of the solver's bytes."""
+    chain = problem.chain(limit, task.input_bytes)
+    timing.mark("build")
+    return chain
+
+
+def _solved(chain: Chain, task: Task, timing: Timing) -> Solution:
+    """The best of a chain. Raises Infeasible."""
+    try:
+        return solve(chain, gap=task.gap, time_limit=SOLVE_SECONDS)
+    finally:
+        timing.mark("solve")
+
+
+def _plan(problem: Problem, chain: Chain, solution: Solution, task: Task) -> Plan:
+    """The plan of a solution, as the solver counts it."""
+    assignments, copies, groups = problem.decode(solution)
+    return Plan(
+        task.graph, problem.mesh, assignments, copies, groups, schedule=problem.schedule, precision=task.precision,
+        cluster=str(task.cluster), predicted=of_blocks(task, chain, solution, problem.schedule.microbatches),
+    )
+
+
+def _nothing_runs(problem: Problem, task: Task) -> PinError | PlanError:
+    pinned = [name for name, value in vars_of(task.pins).items() if value is not None and value != {}]
+    if pinned:
+        return PinError(f"{nothing_runs(problem)}; change one of the pins {', '.join(pinned)}")
+    return PlanError(f"{nothing_runs(problem)}; another rule for it may help: meshwright.register_rule")

@@ -1,0 +1,302 @@
+"""Lower bounds of candidates, level by level, each sharper and dearer than the last.
+
+    FLOPS       FLOPs at the device's best efficiency                      one number for the model
+    TENSOR      the placement of all samples at once on ``tensor`` ranks   what tensor parallelism costs a sample at least
+    PLACEMENT   the placement of (tensor, samples)                         solved once, serves every pp and schedule
+    KEPT        every ZeRO level and shard that none dominates             the parameters' price on this mesh
+    DIVIDED     units that may be divided, memory and schedule exact       ``Evaluator.relaxed``
+
+Candidates that differ in their stages a rank only are one node until memory counts: a bound for a whole range of them comes
+first, then for its halves. Candidates with a free layout are bounded by FLOPS alone, then solved.
+
+A sample alone takes no less than its share of a large batch: kernels fill the device worse and collectives have latency.
+Rounding to whole tiles can break this; the level TENSOR assumes by at most ``ROUNDING`` (not proven; tests/test_joint.py
+looks for more). ``Node.firm`` is what a bound is without this assumption. From PLACEMENT on, bounds hold for the placements
+that are best with memory unlimited.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+
+from meshwright.compiler.placement.costs import HOST
+from meshwright.compiler.placement.placement import NONE, Placement, Placements
+from meshwright.compiler.search.candidates import Candidate, Floors, Work, degrees_of, floor, ways_of
+from meshwright.compiler.search.evaluate import Evaluator
+from meshwright.compiler.search.stage_costs import StageCosts, Units
+from meshwright.compiler.search.task import Task
+from meshwright.compiler.structure.dims import batch_size
+from meshwright.compiler.structure.units import find_layers, start_of
+from meshwright.ir.graph import Graph
+from meshwright.ir.pins import PinError, Pins
+from meshwright.ir.plan import PlanError
+from meshwright.ir.sharding import ceil_div
+
+ROUNDING = 0.03
+"""The part of its share of a large batch that a sample may save by rounding to whole tiles (assumed)."""
+
+
+class Level(IntEnum):
+    """What a node's bound counts; see the head of this file."""
+
+    FLOPS = 0
+    TENSOR = 1
+    PLACEMENT = 2
+    KEPT = 3
+    DIVIDED = 4
+
+
+@dataclass(order=True)
+class Node:
+    """Candidates and the seconds of a step that none of them can beat.
+
+    bound: these seconds
+    level: what they count
+    number: of the order in which nodes were made
+    candidate: of all, the one with the fewest stages a rank
+    virtual: stages a rank of all, ascending
+    firm: what the bound is without the assumption of the level TENSOR
+    zero, shard: how parameters are kept, from the level KEPT on
+    later: of a free layout, the counts of micro-batches to try after this one
+    """
+
+    bound: float
+    level: Level
+    number: int
+    candidate: Candidate = field(compare=False)
+    virtual: tuple[int, ...] = field(compare=False, default=(1,))
+    firm: float = field(compare=False, default=0.0)
+    zero: int = field(compare=False, default=0)
+    shard: int = field(compare=False, default=1)
+    later: tuple[int, ...] = field(compare=False, default=())
+
+    def at(self, level: Level, bound: float) -> Node:
+        """The node at another level, whose bound rests on no assumption."""
+        return replace(self, level=level, bound=max(self.bound, bound), firm=max(self.firm, bound))
+
+    def part(self, virtual: Sequence[int], bound: float, number: int) -> Node:
+        """Some of the candidates; ``bound`` rests on no assumption."""
+        first = replace(self.candidate, virtual_stages=virtual[0])
+        raised = self.at(self.level, bound)
+        return replace(raised, candidate=first, virtual=tuple(virtual), number=number)
+
+
+@dataclass
+class Counts:
+    """How many candidates there were, and what became of them. A way to keep parameters is part of one from KEPT on."""
+
+    considered: int = 0
+    infeasible: int = 0
+
+
+class Bounds:
+    """Bounds of the candidates of one task; remembers the placements that these rest on.
+
+    graph: of the task, cut between its layers if only a pipeline can serve the pins and no two layers are alike
+    missed: of the nodes that a bound proves not to fit the nearest, by the bytes of its mean rank
+    refused: why a placement that cannot be has none, the last one
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.graph = find_layers(task.graph) if task.pins.needs_stages(task.cluster.world) else task.graph
+        self.floors = Floors(task.graph, task.rules, task.cluster.device)
+        self.counts = Counts()
+        self.missed: tuple[float, Node] | None = None
+        self.refused: PlanError | None = None
+        self._numbers = itertools.count()
+        self._known: dict[tuple[int, int], Placement | None] = {}
+        self._whole: dict[int, tuple[float, float] | None] = {}
+        self._works: dict[int, Work] = {}
+
+    @cached_property
+    def placements(self) -> Placements:
+        """Of all (tensor, samples), solved when asked for."""
+        task = self.task
+        kinds = tuple(dict.fromkeys((NONE, *task.recompute)))
+        return Placements(
+            self.graph, task.cluster, task.rules, task.pins, itemsize=task.itemsize, state_bytes=task.state_bytes,
+            recompute=kinds,
+        )
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """Of candidates with their way to keep parameters. Raises PinError if a stage cannot start where it is pinned."""
+        task, graph, positions = self.task, self.graph, self.placements.folded.positions
+        names = [graph.blocks[p.block].path if p.block >= 0 else graph.ops[p.start].module or "root" for p in positions]
+        costs = StageCosts(task.cluster, itemsize=task.itemsize, state_bytes=task.state_bytes)
+        forced = _forced(graph, task.pins, names, [position.start for position in positions])
+        return Evaluator(costs, positions, names, task.cluster.capacity_bytes - task.input_bytes, task.recompute, forced)
+
+    def start(self, listed: Sequence[Candidate]) -> list[Node]:
+        """The nodes of all candidates, at the level FLOPS."""
+        self.counts.considered += len(listed)
+        alike: dict[Candidate, list[int]] = {}
+        for candidate in listed:
+            alike.setdefault(replace(candidate, virtual_stages=1), []).append(candidate.virtual_stages)
+        nodes = []
+        for one, virtual in alike.items():
+            first = replace(one, virtual_stages=virtual[0])
+            bound = floor(first, self.floors.work(first), virtual[-1])
+            nodes.append(Node(bound, Level.FLOPS, next(self._numbers), first, tuple(virtual), bound))
+        return nodes
+
+    def split(self, node: Node, at: int, bound: float = 0.0) -> list[Node]:
+        """The node as two: its first candidates and the others, if there are any."""
+        return [self.part(node, part, bound) for part in (node.virtual[:at], node.virtual[at:]) if part]
+
+    def part(self, node: Node, virtual: Sequence[int], bound: float = 0.0) -> Node:
+        """Some of the candidates of a node."""
+        return node.part(virtual, bound, next(self._numbers))
+
+    def later(self, node: Node) -> list[Node]:
+        """The candidate of a free layout with the next count of micro-batches, if there is one."""
+        if not node.later:
+            return []
+        count, one = node.later[0], node.candidate
+        more = replace(one, microbatches=count, samples=ceil_div(batch_size(self.graph), one.data * count))
+        self.counts.considered += 1
+        return [replace(node, number=next(self._numbers), candidate=more, later=node.later[1:])]
+
+    def sharper(self, node: Node, to_beat: float) -> list[Node]:
+        """The candidates at the next level, as several nodes where these differ; none if they cannot be. ``to_beat``: seconds
+        above which no bound need be sharper."""
+        if node.level is Level.FLOPS:
+            return self.tensor(node)
+        if node.level is Level.TENSOR:
+            return self.place(node)
+        return self.keep(node) if node.level is Level.PLACEMENT else self.divide(node, to_beat)
+
+    def tensor(self, node: Node) -> list[Node]:
+        """At the level TENSOR."""
+        candidate, batch = node.candidate, batch_size(self.task.graph)
+        if candidate.tensor not in self._whole:
+            whole = self._placement(candidate.tensor, batch)
+            self._whole[candidate.tensor] = None if whole is None else (whole.bound, whole.bound - _weight(whole))
+        known = self._whole[candidate.tensor]
+        if known is None:
+            return [replace(node, level=Level.TENSOR)]
+        share = candidate.samples / batch * (1 - ROUNDING)
+        bound = floor(candidate, Work(known[0] * share, known[1] * share), node.virtual[-1])
+        return [replace(node, level=Level.TENSOR, bound=max(node.bound, bound))]
+
+    def place(self, node: Node) -> list[Node]:
+        """At the level PLACEMENT."""
+        candidate = node.candidate
+        placement = self._placement(candidate.tensor, candidate.samples)
+        if placement is None:
+            self.counts.infeasible += len(node.virtual)
+            return []
+        work = self._works.get(id(placement))
+        if work is None:
+            rows = [placement.rows[row].activations[self.evaluator.recompute[0]] for row in placement.sequence]
+            ahead, back = ([float(max(r[at], r[HOST + at]) + r[at + 2]) for r in rows] for at in (0, 1))
+            work = self._works[id(placement)] = _work(placement, placement.seconds, _weight(placement), ahead, back)
+        return [node.at(Level.PLACEMENT, floor(candidate, work, node.virtual[-1]))]
+
+    def placement_of(self, node: Node) -> Placement:
+        """The placement of a node from the level PLACEMENT on."""
+        placement = self._known[node.candidate.tensor, node.candidate.samples]
+        assert placement is not None
+        return placement
+
+    def _placement(self, tensor: int, samples: int) -> Placement | None:
+        key = (tensor, samples)
+        if key not in self._known:
+            self.evaluator.work["placement"] += 1
+            try:
+                self._known[key] = self.placements.of(*key)
+            except PinError:
+                raise
+            except PlanError as error:  # something in the model needs the whole batch at once
+                self._known[key], self.refused = None, error
+        return self._known[key]
+
+    def keep(self, node: Node) -> list[Node]:
+        """At the level KEPT: the ways to keep parameters that no other beats in time and in memory at once."""
+        candidate, placement = node.candidate, self.placement_of(node)
+        found: list[tuple[float, float, int, int, Units]] = []
+        for zero, shard in ways_of(candidate, self.task.cluster, self.task.pins):
+            if not self.evaluator.kinds(candidate, zero):
+                continue
+            degrees = degrees_of(candidate, shard)
+            self.evaluator.work["way"] += 1
+            units = self.evaluator.units(candidate, degrees, zero, placement, self.evaluator.recompute[0])
+            if not np.isfinite(units.state).all():
+                continue
+            once = float(units.gather.sum() + units.reduce.sum() + units.optimizer.sum())
+            found.append((candidate.microbatches * units.work + once, _held(units), zero, shard, units))
+        found.sort(key=lambda way: way[:4])
+        kept: list[Node] = []
+        least, slack = float("inf"), placement.bound / placement.seconds
+        for _, held, zero, shard, units in found:
+            if held >= least:
+                continue
+            least = held
+            work = _work(placement, units.work, float(units.weight.sum()), units.forward.tolist(), units.backward.tolist())
+            run = floor(candidate, work, node.virtual[-1]) / slack
+            bound = self.evaluator.step_of(candidate, units, run) * slack
+            way = replace(node.at(Level.KEPT, bound), number=next(self._numbers), zero=zero, shard=shard)
+            if self.evaluator.too_much(candidate, degrees_of(candidate, shard), zero, placement, node.virtual[0] == 1):
+                self._miss(way, units)
+                continue
+            kept.append(way)
+        self.counts.considered += max(0, len(kept) - 1) * len(node.virtual)
+        self.counts.infeasible += len(node.virtual) * (not kept)
+        return kept
+
+    def divide(self, node: Node, to_beat: float) -> list[Node]:
+        """At the level DIVIDED; a bound of several candidates together comes first, and then they part."""
+        candidate, placement = node.candidate, self.placement_of(node)
+        if node.virtual[0] == 1 < len(node.virtual):
+            return self.split(node, 1)
+        degrees = degrees_of(candidate, node.shard)
+        bound = self.evaluator.relaxed(candidate, degrees, node.zero, placement, node.virtual[-1], to_beat)
+        if bound == float("inf"):
+            self.counts.infeasible += len(node.virtual)
+            self._miss(node, self.evaluator.units(candidate, degrees, node.zero, placement, self.evaluator.recompute[0]))
+            return []
+        if len(node.virtual) > 1:
+            return self.split(node, len(node.virtual) // 2, bound)
+        return [node.at(Level.DIVIDED, bound)]
+
+    def _miss(self, node: Node, units: Units) -> None:
+        single = node.part(node.virtual[:1], 0.0, node.number)
+        self.missed = min(self.missed or (np.inf, single), (_held(units) / node.candidate.pp, single))
+
+
+def _forced(graph: Graph, pins: Pins, names: Sequence[str], starts: Sequence[int]) -> tuple[int, ...]:
+    """Positions at which the pinned stages start. Raises PinError."""
+    if pins.stage_cuts is None:
+        return ()
+    found = [start_of(graph, name) for name in pins.stage_cuts]
+    missing = [name for name, at in zip(pins.stage_cuts, found, strict=True) if at not in starts[1:]]
+    if missing:
+        raise PinError(f"pin stage_cuts: {missing[0]!r} is not where a stage can start; name modules such as "
+                       f"{', '.join(repr(n) for n in names[1:4])}, modules inside of them, or operators")
+    return tuple(starts.index(at) for at in found if at is not None)
+
+
+def _work(placement: Placement, total: float, weight: float, forward: Sequence[float], backward: Sequence[float]) -> Work:
+    """What ``floor`` reads, of units whose placement is ``slack`` below its seconds at best."""
+    slack = placement.bound / placement.seconds
+    least = min(f + b for f, b in zip(forward, backward, strict=True))
+    longest = max(max(forward), 0.5 * max(backward))
+    return Work(
+        total * slack, (total - weight) * slack, least * slack, min(forward) * slack, longest * slack, sum(forward) * slack
+    )
+
+
+def _weight(placement: Placement) -> float:
+    return sum(placement.rows[row].weight for row in placement.sequence)
+
+
+def _held(units: Units) -> float:
+    """Bytes of state and of what is alive while a unit runs: by which ways to keep parameters are compared."""
+    return float(units.state.sum() + units.transient.max())

@@ -1,0 +1,88 @@
+"""What a search knows about how good its plan is: what it looked at, what came second and why, and what it has proven."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from meshwright.compiler.search.bounds import ROUNDING
+from meshwright.compiler.search.candidates import Candidate
+from meshwright.compiler.search.fitting import prediction_of
+from meshwright.compiler.search.sweep import Result, Sweep
+from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate
+
+_SHOWN = 12
+"""Candidates of data and tensor ranks that are listed, best first."""
+
+
+def certificate(best: Result, sweep: Sweep) -> Certificate:
+    """Of the best result.
+
+    If its program left room that the search had not counted, it is faster than was counted, as other candidates may be: then no
+    more is proven than the gap of what was counted.
+    """
+    bound, gap_asked = sweep.bound, sweep.task.gap
+    gap = max(0.0, 1.0 - bound / max(best.seconds, best.counted_seconds))
+    late = sweep.late or best.fitted.status == "time_limit"
+    return Certificate(
+        objective_seconds=best.seconds,
+        bound_seconds=(1.0 - gap) * best.seconds,
+        status="optimal" if gap <= gap_asked else "time_limit" if late else "gap",
+        considered=sweep.bounds.counts.considered,
+        pruned=sweep.pruned,
+        infeasible=sweep.bounds.counts.infeasible,
+        solved=len(sweep.solved) + sum(one.step_seconds is not None for one in sweep.seen),
+        runner_up=_runner_up(best, sweep),
+        candidates=(*sweep.seen, *(
+            SeenCandidate(str(e.candidate), e.candidate.microbatches, e.seconds, e.zero) for e in sweep.solved[:_SHOWN]
+        )),
+        assumes=tuple(_assumptions(sweep, bound)),
+    )
+
+
+def _assumptions(sweep: Sweep, bound: float) -> Iterator[str]:
+    """What the bound takes for granted."""
+    if sweep.solved or sweep.pruned:
+        yield "placements are those that are best with memory unlimited"
+    if sweep.firm < bound * (1 - 1e-12):
+        yield f"rounding to whole tiles saves a sample at most {ROUNDING:.0%} of its share of a large batch"
+    if any(one.candidate.layout is not None and one.fitted.limited for one in sweep.results):
+        yield "memory is what is counted block by block, and micro-batches beyond those tried do not help"
+
+
+def _runner_up(best: Result, sweep: Sweep) -> str:
+    """The best of another layout or schedule than the plan's, and the part of the step that it spends more time on."""
+    parts = _parts(prediction_of(best.fitted.plan))
+    others = [(one.seconds, one.name, _parts(prediction_of(one.fitted.plan)), one.candidate) for one in sweep.results]
+    others += [(one.seconds, str(one), dict(one.parts), one.candidate) for one in sweep.open]
+    others = [other for other in others if _shape(other[-1]) != _shape(best.candidate)]
+    if not others:
+        return ""
+    seconds, name, theirs, _ = min(others, key=lambda other: other[0])
+    if parts.keys() != theirs.keys():
+        parts, theirs = _coarse(parts), _coarse(theirs)
+    more = {part: theirs.get(part, 0.0) - parts.get(part, 0.0) for part in {**theirs, **parts}}
+    most = max(more, key=lambda part: more[part])
+    return f"{name}: {seconds:.4g} s, {max(0.0, more[most]):.3g} s more of {most}"
+
+
+def _shape(candidate: Candidate) -> tuple[object, ...]:
+    if candidate.layout is not None:
+        return (candidate.layout.mesh,)
+    return candidate.pp, candidate.data, candidate.tensor, candidate.schedule
+
+
+def _parts(predicted: Prediction) -> dict[str, float]:
+    """Seconds of the step by what they are spent on, as far as these are told apart."""
+    found = {
+        "compute": predicted.compute_seconds, "exposed communication": predicted.exposed_communication_seconds,
+        "recomputation": predicted.recomputation_seconds, "optimizer": predicted.optimizer_seconds,
+        "pipeline bubble": predicted.pipeline_bubble_seconds,
+    }
+    return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+
+def _coarse(parts: Mapping[str, float]) -> dict[str, float]:
+    """With recomputation and optimizer in compute, as blocks are predicted."""
+    inner = ("compute", "recomputation", "optimizer")
+    rest = {name: seconds for name, seconds in parts.items() if name not in inner}
+    return {"compute": sum(parts.get(name, 0.0) for name in inner), **rest}

@@ -1,0 +1,84 @@
+"""What the search says when nothing fits: of one candidate (``DoesNotFitError``, which never leaves the search), and of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwright.cost.cluster import Cluster
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.quantities import bytes_text
+from meshwright.ir.sharding import ceil_div
+
+_MARGIN = 0.95
+"""Part of the capacity that a batch of which we say that it would fit may fill: memory is not quite linear in it (assumed)."""
+
+
+class DoesNotFitError(Exception):
+    """No cut of a candidate is within the capacity: the message says where; ``least`` bytes that it needs on some rank, as far
+    as found. Unless ``proven``, there may be one."""
+
+    def __init__(self, message: str, least: float, proven: bool = True) -> None:
+        super().__init__(message)
+        self.least, self.proven = least, proven
+
+
+class OutOfMemoryError(PlanError):
+    """No plan fits the device memory; says what binds and what would fit. Bytes per device: ``least`` of all plans found,
+    ``capacity`` there is, ``bytes_`` of the plan that needs least by kind."""
+
+    def __init__(self, message: str, least: float, capacity: float, bytes_: Mapping[str, float]) -> None:
+        super().__init__(message)
+        self.least, self.capacity, self.bytes_ = least, capacity, dict(bytes_)
+
+    @classmethod
+    def of_layout(
+        cls, least: float, bytes_: Mapping[str, float], mesh: Mesh, microbatches: int, cluster: Cluster
+    ) -> OutOfMemoryError:
+        """Of one layout, whose leanest plan needs ``least`` bytes; ``bytes_``: these by kind."""
+        kinds = sorted(bytes_.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{name} {bytes_text(value)}" for name, value in kinds if value)
+        binding = f"; {kinds[0][0]} bind: {parts}" if kinds else ""
+        there = cluster.capacity_bytes
+        return cls(
+            f"nothing fits {cluster}: the least memory any plan needs on mesh {mesh} with microbatches={microbatches} is "
+            f"{bytes_text(least)} per device, {bytes_text(there)} are there{binding}", least, there, bytes_,
+        )
+
+    @classmethod
+    def of_plan(cls, plan: Plan, cluster: Cluster) -> OutOfMemoryError:
+        """Of the layout whose leanest plan, as predicted, does not fit."""
+        assert plan.predicted is not None
+        held = plan.predicted
+        return cls.of_layout(held.bytes_per_rank, held.bytes_by_kind, plan.mesh, plan.schedule.microbatches, cluster)
+
+    @classmethod
+    def of_candidate(cls, error: DoesNotFitError, cluster: Cluster, inputs: float) -> OutOfMemoryError:
+        """Of the nearest candidate, in the user's terms. ``inputs``: bytes that every device holds whole, which the search of
+        cuts leaves out."""
+        least, there = error.least + inputs, cluster.capacity_bytes
+        return cls(
+            f"nothing was found that fits {cluster}: the nearest needs {bytes_text(least)} of {bytes_text(there)} per device. "
+            f"{error}", least, there, {},
+        )
+
+    def with_remedy(self, remedy: str) -> OutOfMemoryError:
+        """The same error, saying what would fit."""
+        return OutOfMemoryError(f"{self}. Nearest change: {remedy}", self.least, self.capacity, self.bytes_)
+
+    def smaller(self, batch: int, world: int) -> str:
+        """What would fit when no pin stands in the way: a smaller batch, or else more or larger devices.
+
+        Inputs and activations grow with the batch, inputs stay whole on every device, the rest is what devices share.
+        """
+        inputs = self.bytes_.get("inputs", 0.0)
+        growing = inputs + self.bytes_.get("activations", 0.0) + self.bytes_.get("transient", 0.0)
+        free = self.capacity - (self.least - growing)
+        if batch > 1 and growing > 0 and free >= growing / batch:
+            fitting = next(n for n in range(max(1, int(_MARGIN * batch * free / growing)), 0, -1) if batch % n == 0)
+            return f"a batch of about {fitting} instead of {batch} would fit"
+        larger = f"devices of {bytes_text(self.least)}"
+        if self.capacity <= inputs:
+            return f"{larger} would fit"
+        many = max(world + 1, ceil_div(int(world * (self.least - inputs)), int(self.capacity - inputs)))
+        return f"about {many} devices of this kind instead of {world}, or {larger}, would fit"

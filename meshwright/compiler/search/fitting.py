@@ -1,0 +1,106 @@
+"""Making a plan whose program fits.
+
+A search counts memory block by block or unit by unit; a program's memory is replayed (``Fits``). The two differ by some
+percent, either way. So a plan is made within a limit of counted bytes, replayed, and made again within a corrected limit,
+until it fits and leaves little unused::
+
+    next limit = limit x capacity / replayed bytes              (of a plan without a limit: what it counts)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from meshwright.compiler.search.errors import DoesNotFitError, OutOfMemoryError
+from meshwright.compiler.search.task import Fits
+from meshwright.cost.cluster import Cluster
+from meshwright.ir.plan import Plan
+from meshwright.ir.prediction import Prediction
+
+ROUNDS = 3
+"""So many plans are tried for one that fits and is faster, beside those that do not fit."""
+_FULL = 0.95
+"""A plan that fills this much of a device is not made again to use the rest."""
+_SHORT = 0.995
+"""After a plan within a limit, the next limit is aimed at this much of a device, so that it does not miss by a hair."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A plan with the memory that its search counted.
+
+    plan: with its prediction
+    limit_bytes: counted bytes that it was to stay within; what it counts, if there was no limit
+    limited: whether there was one
+    bound_seconds: no plan of the same candidate within that limit takes less
+    status: of the search for it, as in ``Certificate``
+    settled: whether its search has used what it was given, or would not use more
+    """
+
+    plan: Plan
+    limit_bytes: float
+    limited: bool
+    bound_seconds: float
+    status: str
+    settled: bool
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A plan whose program fits.
+
+    plan: its prediction has the replayed memory
+    bound_seconds: no plan of the same candidate takes less, as far as its search could tell
+    status: of the search for it, as in ``Certificate``
+    limited: whether memory kept it from being faster
+    """
+
+    plan: Plan
+    bound_seconds: float
+    status: str
+    limited: bool
+
+    @property
+    def seconds(self) -> float:
+        """Of its step."""
+        return prediction_of(self.plan).step_seconds
+
+
+def prediction_of(plan: Plan) -> Prediction:
+    """The prediction of a plan that a search made, which has one."""
+    assert plan.predicted is not None
+    return plan.predicted
+
+
+def fitted(first: Counted, within: Callable[[float], Counted], fits: Fits, cluster: Cluster) -> Fitted:
+    """The fastest plan found that fits.
+
+    ``within``: the fastest plan within so many counted bytes. Where there is none it returns the leanest, whose ``limit_bytes``
+    are more than it was asked for, or raises DoesNotFitError. Raises OutOfMemoryError, or DoesNotFitError where ``within`` did.
+    """
+    best: Fitted | None = None
+    counted, asked, rounds = first, first.limit_bytes if first.limited else math.inf, 0
+    while True:
+        leanest = counted.limit_bytes > asked
+        if leanest and best is not None:
+            return best
+        plan = replace(counted.plan, predicted=fits(counted.plan))
+        predicted, rounds = prediction_of(plan), 0 if leanest else rounds + 1
+        if predicted.fits:
+            if best is None or predicted.step_seconds < best.seconds:
+                best = Fitted(plan, counted.bound_seconds, counted.status, counted.limited)
+            if counted.settled or (predicted.bytes_per_rank > _FULL * predicted.capacity_bytes and not leanest):
+                return best
+        elif leanest:
+            raise OutOfMemoryError.of_plan(plan, cluster)
+        if best is not None and rounds >= ROUNDS:
+            return best
+        asked = counted.limit_bytes * (_SHORT if counted.limited else 1.0) * predicted.capacity_bytes / predicted.bytes_per_rank
+        try:
+            counted = within(asked)
+        except DoesNotFitError:
+            if best is not None:
+                return best
+            raise

@@ -1,0 +1,147 @@
+"""The search: from a task to the plan of least predicted time whose program fits.
+
+    candidates  ->  bound  ->  placement, cut  ->  plan  ->  fits(plan)  ->  the best plan
+
+A candidate is a number of stages with a schedule, micro-batches, data and tensor ranks, and a way to keep parameters
+(``candidates``); having no pipeline is one of them, and so is a mesh whose axes may split anything (``layouts``). The sweep
+bounds them and solves those that could be best, counting memory (``sweep``). The best of them becomes a plan, without a
+pipeline after it was refined block by block (``blockwise``), and is held to the memory that its program needs
+(``fitting``). If it does not fit, or takes longer than was counted, what it had kept out is looked at again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.compiler.search.blockwise import solve_layout
+from meshwright.compiler.search.candidates import Candidate, Layout
+from meshwright.compiler.search.certificate import certificate
+from meshwright.compiler.search.errors import DoesNotFitError, OutOfMemoryError
+from meshwright.compiler.search.evaluate import Evaluation
+from meshwright.compiler.search.fitting import Counted, Fitted, fitted, prediction_of
+from meshwright.compiler.search.plans import Plans
+from meshwright.compiler.search.sweep import Result, Sweep
+from meshwright.compiler.search.task import Fits, Progress, Task, Timing
+from meshwright.compiler.structure.dims import batch_size
+from meshwright.ir.mesh import role_of
+from meshwright.ir.pins import PinError, Pins, vars_of
+from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.quantities import bytes_text
+from meshwright.ir.schedules import illegal_combination
+
+SECONDS = 18.0
+REMEDY_SECONDS = 5.0
+"""Nominal limits of a search: for the plan, and for what would fit if a pin were dropped."""
+FREE_DEVICES = 8
+"""Up to so many devices, meshes whose axes may split anything are candidates; on more they take too long to solve."""
+REFINED_DEVICES = 64
+"""Up to so many devices, a winner without a pipeline is refined; on more its blocks take too long to solve."""
+_TIE = 1e-4
+"""A plan made later must be faster by this part."""
+_DROPPED = (
+    "recompute", "zero", "microbatches", "shard", "sequence_parallel", "stage_cuts", "virtual_stages", "schedule", "tp", "dp",
+    "pp",
+)
+"""Pins that an error tries to do without, in this order."""
+
+
+def find_plan(task: Task, fits: Fits, *, timing: Timing, progress: Progress | None = None) -> Plan:
+    """The plan of least time that fits. Raises OutOfMemoryError with the nearest change that would fit, PinError, PlanError."""
+    try:
+        return best_plan(task, fits, SECONDS, timing=timing, progress=progress)
+    except OutOfMemoryError as error:
+        raise _with_remedy(error, task, fits, timing) from None
+
+
+def best_plan(task: Task, fits: Fits, limit: float, *, timing: Timing, progress: Progress | None = None) -> Plan:
+    """The plan of least time that fits, within ``limit`` nominal seconds. Raises OutOfMemoryError, PinError, PlanError."""
+    _check_combination(task)
+
+    def free(candidate: Candidate) -> Fitted:
+        assert candidate.layout is not None
+        return solve_layout(task, candidate.layout, candidate.microbatches, fits, timing)
+
+    sweep = Sweep(task, free, limit=limit, progress=progress)
+    world, pins = task.cluster.world, task.pins
+    staged, alone = _may_have_stages(pins, world), not pins.needs_stages(world)
+    looked = alone and (world <= FREE_DEVICES or not staged)
+    if looked:
+        sweep.free()
+    if staged:
+        sweep.staged()
+        timing.mark("search")
+    best = _made(sweep, fits, timing)
+    if best is None and alone and not looked and not isinstance(sweep.refusal(), OutOfMemoryError):
+        sweep.free()
+        best = _made(sweep, fits, timing)
+    if best is None:
+        raise sweep.refusal()
+    return best
+
+
+def _made(sweep: Sweep, fits: Fits, timing: Timing) -> Plan | None:
+    """The plan of least time of what the sweep found, with its certificate; None if there is none."""
+    plans = Plans(sweep.task)
+    best: Result | None = None
+    for one in sweep.results:
+        best = one if best is None or one.seconds < best.seconds * (1 - 1e-9) else best
+    while sweep.open and (best is None or sweep.open[0].seconds < best.seconds):
+        found = sweep.open[0]
+        try:
+            sweep.take(found, made := _plan_of(found, sweep, plans, fits, timing))
+            if best is None or made.seconds < best.seconds * (1 - _TIE):
+                best = sweep.results[-1]
+        except (DoesNotFitError, OutOfMemoryError) as error:
+            sweep.take(found, error)
+        timing.mark("plan")
+    return None if best is None else replace(best.fitted.plan, certificate=certificate(best, sweep))
+
+
+def _plan_of(found: Evaluation, sweep: Sweep, plans: Plans, fits: Fits, timing: Timing) -> Fitted:
+    """The plan of an evaluation, refined if it can be. Raises OutOfMemoryError, DoesNotFitError."""
+    task, evaluator = sweep.task, sweep.bounds.evaluator
+    if found.candidate.pp == 1 and task.cluster.world <= REFINED_DEVICES:
+        mesh = found.degrees.mesh
+        layout = Layout(mesh, {axis: role_of(axis) for axis in mesh.axes})
+        return solve_layout(task, layout, found.candidate.microbatches, fits, timing)
+
+    def counted(one: Evaluation, limit: float) -> Counted:
+        recomputes_nothing = set(one.recompute) == {task.recompute[0]}
+        return Counted(plans.of(one), limit, True, one.bound, "gap", settled=recomputes_nothing)
+
+    def within(limit: float) -> Counted:
+        return counted(evaluator.run(found.candidate, found.degrees, found.zero, found.placement, capacity=limit), limit)
+
+    return fitted(counted(found, evaluator.capacity), within, fits, task.cluster)
+
+
+def _may_have_stages(pins: Pins, world: int) -> bool:
+    """Whether the pins leave the number of stages open, or ask for several."""
+    return pins.needs_stages(world) or (pins.pp is None and world > 1 and world > (pins.dp or 1) * (pins.tp or 1))
+
+
+def _check_combination(task: Task) -> None:
+    """Raise PinError for pins that torch's schedules run wrong together; what is not pinned the search leaves out itself."""
+    pins, world = task.pins, task.cluster.world
+    if pins.schedule is None:
+        return
+    several = (pins.dp or world // ((pins.pp or world) * (pins.tp or 1))) > 1
+    zero = pins.zero if several and pins.zero is not None else 0
+    reason = illegal_combination(pins.schedule, zero=zero, recompute=pins.recompute or "none")
+    if reason is not None:
+        raise PinError(reason)
+
+
+def _with_remedy(error: OutOfMemoryError, task: Task, fits: Fits, timing: Timing) -> OutOfMemoryError:
+    """The error with the nearest change that would fit: a pin dropped, a smaller batch, more devices."""
+    pins = task.pins
+    for name in _DROPPED:
+        if getattr(pins, name) is None:
+            continue
+        try:
+            plan = best_plan(task.under(Pins.of({**vars_of(pins), name: None})), fits, REMEDY_SECONDS, timing=timing)
+        except (PlanError, PinError):
+            continue
+        need = bytes_text(prediction_of(plan).bytes_per_rank)
+        return error.with_remedy(f"without the pin {name}={getattr(pins, name)} it fits in {need}")
+    return error.with_remedy(error.smaller(batch_size(task.graph), task.cluster.world))

@@ -1,0 +1,324 @@
+"""The order in which candidates are bounded and solved: best first by lower bound (``bounds``), with good incumbents early.
+
+    free layouts      first: they are solved at once, and everything else must beat them
+    first dive        one candidate of every (pp, tensor), under the simplest schedule
+    no pipeline       best first; there is nothing to cut, so what is left at the level KEPT is solved at once
+    second dive       the best pipelines under other schedules and stages a rank
+    everything        best first, until the least bound left is within the gap of the incumbent, or the limit is reached
+
+So what was never solved is proven not to be better by more than the gap, or counted as left open. The limit counts what was
+done, in seconds that it took on one machine (``_EFFORT``), not a clock: a search ends at the same place wherever it runs.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.compiler.search.bounds import Bounds, Level, Node
+from meshwright.compiler.search.candidates import Candidate, candidates, degrees_of
+from meshwright.compiler.search.errors import DoesNotFitError, OutOfMemoryError
+from meshwright.compiler.search.evaluate import Evaluation
+from meshwright.compiler.search.fitting import Fitted
+from meshwright.compiler.search.layouts import free_candidates
+from meshwright.compiler.search.task import Progress, Task
+from meshwright.ir.pins import PinError
+from meshwright.ir.plan import PlanError
+from meshwright.ir.prediction import SeenCandidate
+from meshwright.ir.schedules import schedule_of
+
+_NEAR = 4
+"""So many of the best pipelines are tried under other schedules."""
+_DIVE = 0.35
+_ALONE = 0.5
+_ALIKE = 0.75
+"""Parts of the limit by which the first dive, the candidates without a pipeline, and the second dive are done."""
+_EFFORT: Mapping[str, float] = {
+    "placement": 0.1, "way": 0.0007, "alone": 0.001, "packing": 0.003, "rank alone": 0.0015, "rank of divided units": 0.003,
+    "pair of ranks of whole units": 0.0025, "cut": 0.015, "stage cut": 6e-7, "action simulated": 6e-8,
+    "stage that does not fit": 0.004,
+}
+"""Seconds of what is done, as ``Evaluator.work`` counts it; measured, on one core."""
+_INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A candidate with a plan that fits.
+
+    name: of the candidate with its way to keep parameters
+    counted_seconds: of its step, before its memory was replayed
+    """
+
+    candidate: Candidate
+    name: str
+    fitted: Fitted
+    counted_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the plan's step."""
+        return self.fitted.seconds
+
+
+class Sweep:
+    """Solves those candidates of one task that could be best.
+
+    ``free``: solves a candidate with a free layout. Raises OutOfMemoryError, PinError, PlanError. ``limit``: nominal seconds
+    after which the incumbent is taken as it is.
+
+    solved: candidates of data and tensor ranks that were solved, as the search counts them, best first
+    open: those of them whose plans were not made yet
+    results: plans that fit, in the order in which they were made
+    seen: what became of the candidates with free layouts
+    late: whether the limit left candidates open
+    """
+
+    def __init__(
+        self, task: Task, free: Callable[[Candidate], Fitted], *, limit: float = _INF, progress: Progress | None = None
+    ) -> None:
+        self.task, self.limit, self.progress = task, limit, progress
+        self.bounds = Bounds(task)
+        self.solved: list[Evaluation] = []
+        self.open: list[Evaluation] = []
+        self.results: list[Result] = []
+        self.seen: list[SeenCandidate] = []
+        self.late = False
+        self._free = free
+        self._closed = _INF
+        self._left: list[Node] = []
+        self._nearest: DoesNotFitError | None = None
+        self._refused_free: list[PinError | PlanError] = []
+        self._refused: PinError | PlanError | None = None
+
+    # what a certificate tells
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no candidate goes below, as far as it was looked at."""
+        return min([self._closed, self._best, *(node.bound for node in self._left)])
+
+    @property
+    def firm(self) -> float:
+        """The same without the assumption of the level TENSOR."""
+        return min([self._closed, self._best, *(node.firm for node in self._left)])
+
+    @property
+    def pruned(self) -> int:
+        """Candidates that were never solved: proven no better, or left open."""
+        return sum(len(node.virtual) for node in self._left)
+
+    @property
+    def effort(self) -> float:
+        """Nominal seconds of everything done so far, free layouts apart."""
+        return sum(_EFFORT[what] * count for what, count in self.bounds.evaluator.work.items())
+
+    @property
+    def _best(self) -> float:
+        """Seconds of the best of everything, whether its program fits or not."""
+        return min([*(one.seconds for one in self.solved[:1]), *(one.seconds for one in self.results)], default=_INF)
+
+    @property
+    def _incumbent(self) -> float:
+        """Seconds to beat: of what fits, or is not known not to."""
+        return min([*(one.seconds for one in self.open[:1]), *(one.seconds for one in self.results)], default=_INF)
+
+    @property
+    def _enough(self) -> float:
+        """Who takes so many seconds is no better than the incumbent by more than the gap."""
+        return self._incumbent * (1 - self.task.gap)
+
+    # the way
+
+    def free(self) -> None:
+        """Solve the candidates whose axes may split anything."""
+        try:
+            listed = free_candidates(self.task.graph, self.task.cluster, self.task.pins)
+        except PinError as error:
+            self._refused_free.append(error)
+            return
+        nodes = self.bounds.start([candidate for candidate, _ in listed])
+        self._left += self._sweep(
+            [replace(node, later=later) for node, (_, later) in zip(nodes, listed, strict=True)], _INF
+        )
+
+    def staged(self) -> None:
+        """Solve the candidates of data and tensor ranks, in stages and without."""
+        try:
+            evaluator = self.bounds.evaluator
+            if evaluator.capacity <= 0:
+                self._nearest = DoesNotFitError("the inputs alone fill the memory", 0.0)
+                return
+            listed = candidates(self.bounds.graph, self.task.cluster, self.task.pins, len(evaluator.names))
+            nodes = self._first_dive(self.bounds.start(listed))
+            piped = [node for node in nodes if node.candidate.pp > 1]
+            nodes = self._sweep([node for node in nodes if node.candidate.pp == 1], _ALONE * self.limit)
+            self._left += self._sweep(nodes + self._second_dive(piped), self.limit)
+        except (PinError, PlanError) as error:
+            self._refused = error
+
+    def take(self, found: Evaluation, made: Fitted | DoesNotFitError | OutOfMemoryError) -> None:
+        """Put the plan of an evaluation in its place, or nothing if it does not fit; then solve what it had kept out."""
+        self.open = [one for one in self.open if one is not found]
+        if isinstance(made, Fitted):
+            self.results.append(Result(found.candidate, str(found), made, found.seconds))
+        elif isinstance(made, DoesNotFitError):
+            self._nearest = self._nearest or made
+        else:
+            self._refused = self._refused or made
+        self._left = self._sweep(self._left, self.limit)
+
+    def refusal(self) -> PinError | PlanError:
+        """Why nothing was found: what does not fit goes before what cannot be."""
+        nothing_fits = [error for error in self._refused_free if isinstance(error, OutOfMemoryError)]
+        if nothing_fits:
+            return min(nothing_fits, key=lambda error: error.least)
+        if self._nearest is None and self.bounds.missed is not None:
+            self._solve(self.bounds.missed[1])
+        if self._nearest is not None:
+            return OutOfMemoryError.of_candidate(self._nearest, self.task.cluster, self.task.input_bytes)
+        if self._refused is not None and isinstance(self._refused, PinError | OutOfMemoryError):
+            return self._refused
+        unclear = [*self._refused_free, *([self._refused] if self._refused else []), self.bounds.refused]
+        found = next((error for error in unclear if error is not None), None)
+        return found or PlanError(f"no layout of {self.task.cluster} runs this model at this batch")
+
+    def _first_dive(self, nodes: list[Node]) -> list[Node]:
+        """Solve the candidate of least bound of every (pp, tensor) under the simplest schedule, best first."""
+        piped = [node for node in nodes if node.candidate.pp > 1]
+        simple = min((_simple(node.candidate) for node in piped), default=None)
+        left = [node for node in nodes if node.candidate.pp == 1 or _simple(node.candidate) != simple]
+        split = [self.bounds.split(node, 1) for node in piped if _simple(node.candidate) == simple]
+        chosen = [parts[0] for parts in split]
+        left += [part for parts in split for part in parts[1:]]
+        layouts: dict[tuple[int, int], list[Node]] = {}
+        for node in chosen:
+            layouts.setdefault((node.candidate.pp, node.candidate.tensor), []).extend(self.bounds.tensor(node))
+        first = sorted(min(group) for group in layouts.values())
+        rest = [node for group in layouts.values() for node in sorted(group)[1:]]
+        return left + rest + self._dive(first, _DIVE * self.limit)
+
+    def _second_dive(self, nodes: list[Node]) -> list[Node]:
+        """Solve the best pipelines under the other schedules, each with 1, 2, 4, ... stages a rank."""
+        best = dict.fromkeys(_pipeline(e.candidate) for e in self.solved if e.candidate.pp > 1)
+        order = {pipeline: number for number, pipeline in enumerate([*best][:_NEAR])}
+        fresh = [node for node in nodes if node.level < Level.KEPT and _pipeline(node.candidate) in order]
+        taken = {node.number for node in fresh}
+        single = [self.bounds.part(node, [virtual]) for node in fresh for virtual in node.virtual]
+        chosen = [node for node in single if node.candidate.virtual_stages.bit_count() == 1]
+        left = [self.bounds.part(node, others) for node in fresh
+                if (others := [virtual for virtual in node.virtual if virtual.bit_count() > 1])]
+        chosen.sort(key=lambda node: (order[_pipeline(node.candidate)], -node.candidate.virtual_stages, node.number))
+        return [node for node in nodes if node.number not in taken] + left + self._dive(chosen, _ALIKE * self.limit)
+
+    def _dive(self, nodes: Sequence[Node], deadline: float) -> list[Node]:
+        """Solve each of some candidates at once, in one of its ways to keep parameters; what is left of them all."""
+        left: list[Node] = []
+        for node in nodes:
+            if self.effort > deadline or self._hopeless(node):
+                left.append(node)
+                continue
+            self._report(node, self.effort / self.limit)
+            ways = [way for placed in self.bounds.place(node) for way in self.bounds.keep(placed)]
+            for number, way in enumerate(ways):
+                divided = [] if self._hopeless(way) else self.bounds.divide(way, self._enough)
+                if divided and not self._hopeless(divided[0]):
+                    self._solve(divided[0])
+                    left += ways[number + 1 :]
+                    break
+                left += divided or ([way] if self._hopeless(way) else [])
+        return left
+
+    def _hopeless(self, node: Node) -> bool:
+        """Whether nothing better than the incumbent, by more than the gap, can come of it."""
+        return node.bound >= self._enough
+
+    def _sweep(self, nodes: list[Node], deadline: float) -> list[Node]:
+        """Best first through some of the candidates; what is left of them, proven no better or out of time."""
+        total = max(1, len(nodes))
+        ready = [node for node in nodes if node.level is Level.DIVIDED]
+        heap = [node for node in nodes if node.level is not Level.DIVIDED]
+        heapq.heapify(heap)
+        heapq.heapify(ready)
+        while heap or ready:
+            node = min(heap[:1] + ready[:1])
+            if self._hopeless(node):
+                break
+            if deadline < _INF and self._incumbent < _INF and self.effort > deadline:
+                self.late = True
+                break
+            if node.level is Level.DIVIDED:
+                self._solve(heapq.heappop(ready))
+                continue
+            self._report(node, 1.0 - len(heap) / total)
+            heapq.heappop(heap)
+            if node.candidate.layout is not None:
+                for child in self._solve_free(node):
+                    heapq.heappush(heap, child)
+                continue
+            if node.level is Level.KEPT and node.candidate.pp == 1:  # there is nothing to cut, so nothing sharper
+                self._solve(node)
+                continue
+            for child in self.bounds.sharper(node, self._enough):
+                heapq.heappush(ready if child.level is Level.DIVIDED else heap, child)
+        return heap + ready
+
+    def _report(self, node: Node, done: float) -> None:
+        if self.progress is not None:
+            self.progress(str(node.candidate), max(0.0, done))
+
+    def _solve(self, node: Node) -> None:
+        """Cut and simulate; of what was found, or of what was not, the bound is closed."""
+        evaluator = self.bounds.evaluator
+        degrees, placement = degrees_of(node.candidate, node.shard), self.bounds.placement_of(node)
+        try:
+            result = evaluator.run(node.candidate, degrees, node.zero, placement, cutoff=self._enough)
+        except DoesNotFitError as error:
+            self.bounds.counts.infeasible += 1
+            if self._nearest is None or error.least < self._nearest.least:
+                self._nearest = error
+            self._closed = min(self._closed, _INF if error.proven else node.bound)
+            return
+        for ranking in (self.solved, self.open):
+            ranking.append(result)
+            ranking.sort(key=lambda e: (e.seconds, e.candidate.pp, e.candidate.tensor, e.zero))
+        self._closed = min(self._closed, max(node.bound, min(result.bound, result.seconds)))
+
+    def _solve_free(self, node: Node) -> list[Node]:
+        """Solve a candidate with a free layout; the one with more micro-batches, where memory binds and they may help."""
+        candidate = node.candidate
+        assert candidate.layout is not None
+        seen = SeenCandidate(str(candidate.layout.mesh), candidate.microbatches)
+        try:
+            made = self._free(candidate)
+        except OutOfMemoryError as error:
+            self.seen.append(replace(seen, outcome="does not fit"))
+            self._refused_free.append(error)
+            self.bounds.counts.infeasible += 1
+            return self.bounds.later(node)
+        except (PinError, PlanError) as error:
+            self.seen.append(replace(seen, outcome=str(error)))
+            self.bounds.counts.infeasible += 1
+            if candidate.microbatches > 1 and self.task.pins.microbatches is None:
+                return self.bounds.later(node)
+            self._refused_free.append(error)
+            return []
+        self.seen.append(replace(seen, step_seconds=made.seconds))
+        self._closed = min(self._closed, made.bound_seconds)
+        fewer = [one.seconds for one in self.results if one.candidate.layout == candidate.layout]
+        self.results.append(Result(candidate, str(candidate), made, made.seconds))
+        return self.bounds.later(node) if made.limited and made.seconds < min(fewer, default=_INF) else []
+
+
+def _simple(candidate: Candidate) -> tuple[bool, int]:
+    """Orders the schedules by how fast they are bounded and solved: those of one stage a rank that hold few micro-batches
+    first."""
+    schedule = schedule_of(candidate.schedule)
+    first = schedule.stages == 1 and schedule.closed is not None and not schedule.closed.forwards_first
+    return not first, candidate.virtual_stages
+
+
+def _pipeline(candidate: Candidate) -> tuple[int, int, int]:
+    """What the second dive keeps of a candidate."""
+    return candidate.pp, candidate.tensor, candidate.microbatches

@@ -1,0 +1,90 @@
+"""What is to be planned: one value, the same for every candidate of a search; and what the search is handed from outside.
+
+The search lowers nothing. That a plan's program fits a device is told by ``Fits``, a function that whoever starts the
+search hands in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from meshwright.compiler.structure.dims import DimClasses
+from meshwright.cost.cluster import Cluster
+from meshwright.ir.graph import Graph
+from meshwright.ir.pins import RECOMPUTE, Pins
+from meshwright.ir.plan import Plan
+from meshwright.ir.prediction import Prediction
+from meshwright.ir.rule import Rules
+
+Fits = Callable[[Plan], Prediction]
+"""The prediction of a plan with the bytes that its program holds at the worst moment: ``fits(plan).fits`` says whether a device
+has room for it."""
+Progress = Callable[[str, float], None]
+"""Is told what is looked at, and which part of the search is done (0 to 1)."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, a cluster and what is decided already.
+
+    graph: captured at the global batch, with its blocks
+    rules: the sharding rule of every operator by name, and what else is declared of it
+    precision: of compute, "fp32" or "bf16"
+    state_bytes: of the optimizer, per parameter
+    gap: the relative distance from the lower bound at which a search may stop
+    recompute: the kinds of recomputation that blocks may have, "none" first
+    """
+
+    graph: Graph
+    cluster: Cluster
+    rules: Rules
+    pins: Pins
+    precision: str
+    state_bytes: float
+    gap: float
+    recompute: tuple[str, ...] = RECOMPUTE
+
+    @classmethod
+    def of(
+        cls, graph: Graph, cluster: Cluster, rules: Rules, pins: Pins, *, precision: str, state_bytes: float,
+        gap: float,
+    ) -> Task:
+        """A task whose recomputation follows from the pins."""
+        kinds = RECOMPUTE if pins.recompute is None else (pins.recompute,)
+        return cls(graph, cluster, rules, pins, precision, state_bytes, gap, kinds)
+
+    def under(self, pins: Pins) -> Task:
+        """The same under other pins."""
+        return replace(self, pins=pins, recompute=RECOMPUTE if pins.recompute is None else (pins.recompute,))
+
+    @cached_property
+    def classes(self) -> DimClasses:
+        """Which dims of the graph are the same."""
+        return DimClasses(self.graph, self.rules)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in the compute dtype."""
+        return 2 if self.precision == "bf16" else 4
+
+    @property
+    def input_bytes(self) -> float:
+        """Of the inputs, which every device holds whole."""
+        return float(sum(self.graph.values[name].bytes_ for name in self.graph.inputs))
+
+
+@dataclass
+class Timing:
+    """Seconds of each phase of planning."""
+
+    phases: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.perf_counter)
+
+    def mark(self, phase: str) -> None:
+        """Book the time since the last mark under ``phase``."""
+        now = time.perf_counter()
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._last
+        self._last = now
