@@ -2,6 +2,7 @@
 
     parallel = meshwright.autoparallel(model, mesh)     run it: an nn.Module, in an unmodified training loop
     plan = meshwright.plan(model, "h100:8x8", example)  plan it: no processes, no GPU, any size
+    parallel.export(folder); meshwright.load(folder, mesh)   run it again: without the model, without a search
     meshwright.show(plan), explain(plan, name), diff(plan, other), timeline(plan, path), to_networkx(plan)   look at it
 
 Names are imported when first used: planning needs the solver, running needs torch.distributed, importing needs neither.
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.errors import (
     CaptureError,
     CheckpointError,
+    ExportError,
     InputError,
     MeshwrightError,
     MissingCheckpointError,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from meshwright.api import autoparallel, plan
     from meshwright.compiler.rules import register_rule
     from meshwright.cost.cluster import Cluster, ClusterError
+    from meshwright.exported import export, load
     from meshwright.ir.schedules import ScheduleError, register_schedule
     from meshwright.planner import OutOfMemoryError
     from meshwright.runtime.state.materialize import MaterializeError
@@ -50,6 +53,8 @@ _LAZY: Mapping[str, str] = {
     "OutOfMemoryError": "meshwright.planner",
     "ScheduleError": "meshwright.ir.schedules",
     "register_schedule": "meshwright.ir.schedules",
+    "export": "meshwright.exported",
+    "load": "meshwright.exported",
     "explain": "meshwright.views.explain",
     "diff": "meshwright.views.explain",
     "show": "meshwright.views.report",
@@ -71,8 +76,8 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "CaptureError", "CheckpointError", "Cluster", "ClusterError", "GraphError", "InputError", "MaterializeError", "MeshError",
-    "MeshwrightError", "MissingCheckpointError", "OutOfMemoryError", "PinError", "Pins", "Plan", "PlanError", "RuleError",
-    "RunError", "ScheduleError", "ShardingError", "VerifyError", "autoparallel", "diff", "explain",
-    "plan", "register_rule", "register_schedule", "show", "timeline", "to_networkx",
+    "CaptureError", "CheckpointError", "Cluster", "ClusterError", "ExportError", "GraphError", "InputError", "MaterializeError",
+    "MeshError", "MeshwrightError", "MissingCheckpointError", "OutOfMemoryError", "PinError", "Pins", "Plan", "PlanError",
+    "RuleError", "RunError", "ScheduleError", "ShardingError", "VerifyError", "autoparallel", "diff", "explain", "export",
+    "load", "plan", "register_rule", "register_schedule", "show", "timeline", "to_networkx",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,18 +18,15 @@ from meshwright.compiler.structure.same import aligned
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.ir.graph import Graph
-from meshwright.ir.mesh import ANY, DATA, SEQUENCE, TENSOR
-from meshwright.ir.pins import PinError, Pins, vars_of
+from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan, PlanError
-from meshwright.ir.program import Program
 from meshwright.ir.reading.plans import plan_from_dict
-from meshwright.ir.schedules import illegal_combination
 from meshwright.ir.serialize import plan_hash, plan_to_dict
 from meshwright.ir.signature import bind, example_of
-from meshwright.planner import OPTIMIZERS, Timing, capture_model, check_pins, make_plan, rules_of
+from meshwright.planner import OPTIMIZERS, Timing, capture_model, check_pins, make_plan
+from meshwright.programs import check_given, checked_program, device_of, mesh_pins, order_of
 from meshwright.runtime.verdict import together
 
-AXES = ("dp", "tp", "cp", "pp", "ep")
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -86,10 +82,10 @@ def autoparallel(
 
     def prepare() -> tuple[Plan | None, Graph, Pins]:
         given = None if plan is None else plan if isinstance(plan, Plan) else Plan.load(plan)
-        checked = _mesh_pins(mesh, _check_options(optimizer or "adamw", precision or "fp32", pins))
+        checked = mesh_pins(mesh, _check_options(optimizer or "adamw", precision or "fp32", pins))
         if given is None:
             return None, capture_model(model, *_example(model, example_inputs), loss_fn, precision or "fp32"), checked
-        _check_given(given, mesh, checked, optimizer, precision)
+        check_given(given, mesh, checked, optimizer, precision)
         _check_shapes(given.graph, model)
         return given, _capture_again(given, model, example_inputs, loss_fn), checked
 
@@ -116,37 +112,6 @@ def _capture_again(plan: Plan, model: nn.Module, example: Any, loss_fn: Callable
     return capture_model(model, tuple(args), kwargs, tuple(targets), loss_fn, plan.precision)
 
 
-def _check_given(plan: Plan, mesh: DeviceMesh, pins: Pins, optimizer: str | float | None, precision: str | None) -> None:
-    """Raise PlanError for arguments that contradict the plan beside which they are given."""
-    if plan.mesh.world != mesh.size():
-        raise PlanError(f"the plan is for {plan.mesh.world} devices ({plan.mesh}), the mesh has {mesh.size()}; plan again, or "
-                        f"start {plan.mesh.world} processes")
-    named = optimizer if isinstance(optimizer, str) or optimizer is None else f"{optimizer:g} bytes"
-    pipeline = plan.pipeline
-    given: dict[str, tuple[Any, Any]] = {"optimizer": (named, plan.optimizer), "precision": (precision, plan.precision)}
-    given["microbatches"] = pins.microbatches, plan.schedule.microbatches
-    given["pp"] = pins.pp, 1 if pipeline is None else pipeline.degree
-    given["schedule"] = pins.schedule, None if pipeline is None else pipeline.schedule
-    given["virtual_stages"] = pins.virtual_stages, 1 if pipeline is None else pipeline.stages // pipeline.degree
-    given.update({name: (getattr(pins, name), degree) for name, degree in _degrees(plan).items()})
-    for group in plan.groups:
-        if plan.mesh.size(group.data_axes) > 1 and group.zero != pins.zero:
-            given["zero"] = pins.zero, group.zero
-        if group.path and group.recompute != pins.recompute:
-            given["recompute"] = pins.recompute, group.recompute
-        if group.zero and plan.mesh.size(group.shard_axes) != pins.shard:
-            given["shard"] = pins.shard, plan.mesh.size(group.shard_axes)
-    given["ep"] = pins.ep, 1
-    for name, (want, have) in given.items():
-        if want is not None and want != have:
-            raise PlanError(f"{name}={want!r} contradicts the plan, which has {name}={have!r}; leave it out, or plan again "
-                            "with it")
-    for name in ("sequence_parallel", "attention", "stage_cuts", "tensors"):
-        if getattr(pins, name):
-            raise PlanError(f"pin {name}={getattr(pins, name)!r} is given beside a plan, which settles that; leave it out, or "
-                            "plan again with it")
-
-
 def _check_shapes(graph: Graph, model: nn.Module) -> None:
     """Raise PlanError for a model that cannot even be called as the plan's was; ``aligned`` compares the rest."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
@@ -158,57 +123,22 @@ def _check_shapes(graph: Graph, model: nn.Module) -> None:
                                 f"{shapes.get(fqn, 'none of that name')}")
 
 
-def _degrees(plan: Plan) -> dict[str, int]:
-    """The data, sequence and tensor degrees. An axis that may do anything is a data axis if all gradients of parameters are
-    summed over it, a tensor axis if none is."""
-    mesh, groups = plan.mesh, plan.groups
-    free = mesh.having(ANY)
-    data = [axis for axis in free if all(axis in group.data_axes for group in groups)]
-    rest = [axis for axis in free if not any(axis in group.data_axes for group in groups)]
-    return {
-        "dp": mesh.size((*mesh.having(DATA), *data)), "cp": mesh.size(mesh.having(SEQUENCE)),
-        "tp": mesh.size((*mesh.having(TENSOR), *rest)),
-    }
-
-
 def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh, loss_fn: Callable[..., Any] | None) -> nn.Module:
     """The rank's program, checked on every rank before one goes on, and the module that runs it."""
-    from meshwright.passes import cut_stages, rank_program
-    from meshwright.passes.typecheck import typecheck
-    from meshwright.passes.verify import verify
+    from meshwright.exported import Exporter
+    from meshwright.passes import cut_stages
     from meshwright.runtime.module import build
 
-    def program() -> Program:
-        _check_pipeline(plan)
-        rules, _ = rules_of(plan.graph)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        whole = rank_program(plan, rules, rank)
-        verify(whole, plan.graph, rules)
-        typecheck(whole)
-        return cut_stages(whole, plan.pipeline)
-
-    parallel = build(together(program), model, device=torch.device(mesh.device_type, torch.cuda.current_device())
-                     if mesh.device_type == "cuda" else torch.device(mesh.device_type))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    parallel = build(together(lambda: cut_stages(checked_program(plan, rank), plan.pipeline)), model, device=device_of(mesh))
     parallel.plan = plan
 
     def again(model: nn.Module, args: Any, kwargs: Any, targets: Any, training: bool, functional: bool) -> Graph:
         return capture_model(model, args, kwargs, targets, loss_fn, plan.precision, training, functional)
 
     parallel.watch = Watch(model, plan.graph, again)
+    parallel.exporter = Exporter(plan, parallel.watch.evaluation)
     return parallel
-
-
-def _check_pipeline(plan: Plan) -> None:
-    """Raise PlanError for what the schedule cannot run, or torch runs wrong."""
-    pipeline = plan.pipeline
-    if pipeline is None:
-        return
-    pipeline.table(plan.schedule.microbatches)
-    for group in plan.groups:
-        zero = group.zero if plan.mesh.size(group.data_axes) > 1 else 0
-        reason = illegal_combination(pipeline.schedule, zero=zero, keep=group.keep, recompute=group.recompute)
-        if reason is not None:
-            raise PlanError(reason)
 
 
 def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
@@ -234,7 +164,7 @@ def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
         return replace(found, graph=aligned(found.graph, graph))
 
     found = together(read)
-    mine = together(lambda: (plan_hash(found), _order_of(found)))
+    mine = together(lambda: (plan_hash(found), order_of(found)))
     seen: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(seen, mine)
     for what, remedy in enumerate((
@@ -248,12 +178,6 @@ def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
     return found
 
 
-def _order_of(plan: Plan) -> str:
-    """A digest of the order in which a pipeline's ranks work. Raises PlanError, ScheduleError."""
-    table = None if plan.pipeline is None else plan.pipeline.table(plan.schedule.microbatches)
-    return hashlib.sha256(str(table).encode()).hexdigest()
-
-
 def _check_options(optimizer: str | float, precision: str, pins: Pins | Mapping[str, Any] | None) -> Pins:
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
         raise InputError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)} or give the bytes of "
@@ -261,22 +185,6 @@ def _check_options(optimizer: str | float, precision: str, pins: Pins | Mapping[
     if precision not in PRECISIONS:
         raise InputError(f"precision {precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
     return Pins.of(pins)
-
-
-def _mesh_pins(mesh: DeviceMesh, pins: Pins) -> Pins:
-    """The pins with the degrees that a named mesh gives."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if mesh.size() != world:
-        raise InputError(f"the mesh has {mesh.size()} devices but {world} processes run; make the mesh over all of them")
-    names = mesh.mesh_dim_names or ()
-    if not names or not set(names) <= set(AXES):
-        return pins
-    for name, size in zip(names, mesh.shape, strict=True):
-        pinned = getattr(pins, name)
-        if pinned not in (None, size):
-            raise PinError(f"pin {name}={pinned} contradicts the mesh, whose axis {name!r} has size {size}; change one")
-        pins = Pins.of({**vars_of(pins), name: size})
-    return pins
 
 
 def _cluster_of(mesh: DeviceMesh) -> Cluster:

@@ -56,6 +56,10 @@ class CheckpointError(MeshwrightError, ValueError):
     """A checkpoint or state dict that cannot be read, or that is another model's."""
 
 
+class ExportError(MeshwrightError, ValueError):
+    """An exported program that cannot be written, or one that is damaged, or made for other devices, versions or rules."""
+
+
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """A folder that holds no checkpoint."""
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from meshwright.compiler.capture.capture import capture
-from meshwright.compiler.rules import RuleBook, default_rules
 from meshwright.compiler.search.errors import OutOfMemoryError
 from meshwright.compiler.search.search import find_plan
 from meshwright.compiler.search.task import Progress, Task, Timing
@@ -22,13 +21,11 @@ from meshwright.compiler.structure.blocks import find_blocks
 from meshwright.compiler.structure.microbatch import split_counts
 from meshwright.compiler.structure.units import find_units, split_at
 from meshwright.cost.cluster import Cluster
-from meshwright.errors import MeshwrightError
 from meshwright.footprint import Footprints
-from meshwright.ir.graph import Graph, Op
-from meshwright.ir.operators import namespace
+from meshwright.ir.graph import Graph
 from meshwright.ir.pins import PinError, Pins
-from meshwright.ir.plan import Plan, PlanError
-from meshwright.ir.rule import OpRule, Rules
+from meshwright.ir.plan import Plan
+from meshwright.rules import rules_of
 
 __all__ = ["OPTIMIZERS", "OutOfMemoryError", "Timing", "capture_model", "check_pins", "make_plan", "rules_of"]
 
@@ -48,41 +45,6 @@ def capture_model(
     graph = capture(model, args, dict(kwargs), loss_fn=loss_fn, targets=targets, compute_dtype=dtype, training=training,
                     functional=functional)
     return find_units(find_blocks(split_counts(graph)))
-
-
-def rules_of(graph: Graph, strict: bool = False) -> tuple[Rules, list[str]]:
-    """(rule of every op by name, notes on operators without one). ``strict``: raise instead of replicating them."""
-    book = default_rules()
-    if graph.foreign:
-        known = {"aten", "mw", *map(namespace, book.declarations)}
-        strangers = [op for op in graph.ops if namespace(op.target) not in known]
-        if strangers:
-            raise PlanError(f"the plan's operator {strangers[0].target} (in {strangers[0].module or 'the model'}) is of a "
-                            "library that is not known here; register a rule for it with meshwright.register_rule")
-    rules = Rules({op.name: _rule(book, op, graph) for op in graph.ops}, book.operators)
-    unknown: dict[str, list[str]] = {}
-    for op in graph.ops:
-        if not rules[op.name].known:
-            unknown.setdefault(op.target, []).append(op.module or "the model")
-    if unknown and strict:
-        raise PlanError(
-            f"no sharding rule for {', '.join(unknown)}; register one with meshwright.register_rule, or plan with strict=False "
-            "to replicate them"
-        )
-    notes = [f"no rule for {target} (in {', '.join(dict.fromkeys(at))}): replicated" for target, at in unknown.items()]
-    return rules, notes
-
-
-def _rule(book: RuleBook, op: Op, graph: Graph) -> OpRule:
-    """The rule of an operator. One of a file may have arguments that no call of it has, which rules do not expect."""
-    try:
-        return book.rule_for(op, graph)
-    except MeshwrightError:
-        raise
-    except Exception as error:
-        if not graph.foreign:
-            raise
-        raise PlanError(f"the plan is damaged: {op} is no call of {op.target} ({type(error).__name__}: {error})") from error
 
 
 def make_plan(

@@ -18,6 +18,7 @@ import torch
 from meshwright.ir.gradients.custom import CustomFunction
 from meshwright.ir.graph import Graph, Ref, map_refs
 from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.program import DRAW, Port, Program, Segment
 from meshwright.ir.reading.fields import VERSION
 from meshwright.ir.sharding import DTYPE_NAMES, format_sharding
 
@@ -113,6 +114,52 @@ def graph_digest(graph: Graph) -> str:
 def digest(data: Any) -> str:
     """Equal for equal data."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def program_to_dict(program: Program) -> dict[str, Any]:
+    """What a rank runs, before it is cut into stages, as JSON-able values, with nothing of the rank itself: the ranks whose
+    pieces are of one size have the same. What a call draws from follows from the rank, and is left out; so is what only speaks
+    of the model's source."""
+
+    def port(one: Port) -> list[Any]:
+        return [one.name, format_sharding(one.sharding, one.shape, one.dtype), one.time]
+
+    def segment(one: Segment) -> dict[str, Any]:
+        graph = one.graph
+        return {
+            "path": one.path, "prologue": one.prologue, "zero": one.zero, "recompute": one.recompute, "stage": one.stage,
+            "inputs": list(graph.inputs), "params": [param.value for param in graph.params], "outputs": list(graph.outputs),
+            "ops": [[op.target, packed(op.args), packed({key: _of_all(key, value) for key, value in op.kwargs}),
+                     [str(graph.values[name]) for name in op.outputs]] for op in graph.ops],
+        }
+
+    return {
+        "mesh": dict(zip(program.mesh.axes, program.mesh.sizes, strict=True)), "microbatches": program.microbatches,
+        "compute_dtype": packed(program.compute_dtype),
+        "inputs": [port(one) for one in program.inputs], "outputs": [port(one) for one in program.outputs],
+        "output_tree": packed(program.output_tree), "loss": program.loss, "cuts": packed(program.cuts),
+        "mutations": packed(program.mutations),
+        "stored": [
+            {**_listed(one), "dtype": DTYPE_NAMES[one.dtype], "tensor": format_sharding(one.tensor, one.shape)}
+            for one in program.stored
+        ],
+        "segments": [segment(one) for one in program.segments],
+    }
+
+
+def _of_all(name: str, value: Any) -> Any:
+    """A named argument without what differs between ranks that run the same: the salt of what is drawn."""
+    return (value[0], value[2]) if name == DRAW else value
+
+
+def in_lines(data: Any, depth: int) -> str:
+    """JSON of which the first ``depth`` levels have a line for each item; the same text for the same data."""
+    if depth and data and isinstance(data, Mapping):
+        items = [f"{json.dumps(key)}: {in_lines(item, depth - 1)}" for key, item in data.items()]
+        return "{\n" + ",\n".join(items) + "\n}"
+    if depth and data and isinstance(data, list):
+        return "[\n" + ",\n".join(in_lines(item, depth - 1) for item in data) + "\n]"
+    return json.dumps(data)
 
 
 def packed(tree: Any) -> Any:

@@ -7,7 +7,8 @@
          | {"sequence": "list" | "tuple", "items": [SPEC...]}
          | {"mapping": class or "", "items": {key: SPEC}}          dicts, and dataclasses by attribute
          | {"opaque": text}                                        a default that was not given: a call must not give it
-    TYPE = "leaf" | {"kind": "tuple" | "list" | "dict" | "namedtuple" | "object", "class": "module:Name", "items": ...}
+    TYPE = "leaf" | {"kind": "tuple" | "list" | "dict" | "namedtuple" | "object", "class": "module:Name", "items": ...,
+                     "fields"?: [names of a named tuple's items]}
 
 ``describe`` flattens example arguments into a signature (tensors in order of the forward's parameters), ``bind`` flattens
 a call against it, ``flatten_output`` and ``rebuild_output`` do the same for the result. An argument may be given by position
@@ -31,13 +32,52 @@ _CONSTANTS = (type(None), bool, int, float, str)
 
 
 class AttributeDict(dict[str, Any]):
-    """A dict whose keys are attributes too: stands in for an output class that is not a dataclass."""
+    """A dict whose keys are attributes too, and whose values other than None are in order by number: stands in for an output
+    class that is not at hand (a dataclass, a ModelOutput).
+
+    >>> output = AttributeDict(loss=1.5, cache=None, logits="l")
+    >>> output.loss, output["logits"], output[1], output[:2]
+    (1.5, 'l', 'l', (1.5, 'l'))
+    """
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
         except KeyError:
             raise AttributeError(name) from None
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.to_tuple()[key] if isinstance(key, int | slice) else super().__getitem__(key)
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The values that are there, in order."""
+        return tuple(value for value in self.values() if value is not None)
+
+
+class AttributeTuple(tuple[Any, ...]):
+    """A tuple whose items have names too: stands in for a named tuple whose class is not at hand.
+
+    >>> pair = AttributeTuple((1, 2), ["left", "right"])
+    >>> pair.right, pair[0], pair
+    (2, 1, (1, 2))
+    """
+
+    _fields: tuple[str, ...]
+
+    def __new__(cls, items: Iterable[Any], fields: Iterable[str]) -> AttributeTuple:
+        """``fields``: a name for every item."""
+        found = super().__new__(cls, items)
+        found._fields = tuple(fields)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[self.__dict__["_fields"].index(name)]
+        except (KeyError, ValueError):
+            raise AttributeError(name) from None
+
+    def __getnewargs__(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return tuple(self), self._fields
 
 
 # ---------------------------------------------------------------------------------------------------------------- arguments
@@ -280,7 +320,10 @@ def flatten_output(output: Any, leaf: Callable[[torch.Tensor], Any], classes: di
         tree = tuple(pair[0] for pair in pairs) if isinstance(output, tuple) else [pair[0] for pair in pairs]
         named = hasattr(output, "_fields")
         kind = "namedtuple" if named else "tuple" if isinstance(output, tuple) else "list"
-        return tree, {"kind": kind, "class": _class_path(type(output)) if named else "", "items": [pair[1] for pair in pairs]}
+        kind_of: dict[str, Any] = {"kind": kind, "class": "", "items": [pair[1] for pair in pairs]}
+        if named:
+            kind_of |= {"class": _class_path(type(output)), "fields": list(getattr(output, "_fields", ()))}
+        return tree, kind_of
     if (isinstance(output, Mapping) and all(isinstance(key, str) for key in output)) or dataclasses.is_dataclass(output):
         fields = output if isinstance(output, Mapping) else _fields(output) or {}
         items = {key: flatten_output(item, leaf, classes) for key, item in fields.items()}
@@ -300,10 +343,30 @@ def rebuild_output(output_tree: Any, output_type: Any, values: Mapping[str, Any]
     if kind in ("tuple", "list", "namedtuple"):
         parts = [rebuild_output(tree, type_, values, classes) for tree, type_ in zip(output_tree, items, strict=True)]
         cls = classes.get(output_type["class"])
+        if cls is None and "fields" in output_type:
+            return AttributeTuple(parts, output_type["fields"])
         return parts if kind == "list" else cls(*parts) if cls else tuple(parts)
     fields = {key: rebuild_output(output_tree[key], type_, values, classes) for key, type_ in items.items()}
     cls = classes.get(output_type["class"])
     return fields if kind == "dict" else cls(**fields) if cls else AttributeDict(fields)
+
+
+def classes_by_name(output_type: Any, given: Iterable[type]) -> dict[str, type]:
+    """The classes under the names that they have in ``output_type``. Raises InputError for one that is not there."""
+    wanted = set(_classes(output_type))
+    found = {_class_path(cls): cls for cls in given}
+    if strangers := sorted(found.keys() - wanted):
+        known = f"its classes are {', '.join(sorted(wanted))}" if wanted else "it is made of tensors, tuples, lists and dicts"
+        raise InputError(f"the output holds no {strangers[0]}; {known}")
+    return found
+
+
+def _classes(output_type: Any) -> Iterable[str]:
+    if isinstance(output_type, Mapping):
+        items = output_type["items"]
+        yield from [output_type["class"]] if output_type["class"] else []
+        for item in items.values() if isinstance(items, Mapping) else items:
+            yield from _classes(item)
 
 
 def _class_path(cls: type) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,12 +41,16 @@ from meshwright.runtime.step import run_step
 from meshwright.runtime.whole import Role, adopt, cut_as, let_optimizers_know, plain
 
 
-def build(program: Program, source: nn.Module | Source, *, device: torch.device | None = None) -> ParallelModule:
+def build(
+    program: Program, source: nn.Module | Source | None, *, device: torch.device | None = None,
+    names: Sequence[tuple[str, Stored]] | None = None,
+) -> ParallelModule:
     """The parallel module of this rank. Every rank calls this, each with its own program.
 
     ``source``: the model, whose weights are copied (or, on the meta device, initialized, share by share); or a function
-    (stored, box) -> that box of the tensor. ``device``: where to compute; default: this rank's GPU if the process group has
-    NCCL, else the CPU. Raises MeshError if the program's mesh is not the world's.
+    (stored, box) -> that box of the tensor; or None, and the caller sees to the contents. ``device``: where to compute;
+    default: this rank's GPU if the process group has NCCL, else the CPU. ``names``: (name, stored) in the
+    order of the state dict, where the source is no model. Raises MeshError if the program's mesh is not the world's.
     """
     device = device or _default_device()
     stages = program.stages
@@ -62,7 +67,7 @@ def build(program: Program, source: nn.Module | Source, *, device: torch.device 
     if isinstance(source, nn.Module):
         same_weights({**dict(source.named_parameters()), **dict(source.named_buffers())})
     fill(program, engine.tensors, groups, source, seed)
-    return ParallelModule(program, groups, engine, seed, source if isinstance(source, nn.Module) else None)
+    return ParallelModule(program, groups, engine, seed, source if isinstance(source, nn.Module) else None, names)
 
 
 def _default_device() -> torch.device:
@@ -93,7 +98,7 @@ class Names(nn.Module):
 
 class ParallelModule(nn.Module):
     """See the file's head. Made by ``build``; ``plan`` is whatever the caller puts there; ``watch`` is called first at every
-    call, with (training, args, kwargs, targets), and may raise."""
+    call, with (training, args, kwargs, targets), and may raise; ``exporter`` is what ``export`` calls."""
 
     def __init__(
         self, program: Program, groups: Groups, engine: Engine | Pipeline, seed: int, model: nn.Module | None,
@@ -102,6 +107,7 @@ class ParallelModule(nn.Module):
         super().__init__()
         self.plan: Any = None
         self.watch: Callable[[bool, tuple[Any, ...], dict[str, Any], tuple[Any, ...]], None] | None = None
+        self.exporter: Callable[[ParallelModule, Path, bool], None] | None = None
         self._program, self._groups, self._seed, self._calls = program, groups, seed, 0
         self._engine = (engine,)  # in a tuple: its units are no submodules of this one
         self._out = [to_placements(port.sharding, program.mesh, groups.axes) for port in program.outputs]
@@ -339,6 +345,37 @@ class ParallelModule(nn.Module):
         counters = checkpoint.load(self._entries(changing=True), self._groups, folder, optimizer)
         self._seed, self._calls = counters.get("seed", self._seed), counters.get("calls", self._calls)
 
+    def export(self, folder: str | os.PathLike[str], *, weights: bool = True) -> None:
+        """Write what ``meshwright.load`` makes this module of again, without the model: see ``meshwright.exported``. Without
+        ``weights`` the parameters are left out, and a checkpoint must bring them. Every rank calls this."""
+        if self.exporter is None:
+            raise RunError("this parallel module was built from a program alone and has no plan to export; make it with "
+                           "meshwright.autoparallel")
+        self._check()
+        self.exporter(self, Path(folder), weights)
+
+    @property
+    def names(self) -> list[tuple[str, Stored]]:
+        """(name, what is stored under it) in the order of the state dict, those of all stages."""
+        return list(self._names)
+
+    def save_contents(self, folder: Path, weights: bool) -> None:
+        """Write everything that it holds, as a checkpoint; without ``weights`` not the parameters of floating-point numbers."""
+        checkpoint.save(self._contents(weights), self._groups, folder, None, {"seed": self._seed, "calls": self._calls})
+
+    def load_contents(self, folder: Path, weights: bool) -> None:
+        """Read what ``save_contents`` wrote."""
+        counters = checkpoint.load(self._contents(weights), self._groups, folder, None)
+        self._seed, self._calls = counters.get("seed", self._seed), counters.get("calls", self._calls)
+
+    def _contents(self, weights: bool) -> checkpoint.Entries:
+        tensors = self._engine[0].tensors
+        everything = {**self._entries(changing=True), **{
+            fqn: (stored, tensors.get(stored.value)) for fqn, stored in self._names
+        }}
+        return {fqn: entry for fqn, entry in everything.items()
+                if weights or entry[0].buffer or not entry[0].dtype.is_floating_point}
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As ``nn.Module.load_state_dict``, into the shares that are there (``assign`` is refused): DTensors, or the whole
         tensors of one process, which are taken from the first rank. What other stages of a pipeline hold is passed over."""
@@ -362,7 +399,7 @@ class ParallelModule(nn.Module):
         program, groups = self._program, self._groups
         engine = Pipeline(program, groups) if program.stages else assemble(program, groups)
         twin = ParallelModule(program, groups, engine, self._seed, None, self._names)
-        twin.plan, twin._calls, twin._originals = self.plan, self._calls, self._originals
+        twin.plan, twin._calls, twin._originals, twin.exporter = self.plan, self._calls, self._originals, self.exporter
         memo[id(self)] = twin
         with torch.no_grad():
             for value, old in self._engine[0].tensors.items():

@@ -5,10 +5,18 @@ are by subject: pointwise, matmul, views, joining, normalization, attention, ind
 recurrent, factories, random. The notation of their lines is ``meshwright.ir.notation``.
 """
 
-from meshwright.compiler.rules.book import Declaration, RuleBook, builtin_rules, declare, default_rules, register_rule
+from meshwright.compiler.rules.book import (
+    Declaration,
+    RuleBook,
+    builtin_rules,
+    declare,
+    default_rules,
+    register_rule,
+    registered_rules,
+)
 from meshwright.compiler.rules.call import Call, Operand, RuleFunction, argument, rewrite
 
 __all__ = [
     "Call", "Declaration", "Operand", "RuleBook", "RuleFunction", "argument", "builtin_rules", "declare", "default_rules",
-    "register_rule", "rewrite",
+    "register_rule", "registered_rules", "rewrite",
 ]

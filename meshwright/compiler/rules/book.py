@@ -163,6 +163,26 @@ def default_rules() -> RuleBook:
     return _registered.get() or builtin_rules()
 
 
+def registered_rules(graph: Graph) -> dict[str, str]:
+    """{operator of the graph that register_rule declared in this context: its declaration in words}, by name: a plan means
+    what it says only where the same ones are registered."""
+    builtin, book = builtin_rules().declarations, default_rules().declarations
+    found = sorted({op.target for op in graph.ops if op.target in book and book[op.target] is not builtin.get(op.target)})
+    return {target: _in_words(book[target]) for target in found}
+
+
+def _in_words(declaration: Declaration) -> str:
+    """A declaration as text: a line as it is, a function by its name."""
+    rule, operator = declaration.rule, declaration.operator
+    words = [str(rule) if isinstance(rule, Line) or rule is None else _named(rule)]
+    words += [f"localize={_named(declaration.localize)}"] if declaration.localize is not None else []
+    return ", ".join([*words, f"cost={operator.kind}", f"saves={operator.saves}", f"recompute={operator.recompute}"])
+
+
+def _named(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
 def register_rule(
     target: str | Any, rule: str | RuleFunction, *, localize: Localize | None = None, cost: str | Cost | None = None,
     saves: str | Saves | None = None, recompute: str | None = None,

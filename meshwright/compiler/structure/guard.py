@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from meshwright.compiler.structure.evaluation import difference, in_evaluation
-from meshwright.errors import CaptureError, InputError, RunError
+from meshwright.errors import CaptureError, InputError, MeshwrightError, RunError
 from meshwright.ir.graph import Graph
+from meshwright.ir.signature import example_of
 
 Capture = Callable[..., Graph]
 """(model, args, kwargs, targets, training, functional) -> graph."""
@@ -45,9 +46,7 @@ class Watch:
 
     def __call__(self, training: bool, *call: Any) -> None:
         """Raise RunError if the graph is no longer what the model computes in this mode. ``call``: args, kwargs, targets."""
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            raise RunError("autocast is on around the call; the parallel module computes in the precision of its plan: take "
-                           "the call out of the autocast context, and plan with precision='bf16'")
+        refuse_autocast()
         model = self.model()
         if model is not None:
             self._unchanged(model, training, *call)
@@ -62,6 +61,22 @@ class Watch:
                            f"statistics: {found}. The parallel module runs one graph in both modes; make the modes alike, or "
                            f"evaluate the model itself with parallel.full_state_dict()")
         self.evaluated = True
+
+    def evaluation(self) -> str | None:
+        """Why nobody can say that the graph is the model's in eval(), None if it is: found out now if no call did."""
+        model = self.model()
+        if self.evaluated:
+            return None
+        if model is None:
+            return "the model was gone before the parallel module was called in eval() or exported"
+        if self.graph.signature is None:
+            return "the plan does not say what a call looks like"
+        try:
+            found = self._differs(model, False, *example_of(self.graph.signature))
+        except MeshwrightError as error:
+            return str(error)
+        self.evaluated = found is None
+        return None if found is None else f"it computes something else there than in training: {found}"
 
     def _unchanged(self, model: nn.Module, training: bool, *call: Any) -> None:
         if (found := _modules(model)) != self.modules:
@@ -94,6 +109,13 @@ class Watch:
             if found is None:
                 return None
         return found
+
+
+def refuse_autocast() -> None:
+    """Raise RunError in an autocast context."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise RunError("autocast is on around the call; the parallel module computes in the precision of its plan: take "
+                       "the call out of the autocast context, and plan with precision='bf16'")
 
 
 def _shown(value: Any) -> str:

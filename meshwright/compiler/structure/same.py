@@ -167,6 +167,15 @@ def _signature(planned: Graph, captured: Graph) -> Any:
     if shown[0] != shown[1]:
         raise PlanError(f"the plan was made for another model: its forward takes {[name for name, _ in shown[0]]}, this "
                         f"model's {[name for name, _ in shown[1]]}{_REMEDY}")
-    if mine["output"] != other["output"] or len(mine["targets"]) != len(other["targets"]):
+    if _nameless(mine["output"]) != _nameless(other["output"]) or len(mine["targets"]) != len(other["targets"]):
         raise PlanError(f"the plan was made for another model: its output or its targets are other containers{_REMEDY}")
     return {**mine, "parameters": other["parameters"]}
+
+
+def _nameless(output_type: Any) -> Any:
+    """A type of output without the names of named tuples' items, which older plans do not have."""
+    if not isinstance(output_type, dict):
+        return output_type
+    items = output_type["items"]
+    inner = {key: _nameless(item) for key, item in items.items()} if isinstance(items, dict) else [_nameless(i) for i in items]
+    return output_type["kind"], output_type["class"], inner

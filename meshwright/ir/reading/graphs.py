@@ -250,9 +250,11 @@ def _check_output(field: Field, tree: Any) -> None:
         if isinstance(tree, tuple | dict):
             raise field.wrong("the containers of graph.output_tree")
         return
-    part = field.record("kind class items")
+    part = field.record("kind class items", "fields")
     kind = part["kind"].one_of(("tuple", "list", "namedtuple", "dict", "object"), "a kind of container")
     part["class"].text()
+    if "fields" in part and (kind != "namedtuple" or len(part["fields"].names()) != len(part["items"].items())):
+        raise part["fields"].wrong("the names of a named tuple's items")
     if kind in ("dict", "object"):
         items = part["items"].mapping()
         if not isinstance(tree, dict) or list(tree) != list(items):

@@ -37,8 +37,11 @@ class MaterializeError(MeshwrightError):
 
 
 @torch.no_grad()
-def fill(program: Program, tensors: Mapping[str, Tensor], groups: Groups, source: nn.Module | Source, seed: int) -> None:
-    """Write this rank's box of every stored tensor. Raises MaterializeError naming the module that cannot be initialized."""
+def fill(
+    program: Program, tensors: Mapping[str, Tensor], groups: Groups, source: nn.Module | Source | None, seed: int
+) -> None:
+    """Write this rank's box of every stored tensor; without a source, of the program's constants. Raises MaterializeError
+    naming the module that cannot be initialized."""
 
     def write(stored: Stored, contents: Tensor) -> None:
         local_of(tensors[stored.value]).copy_(contents)
@@ -48,6 +51,8 @@ def fill(program: Program, tensors: Mapping[str, Tensor], groups: Groups, source
     for stored in program.stored:
         if stored.value in program.constants:
             write(stored, take(program.constants[stored.value], boxes[stored.value]))
+    if source is None:
+        return
     if not isinstance(source, nn.Module):
         for stored in rest:
             write(stored, source(stored, boxes[stored.value]))
