@@ -70,8 +70,9 @@ def make_plan(
 def check_pins(pins: Pins, cluster: Cluster) -> None:
     """Raise PinError for what no model can have on this cluster, or in this version."""
     pins.check_world(cluster.world)
-    for name in ("cp", "ep"):
-        if (getattr(pins, name) or 1) > 1:
-            raise PinError(
-                f"pin {name}={getattr(pins, name)}: this version plans dp, tp, pp, sequence parallelism and ZeRO; drop the pin"
-            )
+    if (pins.ep or 1) > 1:
+        raise PinError(f"pin ep={pins.ep}: this version plans dp, cp, tp, pp, sequence parallelism and ZeRO; drop the pin")
+    if (pins.cp or 1) > 1 and pins.needs_stages(cluster.world):
+        raise PinError(f"pin cp={pins.cp} with pipeline stages: this version plans cp without a pipeline; drop one of the two")
+    if pins.attention is not None and pins.cp is None:
+        raise PinError(f"pin attention={pins.attention!r} needs pin cp: it says how attention runs whose sequence is split")

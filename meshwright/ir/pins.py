@@ -12,7 +12,10 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.schedules import schedules, unknown
 
 RECOMPUTE = ("none", "selective", "full")
-ATTENTION = ("allgather", "ulysses", "ring")
+GATHER, ULYSSES, RING = "all-gather", "ulysses", "ring"
+ATTENTION = (GATHER, ULYSSES, RING)
+"""How attention runs whose sequence is split: keys and values are gathered, sequence is exchanged for heads, or keys and values
+pass by."""
 
 
 class PinError(MeshwrightError, ValueError):
@@ -25,7 +28,8 @@ class Pins:
 
     ``dp`` data, ``shard`` the ZeRO group within dp (dp/shard replicas: HSDP), ``tp`` tensor, ``cp`` context, ``pp`` pipeline,
     ``ep`` experts; ``zero`` 0 to 3; ``sequence_parallel`` (Megatron's: activations between blocks split over tp along the
-    sequence); ``microbatches``; ``recompute``; ``tensors``: {pattern of a parameter name: sharding in the notation}.
+    sequence); ``attention`` under cp: "all-gather", "ulysses" or "ring"; ``microbatches``; ``recompute``; ``tensors``: {pattern
+    of a parameter name: sharding in the notation}.
 
     >>> Pins(dp=2, tp=2).degrees()
     {'dp': 2, 'tp': 2}
@@ -68,6 +72,8 @@ class Pins:
         for name in ("schedule", "stage_cuts", "virtual_stages"):
             if self.pp == 1 and getattr(self, name) not in (None, 1):
                 raise PinError(f"pin {name}={getattr(self, name)!r} needs pp > 1: without a pipeline there are no stages")
+        if self.attention is not None and self.cp == 1:
+            raise PinError(f"pin attention={self.attention!r} needs cp > 1: it says how attention runs whose sequence is split")
         if self.sequence_parallel and self.tp == 1:
             raise PinError("pin sequence_parallel=True needs tp > 1: the sequence is split over the tensor-parallel ranks")
 
@@ -94,7 +100,8 @@ class Pins:
     def needs_stages(self, world: int) -> bool:
         """Whether only a pipeline can serve the pins on ``world`` devices."""
         asked = self.schedule is not None or self.stage_cuts is not None or (self.virtual_stages or 1) > 1
-        rest = self.pp is None and self.dp is not None and self.tp is not None and self.dp * self.tp < world
+        known = (self.dp or 0) * (self.tp or 0) * (self.cp or 1)
+        rest = self.pp is None and 0 < known < world
         return (self.pp or 1) > 1 or asked or rest
 
     def check_world(self, world: int) -> None:

@@ -10,6 +10,10 @@ dim that carries it:
 
 * an *internal* factor is communicated inside the operator: results without it are complete on every rank.
 
+Some splits are no local call but an algorithm, and there may be several for one dim: attention whose queries are split may
+gather the keys or pass them on. Each is a named ``Way`` of the rule: it says which dim of each operand and result it splits,
+and what passes by. An assignment names the way as it names a factor.
+
 ``place`` derives every sharding from the rule and an *assignment* {mesh axis: factor}; nothing else knows operators. How an
 operator's rule is declared as a line is ``meshwright.ir.notation``.
 """
@@ -22,7 +26,7 @@ from typing import Any
 
 from meshwright.ir.declared.operator import Operators
 from meshwright.ir.graph import Op
-from meshwright.ir.mesh import Mesh
+from meshwright.ir.mesh import SEQUENCE, Mesh, role_of
 from meshwright.ir.notation import RuleError as RuleError
 from meshwright.ir.sharding import Sharding, ceil_div, piece
 
@@ -30,7 +34,7 @@ Factor = str
 Assignment = Mapping[str, str]
 """{mesh axis: factor it splits}, or {axis: "+k"}: the operator passes a pending sum through its k-th linear group, or
 {axis: "~"}: it runs whole on every rank, and what it makes is read differently (its gradient is a pending sum, and so are those
-of its operands). An axis not named is idle: everything invariant over it."""
+of its operands), or {axis: the name of a way}. An axis not named is idle: everything invariant over it."""
 APART = "~"
 
 
@@ -50,6 +54,39 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Way:
+    """An algorithm that runs an operator split over one axis, which must have the role sequence.
+
+    ``operands``, ``results``: the dim of each that is split, None where it is whole. ``lengths``: of all these dims.
+    ``passing``: operands whose pieces pass by every rank, one at each of as many steps as there are ranks, while it works on
+    the one before. ``uneven``: the last of c ranks has (2c - 1) / c times the mean work.
+    """
+
+    operands: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+    lengths: tuple[int, ...]
+    passing: tuple[int, ...] = ()
+    uneven: bool = False
+
+    def dim(self, position: int, is_result: bool) -> int | None:
+        """The dim of an operand or a result that is split."""
+        return (self.results if is_result else self.operands)[position]
+
+    def work(self, shapes: Sequence[tuple[int, ...]], whole: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """The operands' local shapes as the work counts them: all that passes by. ``whole``: their shapes before the split."""
+        found = list(shapes)
+        for position in self.passing:
+            dim = self.operands[position]
+            assert dim is not None
+            found[position] = (*shapes[position][:dim], whole[position][dim], *shapes[position][dim + 1 :])
+        return found
+
+    def slowest(self, ranks: int) -> float:
+        """Work of the slowest rank over the mean."""
+        return (2 * ranks - 1) / ranks if self.uneven else 1.0
+
+
+@dataclass(frozen=True)
 class OpRule:
     """A rule on one operator.
 
@@ -61,7 +98,8 @@ class OpRule:
     the call for one rank's shapes; None: the call is right as it stands on local tensors. ``known``: False for an operator
     without a rule, which is replicated. ``even``: factors whose pieces must be equal, because some dim is a multiple of them.
     ``fused``: {operand position: (dim, parts)} of parameters that hold several weights in one, laid one after the other along
-    ``dim``: a rank's piece of that dim is its piece of every part.
+    ``dim``: a rank's piece of that dim is its piece of every part. ``ways``: algorithms for splits that are no factor's.
+    ``inner``: factors that sequence axes split last, within the pieces of the others.
     """
 
     operands: tuple[tuple[Factor | None, ...], ...]
@@ -74,6 +112,15 @@ class OpRule:
     known: bool = True
     even: frozenset[Factor] = frozenset()
     fused: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    ways: Mapping[str, Way] = field(default_factory=dict)
+    inner: frozenset[Factor] = frozenset()
+
+    def dim(self, factor: Factor, position: int, is_result: bool) -> int | None:
+        """The dim of an operand or a result that a factor or a way splits, None if none."""
+        if factor in self.ways:
+            return self.ways[factor].dim(position, is_result)
+        dims = (self.results if is_result else self.operands)[position]
+        return dims.index(factor) if factor in dims else None
 
     @property
     def splittable(self) -> tuple[Factor, ...]:
@@ -91,6 +138,10 @@ class OpRule:
                 continue
             if factor == APART:
                 continue
+            if factor in self.ways:
+                if not self._way_is_legal(factor, assignment, mesh.size(axis), even):
+                    return False
+                continue
             if factor not in self.sizes or factor in self.whole:
                 return False
             parts[factor] = parts.get(factor, 1) * mesh.size(axis)
@@ -99,6 +150,17 @@ class OpRule:
             or (not even and f not in self.even and self.sizes[f] > (n - 1) * ceil_div(self.sizes[f], n))
             for f, n in parts.items()
         )
+
+    def _way_is_legal(self, name: str, assignment: Assignment, ranks: int, even: bool) -> bool:
+        """Whether a way has a piece for each of its ranks, and nothing else splits what it splits."""
+        way = self.ways[name]
+        others = [factor for factor in assignment.values() if factor in self.ways or factor in self.sizes]
+        others.remove(name)
+        for factor in others:
+            dims = [(way.dim(i, False), self.dim(factor, i, False)) for i in range(len(self.operands))]
+            if any(mine is not None and mine == theirs for mine, theirs in dims):
+                return False
+        return ranks == 1 or all(n % ranks == 0 or (not even and n > (ranks - 1) * ceil_div(n, ranks)) for n in way.lengths)
 
     def __str__(self) -> str:
         """The rule in the notation of ``meshwright.ir.notation``, every dim written out."""
@@ -149,7 +211,7 @@ class Local:
         return piece(self.operand_shapes[index][dim], self.mesh, axes, self.coordinates)
 
     def axes_of(self, factor: Factor) -> tuple[str, ...]:
-        """The axes that split a factor, major first."""
+        """The axes that split a factor, in the mesh's order."""
         return tuple(axis for axis in self.mesh.axes if self.assignment.get(axis) == factor)
 
 
@@ -178,14 +240,14 @@ class Rules(Mapping[str, OpRule]):
 def place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Sequence[bool]) -> Placed:
     """Derive the shardings of operands and results.
 
-    Several axes on one factor split it in mesh order, major first. ``differentiable``: for each operand whether a gradient
-    flows into it; one that takes none is read as invariant instead of ``~``.
+    Several axes on one factor split it in mesh order, major first (``OpRule.inner``: sequence axes last). ``differentiable``:
+    for each operand whether a gradient flows into it; one that takes none is read as invariant instead of ``~``.
     """
 
     def sharding(dims: tuple[Factor | None, ...], is_result: bool, position: int) -> Sharding:
         split: list[tuple[str, ...]] = [()] * len(dims)
         partial, varying = set(), set()
-        for axis in mesh.axes:
+        for axis in _in_order(rule, assignment, mesh):
             factor = assignment.get(axis)
             if factor is None:
                 continue
@@ -197,10 +259,10 @@ def place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Sequ
                     partial.add(axis)
                 elif differentiable[position]:
                     varying.add(axis)
-            elif factor in dims:
-                split[dims.index(factor)] += (axis,)
+            elif (dim := rule.dim(factor, position, is_result)) is not None:
+                split[dim] += (axis,)
             elif is_result:
-                if factor not in rule.internal:
+                if factor not in rule.internal and factor not in rule.ways:
                     partial.add(axis)
             elif differentiable[position]:
                 varying.add(axis)
@@ -210,3 +272,8 @@ def place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Sequ
         tuple(sharding(dims, False, i) for i, dims in enumerate(rule.operands)),
         tuple(sharding(dims, True, i) for i, dims in enumerate(rule.results)),
     )
+
+
+def _in_order(rule: OpRule, assignment: Assignment, mesh: Mesh) -> list[str]:
+    """The axes, major first; those of a sequence that split an ``inner`` factor come last."""
+    return sorted(mesh.axes, key=lambda axis: assignment.get(axis) in rule.inner and role_of(axis) == SEQUENCE)

@@ -27,7 +27,7 @@ from meshwright.ir.graph import Op, Ref, map_refs
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import TIME
 from meshwright.ir.program import Stored
-from meshwright.ir.rule import APART, Assignment, Local, OpRule, place
+from meshwright.ir.rule import APART, Assignment, Local, OpRule, Way, place
 from meshwright.ir.sharding import Sharding, format_sharding, piece
 
 Kind = int | str
@@ -105,7 +105,11 @@ def _of_operands(rule: OpRule, kinds: Sequence[Kind], differentiable: Sequence[b
     split = {rule.operands[i][kind]: i for i, kind in enumerate(kinds) if isinstance(kind, int)}
     pending = frozenset(i for i, kind in enumerate(kinds) if kind == "+")
     wanted: list[int | None] = [None] * len(kinds)
-    if split:
+    way = next((name for name, one in rule.ways.items() if _is_way(one, kinds)), None)
+    if way is not None and axis != TIME:
+        wanted = list(rule.ways[way].operands)
+        what = way
+    elif split:
         factor, first = next(iter(split.items()))
         others = [i for i in split.values() if i != first]
         if others or factor is None or factor in rule.whole or (axis == TIME and factor in rule.internal):
@@ -128,6 +132,11 @@ def _of_operands(rule: OpRule, kinds: Sequence[Kind], differentiable: Sequence[b
         if dim is None and i not in (pending if not split else ()):
             _read_differently(i, kind, differentiable[i], axis)
     return what
+
+
+def _is_way(way: Way, kinds: Sequence[Kind]) -> bool:
+    """Whether what an axis splits of the operands is what a way splits."""
+    return [kind if isinstance(kind, int) else None for kind in kinds] == list(way.operands)
 
 
 def _read_differently(position: int, kind: Kind, differentiable: bool, axis: str) -> None:

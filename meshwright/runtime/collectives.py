@@ -103,6 +103,19 @@ def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Gro
     return _wait(_FUNCOL.all_to_all_single(rows.contiguous(), received, sent, group.name))
 
 
+def start_pass(x: Tensor, by: int, group: Group) -> Tensor:
+    """Send ``x`` to the rank ``by`` after this one and receive as much from the one ``by`` before it: begun."""
+    to, source = (group.rank + by) % group.size, (group.rank - by) % group.size
+    sent, received = ([x.numel() * (rank == at) for rank in range(group.size)] for at in (to, source))
+    pending: Tensor = _FUNCOL.all_to_all_single(x.contiguous(), received, sent, group.name)
+    return pending
+
+
+def end_pass(pending: Tensor) -> Tensor:
+    """What was received."""
+    return _wait(pending)
+
+
 def _wait(pending: Tensor) -> Tensor:
     done: Tensor = _FUNCOL.wait_tensor(pending)
     return done

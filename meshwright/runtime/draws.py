@@ -33,6 +33,11 @@ def seed_of(draw: Draw) -> int:
     return (word ^ word >> 31) >> 1
 
 
+def generator_of(draw: Draw, device: torch.device, number: int) -> torch.Generator:
+    """A generator of its own for the ``number``th part of what is drawn."""
+    return torch.Generator(device).manual_seed((seed_of(draw) + number * 0x9E3779B97F4A7C15) & (1 << 63) - 1)
+
+
 @contextmanager
 def lent(device: torch.device, draw: Draw) -> Iterator[None]:
     """Within, the device's default generator draws from (seed, salt)."""

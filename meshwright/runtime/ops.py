@@ -15,7 +15,7 @@ The communication operators turn one kind of sharding over one axis into another
 
 ``gather_linear`` is gather_vary and the linears that read it in one: it saves the shard instead of the gathered activation
 and gathers again in the backward. The others (embedding, cross_entropy, valid_count, linear, fused_linear, mean, batch_norm,
-dropout, sdpa) are operators whose local form differs from the ATen one because an operand is split.
+dropout, sdpa, attend, ring) are operators whose local form differs from the ATen one because an operand is split.
 
 An ``axis`` is a ``Group`` here: the lowered graph has axis names, ``runtime.codegen`` puts the groups in. A group of one rank
 communicates nothing. Uneven pieces are allowed everywhere (``runtime.collectives``).
@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from meshwright.runtime import collectives as comm
+from meshwright.runtime.attention.forms import attend, ring
 from meshwright.runtime.collectives import Group
 from meshwright.runtime.draws import dropout, sdpa
 
@@ -392,7 +393,7 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         f"mw.{function.__name__}": function
         for function in (
             identity, slice, vary, unvary, all_gather, gather_vary, reduce_scatter, all_reduce, all_to_all, gather_linear,
-            embedding, cross_entropy, valid_count, linear, fused_linear, mean, batch_norm, dropout, sdpa,
+            embedding, cross_entropy, valid_count, linear, fused_linear, mean, batch_norm, dropout, sdpa, attend, ring,
         )
     }
 )

@@ -25,7 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.compiler.placement.blockmodel import priced
 from meshwright.compiler.placement.costs import BACKWARD, GATHER, REDUCE, SEND_BACK, Costs, Variant
+from meshwright.compiler.structure.activations import operand_shapes
 from meshwright.cost.cluster import Cluster, ClusterError
 from meshwright.cost.compute import Fused, fusion
 from meshwright.ir.declared.operator import Work
@@ -139,7 +141,7 @@ def prices(facts: Facts, op: Op) -> list[Price]:
     costs = _costs(plan)
     time = plan.schedule.time.get(op.name)
     timed = Mesh((*plan.mesh.axes, TIME), (*plan.mesh.sizes, plan.schedule.microbatches))
-    options = [[None, *rule.splittable] if plan.mesh.size(axis) > 1 else [None] for axis in plan.mesh.axes]
+    options = [[None, *rule.splittable, *rule.ways] if plan.mesh.size(axis) > 1 else [None] for axis in plan.mesh.axes]
     found = []
     for combination in itertools.islice(itertools.product(*options), _MOST):
         assignment = {axis: factor for axis, factor in zip(plan.mesh.axes, combination, strict=True) if factor is not None}
@@ -168,8 +170,12 @@ def _price(
     times = 1 if op.name in plan.schedule.prologue else plan.schedule.microbatches
     operands = [s.local_shape(graph.values[n].shape, timed) for s, n in zip(body.operands, op.inputs, strict=True)]
     results = [s.local_shape(graph.values[n].shape, timed) for s, n in zip(body.results, op.outputs, strict=True)]
-    compute = sum(costs.op(op.target, facts.rules.operators[op.target], Work.of(op, graph, operands, results), fused))
-    moving = sum(costs.internal(rule, assignment))
+    whole = operand_shapes(op, graph, rule, plan.schedule)
+    work = Work.of(op, graph, operands, results)
+    *compute_, ahead, back = priced(
+        op, rule, assignment, facts.rules.operators[op.target], work, graph, costs, fused, whole
+    )
+    compute, moving = sum(compute_), ahead + back
     for source, target, name in _reshards(facts, op, placed):
         value = graph.values[name]
         share = times if name not in graph.inputs else 1

@@ -154,6 +154,10 @@ def _internal(plan: Plan, op: Op, rule: OpRule) -> Iterator[Collective]:
             for item in traffic:
                 sides = ("", item.kind) if item.backward else (item.kind, "")
                 yield Collective(op.name, True, op.outputs[0], "inside", axis, None, *sides)
+    for axis in plan.mesh.axes:
+        way = rule.ways.get(assignment.get(axis, ""))
+        if way is not None and way.passing and plan.mesh.size(axis) > 1:
+            yield Collective(op.name, True, op.outputs[0], "inside", axis, None, "p2p", "p2p")
 
 
 def sections(facts: Facts) -> list[Section]:

@@ -23,7 +23,8 @@ from rich.text import Text
 from meshwright.compiler.search.plans import simulation_of
 from meshwright.cost.timeline import chrome_trace
 from meshwright.cost.timeline import render as clock
-from meshwright.ir.mesh import PP
+from meshwright.ir.mesh import PP, SEQUENCE, role_of
+from meshwright.ir.pins import ULYSSES
 from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.prediction import Prediction, SeenCandidate
 from meshwright.ir.quantities import bytes_text, seconds_text
@@ -79,11 +80,14 @@ def page(plan: Plan) -> RenderableType:
 
 
 def axis_roles(facts: Facts) -> dict[str, list[str]]:
-    """{axis: what it does}: "stages" (of the pipeline), "data" (gradients are summed over it), "tensor" (it splits parameters),
-    "zero" (it splits their state at rest)."""
+    """{axis: what it does}: "stages" (of the pipeline), "sequence" (it splits that; how attention runs), "data" (gradients are
+    summed over it), "tensor" (it splits parameters), "zero" (it splits their state at rest)."""
     staged = facts.plan.pipeline is not None
     roles: dict[str, list[str]] = {axis: ["stages"] if staged and axis == PP else [] for axis in facts.plan.mesh.axes}
     for axis, found in roles.items():
+        if role_of(axis) == SEQUENCE:
+            forms = sorted(_attention_forms(facts, axis))
+            found.append(f"sequence, attention by {' and '.join(forms)}" if forms else "sequence")
         if any(axis in group.data_axes for group in facts.plan.groups):
             found.append("data")
         if any(axis in stored.tensor.split_axes for stored in facts.stored.values()):
@@ -91,6 +95,16 @@ def axis_roles(facts: Facts) -> dict[str, list[str]]:
         if any(group.zero and axis in group.shard_axes for group in facts.plan.groups):
             found.append("zero")
     return roles
+
+
+def _attention_forms(facts: Facts, axis: str) -> set[str]:
+    """How attention runs that an axis splits along the sequence: by ways of its rule, or by heads."""
+    found = set()
+    for op in facts.plan.graph.ops:
+        factor = facts.plan.assignments.get(op.name, {}).get(axis)
+        if factor is not None and facts.rules[op.name].ways:
+            found.add(factor if factor in facts.rules[op.name].ways else ULYSSES)
+    return found
 
 
 def _header(facts: Facts) -> Table:

@@ -27,6 +27,7 @@ from meshwright.compiler.placement.costs import (
     SEND,
     SEND_BACK,
     TRANSIENT,
+    Costs,
     Unit,
     Variant,
     local_shapes,
@@ -39,9 +40,9 @@ from meshwright.compiler.structure.positions import Place, Position, operands, r
 from meshwright.cost.compute import Fused
 from meshwright.cost.memory.saved import saved_beside, saved_for_backward
 from meshwright.ir.declared.operator import Operator, Work
-from meshwright.ir.graph import Op
+from meshwright.ir.graph import Graph, Op
 from meshwright.ir.plan import Schedule
-from meshwright.ir.rule import Placed, Rules, place
+from meshwright.ir.rule import OpRule, Placed, Rules, place
 from meshwright.ir.sharding import Sharding
 
 ROOT = ""
@@ -138,7 +139,7 @@ class Builder:
         for row, assignment, where in zip(unary, found, placed, strict=True):
             local = local_shapes(where, read, self.mesh, False), local_shapes(where, made, self.mesh, True)
             work = Work.of(op, self.graph, *local)
-            seconds = (*self.costs.op(op.target, operator, work, self.fused[op.name]), *self.costs.internal(rule, assignment))
+            seconds = priced(op, rule, assignment, operator, work, self.graph, self.costs, self.fused[op.name], read)
             row[[FORWARD, BACKWARD, HOST, HOST_BACK, SEND, SEND_BACK]] = np.array(seconds) * times
             row[SAVED] = sum(self.tables.bytes(op.outputs[index], where.results[index]) for index in saved)
             row[SAVED] += saved_beside(operator, work) if flows else 0.0
@@ -250,6 +251,22 @@ class Builder:
         uses = dict.fromkeys(use for _, use, _ in model.parameter_uses if self.tables.trainable[use])
         group = float(sum(self.graph.values[use].numel for use in uses))
         return self.tables.parameter(name, needs, variant, group, unit)
+
+
+def priced(
+    op: Op, rule: OpRule, assignment: Mapping[str, str], operator: Operator, work: Work, graph: Graph, costs: Costs,
+    fused: Fused | None, read: Sequence[tuple[int, ...]],
+) -> tuple[float, float, float, float, float, float]:
+    """Seconds of a call under an assignment: forward, backward, of the host, and of what it sends inside. ``work``: on local
+    shapes; ``read``: shapes of the operands before they are split."""
+    way = next((rule.ways[name] for name in assignment.values() if name in rule.ways), None)
+    counted = work if way is None else Work.of(op, graph, way.work(work.operands, read), list(work.results))
+    forward, backward, *host = costs.op(op.target, operator, counted, fused)
+    inside = costs.internal(rule, assignment)
+    if way is not None:
+        forward, backward, *waits = costs.way(rule, assignment, work.operands, work.reads.itemsize, (forward, backward))
+        inside = inside[0] + waits[0], inside[1] + waits[1]
+    return forward, backward, host[0], host[1], *inside
 
 
 def _space(operator: Operator, work: Work) -> int:

@@ -1,8 +1,9 @@
 """The legal choices of every operator: which factor each mesh axis splits.
 
-An axis has a *role* (``ir.mesh``): "any" (the solver decides), "data" (it splits the batch and nothing else) or "tensor" (it
-splits anything but the batch, and splits every weight that is contracted where it divides). Roles come from pins; without pins
-every axis is free.
+An axis has a *role* (``ir.mesh``): "any" (the solver decides), "data" (it splits the batch and nothing else), "sequence" (it
+splits the sequence where an operator can, of attention by a way that the rule names or by heads) or "tensor" (it splits
+anything but the batch, and splits every weight that is contracted where it divides). Roles come from pins; without pins every
+axis is free.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from functools import cached_property
 from meshwright.compiler.structure.dims import Dim, DimClasses, sequence_dims
 from meshwright.compiler.structure.positions import several_readers
 from meshwright.ir.graph import Graph, Op
-from meshwright.ir.mesh import DATA, TENSOR, Mesh
-from meshwright.ir.pins import PinError, Pins
+from meshwright.ir.mesh import DATA, SEQUENCE, SHARED, TENSOR, Mesh
+from meshwright.ir.pins import ULYSSES, PinError, Pins
 from meshwright.ir.plan import TIME
 from meshwright.ir.rule import APART, OpRule
-from meshwright.ir.sharding import parse_sharding
+from meshwright.ir.sharding import ceil_div, parse_sharding
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,13 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
         inner = not weights or any(rule.sizes[f] % scope.mesh.size(axis) == 0 for f in own & set(rule.splittable))
         for factor in rule.splittable:
             batch, sequence = factor in kinds["batch"], factor in kinds["sequence"]
-            if (role == DATA and not batch) or (role == TENSOR and batch):
+            if (role == DATA and not batch) or (role == TENSOR and batch) or (role == SEQUENCE and not sequence):
                 continue
             if role == TENSOR and scope.pins.sequence_parallel is False and (sequence or (factor in kinds["width"] and inner)):
                 continue  # what blocks hand on is whole on every rank
             allowed.append(factor)
+        if role == SEQUENCE and rule.ways:
+            allowed = _ways(rule, scope.pins.attention)
         per_axis.append(allowed if scope.mesh.size(axis) > 1 else [None])
     found = []
     timed = Mesh((*scope.mesh.axes, TIME), (*scope.mesh.sizes, scope.microbatches))
@@ -115,8 +118,9 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
         assignment = {axis: factor for axis, factor in zip(scope.mesh.axes, combination, strict=True) if factor is not None}
         if _legal(rule, {**assignment, **({TIME: time} if time else {})}, timed):
             found.append(assignment)
-    found = _storable(op, rule, found, scope)
+    found = _attending(op, rule, _storable(op, rule, found, scope), scope)
     found = _forced(found, kinds["batch"], scope, DATA) if on_weights else found
+    found = _forced(found, kinds["sequence"] | rule.ways.keys() | rule.inner, scope, SEQUENCE) if on_weights else found
     if weights:
         found = _forced(found, weights, scope, TENSOR)
     elif scope.pins.sequence_parallel and on_weights and kinds["sequence"] & set(rule.splittable):
@@ -125,6 +129,51 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     if scope.pins.sequence_parallel:
         found = _sequence_between_blocks(op, rule, found, scope, bool(weights))
     return _pinned_tensors(op, rule, found, scope)
+
+
+def _ways(rule: OpRule, pinned: str | None) -> list[str | None]:
+    """How a sequence axis may split an operator whose rule names ways to: by one of them, or its ``inner`` factors."""
+    named = [name for name in rule.ways if pinned in (None, name)]
+    return [None, *named, *(sorted(rule.inner.intersection(rule.splittable)) if pinned in (None, ULYSSES) else ())]
+
+
+def check_sequence(scope: Scope) -> None:
+    """Raise PinError if nothing of the model can be split over the sequence axes."""
+    axes = [axis for axis in scope.mesh.axes if scope.roles[axis] == SEQUENCE and scope.mesh.size(axis) > 1]
+    if not axes:
+        return
+    ranks, graph = scope.mesh.size(axes), scope.graph
+    lengths = {
+        graph.values[name].shape[dim] for op in graph.ops for name in op.outputs
+        for dim in range(len(graph.values[name].shape)) if scope.classes.find((name, dim)) in scope.sequence
+    }
+    if not lengths:
+        raise PinError(f"pin cp={ranks}: no sequence was found in this model: its blocks hand on nothing with a dim beside "
+                       "batch and width, and nothing attends; drop the pin")
+    longest = max(lengths)
+    if longest <= (ranks - 1) * ceil_div(longest, ranks):
+        nearest = max(n for n in range(1, ranks) if longest > (n - 1) * ceil_div(longest, n))
+        longer = next(n for n in itertools.count(longest) if n > (ranks - 1) * ceil_div(n, ranks))
+        raise PinError(f"pin cp={ranks}: a sequence of {longest} leaves some of the {ranks} ranks without any; take "
+                       f"cp={nearest}, or a sequence of {longer} or of a multiple of {ranks}")
+
+
+def _attending(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:
+    """Only the assignments in which attention runs as it is pinned."""
+    axes = tuple(axis for axis in scope.mesh.axes if scope.roles[axis] == SEQUENCE and scope.mesh.size(axis) > 1)
+    if scope.pins.attention is None or not rule.ways or not axes:
+        return found
+    kept = [assignment for assignment in found if all(axis in assignment for axis in axes)]
+    if not kept:
+        ranks, shapes = scope.mesh.size(axes), [list(scope.graph.values[name].shape) for name in op.inputs[:2]]
+        ways = [name for name in _ways(rule, scope.pins.attention) if name is not None]
+        legal = [n for n in range(2, ranks) if any(_legal(rule, {axes[0]: name}, Mesh(axes[:1], (n,))) for name in ways)]
+        remedy = f"cp={max(legal)}" if legal else "no cp"
+        raise PinError(
+            f"pin attention={scope.pins.attention!r}: {op.target} of {op.module or 'the model'}, queries {shapes[0]} and keys "
+            f"{shapes[1]}, cannot run so over cp={ranks}; take {remedy}, or another attention"
+        )
+    return kept
 
 
 def _legal(rule: OpRule, assignment: Mapping[str, str], mesh: Mesh) -> bool:
@@ -138,7 +187,7 @@ def _legal(rule: OpRule, assignment: Mapping[str, str], mesh: Mesh) -> bool:
         return False
     split: dict[str, list[str]] = {}
     for axis, factor in assignment.items():
-        if factor != APART and not factor.startswith("+"):
+        if factor != APART and not factor.startswith("+") and factor not in rule.ways:
             split.setdefault(factor, []).append(axis)
     return all(
         rule.sizes[factor] % mesh.size(axes) == 0 or (len(axes) == 1 and axes != [TIME]) for factor, axes in split.items()
@@ -152,7 +201,7 @@ def _storable(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -
     trained = {param.value for param in scope.graph.params if param.trainable}.intersection(op.inputs)
     if not trained:
         return found
-    data = [axis for axis in scope.mesh.axes if scope.roles[axis] == DATA and scope.mesh.size(axis) > 1]
+    data = [axis for axis in scope.mesh.axes if scope.roles[axis] in SHARED and scope.mesh.size(axis) > 1]
     even = bool(scope.pins.zero) and scope.pins.shard != 1 and bool(data)
 
     def kept(assignment: dict[str, str]) -> bool:

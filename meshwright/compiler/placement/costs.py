@@ -22,6 +22,7 @@ device HOST stands in FORWARD's place: it runs ahead, so the sums over a block a
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -130,6 +131,29 @@ class Costs:
                 *compute.seconds(operator, work, self.device, fused), *compute.started(operator, work, self.device, fused),
             )
         return self._op[key]
+
+    def way(
+        self, rule: OpRule, assignment: Mapping[str, str], local: Sequence[tuple[int, ...]], itemsize: int,
+        seconds: tuple[float, float],
+    ) -> tuple[float, float, float, float]:
+        """Seconds (forward, backward) of an operator's own work, and those in which it only waits for pieces that pass by.
+
+        ``local``: shapes of the operands; ``seconds``: of the work if all ranks had the same. Behind the pieces come, in the
+        backward, their gradients in fp32.
+        """
+        forward, backward = seconds
+        waits = [0.0, 0.0]
+        for axis, name in assignment.items():
+            found, ranks = rule.ways.get(name), self.mesh.size(axis)
+            if found is None or ranks == 1:
+                continue
+            forward, backward = forward * found.slowest(ranks), backward * found.slowest(ranks)
+            passing = sum(math.prod(local[position]) for position in found.passing)
+            for at, (work, width) in enumerate(((forward, itemsize), (backward, itemsize + _CAST_BYTES))):
+                if passing and work:
+                    send = self.collective("p2p", (axis,), float(passing * width))
+                    waits[at] += overlap.ring(work / ranks, send, ranks, self.device.contention) - work
+        return forward, backward, waits[0], waits[1]
 
     def internal(self, rule: OpRule, assignment: Mapping[str, str]) -> tuple[float, float]:
         """Seconds (forward, backward) of the collectives inside an operator."""

@@ -29,7 +29,7 @@ from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.solver.chain import BlockModel, Chain, Infeasible, Solution
 from meshwright.compiler.solver.solve import solve
 from meshwright.compiler.structure.activations import operand_shapes
-from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_dims
+from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_classes
 from meshwright.compiler.structure.folding import Folded, fold
 from meshwright.compiler.structure.microbatch import split_time
 from meshwright.cost import compute
@@ -135,7 +135,7 @@ class Placements:
         graph = self.folded.graph
         passed = handed_on(graph)
         batch = self._classes.of(batch_inputs(graph).items())
-        sequence = self._classes.of(sequence_dims(graph, passed, self._classes, batch).items())
+        sequence = sequence_classes(graph, passed, self._classes, batch)
         roles = {axis: role_of(axis) for axis in mesh.axes}
         return Scope(graph, mesh, roles, self.pins, self._classes, batch, sequence, frozenset(passed), count)
 

@@ -19,7 +19,7 @@ from meshwright.ir.declared.operator import Product, Products, Shape, Work
 from meshwright.ir.graph import Graph, GraphError, Op, Ref
 from meshwright.ir.notation import Dim, Line, Term, parse_line
 from meshwright.ir.operators import overload
-from meshwright.ir.rule import Factor, Localize, OpRule, RuleError, Traffic
+from meshwright.ir.rule import Factor, Localize, OpRule, RuleError, Traffic, Way
 
 Dims = Sequence[Factor | None]
 RuleFunction = Callable[["Call"], OpRule]
@@ -91,6 +91,8 @@ class Call:
         internal: Mapping[Factor, tuple[Traffic, ...]] | None = None,
         localize: Localize | None = None,
         fused: Mapping[int, tuple[int, int]] | None = None,
+        ways: Mapping[str, Way] | None = None,
+        inner: Sequence[Factor] = (),
     ) -> OpRule:
         """The rule with these factors, checked against the shapes.
 
@@ -132,6 +134,8 @@ class Call:
             localize,
             even=frozenset(even),
             fused=fused or {},
+            ways=ways or {},
+            inner=frozenset(inner),
         )
 
     def _passes(self, group: Sequence[int]) -> bool:

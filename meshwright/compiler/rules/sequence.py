@@ -2,8 +2,11 @@
 
 Of attention batch dims and heads pass. Query ``[*b, h, s, d]``, key ``[*b, g, t, d]``, value ``[*b, g, t, e]``, mask
 broadcasting to ``[*b, h, s, t]``. With grouped queries (``enable_gqa``) consecutive query heads share a key head, so heads are
-split in units of key heads. The sequence and the head dim are whole: a split sequence is not a local call but an algorithm
-(ring, all-gather, Ulysses), which a rule states by making ``s`` an internal factor and localizing to that algorithm's operator.
+split in units of key heads. The head dim is whole, and so is the sequence but for its ways, which are algorithms:
+
+    all-gather   queries, rows of the mask and results are split, keys and values are read whole
+    ring         the same, and keys and values are split as well and pass by
+    (Ulysses     is the heads' own split: what is split along the sequence before and after is exchanged by an all-to-all)
 
 Of recurrent layers samples pass, time and features are whole: a step in time reads all that the step before made, so neither
 can be split, and the weights are read whole.
@@ -19,7 +22,12 @@ from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Operand, Rewritten, argument, broadcast_dims, words
 from meshwright.ir.declared.operator import Saves, Work
 from meshwright.ir.graph import Op
-from meshwright.ir.rule import Factor, Local, OpRule
+from meshwright.ir.pins import GATHER, RING
+from meshwright.ir.rule import Factor, Local, OpRule, Way
+from meshwright.ir.sharding import ceil_div, piece
+
+Block = tuple[int, int, int, int, int, bool]
+"""(q0, q1, k0, k1, m0, causal): see ``runtime.attention.forms``."""
 
 
 def _attention(call: Call) -> OpRule:
@@ -36,16 +44,71 @@ def _attention(call: Call) -> OpRule:
         return [*own, None, None]
 
     units: dict[Factor, int] = {"h": key[-1]} if shared else {}
-    return call.rule([dims(operand) for operand in call.operands], [dims(call.results[0])], units=units)
+    return call.rule([dims(operand) for operand in call.operands], [dims(call.results[0])], units=units,
+                     ways=_ways(call), inner=["h"] if leading else [])
 
 
-def _with_dropout(op: Op, local: Local) -> Rewritten:
-    """With dropout it lends the kernel a generator."""
+def _ways(call: Call) -> dict[str, Way]:
+    """How queries in pieces are served. Keys pass by where they are cut as the queries are, or nothing depends on where."""
+    query, key, value, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
+    rows, keys = query.shape[-2], key.shape[-2]
+    heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (query, key, value)]
+    alike = len({x.shape[:-3] for x in (query, key, value)}) == 1 and heads[1] == heads[2] and heads[0] % heads[1] == 0
+    if rows < 2 or not alike or (heads[0] != heads[1] and not call["enable_gqa"]):
+        return {}
+    by_rows: list[int | None] = [query.ndim - 2, None, None]
+    by_both: list[int | None] = [query.ndim - 2, key.ndim - 2, value.ndim - 2]
+    if mask is not None:
+        split = mask.ndim - 2 if mask.ndim > 1 and mask.shape[-2] == rows else None
+        by_rows.append(split)
+        by_both.append(split)
+    result, causal = (query.ndim - 2,), bool(call["is_causal"])
+    ways = {GATHER: Way(tuple(by_rows), result, (rows,), uneven=causal)}
+    if keys > 1 and (rows == keys or not causal):
+        ways[RING] = Way(tuple(by_both), result, (rows, keys), (key.position, value.position), causal)
+    return ways
+
+
+def _local_attention(op: Op, local: Local) -> Rewritten:
+    """A piece of the queries looks at blocks of keys; with dropout it lends the kernel a generator."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     arguments = tuple(argument(op, name) for name in names)
-    if not arguments[4]:
+    *tensors, dropout, causal, scale, _ = arguments
+    gathered, passing = (local.axes_of(way) for way in (GATHER, RING))
+    last = len(local.operand_shapes[0]) - 2
+    if passing:
+        return "mw.ring", (*tensors, dropout, scale, *_passing_by(local, passing[0], last, causal)), (("axis", passing[0]),)
+    if gathered and causal:
+        offset, length = local.operand_piece(0, last)
+        return "mw.attend", (*tensors, dropout, scale, _causal(offset, length, local.operand_shapes[1][-2])), ()
+    if not dropout:
         return op.target, op.args, op.kwargs
     return "mw.sdpa", arguments, ()
+
+
+def _causal(offset: int, length: int, keys: int) -> tuple[Block, ...]:
+    """Rows offset.. of causal attention on all keys: what lies before the first row, then a square, then rows that see all."""
+    prefix, end = min(offset, keys), min(offset + length, keys)
+    square, below = end - prefix, length - (end - prefix)
+    blocks: list[Block] = [(0, length, 0, prefix, 0, False)] * bool(prefix)
+    blocks += [(0, square, prefix, end, prefix, True)] * bool(square)
+    blocks += [(square, length, prefix, end, prefix, False)] * bool(square and below)
+    return tuple(blocks)
+
+
+def _passing_by(local: Local, axis: str, dim: int, causal: bool) -> tuple[tuple[tuple[Block, ...], ...], int]:
+    """(the blocks at every step of a ring, the length of the longest piece of the keys)."""
+    ranks, mine = local.mesh.size(axis), local.coordinates[axis]
+    rows = local.operand_piece(0, dim)[1]
+    steps: list[tuple[Block, ...]] = []
+    for step in range(ranks):
+        source = (mine - step) % ranks
+        offset, length = piece(local.operand_shapes[1][dim], local.mesh, (axis,), {axis: source})
+        if not causal or source < mine:
+            steps.append(((0, rows, 0, length, offset, False),))
+        else:
+            steps.append(((0, rows, 0, length, offset, True),) if source == mine else ())
+    return tuple(steps), ceil_div(local.operand_shapes[1][dim], ranks)
 
 
 def _read(call: Call, dims: list[Factor | None], state: list[Factor | None]) -> list[list[Factor | None]]:
@@ -82,8 +145,10 @@ def _statistics(work: Work) -> float:
 attention = partial(declare, cost="attention", saves=Saves.parse("0 1 2 r0", beside=_statistics))
 
 RULES: Mapping[str, Declaration] = {
-    "aten.scaled_dot_product_attention.default": attention(_attention, _with_dropout),
+    "aten.scaled_dot_product_attention.default": attention(_attention, _local_attention),
     "mw.sdpa": attention(None),
+    "mw.attend": attention(None),
+    "mw.ring": attention(None),
     **{f"aten.{name}.input": declare(_layers) for name in words("lstm gru rnn_tanh rnn_relu")},
     **{f"aten.{name}.default": declare(_cell) for name in words("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")},
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from meshwright.compiler.placement.choices import Scope
+from meshwright.compiler.placement.choices import Scope, check_sequence
 from meshwright.compiler.placement.costs import Costs
 from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.problem import Problem
@@ -21,7 +21,7 @@ from meshwright.compiler.search.prediction import of_blocks
 from meshwright.compiler.search.task import Fits, Task, Timing
 from meshwright.compiler.solver.chain import Chain, Infeasible, Solution
 from meshwright.compiler.solver.solve import solve
-from meshwright.compiler.structure.dims import batch_inputs, handed_on, sequence_dims
+from meshwright.compiler.structure.dims import batch_inputs, handed_on, sequence_classes
 from meshwright.compiler.structure.microbatch import split_time
 from meshwright.ir.pins import PinError, vars_of
 from meshwright.ir.plan import Plan, PlanError
@@ -76,8 +76,10 @@ def _scope(task: Task, layout: Layout, microbatches: int) -> Scope:
     graph, classes = task.graph, task.classes
     passed = handed_on(graph)
     batch = classes.of(batch_inputs(graph).items())
-    sequence = classes.of(sequence_dims(graph, passed, classes, batch).items())
-    return Scope(graph, layout.mesh, layout.roles, task.pins, classes, batch, sequence, frozenset(passed), microbatches)
+    sequence = sequence_classes(graph, passed, classes, batch)
+    scope = Scope(graph, layout.mesh, layout.roles, task.pins, classes, batch, sequence, frozenset(passed), microbatches)
+    check_sequence(scope)
+    return scope
 
 
 def _chain(problem: Problem, task: Task, limit: float, timing: Timing) -> Chain:

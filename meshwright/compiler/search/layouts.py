@@ -15,7 +15,7 @@ from meshwright.compiler.search.candidates import Candidate, Layout
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.mesh import ANY, DATA, TENSOR, Mesh, role_of
+from meshwright.ir.mesh import ANY, SHARED, TENSOR, Mesh, role_of
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.sharding import ceil_div
 
@@ -35,6 +35,8 @@ def free_candidates(graph: Graph, cluster: Cluster, pins: Pins) -> list[tuple[Ca
 def layouts(cluster: Cluster, pins: Pins) -> list[Layout]:
     """Factorizations of the devices that the pins and the topology suggest, in a fixed order."""
     world = cluster.world
+    if (pins.cp or 1) > 1:
+        return _with_sequence(world // (pins.cp or 1), pins)
     if pins.dp is None and pins.tp is None:
         axes = ("x", "y")
         if cluster.nodes > 1:
@@ -43,20 +45,31 @@ def layouts(cluster: Cluster, pins: Pins) -> list[Layout]:
             shapes = [(world,)] + [(world // n, n) for n in range(2, world) if world % n == 0]
         return [Layout(Mesh(axes[: len(s)], s), dict.fromkeys(axes[: len(s)], ANY)) for s in shapes]
     tp = pins.tp if pins.tp is not None else world // (pins.dp or 1)
-    dp = pins.dp if pins.dp is not None else world // tp
+    return [_layout(pins.dp if pins.dp is not None else world // tp, 1, tp, pins)]
+
+
+def _with_sequence(rest: int, pins: Pins) -> list[Layout]:
+    """The layouts of a pinned cp; ``rest``: devices for the other degrees."""
+    tensor = [tp for tp in range(1, rest + 1) if rest % tp == 0 and pins.tp in (None, tp) and pins.dp in (None, rest // tp)]
+    return [_layout(rest // tp, pins.cp or 1, tp, pins) for tp in tensor]
+
+
+def _layout(dp: int, cp: int, tp: int, pins: Pins) -> Layout:
+    """dp x cp x tp, dp in replicas of a ZeRO group where that is pinned."""
     shard = pins.shard if pins.shard is not None else dp
     if dp % shard:
         raise PinError(f"pin shard={shard} must divide dp={dp}: it is the ZeRO group within the data ranks")
     sizes = {"dp": dp} if shard in (dp, 1) else {"dp_replicate": dp // shard, "dp_shard": shard}
+    sizes |= {"cp": cp} if cp > 1 else {}
     sizes["tp"] = tp
-    return [Layout(Mesh(tuple(sizes), tuple(sizes.values())), {axis: role_of(axis) for axis in sizes})]
+    return Layout(Mesh(tuple(sizes), tuple(sizes.values())), {axis: role_of(axis) for axis in sizes})
 
 
 def variants(layout: Layout, pins: Pins, microbatches: int, recompute: Sequence[str]) -> list[Variant]:
     """The ways to keep parameters that the pins leave open on this layout."""
     found = []
     axes = [axis for axis in layout.mesh.axes if layout.mesh.size(axis) > 1 and layout.roles[axis] != TENSOR]
-    must = {axis for axis in axes if layout.roles[axis] == DATA}
+    must = {axis for axis in axes if layout.roles[axis] in SHARED}
     levels = (pins.zero,) if pins.zero is not None else (0, 2, 3) if microbatches == 1 else (0, 1, 2, 3)
     for kind in recompute:
         for count in range(len(axes) + 1):

@@ -117,7 +117,8 @@ def _plan_of(found: Evaluation, sweep: Sweep, plans: Plans, fits: Fits, timing: 
 
 def _may_have_stages(pins: Pins, world: int) -> bool:
     """Whether the pins leave the number of stages open, or ask for several."""
-    return pins.needs_stages(world) or (pins.pp is None and world > 1 and world > (pins.dp or 1) * (pins.tp or 1))
+    alone = pins.pp is not None or (pins.cp or 1) > 1  # stages beside a split sequence are refused where they are pinned
+    return pins.needs_stages(world) or (not alone and world > 1 and world > (pins.dp or 1) * (pins.tp or 1))
 
 
 def _check_combination(task: Task) -> None:

@@ -1,14 +1,15 @@
 """What the dims of a graph are: batch, sequence - by where they come from, never by name.
 
 Dims that one factor joins inside an operator belong together; the classes of that relation follow a dim through the whole
-graph. The *batch* is the class of dim 0 of the inputs, the *sequence* the class of the first other dim of what blocks hand on.
+graph. The *batch* is the class of dim 0 of the inputs, the *sequence* the class of the first other dim of what blocks hand on,
+and of the queries of attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from meshwright.ir.graph import Graph
+from meshwright.ir.graph import Graph, Value
 from meshwright.ir.rule import Rules
 
 Dim = tuple[str, int]
@@ -88,3 +89,20 @@ def sequence_dims(graph: Graph, passed: Iterable[str], classes: DimClasses, batc
         if ndim >= 3 and dim is not None:
             found[name] = dim
     return found
+
+
+def sequence_classes(graph: Graph, passed: Iterable[str], classes: DimClasses, batch: frozenset[Dim]) -> frozenset[Dim]:
+    """The classes of dims that are a sequence: of what blocks hand on (``passed``) and of what a rule's ways split, or else of
+    inputs."""
+    found = classes.of(sequence_dims(graph, passed, classes, batch).items())
+    attended = [
+        (name, dim) for op in graph.ops for way in classes.rules[op.name].ways.values()
+        for name, dim in zip(op.inputs, way.operands, strict=True) if dim is not None
+    ]
+    found = (found | classes.of(attended)) - batch
+    return found or classes.of((name, 1) for name in graph.inputs if _is_sequence(graph.values[name])) - batch
+
+
+def _is_sequence(value: Value) -> bool:
+    """Whether an input is ids or vectors in a row."""
+    return len(value.shape) == 3 or (len(value.shape) == 2 and not value.dtype.is_floating_point)

@@ -1,0 +1,150 @@
+"""Context parallelism: the sequence split over an axis of its own, attention by each of its forms, equal to one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshwright as mw
+from meshwright.api import autoparallel
+from meshwright.ir.pins import ATTENTION, PinError
+from meshwright.views.report import render
+from tests.equality import check, differences, loss_of
+from tests.models import Case, make
+
+FORMS: list[dict[str, Any]] = [{"cp": 2, "attention": form} for form in ATTENTION]
+FOUR: dict[str, list[dict[str, Any]]] = {
+    "llama": [
+        {"cp": 4, "attention": "ring", "zero": 3},
+        {"dp": 2, "cp": 2, "zero": 2, "microbatches": 2, "attention": "ring", "recompute": "full"},
+        {"cp": 2, "tp": 2, "sequence_parallel": True, "attention": "all-gather"},
+    ],
+    "gpt2": [
+        {"cp": 4, "attention": "ulysses"}, {"cp": 2, "tp": 2, "attention": "ulysses", "zero": 1, "recompute": "selective"},
+    ],
+    "t5": [{"cp": 4}, {"dp": 2, "cp": 2, "zero": 3, "microbatches": 2, "attention": "ring"}],
+    "vit": [{"cp": 4, "attention": "ring"}, {"cp": 2, "tp": 2, "attention": "all-gather", "zero": 3}],
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit"])
+def test_forms_of_attention(pool: Callable[[int], Any], name: str) -> None:
+    """Grouped heads, causal and not, padding, a bias with a gradient, cross attention, a length that does not divide."""
+    assert pool(2).run(check, name, 2, FORMS, timeout=200) == [[]] * 2
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_together_with_the_rest(pool: Callable[[int], Any], name: str) -> None:
+    """With data and tensor ranks, ZeRO, micro-batches, recomputation."""
+    assert pool(4).run(check, name, 4, FOUR[name], timeout=200) == [[]] * 4
+
+
+class Attends(nn.Module):
+    """Two layers of attention, in a form of its own; the length does not divide, nor is it that of the keys."""
+
+    def __init__(self, form: str, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.form, self.heads = form, heads
+        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(width, width) for _ in range(4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        for q, k, v, o in self.layers:
+            source = keys if self.form == "cross" else x
+            parts = [f(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f, y in ((q, x), (k, source), (v, source))]
+            x = x + o(self.attention(*parts, mask).transpose(1, 2).flatten(2))
+        return {"loss": (x * x).mean(), "hidden": x}
+
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if self.form == "written":
+            scores = q @ k.transpose(-1, -2) * 0.3
+            scores = scores.masked_fill(torch.ones(q.shape[-2], q.shape[-2]).triu(1).bool(), float("-inf"))
+            return scores.softmax(-1) @ v
+        if self.form == "documents":
+            return F.scaled_dot_product_attention(q, k, v, (mask[:, None, :] == mask[:, :, None])[:, None])
+        if self.form == "added":
+            return F.scaled_dot_product_attention(q, k, v, mask[:, None, None, :] * 0.5, scale=0.7)
+        dropped = 0.5 if self.form == "dropped" and self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropped, is_causal=self.form in ("causal", "dropped"))
+
+
+def _case(form: str) -> Case:
+    torch.manual_seed(2)
+    documents = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3]).expand(4, 11).float().contiguous()
+    return Attends(form), {"x": torch.randn(4, 11, 16), "keys": torch.randn(4, 7, 16), "mask": documents}
+
+
+def _forms(rank: int, form: str, world: int, all_pins: Sequence[Mapping[str, Any]]) -> list[str]:
+    model, batch = _case(form)
+
+    def build(pins: Mapping[str, Any]) -> nn.Module:
+        parallel = autoparallel(model, init_device_mesh("cpu", (world,)), ((), batch), pins=pins, progress=False)
+        assert parallel.plan.mesh.size("cp") == pins["cp"]
+        hidden = parallel(**batch)["hidden"].full_tensor()
+        torch.testing.assert_close(hidden, copy.deepcopy(model)(**batch)["hidden"])  # in the user's order
+        return parallel
+
+    return differences(rank, model, batch, {f"{form} under {pins}": partial(build, pins) for pins in all_pins})
+
+
+@pytest.mark.parametrize("form", ["written", "documents", "added", "cross", "causal"])
+def test_attention_of_every_kind(pool: Callable[[int], Any], form: str) -> None:
+    """Written out, masks that are data, an added one, keys of another length; outputs come back whole and in order."""
+    pins = FORMS if form != "written" else FORMS[:1]
+    assert pool(2).run(_forms, form, 2, [*pins, {"cp": 2, "zero": 3}], timeout=200) == [[]] * 2
+
+
+def _dropped(rank: int) -> tuple[float, float, bool]:
+    """(loss, the same again under the seed, whether eval is that of one process)."""
+    model, batch = _case("dropped")
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(9)
+        parallel = autoparallel(model, init_device_mesh("cpu", (2,)), ((), batch), pins={"cp": 2, "attention": "ring"},
+                                progress=False)
+        loss = loss_of(parallel(**batch))
+        loss.backward()
+        assert all(torch.isfinite(p.grad.full_tensor()).all() for p in parallel.parameters() if p.grad is not None)
+        losses.append(loss.item())
+    want = loss_of(copy.deepcopy(model).eval()(**batch)).item()
+    return losses[0], losses[1], abs(loss_of(parallel.eval()(**batch)).item() - want) < 1e-5
+
+
+def test_dropout_of_probabilities(pool: Callable[[int], Any]) -> None:
+    """Dropout inside attention draws by the seed, and not in eval."""
+    (first, again, quiet), other = pool(2).run(_dropped)
+    assert (first, again, quiet) == other
+    assert first == again
+    assert quiet
+
+
+def _refused(model: nn.Module, batch: Any, pins: Mapping[str, Any], devices: int = 4) -> str:
+    with pytest.raises(PinError) as caught:
+        mw.plan(model, f"cpu:1x{devices}", ((), batch), pins=dict(pins))
+    return str(caught.value)
+
+
+def test_what_cannot_be_is_refused_with_what_can() -> None:
+    """Too few heads, too short a sequence, none at all, pins without cp."""
+    model, batch = make("llama")
+    text = _refused(model, batch, {"cp": 4, "attention": "ulysses"})
+    assert "keys [4, 2, 8, 8], cannot run so over cp=4; take cp=2, or another attention" in text
+    assert "needs pin cp" in _refused(model, batch, {"attention": "ring"})
+    assert "take cp=8, or a sequence of" in _refused(model, batch, {"cp": 16}, 16)
+    assert "no sequence was found" in _refused(*make("convnet"), {"cp": 2, "dp": 2})
+
+
+def test_the_plan_says_how_attention_runs() -> None:
+    """The form is in the assignment, in the report, and survives a file."""
+    model, batch = make("llama")
+    plan = mw.plan(model, "cpu:1x4", ((), batch), pins={"cp": 4, "attention": "ring"})
+    assert [dict(a) for a in plan.assignments.values()].count({"cp": "ring"}) == 2
+    assert "cp=4 (sequence, attention by ring + data)" in render(plan)
+    assert all(group.data_axes == ("cp",) for group in plan.groups)
