@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from meshwright.ir.schedules import ScheduleError, register_schedule
     from meshwright.planner import OutOfMemoryError
     from meshwright.runtime.state.materialize import MaterializeError
-    from meshwright.views.explain import diff, explain
-    from meshwright.views.facts import to_networkx
+    from meshwright.views.difference import diff
+    from meshwright.views.explain import explain
+    from meshwright.views.network import to_networkx
     from meshwright.views.report import show, timeline
 
 _LAZY: Mapping[str, str] = {
@@ -56,10 +57,10 @@ _LAZY: Mapping[str, str] = {
     "export": "meshwright.exported",
     "load": "meshwright.exported",
     "explain": "meshwright.views.explain",
-    "diff": "meshwright.views.explain",
+    "diff": "meshwright.views.difference",
     "show": "meshwright.views.report",
     "timeline": "meshwright.views.report",
-    "to_networkx": "meshwright.views.facts",
+    "to_networkx": "meshwright.views.network",
 }
 """{public name: the module that defines it}."""
 

@@ -148,7 +148,7 @@ def diff(file: PlanFile, other: PlanFile, as_json: Json = False) -> None:
     with _errors(as_json):
         old, new = Plan.load(file), Plan.load(other)
         from meshwright.ir.serialize import plan_hash
-        from meshwright.views import explain as answers
+        from meshwright.views import difference as answers
 
         same = plan_hash(old) == plan_hash(new)
         text = answers.diff(old, new)
@@ -293,14 +293,15 @@ def summary(plan: Plan) -> dict[str, Any]:
     """A plan's decisions and predictions as JSON-able values; the graph is left to the plan file."""
     from meshwright.views.facts import facts_of, sections
 
-    found = sections(facts_of(plan))
+    found, shown = sections(facts_of(plan)), ("module", "weights", "result", "collectives")
     return {
         "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)), "cluster": plan.cluster, "world": plan.mesh.world,
         "microbatches": plan.schedule.microbatches, "precision": plan.precision, "optimizer": plan.optimizer,
         "predicted": plan.predicted and plan.predicted.as_json(),
         "certificate": plan.certificate and {**plan.certificate.as_json(), "gap": plan.certificate.gap},
         "groups": [asdict(group) for group in plan.groups],
-        "sections": [{"title": section.title, "blocks": section.paths, "rows": [asdict(row) for row in section.rows]}
+        "sections": [{"title": section.title, "blocks": section.paths,
+                      "rows": [{name: getattr(row, name) for name in shown} for row in section.rows]}
                      for section in found],
         "notes": plan.notes,
     }

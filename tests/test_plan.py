@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from meshwright.compiler.capture.capture import capture
+from meshwright.compiler.solver.solve import solve
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
 from meshwright.ir.plan import Plan, PlanError
@@ -20,8 +22,12 @@ from meshwright.ir.reading.graphs import graph_from_dict
 from meshwright.ir.serialize import graph_digest, graph_to_dict, plan_hash, plan_to_dict
 from meshwright.ir.sharding import parse_sharding
 from meshwright.planner import make_plan
-from meshwright.views.explain import diff, explain, prices
-from meshwright.views.facts import facts_of, to_networkx
+from meshwright.views.alternatives import Alternatives
+from meshwright.views.difference import diff
+from meshwright.views.explain import explain
+from meshwright.views.facts import facts_of
+from meshwright.views.network import to_networkx
+from meshwright.views.prices import Prices
 from tests.handmade import handmade_graph, handmade_plan
 
 
@@ -124,18 +130,57 @@ def test_explain_an_operator(plan: Plan) -> None:
 
 
 def test_prices_are_those_of_the_cost_model(plan: Plan) -> None:
-    facts = facts_of(plan)
-    op = next(op for op in plan.graph.ops if op.name == "down1")
-    found = prices(facts, op)
-    chosen = next(price for price in found if price.assignment == plan.assignments["down1"])
+    prices = Prices(facts_of(plan))
+    ops = {op.name: op for op in plan.graph.ops}
     network = Network(Cluster.parse(plan.cluster), plan.mesh)
-    assert chosen.moving == pytest.approx(network.seconds("all_reduce", ("tp",), 8 * 16 * 4 / 2))
-    assert [price.total for price in found] == sorted(price.total for price in found)
-    assert all(math.isfinite(price.total) for price in found)
-    # computing everything on every rank needs the features gathered, which column-then-row does not
-    alone = next(price for price in found if price.assignment == {"dp": chosen.assignment["dp"]})
-    assert alone.compute >= chosen.compute  # both are so small that starting them is all there is
-    assert len({tuple(sorted(price.assignment.items())) for price in found}) == len(found)
+    (edge,) = [edge for edge in prices.edges(ops["add1"]) if edge.value == "down1"]
+    assert edge.seconds == pytest.approx(network.seconds("all_reduce", ("tp",), 8 * 16 * 4 / 2))
+    assert edge.bytes_ == 8 * 16 * 4 / 2
+    # the two readers of a block's input share the reduction of its gradient, which one of them needs
+    shared = [edge for name in ("up1", "add1") for edge in prices.edges(ops[name]) if edge.value == "add0"]
+    assert sum(edge.seconds for edge in shared) == pytest.approx(network.seconds("all_reduce", ("tp",), 8 * 16 * 4 / 2))
+
+
+@pytest.mark.parametrize("name", ["up0", "relu1", "down1", "add0", "square"])
+def test_every_alternative_is_the_best_plan_with_that_choice(plan: Plan, name: str) -> None:
+    """Against the solver on the chain in which every equal block has that choice and no other."""
+    known = Alternatives(facts_of(plan))
+    op = next(op for op in plan.graph.ops if op.name == name)
+    found = known.of(op)
+    assert found is not None
+    kind, model, var = known.places[name]
+    chain = replace(known.chain, sequence=tuple(known.chain.sequence[at] for at in known.folded.serves))
+    assert len(found) <= len(model.op_choices[var])
+    for one in found:
+        number = model.op_choices[var].index(one.assignment)
+        kinds = list(chain.kinds)
+        block = kinds[kind].variants[0]
+        unary = [array.copy() for array in block.unary]
+        unary[var][[other for other in range(len(unary[var])) if other != number]] = math.inf
+        kinds[kind] = replace(kinds[kind], variants=(replace(block, unary=tuple(unary)),))
+        best = solve(replace(chain, kinds=tuple(kinds)), gap=1e-6)
+        assert one.seconds == pytest.approx(best.time, rel=2e-3)
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    assert sum(one.chosen for one in found) <= 1
+
+
+def test_explain_says_what_decides_and_what_is_closed(plan: Plan) -> None:
+    text = explain(plan, "down1")
+    assert "not open: dp splits k: a data axis splits the batch and nothing else" in text
+    assert "formula  all-reduce@tp" not in text  # it stands before the operator that reads the sum
+    summed = explain(plan, "add1")
+    assert "all-reduce@tp by ring: sends 2*S*(P - 1)/P = 256 B for S = 256 B, P = 2" in " ".join(summed.split())
+    assert max(map(len, [*text.splitlines(), *summed.splitlines()])) <= 120
+    assert not re.search(r"e\+\d+ [KMG]iB", text + summed)
+
+
+def test_explain_a_whole_plan(plan: Plan) -> None:
+    known = replace(plan.predicted, compute_seconds=0.01, exposed_communication_seconds=0.0025)
+    lines = explain(replace(plan, predicted=known)).splitlines()
+    assert "bound by   compute" in lines
+    assert any("exposed communication 2.5 ms, 20.0% of the step" in line for line in lines)
+    assert any("all-reduce@tp" in line for line in lines)
+    assert explain(replace(plan, predicted=None)) == "nothing is predicted of this plan: no search made it"
 
 
 def test_a_cluster_of_ones_own_has_no_prices(plan: Plan) -> None:
@@ -173,9 +218,12 @@ def test_no_differences(plan: Plan) -> None:
 def test_differences_are_named_and_folded(plan: Plan) -> None:
     groups = tuple(replace(group, zero=3) if group.path else group for group in plan.groups)
     other = replace(plan, groups=groups, precision="bf16", predicted=replace(plan.predicted, step_seconds=0.025))
-    assert diff(plan, other).splitlines() == [
+    decided, seconds = diff(plan, other).splitlines()[:3], diff(plan, other).splitlines()[3:]
+    assert decided == [
         "precision: fp32 -> bf16", "predicted step: 12.5 ms -> 25 ms", "block blocks.0..1: zero 2 -> 3",
     ]
+    assert all(line.startswith(("time of block blocks.", "time outside the blocks: ", "    ")) for line in seconds)
+    assert any("parameters beside compute" in line for line in seconds)
 
 
 def test_changed_placements_show_in_the_notation(plan: Plan) -> None:
@@ -200,11 +248,33 @@ def test_to_networkx_has_every_use(plan: Plan) -> None:
     assert found.number_of_nodes() == len(plan.graph.ops) + len(plan.graph.params) + len(plan.graph.inputs)
     assert found.number_of_edges() == sum(len(op.inputs) for op in plan.graph.ops)
     assert found.number_of_edges("add1", "square") == 2  # one tensor used twice is two edges
-    assert found.nodes["down0"]["shardings"] == ("f32[8@dp, 16] +tp",)
+    assert found.nodes["down0"]["sharding"] == "f32[8@dp, 16] +tp"
+    assert found.nodes["down0"]["source"] == "model.py:1"
     assert found.nodes["p_blocks_0_up_weight"]["kind"] == "parameter"
     (edge,) = found.get_edge_data("add0", "up1").values()
     assert (edge["have"], edge["need"]) == ("f32[8@dp, 16]", "f32[8@dp, 16] ~tp")
-    assert edge["collectives"] == ("bwd all-reduce@tp",)
+    assert edge["collectives"] == "bwd all-reduce@tp"
+    (sum_,) = found.get_edge_data("down0", "add0").values()
+    assert (sum_["collectives"], sum_["bytes"]) == ("fwd all-reduce@tp", 4 * 16 * 4.0)
+    assert sum_["seconds"] == sum_["forward_seconds"] > 0 == sum_["backward_seconds"]
+    assert found.nodes["down0"]["flops"] == 3 * 2 * 4 * 16 * 16  # batch over dp, contracted over tp; 3 products
+
+
+@pytest.mark.parametrize("cluster", ["cpu:1x4", ""])
+def test_the_graph_goes_through_files(plan: Plan, cluster: str, tmp_path: Path) -> None:
+    import networkx as nx
+
+    found = to_networkx(replace(plan, cluster=cluster))
+    assert ("flops" in found.nodes["up0"]) == bool(cluster)
+    nx.write_graphml(found, tmp_path / "plan.graphml")
+    read = nx.read_graphml(tmp_path / "plan.graphml", force_multigraph=True, edge_key_type=int)
+    again = nx.node_link_graph(json.loads(json.dumps(nx.node_link_data(found, edges="edges"))), edges="edges")
+    for other in (read, again):
+        assert {name: dict(data) for name, data in other.nodes(data=True)} == dict(found.nodes(data=True))
+        edges = {(a, b, k): {name: text for name, text in data.items() if name != "id"}
+                 for a, b, k, data in other.edges(keys=True, data=True)}
+        assert edges == {(a, b, k): data for a, b, k, data in found.edges(keys=True, data=True)}
+        assert other.graph["mesh"] == "dp=2 x tp=2"
 
 
 # the value itself
@@ -229,4 +299,4 @@ def test_a_planned_plan_prints_explains_and_returns(tmp_path: Path) -> None:
     assert diff(made, read) == "no differences"
     for op in made.graph.ops:
         assert "->" in explain(made, op.name)
-    assert all(parse_sharding(node["shardings"][0]) for _, node in to_networkx(made).nodes(data=True))
+    assert all(parse_sharding(node["sharding"].split("; ")[0]) for _, node in to_networkx(made).nodes(data=True))

@@ -439,4 +439,15 @@ def test_the_pictures_of_the_documentation_are_the_tables() -> None:
     pictures = re.findall(r"```schedule (\w+) pp=(\d+) virtual_stages=(\d+) microbatches=(\d+)\n(.*?)\n```", text, re.DOTALL)
     assert {name for name, *_ in pictures} == set(SCHEDULES)
     for name, *numbers, picture in pictures:
-        assert picture == render(schedule_table(name, *map(int, numbers)))
+        assert picture == render(schedule_table(name, *map(int, numbers)), width=200)
+
+
+def test_a_wide_clock_is_shown_in_windows() -> None:
+    whole = render(schedule_table("1f1b", 2, 1, 3), width=40).splitlines()
+    assert [line.split()[1] for line in whole if line.startswith("clock")] == ["0", "8"]
+    text = render(schedule_table("interleaved1f1b", 4, 4, 32))
+    assert max(map(len, text.splitlines())) <= 120
+    left_out = [int(line.split()[1]) for line in text.splitlines() if line.startswith("...")]
+    assert len(left_out) == 2
+    clocks = [line.split()[1:] for line in text.splitlines() if line.startswith("clock")]
+    assert sum(map(len, clocks)) + sum(left_out) == int(clocks[-1][-1]) + 1

@@ -257,10 +257,15 @@ def _before(stage: np.ndarray, boundary: np.ndarray) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------------ pictures
 
 
-def render(what: Table | Simulation, *, tick: float | None = None, columns: int = 160) -> str:
+_MOST_TICKS = 4096
+"""So fine is a clock at most, whatever its shortest action."""
+
+
+def render(what: Table | Simulation, *, tick: float | None = None, width: int = 120) -> str:
     """A schedule as text: a row per stage, a column per tick of the clock, in each cell the action that runs in the middle of
     the tick (``==``: it goes on). A table is drawn with F = I = W = 1 tick, B = 2. ``tick``: seconds (default: the shortest
-    action, longer if there would be more than ``columns``); actions shorter than a tick may fall between two cells.
+    action); actions shorter than a tick may fall between two cells. What is wider than ``width`` columns is shown in windows:
+    the first, one of the middle, the last.
 
     >>> from meshwright.ir.schedules import schedule_table
     >>> print(render(schedule_table("1f1b", 2, 1, 3)))
@@ -270,18 +275,32 @@ def render(what: Table | Simulation, *, tick: float | None = None, columns: int 
     """
     run = what if isinstance(what, Simulation) else simulate(what, 1.0, 1.0, 1.0)
     spans = [span for span in run.spans() if span[3] > span[2]]
-    step = tick or max(min((end - start for *_, start, end in spans), default=1.0), run.makespan / columns)
+    shortest = min((end - start for *_, start, end in spans), default=1.0)
+    step = tick or max(shortest, run.makespan / _MOST_TICKS)
     ticks = max(1, round(run.makespan / step))
     cells = [[""] * ticks for _ in range(run.table.stages)]
     for _, action, start, end in spans:
         low, high = (int(np.ceil(edge / step - 0.5 - 1e-9)) for edge in (start, end))
         for clock in range(low, min(high, ticks)):
             cells[action.stage][clock] = "==" if clock > low else f"{action.kind}{action.microbatch}"
-    width = max(2, *(len(cell) for row in cells for cell in row), len(str(ticks - 1)))
+    cell = max(2, *(len(text) for row in cells for text in row), len(str(ticks - 1)))
     heads = [f"rank {rank} stage {stage}" for stage, rank in enumerate(run.table.stage_rank)]
     margin = max(map(len, heads))
     lines = [("clock", [str(clock) for clock in range(ticks)]), *zip(heads, cells, strict=True)]
-    return "\n".join((f"{head:<{margin}} " + " ".join(f"{cell:<{width}}" for cell in row)).rstrip() for head, row in lines)
+
+    def window(low: int, high: int) -> str:
+        rows = ((head, row[low:high]) for head, row in lines)
+        return "\n".join((f"{head:<{margin}} " + " ".join(f"{text:<{cell}}" for text in row)).rstrip() for head, row in rows)
+
+    wide = max(1, (width - margin) // (cell + 1))
+    starts = sorted({0, max(0, (ticks - wide) // 2), max(0, ticks - wide)}) if ticks > 2 * wide else range(0, ticks, wide)
+    parts: list[str] = []
+    last = 0
+    for low in starts:
+        if low > last:
+            parts.append(f"... {low - last} ticks ...")
+        parts.append(window(low, last := min(low + wide, ticks)))
+    return "\n".join(parts)
 
 
 _NAMES: Mapping[str, str] = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weight"}

@@ -6,7 +6,6 @@
 
 The collectives are read off the lowered program of rank 0, so what is shown is what runs: a step belongs to the operator that
 produced its value, or, where that lies outside the segment (parameters, what another block hands on), to the one that reads it.
-``to_networkx`` gives the same facts as a graph.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-
-import networkx as nx
+from dataclasses import dataclass, field
 
 from meshwright.ir.graph import Op
 from meshwright.ir.plan import Plan
@@ -79,12 +76,14 @@ class Facts:
 
 @dataclass(frozen=True)
 class Row:
-    """Consecutive operators of one module. ``module`` is relative to the block ("." is the block itself)."""
+    """Consecutive operators of one module. ``module`` is relative to the block ("." is the block itself); ``steps``: its
+    collectives, where the rows of equal blocks stand first."""
 
     module: str
     weights: tuple[str, ...]
     result: str
     collectives: tuple[str, ...]
+    steps: tuple[Collective, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -190,13 +189,14 @@ def _rows(facts: Facts, ops: Sequence[Op], path: str, by_op: Mapping[str, list[C
     for module, run in itertools.groupby(ops, key=lambda op: op.module):
         turn = list(run)
         owned = dict.fromkeys(name for op in turn for name in op.inputs if name in names and names[name].trainable)
-        steps = dict.fromkeys(str(step) for op in turn for step in by_op.get(op.name, ()))
+        moved = tuple(step for op in turn for step in by_op.get(op.name, ()))
+        steps = dict.fromkeys(map(str, moved))
         last = next((out for op in reversed(turn) for out in op.outputs if graph.values[out].differentiable), None)
         if not owned and not steps and last is None:
             continue
         weights = tuple(f"{names[name].fqn.rsplit('.', 1)[-1]} {facts.type_of(name)}" for name in owned)
         result = facts.type_of(last or turn[-1].outputs[0])
-        rows.append(Row(_relative(module, path), weights, result, tuple(steps)))
+        rows.append(Row(_relative(module, path), weights, result, tuple(steps), moved))
     return tuple(rows)
 
 
@@ -227,32 +227,3 @@ def _runs(numbers: Sequence[int]) -> Iterator[str]:
         members = [number for _, number in run]
         yield str(members[0]) if len(members) == 1 else f"{members[0]}..{members[-1]}"
 
-
-def to_networkx(plan: Plan) -> nx.MultiDiGraph:
-    """Operators, inputs and parameters as nodes; one edge per use of a value.
-
-    Node attributes: ``kind`` ("op", "input", "parameter", "buffer"), ``target``, ``module``, ``source``, ``assignment``,
-    ``shardings`` (of the results, in the notation). Edge attributes: ``value``, ``shape``, ``dtype``, ``operand``
-    (position), ``have`` and ``need`` (shardings in the notation), ``collectives``.
-    """
-    facts, graph = facts_of(plan), plan.graph
-    result = nx.MultiDiGraph(mesh=str(plan.mesh), cluster=plan.cluster)
-    for name in graph.inputs:
-        result.add_node(name, kind="input", shardings=(facts.type_of(name),))
-    for param in graph.params:
-        kind = "buffer" if param.buffer else "parameter"
-        result.add_node(param.value, kind=kind, fqns=param.fqns, shardings=(facts.type_of(param.value),))
-    for op in graph.ops:
-        result.add_node(
-            op.name, kind="op", target=op.target, module=op.module, source=op.source,
-            assignment=dict(plan.assignments.get(op.name, {})), shardings=tuple(map(facts.type_of, op.outputs)),
-        )
-        for position, name in enumerate(op.inputs):
-            value, maker = graph.values[name], graph.producers.get(name)
-            need = format_sharding(facts.placed[op.name].operands[position], value.shape, value.dtype)
-            steps = tuple(str(step) for step in facts.collectives if step.value == name and step.op in (op.name, ""))
-            result.add_edge(
-                graph.ops[maker].name if maker is not None else name, op.name, value=name, shape=value.shape,
-                dtype=value.dtype, operand=position, have=facts.type_of(name), need=need, collectives=steps,
-            )
-    return result

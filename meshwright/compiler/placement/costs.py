@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,6 +158,12 @@ class Costs:
     def internal(self, rule: OpRule, assignment: Mapping[str, str]) -> tuple[float, float]:
         """Seconds (forward, backward) of the collectives inside an operator."""
         seconds = [0.0, 0.0]
+        for kind, axes, bytes_, backward in self.inside(rule, assignment):
+            seconds[backward] += self.collective(kind, axes, bytes_)
+        return seconds[0], seconds[1]
+
+    def inside(self, rule: OpRule, assignment: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...], float, bool]]:
+        """The collectives inside an operator: (kind, axes, bytes of the full buffer on one rank, whether in the backward)."""
         for factor, traffic in rule.internal.items():
             axes = tuple(axis for axis in self.mesh.axes if assignment.get(axis) == factor)
             if axes:
@@ -168,8 +174,7 @@ class Costs:
                     if item.operand is not None:
                         dims = rule.operands[item.operand]
                         cut = self.mesh.size([axis for axis, other in assignment.items() if other in dims])
-                    seconds[item.backward] += self.collective(item.kind, axes, item.elements / cut * item.itemsize)
-        return seconds[0], seconds[1]
+                    yield item.kind, axes, item.elements / cut * item.itemsize, item.backward
 
     def reshard(
         self, source: Sharding, target: Sharding, bytes_: float, differentiable: bool, by_linears: bool = False

@@ -1,0 +1,79 @@
+"""What bounds a plan's step: where its seconds and its bytes go, from the largest part down (``whole``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.cost.cluster import ClusterError
+from meshwright.ir.plan import Plan
+from meshwright.ir.quantities import bytes_text, seconds_text
+from meshwright.views.facts import Facts
+from meshwright.views.page.outline import Shown, shown
+from meshwright.views.prices import Prices
+from meshwright.views.words import memory_words, predicted_words, time_parts
+
+_LINES = 6
+_FULL = 0.9
+"""Part of the memory above which it is said to bind: recomputation and micro-batches are what it is bought with."""
+
+
+def whole(facts: Facts) -> str:
+    """What bounds the step, in words."""
+    plan = facts.plan
+    predicted = plan.predicted
+    if predicted is None:
+        return "nothing is predicted of this plan: no search made it"
+    parts = sorted(time_parts(predicted), key=lambda part: -part[1])
+    lines = [f"predicted  {predicted_words(predicted)}"]
+    for number, (name, seconds) in enumerate(parts):
+        share = f"{seconds / predicted.step_seconds:.1%} of the step"
+        lines.append(f"{'' if number else 'time':10s} {name} {seconds_text(seconds)}, {share}")
+    lines.append(f"memory     {memory_words(predicted)}")
+    lines.append(f"bound by   {_verdict(plan, parts)}")
+    try:
+        lines += _most(facts, Prices(facts))
+    except ClusterError:
+        lines.append(f"no prices: cluster {plan.cluster or '(unnamed)'} is not in the catalogue")
+    return "\n".join(lines)
+
+
+def _verdict(plan: Plan, parts: list[tuple[str, float]]) -> str:
+    predicted = plan.predicted
+    assert predicted is not None
+    name = parts[0][0] if parts else "nothing that is known"
+    words = [name]
+    again = sum(seconds for part, seconds in parts if part == "recomputation")
+    if predicted.bytes_per_rank > _FULL * predicted.capacity_bytes:
+        more = f", which recomputation of {seconds_text(again)} pays for" if again else ""
+        words.append(f"memory ({bytes_text(predicted.bytes_per_rank)} of {bytes_text(predicted.capacity_bytes)}){more}")
+    return "; and ".join(words)
+
+
+def _most(facts: Facts, prices: Prices) -> Iterator[str]:
+    """The operators and collectives that take most of a step, equal blocks together."""
+    compute: list[tuple[float, str]] = []
+    moved: dict[str, float] = {}
+    for one in shown(facts.plan):
+        work, times = prices.op(one.op), len(one.copies)
+        compute.append((work.compute_seconds * times, _where(one)))
+        pairs = [(str(move), move.seconds) for move in work.inside]
+        pairs += [(str(move), move.seconds) for edge in prices.edges(one.op) for move in edge.moves]
+        pairs += [("weights gathered, beside compute", work.gather_seconds), ("gradients reduced, beside compute",
+                                                                              work.reduce_seconds)]
+        for words, seconds in pairs:
+            moved[words] = moved.get(words, 0.0) + seconds * times
+    total = sum(seconds for seconds, _ in compute) or 1.0
+    stages = "" if facts.plan.pipeline is None else ", summed over stages"
+    yield f"operators  those that take most of a step{stages}:"
+    for seconds, words in sorted(compute, key=lambda pair: -pair[0])[:_LINES]:
+        yield f"{'':10s} {seconds_text(seconds):>8s}  {seconds / total:5.1%}  {words}"
+    there = sorted(((seconds, words) for words, seconds in moved.items() if seconds > 0), reverse=True)
+    if there:
+        yield f"collectives, likewise{stages}:"
+    for seconds, words in there[:_LINES]:
+        yield f"{'':10s} {seconds_text(seconds):>8s}  {words}"
+
+
+def _where(one: Shown) -> str:
+    times = f", {len(one.copies)} equal blocks" if len(one.copies) > 1 else ""
+    return f"{one.op.target.split('.')[1]} of {one.op.module or 'the model'}{times}"

@@ -1,0 +1,56 @@
+"""``write``: a plan's page into a file, which is whole or not there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshwright.cost.cluster import ClusterError
+from meshwright.ir.graph import Op
+from meshwright.ir.plan import Plan, PlanError
+from meshwright.views.alternatives import SHOWN, Alternatives
+from meshwright.views.facts import facts_of
+from meshwright.views.page.data import page_data
+from meshwright.views.page.document import document
+from meshwright.views.words import assignment_words
+
+
+def priced(plan: Plan) -> Callable[[Op], list[dict[str, Any]]] | None:
+    """The alternatives of an operator as the page shows them; None where the plan has no prices or no choices to compare."""
+    try:
+        known = Alternatives(facts_of(plan))
+    except (ClusterError, PlanError):
+        return None
+
+    def of(op: Op) -> list[dict[str, Any]]:
+        found = known.of(op) or []
+        chosen = next((one for one in found if one.chosen), None)
+        if chosen is None or len(found) < 2:
+            return []
+        return [
+            {"choice": assignment_words(one.assignment), "chosen": one.chosen, "why": one.why,
+             "more": one.seconds - chosen.seconds, "bytes": one.bytes_ - chosen.bytes_}
+            for one in sorted(found, key=lambda one: (not one.chosen, one.seconds))[:SHOWN]
+        ]
+
+    return of
+
+
+def write(plan: Plan, path: str | Path, against: Plan | None = None) -> None:
+    """Write the page of ``plan``, and of the plan it is compared with."""
+    pages = [page_data(plan, against, priced(plan))]
+    pages += [] if against is None else [page_data(against, plan, priced(against))]
+    names = ["this plan", "the other plan"]
+    path = Path(path)
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(document(pages, names))
+        os.chmod(draft, 0o644)
+        os.replace(draft, path)
+    except BaseException:
+        os.unlink(draft)
+        raise

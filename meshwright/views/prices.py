@@ -1,0 +1,310 @@
+"""What every operator and every edge of a plan takes in one step, on one rank of its stage.
+
+    operator      compute forward and backward, FLOPs, the collectives inside it, what gathers and reduces its parameters
+    edge          from a value's producer to one reader: the steps between the two shardings, with their bytes and seconds
+
+The numbers are those that the search adds up (``compiler.placement.costs``), micro-batches counted in. A value that several
+operators read in one sharding is moved once; its seconds are split evenly between those edges, so that sums are right.
+Parameter communication runs beside compute, so what a step waits for is less than the sum; and where the host starts kernels
+more slowly than the device runs them, it is more: ``Prediction`` has the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshwright.compiler.placement.blockmodel import priced
+from meshwright.compiler.placement.costs import BACKWARD, GATHER, GATHER_ONCE, REDUCE, REDUCE_ONCE, SEND_BACK, Costs, Variant
+from meshwright.compiler.placement.costs import local_shapes as pieces
+from meshwright.compiler.structure.activations import Saved, body_shapes, operand_shapes, saved_values
+from meshwright.cost import compute
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.compute import Fused, fusion
+from meshwright.ir.declared.operator import Work
+from meshwright.ir.graph import Op
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.plan import GroupChoice, Plan
+from meshwright.ir.reshard import KINDS, reshard
+from meshwright.ir.rule import Placed
+from meshwright.ir.sharding import Sharding, ShardingError
+from meshwright.planner import OPTIMIZERS
+from meshwright.views.facts import Collective, Facts
+
+
+@dataclass(frozen=True)
+class Move:
+    """One step between two shardings, or a collective inside an operator. ``forward``, ``backward``: the collectives, "" for
+    local work; ``bytes_``: the group's full buffer on one rank, each time; ``times``: how often in a step; seconds are those of
+    a step."""
+
+    axis: str
+    forward: str
+    backward: str
+    bytes_: float
+    times: float
+    forward_seconds: float
+    backward_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Both ways."""
+        return self.forward_seconds + self.backward_seconds
+
+    def __str__(self) -> str:
+        words = [f"{way} {name.replace('_', '-')}@{self.axis}" for way, name in
+                 (("fwd", self.forward), ("bwd", self.backward)) if name]
+        return " / ".join(words) or f"slice@{self.axis}"
+
+
+@dataclass(frozen=True)
+class EdgePrice:
+    """The way of a value to one reader. ``source``: the operator that makes it, or the input's or parameter's own name;
+    ``have``, ``need``: as it is made and as it is read."""
+
+    value: str
+    source: str
+    target: str
+    operand: int
+    have: Sharding
+    need: Sharding
+    moves: tuple[Move, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, both ways."""
+        return sum(move.seconds for move in self.moves)
+
+    @property
+    def bytes_(self) -> float:
+        """Of the buffers of a step's collectives on one rank, each as often as it runs."""
+        return sum(move.bytes_ * move.times * (bool(move.forward) + bool(move.backward)) for move in self.moves)
+
+
+@dataclass(frozen=True)
+class OpPrice:
+    """One operator. ``flops``: of one rank and step, backward included; ``bytes_``: of its results on one rank, of one
+    micro-batch; ``again_seconds``: its forward once more where its block is recomputed; ``inside``: its own collectives;
+    ``gather_seconds``, ``reduce_seconds``: of its parameters, beside compute; ``optimizer_seconds``: of their update."""
+
+    flops: float
+    bytes_: float
+    forward_seconds: float
+    backward_seconds: float
+    again_seconds: float
+    inside: tuple[Move, ...]
+    gather_seconds: float
+    reduce_seconds: float
+    optimizer_seconds: float
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of a step, recomputation included."""
+        return self.forward_seconds + self.backward_seconds + self.again_seconds
+
+
+def costs_of(plan: Plan, mesh: Mesh | None = None) -> Costs:
+    """The prices that a plan was made with, of its mesh or of a part of it. Raises ClusterError if its cluster is not in the
+    catalogue."""
+    itemsize = 2 if plan.precision == "bf16" else 4
+    cluster = Cluster.parse(plan.cluster)
+    return Costs(cluster, mesh or plan.mesh, microbatches=plan.schedule.microbatches, itemsize=itemsize,
+                 state_bytes=state_bytes(plan))
+
+
+def state_bytes(plan: Plan) -> float:
+    """Bytes of optimizer state per parameter."""
+    return OPTIMIZERS[plan.optimizer] if plan.optimizer in OPTIMIZERS else float(plan.optimizer.split()[0])
+
+
+class Prices:
+    """The prices of one plan. Raises ClusterError if its cluster is not in the catalogue."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts, self.plan, self.graph = facts, facts.plan, facts.plan.graph
+        self.costs, self.cluster = costs_of(facts.plan), Cluster.parse(facts.plan.cluster)
+        self._index = {op.name: number for number, op in enumerate(self.graph.ops)}
+        self._params = {param.value: param for param in self.graph.params}
+        self._readers = self._shared()
+
+    @cached_property
+    def _fused(self) -> tuple[Fused | None, ...]:
+        return fusion(self.graph, self.facts.rules.operators)
+
+    @cached_property
+    def _saved(self) -> Saved:
+        return saved_values(self.graph, self.facts.rules.operators)
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return body_shapes(self.graph, self.facts.rules, self.plan.schedule)
+
+    @cached_property
+    def _elements(self) -> dict[str, float]:
+        """Trainable elements of every group of parameters, by its path."""
+        found: Counter[str] = Counter()
+        seen: set[tuple[str, str]] = set()
+        for number, op in enumerate(self.graph.ops):
+            path = self.plan.group_of(number).path
+            for name in op.inputs:
+                if name in self._params and self._params[name].trainable and (path, name) not in seen:
+                    seen.add((path, name))
+                    found[path] += self.graph.values[name].numel
+        return {path: float(count) for path, count in found.items()}
+
+    def _shared(self) -> Counter[tuple[str, Sharding]]:
+        """How many operators read a value in one sharding."""
+        found: Counter[tuple[str, Sharding]] = Counter()
+        for op in self.graph.ops:
+            found.update(set(zip(op.inputs, self.facts.placed[op.name].operands, strict=True)))
+        return found
+
+    def times(self, op: Op) -> int:
+        """How often an operator runs in a step."""
+        return 1 if op.name in self.plan.schedule.prologue else self.plan.schedule.microbatches
+
+    def group(self, op: Op) -> GroupChoice:
+        """How the parameters are kept that it reads."""
+        return self.plan.group_of(self._index[op.name])
+
+    def op(self, op: Op, assignment: Mapping[str, str] | None = None, placed: Placed | None = None) -> OpPrice:
+        """Of an operator as it is planned, or under another assignment. Prices of what cannot be kept so are infinite."""
+        graph, operator = self.graph, self.facts.rules.operators[op.target]
+        assignment = self.plan.assignments.get(op.name, {}) if assignment is None else assignment
+        placed = placed or self.facts.placed[op.name]
+        read = operand_shapes(op, graph, self.facts.rules[op.name], self.plan.schedule)
+        made = [self._shapes[name] for name in op.outputs]
+        work = Work.of(op, graph, pieces(placed, read, self.plan.mesh, False), pieces(placed, made, self.plan.mesh, True))
+        times, group = self.times(op), self.group(op)
+        rule, fused = self.facts.rules[op.name], self._fused[self._index[op.name]]
+        forward, backward, _, _, *sent = priced(op, rule, assignment, operator, work, graph, self.costs, fused, read)
+        forward, backward = forward * times, backward * times
+        passes = 3 if any(graph.values[name].differentiable for name in op.outputs) else 1
+        again = group.recompute != "none" and bool(group.path) and not operator.keeps_results(group.recompute)
+        gather, reduce_, optimizer = self._parameters(op, placed, group)
+        return OpPrice(
+            flops=passes * compute.flops(operator, work) * times,
+            bytes_=sum(self.local_bytes(name, where) for name, where in zip(op.outputs, placed.results, strict=True)),
+            forward_seconds=forward, backward_seconds=backward, again_seconds=forward if again else 0.0,
+            inside=tuple(self._inside(op, assignment, placed, times, work, sent)),
+            gather_seconds=gather, reduce_seconds=reduce_, optimizer_seconds=optimizer,
+        )
+
+    def local_bytes(self, name: str, sharding: Sharding) -> float:
+        """Bytes of a value on one rank within one micro-batch."""
+        size = self.graph.values[name].dtype.itemsize
+        for length in self._shapes[name]:
+            size *= length
+        return size / self.plan.mesh.size(sharding.split_axes)
+
+    def _inside(
+        self, op: Op, assignment: Mapping[str, str], placed: Placed, times: int, work: Work, sent: Sequence[float]
+    ) -> Iterator[Move]:
+        """The collectives within an operator, what attention along a split sequence passes on, and what completes the model's
+        results. ``sent``: seconds of all within, forward and backward."""
+        rule = self.facts.rules[op.name]
+        known = self.costs.internal(rule, assignment)
+        waits = [max(0.0, all_ - one) * times for all_, one in zip(sent, known, strict=True)]
+        for axis, factor in assignment.items():
+            way = rule.ways.get(factor)
+            if way is not None and way.passing and self.plan.mesh.size(axis) > 1:
+                passed = sum(math.prod(work.operands[at]) for at in way.passing) * work.reads.itemsize
+                yield Move(axis, "p2p", "p2p", passed, times * (self.plan.mesh.size(axis) - 1), waits[0], waits[1])
+        for kind, axes, bytes_, back in self.costs.inside(rule, assignment):
+            seconds = self.costs.collective(kind, axes, bytes_) * times
+            if back:
+                yield Move(",".join(axes), "", kind, bytes_, times, 0.0, seconds)
+            else:
+                yield Move(",".join(axes), kind, "", bytes_, times, seconds, 0.0)
+        outputs = self.graph.outputs
+        for name, where in zip(op.outputs, placed.results, strict=True):
+            for axis in sorted(where.partial) if name in outputs and name not in self.plan.copies else ():
+                size = self.local_bytes(name, where)
+                yield Move(axis, "all_reduce", "", size, times, self.costs.collective("all_reduce", (axis,), size) * times, 0.0)
+
+    def _parameters(self, op: Op, placed: Placed, group: GroupChoice) -> tuple[float, float, float]:
+        """(gather, reduce, optimizer) seconds of a step."""
+        variant = Variant(group.zero, group.data_axes, group.shard_axes, group.recompute)
+        gather = reduce_ = optimizer = 0.0
+        for name, need in dict(zip(op.inputs, placed.operands, strict=True)).items():
+            if name not in self._params:
+                continue
+            trainable = self._params[name].trainable
+            elements = self._elements.get(group.path, 1.0)
+            vector = self.costs.parameter(self.graph.values[name], need, trainable, variant, elements)
+            if vector is None:
+                return float("inf"), float("inf"), float("inf")
+            gather += float(vector[[GATHER, GATHER_ONCE]].sum())
+            reduce_ += float(vector[[REDUCE, REDUCE_ONCE, SEND_BACK]].sum())
+            optimizer += float(vector[BACKWARD])
+        return gather, reduce_, optimizer
+
+    def step(self, step: Collective) -> Move | None:
+        """What a collective of the program moves and takes, on all the edges that share it; None if no edge has it."""
+        op = self.graph.ops[self._index[step.op]] if step.op in self._index else None
+        if op is not None and step.kind == "inside":
+            near: list[Move] = list(self.op(op).inside)
+        else:
+            readers = [self.graph.ops[number] for number in self._consumers.get(step.value, ())]
+            edges = [edge for reader in readers for edge in self.edges(reader) if edge.value == step.value]
+            near = [move for edge in edges for move in edge.moves]
+        same = [m for m in near if (m.axis, m.forward, m.backward) == (step.axis, step.forward, step.backward)]
+        if not same:
+            return None
+        return Move(step.axis, step.forward, step.backward, same[0].bytes_, sum(m.times for m in same),
+                    sum(m.forward_seconds for m in same), sum(m.backward_seconds for m in same))
+
+    @cached_property
+    def _consumers(self) -> dict[str, list[int]]:
+        return self.graph.consumers()
+
+    def edges(self, op: Op) -> tuple[EdgePrice, ...]:
+        """The ways of an operator's operands to it; of parameters without a price, which stands with the operator."""
+        found = []
+        for position, (name, need) in enumerate(zip(op.inputs, self.facts.placed[op.name].operands, strict=True)):
+            maker = self.graph.producers.get(name)
+            source = self.graph.ops[maker].name if maker is not None else name
+            have = self.made(name)
+            moves = () if name in self._params else self._moves(name, need)
+            found.append(EdgePrice(name, source, op.name, position, have, need, moves))
+        return tuple(found)
+
+    def made(self, name: str) -> Sharding:
+        """A value as its producer leaves it, an input whole, a parameter as it is read."""
+        maker = self.graph.producers.get(name)
+        if maker is not None:
+            op = self.graph.ops[maker]
+            return self.facts.placed[op.name].results[op.outputs.index(name)]
+        if name in self.facts.stored:
+            return self.facts.stored[name].tensor
+        return Sharding.whole(len(self.graph.values[name].shape))
+
+    def _moves(self, name: str, need: Sharding) -> tuple[Move, ...]:
+        copy = self.plan.copies.get(name)
+        equal = self._readers[name, need]
+        if copy is None:
+            return tuple(self._between(name, self.made(name), need, 1.0 / equal))
+        count = sum(number for (value, _), number in self._readers.items() if value == name) if copy != self.made(name) else 1
+        return (*self._between(name, self.made(name), copy, 1.0 / count), *self._between(name, copy, need, 1.0 / equal))
+
+    def _between(self, name: str, source: Sharding, target: Sharding, share: float) -> Iterator[Move]:
+        """The steps between two shardings of a value with their prices, of which this edge bears ``share``."""
+        value = self.graph.values[name]
+        maker = self.graph.producers.get(name)
+        times = 1 if maker is not None and self.graph.ops[maker].name in self.plan.schedule.prologue \
+            else self.plan.schedule.microbatches
+        try:
+            steps = reshard(source, target)
+        except ShardingError:
+            return
+        whole = self.local_bytes(name, Sharding.whole(len(value.shape)))
+        for step in steps:
+            one = self.costs.reshard(step.before, step.after, whole, value.differentiable, name in self._saved.by_linears)
+            forward, backward = KINDS[step.kind]
+            if one is not None:
+                yield Move(step.axis, forward, backward if value.differentiable else "", step.scale(self.plan.mesh) * whole,
+                           times * share, one[0] * times * share, one[1] * times * share)
+

@@ -1,0 +1,160 @@
+"""The words in which every view says the same things: header lines, degrees, parts of a step, how a block is kept.
+
+Numbers are printed with their unit by ``ir.quantities``; shardings in the one notation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwright.ir.mesh import PP, SEQUENCE, role_of
+from meshwright.ir.pins import ATTENTION, ULYSSES
+from meshwright.ir.plan import GroupChoice, Plan
+from meshwright.ir.prediction import Prediction
+from meshwright.ir.quantities import bytes_text, seconds_text
+from meshwright.ir.rule import APART
+from meshwright.views.facts import Facts
+
+_PARTS = (
+    ("compute", "compute_seconds"), ("exposed communication", "exposed_communication_seconds"),
+    ("recomputation", "recomputation_seconds"), ("optimizer", "optimizer_seconds"),
+    ("pipeline bubble", "pipeline_bubble_seconds"),
+)
+
+
+def header(facts: Facts) -> list[tuple[str, str]]:
+    """(what, text): the lines above every view of a plan."""
+    plan, graph = facts.plan, facts.plan.graph
+    count = sum(not param.buffer for param in graph.params)
+    total = sum(graph.values[param.value].numel for param in graph.params if not param.buffer)
+    lines = [
+        ("plan", f"{plan.mesh} on {plan.cluster or 'an unnamed cluster'}, {plan.mesh.world} devices"),
+        ("axes", axes_words(facts)),
+        ("model", f"{total:,} parameters in {count} tensors, {len(graph.ops)} operators, {len(graph.blocks)} blocks"),
+        ("step", step_words(plan)),
+        ("predicted", predicted_words(plan.predicted)),
+        ("time", time_words(plan.predicted)),
+        ("memory", memory_words(plan.predicted)),
+    ]
+    proof = plan.certificate
+    if proof is None:
+        return lines
+    if proof.considered:
+        lines.append(("search", f"{proof.considered:,} candidates considered, {proof.pruned:,} pruned by bound, "
+                                f"{proof.infeasible:,} impossible, {proof.solved:,} solved"))
+    if proof.runner_up:
+        lines.append(("runner-up", proof.runner_up))
+    lines.append(("certificate", f"gap {proof.gap:.2%} (objective {seconds_text(proof.objective_seconds)}, lower bound "
+                                 f"{seconds_text(proof.bound_seconds)}, {proof.status})"))
+    if proof.assumes:
+        lines.append(("", f"an estimate, which assumes: {'; '.join(proof.assumes)}"))
+    return lines
+
+
+def axis_roles(facts: Facts) -> dict[str, list[str]]:
+    """{axis: what it does}: "stages" (of the pipeline), "sequence" (it splits that; how attention runs), "data" (gradients are
+    summed over it), "tensor" (it splits parameters), "zero" (it splits their state at rest)."""
+    staged = facts.plan.pipeline is not None
+    roles: dict[str, list[str]] = {axis: ["stages"] if staged and axis == PP else [] for axis in facts.plan.mesh.axes}
+    for axis, found in roles.items():
+        if role_of(axis) == SEQUENCE:
+            forms = sorted(_attention_forms(facts, axis))
+            found.append(f"sequence, attention by {' and '.join(forms)}" if forms else "sequence")
+        if any(axis in group.data_axes for group in facts.plan.groups):
+            found.append("data")
+        if any(axis in stored.tensor.split_axes for stored in facts.stored.values()):
+            found.append("tensor")
+        if any(group.zero and axis in group.shard_axes for group in facts.plan.groups):
+            found.append("zero")
+    return roles
+
+
+def _attention_forms(facts: Facts, axis: str) -> set[str]:
+    """How attention runs that an axis splits along the sequence: by ways of its rule, or by heads."""
+    found = set()
+    for op in facts.plan.graph.ops:
+        factor = facts.plan.assignments.get(op.name, {}).get(axis)
+        if factor is not None and facts.rules[op.name].ways:
+            found.add(factor if factor in facts.rules[op.name].ways else ULYSSES)
+    return found
+
+
+def axes_words(facts: Facts) -> str:
+    """Every axis with its size and what it does."""
+    roles, mesh = axis_roles(facts), facts.plan.mesh
+    return ", ".join(f"{axis}={mesh.size(axis)} ({' + '.join(roles[axis]) or 'replicas'})" for axis in mesh.axes) or "none"
+
+
+def step_words(plan: Plan) -> str:
+    """Micro-batches, stages, ZeRO levels, recomputation, precision, optimizer."""
+    words = [f"micro-batches {plan.schedule.microbatches}"]
+    pipeline = plan.pipeline
+    if pipeline is not None:
+        words.append(f"{pipeline.stages} stages on {pipeline.degree} ranks under {pipeline.schedule}")
+    words.append("ZeRO " + "/".join(map(str, sorted({group.zero for group in plan.groups}))))
+    again = sorted({group.recompute for group in plan.groups} - {"none"})
+    count = sum(group.recompute != "none" for group in plan.groups)
+    words += [f"{'/'.join(again)} recomputation of {count} blocks"] if again else []
+    return ", ".join([*words, f"precision {plan.precision}", f"optimizer {plan.optimizer}"])
+
+
+def predicted_words(predicted: Prediction | None) -> str:
+    """The step, throughput and MFU, as far as they are known."""
+    if predicted is None:
+        return "unknown"
+    words = [f"step {seconds_text(predicted.step_seconds)}"]
+    if predicted.tokens_per_second is not None:
+        words.append(f"{predicted.tokens_per_second:,.0f} tokens/s")
+    if predicted.tflops_per_device is not None:
+        words.append(f"{predicted.tflops_per_device:,.1f} TFLOP/s per device")
+    if predicted.mfu is not None:
+        words.append(f"MFU {predicted.mfu:.1%}")
+    return ", ".join(words)
+
+
+def time_parts(predicted: Prediction | None) -> list[tuple[str, float]]:
+    """The parts of the step that are known, in one order; what they leave of it is "the rest"."""
+    if predicted is None:
+        return []
+    found = [(name, getattr(predicted, key)) for name, key in _PARTS if getattr(predicted, key)]
+    rest = predicted.step_seconds - sum(seconds for _, seconds in found)
+    return found + ([("the rest", rest)] if rest > 1e-3 * predicted.step_seconds else [])
+
+
+def time_words(predicted: Prediction | None) -> str:
+    """The parts of the step with their shares."""
+    parts = time_parts(predicted)
+    if predicted is None or not predicted.step_seconds or parts[0][0] == "the rest":
+        return "not told apart"
+    return " + ".join(f"{name} {seconds_text(part)} ({part / predicted.step_seconds:.1%})" for name, part in parts)
+
+
+def memory_words(predicted: Prediction | None) -> str:
+    """Bytes of the fullest device by kind against what it has."""
+    if predicted is None:
+        return "unknown"
+    total, capacity = predicted.bytes_per_rank, predicted.capacity_bytes
+    largest = sorted(predicted.bytes_by_kind.items(), key=lambda item: -item[1])
+    kinds = " + ".join(f"{name} {bytes_text(value)}" for name, value in largest if value)
+    text = f"{bytes_text(total)} per device of {bytes_text(capacity)} ({total / capacity:.1%})"
+    return text + (f" = {kinds}" if kinds else "")
+
+
+def kept_words(group: GroupChoice) -> str:
+    """How a block keeps its parameters."""
+    words = [f"ZeRO {group.zero}", f"recompute {group.recompute}"]
+    words += [f"gradients summed over {', '.join(group.data_axes)}"] if group.data_axes else []
+    words += [f"state split over {', '.join(group.shard_axes)}"] if group.zero and group.shard_axes else []
+    words += ["weights stay gathered over the step"] if group.keep else []
+    return ", ".join(words)
+
+
+def assignment_words(assignment: Mapping[str, str]) -> str:
+    """The factor that every axis splits."""
+    words = [
+        f"every rank of {axis} for itself, gradients summed later" if factor == APART
+        else f"{axis} sums linear group {factor[1:] or 0} later" if factor.startswith("+")
+        else f"{axis} splits the sequence by {factor}" if factor in ATTENTION else f"{axis} splits {factor}"
+        for axis, factor in assignment.items()
+    ]
+    return ", ".join(words) or "every rank does all of it"
