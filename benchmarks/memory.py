@@ -273,7 +273,8 @@ def given_shapes(_: Any, stages: Sequence[PipelineStage], *__: Any) -> None:
 
 def unread(parallel: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In place of the agreement before a call, which reads what the inputs hold."""
-    return parallel._bind(parallel._given(args, kwargs))
+    engine, ports = parallel._engine[0], parallel._ports
+    return (engine, *ports.bind(engine.program, ports.given(engine.program, args, kwargs)))
 
 
 def tracked(plan: Plan, case: Case, rank: int = 0) -> dict[str, float]:

@@ -127,6 +127,7 @@ def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh, loss_fn: Callable[...
     """The rank's program, checked on every rank before one goes on, and the module that runs it."""
     from meshwright.exported import Exporter
     from meshwright.passes import cut_stages
+    from meshwright.passes.mode import in_mode
     from meshwright.runtime.module import build
 
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -136,8 +137,12 @@ def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh, loss_fn: Callable[...
     def again(model: nn.Module, args: Any, kwargs: Any, targets: Any, training: bool, functional: bool) -> Graph:
         return capture_model(model, args, kwargs, targets, loss_fn, plan.precision, training, functional)
 
+    def in_evaluation(graph: Graph) -> Program:
+        return checked_program(in_mode(plan, graph, rules_of(graph)[0]), rank)
+
     parallel.watch = Watch(model, plan.graph, again)
-    parallel.exporter = Exporter(plan, parallel.watch.evaluation)
+    parallel.lower_evaluation = in_evaluation
+    parallel.exporter = Exporter(plan, parallel.watch.unexportable)
     return parallel
 
 

@@ -1,4 +1,4 @@
-"""What the forward decided in Python: ``eval()`` is the model's own or refused, and changed attributes are noticed."""
+"""What the forward decided in Python: ``eval()`` is the model's own, and changed attributes are noticed."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from meshwright.errors import RunError
 
 
 class _Layer(nn.Module):
-    def __init__(self, only_in_training: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.inside, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
         self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
-        self.beta, self.sizes, self.calls, self.only = 0.5, [1, {"a": 2.0}], 0, only_in_training
+        self.beta, self.sizes, self.calls = 0.5, [1, {"a": 2.0}], 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         h = self.drop(self.norm(self.inside(x))) * self.beta * self.sizes[1]["a"]
         h = h[:, None]
         h = self.attention(h, h, h)[0][:, 0]
-        return h * 2 if self.only and self.training else h
+        return h
 
 
 class _Model(nn.Module):
-    def __init__(self, only_in_training: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer = _Layer(only_in_training)
+        self.layer = _Layer()
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         y = self.layer(x)
         return {"loss": y.square().mean(), "y": y}
 
 
-def _build(only: bool = False) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+def _build() -> tuple[nn.Module, nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    model, x = _Model(only), torch.randn(4, 8)
+    model, x = _Model(), torch.randn(4, 8)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     return model, autoparallel(model, mesh, ((x,), {}), pins={"dp": 2}, progress=False), x
 
@@ -61,15 +61,10 @@ def _evaluated(rank: int) -> None:
     assert all(torch.equal(after[name], value) for name, value in state.items()), "evaluation updates nothing"
     parallel.train()
     parallel(x)["loss"].backward()
-    _, parallel, x = _build(True)
-    parallel(x)
-    parallel.eval()
-    with pytest.raises(RunError, match=r"in eval\(\) the model computes something else than in training.*its outputs|aten\."):
-        parallel(x)
 
 
-def test_evaluation_is_the_models_own_or_refused(pool: Callable[[int], Any]) -> None:
-    """Dropout off and the running statistics, under inference mode too; a forward that asks ``self.training`` is refused."""
+def test_evaluation_is_the_models_own(pool: Callable[[int], Any]) -> None:
+    """Dropout off and the running statistics, under inference mode too; ``tests/test_modes.py`` has other graphs."""
     pool(2).run(_evaluated)
 
 

@@ -64,14 +64,17 @@ def data_meshes(stored: Sequence[Stored], groups: Groups) -> Meshes:
 
 
 def assemble(
-    program: Program, groups: Groups, meshes: Meshes | None = None, known: Mapping[str, Tensor] | None = None
+    program: Program, groups: Groups, meshes: Meshes | None = None, known: Mapping[str, Tensor] | None = None,
+    lend: Callable[[Stored], Callable[[], Tensor]] | None = None,
 ) -> Engine:
     """The engine, its tensors allocated on ``groups.device`` but not filled. Every rank calls this.
 
     ``meshes``: of ``data_meshes``, where the program is one rank's share of a pipeline. ``known``: tensors that other stages of
-    this rank made: those that FSDP2 does not take are shared with them.
+    this rank made: those that FSDP2 does not take are shared with them. ``lend``: the program has no tensors of its own, this
+    gives a function that fetches each; it trains none.
     """
-    return _Assembly(program, groups, data_meshes(program.stored, groups) if meshes is None else meshes, known or {}).run()
+    meshes = data_meshes(program.stored, groups) if meshes is None else meshes
+    return _Assembly(program, groups, meshes, known or {}, lend).run()
 
 
 def home_of(program: Program) -> dict[str, int]:
@@ -93,12 +96,15 @@ def home_of(program: Program) -> dict[str, int]:
 class _Assembly:
     """The tables while they are filled."""
 
-    def __init__(self, program: Program, groups: Groups, meshes: Meshes, known: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, program: Program, groups: Groups, meshes: Meshes, known: Mapping[str, Tensor],
+        lend: Callable[[Stored], Callable[[], Tensor]] | None,
+    ) -> None:
         self.program, self.groups, self.mesh = program, groups, program.mesh
         self.homes = home_of(program)
         self.slots: dict[str, Slot] = {}
         self.units: list[tuple[FSDPModule, int]] = []
-        self.meshes, self.known = meshes, known
+        self.meshes, self.known, self.lend = meshes, known, lend
 
     def run(self) -> Engine:
         tensors: dict[str, Tensor] = {}
@@ -117,7 +123,7 @@ class _Assembly:
         unused = self._gather(self._sharded(UNUSED), None, 1, ())
         children += [unused] if isinstance(unused, nn.Module) else []
         engine.root = self._root(engine, children, max((s.zero for s in main if not s.path), default=1))
-        for stored in self.program.stored:
+        for stored in self.program.stored if self.lend is None else ():
             tensors[stored.value] = self.slots[stored.value].tensor()
         engine.units = self.units[::-1]
         self._steps(engine, main, runners, calls)
@@ -127,7 +133,10 @@ class _Assembly:
         return [s for s in self.program.stored if self.homes[s.value] == home and under_fsdp(s, self.mesh)]
 
     def _loose(self, stored: Stored) -> Slot:
-        """A tensor held as it is, with this rank's memory."""
+        """A tensor held as it is, with this rank's memory, or lent."""
+        if self.lend is not None:
+            use, cut = use_dtype(stored, self.program), parts(stored, self.groups)
+            return Slot(None, "", None, use, cut, None, self.lend(stored))
         tensor = self.known[stored.value] if stored.value in self.known else self._allocate(stored)
         data = live(self.mesh, stored.data_axes) if stored.trainable else ()
         group = self.groups.group(data) if data else None

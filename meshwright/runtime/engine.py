@@ -95,8 +95,11 @@ class Slot:
     dtype: torch.dtype
     parts: Parts | None
     vary: Group | None  # over which a loose parameter's gradient is summed
+    lent: Callable[[], Tensor] | None = None  # gives what another program holds
 
     def tensor(self) -> Tensor:
+        if self.lent is not None:
+            return self.lent()
         found = self.loose if self.holder is None else getattr(self.holder, self.name)
         assert isinstance(found, Tensor)
         return found

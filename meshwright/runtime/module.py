@@ -21,24 +21,25 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.errors import CheckpointError, InputError, MeshwrightError, RunError
 from meshwright.ir.gradients.hooks import HookGuard
-from meshwright.ir.graph import map_refs
+from meshwright.ir.graph import Graph, map_refs
 from meshwright.ir.mesh import PP
-from meshwright.ir.program import SEED, Port, Program, Stored
-from meshwright.ir.sharding import DTYPE_NAMES, format_sharding, piece, to_placements
-from meshwright.ir.signature import bind, rebuild_output
+from meshwright.ir.program import Program, Stored
+from meshwright.ir.signature import rebuild_output
 from meshwright.runtime import held
 from meshwright.runtime.assemble import assemble, fused_axes, rest_dtype
 from meshwright.runtime.checks.calls import Agreement, check_bounds, digest_of_input, same_weights
-from meshwright.runtime.checks.gradients import differentiable
+from meshwright.runtime.checks.gradients import IN_EVALUATION, differentiable, refused
+from meshwright.runtime.checks.ports import Ports
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.groups import Groups, make_groups
-from meshwright.runtime.interpret import run as interpret
 from meshwright.runtime.pipeline.pipeline import Pipeline, run_pipeline
 from meshwright.runtime.state import checkpoint
-from meshwright.runtime.state.layout import global_stride, local_of, owner
+from meshwright.runtime.state.layout import local_of, owner
+from meshwright.runtime.state.lending import Lender
 from meshwright.runtime.state.materialize import Source, fill
 from meshwright.runtime.step import run_step
-from meshwright.runtime.whole import Role, adopt, cut_as, let_optimizers_know, plain
+from meshwright.runtime.verdict import together
+from meshwright.runtime.whole import Role, adopt, cut_as, let_optimizers_know
 
 
 def build(
@@ -97,8 +98,9 @@ class Names(nn.Module):
 
 
 class ParallelModule(nn.Module):
-    """See the file's head. Made by ``build``; ``plan`` is whatever the caller puts there; ``watch`` is called first at every
-    call, with (training, args, kwargs, targets), and may raise; ``exporter`` is what ``export`` calls."""
+    """See the file's head. Made by ``build``; ``plan`` is whatever the caller puts there; ``watch`` is called at every call,
+    with (training, args, kwargs, targets), and may raise, or give the (difference, graph) of ``eval()``, which
+    ``lower_evaluation`` makes this rank's program of; ``exporter`` is what ``export`` calls."""
 
     def __init__(
         self, program: Program, groups: Groups, engine: Engine | Pipeline, seed: int, model: nn.Module | None,
@@ -106,11 +108,13 @@ class ParallelModule(nn.Module):
     ) -> None:
         super().__init__()
         self.plan: Any = None
-        self.watch: Callable[[bool, tuple[Any, ...], dict[str, Any], tuple[Any, ...]], None] | None = None
+        self.watch: Callable[[bool, tuple[Any, ...], dict[str, Any], tuple[Any, ...]], Any] | None = None
+        self.lower_evaluation: Callable[[Graph], Program] | None = None
         self.exporter: Callable[[ParallelModule, Path, bool], None] | None = None
+        self._evaluation: tuple[Engine, Lender] | None = None
         self._program, self._groups, self._seed, self._calls = program, groups, seed, 0
+        self._ports = Ports(groups)
         self._engine = (engine,)  # in a tuple: its units are no submodules of this one
-        self._out = [to_placements(port.sharding, program.mesh, groups.axes) for port in program.outputs]
         self._names = _ordered(program, model) if names is None else list(names)
         self._places: list[held.Place] = []
         for fqn, stored in self._names:
@@ -140,28 +144,28 @@ class ParallelModule(nn.Module):
         if torch.is_inference_mode_enabled():  # what is gathered in it could not be trained afterwards
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
-        program, engine = self._program, self._engine[0]
-        if self.watch is not None:
-            targets = kwargs.get("targets", ()) if program.signature and program.signature.get("targets") else ()
-            given = {name: value for name, value in kwargs.items() if name != "targets" or not targets}
-            self.watch(self.training, args, given, tuple(targets) if isinstance(targets, tuple | list) else (targets,))
         self._check()
+        engine = self._engine[0]
         engine.reshard()  # what a forward without a backward gathered may have been written since
-        inputs, changes = self._agreed(args, kwargs)
+        engine, inputs, changes = self._agreed(args, kwargs)
+        program = engine.program
         self._calls += 1
         seed = self._seed, self._calls
         if isinstance(engine, Pipeline):
             values = run_pipeline(engine, inputs, self._trainable, seed, self.training)
+        elif engine is not self._engine[0]:
+            with torch.no_grad():
+                values = run_step(engine, inputs, self._trainable, seed, self.training)
+            values = {name: refused(value, IN_EVALUATION) for name, value in values.items()}
         else:
             values = run_step(engine, inputs, self._trainable, seed, self.training)
             if program.microbatches == 1:
                 values = differentiable(values, [port.name for port in program.outputs],
                                         self._trainable() if engine.units else ())
-        if self.training:
-            self._mutate(values)
+        self._mutate(engine, values)
         for tensor, changed in changes:
             tensor.copy_(changed)
-        outputs = {port.name: self._present(values.get(port.name), port, i) for i, port in enumerate(program.outputs)}
+        outputs = {port.name: self._ports.present(values.get(port.name), port) for port in program.outputs}
         if program.signature is None:
             return map_refs(program.output_tree, lambda ref: outputs[ref.name])
         return rebuild_output(program.output_tree, program.signature["output"], outputs, program.classes)
@@ -175,23 +179,60 @@ class ParallelModule(nn.Module):
     def _trainable(self) -> list[Tensor]:
         return [p for p in self.parameters() if p.requires_grad]
 
-    def _agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
-        """The call's inputs, once every rank has found them in order and the same (see ``runtime.checks.calls``)."""
+    def _agreed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Engine | Pipeline, dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+        """What runs, and the call's inputs, once every rank has found them in order and the same (see
+        ``runtime.checks.calls``)."""
         given: dict[str, Tensor] = {}
         problem: Exception | None = None
+        other: Any = None
         try:
-            given = self._given(args, kwargs)
+            other = self._watched(args, kwargs)
+            given = self._ports.given(self._program, args, kwargs)
             self._check_call(given)
         except MeshwrightError as error:
             problem = error
         said: dict[str, Any] = {"training": self.training, "gradients": torch.is_grad_enabled()}
+        said |= {} if other is None else {"graph": other.difference}
         if problem is None:
             said |= {f"argument {name!r}": digest_of_input(tensor, self._agreement.first) for name, tensor in given.items()}
         self._agreement.reach(problem, said)
-        bounds = self._program.bounds
+        engine = self._engine[0]
+        if other is not None:
+            engine = self._other_engine(other)
+            given = self._ports.given(engine.program, args, kwargs)
+        bounds = engine.program.bounds
         if bounds is not None:  # after the agreement: all ranks look at the same, so all raise
             check_bounds(bounds, given)
-        return self._bind(given)
+        return (engine, *self._ports.bind(engine.program, given))
+
+    def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.watch is None:
+            return None
+        targets = kwargs.get("targets", ()) if self._program.signature and self._program.signature.get("targets") else ()
+        given = {name: value for name, value in kwargs.items() if name != "targets" or not targets}
+        targets = tuple(targets) if isinstance(targets, tuple | list) else (targets,)
+        return self.watch(self.training, args, given, targets)
+
+    def _other_engine(self, other: Any) -> Engine:
+        """What runs in ``eval()`` where that is another graph: made at its first call. Every rank calls this."""
+        if self._evaluation is None:
+            lower = self.lower_evaluation
+            assert lower is not None, "who watches can lower"
+            program = together(lambda: lower(other.graph))
+            groups, wanted = self._groups, fused_axes(program)
+            if wanted - groups.by_axes.keys():
+                groups = make_groups(program.mesh, groups.device, wanted)
+            tensors = self._engine[0].tensors
+            everything = self._program.stages.stored if self._program.stages else self._program.stored
+            held = {fqn: (one, rest_dtype(one, self._program), tensors.get(one.value))
+                    for one in everything for fqn in one.fqns}
+            lender = Lender(held, groups, program)
+            engine = together(lambda: assemble(program, groups, lend=lender))
+            engine.train(False)
+            self._evaluation = engine, lender
+        return self._evaluation[0]
 
     def _check_call(self, given: Mapping[str, Tensor]) -> None:
         changed = None if self._hooks is None else self._hooks.changed()
@@ -205,75 +246,24 @@ class ParallelModule(nn.Module):
             if tensor.is_meta:
                 raise InputError(f"input {name!r} is on the meta device, so it has no contents; give a real tensor")
 
-    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """{port: the tensor of the call}."""
-        program = self._program
-        ports = [port for port in program.inputs if port.name != SEED]
-        if program.signature is not None:
-            targets = kwargs.pop("targets", ()) if program.signature.get("targets") else ()
-            given = bind(program.signature, args, kwargs, targets if isinstance(targets, tuple | list) else (targets,))
-        else:
-            names = [port.name for port in ports]
-            if args or set(kwargs) != set(names):
-                raise InputError(f"the call gives {len(args)} positional arguments and {sorted(kwargs)}; this program takes "
-                                 f"{names} by name")
-            given = [kwargs[name] for name in names]
-        for port, tensor in zip(ports, given, strict=True):
-            _check(port, tensor)
-        return {port.name: tensor for port, tensor in zip(ports, given, strict=True)}
-
-    def _bind(self, by_name: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
-        """{port: this rank's piece}, and the tensors that the forward changes in place, with what they will hold."""
-        program = self._program
-        pieces = {port.name: self._piece(port, by_name[port.name]) for port in program.inputs if port.name != SEED}
-        if program.changes is None:
-            return pieces, []
-        needed = {name: by_name[name].detach() for name in program.changes.inputs}
-        if any(isinstance(tensor, DTensor) for tensor in needed.values()):
-            raise InputError(f"the forward changes inputs in place, from {sorted(needed)}: give these as plain tensors, the "
-                             f"same on every rank, not as DTensors")
-        for name in program.changes.output_tree:
-            memory = {other: local_of(tensor).untyped_storage().data_ptr() for other, tensor in by_name.items()}
-            twin = next((other for other in memory if other != name and memory[other] == memory[name]), None)
-            if twin is not None:
-                raise InputError(f"the forward changes its input {name!r} in place, and {twin!r} is given the same memory; the "
-                                 f"plan was made for separate tensors: give one of them a .clone()")
-        new = interpret(program.changes, needed)
-        changes = [(needed[name], new[ref.name]) for name, ref in program.changes.output_tree.items()]
-        return {name: piece.clone() if name in needed else piece for name, piece in pieces.items()}, changes
-
-    def _piece(self, port: Port, tensor: Tensor) -> Tensor:
-        groups = self._groups
-        if isinstance(tensor, DTensor):
-            mine = groups.device_mesh
-            if mine is None or not torch.equal(tensor.device_mesh.mesh, mine.mesh):
-                raise InputError(f"input {port.name!r} is a DTensor on {tensor.device_mesh}; the plan runs on {groups.mesh}: "
-                                 f"make it on parallel.device_mesh, best as "
-                                 f"{format_sharding(port.sharding, port.shape, port.dtype)}")
-            wanted = to_placements(port.sharding, groups.mesh, groups.axes)
-            return tensor.redistribute(placements=wanted).to_local()
-        for dim, axes in enumerate(port.sharding.dims):
-            if axes:
-                tensor = tensor.narrow(dim, *piece(port.shape[dim], groups.mesh, axes, groups.coordinates))
-        return tensor.to(groups.device, non_blocking=True)
-
-    def _present(self, value: Tensor | None, port: Port, index: int) -> Tensor | None:
-        """As the caller sees it; None: another stage of a pipeline has it (see ``runtime.pipeline.pipeline``)."""
-        mesh = self._groups.device_mesh
-        if mesh is not None and value is not None and not port.shape and value.requires_grad:
-            value.register_hook(plain)  # where the loss was added to what was made from parameters
-        if mesh is None or value is None or not port.shape:
-            return value
-        return DTensor.from_local(
-            value, mesh, self._out[index], run_check=False, shape=torch.Size(port.shape), stride=global_stride(port.shape)
-        )
-
     @torch.no_grad()
-    def _mutate(self, values: Mapping[str, Tensor]) -> None:
-        for old, new in self._program.mutations:
-            local_of(self._engine[0].tensors[old]).copy_(values[new])
+    def _mutate(self, engine: Engine | Pipeline, values: Mapping[str, Tensor]) -> None:
+        """Buffers get what the forward made them. The training graph without what eval() switches off changes none."""
+        if engine is self._engine[0]:
+            for old, new in engine.program.mutations if self.training else ():
+                local_of(engine.tensors[old]).copy_(values[new])
+            return
+        assert self._evaluation is not None
+        lender, stored = self._evaluation[1], {one.value: one for one in engine.program.stored}
+        for old, new in engine.program.mutations:
+            lender.give_back(stored[old], values[new])
 
     # --- where this rank is --------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        return self._groups.rank
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -400,6 +390,7 @@ class ParallelModule(nn.Module):
         engine = Pipeline(program, groups) if program.stages else assemble(program, groups)
         twin = ParallelModule(program, groups, engine, self._seed, None, self._names)
         twin.plan, twin._calls, twin._originals, twin.exporter = self.plan, self._calls, self._originals, self.exporter
+        twin.watch, twin.lower_evaluation = self.watch, self.lower_evaluation
         memo[id(self)] = twin
         with torch.no_grad():
             for value, old in self._engine[0].tensors.items():
@@ -493,11 +484,3 @@ def _power_sum(grad: Tensor | None, power: float, device: torch.device) -> Tenso
     norm = torch.linalg.vector_norm(grad, power, dtype=torch.promote_types(grad.dtype, torch.float32)).double()
     result: Tensor = norm if power in (0.0, float("inf"), float("-inf")) else norm.pow(power)
     return result
-
-
-def _check(port: Port, tensor: Tensor) -> None:
-    if tuple(tensor.shape) != port.shape or tensor.dtype != port.dtype:
-        name = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
-        raise InputError(f"input {port.name!r} is {name}{list(tensor.shape)}; the plan was made for "
-                         f"{DTYPE_NAMES[port.dtype]}{list(port.shape)}. Pass that shape and dtype (the GLOBAL batch), or plan "
-                         f"again")

@@ -3,7 +3,7 @@
 A graph holds one outcome of ``if self.training``, and the numbers that attributes had. So
 
     eval()        the first call in evaluation captures that mode and compares it with the training graph without dropout and
-                  batch statistics, which is what runs; a forward that does something else there is refused
+                  batch statistics, which is what runs; a forward that does something else there has that graph run instead
     attributes    plain Python values of the model's modules, and of objects they hold (a config): when one has changed, the
                   forward is captured again; a graph that comes out otherwise is refused, by the attribute's name
     modules       swapped or added ones, and sub-modules set to another mode, are refused
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,49 +35,58 @@ _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _MISSING = "no such attribute"
 
 
+@dataclass(frozen=True)
+class OtherMode:
+    """A graph that is not the one captured in training, and the first thing that differs, in words."""
+
+    difference: str
+    graph: Graph
+
+
 class Watch:
     """See the file's head. Called at the beginning of every call of the parallel module."""
 
     def __init__(self, model: nn.Module, graph: Graph, capture: Capture) -> None:
         self.model, self.graph, self.capture = weakref.ref(model), graph, capture
         self.evaluated = False
+        self.other: OtherMode | None = None
         self.state = _state(model)
         self.modes = _modes(model) if model.training else None
         self.modules = _modules(model)
 
-    def __call__(self, training: bool, *call: Any) -> None:
-        """Raise RunError if the graph is no longer what the model computes in this mode. ``call``: args, kwargs, targets."""
+    def __call__(self, training: bool, *call: Any) -> OtherMode | None:
+        """What the model computes in this mode where that is another graph than in training. ``call``: args, kwargs, targets.
+        Raises RunError if a graph is no longer what the model computes."""
         refuse_autocast()
         model = self.model()
         if model is not None:
             self._unchanged(model, training, *call)
-        if training or self.evaluated:
-            return
+        if training:
+            return None
+        if self.evaluated:
+            return self.other
         if model is None:
             raise RunError("the first call in eval() captures the model in that mode, and the model is gone; keep it until "
                            "then, or call the parallel module in eval() once before it is deleted")
-        found = self._differs(model, False, *call)
-        if found is not None:
-            raise RunError(f"in eval() the model computes something else than in training, beside dropout and batch "
-                           f"statistics: {found}. The parallel module runs one graph in both modes; make the modes alike, or "
-                           f"evaluate the model itself with parallel.full_state_dict()")
+        self.other = self._differs(model, False, *call)
         self.evaluated = True
+        return self.other
 
-    def evaluation(self) -> str | None:
+    def unexportable(self) -> str | None:
         """Why nobody can say that the graph is the model's in eval(), None if it is: found out now if no call did."""
         model = self.model()
         if self.evaluated:
-            return None
+            return None if self.other is None else _otherwise(self.other)
         if model is None:
             return "the model was gone before the parallel module was called in eval() or exported"
         if self.graph.signature is None:
             return "the plan does not say what a call looks like"
         try:
-            found = self._differs(model, False, *example_of(self.graph.signature))
+            self.other = self._differs(model, False, *example_of(self.graph.signature))
         except MeshwrightError as error:
             return str(error)
-        self.evaluated = found is None
-        return None if found is None else f"it computes something else there than in training: {found}"
+        self.evaluated = True
+        return None if self.other is None else _otherwise(self.other)
 
     def _unchanged(self, model: nn.Module, training: bool, *call: Any) -> None:
         if (found := _modules(model)) != self.modules:
@@ -97,18 +107,22 @@ class Watch:
                            f"and its forward computes something else with it; set it back, or make the model parallel again")
         self.state = state
 
-    def _differs(self, model: nn.Module, training: bool, *call: Any) -> str | None:
-        wanted, found = self.graph if training else in_evaluation(self.graph), None
+    def _differs(self, model: nn.Module, training: bool, *call: Any) -> OtherMode | None:
+        """The graph of the model as it is now, if it is not the one that runs in this mode."""
+        wanted = self.graph if training else in_evaluation(self.graph) if self.other is None else self.other.graph
+        first: OtherMode | None = None
         for functional in (False, True):  # the same model is spelled in two ways, depending on whether it updates something
             try:
                 with torch.inference_mode(False), torch.enable_grad():
                     graph = self.capture(model, *call, training, functional)
             except (CaptureError, InputError) as error:
-                return f"it cannot be captured ({error})"
+                raise RunError(f"the model {'has changed' if training else 'is in eval()'} and cannot be captured so: "
+                               f"{error}") from error
             found = difference(wanted, graph)
             if found is None:
                 return None
-        return found
+            first = first or OtherMode(found, graph)
+        return first
 
 
 def refuse_autocast() -> None:
@@ -116,6 +130,10 @@ def refuse_autocast() -> None:
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise RunError("autocast is on around the call; the parallel module computes in the precision of its plan: take "
                        "the call out of the autocast context, and plan with precision='bf16'")
+
+
+def _otherwise(other: OtherMode) -> str:
+    return f"it computes something else there than in training: {other.difference}"
 
 
 def _shown(value: Any) -> str:

@@ -28,6 +28,10 @@ IN_EVAL = (
     "a pipeline in eval() runs the forward alone, so there is nothing to go back through. What to do: call parallel.train() "
     "before a step that learns"
 )
+IN_EVALUATION = (
+    "in eval() this model computes another graph than in training, which the parallel module runs forward alone, so there is "
+    "nothing to go back through. What to do: call parallel.train() before a step that learns"
+)
 
 
 def once() -> None:

@@ -1,0 +1,125 @@
+"""``eval()`` where it is another graph than training: what runs is the model's own, from the weights as they lie."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from meshwright.api import autoparallel
+from meshwright.errors import InputError, RunError
+
+W = 8
+
+
+class _DropPath(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.rand(x.shape[0], 1, 1) < 0.5) / 0.5 if self.training else x
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.path = nn.LayerNorm(W), nn.Linear(W, 16), nn.Linear(16, W), _DropPath()
+        self.attention = nn.MultiheadAttention(W, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.path(self.attention(x, x, x, need_weights=False)[0])
+        return x + self.path(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class _Net(nn.Module):
+    """Stochastic depth and a loss in training alone; a head, an output and a buffer's update in evaluation alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(_Block(), _Block())
+        self.head, self.extra = nn.Linear(W, 5), nn.Linear(5, 5)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("seen", torch.zeros(5))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.blocks(x) * self.scale
+        out = self.head(h)
+        if self.training:
+            return {"loss": F.mse_loss(out, y) + 0.1 * h.square().mean(), "out": out}
+        out = self.extra(out)
+        self.seen += out.mean((0, 1))
+        return {"loss": F.mse_loss(out, y), "out": out, "all": self.seen * 2 + self.extra.weight.sum(0)}
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {"x": torch.randn(8, 6, W, generator=generator), "y": torch.randn(8, 6, 5, generator=generator)}
+
+
+def _whole(outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in outputs.items()}
+
+
+def _same(parallel: nn.Module, single: nn.Module) -> None:
+    """Two calls, and the buffers after them."""
+    for module in (parallel, single):
+        module.eval()
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(_whole(parallel(**_batch())), single(**_batch()), rtol=1e-5, atol=1e-6)
+    state = parallel.full_state_dict()
+    if torch.distributed.get_rank() == 0:
+        torch.testing.assert_close(state, dict(single.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def _other_graph(rank: int, several: list[dict[str, Any]]) -> None:
+    for pins in several:
+        torch.manual_seed(0)
+        model = _Net()
+        single = copy.deepcopy(model)
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        parallel = autoparallel(model, mesh, ((), _batch()), pins=pins, progress=False)
+        _same(parallel, single)
+        with pytest.raises(RunError, match=r"call parallel.train\(\)"):
+            parallel(**_batch())["loss"].backward()
+        single(**_batch())
+        parallel.train()
+        parallel(**_batch())["loss"].backward()
+        torch.optim.SGD(parallel.parameters(), 0.1).step()
+        held = [parallel.full_state_dict()]
+        torch.distributed.broadcast_object_list(held, 0)
+        single.load_state_dict(held[0])
+        _same(parallel, single)
+        _same(copy.deepcopy(parallel), single)
+
+
+ONE = {"dp": 2, "tp": 1}
+TWO = [{**ONE, "zero": 1, "microbatches": 2, "recompute": "full"},
+       {"pp": 2, "dp": 1, "tp": 1, "microbatches": 2, "schedule": "1f1b"}]
+FOUR = [{"dp": 2, "tp": 2, "zero": 3}]
+
+
+@pytest.mark.parametrize(("world", "pins"), [(2, TWO), (4, FOUR)])
+def test_another_graph_in_eval(pool: Callable[[int], Any], world: int, pins: list[dict[str, Any]]) -> None:
+    """From weights that ZeRO, tensor parallelism and stages have spread; it updates what evaluation updates, has no gradient,
+    follows the weights as they are trained, and copies have it too."""
+    pool(world).run(_other_graph, pins, timeout=240)
+
+
+def _changed_on_one(rank: int) -> None:
+    torch.manual_seed(0)
+    model = _Net()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    parallel = autoparallel(model, mesh, ((), _batch()), pins=ONE, progress=False)
+    if rank == 1:
+        model.blocks[0].path = nn.Identity()
+    with pytest.raises((InputError, RunError), match="was added, removed or replaced"):
+        parallel(**_batch())
+
+
+def test_what_one_rank_notices_every_rank_raises(pool: Callable[[int], Any]) -> None:
+    pool(2).run(_changed_on_one)
