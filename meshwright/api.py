@@ -20,11 +20,13 @@ from meshwright.errors import InputError, MeshwrightError
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.program import Program
 from meshwright.ir.reading.plans import plan_from_dict
 from meshwright.ir.serialize import plan_hash, plan_to_dict
 from meshwright.ir.signature import bind, example_of
 from meshwright.planner import OPTIMIZERS, Timing, capture_model, check_pins, make_plan
 from meshwright.programs import check_given, checked_program, device_of, mesh_pins, order_of
+from meshwright.rules import rules_of
 from meshwright.runtime.verdict import together
 
 PRECISIONS = ("fp32", "bf16")
