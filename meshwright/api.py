@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,14 +36,15 @@ PRECISIONS = ("fp32", "bf16")
 def plan(
     model: nn.Module, cluster: Cluster | str, example_inputs: Any = None, *, loss_fn: Callable[..., Any] | None = None,
     optimizer: str | float = "adamw", precision: str = "fp32", pins: Pins | Mapping[str, Any] | None = None,
-    strict: bool = False, progress: bool = False, timing: Timing | None = None,
+    strict: bool = False, progress: bool = False, timing: Timing | None = None, cache: str | Path | None = None,
 ) -> Plan:
     """Plan ``model`` on ``cluster`` ("h100:8x8", a Cluster): no processes, no GPU, any size; meta parameters are enough.
 
     ``example_inputs``: (args, kwargs), args or kwargs at the GLOBAL batch, with the loss function's targets as a third
     item; None takes ``model.dummy_inputs``. The loss is what ``loss_fn(output, *targets)`` returns, or else the output's
     "loss", or its only scalar with a gradient. ``optimizer``: a name or the bytes of state per parameter. ``strict``: refuse
-    operators without a sharding rule instead of replicating them. Raises InputError, CaptureError, PinError, PlanError.
+    operators without a sharding rule instead of replicating them. ``cache``: a folder in which plans are kept and looked for
+    (``meshwright.cache``). Raises InputError, CaptureError, PinError, PlanError.
     """
     timing = timing or Timing()
     checked = _check_options(optimizer, precision, pins)
@@ -51,24 +53,24 @@ def plan(
     args, kwargs, targets = _example(model, example_inputs)
     graph = capture_model(model, args, kwargs, targets, loss_fn, precision)
     timing.mark("capture")
-    with _progress(progress) as report:
-        return make_plan(graph, where, checked, optimizer=optimizer, precision=precision, strict=strict, timing=timing,
-                         progress=report)
+    return _found(graph, where, checked, optimizer, precision, strict, cache, progress, timing)
 
 
 def autoparallel(
     model: nn.Module, mesh: DeviceMesh | Cluster | str, example_inputs: Any = None, *,
     loss_fn: Callable[..., Any] | None = None, optimizer: str | float | None = None, precision: str | None = None,
     pins: Pins | Mapping[str, Any] | None = None, plan: Plan | str | Path | None = None, progress: bool = True,
-    strict: bool = False,
+    strict: bool = False, cache: str | Path | None = None,
 ) -> nn.Module:
     """Parallelize ``model`` over ``mesh``: an ``nn.Module`` whose loss, gradients and steps equal the single device's.
 
     Call on every rank with the same arguments. A DeviceMesh whose axes are named dp, tp, cp, pp, ep pins those degrees; any
     other is only a set of devices. ``plan``: a Plan or its file, skips the search; the model is captured all the same (with the
     loss_fn that the plan was made with) and must compute what the plan's graph does, and arguments that contradict the plan are
-    refused. Without an example the first call is the example. See ``plan`` for the other arguments (``optimizer``: "adamw" and
-    ``precision``: "fp32" if not given, or the plan's) and the errors.
+    refused. ``cache``: a folder in which plans are kept: a second start of the same script finds its plan there, skips the
+    search, and says so (in a line on stderr with ``progress``, and in the plan's notes). Without an example the first call is
+    the example. See ``plan`` for the other arguments (``optimizer``: "adamw" and ``precision``: "fp32" if not given, or the
+    plan's) and the errors.
     """
     if not isinstance(mesh, DeviceMesh):
         raise InputError(f"autoparallel runs on a torch DeviceMesh, got {type(mesh).__name__}; to plan for a cluster without "
@@ -78,7 +80,7 @@ def autoparallel(
 
         def build(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module:
             return autoparallel(model, mesh, (args, kwargs), loss_fn=loss_fn, optimizer=optimizer, precision=precision,
-                                pins=pins, progress=progress, strict=strict)
+                                pins=pins, progress=progress, strict=strict, cache=cache)
 
         return Deferred(build, model.training)
 
@@ -96,11 +98,31 @@ def autoparallel(
     def search() -> Plan:
         if given is not None:
             return given
-        with _progress(progress) as report:
-            return make_plan(graph, _cluster_of(mesh), checked, optimizer="adamw" if optimizer is None else optimizer,
-                             precision=precision or "fp32", strict=strict, progress=report)
+        return _found(graph, _cluster_of(mesh), checked, "adamw" if optimizer is None else optimizer, precision or "fp32",
+                      strict, cache, progress)
 
     return _build(_agree(search, graph), model, mesh, loss_fn)
+
+
+def _found(
+    graph: Graph, cluster: Cluster, pins: Pins, optimizer: str | float, precision: str, strict: bool, cache: str | Path | None,
+    progress: bool, timing: Timing | None = None,
+) -> Plan:
+    """The plan, from the cache if there is one that has it."""
+
+    def search() -> Plan:
+        with _progress(progress) as report:
+            return make_plan(graph, cluster, pins, optimizer=optimizer, precision=precision, strict=strict, timing=timing,
+                             progress=report)
+
+    if cache is None:
+        return search()
+    from meshwright.cache import cached
+
+    plan = cached(cache, graph, cluster, pins, {"optimizer": optimizer, "precision": precision, "strict": strict}, search)
+    if progress and plan.notes and "taken from the cache" in plan.notes[-1]:
+        print(f"meshwright: the plan was {plan.notes[-1]}", file=sys.stderr)
+    return plan
 
 
 def _capture_again(plan: Plan, model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None) -> Graph:

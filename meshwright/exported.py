@@ -23,7 +23,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ from meshwright.ir.reading.plans import plan_from_dict
 from meshwright.ir.serialize import digest, in_lines, plan_to_dict, program_to_dict
 from meshwright.ir.signature import classes_by_name
 from meshwright.passes import cut_stages, rank_program
-from meshwright.programs import check_given, checked_program, device_of, mesh_pins, order_of
+from meshwright.programs import check_given, checked_program, device_of, mesh_pins, order_of, versions
 from meshwright.rules import rules_of
 from meshwright.runtime.module import ParallelModule, build
 from meshwright.runtime.state.layout import local_of
@@ -55,15 +54,6 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 FEW, FEW_ALONG = 64, 16
 """Up to so many ranks in all, and along one axis, are lowered one by one where no processes run that would each lower their
 own."""
-
-
-def versions() -> dict[str, str]:
-    """Of meshwright and of torch, without what names a build."""
-    try:
-        own = version("meshwright")
-    except PackageNotFoundError:
-        own = "0"
-    return {"meshwright": own, "torch": torch.__version__.partition("+")[0]}
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------------
@@ -397,4 +387,4 @@ class _Loaded:
                                "with a checkpoint, parallel.load_state_dict(...), or write into every parameter, first")
 
 
-__all__ = ["ExportError", "Exporter", "PlanError", "export", "load", "versions"]
+__all__ = ["ExportError", "Exporter", "PlanError", "export", "load"]
