@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.compiler.rules import registered_rules
 from meshwright.compiler.structure.guard import refuse_autocast
 from meshwright.errors import ExportError, InputError, MeshwrightError, PlanError, RunError
-from meshwright.ir.mesh import PP
+from meshwright.ir.mesh import PP, SEQUENCE, role_of
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Program, Stored
@@ -179,7 +179,8 @@ def _representatives(plan: Plan) -> list[int]:
         count = mesh.size(axis)
         parts = {-(-size // other) for size in sizes for other in {1, *(mesh.size(a) for a in mesh.axes if a != axis)}}
         ends = {part // -(-part // count) for part in parts if part % count}
-        some = range(count) if count <= FEW_ALONG else {0, count - 1, *ends, *(end + 1 for end in ends)}
+        every = count <= FEW_ALONG or role_of(axis) == SEQUENCE  # blocks of attention differ from place to place
+        some = range(count) if every else {0, count - 1, *ends, *(end + 1 for end in ends)}
         wanted[axis] = {0} if axis == PP else set(some)
     return [rank for rank in range(mesh.world) if all(at in wanted[axis] for axis, at in mesh.coordinates(rank).items())]
 

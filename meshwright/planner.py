@@ -72,7 +72,5 @@ def check_pins(pins: Pins, cluster: Cluster) -> None:
     pins.check_world(cluster.world)
     if (pins.ep or 1) > 1:
         raise PinError(f"pin ep={pins.ep}: this version plans dp, cp, tp, pp, sequence parallelism and ZeRO; drop the pin")
-    if (pins.cp or 1) > 1 and pins.needs_stages(cluster.world):
-        raise PinError(f"pin cp={pins.cp} with pipeline stages: this version plans cp without a pipeline; drop one of the two")
     if pins.attention is not None and pins.cp is None:
         raise PinError(f"pin attention={pins.attention!r} needs pin cp: it says how attention runs whose sequence is split")

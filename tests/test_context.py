@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,11 +27,15 @@ FOUR: dict[str, list[dict[str, Any]]] = {
         {"cp": 4, "attention": "ring", "zero": 3},
         {"dp": 2, "cp": 2, "zero": 2, "microbatches": 2, "attention": "ring", "recompute": "full"},
         {"cp": 2, "tp": 2, "sequence_parallel": True, "attention": "all-gather"},
+        {"pp": 2, "cp": 2, "microbatches": 2, "schedule": "1f1b"},
     ],
     "gpt2": [
         {"cp": 4, "attention": "ulysses"}, {"cp": 2, "tp": 2, "attention": "ulysses", "zero": 1, "recompute": "selective"},
     ],
-    "t5": [{"cp": 4}, {"dp": 2, "cp": 2, "zero": 3, "microbatches": 2, "attention": "ring"}],
+    "t5": [
+        {"cp": 4}, {"pp": 2, "cp": 2, "microbatches": 2, "zero": 1},
+        {"dp": 2, "cp": 2, "zero": 3, "microbatches": 2, "attention": "ring"},
+    ],
     "vit": [{"cp": 4, "attention": "ring"}, {"cp": 2, "tp": 2, "attention": "all-gather", "zero": 3}],
 }
 
@@ -56,29 +61,31 @@ class Attends(nn.Module):
         self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(width, width) for _ in range(4)) for _ in range(2))
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        for q, k, v, o in self.layers:
+        for number, (q, k, v, o) in enumerate(self.layers):
             source = keys if self.form == "cross" else x
             parts = [f(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f, y in ((q, x), (k, source), (v, source))]
-            x = x + o(self.attention(*parts, mask).transpose(1, 2).flatten(2))
+            form = ("causal", "documents")[number] if self.form == "mixed" else self.form
+            x = x + o(self.attention(form, *parts, mask).transpose(1, 2).flatten(2))
         return {"loss": (x * x).mean(), "hidden": x}
 
-    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        if self.form == "written":
+    def attention(self, form: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if form == "written":
             scores = q @ k.transpose(-1, -2) * 0.3
             scores = scores.masked_fill(torch.ones(q.shape[-2], q.shape[-2]).triu(1).bool(), float("-inf"))
             return scores.softmax(-1) @ v
-        if self.form == "documents":
+        if form == "documents":
             return F.scaled_dot_product_attention(q, k, v, (mask[:, None, :] == mask[:, :, None])[:, None])
-        if self.form == "added":
+        if form == "added":
             return F.scaled_dot_product_attention(q, k, v, mask[:, None, None, :] * 0.5, scale=0.7)
-        dropped = 0.5 if self.form == "dropped" and self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropped, is_causal=self.form in ("causal", "dropped"))
+        dropped = 0.5 if form == "dropped" and self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropped, is_causal=form in ("causal", "dropped"))
 
 
 def _case(form: str) -> Case:
     torch.manual_seed(2)
-    documents = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3]).expand(4, 11).float().contiguous()
-    return Attends(form), {"x": torch.randn(4, 11, 16), "keys": torch.randn(4, 7, 16), "mask": documents}
+    length = 12 if form in ("mixed", "dropped") else 11  # two chunks for each of two ranks, or not
+    documents = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3])[:length].expand(4, length).float().contiguous()
+    return Attends(form), {"x": torch.randn(4, length, 16), "keys": torch.randn(4, 7, 16), "mask": documents}
 
 
 def _forms(rank: int, form: str, world: int, all_pins: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -94,7 +101,7 @@ def _forms(rank: int, form: str, world: int, all_pins: Sequence[Mapping[str, Any
     return differences(rank, model, batch, {f"{form} under {pins}": partial(build, pins) for pins in all_pins})
 
 
-@pytest.mark.parametrize("form", ["written", "documents", "added", "cross", "causal"])
+@pytest.mark.parametrize("form", ["written", "documents", "added", "cross", "causal", "mixed"])
 def test_attention_of_every_kind(pool: Callable[[int], Any], form: str) -> None:
     """Written out, masks that are data, an added one, keys of another length; outputs come back whole and in order."""
     pins = FORMS if form != "written" else FORMS[:1]
@@ -141,10 +148,14 @@ def test_what_cannot_be_is_refused_with_what_can() -> None:
     assert "no sequence was found" in _refused(*make("convnet"), {"cp": 2, "dp": 2})
 
 
-def test_the_plan_says_how_attention_runs() -> None:
+def test_the_plan_says_how_attention_runs(tmp_path: Path) -> None:
     """The form is in the assignment, in the report, and survives a file."""
     model, batch = make("llama")
     plan = mw.plan(model, "cpu:1x4", ((), batch), pins={"cp": 4, "attention": "ring"})
     assert [dict(a) for a in plan.assignments.values()].count({"cp": "ring"}) == 2
     assert "cp=4 (sequence, attention by ring + data)" in render(plan)
     assert all(group.data_axes == ("cp",) for group in plan.groups)
+    assert str(plan.mesh) == "dp=1 x cp*=4 x tp=1"  # causal: two chunks a rank
+    plan.save(tmp_path / "plan.json")
+    again = mw.Plan.load(tmp_path / "plan.json")
+    assert (again.mesh, again.assignments, again.copies) == (plan.mesh, plan.assignments, plan.copies)

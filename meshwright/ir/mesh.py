@@ -52,7 +52,8 @@ class MeshError(MeshwrightError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Named axes and their sizes, major axis first.
+    """Named axes and their sizes, major axis first. ``mirrored``: axes whose pieces of a sequence are two chunks each, see
+    ``ir.sharding``.
 
     >>> mesh = Mesh(("dp", "tp"), (2, 4))
     >>> mesh.world, mesh.coordinates(6)
@@ -63,6 +64,7 @@ class Mesh:
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
+    mirrored: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.sizes):
@@ -74,6 +76,8 @@ class Mesh:
                 raise MeshError(f"mesh axis {axis!r} is not an identifier")
             if size < 1:
                 raise MeshError(f"mesh axis {axis!r} has size {size}; sizes are at least 1")
+        if not self.mirrored <= set(self.axes):
+            raise MeshError(f"mesh {self} has no axis {min(self.mirrored - set(self.axes))!r} to mirrored")
 
     @classmethod
     def of(cls, **sizes: int) -> Mesh:
@@ -84,6 +88,10 @@ class Mesh:
     def world(self) -> int:
         """Number of ranks."""
         return math.prod(self.sizes)
+
+    def innermost(self, axis: str, size: int) -> Mesh:
+        """The mesh with one more axis, the nearest."""
+        return Mesh((*self.axes, axis), (*self.sizes, size), self.mirrored)
 
     def having(self, *roles: str) -> tuple[str, ...]:
         """The axes with one of some roles.
@@ -144,4 +152,6 @@ class Mesh:
         return {axis: result[axis] for axis in self.axes}
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True)) or "one device"
+        marks = ["*" if axis in self.mirrored else "" for axis in self.axes]
+        shown = (f"{axis}{mark}={size}" for axis, mark, size in zip(self.axes, marks, self.sizes, strict=True))
+        return " x ".join(shown) or "one device"

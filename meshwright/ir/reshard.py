@@ -10,9 +10,13 @@ Every step names a collective over some axes and its pair in the backward (`y` t
     reduce_scatter  +  -> S(i)          reduce-scatter   all-gather
     all_reduce      +  -> ""            all-reduce       nothing
     all_to_all      S(i) -> S(j)        all-to-all       all-to-all
+    mirror          S(i) -> S(i)*       all-to-all       all-to-all
 
 (``+ -> ~`` is all_reduce then vary: all-reduce both ways.) Steps come in the order that keeps tensors small: free slices
 and reduce-scatters first, all-to-alls, then gathers, all-reduces last on what is left, ``vary`` at the end.
+
+What is mirrored (``*``) is another split than what is not: gathers, slices and the others put chunks in order, and ``mirror``
+goes from one to the other, either way.
 
 Only the innermost axis of a dim can be removed and only an innermost axis added, so a split that must leave from under
 another takes that one along. Sources: the local SPMD calculus of ``spmd_types``; Korthikanti et al. 2022 for the pairs.
@@ -35,6 +39,7 @@ KINDS: Mapping[str, tuple[str, str]] = {
     "reduce_scatter": ("reduce_scatter", "all_gather"),
     "all_reduce": ("all_reduce", ""),
     "all_to_all": ("all_to_all", "all_to_all"),
+    "mirror": ("all_to_all", "all_to_all"),
 }
 """{step kind: (collective of the forward, collective of the backward)}; "" is local work."""
 
@@ -43,7 +48,7 @@ KINDS: Mapping[str, tuple[str, str]] = {
 class Step:
     """One collective over ``axis``: ``dim`` is the dim split or joined, ``to_dim`` where an all-to-all leads.
 
-    ``before`` and ``after`` are the value's shardings around it.
+    ``before`` and ``after`` are the value's shardings around it, which say what is mirrored.
     """
 
     kind: str
@@ -59,7 +64,7 @@ class Step:
         The full buffer is the tensor that is whole over the group: what an all-gather returns, what a reduce-scatter or an
         all-reduce or an all-to-all reads, on one rank.
         """
-        side = self.before if self.kind in ("reduce_scatter", "all_reduce", "vary", "all_to_all", "slice") else self.after
+        side = self.after if self.kind in ("all_gather", "gather_vary") else self.before
         return 1.0 / mesh.size(side.split_axes)
 
     def __str__(self) -> str:
@@ -95,45 +100,65 @@ def reshard(source: Sharding, target: Sharding) -> tuple[Step, ...]:
 
 def _next(now: Sharding, target: Sharding) -> Step | None:
     """The next step, by priority, or None when ``now`` is the target."""
-    return _add(now, target) or _move(now, target) or _remove(now, target) or _finish(now, target)
+    return _add(now, target) or _move(now, target) or _mirror(now, target) or _remove(now, target) or _finish(now, target)
 
 
-def _set(now: Sharding, dim: int, axes: tuple[str, ...]) -> Sharding:
-    return replace(now, dims=(*now.dims[:dim], axes, *now.dims[dim + 1 :]))
+def _set(now: Sharding, dim: int, axes: tuple[str, ...], target: Sharding | None = None) -> Sharding:
+    """With other axes on a dim; one that comes new is mirrored as in ``target``."""
+    dims = (*now.dims[:dim], axes, *now.dims[dim + 1 :])
+    left = {axis for other in dims for axis in other}
+    new = left.difference(now.split_axes).intersection(target.mirrored if target is not None else ())
+    return replace(now, dims=dims, mirrored=now.mirrored.intersection(left) | new)
+
+
+def _marked(sharding: Sharding, dim: int) -> tuple[tuple[str, bool], ...]:
+    """The axes of a dim, each with whether it is mirrored."""
+    return tuple((axis, axis in sharding.mirrored) for axis in sharding.dims[dim])
 
 
 def _add(now: Sharding, target: Sharding) -> Step | None:
     """An axis that becomes a dim's innermost split, from pending (reduce-scatter) or from invariant (slice)."""
     for dim, (have, want) in enumerate(zip(now.dims, target.dims, strict=True)):
-        if len(have) >= len(want) or want[: len(have)] != have:
+        if len(have) >= len(want) or not _stays(now, target, dim):
             continue
         axis = want[len(have)]
         if axis in now.partial:
-            after = _set(replace(now, partial=now.partial - {axis}), dim, (*have, axis))
+            after = _set(replace(now, partial=now.partial - {axis}), dim, (*have, axis), target)
             return Step("reduce_scatter", axis, now, after, dim)
         if now.kind(axis) == "":
-            return Step("slice", axis, now, _set(now, dim, (*have, axis)), dim)
+            return Step("slice", axis, now, _set(now, dim, (*have, axis), target), dim)
     return None
 
 
 def _move(now: Sharding, target: Sharding) -> Step | None:
     """An innermost axis that goes straight to where it belongs in another dim."""
     for dim, have in enumerate(now.dims):
-        if not have or _stays(have, target.dims[dim]):
+        if not have or _stays(now, target, dim):
             continue
         axis = have[-1]
         for to_dim, want in enumerate(target.dims):
             there = now.dims[to_dim]
-            if to_dim != dim and axis in want and there == want[: len(there)] and want[len(there)] == axis:
-                after = _set(_set(now, dim, have[:-1]), to_dim, (*there, axis))
+            if to_dim != dim and axis in want and _stays(now, target, to_dim) and want[len(there)] == axis:
+                after = _set(_set(now, dim, have[:-1]), to_dim, (*there, axis), target)
                 return Step("all_to_all", axis, now, after, dim, to_dim)
+    return None
+
+
+def _mirror(now: Sharding, target: Sharding) -> Step | None:
+    """An innermost axis that splits its dim in both, but is mirrored in one of them only."""
+    for dim, have in enumerate(now.dims):
+        want = target.dims[dim]
+        if have and have == want[: len(have)] and _marked(now, dim)[:-1] == _marked(target, dim)[: len(have) - 1]:
+            axis = have[-1]
+            if (axis in now.mirrored) != (axis in target.mirrored):
+                return Step("mirror", axis, now, replace(now, mirrored=now.mirrored ^ {axis}), dim)
     return None
 
 
 def _remove(now: Sharding, target: Sharding) -> Step | None:
     """An innermost axis that must leave its dim."""
     for dim, have in enumerate(now.dims):
-        if not have or _stays(have, target.dims[dim]):
+        if not have or _stays(now, target, dim):
             continue
         axis = have[-1]
         after = _set(now, dim, have[:-1])
@@ -152,5 +177,7 @@ def _finish(now: Sharding, target: Sharding) -> Step | None:
     return None
 
 
-def _stays(have: tuple[str, ...], want: tuple[str, ...]) -> bool:
-    return have == want[: len(have)]
+def _stays(now: Sharding, target: Sharding, dim: int) -> bool:
+    """Whether the axes of a dim are the first of those that it has in the target."""
+    have = _marked(now, dim)
+    return have == _marked(target, dim)[: len(have)]

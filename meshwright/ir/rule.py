@@ -99,7 +99,8 @@ class OpRule:
     without a rule, which is replicated. ``even``: factors whose pieces must be equal, because some dim is a multiple of them.
     ``fused``: {operand position: (dim, parts)} of parameters that hold several weights in one, laid one after the other along
     ``dim``: a rank's piece of that dim is its piece of every part. ``ways``: algorithms for splits that are no factor's.
-    ``inner``: factors that sequence axes split last, within the pieces of the others.
+    ``inner``: factors that sequence axes split last, within the pieces of the others, and never in two chunks. ``located``:
+    factors whose local call depends on where its piece lies, which must be in one.
     """
 
     operands: tuple[tuple[Factor | None, ...], ...]
@@ -114,6 +115,14 @@ class OpRule:
     fused: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     ways: Mapping[str, Way] = field(default_factory=dict)
     inner: frozenset[Factor] = frozenset()
+    located: frozenset[Factor] = frozenset()
+
+    def mirrors(self, factor: Factor, axis: str, mesh: Mesh) -> bool:
+        """Whether an axis splits a factor, or what a way splits, in two chunks a rank."""
+        if axis not in mesh.mirrored or factor in self.inner or mesh.size(axis) == 1:
+            return False
+        lengths = self.ways[factor].lengths if factor in self.ways else (self.sizes[factor],)
+        return all(length % (2 * mesh.size(axis)) == 0 for length in lengths)
 
     def dim(self, factor: Factor, position: int, is_result: bool) -> int | None:
         """The dim of an operand or a result that a factor or a way splits, None if none."""
@@ -143,6 +152,8 @@ class OpRule:
                     return False
                 continue
             if factor not in self.sizes or factor in self.whole:
+                return False
+            if factor in self.located and self.mirrors(factor, axis, mesh):
                 return False
             parts[factor] = parts.get(factor, 1) * mesh.size(axis)
         return all(
@@ -201,7 +212,7 @@ class Local:
         return self.placed.results[index].local_shape(self.result_shapes[index], self.mesh, self.coordinates)
 
     def result_piece(self, dim: int, index: int = 0) -> tuple[int, int]:
-        """(offset, length) of this rank's piece of a result's dim."""
+        """(offset, length) of this rank's piece of a result's dim, which is in one (``OpRule.located``)."""
         axes = self.placed.results[index].dims[dim]
         return piece(self.result_shapes[index][dim], self.mesh, axes, self.coordinates)
 
@@ -209,6 +220,17 @@ class Local:
         """(offset, length) of this rank's piece of an operand's dim."""
         axes = self.placed.operands[index].dims[dim]
         return piece(self.operand_shapes[index][dim], self.mesh, axes, self.coordinates)
+
+    def operand_chunks(self, index: int, dim: int, coordinates: Mapping[str, int] | None = None) -> tuple[tuple[int, int], ...]:
+        """(offset, length) of the chunks of a rank's piece (this one's) of an operand's dim, in order: one, or two where it is
+        mirrored over the only axis that splits it."""
+        sharding, at = self.placed.operands[index], coordinates or self.coordinates
+        axes, size = sharding.dims[dim], self.operand_shapes[index][dim]
+        if not sharding.mirrored.intersection(axes):
+            return (piece(size, self.mesh, axes, at),)
+        ranks, mine = self.mesh.size(axes[0]), at[axes[0]]
+        length = size // (2 * ranks)
+        return (mine * length, length), ((2 * ranks - 1 - mine) * length, length)
 
     def axes_of(self, factor: Factor) -> tuple[str, ...]:
         """The axes that split a factor, in the mesh's order."""
@@ -246,7 +268,7 @@ def place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Sequ
 
     def sharding(dims: tuple[Factor | None, ...], is_result: bool, position: int) -> Sharding:
         split: list[tuple[str, ...]] = [()] * len(dims)
-        partial, varying = set(), set()
+        partial, varying, mirrored = set(), set(), set()
         for axis in _in_order(rule, assignment, mesh):
             factor = assignment.get(axis)
             if factor is None:
@@ -261,12 +283,14 @@ def place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Sequ
                     varying.add(axis)
             elif (dim := rule.dim(factor, position, is_result)) is not None:
                 split[dim] += (axis,)
+                if rule.mirrors(factor, axis, mesh):
+                    mirrored.add(axis)
             elif is_result:
                 if factor not in rule.internal and factor not in rule.ways:
                     partial.add(axis)
             elif differentiable[position]:
                 varying.add(axis)
-        return Sharding(tuple(split), frozenset(partial), frozenset(varying))
+        return Sharding(tuple(split), frozenset(partial), frozenset(varying), frozenset(mirrored))
 
     return Placed(
         tuple(sharding(dims, False, i) for i, dims in enumerate(rule.operands)),

@@ -66,7 +66,7 @@ def _decisions(plan: Plan) -> dict[str, Any]:
     """A plan without its graph and what was predicted."""
     return {
         "meshwright": VERSION,
-        "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)),
+        "mesh": {axis + "*" * (axis in plan.mesh.mirrored): plan.mesh.size(axis) for axis in plan.mesh.axes},
         "cluster": plan.cluster, "precision": plan.precision, "optimizer": plan.optimizer,
         "groups": [_listed(group) for group in plan.groups],
         "schedule": {

@@ -4,14 +4,18 @@
     f32[16@(dp,tp), 4096]            dim 0 split over dp, each piece again over tp
     f32[8@dp, 4096, 4096] +tp        every tp rank holds a term: the value is their sum (pending)
     f32[4096] ~dp                    every dp rank holds the same value, but its *gradient* is pending a sum
+    f32[8, 4096@cp*]                 dim 1 split over cp in two chunks a rank: it is *mirrored*
 
 An axis that appears nowhere is *invariant*: the same value on each of its ranks, and the same, complete gradient. In the
 local SPMD calculus of ``spmd_types`` these are Shard, Partial (``+``), Replicate (``~``) and Invariant. Differentiation
 swaps the two marks: the gradient of a pending sum is whole everywhere (``~``), the gradient of a ``~`` value is a pending
 sum (``+``); a split stays a split.
 
-A split is by ceiling, as ``torch.chunk`` and ``DTensor`` do: size n over p ranks gives pieces of ceil(n / p), the last ones
-shorter, perhaps empty.
+Mirrored over p ranks, a dim of 2 p equal chunks has chunks r and 2 p - 1 - r on rank r, in this order: under causal attention,
+where row i looks at keys 0..i, every rank then has the same work.
+
+Any other split is by ceiling, as ``torch.chunk`` and ``DTensor`` do: size n over p ranks gives pieces of ceil(n / p), the last
+ones shorter, perhaps empty.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 _TYPE = re.compile(r"(?:(\w+))?\[(.*)\]\s*((?:[+~]\w+\s*)*)")
-_DIM = re.compile(r"(\d+|_)(?:@(?:(\w+)|\(([\w,\s]+)\)))?")
+_DIM = re.compile(r"(\d+|_)(?:@(?:(\w+\*?)|\(([\w,\s*]+)\)))?")
 
 
 class ShardingError(MeshwrightError, ValueError):
@@ -56,14 +60,17 @@ class Sharding:
 
     ``dims``: for each tensor dim the ordered axes it is split over, major first. ``partial``: axes over which the value is
     a pending sum (``+``). ``varying``: axes along which the value is replicated but read differently on each rank, so that
-    its gradient is a pending sum (``~``).
+    its gradient is a pending sum (``~``). ``mirrored``: axes whose split of a dim is in two chunks a rank (``*``).
     """
 
     dims: tuple[tuple[str, ...], ...]
     partial: frozenset[str] = frozenset()
     varying: frozenset[str] = frozenset()
+    mirrored: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        if not self.mirrored.issubset(axis for dim in self.dims for axis in dim):
+            raise ShardingError(f"what splits no dim cannot be mirrored: {', '.join(sorted(self.mirrored))}")
         used = [axis for dim in self.dims for axis in dim] + list(self.partial) + list(self.varying)
         if len(set(used)) != len(used):
             raise ShardingError(f"an axis is used twice in {format_sharding(self)}")
@@ -88,7 +95,7 @@ class Sharding:
         >>> print(format_sharding(parse_sharding("[_@dp, _] +tp").gradient()))
         [_@dp, _] ~tp
         """
-        return Sharding(self.dims, self.varying, self.partial)
+        return Sharding(self.dims, self.varying, self.partial, self.mirrored)
 
     def at_rest(self) -> Sharding:
         """Without the ``~`` marks, which say how a value is read, not how it is stored."""
@@ -139,6 +146,7 @@ def format_sharding(sharding: Sharding, shape: Sequence[int] | None = None, dtyp
     sizes = [str(size) for size in shape] if shape is not None else ["_"] * sharding.ndim
     dims = []
     for size, axes in zip(sizes, sharding.dims, strict=True):
+        axes = tuple(axis + "*" * (axis in sharding.mirrored) for axis in axes)
         dims.append(size + ("" if not axes else f"@{axes[0]}" if len(axes) == 1 else f"@({','.join(axes)})"))
     marks = [f"+{axis}" for axis in sorted(sharding.partial)] + [f"~{axis}" for axis in sorted(sharding.varying)]
     return " ".join([(DTYPE_NAMES[dtype] if dtype else "") + "[" + ", ".join(dims) + "]", *marks])
@@ -150,6 +158,8 @@ def parse_type(text: str) -> tuple[torch.dtype | None, tuple[int, ...] | None, S
     >>> dtype, shape, sharding = parse_type("f32[8@dp, 4096, 16@(cp,tp)] +ep")
     >>> shape, sharding.dims, format_sharding(sharding, shape, dtype)
     ((8, 4096, 16), (('dp',), (), ('cp', 'tp')), 'f32[8@dp, 4096, 16@(cp,tp)] +ep')
+    >>> str(parse_sharding("[8, 4096@(cp*,tp)]"))
+    '[_, _@(cp*,tp)]'
     """
     match = _TYPE.fullmatch(text.strip())
     if not match:
@@ -168,7 +178,9 @@ def parse_type(text: str) -> tuple[torch.dtype | None, tuple[int, ...] | None, S
         dims.append((one,) if one else tuple(axis.strip() for axis in many.split(",")) if many else ())
     shape = None if any(size is None for size in sizes) else tuple(size for size in sizes if size is not None)
     by_mark = {mark: frozenset(word[1:] for word in marks.split() if word[0] == mark) for mark in "+~"}
-    return DTYPES[name] if name else None, shape, Sharding(tuple(dims), by_mark["+"], by_mark["~"])
+    mirrored = frozenset(axis[:-1] for dim in dims for axis in dim if axis.endswith("*"))
+    plain = tuple(tuple(axis.removesuffix("*") for axis in dim) for dim in dims)
+    return DTYPES[name] if name else None, shape, Sharding(plain, by_mark["+"], by_mark["~"], mirrored)
 
 
 def parse_sharding(text: str) -> Sharding:
@@ -183,6 +195,8 @@ def to_placements(sharding: Sharding, mesh: Mesh, axes: Iterable[str] | None = N
     """
     from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
+    if sharding.mirrored:
+        raise ShardingError(f"{format_sharding(sharding)} is in two chunks a rank, which no DTensor is")
     result: list[Placement] = []
     for axes_of_dim in sharding.dims:
         positions = [mesh.axes.index(axis) for axis in axes_of_dim]

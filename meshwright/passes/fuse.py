@@ -28,7 +28,7 @@ def _fuse(graph: Graph, operators: Operators) -> Graph:
     fused: dict[int, Op] = {}
     for index, op in enumerate(graph.ops):
         readers = consumers[op.outputs[0]]
-        if op.target != "mw.gather_vary" or op.outputs[0] in leaving or not readers:
+        if op.target != "mw.gather_vary" or op.outputs[0] in leaving or not readers or dict(op.kwargs).get("mirrored"):
             continue
         linears = [graph.ops[reader] for reader in readers]
         read = [_reads_as_input(linear, op.outputs[0], operators) for linear in linears]

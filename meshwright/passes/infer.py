@@ -244,7 +244,8 @@ def without(sharding: Sharding, axes: Sequence[str]) -> Sharding:
     if not axes:
         return sharding
     dims = tuple(tuple(axis for axis in dim if axis not in axes) for dim in sharding.dims)
-    return Sharding(dims, sharding.partial.difference(axes), sharding.varying.difference(axes))
+    partial, varying, mirrored = (marks.difference(axes) for marks in (sharding.partial, sharding.varying, sharding.mirrored))
+    return Sharding(dims, partial, varying, mirrored)
 
 
 def _named(kind: Kind, axis: str) -> str:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from meshwright.ir.graph import Graph, Op, Param, Ref, Value, map_refs, refs
-from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import TIME, Plan, PlanError
 from meshwright.ir.program import SEED, SEEDS, Port, Program, Segment, Stored
 from meshwright.ir.reshard import Step, reshard
@@ -56,7 +55,7 @@ class _Lowering:
         self.plan, self.rules, self.rank = plan, rules, rank
         self.graph, self.mesh = plan.graph, plan.mesh
         count = plan.schedule.microbatches
-        self.timed = Mesh((*self.mesh.axes, TIME), (*self.mesh.sizes, count)) if count > 1 else self.mesh
+        self.timed = self.mesh.innermost(TIME, count) if count > 1 else self.mesh
         self.here = self.mesh.coordinates(rank)
         self.values: dict[str, Value] = {}
         self.produced: dict[str, Sharding] = {}
@@ -108,6 +107,8 @@ class _Lowering:
         for name in self.graph.inputs:
             value = self.graph.values[name]
             sharding = self.plan.copies.get(name, Sharding.whole(len(value.shape)))
+            if sharding.mirrored:  # what a caller hands over is in one piece
+                sharding = Sharding.whole(len(value.shape))
             self.values[name] = replace(value, shape=sharding.local_shape(value.shape, self.mesh, self.here))
             self.produced[name] = sharding
             self.home[name] = self.prologue
@@ -279,6 +280,12 @@ class _Lowering:
         elif step.kind == "all_to_all":
             args = (step.dim, step.to_dim)
             kwargs["size"], kwargs["to_size"] = after[step.dim], shape[step.to_dim]
+        elif step.kind == "mirror":
+            args = (step.dim,)
+        ahead, behind = step.axis in step.after.mirrored, step.axis in step.before.mirrored
+        mirrored = behind if step.kind in ("all_gather", "gather_vary", "all_to_all") else ahead
+        kwargs |= {"mirrored": True} if mirrored else {}
+        kwargs |= {"to_mirrored": True} if step.kind == "all_to_all" and ahead else {}
         return self._emit(local, f"mw.{step.kind}", args, kwargs, after, draft, front)
 
     def _emit(
@@ -313,8 +320,8 @@ class _Lowering:
         ports = []
         for name in dict.fromkeys(ref.name for ref in refs(self.graph.output_tree)):
             value = self.graph.values[name]
-            sharding = Sharding.whole(0) if not value.shape else replace(
-                self.produced[name], partial=frozenset(), varying=frozenset()
+            sharding = Sharding.whole(0) if not value.shape else replace(  # in the order of the caller
+                self.produced[name], partial=frozenset(), varying=frozenset(), mirrored=frozenset()
             )
             if name in self.stored:
                 local = self._stored_operand(name, sharding, self._last(0))

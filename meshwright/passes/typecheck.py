@@ -318,9 +318,10 @@ COLLECTIVES: Mapping[str, Callable[[Tensor, Any], Any]] = {
     "mw.reduce_scatter": lambda x, axis: spmd.rules.reduce_scatter(x, axis, src=spmd.V, dst=spmd.V),
     "mw.all_reduce": lambda x, axis: spmd.rules.all_reduce(x, axis, src=spmd.V, dst=spmd.I),
     "mw.all_to_all": lambda x, axis: spmd.rules.all_to_all(x, axis, src=spmd.V, dst=spmd.V),
+    "mw.mirror": lambda x, axis: spmd.rules.all_to_all(x, axis, src=spmd.V, dst=spmd.V),
     "mw.identity": lambda x, axis: x,
 }
 """The types around each collective; a pending sum is a V until here. Of what these return only the types are used: the V forms
 of ``all_gather`` and ``reduce_scatter`` stack ranks in a dim of their own."""
 
-FROM_VARYING = ("mw.all_gather", "mw.gather_vary", "mw.reduce_scatter", "mw.all_reduce", "mw.all_to_all")
+FROM_VARYING = ("mw.all_gather", "mw.gather_vary", "mw.reduce_scatter", "mw.all_reduce", "mw.all_to_all", "mw.mirror")

@@ -66,7 +66,8 @@ class _Verifier:
         if self.count > 1:
             names, sizes = (*names, TIME), (*sizes, self.count)
         here = mesh.coordinates(program.rank)
-        self.site = Site(Mesh(names, sizes), {axis: here.get(axis, 0) for axis in names})
+        mirrored = program.mesh.mirrored.intersection(names)
+        self.site = Site(Mesh(names, sizes, mirrored), {axis: here.get(axis, 0) for axis in names})
         self.ops = {op.name: op for op in graph.ops}
         self.stored = {item.value: item for item in program.stored}
         self.env: dict[str, Known] = {}
@@ -233,9 +234,14 @@ class _Verifier:
             raise MismatchError(f"a dim of {list(before)}", f"{dims}")
         if (item := self.stored.get(known.origin)) and item.fused > 1 and item.fused_dim in dims:
             raise MismatchError(f"dim {item.fused_dim}, which holds {item.fused} parts, left as it is", op.target)
-        found = self._map(known, lambda form: replace(form, sharding=transfer(form.sharding, str(axis), *dims)))
+        mirrors = {name: True for name in ("mirrored", "to_mirrored") if kwargs.get(name)}
+        found = self._map(known, lambda form: replace(form, sharding=transfer(form.sharding, str(axis), *dims, **mirrors)))
         lengths = {"mw.slice": before, "mw.reduce_scatter": before, "mw.all_gather": after, "mw.gather_vary": after,
                    "mw.all_to_all": after}
+        if op.target == "mw.mirror" or mirrors:
+            whole, ranks = self.graph.values[known.origin].shape[dims[0]], self.program.mesh.size(str(axis))
+            if mirrors.keys() != {"to_mirrored"} and whole % (2 * ranks):
+                raise MismatchError(f"a dim of {2 * ranks} equal chunks", f"{whole}")
         wanted = {"size": lengths[op.target][dims[0]]} if op.target in lengths else {}
         if op.target == "mw.all_to_all":
             wanted["to_size"] = before[dims[1]]

@@ -103,6 +103,53 @@ def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Gro
     return _wait(_FUNCOL.all_to_all_single(rows.contiguous(), received, sent, group.name))
 
 
+def mirrored(x: Tensor, dim: int, group: Group) -> Tensor:
+    """A whole tensor, ``dim`` in the order in which ranks hold its chunks if it is mirrored: 0, 2p - 1, 1, 2p - 2, ..."""
+    order = [chunk for rank in range(group.size) for chunk in _chunks(rank, group.size, True)]
+    return _reordered(x, dim, order)
+
+
+def unmirrored(x: Tensor, dim: int, group: Group) -> Tensor:
+    """The inverse of ``mirrored``."""
+    order = [chunk for rank in range(group.size) for chunk in _chunks(rank, group.size, True)]
+    return _reordered(x, dim, sorted(range(len(order)), key=order.__getitem__))
+
+
+def cut_mirrored(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's two chunks of a whole tensor."""
+    length = x.shape[dim] // (2 * group.size)
+    return torch.cat([x.narrow(dim, chunk * length, length) for chunk in _chunks(group.rank, group.size, True)], dim)
+
+
+def mirror(x: Tensor, dim: int, mirrored: bool, group: Group) -> Tensor:
+    """Pieces of two neighbouring chunks -> pieces of chunks r and 2p - 1 - r (``mirrored``), or back."""
+    size, length = group.size, x.shape[dim] // 2
+    owner = {chunk: rank for rank in range(size) for chunk in _chunks(rank, size, mirrored)}
+    before = {chunk: rank for rank in range(size) for chunk in _chunks(rank, size, not mirrored)}
+    mine, wanted = _chunks(group.rank, size, not mirrored), _chunks(group.rank, size, mirrored)
+    out = sorted(mine, key=lambda chunk: (owner[chunk], chunk))
+    come = sorted(wanted, key=lambda chunk: (before[chunk], chunk))
+    rows = _reordered(x.movedim(dim, 0), 0, [mine.index(chunk) for chunk in out])
+    sent, received = ([length * sum(where[chunk] == rank for chunk in chunks) for rank in range(size)]
+                      for where, chunks in ((owner, out), (before, come)))
+    found = exchange_rows(rows, sent, received, group)
+    return _reordered(found, 0, [come.index(chunk) for chunk in wanted]).movedim(0, dim).contiguous()
+
+
+def _chunks(rank: int, size: int, mirrored: bool) -> tuple[int, int]:
+    """Which of 2p chunks a rank has."""
+    return (rank, 2 * size - 1 - rank) if mirrored else (2 * rank, 2 * rank + 1)
+
+
+def _reordered(x: Tensor, dim: int, order: list[int]) -> Tensor:
+    """The chunks of a dim in another order."""
+    if order == sorted(order):
+        return x
+    parts = x.unflatten(dim, (len(order), -1))
+    found: Tensor = parts.index_select(dim, torch.tensor(order, device=x.device)).flatten(dim, dim + 1)
+    return found
+
+
 def start_pass(x: Tensor, by: int, group: Group) -> Tensor:
     """Send ``x`` to the rank ``by`` after this one and receive as much from the one ``by`` before it: begun."""
     to, source = (group.rank + by) % group.size, (group.rank - by) % group.size

@@ -12,6 +12,7 @@ The communication operators turn one kind of sharding over one axis into another
     reduce_scatter   P -> S    reduce-scatter   all-gather
     all_reduce       P -> I    all-reduce       nothing
     all_to_all       S -> S    all-to-all       all-to-all
+    mirror           S -> S    all-to-all       all-to-all
 
 ``gather_linear`` is gather_vary and the linears that read it in one: it saves the shard instead of the gathered activation
 and gathers again in the backward. The others (embedding, cross_entropy, valid_count, linear, fused_linear, mean, batch_norm,
@@ -42,13 +43,22 @@ from meshwright.runtime.draws import dropout, sdpa
 
 class _Slice(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.where = dim, x.shape[dim], group
-        return comm.cut(x, dim, x.shape[dim], group).contiguous()
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group, mirrored: bool) -> Tensor:
+        ctx.where = dim, x.shape[dim], group, mirrored
+        return _cut(x, *ctx.where)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return comm.gather(dy, *ctx.where), None, None
+        return _gathered(dy, *ctx.where), None, None, None
+
+
+def _gathered(x: Tensor, dim: int, size: int, group: Group, mirrored: bool) -> Tensor:
+    whole = comm.gather(x, dim, size, group)
+    return comm.unmirrored(whole, dim, group) if mirrored else whole
+
+
+def _scattered(x: Tensor, dim: int, group: Group, mirrored: bool) -> Tensor:
+    return comm.scatter(comm.mirrored(x, dim, group) if mirrored else x, dim, group)
 
 
 class _Vary(Function):
@@ -74,37 +84,41 @@ class _Unvary(Function):
         return dy if ctx.first else torch.zeros_like(dy), None
 
 
+def _cut(x: Tensor, dim: int, size: int, group: Group, mirrored: bool) -> Tensor:
+    return comm.cut_mirrored(x, dim, group) if mirrored else comm.cut(x, dim, size, group).contiguous()
+
+
 class _AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group, size: int) -> Tensor:
-        ctx.where = dim, size, group
-        return comm.gather(x, dim, size, group)
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group, size: int, mirrored: bool) -> Tensor:
+        ctx.where = dim, size, group, mirrored
+        return _gathered(x, dim, size, group, mirrored)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return comm.cut(dy, *ctx.where).contiguous(), None, None, None
+        return _cut(dy, *ctx.where), None, None, None, None
 
 
 class _GatherVary(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group, size: int) -> Tensor:
-        ctx.where = dim, group
-        return comm.gather(x, dim, size, group)
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group, size: int, mirrored: bool) -> Tensor:
+        ctx.where = dim, group, mirrored
+        return _gathered(x, dim, size, group, mirrored)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return comm.scatter(dy, *ctx.where), None, None, None
+        return _scattered(dy, *ctx.where), None, None, None, None
 
 
 class _ReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.where = dim, x.shape[dim], group
-        return comm.scatter(x, dim, group)
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group, mirrored: bool) -> Tensor:
+        ctx.where = dim, x.shape[dim], group, mirrored
+        return _scattered(x, dim, group, mirrored)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return comm.gather(dy, *ctx.where), None, None
+        return _gathered(dy, *ctx.where), None, None, None
 
 
 class _AllReduce(Function):
@@ -119,18 +133,40 @@ class _AllReduce(Function):
 
 class _AllToAll(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, to_dim: int, group: Group, size: int, to_size: int) -> Tensor:
-        ctx.where = to_dim, dim, to_size, size, group
-        return comm.exchange(x, dim, to_dim, size, to_size, group)
+    def forward(
+        ctx: Any, x: Tensor, dim: int, to_dim: int, group: Group, size: int, to_size: int, mirrored: bool, to_mirrored: bool
+    ) -> Tensor:
+        ctx.where = to_dim, dim, group, to_size, size, to_mirrored, mirrored
+        return _exchanged(x, dim, to_dim, group, size, to_size, mirrored, to_mirrored)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return comm.exchange(dy, *ctx.where), None, None, None, None, None
+        return _exchanged(dy, *ctx.where), None, None, None, None, None, None, None
 
 
-def slice(x: Tensor, dim: int, *, axis: Group, size: int) -> Tensor:
-    """This rank's piece along ``dim`` of a value that is whole and equal on all ranks; ``size``: the whole length."""
-    return x if axis.size == 1 else _Slice.apply(x, dim, axis)
+def _exchanged(
+    x: Tensor, dim: int, to_dim: int, group: Group, size: int, to_size: int, mirrored: bool, to_mirrored: bool
+) -> Tensor:
+    """``mirrored``, ``to_mirrored``: whether the split of ``dim``, and that of ``to_dim``, is mirrored."""
+    whole = comm.exchange(comm.mirrored(x, to_dim, group) if to_mirrored else x, dim, to_dim, size, to_size, group)
+    return comm.unmirrored(whole, dim, group) if mirrored else whole
+
+
+class _Mirror(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group, mirrored: bool) -> Tensor:
+        ctx.where = dim, not mirrored, group
+        return comm.mirror(x, dim, mirrored, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return comm.mirror(dy, *ctx.where), None, None, None
+
+
+def slice(x: Tensor, dim: int, *, axis: Group, size: int, mirrored: bool = False) -> Tensor:
+    """This rank's piece along ``dim`` of a value that is whole and equal on all ranks; ``size``: the whole length. Here and
+    below ``mirrored``: the split is mirrored, in two chunks a rank (``ir.sharding``)."""
+    return x if axis.size == 1 else _Slice.apply(x, dim, axis, mirrored)
 
 
 def vary(x: Tensor, *, axis: Group, reduce_dtype: torch.dtype | None = None) -> Tensor:
@@ -148,19 +184,19 @@ def identity(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def all_gather(x: Tensor, dim: int, *, axis: Group, size: int) -> Tensor:
+def all_gather(x: Tensor, dim: int, *, axis: Group, size: int, mirrored: bool = False) -> Tensor:
     """The whole of a split value, used alike on all ranks; ``size``: the length after."""
-    return x if axis.size == 1 else _AllGather.apply(x, dim, axis, size)
+    return x if axis.size == 1 else _AllGather.apply(x, dim, axis, size, mirrored)
 
 
-def gather_vary(x: Tensor, dim: int, *, axis: Group, size: int) -> Tensor:
+def gather_vary(x: Tensor, dim: int, *, axis: Group, size: int, mirrored: bool = False) -> Tensor:
     """The whole of a split value, read differently on each rank; ``size``: the length after."""
-    return x if axis.size == 1 else _GatherVary.apply(x, dim, axis, size)
+    return x if axis.size == 1 else _GatherVary.apply(x, dim, axis, size, mirrored)
 
 
-def reduce_scatter(x: Tensor, dim: int, *, axis: Group, size: int) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, *, axis: Group, size: int, mirrored: bool = False) -> Tensor:
     """This rank's piece along ``dim`` of a pending sum; ``size``: the length before."""
-    return x if axis.size == 1 else _ReduceScatter.apply(x, dim, axis)
+    return x if axis.size == 1 else _ReduceScatter.apply(x, dim, axis, mirrored)
 
 
 def all_reduce(x: Tensor, *, axis: Group) -> Tensor:
@@ -168,9 +204,16 @@ def all_reduce(x: Tensor, *, axis: Group) -> Tensor:
     return x if axis.size == 1 else _AllReduce.apply(x, axis)
 
 
-def all_to_all(x: Tensor, dim: int, to_dim: int, *, axis: Group, size: int, to_size: int) -> Tensor:
+def all_to_all(
+    x: Tensor, dim: int, to_dim: int, *, axis: Group, size: int, to_size: int, mirrored: bool = False, to_mirrored: bool = False
+) -> Tensor:
     """Split along ``dim`` (of length ``size`` in all) -> split along ``to_dim`` (``to_size``)."""
-    return x if axis.size == 1 else _AllToAll.apply(x, dim, to_dim, axis, size, to_size)
+    return x if axis.size == 1 else _AllToAll.apply(x, dim, to_dim, axis, size, to_size, mirrored, to_mirrored)
+
+
+def mirror(x: Tensor, dim: int, *, axis: Group, mirrored: bool = False) -> Tensor:
+    """A split in one piece a rank -> the mirrored one, or (not ``mirrored``) back."""
+    return x if axis.size == 1 else _Mirror.apply(x, dim, axis, mirrored)
 
 
 class _GatherLinear(Function):
@@ -392,8 +435,9 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         f"mw.{function.__name__}": function
         for function in (
-            identity, slice, vary, unvary, all_gather, gather_vary, reduce_scatter, all_reduce, all_to_all, gather_linear,
-            embedding, cross_entropy, valid_count, linear, fused_linear, mean, batch_norm, dropout, sdpa, attend, ring,
+            identity, slice, vary, unvary, all_gather, gather_vary, reduce_scatter, all_reduce, all_to_all, mirror,
+            gather_linear, embedding, cross_entropy, valid_count, linear, fused_linear, mean, batch_norm, dropout, sdpa, attend,
+            ring,
         )
     }
 )

@@ -27,7 +27,7 @@ from meshwright.compiler.placement.costs import Variant
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.solver.chain import Array, Chain
 from meshwright.compiler.solver.elimination import Eliminated, Eliminator, Tables
-from meshwright.compiler.structure.dims import DimClasses, batch_inputs, handed_on, sequence_dims
+from meshwright.compiler.structure.dims import DimClasses, batch_inputs, handed_on, sequence_classes
 from meshwright.compiler.structure.folding import fold
 from meshwright.compiler.structure.microbatch import split_time
 from meshwright.ir.graph import Op
@@ -75,13 +75,13 @@ class Alternatives:
         self.folded = fold(plan.graph)
         graph = self.folded.graph
         axes = [axis for axis in plan.mesh.axes if axis != PP]
-        mesh = Mesh(tuple(axes), tuple(plan.mesh.size(axis) for axis in axes))
+        mesh = Mesh(tuple(axes), tuple(plan.mesh.size(axis) for axis in axes), plan.mesh.mirrored)
         rules = Rules({op.name: facts.rules[op.name] for op in graph.ops}, facts.rules.operators)
         count = plan.schedule.microbatches
         classes = DimClasses(graph, rules)
         passed = handed_on(graph)
         batch = classes.of(batch_inputs(graph).items())
-        sequence = classes.of(sequence_dims(graph, passed, classes, batch).items())
+        sequence = sequence_classes(graph, passed, classes, batch)
         roles = {axis: role_of(axis) for axis in axes}
         scope = Scope(graph, mesh, roles, Pins(), classes, batch, sequence, frozenset(passed), count)
         kept = list(dict.fromkeys(map(_variant, plan.groups[:-1]))) or [_variant(plan.groups[-1])]

@@ -14,7 +14,7 @@ of rows when they are compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,8 +42,10 @@ OTHERS = frozenset({
 
 @dataclass(frozen=True)
 class _Lazy:
-    """``function`` applied elementwise to operands, each a small tensor or another formula, broadcast to ``shape``."""
+    """``function``, the operator ``name``, applied elementwise to operands, each a small tensor or another formula, broadcast
+    to ``shape``."""
 
+    name: str
     function: Callable[..., Tensor]
     operands: tuple[Any, ...]
     shape: tuple[int, ...]
@@ -170,7 +172,7 @@ def _elementwise(op: Op, operands: list[Any], shape: tuple[int, ...]) -> Tensor 
 
     if math.prod(compressed) <= _EAGER and all(isinstance(operand, Tensor) for operand in small):
         return _collapse(function(*small).expand(compressed)).expand(shape)
-    return _Lazy(function, tuple(small), shape, compressed)
+    return _Lazy(op.target.split(".")[1], function, tuple(small), shape, compressed)
 
 
 def _index(op: Op, operands: list[Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -228,7 +230,11 @@ def _compare(mask: Tensor | _Lazy, queries: int, keys: int) -> str:
     shape = mask.shape
     small = _squeeze_constant(mask) if isinstance(mask, Tensor) else mask
     compressed = tuple(small.shape) if isinstance(small, Tensor) else small.compressed
-    if math.prod(compressed) > MAX_ELEMENTS or len(shape) < 2 or any(size > 1 for size in compressed[:-2]):
+    if len(shape) < 2 or any(size > 1 for size in compressed[:-2]):
+        return "unknown"
+    if math.prod(compressed) > _EAGER and (ordered := _by_order(small, queries, keys)):
+        return ordered
+    if math.prod(compressed) > MAX_ELEMENTS:
         return "unknown"
     none = True
     causal = compressed[-2] > 1 or queries == 1  # a mask that is the same for every query is no triangle
@@ -244,6 +250,56 @@ def _compare(mask: Tensor | _Lazy, queries: int, keys: int) -> str:
         if not causal and not none:
             return "unknown"
     return "none" if none else "causal"
+
+
+def _by_order(mask: Tensor | _Lazy, queries: int, keys: int) -> str:
+    """The verdict of a mask that says nothing but which keys come before or after which place, without making it; "" if it may
+    say more. Where x ascends, x_j <= y_i holds for a first part of the keys, whose length is looked up for every row."""
+    bounds = _comparisons(mask)
+    if bounds is None:
+        return ""
+    first, last = torch.zeros(queries, dtype=torch.int64), torch.full((queries,), keys, dtype=torch.int64)
+    for below, inclusive, column, row in bounds:
+        x, y = (side.reshape(-1).contiguous() for side in (column, row))
+        if x.is_floating_point() or y.is_floating_point() or not bool((x[1:] >= x[:-1]).all()):
+            return ""
+        until = torch.searchsorted(x.long(), y.long(), right=inclusive == below).expand(queries)
+        first, last = (first, torch.minimum(last, until)) if below else (torch.maximum(first, until), last)
+    if bool((first == 0).all()) and bool((last == keys).all()):
+        return "none"
+    rows = torch.arange(1, queries + 1).clamp(max=keys)
+    return "causal" if bool((first == 0).all()) and torch.equal(last, rows) else ""
+
+
+_ORDERS: Mapping[str, tuple[bool, bool]] = {"le": (True, True), "lt": (True, False), "ge": (False, True), "gt": (False, False)}
+"""{comparison: (whether its left side is the smaller one, whether they may be equal)}."""
+
+
+def _comparisons(mask: Tensor | _Lazy) -> list[tuple[bool, bool, Tensor, Tensor]] | None:
+    """A mask as what must all hold: (whether keys are below, or may be equal, values of the keys, values of the rows); None if
+    it is something else."""
+    if isinstance(mask, Tensor):
+        always = mask.dtype == torch.bool and mask.numel() == 1 and bool(mask)
+        return [] if always else None
+    if mask.name in ("bitwise_and", "logical_and", "__and__") and len(mask.operands) == 2:
+        parts = [_comparisons(operand) for operand in mask.operands]
+        return None if None in parts else [bound for part in parts for bound in part or ()]
+    if mask.name not in _ORDERS or len(mask.operands) != 2 or not all(isinstance(x, Tensor) for x in mask.operands):
+        return None
+    left, right = mask.operands
+    below, inclusive = _ORDERS[mask.name]
+    along = [_along(side) for side in (left, right)]
+    if along == ["keys", "rows"]:
+        return [(below, inclusive, left, right)]
+    return [(not below, inclusive, right, left)] if along == ["rows", "keys"] else None
+
+
+def _along(x: Tensor) -> str:
+    """The only dim along which a tensor varies: its last, "keys", or the one before, "rows"; "" if another."""
+    sizes = list(_squeeze_constant(x).shape)
+    if all(size == 1 for size in sizes[:-1]):
+        return "keys"
+    return "rows" if len(sizes) > 1 and all(size == 1 for size in (*sizes[:-2], sizes[-1])) else ""
 
 
 def _blocks(small: Tensor | _Lazy, compressed: tuple[int, ...]) -> Iterator[tuple[int, int, Tensor]]:

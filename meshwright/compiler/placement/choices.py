@@ -113,7 +113,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
             allowed = _ways(rule, scope.pins.attention)
         per_axis.append(allowed if scope.mesh.size(axis) > 1 else [None])
     found = []
-    timed = Mesh((*scope.mesh.axes, TIME), (*scope.mesh.sizes, scope.microbatches))
+    timed = scope.mesh.innermost(TIME, scope.microbatches)
     for combination in itertools.product(*per_axis):
         assignment = {axis: factor for axis, factor in zip(scope.mesh.axes, combination, strict=True) if factor is not None}
         if _legal(rule, {**assignment, **({TIME: time} if time else {})}, timed):
@@ -156,6 +156,16 @@ def check_sequence(scope: Scope) -> None:
         longer = next(n for n in itertools.count(longest) if n > (ranks - 1) * ceil_div(n, ranks))
         raise PinError(f"pin cp={ranks}: a sequence of {longest} leaves some of the {ranks} ranks without any; take "
                        f"cp={nearest}, or a sequence of {longer} or of a multiple of {ranks}")
+
+
+def attended(graph: Graph, rules: Mapping[str, OpRule]) -> int:
+    """Tokens of the longest sequence of which a rank can have a piece while attention runs on all of it; 0 if there is none."""
+    return max((min(way.lengths) for op in graph.ops for way in rules[op.name].ways.values()), default=0)
+
+
+def pays_mirrored(graph: Graph, rules: Mapping[str, OpRule], pins: Pins) -> bool:
+    """Whether two chunks of a sequence a rank balance what one would not: attention of which the last rows have most to do."""
+    return pins.attention != ULYSSES and any(way.uneven for op in graph.ops for way in rules[op.name].ways.values())
 
 
 def _attending(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:

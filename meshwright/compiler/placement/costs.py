@@ -147,7 +147,8 @@ class Costs:
             found, ranks = rule.ways.get(name), self.mesh.size(axis)
             if found is None or ranks == 1:
                 continue
-            forward, backward = forward * found.slowest(ranks), backward * found.slowest(ranks)
+            slowest = 1.0 if rule.mirrors(name, axis, self.mesh) else found.slowest(ranks)
+            forward, backward = forward * slowest, backward * slowest
             passing = sum(math.prod(local[position]) for position in found.passing)
             for at, (work, width) in enumerate(((forward, itemsize), (backward, itemsize + _CAST_BYTES))):
                 if passing and work:

@@ -1,8 +1,9 @@
 """What a stage's devices need for a micro-batch, whatever the pipeline: the placement of one (tensor degree, samples).
 
-In a layout dp x tp the data ranks split the batch and nothing else, so how operators are placed, what they take and what they
-save depends only on the tensor degree and on the samples a data rank has at a time - not on pp, dp, ZeRO or the schedule. So it
-is solved once for each such pair (``Placements.of``), on the folded graph, with memory unlimited, and read off per position:
+In a layout dp x cp x tp the data ranks split the batch and nothing else, so how operators are placed, what they take and what
+they save depends only on the tensor degree, on the ranks that split the sequence, and on the samples a data rank has at a
+time - not on pp, dp, ZeRO or the schedule. So it is solved once for each such triple (``Placements.of``), on the folded graph,
+with memory unlimited, and read off per position:
 
     Row.activations[r]     resources of one micro-batch under recomputation r, without anything about parameters
     Row.weight             the part of its backward seconds that makes gradients of weights (zero-bubble schedules run it apart)
@@ -22,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.compiler.placement.blockmodel import ROOT, Model
-from meshwright.compiler.placement.choices import Scope
+from meshwright.compiler.placement.choices import Scope, check_sequence, pays_mirrored
 from meshwright.compiler.placement.costs import RESOURCES, SAVED, SECONDS, Costs, Variant, Vector, local_shapes
 from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.problem import Problem
@@ -42,7 +43,7 @@ from meshwright.ir.plan import PlanError, Schedule
 from meshwright.ir.rule import Placed, Rules
 from meshwright.ir.sharding import Sharding
 
-DATA, TENSOR = "dp", "tp"
+DATA, CONTEXT, TENSOR = "dp", "cp", "tp"
 NONE = "none"
 GAP = 1e-4
 _LIGHT = 1e-3
@@ -99,14 +100,14 @@ class Placements:
         self.folded: Folded = fold(graph)
         self.rules = Rules({op.name: rules[op.name] for op in self.folded.graph.ops}, rules.operators)
         self._classes = DimClasses(self.folded.graph, self.rules)
-        self._known: dict[tuple[int, int], Placement] = {}
+        self._known: dict[tuple[int, int, int], Placement] = {}
 
-    def of(self, tensor: int, samples: int) -> Placement:
-        """The placement of ``tensor`` ranks that hold ``samples`` of the batch at a time. Raises PlanError where the batch
-        cannot be cut so, or no operators' choices fit together."""
-        key = (tensor, samples)
+    def of(self, tensor: int, samples: int, context: int = 1) -> Placement:
+        """The placement of ``tensor`` x ``context`` ranks that hold ``samples`` of the batch at a time, each a piece of the
+        sequence. Raises PlanError where the batch cannot be cut so, or no operators' choices fit together."""
+        key = (tensor, samples, context)
         if key not in self._known:
-            self._known[key] = self._solve(tensor, samples)
+            self._known[key] = self._solve(*key)
         return self._known[key]
 
     @property
@@ -114,14 +115,16 @@ class Placements:
         """Placements solved so far."""
         return len(self._known)
 
-    def _solve(self, tensor: int, samples: int) -> Placement:
+    def _solve(self, tensor: int, samples: int, context: int) -> Placement:
         graph = self.folded.graph
         pieces = batch_size(graph) // samples
-        data = max(d for d in range(1, self.cluster.world // tensor + 1) if pieces % d == 0)
-        mesh, count = Mesh((DATA, TENSOR), (data, tensor)), pieces // data
+        data = max(d for d in range(1, self.cluster.world // (tensor * context) + 1) if pieces % d == 0)
+        axes = {DATA: data, **({CONTEXT: context} if context > 1 else {}), TENSOR: tensor}
+        both = context > 1 and pays_mirrored(graph, self.rules, self.pins)
+        mesh, count = Mesh(tuple(axes), tuple(axes.values()), frozenset({CONTEXT} if both else ())), pieces // data
         schedule = split_time(graph, self.rules, count, batch_inputs(graph))
         costs = Costs(self.cluster, mesh, microbatches=count, itemsize=self.itemsize, state_bytes=self.state_bytes)
-        kept = (DATA,) if data > 1 else ()
+        kept = tuple(axis for axis in (DATA, CONTEXT) if axes.get(axis, 1) > 1)
         variants = [Variant(0, kept, (), kind) for kind in self.recompute]
         problem = Problem(self._scope(mesh, count), self.rules, schedule, costs, variants, variants[:1])
         chain = problem.chain(float("inf"), 0.0)
@@ -137,7 +140,9 @@ class Placements:
         batch = self._classes.of(batch_inputs(graph).items())
         sequence = sequence_classes(graph, passed, self._classes, batch)
         roles = {axis: role_of(axis) for axis in mesh.axes}
-        return Scope(graph, mesh, roles, self.pins, self._classes, batch, sequence, frozenset(passed), count)
+        scope = Scope(graph, mesh, roles, self.pins, self._classes, batch, sequence, frozenset(passed), count)
+        check_sequence(scope)
+        return scope
 
     def _stretched(self, chain: Chain) -> Chain:
         """The chain of the whole graph, without recomputation: with memory unlimited none pays."""

@@ -64,6 +64,8 @@ class ResourceTables:
             if length > 1 and (length % parts == 0 or uneven):
                 dims = (*state.dims[:dim], (*state.dims[dim], axis), *state.dims[dim + 1 :])
                 found.append(replace(state, dims=dims))
+                if axis in self.mesh.mirrored and length % (2 * parts) == 0:
+                    found.append(replace(state, dims=dims, mirrored=state.mirrored | {axis}))
         found += [replace(state, varying=state.varying | {axis})] if apart else []
         return [*found, replace(state, partial=state.partial | {axis})]
 

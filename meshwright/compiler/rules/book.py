@@ -35,14 +35,20 @@ TABLES = (
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """All that is said about an operator. ``rule`` None: it has no sharding rule, in a captured graph it would run whole."""
+    """All that is said about an operator. ``rule`` None: it has no sharding rule, in a captured graph it would run whole.
+    ``located``: its local call may depend on where a piece lies, so a rank's piece is in one (``OpRule.located``)."""
 
     rule: Line | RuleFunction | None
     localize: Localize | None = None
     operator: Operator = field(default_factory=Operator)
+    located: bool = False
 
     def instance(self, call: Call) -> OpRule:
         """The rule of one call."""
+        rule = self._instance(call)
+        return replace(rule, located=frozenset(rule.sizes)) if self.located else rule
+
+    def _instance(self, call: Call) -> OpRule:
         if self.rule is None:
             return call.whole(known=False)
         if isinstance(self.rule, Line):
@@ -213,7 +219,7 @@ def register_rule(
     same = recompute in (None, before.recompute)
     operator = replace(line.operator, runs=before.runs if same else (), gradient=before.gradient,
                        elementwise=before.elementwise, linear=before.linear)
-    _registered.set(book.adding(name, replace(line, operator=operator)))
+    _registered.set(book.adding(name, replace(line, operator=operator, located=localize is not None or callable(rule))))
 
 
 def _target_name(target: Any) -> str:

@@ -93,6 +93,7 @@ class Call:
         fused: Mapping[int, tuple[int, int]] | None = None,
         ways: Mapping[str, Way] | None = None,
         inner: Sequence[Factor] = (),
+        located: Sequence[Factor] = (),
     ) -> OpRule:
         """The rule with these factors, checked against the shapes.
 
@@ -136,6 +137,7 @@ class Call:
             fused=fused or {},
             ways=ways or {},
             inner=frozenset(inner),
+            located=frozenset(located) & present,
         )
 
     def _passes(self, group: Sequence[int]) -> bool:

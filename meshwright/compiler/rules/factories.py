@@ -26,7 +26,8 @@ def _arange(call: Call) -> OpRule:
     """Whole numbers only: a piece of a float range could differ in its last digits."""
     numbers = [call[name] for name in ("start", "end", "step") if name in call.arguments]
     exact = all(isinstance(number, int) for number in numbers) and not call.results[0].dtype.is_floating_point
-    return call.rule([], [["dim0"]], whole=[] if exact else ["dim0"], localize=_arange_local if exact else None)
+    whole, localize = ([], _arange_local) if exact else (["dim0"], None)
+    return call.rule([], [["dim0"]], whole=whole, localize=localize, located=["dim0"])
 
 
 def _arange_local(op: Op, local: Local) -> Rewritten:

@@ -78,6 +78,9 @@ RULES: Mapping[str, Declaration] = {
     "mw.all_to_all": moved(
         cost=Cost("copy", space=_exchanged), recompute="costly", runs="_c10d_functional.all_to_all_single.default"
     ),
+    "mw.mirror": moved(
+        cost=Cost("copy", space=_exchanged), recompute="costly", runs="_c10d_functional.all_to_all_single.default"
+    ),
     "mw.gather_linear": declare(
         None, cost=Cost("matmul", products=_linears, space=_regathered), saves="0", recompute="costly",
         runs="aten.mm.default aten.addmm.default",

@@ -15,7 +15,7 @@ can be split, and the weights are read whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from meshwright.compiler.rules.book import Declaration, declare
@@ -24,10 +24,12 @@ from meshwright.ir.declared.operator import Saves, Work
 from meshwright.ir.graph import Op
 from meshwright.ir.pins import GATHER, RING
 from meshwright.ir.rule import Factor, Local, OpRule, Way
-from meshwright.ir.sharding import ceil_div, piece
+from meshwright.ir.sharding import ceil_div
 
 Block = tuple[int, int, int, int, int, bool]
 """(q0, q1, k0, k1, m0, causal): see ``runtime.attention.forms``."""
+Range = tuple[int, int, int]
+"""(first row in a piece, the row after its last, its place in the whole sequence) of a chunk."""
 
 
 def _attention(call: Call) -> OpRule:
@@ -79,36 +81,65 @@ def _local_attention(op: Op, local: Local) -> Rewritten:
     if passing:
         return "mw.ring", (*tensors, dropout, scale, *_passing_by(local, passing[0], last, causal)), (("axis", passing[0]),)
     if gathered and causal:
-        offset, length = local.operand_piece(0, last)
-        return "mw.attend", (*tensors, dropout, scale, _causal(offset, length, local.operand_shapes[1][-2])), ()
+        return "mw.attend", (*tensors, dropout, scale, _gathered(local, last)), ()
     if not dropout:
         return op.target, op.args, op.kwargs
     return "mw.sdpa", arguments, ()
 
 
-def _causal(offset: int, length: int, keys: int) -> tuple[Block, ...]:
+def _gathered(local: Local, dim: int) -> tuple[Block, ...]:
+    """The blocks of causal attention on keys that are whole, for every chunk of the queries."""
+    keys, blocks, first = local.operand_shapes[1][-2], list[Block](), 0
+    for offset, length in local.operand_chunks(0, dim):
+        blocks += [(first + q0, first + q1, *rest) for q0, q1, *rest in _causal(offset, length, keys)]  # type: ignore[misc]
+        first += length
+    return tuple(blocks)
+
+
+def _causal(offset: int, length: int, keys: int) -> list[Block]:
     """Rows offset.. of causal attention on all keys: what lies before the first row, then a square, then rows that see all."""
     prefix, end = min(offset, keys), min(offset + length, keys)
     square, below = end - prefix, length - (end - prefix)
     blocks: list[Block] = [(0, length, 0, prefix, 0, False)] * bool(prefix)
     blocks += [(0, square, prefix, end, prefix, True)] * bool(square)
     blocks += [(square, length, prefix, end, prefix, False)] * bool(square and below)
-    return tuple(blocks)
+    return blocks
 
 
 def _passing_by(local: Local, axis: str, dim: int, causal: bool) -> tuple[tuple[tuple[Block, ...], ...], int]:
     """(the blocks at every step of a ring, the length of the longest piece of the keys)."""
     ranks, mine = local.mesh.size(axis), local.coordinates[axis]
-    rows = local.operand_piece(0, dim)[1]
-    steps: list[tuple[Block, ...]] = []
+    masked = len(local.operand_shapes) > 3
+    rows, longest = _ranges(local.operand_chunks(0, dim)), ceil_div(local.operand_shapes[1][dim], ranks)
+    steps = []
     for step in range(ranks):
-        source = (mine - step) % ranks
-        offset, length = piece(local.operand_shapes[1][dim], local.mesh, (axis,), {axis: source})
-        if not causal or source < mine:
-            steps.append(((0, rows, 0, length, offset, False),))
-        else:
-            steps.append(((0, rows, 0, length, offset, True),) if source == mine else ())
-    return tuple(steps), ceil_div(local.operand_shapes[1][dim], ranks)
+        keys = _ranges(local.operand_chunks(1, dim, {**local.coordinates, axis: (mine - step) % ranks}))
+        steps.append(_square(rows) if causal and not step else tuple(_pairs(rows, keys, causal, masked)))
+    return tuple(steps), longest
+
+
+def _square(rows: Sequence[Range]) -> tuple[Block, ...]:
+    """This rank's queries on its own keys: chunks in order, so the whole is one causal square."""
+    return ((0, rows[-1][1], 0, rows[-1][1], 0, True),)
+
+
+def _pairs(rows: Sequence[Range], keys: Sequence[Range], causal: bool, masked: bool) -> Iterator[Block]:
+    """Blocks of some chunks of queries on another rank's chunks of keys. Chunks that lie side by side are one block, unless a
+    mask says where the keys are."""
+    seen = [[k for k in keys if not causal or k[2] < q[2]] for q in rows]
+    whole = all(chunks == seen[0] for chunks in seen)
+    for (first, last, _), chunks in [((rows[0][0], rows[-1][1], 0), seen[0])] if whole else zip(rows, seen, strict=True):
+        together = [(chunks[0][0], chunks[-1][1], 0)] if chunks and not masked else chunks
+        yield from ((first, last, start, stop, offset, False) for start, stop, offset in together)
+
+
+def _ranges(chunks: Sequence[tuple[int, int]]) -> list[Range]:
+    """Chunks as (first row, last, offset in the whole) of the piece that they make."""
+    found, first = list[Range](), 0
+    for offset, length in chunks:
+        found.append((first, first + length, offset))
+        first += length
+    return found
 
 
 def _read(call: Call, dims: list[Factor | None], state: list[Factor | None]) -> list[list[Factor | None]]:

@@ -171,6 +171,12 @@ def _without_size(op: Op, local: Local) -> Rewritten:
     return rewrite(op, output_size=None)
 
 
+def _triangle(call: Call) -> OpRule:
+    """Rows and columns are counted from where a piece lies."""
+    dims = dims_of(call.operands[0])
+    return call.rule([dims], [dims], linear=[[0]], localize=_diagonal_mask, located=[dim for dim in dims[-2:] if dim])
+
+
 def _diagonal_mask(op: Op, local: Local) -> Rewritten:
     """``tril``/``triu`` of a piece: row and column offsets shift the diagonal."""
     ndim = len(local.result_shapes[0])
@@ -226,6 +232,6 @@ RULES: Mapping[str, Declaration] = {
     "aten.repeat.default": copied(_repeat),
     "aten.tile.default": declare(_repeat),
     "aten.repeat_interleave.self_int": copied(_repeat_interleave),
-    "aten.tril.default": copied("*b m n -> *b m n ; +0", _diagonal_mask),
-    "aten.triu.default": copied("*b m n -> *b m n ; +0", _diagonal_mask),
+    "aten.tril.default": copied(_triangle),
+    "aten.triu.default": copied(_triangle),
 }

@@ -1,8 +1,8 @@
 """Lower bounds of candidates, level by level, each sharper and dearer than the last.
 
     FLOPS       FLOPs at the device's best efficiency                      one number for the model
-    TENSOR      the placement of all samples at once on ``tensor`` ranks   what tensor parallelism costs a sample at least
-    PLACEMENT   the placement of (tensor, samples)                         solved once, serves every pp and schedule
+    TENSOR      the placement of all samples at once on these ranks        what splitting a sample costs it at least
+    PLACEMENT   the placement of (tensor, samples, context)                solved once, serves every pp and schedule
     KEPT        every ZeRO level and shard that none dominates             the parameters' price on this mesh
     DIVIDED     units that may be divided, memory and schedule exact       ``Evaluator.relaxed``
 
@@ -111,8 +111,8 @@ class Bounds:
         self.missed: tuple[float, Node] | None = None
         self.refused: PlanError | None = None
         self._numbers = itertools.count()
-        self._known: dict[tuple[int, int], Placement | None] = {}
-        self._whole: dict[int, tuple[float, float] | None] = {}
+        self._known: dict[tuple[int, int, int], Placement | None] = {}
+        self._whole: dict[tuple[int, int], tuple[float, float] | None] = {}
         self._works: dict[int, Work] = {}
 
     @cached_property
@@ -176,10 +176,11 @@ class Bounds:
     def tensor(self, node: Node) -> list[Node]:
         """At the level TENSOR."""
         candidate, batch = node.candidate, batch_size(self.task.graph)
-        if candidate.tensor not in self._whole:
-            whole = self._placement(candidate.tensor, batch)
-            self._whole[candidate.tensor] = None if whole is None else (whole.bound, whole.bound - _weight(whole))
-        known = self._whole[candidate.tensor]
+        key = candidate.tensor, candidate.context
+        if key not in self._whole:
+            whole = self._placement(candidate.tensor, batch, candidate.context)
+            self._whole[key] = None if whole is None else (whole.bound, whole.bound - _weight(whole))
+        known = self._whole[key]
         if known is None:
             return [replace(node, level=Level.TENSOR)]
         share = candidate.samples / batch * (1 - ROUNDING)
@@ -189,7 +190,7 @@ class Bounds:
     def place(self, node: Node) -> list[Node]:
         """At the level PLACEMENT."""
         candidate = node.candidate
-        placement = self._placement(candidate.tensor, candidate.samples)
+        placement = self._placement(candidate.tensor, candidate.samples, candidate.context)
         if placement is None:
             self.counts.infeasible += len(node.virtual)
             return []
@@ -202,12 +203,12 @@ class Bounds:
 
     def placement_of(self, node: Node) -> Placement:
         """The placement of a node from the level PLACEMENT on."""
-        placement = self._known[node.candidate.tensor, node.candidate.samples]
+        placement = self._known[node.candidate.tensor, node.candidate.samples, node.candidate.context]
         assert placement is not None
         return placement
 
-    def _placement(self, tensor: int, samples: int) -> Placement | None:
-        key = (tensor, samples)
+    def _placement(self, tensor: int, samples: int, context: int) -> Placement | None:
+        key = (tensor, samples, context)
         if key not in self._known:
             self.evaluator.work["placement"] += 1
             try:

@@ -1,6 +1,6 @@
 """What the joint search chooses between, and what each costs at least before anything is solved.
 
-    candidate = (pp, virtual stages, schedule) x (data, tensor ranks of a stage) x micro-batches
+    candidate = (pp, virtual stages, schedule) x (data, sequence, tensor ranks of a stage) x micro-batches
     ways      = ZeRO level x ranks that share the state (``ways_of``)
 
 ``candidates`` lists every one that the devices, the batch, the model and the pins allow; none is left out because it looks
@@ -38,6 +38,8 @@ from meshwright.ir.rule import Rules
 from meshwright.ir.schedules import illegal, schedule_of, schedules
 
 _NONE = "none"
+PIECE = 4096
+"""Tokens of a piece of the sequence: shorter ones are candidates only where cp is pinned (assumed not to pay)."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ class Candidate:
     tensor: ranks that split anything else
     microbatches: of a step
     samples: of a data rank's micro-batch
-    layout: other axes than data and tensor ranks, which may split what their roles say; without a pipeline only
+    layout: other axes than these, which may split what their roles say; without a pipeline only
+    context: ranks that split the sequence
+    mirrored: whether each of these has two chunks of it
     """
 
     pp: int
@@ -75,6 +79,8 @@ class Candidate:
     microbatches: int
     samples: int
     layout: Layout | None = field(default=None, hash=False)
+    context: int = 1
+    mirrored: bool = False
 
     @property
     def stages(self) -> int:
@@ -89,17 +95,24 @@ class Candidate:
         if self.layout is not None:
             return f"{self.layout.mesh}, {self.microbatches} micro-batches"
         pipeline = f"pp={self.pp} ({self.schedule}, {self.virtual_stages} stages a rank) x " if self.pp > 1 else ""
-        return f"{pipeline}dp={self.data} x tp={self.tensor}, {self.microbatches} micro-batches of {self.samples}"
+        context = f"cp{'*' * self.mirrored}={self.context} x " if self.context > 1 else ""
+        return f"{pipeline}dp={self.data} x {context}tp={self.tensor}, {self.microbatches} micro-batches of {self.samples}"
 
 
-def candidates(graph: Graph, cluster: Cluster, pins: Pins, units: int) -> list[Candidate]:
-    """All candidates. ``units``: pieces that the model can be cut into. Raises PinError if the pins leave none."""
+def candidates(
+    graph: Graph, cluster: Cluster, pins: Pins, units: int, tokens: int = 0, mirrored: bool = False
+) -> list[Candidate]:
+    """All candidates. ``units``: pieces that the model can be cut into; ``tokens``: of its sequence, as far as attention can
+    run on pieces of it; ``mirrored``: these are two chunks a rank. Raises PinError if the pins leave none."""
     batch = batch_size(graph)
     found = [
         candidate
         for pp in _degrees(pins.pp, min(cluster.world, units), cluster.world)
         for tensor in _degrees(pins.tp, cluster.world // pp, cluster.world // pp)
-        for candidate in _of_layout(pp, cluster.world // pp // tensor, tensor, batch, pins, units)
+        for context in _contexts(pins.cp, cluster.world // pp // tensor, tokens)
+        for candidate in _of_layout(
+            pp, cluster.world // pp // tensor // context, tensor, context, mirrored and context > 1, batch, pins, units
+        )
     ]
     if not found:
         raise _nothing(batch, cluster, pins, units)
@@ -108,6 +121,13 @@ def candidates(graph: Graph, cluster: Cluster, pins: Pins, units: int) -> list[C
 
 def _degrees(pinned: int | None, most: int, of: int) -> list[int]:
     return [n for n in divisors(of) if n <= most and pinned in (None, n)]
+
+
+def _contexts(pinned: int | None, of: int, tokens: int) -> list[int]:
+    """Ranks that may split a sequence: 1, and powers of two that leave each a piece worth its collectives."""
+    if pinned is not None:
+        return [pinned] if of % pinned == 0 else []
+    return [n for n in divisors(of) if n & (n - 1) == 0 and n * PIECE <= max(tokens, PIECE)]
 
 
 def divisors(number: int) -> list[int]:
@@ -120,13 +140,17 @@ def divisors(number: int) -> list[int]:
     return sorted({*low, *(number // n for n in low)})
 
 
-def _of_layout(pp: int, data: int, tensor: int, batch: int, pins: Pins, units: int) -> Iterator[Candidate]:
+def _of_layout(
+    pp: int, data: int, tensor: int, context: int, mirrored: bool, batch: int, pins: Pins, units: int
+) -> Iterator[Candidate]:
     if pins.dp not in (None, data) or batch % data or (pins.shard is not None and data % pins.shard):
         return
     for count in divisors(batch // data):
         if pins.microbatches in (None, count):
             for schedule, virtual in _schedules(pp, count, pins, units):
-                yield Candidate(pp, virtual, schedule, data, tensor, count, batch // data // count)
+                yield Candidate(
+                    pp, virtual, schedule, data, tensor, count, batch // data // count, None, context, mirrored
+                )
 
 
 def _schedules(pp: int, count: int, pins: Pins, units: int) -> Iterator[tuple[str, int]]:
@@ -156,7 +180,7 @@ def _nothing(batch: int, cluster: Cluster, pins: Pins, units: int) -> PinError:
                         "take at most that many")
     if cluster.world == 1:
         return PinError("pins schedule, stage_cuts or virtual_stages ask for a pipeline, but there is one device; drop them")
-    data = pins.dp or cluster.world // (pp * (pins.tp or 1))
+    data = pins.dp or cluster.world // (pp * (pins.tp or 1) * (pins.cp or 1))
     if pins.dp is not None and batch % pins.dp:
         return PinError(f"pin dp={pins.dp} does not divide the batch of {batch} samples; nearest: dp={_near(batch, pins.dp)}")
     if pins.microbatches is not None and pp == 1 and pins.tp is not None and batch % (data * pins.microbatches):
@@ -181,12 +205,13 @@ def _near(number: int, wanted: int) -> int:
 
 
 def ways_of(candidate: Candidate, cluster: Cluster, pins: Pins) -> list[tuple[int, int]]:
-    """(ZeRO level, ranks that share the state): all data ranks, those of a node, those of 4, 16, ... nodes.
+    """(ZeRO level, data ranks that share the state): all, those of a node, those of 4, 16, ... nodes. All ranks that split the
+    sequence share it with them.
 
     A split backward keeps what it gathered and reduces once, whatever the level: there level 1 stands for 2 and 3.
     """
-    data = candidate.data
-    if data == 1:
+    data, stage = candidate.data, candidate.context * candidate.tensor
+    if data * candidate.context == 1:
         return [(0, 1)]
     levels: tuple[int, ...] = (0, 1, 2, 3) if pins.zero is None else (pins.zero,)
     if candidate.microbatches == 1 and pins.zero is None:
@@ -195,17 +220,18 @@ def ways_of(candidate: Candidate, cluster: Cluster, pins: Pins) -> list[tuple[in
         levels = (0, 1)
     shards = {data}
     group = cluster.per_node
-    while group < data * candidate.tensor:
-        if group % candidate.tensor == 0 and data % (group // candidate.tensor) == 0:
-            shards.add(group // candidate.tensor)
+    while group < data * stage:
+        if group % stage == 0 and data % (group // stage) == 0:
+            shards.add(group // stage)
         group *= 4
-    wanted = sorted(shards - {1}, reverse=True) if pins.shard is None else [pins.shard]
-    return [(0, data)] * (0 in levels) + [(level, n) for level in levels if level for n in wanted if n > 1]
+    wanted = sorted(shards - {1}, reverse=True) or [1] if pins.shard is None else [pins.shard]
+    several = [n for n in wanted if n * candidate.context > 1]
+    return [(0, data)] * (0 in levels) + [(level, n) for level in levels if level for n in several]
 
 
 def degrees_of(candidate: Candidate, shard: int) -> Degrees:
     """The degrees of a candidate whose state is split over ``shard`` ranks."""
-    return Degrees(candidate.pp, candidate.data, shard, candidate.tensor)
+    return Degrees(candidate.pp, candidate.data, shard, candidate.tensor, candidate.context, candidate.mirrored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +280,7 @@ class Floors:
 
     def work(self, candidate: Candidate) -> Work:
         """One micro-batch through all units."""
-        seconds = self.sample * candidate.samples / candidate.tensor
+        seconds = self.sample * candidate.samples / (candidate.tensor * candidate.context)
         return Work(seconds, 2 / 3 * seconds)
 
 

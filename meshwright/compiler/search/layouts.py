@@ -20,11 +20,13 @@ from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.sharding import ceil_div
 
 
-def free_candidates(graph: Graph, cluster: Cluster, pins: Pins) -> list[tuple[Candidate, tuple[int, ...]]]:
+def free_candidates(
+    graph: Graph, cluster: Cluster, pins: Pins, mirrored: bool = False
+) -> list[tuple[Candidate, tuple[int, ...]]]:
     """(the candidate with the fewest micro-batches, the other counts) of every layout. Raises PinError for a count or a shard
     that the pinned degrees do not allow."""
     batch, found = batch_size(graph), []
-    for layout in layouts(cluster, pins):
+    for layout in layouts(cluster, pins, mirrored):
         first, *later = microbatch_counts(graph, layout, pins)
         data = layout.data_size
         samples = ceil_div(batch, data * first)
@@ -32,11 +34,12 @@ def free_candidates(graph: Graph, cluster: Cluster, pins: Pins) -> list[tuple[Ca
     return found
 
 
-def layouts(cluster: Cluster, pins: Pins) -> list[Layout]:
-    """Factorizations of the devices that the pins and the topology suggest, in a fixed order."""
+def layouts(cluster: Cluster, pins: Pins, mirrored: bool = False) -> list[Layout]:
+    """Factorizations of the devices that the pins and the topology suggest, in a fixed order. ``mirrored``: whether sequence
+    axes give every rank two chunks."""
     world = cluster.world
     if (pins.cp or 1) > 1:
-        return _with_sequence(world // (pins.cp or 1), pins)
+        return _with_sequence(world // (pins.cp or 1), pins, mirrored)
     if pins.dp is None and pins.tp is None:
         axes = ("x", "y")
         if cluster.nodes > 1:
@@ -48,13 +51,13 @@ def layouts(cluster: Cluster, pins: Pins) -> list[Layout]:
     return [_layout(pins.dp if pins.dp is not None else world // tp, 1, tp, pins)]
 
 
-def _with_sequence(rest: int, pins: Pins) -> list[Layout]:
+def _with_sequence(rest: int, pins: Pins, mirrored: bool) -> list[Layout]:
     """The layouts of a pinned cp; ``rest``: devices for the other degrees."""
     tensor = [tp for tp in range(1, rest + 1) if rest % tp == 0 and pins.tp in (None, tp) and pins.dp in (None, rest // tp)]
-    return [_layout(rest // tp, pins.cp or 1, tp, pins) for tp in tensor]
+    return [_layout(rest // tp, pins.cp or 1, tp, pins, mirrored) for tp in tensor]
 
 
-def _layout(dp: int, cp: int, tp: int, pins: Pins) -> Layout:
+def _layout(dp: int, cp: int, tp: int, pins: Pins, mirrored: bool = False) -> Layout:
     """dp x cp x tp, dp in replicas of a ZeRO group where that is pinned."""
     shard = pins.shard if pins.shard is not None else dp
     if dp % shard:
@@ -62,7 +65,8 @@ def _layout(dp: int, cp: int, tp: int, pins: Pins) -> Layout:
     sizes = {"dp": dp} if shard in (dp, 1) else {"dp_replicate": dp // shard, "dp_shard": shard}
     sizes |= {"cp": cp} if cp > 1 else {}
     sizes["tp"] = tp
-    return Layout(Mesh(tuple(sizes), tuple(sizes.values())), {axis: role_of(axis) for axis in sizes})
+    both = frozenset({"cp"}.intersection(sizes) if mirrored else ())
+    return Layout(Mesh(tuple(sizes), tuple(sizes.values()), both), {axis: role_of(axis) for axis in sizes})
 
 
 def variants(layout: Layout, pins: Pins, microbatches: int, recompute: Sequence[str]) -> list[Variant]:

@@ -40,7 +40,7 @@ _TIE = 1e-4
 """A plan made later must be faster by this part."""
 _DROPPED = (
     "recompute", "zero", "microbatches", "shard", "sequence_parallel", "stage_cuts", "virtual_stages", "schedule", "tp", "dp",
-    "pp",
+    "attention", "cp", "pp",
 )
 """Pins that an error tries to do without, in this order."""
 
@@ -117,8 +117,8 @@ def _plan_of(found: Evaluation, sweep: Sweep, plans: Plans, fits: Fits, timing: 
 
 def _may_have_stages(pins: Pins, world: int) -> bool:
     """Whether the pins leave the number of stages open, or ask for several."""
-    alone = pins.pp is not None or (pins.cp or 1) > 1  # stages beside a split sequence are refused where they are pinned
-    return pins.needs_stages(world) or (not alone and world > 1 and world > (pins.dp or 1) * (pins.tp or 1))
+    pinned = (pins.dp or 1) * (pins.tp or 1) * (pins.cp or 1)
+    return pins.needs_stages(world) or (pins.pp is None and world > max(pinned, 1))
 
 
 def _check_combination(task: Task) -> None:
@@ -126,7 +126,7 @@ def _check_combination(task: Task) -> None:
     pins, world = task.pins, task.cluster.world
     if pins.schedule is None:
         return
-    several = (pins.dp or world // ((pins.pp or world) * (pins.tp or 1))) > 1
+    several = (pins.cp or 1) * (pins.dp or world // ((pins.pp or world) * (pins.tp or 1))) > 1
     zero = pins.zero if several and pins.zero is not None else 0
     reason = illegal_combination(pins.schedule, zero=zero, recompute=pins.recompute or "none")
     if reason is not None:

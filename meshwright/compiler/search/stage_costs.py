@@ -8,7 +8,7 @@
 What parameters cost is linear in the number of micro-batches, so two prices (``costs.Costs`` at 2 and 3) give the part of every
 micro-batch and the part of the step, whatever the level does (``StageCosts.parameters``).
 
-The mesh is pp x dp x tp, or pp x dp_replicate x dp_shard x tp; stages are contiguous ranks. Groups lie the same way in every
+The mesh is pp x dp x cp x tp, or dp is dp_replicate x dp_shard; stages are contiguous ranks. Groups lie the same way in every
 stage, so collectives are priced on as few stages as fill whole nodes (``_neighbourhood``).
 """
 
@@ -42,7 +42,7 @@ from meshwright.compiler.placement.costs import (
     Variant,
     Vector,
 )
-from meshwright.compiler.placement.placement import DATA, NONE, TENSOR, Placement, Row
+from meshwright.compiler.placement.placement import CONTEXT, DATA, NONE, TENSOR, Placement, Row
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
 from meshwright.ir.mesh import PP, Mesh
@@ -54,12 +54,15 @@ Array = np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """How many ranks do what. ``shard``: of the data ranks, those that share a parameter's state."""
+    """How many ranks do what. ``shard``: of the data ranks, those that share a parameter's state; ``context``: ranks that split
+    the sequence, ``mirrored``: in two chunks each."""
 
     pp: int
     data: int
     shard: int
     tensor: int
+    context: int = 1
+    mirrored: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -67,12 +70,13 @@ class Degrees:
         axes = {PP: self.pp} if self.pp > 1 else {}
         hybrid = 1 < self.shard < self.data
         axes |= {REPLICATE: self.data // self.shard, SHARD: self.shard} if hybrid else {DATA: self.data}
-        return Mesh((*axes, TENSOR), (*axes.values(), self.tensor))
+        axes |= {CONTEXT: self.context} if self.context > 1 else {}
+        return Mesh((*axes, TENSOR), (*axes.values(), self.tensor), frozenset({CONTEXT} if self.mirrored else ()))
 
     @property
     def data_axes(self) -> tuple[str, ...]:
         """Axes over which gradients are summed."""
-        return tuple(axis for axis in (DATA, REPLICATE, SHARD) if axis in self.mesh.axes and self.mesh.size(axis) > 1)
+        return tuple(axis for axis in (DATA, REPLICATE, SHARD, CONTEXT) if axis in self.mesh.axes and self.mesh.size(axis) > 1)
 
     def variant(self, zero: int) -> Variant:
         """How parameters are kept at a ZeRO level."""
@@ -225,7 +229,7 @@ class StageCosts:
 
 def _neighbourhood(cluster: Cluster, degrees: Degrees) -> Degrees:
     """As many stages as there are at least two and as fill whole nodes; all of them on a torus, whose links are shared."""
-    stage = degrees.data * degrees.tensor
+    stage = degrees.data * degrees.context * degrees.tensor
     if cluster.island.torus or degrees.pp == 1:
         return degrees
     few = math.lcm(stage, cluster.per_node) // stage

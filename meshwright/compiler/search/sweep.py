@@ -1,7 +1,7 @@
 """The order in which candidates are bounded and solved: best first by lower bound (``bounds``), with good incumbents early.
 
     free layouts      first: they are solved at once, and everything else must beat them
-    first dive        one candidate of every (pp, tensor), under the simplest schedule
+    first dive        one candidate of every (pp, tensor, context), under the simplest schedule
     no pipeline       best first; there is nothing to cut, so what is left at the level KEPT is solved at once
     second dive       the best pipelines under other schedules and stages a rank
     everything        best first, until the least bound left is within the gap of the incumbent, or the limit is reached
@@ -16,6 +16,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from meshwright.compiler.placement.choices import attended, pays_mirrored
 from meshwright.compiler.search.bounds import Bounds, Level, Node
 from meshwright.compiler.search.candidates import Candidate, candidates, degrees_of
 from meshwright.compiler.search.errors import DoesNotFitError, OutOfMemoryError
@@ -134,7 +135,9 @@ class Sweep:
     def free(self) -> None:
         """Solve the candidates whose axes may split anything."""
         try:
-            listed = free_candidates(self.task.graph, self.task.cluster, self.task.pins)
+            task = self.task
+            mirrored = pays_mirrored(task.graph, task.rules, task.pins)
+            listed = free_candidates(task.graph, task.cluster, task.pins, mirrored)
         except PinError as error:
             self._refused_free.append(error)
             return
@@ -150,7 +153,9 @@ class Sweep:
             if evaluator.capacity <= 0:
                 self._nearest = DoesNotFitError("the inputs alone fill the memory", 0.0)
                 return
-            listed = candidates(self.bounds.graph, self.task.cluster, self.task.pins, len(evaluator.names))
+            task, graph = self.task, self.bounds.graph
+            tokens, mirrored = attended(graph, task.rules), pays_mirrored(graph, task.rules, task.pins)
+            listed = candidates(graph, task.cluster, task.pins, len(evaluator.names), tokens, mirrored)
             nodes = self._first_dive(self.bounds.start(listed))
             piped = [node for node in nodes if node.candidate.pp > 1]
             nodes = self._sweep([node for node in nodes if node.candidate.pp == 1], _ALONE * self.limit)
@@ -185,16 +190,17 @@ class Sweep:
         return found or PlanError(f"no layout of {self.task.cluster} runs this model at this batch")
 
     def _first_dive(self, nodes: list[Node]) -> list[Node]:
-        """Solve the candidate of least bound of every (pp, tensor) under the simplest schedule, best first."""
+        """Solve the candidate of least bound of every (pp, tensor, context) under the simplest schedule, best first."""
         piped = [node for node in nodes if node.candidate.pp > 1]
         simple = min((_simple(node.candidate) for node in piped), default=None)
         left = [node for node in nodes if node.candidate.pp == 1 or _simple(node.candidate) != simple]
         split = [self.bounds.split(node, 1) for node in piped if _simple(node.candidate) == simple]
         chosen = [parts[0] for parts in split]
         left += [part for parts in split for part in parts[1:]]
-        layouts: dict[tuple[int, int], list[Node]] = {}
+        layouts: dict[tuple[int, int, int], list[Node]] = {}
         for node in chosen:
-            layouts.setdefault((node.candidate.pp, node.candidate.tensor), []).extend(self.bounds.tensor(node))
+            one = node.candidate
+            layouts.setdefault((one.pp, one.tensor, one.context), []).extend(self.bounds.tensor(node))
         first = sorted(min(group) for group in layouts.values())
         rest = [node for group in layouts.values() for node in sorted(group)[1:]]
         return left + rest + self._dive(first, _DIVE * self.limit)
@@ -319,6 +325,6 @@ def _simple(candidate: Candidate) -> tuple[bool, int]:
     return not first, candidate.virtual_stages
 
 
-def _pipeline(candidate: Candidate) -> tuple[int, int, int]:
+def _pipeline(candidate: Candidate) -> tuple[int, int, int, int]:
     """What the second dive keeps of a candidate."""
-    return candidate.pp, candidate.tensor, candidate.microbatches
+    return candidate.pp, candidate.tensor, candidate.context, candidate.microbatches

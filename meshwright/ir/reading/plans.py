@@ -66,11 +66,12 @@ def plan_from_dict(data: Any) -> Plan:
 
 
 def _mesh(field: Field) -> Mesh:
-    sizes = {axis: size.count(1, 1 << 31) for axis, size in field.mapping().items()}
-    if TIME in sizes or math.prod(sizes.values()) > 1 << 31:
+    marked = {axis: size.count(1, 1 << 31) for axis, size in field.mapping().items()}
+    sizes = {axis.removesuffix("*"): size for axis, size in marked.items()}
+    if TIME in sizes or len(sizes) < len(marked) or math.prod(sizes.values()) > 1 << 31:
         raise field.wrong(f"axes of devices, none of them {TIME!r}")
     try:
-        return Mesh(tuple(sizes), tuple(sizes.values()))
+        return Mesh(tuple(sizes), tuple(sizes.values()), frozenset(axis[:-1] for axis in marked if axis.endswith("*")))
     except MeshwrightError as error:
         raise PlanError(f"the plan is damaged: {field.path}: {error}") from error
 
