@@ -161,11 +161,11 @@ def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh, loss_fn: Callable[...
     def again(model: nn.Module, args: Any, kwargs: Any, targets: Any, training: bool, functional: bool) -> Graph:
         return capture_model(model, args, kwargs, targets, loss_fn, plan.precision, training, functional)
 
-    def in_evaluation(graph: Graph) -> Program:
+    def other_mode(graph: Graph) -> Program:
         return checked_program(in_mode(plan, graph, rules_of(graph)[0]), rank)
 
     parallel.watch = Watch(model, plan.graph, again)
-    parallel.lower_evaluation = in_evaluation
+    parallel.lower_mode = other_mode
     parallel.exporter = Exporter(plan, parallel.watch.unexportable)
     return parallel
 

@@ -19,11 +19,11 @@ class _Layer(nn.Module):
         super().__init__()
         self.inside, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
         self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
-        self.beta, self.sizes, self.calls = 0.5, [1, {"a": 2.0}], 0
+        self.beta, self.sizes, self.calls, self.shift = 0.5, [1, {"a": 2.0}], 0, torch.zeros(8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        h = self.drop(self.norm(self.inside(x))) * self.beta * self.sizes[1]["a"]
+        h = self.drop(self.norm(self.inside(x))) * self.beta * self.sizes[1]["a"] + self.shift
         h = h[:, None]
         h = self.attention(h, h, h)[0][:, 0]
         return h
@@ -90,6 +90,9 @@ def _changed(rank: int) -> None:
     layer.drop.p = 0.1
     refused(r"attribute 'layer\.drop\.p'")
     layer.drop.p = 0.3
+    layer.shift += 1
+    refused(r"attribute 'layer\.shift'")
+    layer.shift -= 1
     layer.norm.eval()
     refused(r"module 'layer\.norm' of the model is out of training mode")
     layer.norm.train()

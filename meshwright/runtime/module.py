@@ -99,8 +99,8 @@ class Names(nn.Module):
 
 class ParallelModule(nn.Module):
     """See the file's head. Made by ``build``; ``plan`` is whatever the caller puts there; ``watch`` is called at every call,
-    with (training, args, kwargs, targets), and may raise, or give the (difference, graph) of ``eval()``, which
-    ``lower_evaluation`` makes this rank's program of; ``exporter`` is what ``export`` calls."""
+    with (training, args, kwargs, targets), and may raise, or give the (difference, graph) of another mode, which
+    ``lower_mode`` makes this rank's program of; ``exporter`` is what ``export`` calls."""
 
     def __init__(
         self, program: Program, groups: Groups, engine: Engine | Pipeline, seed: int, model: nn.Module | None,
@@ -109,9 +109,9 @@ class ParallelModule(nn.Module):
         super().__init__()
         self.plan: Any = None
         self.watch: Callable[[bool, tuple[Any, ...], dict[str, Any], tuple[Any, ...]], Any] | None = None
-        self.lower_evaluation: Callable[[Graph], Program] | None = None
+        self.lower_mode: Callable[[Graph], Program] | None = None
         self.exporter: Callable[[ParallelModule, Path, bool], None] | None = None
-        self._evaluation: tuple[Engine, Lender] | None = None
+        self._others: dict[tuple[bool, bool], tuple[Engine, Lender]] = {}
         self._program, self._groups, self._seed, self._calls = program, groups, seed, 0
         self._ports = Ports(groups)
         self._engine = (engine,)  # in a tuple: its units are no submodules of this one
@@ -216,9 +216,10 @@ class ParallelModule(nn.Module):
         return self.watch(self.training, args, given, targets)
 
     def _other_engine(self, other: Any) -> Engine:
-        """What runs in ``eval()`` where that is another graph: made at its first call. Every rank calls this."""
-        if self._evaluation is None:
-            lower = self.lower_evaluation
+        """What runs in this mode where that is another graph: made at its first call. Every rank calls this."""
+        mode = self.training, torch.is_grad_enabled()
+        if mode not in self._others:
+            lower = self.lower_mode
             assert lower is not None, "who watches can lower"
             program = together(lambda: lower(other.graph))
             groups, wanted = self._groups, fused_axes(program)
@@ -230,9 +231,9 @@ class ParallelModule(nn.Module):
                     for one in everything for fqn in one.fqns}
             lender = Lender(held, groups, program)
             engine = together(lambda: assemble(program, groups, lend=lender))
-            engine.train(False)
-            self._evaluation = engine, lender
-        return self._evaluation[0]
+            engine.train(self.training)
+            self._others[mode] = engine, lender
+        return self._others[mode][0]
 
     def _check_call(self, given: Mapping[str, Tensor]) -> None:
         changed = None if self._hooks is None else self._hooks.changed()
@@ -253,8 +254,8 @@ class ParallelModule(nn.Module):
             for old, new in engine.program.mutations if self.training else ():
                 local_of(engine.tensors[old]).copy_(values[new])
             return
-        assert self._evaluation is not None
-        lender, stored = self._evaluation[1], {one.value: one for one in engine.program.stored}
+        lender = next(lender for other, lender in self._others.values() if other is engine)
+        stored = {one.value: one for one in engine.program.stored}
         for old, new in engine.program.mutations:
             lender.give_back(stored[old], values[new])
 
@@ -390,7 +391,7 @@ class ParallelModule(nn.Module):
         engine = Pipeline(program, groups) if program.stages else assemble(program, groups)
         twin = ParallelModule(program, groups, engine, self._seed, None, self._names)
         twin.plan, twin._calls, twin._originals, twin.exporter = self.plan, self._calls, self._originals, self.exporter
-        twin.watch, twin.lower_evaluation = self.watch, self.lower_evaluation
+        twin.watch, twin.lower_mode = self.watch, self.lower_mode
         memo[id(self)] = twin
         with torch.no_grad():
             for value, old in self._engine[0].tensors.items():

@@ -38,9 +38,10 @@ def in_evaluation(graph: Graph) -> Graph:
     return eliminate_dead_code(rewrite(replace(graph, mutations=()), step))
 
 
-def difference(one: Graph, other: Graph) -> str | None:
-    """The first thing of ``other`` that ``one`` does not have, in words; None if they compute the same."""
-    known = _Known()
+def difference(one: Graph, other: Graph, gradients: bool = True) -> str | None:
+    """The first thing of ``other`` that ``one`` does not have, in words; None if they compute the same. Without ``gradients``
+    what only stops them is nothing."""
+    known = _Known(COPIES if gradients else COPIES | {"aten.detach.default"})
     mine, theirs = known.of(one), known.of(other)
     for op in other.ops:
         if any(theirs[name] not in mine.values() for name in op.outputs):
@@ -54,13 +55,14 @@ def difference(one: Graph, other: Graph) -> str | None:
         return "the buffers that it updates"
     if (one.changes is None) != (other.changes is None):
         return "the inputs that it changes in place"
-    return None if one.changes is None or other.changes is None else difference(one.changes, other.changes)
+    return None if one.changes is None or other.changes is None else difference(one.changes, other.changes, gradients)
 
 
 @dataclass
 class _Known:
     """Numbers of values, the same for what is the same in several graphs."""
 
+    copies: frozenset[str]
     numbers: dict[Any, int] = field(default_factory=dict)
 
     def number(self, key: Any) -> int:
@@ -79,7 +81,7 @@ class _Known:
             called = "" if param.fqn.startswith("_constant_") else param.fqn
             found[param.value] = self.number(("held", called, value.shape, value.dtype, param.trainable, repr(content)))
         for op in graph.ops:
-            if op.target in COPIES and len(op.outputs) == 1:
+            if op.target in self.copies and len(op.outputs) == 1:
                 found[op.outputs[0]] = found[op.inputs[0]]
                 continue
             args = op.args

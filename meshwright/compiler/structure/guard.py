@@ -2,8 +2,9 @@
 
 A graph holds one outcome of ``if self.training``, and the numbers that attributes had. So
 
-    eval()        the first call in evaluation captures that mode and compares it with the training graph without dropout and
-                  batch statistics, which is what runs; a forward that does something else there has that graph run instead
+    mode          the first call in eval(), and under no_grad, captures the model so and compares it with the training graph
+                  (in evaluation: without dropout and batch statistics), which is what runs; where the forward does something
+                  else, that graph runs instead
     attributes    plain Python values of the model's modules, and of objects they hold (a config): when one has changed, the
                   forward is captured again; a graph that comes out otherwise is refused, by the attribute's name
     modules       swapped or added ones, and sub-modules set to another mode, are refused
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _MISSING = "no such attribute"
 
 
+Mode = tuple[bool, bool]
+"""(training, gradients enabled)."""
+EVALUATION = (False, False), (False, True)
+
+
 @dataclass(frozen=True)
 class OtherMode:
     """A graph that is not the one captured in training, and the first thing that differs, in words."""
@@ -47,9 +53,10 @@ class Watch:
     """See the file's head. Called at the beginning of every call of the parallel module."""
 
     def __init__(self, model: nn.Module, graph: Graph, capture: Capture) -> None:
-        self.model, self.graph, self.capture = weakref.ref(model), graph, capture
-        self.evaluated = False
-        self.other: OtherMode | None = None
+        self.model, self.capture = weakref.ref(model), capture
+        constants = {name: tensor.clone() for name, tensor in graph.constants.items()}  # which the model may write into
+        self.graph = replace(graph, constants=constants)
+        self.modes_seen: dict[Mode, OtherMode | None] = {(True, True): None}
         self.state = _state(model)
         self.modes = _modes(model) if model.training else None
         self.modules = _modules(model)
@@ -61,32 +68,31 @@ class Watch:
         model = self.model()
         if model is not None:
             self._unchanged(model, training, *call)
-        if training:
-            return None
-        if self.evaluated:
-            return self.other
+        mode = training, torch.is_grad_enabled()
+        if mode in self.modes_seen:
+            return self.modes_seen[mode]
         if model is None:
-            raise RunError("the first call in eval() captures the model in that mode, and the model is gone; keep it until "
-                           "then, or call the parallel module in eval() once before it is deleted")
-        self.other = self._differs(model, False, *call)
-        self.evaluated = True
-        return self.other
+            raise RunError("the first call in eval(), and the first under no_grad, capture the model so, and the model is "
+                           "gone; keep it until then, or call the parallel module so once before it is deleted")
+        found = self.modes_seen[mode] = self._differs(model, mode, *call)
+        return found
 
     def unexportable(self) -> str | None:
         """Why nobody can say that the graph is the model's in eval(), None if it is: found out now if no call did."""
-        model = self.model()
-        if self.evaluated:
-            return None if self.other is None else _otherwise(self.other)
-        if model is None:
+        model, missing = self.model(), [mode for mode in EVALUATION if mode not in self.modes_seen]
+        if missing and model is None:
             return "the model was gone before the parallel module was called in eval() or exported"
-        if self.graph.signature is None:
+        if missing and self.graph.signature is None:
             return "the plan does not say what a call looks like"
-        try:
-            self.other = self._differs(model, False, *example_of(self.graph.signature))
-        except MeshwrightError as error:
-            return str(error)
-        self.evaluated = True
-        return None if self.other is None else _otherwise(self.other)
+        for mode in missing:
+            assert model is not None
+            assert self.graph.signature is not None
+            try:
+                self.modes_seen[mode] = self._differs(model, mode, *example_of(self.graph.signature))
+            except MeshwrightError as error:
+                return str(error)
+        others = [other for mode in EVALUATION if (other := self.modes_seen[mode]) is not None]
+        return f"it computes something else there than in training: {others[0].difference}" if others else None
 
     def _unchanged(self, model: nn.Module, training: bool, *call: Any) -> None:
         if (found := _modules(model)) != self.modules:
@@ -101,24 +107,26 @@ class Watch:
         if state == self.state:
             return
         name = next(name for name in (*state, *self.state) if state.get(name, _MISSING) != self.state.get(name, _MISSING))
-        if self._differs(model, training, *call) is not None:
+        if self._differs(model, (training, torch.is_grad_enabled()), *call) is not None:
             before, now = self.state.get(name, _MISSING), state.get(name, _MISSING)
             raise RunError(f"attribute {name!r} of the model was {_shown(before)} when it was captured and is {_shown(now)}, "
                            f"and its forward computes something else with it; set it back, or make the model parallel again")
         self.state = state
 
-    def _differs(self, model: nn.Module, training: bool, *call: Any) -> OtherMode | None:
+    def _differs(self, model: nn.Module, mode: Mode, *call: Any) -> OtherMode | None:
         """The graph of the model as it is now, if it is not the one that runs in this mode."""
-        wanted = self.graph if training else in_evaluation(self.graph) if self.other is None else self.other.graph
+        training, gradients = mode
+        known = self.modes_seen.get(mode)
+        wanted = known.graph if known is not None else self.graph if training else in_evaluation(self.graph)
         first: OtherMode | None = None
         for functional in (False, True):  # the same model is spelled in two ways, depending on whether it updates something
             try:
-                with torch.inference_mode(False), torch.enable_grad():
+                with torch.inference_mode(False), torch.set_grad_enabled(gradients):
                     graph = self.capture(model, *call, training, functional)
             except (CaptureError, InputError) as error:
-                raise RunError(f"the model {'has changed' if training else 'is in eval()'} and cannot be captured so: "
-                               f"{error}") from error
-            found = difference(wanted, graph)
+                how = f"{'train' if training else 'eval'}(), gradients {'on' if gradients else 'off'}"
+                raise RunError(f"the model cannot be captured as it is called now ({how}): {error}") from error
+            found = difference(wanted, graph, gradients)
             if found is None:
                 return None
             first = first or OtherMode(found, graph)
@@ -130,10 +138,6 @@ def refuse_autocast() -> None:
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise RunError("autocast is on around the call; the parallel module computes in the precision of its plan: take "
                        "the call out of the autocast context, and plan with precision='bf16'")
-
-
-def _otherwise(other: OtherMode) -> str:
-    return f"it computes something else there than in training: {other.difference}"
 
 
 def _shown(value: Any) -> str:

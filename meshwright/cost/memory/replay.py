@@ -197,9 +197,9 @@ def backward(
         op = script.graph.ops[index]
         made = {name: grads.pop(name) for name in op.outputs if name in grads}
         if made:
-            heap.space(script.spaces[index][1])
             first = next(iter(made.values()))
             found = [(name, hold(first) if same else heap.new(bytes_, WORK)) for name, bytes_, same in script.gradients[index]]
+            heap.space(script.spaces[index][1])
             for name, storage in found:
                 if name in script.weights and name not in script.graph.producers:
                     _add(heap, weights, name, storage, name in copies)
