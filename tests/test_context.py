@@ -158,4 +158,5 @@ def test_the_plan_says_how_attention_runs(tmp_path: Path) -> None:
     assert str(plan.mesh) == "dp=1 x cp*=4 x tp=1"  # causal: two chunks a rank
     plan.save(tmp_path / "plan.json")
     again = mw.Plan.load(tmp_path / "plan.json")
-    assert (again.mesh, again.assignments, again.copies) == (plan.mesh, plan.assignments, plan.copies)
+    assert (again.mesh, again.copies) == (plan.mesh, plan.copies)
+    assert again.assignments == {name: dict(assignment) for name, assignment in plan.assignments.items() if assignment}
