@@ -48,7 +48,7 @@ def in_mode(plan: Plan, graph: Graph, rules: Rules) -> Plan:
 def _over(sharding: Sharding, axes: set[str]) -> Sharding:
     """The sharding over these axes alone."""
     dims = tuple(tuple(axis for axis in split if axis in axes) for split in sharding.dims)
-    return Sharding(dims, sharding.partial & axes, sharding.varying & axes)
+    return Sharding(dims, sharding.partial & axes, sharding.varying & axes, sharding.mirrored & axes)
 
 
 def _places(graph: Graph) -> Iterator[tuple[object, Op]]:
