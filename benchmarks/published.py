@@ -57,6 +57,7 @@ from rows import (
     shape_of,
     text_of,
     tokens_of,
+    ways_of,
     world_of,
     zero_of,
 )
@@ -79,7 +80,8 @@ _UNBOUNDED = 2**50  # bytes
 @dataclass(frozen=True)
 class Result:
     """One row's outcome. Seconds, GB (10^9 bytes), TFLOP/s per device by the row's own count of FLOPs. ``device_seconds``: what
-    a token takes of the devices per second of the step, which is what configurations are ranked by."""
+    a token takes of the devices per second of the step, which is what configurations are ranked by. ``low_seconds``,
+    ``high_seconds``: of what the row leaves open, the fastest way and the slowest; the prediction is their geometric mean."""
 
     row: str
     source: str
@@ -96,6 +98,8 @@ class Result:
     reason: str
     planning_seconds: float
     device_seconds: float = 1.0
+    low_seconds: float | None = None
+    high_seconds: float | None = None
 
     @property
     def error(self) -> float | None:
@@ -137,12 +141,16 @@ def graph_of(row: Row, cache: Path | None = None) -> Graph:
     if cache is None:
         return captured(*what)
     kept = cache / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.pickle"
-    if kept.exists():
-        graph: Graph = pickle.loads(kept.read_bytes())  # written below, by this program
-        return graph
-    graph = captured(*what)
-    cache.mkdir(parents=True, exist_ok=True)
-    kept.write_bytes(pickle.dumps(graph))
+    if not kept.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(pickle.dumps(captured(*what)))
+    return _read(kept)
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path) -> Graph:
+    """A kept graph: written above, by this program."""
+    graph: Graph = pickle.loads(path.read_bytes())
     return graph
 
 
@@ -181,7 +189,23 @@ def price(row: Row, cache: Path | None = None) -> Result:
 
 
 def _priced(row: Row, result: Result, cache: Path | None) -> Result:
-    """The result with its predictions. Raises whatever stands in their way."""
+    """The result with its predictions, over all ways in which the row may have run that fit, if any does. Raises whatever
+    stands in their way."""
+    ways = [_way(way, result, cache) for way in ways_of(row)]
+    ways = [found for found, fits in ways if fits] or [found for found, _ in ways]
+    seconds = sorted(found.predicted_seconds or 0.0 for found in ways)
+    first = min(ways, key=lambda found: found.predicted_seconds or 0.0)
+    middle = math.sqrt(seconds[0] * seconds[-1])
+    scale = middle / seconds[0] if seconds[0] else 1.0
+    return replace(
+        first, predicted_seconds=middle, low_seconds=seconds[0], high_seconds=seconds[-1],
+        predicted_tflops=first.predicted_tflops / scale if first.predicted_tflops else None,
+        reason="; ".join(words for words in (assumed(row), first.reason) if words),
+    )
+
+
+def _way(row: Row, result: Result, cache: Path | None) -> tuple[Result, bool]:
+    """The result of one way in which the row may have run, and whether that is predicted to fit."""
     cluster, precision = cluster_of(row), precision_of(row)
     seconds, tflops = result.measured_seconds, measured_tflops(row, cluster.device.flops(torch.bfloat16))
     if not (seconds or tflops or result.measured_gb):
@@ -193,12 +217,11 @@ def _priced(row: Row, result: Result, cache: Path | None) -> Result:
     predicted = plan.predicted.step_seconds
     if tflops and not (seconds or result.measured_gb):  # FLOPs over the rate
         seconds = predicted * plan.predicted.tflops_per_device * counted(row) / tflops
-    notes = [words for words in (assumed(row), "" if fits else "predicted not to fit") if words]
     return replace(
         result, measured_seconds=seconds, predicted_seconds=predicted,
-        predicted_gb=plan.predicted.bytes_per_rank / 1e9, reason="; ".join(notes),
+        predicted_gb=plan.predicted.bytes_per_rank / 1e9, reason="" if fits else "predicted not to fit",
         predicted_tflops=result.measured_tflops * seconds / predicted if result.measured_tflops and seconds else None,
-    )
+    ), fits
 
 
 def _describe(row: Row) -> str:
@@ -244,6 +267,24 @@ def ranks(results: Iterable[Result]) -> list[dict[str, Any]]:
         {"source": source, "model": model, "device": device, "rows": len(items), "rank_correlation": _spearman(items)}
         for (source, model, device), items in groups.items()
     ]
+
+
+def regrets(results: Iterable[Result]) -> list[dict[str, Any]]:
+    """By source, model, device and batch: how much longer the configuration that is predicted fastest took than the measured
+    best, and the best of the three predicted fastest. Configurations that keep as many devices for a token share a group."""
+    groups: dict[tuple[str, str, str, float], list[Result]] = defaultdict(list)
+    for result in results:
+        if result.error is not None:
+            groups[result.source, result.model, result.device, result.device_seconds].append(result)
+    lines = []
+    for (source, model, device, _), items in groups.items():
+        if len(items) > 1:
+            best = min(item.measured_seconds or 0.0 for item in items)
+            first = sorted(items, key=lambda item: item.predicted_seconds or 0.0)[:3]
+            taken = [(item.measured_seconds or 0.0) / best - 1 for item in first]
+            lines.append({"source": source, "model": model, "device": device, "rows": len(items), "regret": taken[0],
+                          "regret_of_three": min(taken)})
+    return lines
 
 
 def _spearman(items: Sequence[Result]) -> float | None:
@@ -295,6 +336,12 @@ def show(results: Sequence[Result], console: Console) -> None:
         if line["rank_correlation"] is not None:
             order.add_row(line["source"], line["model"], line["device"], str(line["rows"]), f"{line['rank_correlation']:.2f}")
     console.print(order)
+    lost = regrets(results)
+    if lost:
+        good, three = (sum(line[key] <= 0.05 for line in lost) for key in ("regret", "regret_of_three"))
+        worst = max(line["regret"] for line in lost)
+        console.print(f"regret: in {good} of {len(lost)} groups the configuration predicted fastest is within 5% of the best, "
+                      f"in {three} one of the three; at worst {worst:.0%}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -318,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\r{count}/{len(rows)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     if options.json:
-        print(json.dumps({"sources": summary(results), "models": ranks(results)}))
+        print(json.dumps({"sources": summary(results), "models": ranks(results), "regrets": regrets(results)}))
     else:
         show(results, Console(width=None if sys.stdout.isatty() else 200))
     return 0

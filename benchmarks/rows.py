@@ -2,17 +2,19 @@
 
 Whatever a row says is read by tables that any source shares. Nothing is read from the name of a model or of a source but the
 year that a source bears, which bounds the kernels there were. A blank column takes what the table beside it says and is
-reported (``assumed``); where nothing sensible can be taken the row is Unpriced, with the reason.
+reported (``assumed``); where nothing sensible can be taken the row is Unpriced, with the reason. A row that leaves its
+attention kernel, its recomputation or its stages a rank open is priced in every way there is (``ways_of``): as a range.
 
     gpu                       the device of the catalogue (its names and aliases; of several, the one of that memory)
     interconnect              the node: named clouds (``INSTANCES``), else the device's own with the NICs that are stated
-    notes                     attention kernel (``KERNELS``), fusion (``FUSED``), norm (``normed``), overlap (``OVERLAPPED``)
+    attention, notes          attention kernel (``KERNELS``), fusion (``FUSED``), norm (``normed``), overlap (``OVERLAPPED``)
     schedule, dtype, notes    what recomputation runs again (``CHECKPOINTED``)
     family                    the architecture (``FAMILIES``); experts make it a mixture
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -39,6 +41,8 @@ INSTANCES: Sequence[tuple[str, str, str]] = (
 PORTS: Mapping[str, float] = {"FDR": 56, "EDR": 100, "HDR100": 100, "HDR": 200, "NDR200": 200, "NDR": 400, "XDR": 800}
 """Gb/s of an InfiniBand port."""
 
+FLASH = "flash"
+"""FlashAttention of a version that is not said: a row with it is priced with every one there was."""
 KERNELS: Sequence[tuple[str, str]] = (
     # words in "notes" (without blanks, hyphens and underscores), attention kernel
     ("noflash", "scores"), ("withoutflash", "scores"), ("flash=off", "scores"), ("flash=no", "scores"),
@@ -47,11 +51,14 @@ KERNELS: Sequence[tuple[str, str]] = (
     ("flashattention1", "flash1"), ("flashattentionv1", "flash1"), ("flashattn1", "flash1"), ("flashattnv1", "flash1"),
     ("xformers", "flash1"),
     ("kernel=torch", "torch"),  # scores, mask and softmax, each an operator of its own
-    ("flashattention", "flash"), ("flashattn", "flash"),  # of no version
+    ("flashattention", FLASH), ("flashattn", FLASH),
     ("kernel=", "scores"),  # any other kernel that a row names forms the matrix of scores, scaled and masked in its softmax
 )
-NEWEST: Sequence[tuple[tuple[int, int], str]] = (((2022, 5), "scores"), ((2023, 7), "flash1"))
-"""What was published up to (year, month) ran at best on this kernel: Dao et al. 2022 is of that May, Dao 2023 of that July."""
+AGES: Sequence[tuple[tuple[int, int], tuple[str, ...]]] = (((2022, 5), ("scores",)), ((2023, 7), ("scores", "flash1")))
+"""What was published up to (year, month) may have run on these kernels, the slowest first: Dao et al. 2022 is of that May, Dao
+2023 of that July."""
+LATEST = ("flash1", "flash2")
+"""What was published later, or bears no date; the third (Shah et al. 2024) has a package of its own and is named."""
 SOFTWARE_KERNELS: Sequence[tuple[str, str]] = (("nemo", "flash3"), ("transformerengine", "flash3"))
 """Words in "notes" of software with an attention kernel of its own (Transformer Engine runs cuDNN's)."""
 
@@ -72,6 +79,12 @@ MERGED = (2022, 5)
 CHECKPOINTED: Sequence[str] = ("fsdp", "torchtitan")
 """Words in "schedule", "dtype" or "notes" of software that recomputes with torch's checkpoint, which stops at the last value
 that the backward needs; Megatron-LM's and its kin's run the whole block again."""
+
+HYBRID: Sequence[str] = ("hsdp", "hybrid", "mics", "hpz")
+"""Words of state that is split over some of the data ranks; all other software splits it over all of them."""
+
+ALONE: Sequence[str] = ("deepspeed",)
+"""Words in "schedule", "dtype" or "notes" of software whose ZeRO gathers and reduces every parameter alone."""
 
 FAMILIES: Sequence[tuple[str, str]] = (
     # words in "family", architecture
@@ -181,11 +194,11 @@ def device_of(row: Row) -> str:
     tables = catalogue()["device"]
     aliases = {alias: key for key, table in tables.items() for alias in (key, *table.get("aliases", ()))}
     found = [alias for alias in aliases if re.search(rf"(?<![a-z0-9]){re.escape(alias)}(?![a-z0-9])", plain)]
-    if not found or ("pcie" in text and "h100" in text) or "nvl" in text.split():
+    if not found:
         raise Unpriced(f"no device of the catalogue for {row['gpu']!r}")
     name: str = aliases[max(found, key=len)]
     memory = re.search(r"(\d+) ?g(?:i?b)?\b", plain)
-    kin = [key for key in tables if key.partition("-")[0] == name.partition("-")[0]]
+    kin = [name, *(key for key in tables if key.partition("-")[0] == name.partition("-")[0])]
     return next((key for key in kin if memory and key.endswith(f"-{memory[1]}g")), name)
 
 
@@ -245,12 +258,43 @@ def wired(row: Row) -> Cluster:
 
 
 def kernel_of(row: Row) -> str | None:
-    """Attention kernel that the row names, or the newest there was when it was published, or its software's; None: the
-    device's default."""
+    """The attention kernel that a row states ("attention", notes) or its software brings; None: it says nothing."""
+    stated = text_of(row, "attention")
     notes = re.sub(r"[\s_-]+", "", text_of(row, "notes"))
-    named, date = word_of(notes, KERNELS), published_in(row)
-    newest = next((kernel for until, kernel in NEWEST if date is not None and date <= until), None)
-    return named or newest or word_of(notes, SOFTWARE_KERNELS)
+    return stated or word_of(notes, KERNELS) or word_of(notes, SOFTWARE_KERNELS)
+
+
+def kernels_of(row: Row) -> tuple[str, ...]:
+    """The attention kernels that a row may have run on, as far as its device has them: the one that it states, or all that
+    there were."""
+    named, date, there = kernel_of(row), published_in(row), Cluster.parse(f"{device_of(row)}:1x1").device.attention
+    if named not in (None, FLASH):
+        return (str(named),)
+    ages = next((kernels for until, kernels in AGES if date is not None and date <= until), LATEST)
+    found = tuple(kernel for kernel in ages if kernel in there or (kernel == "scores" and named is None))
+    return found or (next(iter(there)),)
+
+
+def ways_of(row: Row) -> tuple[Row, ...]:
+    """The row with what it leaves open filled in, in every way there is: its attention kernel, its recomputation (none, all),
+    its stages a rank (as few and as many as its schedule has). What ran is one of them, and nobody knows which."""
+    kernels = [{"attention": kernel} for kernel in kernels_of(row)]
+    runs = [{}] if text_of(row, "recompute") else [{"recompute": "none"}, {"recompute": "full"}]
+    stages: list[dict[str, str]] = [{}]
+    if degree(row, "pp") > 1 and not number(row, "vpp"):
+        several = schedule_of(_schedule({**row, "vpp": "2"}))
+        most = integer(row, "n_layers") // degree(row, "pp")
+        if several.stages is None and several.usual > 1 and most > 1:
+            said = word_of(text_of(row, "schedule"), SCHEDULES) == several.name
+            stages = [{"vpp": str(count), "schedule": several.name if count > 1 else text_of(row, "schedule")}
+                      for count in (1 + said, _most(row, most))]
+    return tuple({**row, **a, **b, **c} for a, b, c in itertools.product(kernels, runs, stages))
+
+
+def _most(row: Row, most: int) -> int:
+    """The largest number of stages a rank up to ``most`` that cuts the layers evenly, 2 if none does."""
+    layers, pp = integer(row, "n_layers"), degree(row, "pp")
+    return next((n for n in range(most, 1, -1) if layers % (n * pp) == 0), 2)
 
 
 def fused(row: Row) -> bool:
@@ -278,17 +322,20 @@ def cluster_of(row: Row) -> Cluster:
     known = kernel if kernel in cluster.device.attention else None
     overlapped = any(words in text_of(row, "notes") for words in OVERLAPPED)
     repeats = not any(words in text_of(row, "schedule", "dtype", "notes") for words in CHECKPOINTED)
+    alone = any(words in text_of(row, "schedule", "dtype", "notes") for words in ALONE)
     added = megatron(row) and (published_in(row) or MERGED) >= MERGED
     return cluster.with_kernels(
-        known, fused=fused(row), overlapped=overlapped, accumulates=overlapped or added, repeats=repeats
+        known, fused=fused(row), overlapped=overlapped, accumulates=overlapped or added, repeats=repeats, alone=alone
     )
 
 
 def precision_of(row: Row) -> str:
     """The planner's name of a dtype column."""
     dtype = text_of(row, "dtype")
-    if re.search("fp8|mxfp|nvfp|int8|tf32", dtype):
+    if re.search("mxfp|nvfp|int8", dtype):
         raise Unpriced(f"no price for dtype {row['dtype']!r}")
+    if "fp8" in dtype or "tf32" in dtype:
+        return "fp8" if "fp8" in dtype else "tf32"
     if not dtype or re.search("bf16|fp16|float16|half|mixed|amp|16-bit|16bit", dtype):
         return "bf16"
     if re.search("fp32|float32|single", dtype):
@@ -354,6 +401,9 @@ def assumed(row: Row) -> str:
     words += [] if number(row, "global_batch_seqs") else [f"{batch_of(row):.0f} sequences a step"]
     words += [] if number(row, "gpus_per_node") or world_of(row) <= 8 else ["the device's own node"]
     words += ["gradients reduced once a step"] if degree(row, "pp") > 1 and (zero_of(row) or 0) > 1 else []
+    words += [f"attention of {' or '.join(kernels_of(row))}"] if len(kernels_of(row)) > 1 else []
+    words += [] if text_of(row, "recompute") else ["recomputation of none or all"]
+    words += ["any number of stages a rank"] if degree(row, "pp") > 1 and not number(row, "vpp") else []
     return "assumed: " + ", ".join(words) if words else ""
 
 
@@ -377,8 +427,10 @@ def pins_of(row: Row, world: int, blocks: Sequence[str] = ()) -> Pins:
     known = None if schedule is None else schedule_of(schedule)
     fixed = known is not None and (known.stages or 1) > 1
     several = known is not None and known.stages is None and known.usual > 1  # how many is left to the search
+    level = zero_of_stages(zero_of(row), pp)
+    hybrid = any(words in text_of(row, "zero/fsdp", "dtype", "schedule", "notes") for words in HYBRID)
     return Pins(
-        dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero_of_stages(zero_of(row), pp),
+        dp=dp, shard=dp if level and not hybrid else None, tp=tp, pp=pp, cp=cp, ep=ep, zero=level,
         sequence_parallel=None if tp > 1 and not text_of(row, "sp") else text_of(row, "sp") in YES and tp > 1,
         schedule=schedule, stage_cuts=_even_cuts(row, pp * int(vpp or not several), blocks),
         virtual_stages=None if pp == 1 or fixed else int(vpp) if vpp else None if several else 1,

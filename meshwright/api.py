@@ -18,6 +18,7 @@ from meshwright.compiler.structure.guard import Watch
 from meshwright.compiler.structure.same import aligned
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
+from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan, PlanError
@@ -29,8 +30,6 @@ from meshwright.planner import OPTIMIZERS, Timing, capture_model, check_pins, ma
 from meshwright.programs import check_given, checked_program, device_of, mesh_pins, order_of
 from meshwright.rules import rules_of
 from meshwright.runtime.verdict import together
-
-PRECISIONS = ("fp32", "bf16")
 
 
 def plan(
@@ -87,6 +86,7 @@ def autoparallel(
     def prepare() -> tuple[Plan | None, Graph, Pins]:
         given = None if plan is None else plan if isinstance(plan, Plan) else Plan.load(plan)
         checked = mesh_pins(mesh, _check_options(optimizer or "adamw", precision or "fp32", pins))
+        _check_runs(precision or "fp32" if given is None else given.precision)
         if given is None:
             return None, capture_model(model, *_example(model, example_inputs), loss_fn, precision or "fp32"), checked
         check_given(given, mesh, checked, optimizer, precision)
@@ -214,6 +214,13 @@ def _check_options(optimizer: str | float, precision: str, pins: Pins | Mapping[
     if precision not in PRECISIONS:
         raise InputError(f"precision {precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
     return Pins.of(pins)
+
+
+def _check_runs(precision: str) -> None:
+    """Raise InputError for what is only planned."""
+    if not PRECISIONS[precision].runs:
+        able = ", ".join(name for name, one in PRECISIONS.items() if one.runs)
+        raise InputError(f"precision {precision!r} is planned and priced, but not run by this version; run one of {able}")
 
 
 def _cluster_of(mesh: DeviceMesh) -> Cluster:

@@ -65,7 +65,7 @@ def plan_command(
     cluster: Annotated[str, typer.Option(help='Devices, as in "h100:8x8" (device:nodes x devices per node), or a .toml file.')],
     batch: Annotated[int, typer.Option(min=1, help="Global batch in samples (a config only).")] = 8,
     sequence: Annotated[int, typer.Option(min=2, help="Sequence length in tokens (a config only).")] = 512,
-    precision: Annotated[str, typer.Option(help='"fp32" or "bf16".')] = "bf16",
+    precision: Annotated[str, typer.Option(help='"fp32", "tf32", "bf16"; "fp16" and "fp8" are planned only.')] = "bf16",
     optimizer: Annotated[str, typer.Option(help="A name, or the bytes of state per parameter.")] = "adamw",
     dp: Annotated[int | None, typer.Option(help="Pin the data-parallel degree.")] = None,
     shard: Annotated[int | None, typer.Option(help="Pin the ZeRO group within dp (HSDP).")] = None,

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from meshwright.compiler.capture.capture import capture
@@ -21,7 +20,9 @@ from meshwright.compiler.structure.blocks import find_blocks
 from meshwright.compiler.structure.microbatch import split_counts
 from meshwright.compiler.structure.units import find_units, split_at
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.spread import spread
 from meshwright.footprint import Footprints
+from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import Plan
@@ -41,9 +42,8 @@ def capture_model(
     training: bool = True, functional: bool = False,
 ) -> Graph:
     """The model's graph at the global batch, blocks found."""
-    dtype = torch.bfloat16 if precision == "bf16" else None
-    graph = capture(model, args, dict(kwargs), loss_fn=loss_fn, targets=targets, compute_dtype=dtype, training=training,
-                    functional=functional)
+    graph = capture(model, args, dict(kwargs), loss_fn=loss_fn, targets=targets, compute_dtype=PRECISIONS[precision].compute,
+                    training=training, functional=functional)
     return find_units(find_blocks(split_counts(graph)))
 
 
@@ -54,6 +54,7 @@ def make_plan(
     """The plan of least time that fits. Raises PinError, OutOfMemoryError, PlanError."""
     timing = timing or Timing()
     check_pins(pins, cluster)
+    cluster = cluster.with_products(PRECISIONS[precision].products)
     graph = split_at(graph, pins.stage_cuts or ())
     rules, notes = rules_of(graph, strict)
     timing.mark("rules")
@@ -61,8 +62,11 @@ def make_plan(
     task = Task.of(graph, cluster, rules, pins, precision=precision, state_bytes=state_bytes, gap=gap)
     plan = find_plan(task, Footprints(rules, state_bytes).fits, timing=timing, progress=progress)
     assert plan.certificate is not None
+    assert plan.predicted is not None
+    likely, step = spread(cluster, plan.mesh), plan.predicted.step_seconds
     return replace(
         plan, optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes", notes=(*notes, *plan.notes),
+        predicted=replace(plan.predicted, low_seconds=likely.low * step, high_seconds=likely.high * step),
         certificate=replace(plan.certificate, planning_seconds=dict(timing.phases)),
     )
 

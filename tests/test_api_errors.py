@@ -78,7 +78,7 @@ def test_dp_beyond_the_batch() -> None:
     ("changed", "words"),
     [
         ({"optimizer": "adamx"}, ["optimizer 'adamx' is unknown", "adamw", "bytes of state per parameter"]),
-        ({"precision": "fp8"}, ["precision 'fp8' is unknown", "fp32, bf16"]),
+        ({"precision": "fp4"}, ["precision 'fp4' is unknown", "fp32, tf32, bf16, fp16, fp8"]),
         ({"example_inputs": {"y": torch.zeros(4, 8)}}, ["argument 'x' of forward(x, scale) is missing"]),
         ({"example_inputs": ((torch.zeros(4, 8), 1.0, 2.0), {})}, ["2"]),
         ({"example_inputs": {}}, ["'x'"]),
@@ -89,6 +89,12 @@ def test_options_and_examples(changed: dict[str, Any], words: list[str]) -> None
     with pytest.raises(InputError) as caught:
         plan(**changed)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_precisions_that_are_planned_only() -> None:
+    api._check_runs("tf32")
+    with pytest.raises(InputError, match="'fp8' is planned and priced, but not run by this version; run one of fp32, tf32,"):
+        api._check_runs("fp8")
 
 
 def test_an_unknown_device() -> None:

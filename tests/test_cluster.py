@@ -96,8 +96,33 @@ def test_with_kernels_changes_only_the_software():
     eager = cluster.with_kernels(fused=False)
     assert not eager.device.fused
     assert eager.with_kernels(attention="flash3").with_kernels(attention="flash2", fused=True) == cluster
-    with pytest.raises(ClusterError, match="known: flash, flash1, flash2, flash3"):
+    with pytest.raises(ClusterError, match="known: flash1, flash2, flash3"):
         cluster.with_kernels(attention="flash9")
+
+
+def test_products_in_another_format():
+    cluster = Cluster.parse("h100:1x8")
+    assert cluster.with_products("").device == cluster.device
+    assert cluster.with_products("tf32").device.products == "tf32"
+    with pytest.raises(ClusterError, match="a100-80g lists no peak for f8e4m3; known: bf16, f16, tf32, f32"):
+        Cluster.parse("a100:1x8").with_products("f8e4m3")
+
+
+def test_clocks_follow_the_power():
+    full, limited = Cluster.parse("h100:1x8").device, Cluster.parse("h100-96g:1x8").device
+    assert limited.matmul_efficiency == pytest.approx(full.matmul_efficiency * ((500 / 700 - 0.1) / 0.9) ** (1 / 3))
+    assert limited.attention_forward < full.attention_forward
+    assert (limited.peak["bf16"], limited.memory_efficiency) == (full.peak["bf16"], full.memory_efficiency)
+
+
+def test_a_limit_of_power_of_a_users_own(tmp_path):
+    path = tmp_path / "mine.toml"
+    text = '[cluster]\ndevices = "mine:1x8"\n[device.mine]\nlike = "h100"\npower = {value = %d, unit = "W", source = "us"}\n'
+    path.write_text(text.replace('"h100"', '"h100-80g"') % 350)
+    assert Cluster.from_toml(path).device.matmul_efficiency < Cluster.parse("h100-96g:1x8").device.matmul_efficiency
+    path.write_text(text.replace('"h100"', '"h100-80g"') % 60)
+    with pytest.raises(ClusterError, match="runs at 60 W, no more than the 70 W that it idles at"):
+        Cluster.from_toml(path)
 
 
 def test_toml_of_a_users_own(tmp_path):

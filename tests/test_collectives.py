@@ -100,8 +100,9 @@ def test_large_messages_take_the_traffic_over_the_bandwidth(kind):
 def test_expressions_print_and_agree_with_the_network():
     cluster = Cluster.parse("h100:4x8")
     network = Network(cluster, Mesh.of(a=32))
-    symbols = dict(zip(("P", "n", "d", "w", "R", "X", "a_l", "a_x", "l0"), (
-        32, 4, 8, 450e9 * 0.81, 450e9 * 0.686, 8 * 50e9 * 0.94, 2e-6, 10e-6, 10e-6), strict=True))
+    symbols = dict(zip(("P", "n", "d", "w", "R", "X", "a_l", "a_x", "l0", "h_l", "h_x"), (
+        32, 4, 8, 450e9 * 0.81, 450e9 * 0.686, 8 * 50e9 * 0.94 * 0.5**cluster.node.congestion, 2e-6, 10e-6, 10e-6,
+        3.4e-6, 14e-6), strict=True))
     for kind in ("all_reduce", "all_gather", "all_to_all", "broadcast"):
         formula = expression(kind)
         assert "S" in str(formula)
@@ -193,6 +194,24 @@ def test_torus_rings_use_every_dim_both_ways():
     assert network.seconds("all_gather", ("y", "z"), 1e9) < 0.6 * network.seconds("all_gather", "z", 1e9) * 63 / 64 * 8 / 7
     half = Network(cluster, Mesh.of(x=8, y=8, z=2, w=4))
     assert half.seconds("all_gather", "w", 1e9) > one * 6 / 7 * 1.5  # a line of 4 has no way round
+
+
+def test_links_between_every_two_devices_add_up():
+    assert busbw("mi300x:1x8", "all_reduce", 16e9) == pytest.approx(
+        measured("1 node MI300X", "all_reduce_busbw", "8 GPUs"), rel=0.05)
+    assert busbw("mi300x:1x2", "all_reduce", 16e9) == pytest.approx(
+        measured("1 node MI300X", "all_reduce_busbw", "2 GPUs"), rel=0.10)
+
+
+def test_large_groups_reach_less_of_each_others_links_and_wait_for_every_step_of_a_ring():
+    per_rank = [busbw(f"h100:{nodes}x8", "all_gather", 1e12) for nodes in (2, 8, 64)]
+    congestion = Cluster.parse("h100:2x8").node.congestion
+    assert congestion > 0
+    assert per_rank[1] / per_rank[0] == pytest.approx(0.25**congestion, rel=0.03)
+    assert per_rank[2] / per_rank[0] == pytest.approx((1 / 32) ** congestion, rel=0.08)
+    cluster = Cluster.parse("h100:64x8")
+    waiting = Network(cluster, Mesh.of(a=512)).seconds("all_gather", "a", 1.0)
+    assert waiting == pytest.approx(63 * 14e-6 + 448 * 3.4e-6, rel=0.02)
 
 
 def test_mesh_larger_than_the_cluster():

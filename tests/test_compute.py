@@ -161,6 +161,18 @@ def test_the_host_starts_kernels_one_after_the_other(target, operands, kernels):
     assert seconds(target, operands, [(8, 8)], BF16, H100) < found or not any(kernels)
 
 
+def test_the_loss_moves_the_logits_as_often_as_its_kernels_do():
+    tokens, vocab = 8192, 32000
+    eager = Cluster.parse("h100:1x8").with_kernels(fused=False).device
+    operands, results = [(tokens, vocab), (tokens,)], [(), ()]
+    call = Work(tuple(operands), tuple(results), BF16, torch.float32)
+    one = tokens * vocab * 4 / memory_speed(eager)
+    assert compute.seconds(OPERATORS["mw.cross_entropy"], call, eager) == pytest.approx((7.5 * one, 11.5 * one))
+    wide = Work(tuple(operands), tuple(results), torch.float32, torch.float32)
+    assert compute.seconds(OPERATORS["mw.cross_entropy"], wide, eager) == pytest.approx((6 * one, 10 * one))
+    assert compute.seconds(OPERATORS["mw.cross_entropy"], call, H100) == pytest.approx((2 * one, 3 * one))
+
+
 def test_embedding_reads_the_rows_it_picks():
     picked, _ = seconds("aten.embedding.default", [(128256, 4096), (1, 8192)], [(1, 8192, 4096)], BF16, H100)
     table, _ = seconds("aten.clone.default", [(128256, 4096)], [(128256, 4096)], BF16, H100)
@@ -187,6 +199,20 @@ def test_attention_kernels_and_long_sequences():
 def test_fp32_is_slower_than_bf16():
     shapes = ([(2048, 2048), (2048, 2048)], [(2048, 2048)])
     assert seconds(LINEAR, *shapes, torch.float32, H100)[0] > 5 * seconds(LINEAR, *shapes, BF16, H100)[0]
+
+
+def test_products_in_another_format_are_faster_by_their_peak_less_the_casts():
+    shapes = ([(8192, 8192), (8192, 8192)], [(8192, 8192)])
+    cluster = Cluster.parse("h100:1x8")
+    tf32 = seconds(LINEAR, *shapes, torch.float32, cluster.with_products("tf32").device)[0]
+    assert seconds(LINEAR, *shapes, torch.float32, H100)[0] / tf32 == pytest.approx(494 / 67)
+    fp8 = seconds(LINEAR, *shapes, BF16, cluster.with_products("f8e4m3").device)[0]
+    bf16 = seconds(LINEAR, *shapes, BF16, H100)[0]
+    assert 1.2 < bf16 / fp8 < 1979 / 989
+    attention = [(1, 32, 8192, 128)] * 3
+    both = [seconds(ATTENTION, attention, attention[:1], BF16, device)[0]
+            for device in (H100, cluster.with_products("f8e4m3").device)]
+    assert both[0] == both[1]
 
 
 def swiglu() -> Graph:

@@ -21,11 +21,11 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.sharding import DTYPE_NAMES
 
 _UNITS: Mapping[str, float] = {
-    "1": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0,
+    "1": 1.0, "W": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0,
     "B": 1.0, "MB": 1e6, "GB": 1e9, "MiB": 2.0**20, "GiB": 2.0**30,
     "Gb/s": 1e9 / 8, "GB/s": 1e9, "TB/s": 1e12, "TFLOP/s": 1e12,
 }
-_KINDS = ("switch", "ring", "bus", "torus")
+_KINDS = ("switch", "ring", "bus", "mesh", "torus")
 
 
 class ClusterError(MeshwrightError, ValueError):
@@ -43,7 +43,9 @@ class Device:
     of pointwise operators run as one kernel (compiled); ``overlapped``: whether products, as Transformer Engine's, gather and
     reduce activations in pieces beside their work; ``accumulates``: whether they add a weight's gradient to its fp32 sum
     themselves (Megatron-LM's gradient accumulation fusion); ``repeats``: whether recomputation runs a block's whole forward
-    again (Megatron-LM's checkpoint) or stops at the last value kept (torch's). ``sources``: of every number.
+    again (Megatron-LM's checkpoint) or stops at the last value kept (torch's); ``alone``: whether ZeRO moves every parameter
+    in a collective of its own (DeepSpeed) or those of a block together (FSDP); ``products``: the format that matrix
+    products run in, "" for that of their operands. ``sources``: of every number.
     """
 
     name: str
@@ -61,6 +63,8 @@ class Device:
     tile: int
     depth: float
     contention: float
+    products: str = ""
+    alone: bool = False
     fused: bool = True
     overlapped: bool = False
     accumulates: bool = False
@@ -93,7 +97,10 @@ class Node:
     ``link_bandwidth``: bytes/s of one device into the node's fabric (torus: of one link). ``ring_efficiency``: the part a
     ring collective reaches. ``reduce_efficiency``: the part an in-switch reduction reaches, 0 where there is none.
     ``nics`` x ``nic_bandwidth``: the node's way out, shared by its devices. ``start_latency``: what any collective costs
-    however small its message and group.
+    however small its message and group. A "mesh" has a link between every two devices. ``congestion``: what reaches a group
+    on n nodes of the bandwidth out is (2 / n) to this power; ``ring_hop``, ``ring_out``: latency of a step of a ring, in the
+    node and out of it, which is more than the wire's because the ring hands on whole chunks; ``beside``: the part of its
+    bandwidth that a collective keeps while compute runs beside it.
     """
 
     name: str
@@ -109,6 +116,10 @@ class Node:
     nic_latency: float
     nic_efficiency: float
     start_latency: float
+    congestion: float = 0.0
+    beside: float = 1.0
+    ring_hop: float = 0.0
+    ring_out: float = 0.0
     torus_dims: int = 0
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -186,6 +197,8 @@ def _source(entry: Mapping[str, Any], texts: Mapping[str, str]) -> str:
     return texts.get(entry["source"], str(entry["source"]))
 
 
+_IDLE = 0.1
+"""Part of a board's power that its clocks do not change."""
 _DEVICE_KEYS: Mapping[str, str] = {
     "memory": "memory_bytes", "reserve": "reserve_bytes", "memory_bandwidth": "memory_bandwidth",
     "matmul_efficiency": "matmul_efficiency", "memory_efficiency": "memory_efficiency",
@@ -195,6 +208,9 @@ _NODE_KEYS: Mapping[str, str] = {
     "link": "link_bandwidth", "link_latency": "link_latency", "ring": "ring_efficiency", "reduce": "reduce_efficiency",
     "nics": "nics", "nic": "nic_bandwidth", "nic_latency": "nic_latency", "nic_efficiency": "nic_efficiency",
     "start": "start_latency",
+}
+_NODE_OPTIONAL: Mapping[str, str] = {
+    "congestion": "congestion", "beside": "beside", "ring_hop": "ring_hop", "ring_out": "ring_out",
 }
 
 
@@ -216,16 +232,36 @@ def read_device(name: str, table: Mapping[str, Any], texts: Mapping[str, str]) -
         where = f"device.{name}.attention.{kernel}"
         attention[kernel] = (_number(sides.get("forward"), where), _number(sides.get("backward"), where))
         numbers["sources"][f"attention.{kernel}"] = _source(sides["forward"], texts)
+    slower = _clocks(name, table)
+    numbers["matmul_efficiency"] *= slower
+    attention = {kernel: (ahead * slower, back * slower) for kernel, (ahead, back) in attention.items()}
     return Device(
         name=name, title=table.get("title", name), peak=peak, attention=attention, attention_kernel=default, **numbers
     )
+
+
+def _clocks(name: str, table: Mapping[str, Any]) -> float:
+    """The clocks that a board sustains at its ``power`` over those at the ``rated`` power, for which efficiencies are given:
+    what it draws beyond idling grows with the third power of its clocks, for voltage follows them.
+
+    >>> watts = lambda value: {"value": value, "unit": "W", "source": ""}
+    >>> round(_clocks("", {"power": watts(500), "rated": watts(700)}), 2), _clocks("", {})
+    (0.88, 1.0)
+    """
+    if not {"power", "rated"} <= set(table):
+        return 1.0
+    power, rated = (_number(table[key], f"device.{name}.{key}") for key in ("power", "rated"))
+    if power <= _IDLE * rated:
+        raise ClusterError(f"device {name!r} runs at {power:g} W, no more than the {_IDLE * rated:g} W that it idles at")
+    return float(min(1.0, ((power / rated - _IDLE) / (1.0 - _IDLE)) ** (1 / 3)))
 
 
 def read_node(name: str, table: Mapping[str, Any], texts: Mapping[str, str]) -> Node:
     """A node from its table."""
     if table.get("kind") not in _KINDS:
         raise ClusterError(f"node {name!r} is of kind {table.get('kind')!r}; known: {', '.join(_KINDS)}")
-    numbers = _read("node", name, table, _NODE_KEYS, texts)
+    keys = {**_NODE_KEYS, **{key: field_ for key, field_ in _NODE_OPTIONAL.items() if key in table}}
+    numbers = _read("node", name, table, keys, texts)
     numbers["nics"] = int(numbers["nics"])
     return Node(
         name=name, title=table.get("title", name), kind=table["kind"], per_node=table["per_node"],

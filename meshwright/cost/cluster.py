@@ -135,14 +135,24 @@ class Cluster:
         )
         return Cluster(islands)
 
+    def with_products(self, format_: str) -> Cluster:
+        """The same cluster whose matrix products run in another format ("tf32", "f8e4m3") than their operands come in; "" for
+        their own. Raises ClusterError where a device lists no peak for it."""
+        for island in self.islands if format_ else ():
+            if format_ not in island.device.peak:
+                known = ", ".join(island.device.peak)
+                raise ClusterError(f"device {island.device.name} lists no peak for {format_}; known: {known}")
+        return Cluster(tuple(replace(island, device=replace(island.device, products=format_)) for island in self.islands))
+
     def with_kernels(
         self, attention: str | None = None, fused: bool | None = None, overlapped: bool | None = None,
-        accumulates: bool | None = None, repeats: bool | None = None,
+        accumulates: bool | None = None, repeats: bool | None = None, alone: bool | None = None,
     ) -> Cluster:
         """The same cluster with other software: the devices' ``attention`` kernel ("flash1", "flash2", "flash3"), whether
         chains of pointwise operators run ``fused`` (compiled) or one by one (eager), whether products run their collectives
-        ``overlapped``, in pieces (Transformer Engine), whether a product ``accumulates`` gradients itself and whether
-        recomputation ``repeats`` whole blocks (Megatron-LM). None leaves it as it is."""
+        ``overlapped``, in pieces (Transformer Engine), whether a product ``accumulates`` gradients itself, whether
+        recomputation ``repeats`` whole blocks (Megatron-LM) and whether ZeRO moves every parameter ``alone`` (DeepSpeed). None
+        leaves it as it is."""
         islands = []
         for island in self.islands:
             device = island.device
@@ -155,6 +165,7 @@ class Cluster:
                 overlapped=device.overlapped if overlapped is None else overlapped,
                 accumulates=device.accumulates if accumulates is None else accumulates,
                 repeats=device.repeats if repeats is None else repeats,
+                alone=device.alone if alone is None else alone,
             )
             islands.append(replace(island, device=device))
         return Cluster(tuple(islands))

@@ -9,10 +9,11 @@ chunks costs (k = 1 would be the optimally chunked pipeline, (sqrt(b S) + sqrt(l
 1 MB and 16 GB in ``hardware.csv`` give k = 0.18). A collective takes the algorithm that is faster at S.
 
 A group has P ranks on n nodes, d on each. With W the bandwidth of one device into its node's fabric (a ring's share of it
-w), R the in-switch reduction's, X the bandwidth with which the group leaves a node, and hops of a_l in the node, a_x out:
+w), R the in-switch reduction's, X the bandwidth with which the group leaves a node, hops of a_l in the node, a_x out,
+and of h_l and h_x where a ring hands on whole chunks:
 
-    all-gather, reduce-scatter   ring     b = (P-1)/P max(1/w, 1/X)      l = (n-1) a_x + (P-n) a_l
-    all-reduce                   ring     twice that, both
+    all-gather, reduce-scatter   ring     b = (P-1)/P max(1/w, 1/X)      l = (n-1) h_x + (P-n) h_l
+    all-reduce                   ring     2 (P-1)/P max(1/w, 1/X)        l = 2 (n-1) a_x + 2 (P-n) a_l
                                  tree     b = max(in node, 2 (n-1)/n / (0.85 X))   l = 2 log2(n) a_x + 2 (d-1) a_l
                                           in node: 2 (d-1)/d / w, or (d+1)/d / R where the switch reduces
     all-to-all                            b = max((d-1)/P / w, (P-d)/P d / X)      l = log2(n) a_x + log2(d) a_l
@@ -20,7 +21,9 @@ w), R the in-switch reduction's, X the bandwidth with which the group leaves a n
     point to point                        b = 1/w, or d/X across nodes   l = a_l or a_x
 
 and a start of l0 for each. All groups of the axes communicate at the same time and share their nodes' NICs evenly, so
-X = d x (NICs of the node) / (its ranks). In the limit of large S the traffic is the textbook's: 2 S (P-1)/P for all-reduce,
+X = d x (NICs of the node) / (its ranks) x (2 / n)^congestion: what two nodes reach of each other's links, more reach less of,
+for paths through the switches collide. In a node whose devices have a link to every other ("mesh") w is that of d - 1 links. In
+the limit of large S the traffic is the textbook's: 2 S (P-1)/P for all-reduce,
 S (P-1)/P for all-gather and reduce-scatter. On a torus the rings run along every dim the group extends over, both ways
 where it closes: w is the sum, and groups that interleave on the same links share them.
 
@@ -49,8 +52,9 @@ _NEVER = 1e-30  # bytes/s of a way that is not there
 
 S, P, N, D = sympy.symbols("S P n d", positive=True)
 W, R, X = sympy.symbols("w R X", positive=True)
-A_L, A_X, L0 = sympy.symbols("a_l a_x l0", nonnegative=True)
-_ARGUMENTS = (P, N, D, W, R, X, A_L, A_X, L0)
+A_L, A_X, L0, H_L, H_X = sympy.symbols("a_l a_x l0 h_l h_x", nonnegative=True)
+SYMBOLS = (P, N, D, W, R, X, A_L, A_X, L0, H_L, H_X)
+"""In the order of ``Scope.numbers``."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +85,15 @@ class Scope:
     link_latency: float
     out_latency: float
     start: float
+    ring_hop: float
+    ring_out: float
 
     @property
     def numbers(self) -> tuple[float, ...]:
         """In the order of the formulas' symbols."""
         return (
             self.ranks, self.nodes, self.per_node, self.ring, self.reduce, self.out,
-            self.link_latency, self.out_latency, self.start,
+            self.link_latency, self.out_latency, self.start, self.ring_hop, self.ring_out,
         )
 
 
@@ -110,7 +116,7 @@ def algorithms(kind: str) -> tuple[Algorithm, ...]:
     hops = (N - 1) * A_X + (P - N) * A_L
     depth = sympy.log(N, 2) * A_X + sympy.log(D, 2) * A_L
     if kind in ("all_gather", "reduce_scatter"):
-        return (Algorithm("ring", ring, L0 + hops),)
+        return (Algorithm("ring", ring, L0 + (N - 1) * H_X + (P - N) * H_L),)
     if kind == "all_reduce":
         out = 2 * (N - 1) / N / (TREE * X)
         chain = Algorithm("tree", sympy.Max(2 * (D - 1) / D / W, out), L0 + 2 * sympy.log(N, 2) * A_X + 2 * (D - 1) * A_L)
@@ -131,9 +137,9 @@ def expression(kind: str) -> sympy.Expr:
 
 @lru_cache(maxsize=len(KINDS))
 def _numeric(kind: str) -> Callable[..., Any]:
-    """(P, n, d, w, R, X, a_l, a_x, l0) -> ((seconds per byte, latency) of each algorithm); arrays broadcast."""
+    """(P, n, d, w, R, X, a_l, a_x, l0, h_l, h_x) -> ((seconds per byte, latency) of each algorithm); arrays broadcast."""
     pairs = [(algorithm.per_byte, algorithm.latency) for algorithm in algorithms(kind)]
-    return sympy.lambdify(_ARGUMENTS, pairs, modules="numpy", cse=True)  # type: ignore[no-any-return]
+    return sympy.lambdify(SYMBOLS, pairs, modules="numpy", cse=True)  # type: ignore[no-any-return]
 
 
 class Network:
@@ -199,14 +205,17 @@ def scopes(island: Island, mesh: Mesh, names: frozenset[str]) -> tuple[Scope, ..
     result = []
     for row in np.unique(boxes - boxes[:, :1], axis=0):
         _, counts = np.unique(row, return_counts=True)
-        spread = len(counts) > 1
+        spread, here = len(counts) > 1, int(counts.max())
         reduce = node.link_bandwidth * node.reduce_efficiency
+        links = max(1, here - 1) if node.kind == "mesh" else 1
+        reached = shares * float(counts.min()) * (2 / len(counts)) ** node.congestion if spread else math.inf
         result.append(
             Scope(
-                ranks=len(row), nodes=len(counts), per_node=int(counts.max()),
-                ring=node.link_bandwidth * node.ring_efficiency, reduce=reduce or _NEVER,
-                out=max(shares * float(counts.min()), _NEVER) if spread else math.inf,
+                ranks=len(row), nodes=len(counts), per_node=here,
+                ring=node.link_bandwidth * node.ring_efficiency * links, reduce=reduce or _NEVER,
+                out=max(reached, _NEVER),
                 link_latency=node.link_latency, out_latency=node.nic_latency, start=node.start_latency,
+                ring_hop=max(node.ring_hop, node.link_latency), ring_out=max(node.ring_out, node.nic_latency),
             )
         )
     return tuple(dict.fromkeys(result))
@@ -237,9 +246,10 @@ def _torus_scope(island: Island, groups: np.ndarray) -> Scope:
     lanes = sum((2.0 if closed else 1.0) / gap for _, gap, closed in extents)
     hops = sum(gap * (ranks / 2 if closed else ranks - 1) for ranks, gap, closed in extents)
     size = groups.shape[1]
+    latency = node.link_latency * hops / max(size - 1, 1)
     return Scope(
         ranks=size, nodes=1, per_node=size, ring=node.link_bandwidth * node.ring_efficiency * lanes, reduce=_NEVER,
-        out=math.inf, link_latency=node.link_latency * hops / max(size - 1, 1), out_latency=0.0, start=node.start_latency,
+        out=math.inf, link_latency=latency, out_latency=0.0, start=node.start_latency, ring_hop=latency, ring_out=0.0,
     )
 
 

@@ -35,8 +35,15 @@ from meshwright.cost.cluster import Device
 from meshwright.ir.declared.operator import Operator, Operators, Work
 from meshwright.ir.graph import Graph
 
-_LOSS_PASSES = (2.0, 3.0)
-"""Passes over the logits of cross entropy: read and write the log-probabilities; read them and the gradient, write it."""
+_LOSS_FUSED = (2.0, 3.0)
+"""Passes over the logits in fp32 of a compiled cross entropy: read and write the log-probabilities; read them and the gradient,
+write it."""
+_LOSS_EAGER = (6.0, 10.0)
+"""Passes of one kernel a step: the maximum, the difference (2), its exponential (2) and their sum; a copy, the difference, the
+exponential, the factor and the mask (2 each). Logits of 16 bits are cast before and the gradient after, each a pass and a half;
+the same count holds for Megatron-LM's."""
+_CAST: Mapping[str, int] = {"f8e4m3": 1}
+"""Formats whose operands are read and written once more before a product, and the bytes of an element in them."""
 _RAMP = (150.0, 450.0)
 """Keys at which attention, not causal and causal, reaches half of its efficiency: the rise from 512 to 16,384 in the figures of
 Dao 2023 (FlashAttention-2), from memory (trust D)."""
@@ -62,8 +69,7 @@ def seconds(operator: Operator, work: Work, device: Device, fused: Fused | None 
     if operator.kind == "attention":
         forward, backward = _attention(work, device)
     elif operator.kind == "loss":
-        stream = math.prod(work.operands[0]) * work.makes.itemsize / memory_speed(device)
-        forward, backward = (passes * stream for passes in _LOSS_PASSES)
+        forward, backward = _loss(work, device)
     else:
         forward, backward = _traffic(operator, work, device, fused if device.fused else None)
     return forward, backward if any(work.gradients) else 0.0
@@ -97,8 +103,9 @@ def model_flops(parameters: float, tokens: float, layers: int, hidden: int, seq_
 
 
 def mfu(model_flops_: float, seconds_: float, devices: int, device: Device, dtype: torch.dtype) -> float:
-    """Model FLOPs utilization: a fraction of the devices' peak."""
-    return model_flops_ / (seconds_ * devices * device.flops(dtype))
+    """Model FLOPs utilization: a fraction of the devices' peak, in the format of the products where it is another."""
+    peak = device.peak[device.products] if device.products else device.flops(dtype)
+    return model_flops_ / (seconds_ * devices * peak)
 
 
 def memory_speed(device: Device) -> float:
@@ -133,7 +140,10 @@ def _product(batch: int, m: int, n: int, k: int, dtype: torch.dtype, device: Dev
     """Seconds of one product."""
     if min(batch, m, n, k) == 0:
         return 0.0
-    work = 2.0 * batch * m * n * k / (device.flops(dtype) * matmul_efficiency(batch, m, n, k, device))
+    peak = device.peak[device.products] if device.products else device.flops(dtype)
+    work = 2.0 * batch * m * n * k / (peak * matmul_efficiency(batch, m, n, k, device))
+    if device.products in _CAST:
+        work += batch * (m * k + k * n) * (dtype.itemsize + _CAST[device.products]) / memory_speed(device)
     stream = batch * (m * k + k * n + m * n) * dtype.itemsize / memory_speed(device)
     return max(work, stream)
 
@@ -190,6 +200,15 @@ def _attention(work: Work, device: Device) -> tuple[float, float]:
 
 
 # ----------------------------------------------------------------------------------------------------- the rest
+
+
+def _loss(work: Work, device: Device) -> tuple[float, float]:
+    """Passes over the logits in fp32; casts to it and back where they are narrower."""
+    width = max(4, work.makes.itemsize)
+    pass_ = math.prod(work.operands[0]) * width / memory_speed(device)
+    cast = (1 + work.reads.itemsize / width) * pass_ if work.reads.itemsize < width and not device.fused else 0.0
+    ahead, back = _LOSS_FUSED if device.fused else _LOSS_EAGER
+    return ahead * pass_ + cast, back * pass_ + cast
 
 
 def _traffic(operator: Operator, work: Work, device: Device, fused: Fused | None) -> tuple[float, float]:

@@ -211,8 +211,15 @@ def _step(plan: Plan) -> str:
     if plan.pipeline is not None:
         words.append(f"{plan.pipeline.stages} stages on {plan.pipeline.degree} ranks under {plan.pipeline.schedule}")
     if plan.predicted is not None:
-        words.append(f"{seconds_text(plan.predicted.step_seconds)} predicted")
+        words.append(f"{seconds_text(plan.predicted.step_seconds)} predicted{_interval(plan.predicted)}")
     return ", ".join(words)
+
+
+def _interval(predicted: Prediction) -> str:
+    """Between what most such runs came out."""
+    if predicted.low_seconds is None or predicted.high_seconds is None:
+        return ""
+    return f" ({seconds_text(predicted.low_seconds)} to {seconds_text(predicted.high_seconds)})"
 
 
 def _kept(group: GroupChoice) -> str:

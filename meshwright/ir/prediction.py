@@ -43,6 +43,7 @@ class Prediction:
     """What one training step of a plan is predicted to take and to hold. None or empty: not known, or not told apart.
 
     step_seconds: the whole step
+    low_seconds, high_seconds: of the whole step, where most published runs of this kind came out that nothing was fitted to
     compute_seconds: of the mean rank; with recomputation and optimizer where these are None
     exposed_communication_seconds: of the mean rank, what no compute hides
     communication_seconds: of the mean rank, hidden or not
@@ -76,6 +77,8 @@ class Prediction:
     bytes_by_kind: Mapping[str, float] = field(default_factory=dict)
     bytes_per_pipeline_rank: tuple[float, ...] = ()
     stages: StageSeconds | None = None
+    low_seconds: float | None = None
+    high_seconds: float | None = None
 
     @property
     def fits(self) -> bool:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph, Op, Param, Ref, Value, map_refs, refs
 from meshwright.ir.plan import TIME, Plan, PlanError
 from meshwright.ir.program import SEED, SEEDS, Port, Program, Segment, Stored
@@ -89,7 +90,7 @@ class _Lowering:
         segments = tuple(self._segment(number, draft, readers) for number, draft in enumerate(drafts))
         used = {name for segment in segments for name in segment.graph.inputs} | {port.name for port in outputs}
         ports = tuple(self.ports.values())
-        dtype = torch.bfloat16 if self.plan.precision == "bf16" else None
+        dtype = PRECISIONS[self.plan.precision].compute
         return Program(
             mesh=self.mesh, rank=self.rank, segments=segments, inputs=ports, outputs=outputs,
             stored=tuple(self.stored.values()),

@@ -13,12 +13,10 @@ from collections.abc import Iterator
 import sympy
 
 from meshwright.compiler.structure.activations import saved_values
-from meshwright.cost.collectives import A_L, A_X, FILL, L0, D, N, P, R, S, W, X, algorithms, scopes, traffic
+from meshwright.cost.collectives import FILL, SYMBOLS, S, algorithms, scopes, traffic
 from meshwright.ir.graph import Op
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.views.prices import Move, Prices
-
-_SYMBOLS = (P, N, D, W, R, X, A_L, A_X, L0)
 
 
 def formulas(prices: Prices, op: Op) -> Iterator[str]:
@@ -38,7 +36,7 @@ def _collective(prices: Prices, move: Move, kind: str, seconds: float) -> str:
     island, mesh = prices.cluster.island, prices.plan.mesh
     names = frozenset(axis for axis in move.axis.split(",") if mesh.size(axis) > 1)
     scope = max(scopes(island, mesh, names), key=lambda one: one.nodes)
-    numbers = dict(zip(_SYMBOLS, scope.numbers, strict=True))
+    numbers = dict(zip(SYMBOLS, scope.numbers, strict=True))
     best = min(algorithms(kind), key=lambda one: float(_value(one.seconds, {**numbers, S: move.bytes_})))
     sent = float(_value(traffic(kind), {**numbers, S: move.bytes_}))
     b, latency = float(_value(best.per_byte, numbers)), float(_value(best.latency, numbers))

@@ -25,6 +25,7 @@ from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.compute import Fused, fusion
 from meshwright.ir.declared.operator import Work
+from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Op
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import GroupChoice, Plan
@@ -109,9 +110,9 @@ class OpPrice:
 def costs_of(plan: Plan, mesh: Mesh | None = None) -> Costs:
     """The prices that a plan was made with, of its mesh or of a part of it. Raises ClusterError if its cluster is not in the
     catalogue."""
-    itemsize = 2 if plan.precision == "bf16" else 4
-    cluster = Cluster.parse(plan.cluster)
-    return Costs(cluster, mesh or plan.mesh, microbatches=plan.schedule.microbatches, itemsize=itemsize,
+    precision = PRECISIONS[plan.precision]
+    cluster = Cluster.parse(plan.cluster).with_products(precision.products)
+    return Costs(cluster, mesh or plan.mesh, microbatches=plan.schedule.microbatches, itemsize=precision.itemsize,
                  state_bytes=state_bytes(plan))
 
 

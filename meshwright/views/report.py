@@ -24,6 +24,7 @@ from rich.text import Text
 
 from meshwright.compiler.search.plans import simulation_of
 from meshwright.cost.cluster import ClusterError
+from meshwright.cost.spread import apart
 from meshwright.cost.timeline import chrome_trace
 from meshwright.cost.timeline import render as clock
 from meshwright.errors import InputError
@@ -191,12 +192,15 @@ def _stages(plan: Plan) -> list[RenderableType]:
 
 
 def _candidates(seen: Sequence[SeenCandidate]) -> Table:
-    table = Table("candidate", "micro-batches", "step", box=box.SIMPLE_HEAD, title=Text("candidates seen, best first"),
+    table = Table("candidate", "micro-batches", "step", "", box=box.SIMPLE_HEAD, title=Text("candidates seen, best first"),
                   title_justify="left", title_style="bold")
     best_first = sorted(seen, key=lambda one: math.inf if one.step_seconds is None else one.step_seconds)
+    near = min((one.step_seconds for one in seen if one.step_seconds is not None), default=0.0) * (1 + apart())
+    alike = sum(one.step_seconds is not None and one.step_seconds <= near for one in seen)
     for one in best_first[:_SHOWN]:
         result = one.outcome if one.step_seconds is None else seconds_text(one.step_seconds)
-        _add(table, one.layout, str(one.microbatches), result)
+        close = alike > 1 and one.step_seconds is not None and one.step_seconds <= near
+        _add(table, one.layout, str(one.microbatches), result, "not told apart from the best" if close else "")
     if len(seen) > _SHOWN:
-        _add(table, f"and {len(seen) - _SHOWN} more", "", "")
+        _add(table, f"and {len(seen) - _SHOWN} more", "", "", "")
     return table

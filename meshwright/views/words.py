@@ -103,6 +103,8 @@ def predicted_words(predicted: Prediction | None) -> str:
     if predicted is None:
         return "unknown"
     words = [f"step {seconds_text(predicted.step_seconds)}"]
+    if predicted.low_seconds is not None and predicted.high_seconds is not None:
+        words[0] += f" ({seconds_text(predicted.low_seconds)} to {seconds_text(predicted.high_seconds)})"
     if predicted.tokens_per_second is not None:
         words.append(f"{predicted.tokens_per_second:,.0f} tokens/s")
     if predicted.tflops_per_device is not None:

@@ -221,7 +221,7 @@ class Costs:
         """What one use of a parameter or buffer costs a block kept as ``variant``; None if the variant cannot hold it so.
 
         FSDP2 moves all parameters of a block in one collective, so a parameter pays its share of one over ``group``, the
-        number of the block's trainable elements.
+        number of the block's trainable elements; software that moves each ``alone`` pays every latency.
 
         Follows FSDP2: with ZeRO the parameter lives split over ``shard_axes``, is gathered in the compute dtype (3: before
         every forward and backward of a micro-batch; 1, 2: once per step) and its gradient reduce-scattered (1: once per
@@ -241,6 +241,8 @@ class Costs:
         vector[SEND_BACK] += count * sum(self.collective("all_reduce", (axis,), master) for axis in sorted(own))
 
         def share(kind: str, axes: tuple[str, ...], itemsize: float) -> float:
+            if self.device.alone:
+                return self.collective(kind, axes, numel * itemsize)
             return self.collective(kind, axes, group * itemsize) * numel / group
 
         parts = self.mesh.size(variant.shard_axes) if variant.zero else 1
@@ -260,6 +262,8 @@ class Costs:
             vector[SEND] = vector[GATHER] + vector[GATHER_ONCE]
             vector[SEND_BACK] += vector[REDUCE] + vector[REDUCE_ONCE]
             vector[GATHER : REDUCE_ONCE + 1] = 0.0
+        else:  # beside compute, which takes multiprocessors and memory from it
+            vector[GATHER : REDUCE_ONCE + 1] /= self.network.cluster.node.beside
         self._kept(vector, numel, variant, parts, unit)
         speed = self.device.memory_bandwidth * self.device.memory_efficiency
         optimizer = 3 * (2 * master + numel * self.state_bytes) / parts / speed

@@ -19,6 +19,7 @@ from meshwright.compiler.search.task import Task
 from meshwright.compiler.solver.chain import Chain, Solution
 from meshwright.cost import compute, overlap
 from meshwright.ir.declared.operator import Operators, Work
+from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph
 from meshwright.ir.prediction import Prediction
 
@@ -70,7 +71,7 @@ def _with_throughput(found: Prediction, task: Task, flops: float) -> Prediction:
     if tokens and seconds:
         found = replace(found, tokens_per_second=tokens / seconds)
     if flops and seconds:
-        dtype = torch.bfloat16 if task.precision == "bf16" else torch.float32
+        dtype = PRECISIONS[task.precision].compute or torch.float32
         mfu = compute.mfu(flops, seconds, devices, task.cluster.device, dtype)
         found = replace(found, tflops_per_device=flops / seconds / devices / 1e12, mfu=mfu)
     return found

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from meshwright.compiler.structure.dims import DimClasses
 from meshwright.cost.cluster import Cluster
+from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import RECOMPUTE, Pins
 from meshwright.ir.plan import Plan
@@ -32,7 +33,7 @@ class Task:
 
     graph: captured at the global batch, with its blocks
     rules: the sharding rule of every operator by name, and what else is declared of it
-    precision: of compute, "fp32" or "bf16"
+    precision: of compute, one of ``ir.declared.precision``
     state_bytes: of the optimizer, per parameter
     gap: the relative distance from the lower bound at which a search may stop
     recompute: the kinds of recomputation that blocks may have, "none" first
@@ -68,7 +69,7 @@ class Task:
     @property
     def itemsize(self) -> int:
         """Bytes of an element in the compute dtype."""
-        return 2 if self.precision == "bf16" else 4
+        return PRECISIONS[self.precision].itemsize
 
     @property
     def input_bytes(self) -> float:

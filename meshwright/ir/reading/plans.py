@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from meshwright.errors import MeshwrightError, PlanError
+from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP, Mesh
 from meshwright.ir.pins import RECOMPUTE
@@ -17,8 +18,6 @@ from meshwright.ir.reading.fields import LARGEST, VERSION, Field, check_depth, u
 from meshwright.ir.reading.graphs import read_graph
 from meshwright.ir.schedules import schedules, unknown
 from meshwright.ir.sharding import Sharding, format_sharding, parse_sharding
-
-PRECISIONS = ("fp32", "bf16")
 
 
 def plan_from_dict(data: Any) -> Plan:
