@@ -231,6 +231,11 @@ def test_changed_placements_show_in_the_notation(plan: Plan) -> None:
     lines = diff(plan, replace(plan, assignments=columns)).splitlines()
     assert "parameter blocks.0..1.down.weight: f32[16, 32@tp] -> f32[16@tp, 32]" in lines
     assert "result of blocks.0..1.down: f32[8@dp, 16] +tp -> f32[8@dp, 16@tp]" in lines
+    assert max(map(len, lines)) <= 120
+    parts = replace(plan.predicted, optimizer_seconds=0.002, bytes_by_kind={"optimizer": 2.0**20})
+    heads = diff(plan, replace(plan, predicted=parts)).splitlines()
+    assert "  time of optimizer: none -> 2 ms" in heads  # seconds and bytes of one name stay apart
+    assert "  memory of optimizer: none -> 1 MiB" in heads
 
 
 def test_another_model_is_said_to_be_one(plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 
 from meshwright.cost.cluster import ClusterError
@@ -12,6 +13,7 @@ from meshwright.views.page.outline import Shown, shown
 from meshwright.views.prices import Prices
 from meshwright.views.words import memory_words, predicted_words, time_parts
 
+WIDTH = 120
 _LINES = 6
 _FULL = 0.9
 """Part of the memory above which it is said to bind: recomputation and micro-batches are what it is bought with."""
@@ -34,7 +36,8 @@ def whole(facts: Facts) -> str:
         lines += _most(facts, Prices(facts))
     except ClusterError:
         lines.append(f"no prices: cluster {plan.cluster or '(unnamed)'} is not in the catalogue")
-    return "\n".join(lines)
+    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(line if len(line) <= WIDTH else wrapper.fill(line) for line in lines)
 
 
 def _verdict(plan: Plan, parts: list[tuple[str, float]]) -> str:

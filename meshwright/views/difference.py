@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator
 
@@ -36,9 +37,9 @@ def diff(old: Plan, new: Plan) -> str:
         lines += [f"block {fold_paths(blocks)}: {change}"] if blocks else []
         lines += [f"outside the blocks: {change}"] if "" in paths else []
     for change, fqns in _grouped(_parameter_changes(before, after)).items():
-        lines.append(f"parameter {fold_paths(fqns)}: {change}")
+        lines.append(f"parameter {_folded(fqns)}: {change}")
     for change, modules in _grouped(_result_changes(before, after)).items():
-        lines.append(f"result of {fold_paths(list(dict.fromkeys(modules)))}: {change}")
+        lines.append(f"result of {_folded(list(dict.fromkeys(modules)))}: {change}")
     lines += _times(before, after)
     return "\n".join(map(_wrapped, lines)) or "no differences"
 
@@ -55,8 +56,9 @@ def _times(old: Facts, new: Facts) -> list[str]:
         return []
     changes: dict[str, list[str]] = {}
     for path, theirs in before.items():
-        words = [f"{name} {seconds_text(a)} -> {seconds_text(b)}" for name, a, b in zip(_TIMES, theirs, after.get(path, theirs),
-                 strict=True) if abs(a - b) > 1e-3 * max(a, b)]
+        pairs = zip(_TIMES, theirs, after.get(path, theirs), strict=True)
+        words = [f"{name} {_seconds_or_none(a)} -> {_seconds_or_none(b)}" for name, a, b in pairs
+                 if abs(a - b) > 1e-3 * max(a, b)]
         if words:
             changes.setdefault(", ".join(words), []).append(path)
     lines = []
@@ -65,6 +67,18 @@ def _times(old: Facts, new: Facts) -> list[str]:
         lines += [f"time of block {fold_paths(blocks)}: {change}"] if blocks else []
         lines += [f"time outside the blocks: {change}"] if "" in paths else []
     return lines
+
+
+def _seconds_or_none(seconds: float) -> str:
+    return seconds_text(seconds) if seconds else "none"
+
+
+def _folded(paths: list[str]) -> str:
+    """Many modules in few: those that differ in one number together, wherever it stands."""
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), []).append(path)
+    return ", ".join(fold_paths(group) for group in groups.values())
 
 
 def _seconds(facts: Facts) -> dict[str, tuple[float, float, float]]:
@@ -98,8 +112,8 @@ def _parts(predicted: Prediction | None) -> dict[str, str]:
     """Parts of the step and of the memory, as far as they are known."""
     if predicted is None:
         return {}
-    times = {f"  {name}": seconds_text(seconds) for name, seconds in time_parts(predicted) if name != "the rest"}
-    return times | {f"  {kind}": bytes_text(bytes_) for kind, bytes_ in predicted.bytes_by_kind.items()}
+    times = {f"  time of {name}": seconds_text(seconds) for name, seconds in time_parts(predicted) if name != "the rest"}
+    return times | {f"  memory of {kind}": bytes_text(bytes_) for kind, bytes_ in predicted.bytes_by_kind.items()}
 
 
 def _grouped(changes: Iterator[tuple[str, str]]) -> dict[str, list[str]]:

@@ -88,9 +88,8 @@ def _operator(facts: Facts, op: Op) -> str:
 
 def _wrapped(lines: list[str]) -> str:
     """Lines within the width, continued under their text."""
-    return "\n".join(
-        textwrap.fill(line, WIDTH, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False) for line in lines
-    )
+    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(line if len(line) <= WIDTH else wrapper.fill(line) for line in lines)
 
 
 def _parameter(facts: Facts, value: str) -> str:
@@ -105,8 +104,8 @@ def _parameter(facts: Facts, value: str) -> str:
     parts = plan.mesh.size(stored.tensor.split_axes)
     lines.append(f"  bytes    {bytes_text(tensor.bytes_ / parts)} per rank in a block, {bytes_text(tensor.bytes_)} whole")
     if not stored.buffer:
-        lines.append(f"  as a pin {{{stored.fqns[0]!r}: {facts.type_of(value).split(' ')[0]!r}}}" if parts == 1 else
-                     f"  as a pin {{{stored.fqns[0]!r}: {facts.type_of(value)!r}}}")
+        pin = format_sharding(stored.tensor.at_rest(), tensor.shape, tensor.dtype)
+        lines.append(f"  as a pin {{{stored.fqns[0]!r}: {pin!r}}}")
     readers = [op for op in graph.ops if value in op.inputs]
     lines += [f"  read by  {op.name} ({op.target}) of {op.module or 'the model'}" for op in readers]
     lines += ["  read by  no operator"] if not readers else []
@@ -121,7 +120,7 @@ def _module(facts: Facts, name: str, ops: list[Op]) -> str:
         results = ", ".join(f"%{out}: {facts.type_of(out)}" for out in op.outputs)
         moves = "; ".join(str(step) for step in facts.around(op.name))
         lines.append(f"  {op.target:40s} {results}" + (f"   [{moves}]" if moves else ""))
-    return "\n".join(lines)
+    return _wrapped(lines)
 
 
 def _alternatives(facts: Facts, op: Op) -> str:
@@ -132,10 +131,10 @@ def _alternatives(facts: Facts, op: Op) -> str:
     if found is None:
         return "  no alternatives are priced: too many combinations of shardings reach this operator"
     chosen = next((one for one in found if one.chosen), None)
-    if chosen is None:
-        text = "the planned choice is not among what this layout would be searched for (a pin, or a plan by hand)"
-        return f"  {text}" + ("" if not found else "\n" + _table(found, found[0]))
-    if len(found) == 1:
+    if found and chosen is None:
+        text = "the planned choice is not among those that this layout is searched for: it was pinned, or written by hand"
+        return f"  {text}\n{_table(found, found[0])}"
+    if chosen is None or len(found) == 1:
         lines = ["  no other choice can run in this layout"]
     else:
         lines = ["  alternatives, everything else at its best for them: seconds of a step's operators, mean rank; how many",

@@ -123,7 +123,7 @@ def _priced(row: Row, prices: Prices | None) -> list[str]:
     found: dict[str, None] = {}
     for step in row.steps:
         known = prices.step(step)
-        if known is None:
+        if known is None or not known.seconds:  # local work
             found[str(step)] = None
             continue
         often = f"{known.times:.0f} x " if known.times > 1.5 else ""
