@@ -41,6 +41,7 @@ from meshwright.passes import cut_stages, rank_program
 from meshwright.planner import OPTIMIZERS, capture_model, make_plan, rules_of
 from meshwright.runtime import draws, held
 from meshwright.runtime.assemble import assemble, data_meshes, fused_axes
+from meshwright.runtime.experts import mixture
 from meshwright.runtime.groups import make_groups
 from meshwright.runtime.module import ParallelModule
 from meshwright.runtime.pipeline.pipeline import Pipeline
@@ -277,6 +278,13 @@ def unread(parallel: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, An
     return (engine, *ports.bind(engine.program, ports.given(engine.program, args, kwargs)))
 
 
+def balanced(counts: torch.Tensor, rows: int) -> list[Any]:
+    """In place of the numbers of tokens that experts get, which fake tensors do not have: all the same."""
+    if counts.ndim == 2:
+        return [[rows // counts.numel()] * counts.shape[1]] * counts.shape[0]
+    return [rows // (len(counts) - 2)] * (len(counts) - 2) + [0, 0]  # none left out, none wrong
+
+
 def tracked(plan: Plan, case: Case, rank: int = 0) -> dict[str, float]:
     """Peak bytes of a rank's training step by ``MemTracker``, in all and by its kinds."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.world)
@@ -311,6 +319,7 @@ def tracked(plan: Plan, case: Case, rank: int = 0) -> dict[str, float]:
                     tracker, tracker.unseen_trials(), patch.object(ParallelModule, "_agreed", unread),
                     patch.object(held, "_of_all_stages", lambda places, fault, *_: fault),  # fake ranks have nothing to say
                     patch.object(draws, "seed_of", lambda draw: 0),  # nor has a fake seed a value
+                    patch.object(mixture, "read_counts", balanced),
                 ):
                     step()
             snapshot = tracker.get_tracker_snapshot("peak")[CPU]

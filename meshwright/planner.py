@@ -26,6 +26,7 @@ from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import Plan
+from meshwright.ir.rule import Rules, factors_of
 from meshwright.rules import rules_of
 
 __all__ = ["OPTIMIZERS", "OutOfMemoryError", "Timing", "capture_model", "check_pins", "make_plan", "rules_of"]
@@ -57,6 +58,7 @@ def make_plan(
     cluster = cluster.with_products(PRECISIONS[precision].products)
     graph = split_at(graph, pins.stage_cuts or ())
     rules, notes = rules_of(graph, strict)
+    check_experts(pins, graph, rules)
     timing.mark("rules")
     state_bytes = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else float(optimizer)
     task = Task.of(graph, cluster, rules, pins, precision=precision, state_bytes=state_bytes, gap=gap)
@@ -71,10 +73,25 @@ def make_plan(
     )
 
 
+def check_experts(pins: Pins, graph: Graph, rules: Rules) -> None:
+    """Raise PinError for experts that cannot be split as pinned."""
+    if (ep := pins.ep or 1) == 1:
+        return
+    mixtures = [op for op in graph.ops if rules[op.name].together]
+    if not mixtures:
+        raise PinError(f"pin ep={ep}: the model has no experts that could be split (a mixture must export as sorted tokens and "
+                       "grouped products: in transformers experts_implementation=\"grouped_mm\"); drop the pin")
+    for op in mixtures:
+        rule = rules[op.name]
+        sizes = {rule.sizes[one] for way in rule.together for one in factors_of(way)[1:]}
+        if any(size % ep for size in sizes):
+            raise PinError(f"pin ep={ep} does not divide the {max(sizes)} experts of {op.module or 'the model'}")
+
+
 def check_pins(pins: Pins, cluster: Cluster) -> None:
     """Raise PinError for what no model can have on this cluster, or in this version."""
     pins.check_world(cluster.world)
-    if (pins.ep or 1) > 1:
-        raise PinError(f"pin ep={pins.ep}: this version plans dp, cp, tp, pp, sequence parallelism and ZeRO; drop the pin")
+    if (pins.ep or 1) > 1 and (pins.cp or 1) > 1:
+        raise PinError(f"pins ep={pins.ep} and cp={pins.cp}: this version splits experts or the sequence, not both; drop one")
     if pins.attention is not None and pins.cp is None:
         raise PinError(f"pin attention={pins.attention!r} needs pin cp: it says how attention runs whose sequence is split")

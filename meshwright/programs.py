@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import InputError
-from meshwright.ir.mesh import ANY, DATA, SEQUENCE, TENSOR
+from meshwright.ir.mesh import ANY, EXPERT, SAMPLED, SEQUENCE, TENSOR
 from meshwright.ir.pins import PinError, Pins, vars_of
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.program import Program
@@ -79,7 +79,10 @@ def mesh_pins(mesh: DeviceMesh, pins: Pins) -> Pins:
     names = mesh.mesh_dim_names or ()
     if not names or not set(names) <= set(AXES):
         return pins
-    for name, size in zip(names, mesh.shape, strict=True):
+    degrees = dict(zip(names, mesh.shape, strict=True))
+    if "ep" in degrees:  # an axis of its own is as data to all but the experts
+        degrees["dp"] = degrees.get("dp", 1) * degrees["ep"]
+    for name, size in degrees.items():
         pinned = getattr(pins, name)
         if pinned not in (None, size):
             raise PinError(f"pin {name}={pinned} contradicts the mesh, whose axis {name!r} has size {size}; change one")
@@ -107,7 +110,6 @@ def check_given(plan: Plan, mesh: DeviceMesh, pins: Pins, optimizer: str | float
             given["recompute"] = pins.recompute, group.recompute
         if group.zero and plan.mesh.size(group.shard_axes) != pins.shard:
             given["shard"] = pins.shard, plan.mesh.size(group.shard_axes)
-    given["ep"] = pins.ep, 1
     for name, (want, have) in given.items():
         if want is not None and want != have:
             raise PlanError(f"{name}={want!r} contradicts the plan, which has {name}={have!r}; leave it out, or plan again "
@@ -126,6 +128,7 @@ def _degrees(plan: Plan) -> dict[str, int]:
     data = [axis for axis in free if all(axis in group.data_axes for group in groups)]
     rest = [axis for axis in free if not any(axis in group.data_axes for group in groups)]
     return {
-        "dp": mesh.size((*mesh.having(DATA), *data)), "cp": mesh.size(mesh.having(SEQUENCE)),
+        "dp": mesh.size((*mesh.having(*SAMPLED), *data)), "ep": mesh.size(mesh.having(EXPERT)),
+        "cp": mesh.size(mesh.having(SEQUENCE)),
         "tp": mesh.size((*mesh.having(TENSOR), *rest)),
     }

@@ -17,22 +17,25 @@ from meshwright.errors import MeshwrightError
 PP = "pp"
 """The axis along which pipeline stages lie, the outermost of a mesh that has any. No sharding names it."""
 
-DATA, SEQUENCE, TENSOR, STAGE, ANY = "data", "sequence", "tensor", "stage", "any"
+DATA, EXPERT, SEQUENCE, TENSOR, STAGE, ANY = "data", "expert", "sequence", "tensor", "stage", "any"
 """What an axis is for, its *role*:
 
     data       splits the batch and nothing else
+    expert     splits the batch as data does, and of mixtures the experts: their tokens travel along it
     sequence   splits the sequence (context parallelism); a parameter sees it as one more data axis
     tensor     splits anything but the batch
     stage      pipeline stages lie along it
     any        whatever the solver decides
 """
 ROLES: Mapping[str, str] = {
-    PP: STAGE, "dp": DATA, "dp_replicate": DATA, "dp_shard": DATA, "cp": SEQUENCE, "tp": TENSOR,
+    PP: STAGE, "dp": DATA, "dp_replicate": DATA, "dp_shard": DATA, "ep": EXPERT, "cp": SEQUENCE, "tp": TENSOR,
 }
 """{axis: its role}; an axis with another name may do anything."""
-SHARED = frozenset({DATA, SEQUENCE})
+SAMPLED = frozenset({DATA, EXPERT})
+"""Roles of axes that split the batch."""
+SHARED = frozenset({DATA, EXPERT, SEQUENCE})
 """Roles of axes whose ranks hold the same parameters and see other tokens: gradients are summed over them, and ZeRO splits
-state over them."""
+state over them. Experts are split over an expert axis instead, and summed over the others."""
 
 
 def role_of(axis: str) -> str:

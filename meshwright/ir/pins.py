@@ -27,9 +27,9 @@ class Pins:
     """Degrees of parallelism and other decisions taken by hand; None is searched.
 
     ``dp`` data, ``shard`` the ZeRO group within dp (dp/shard replicas: HSDP), ``tp`` tensor, ``cp`` context, ``pp`` pipeline,
-    ``ep`` experts; ``zero`` 0 to 3; ``sequence_parallel`` (Megatron's: activations between blocks split over tp along the
-    sequence); ``attention`` under cp: "all-gather", "ulysses" or "ring"; ``microbatches``; ``recompute``; ``tensors``: {pattern
-    of a parameter name: sharding in the notation}.
+    ``ep`` those of the data ranks over which experts are split; ``zero`` 0 to 3; ``sequence_parallel`` (Megatron's: activations
+    between blocks split over tp along the sequence); ``attention`` under cp: "all-gather", "ulysses" or "ring";
+    ``microbatches``; ``recompute``; ``tensors``: {pattern of a parameter name: sharding in the notation}.
 
     >>> Pins(dp=2, tp=2).degrees()
     {'dp': 2, 'tp': 2}

@@ -8,7 +8,9 @@ dim that carries it:
 * a factor in the operands only is a reduction: every rank holds a term, the result is a pending sum (``+``);
 * a factor in the results only is created (expand, arange): the operands are read differently on each rank (``~``).
 
-* an *internal* factor is communicated inside the operator: results without it are complete on every rank.
+* an *internal* factor is communicated inside the operator: results without it are complete on every rank;
+* factors may be split *together* by one axis, written ``t&e``: every operand and result is split along those of them that it
+  has. The operator moves between the two inside (tokens that travel to their experts).
 
 Some splits are no local call but an algorithm, and there may be several for one dim: attention whose queries are split may
 gather the keys or pass them on. Each is a named ``Way`` of the rule: it says which dim of each operand and result it splits,
@@ -34,8 +36,20 @@ Factor = str
 Assignment = Mapping[str, str]
 """{mesh axis: factor it splits}, or {axis: "+k"}: the operator passes a pending sum through its k-th linear group, or
 {axis: "~"}: it runs whole on every rank, and what it makes is read differently (its gradient is a pending sum, and so are those
-of its operands), or {axis: the name of a way}. An axis not named is idle: everything invariant over it."""
+of its operands), {axis: the name of a way}, or {axis: "t&e"}: it splits factors t and e together. An axis not named is idle:
+everything invariant over it."""
 APART = "~"
+TOGETHER = "&"
+"""Between factors that one axis splits together."""
+
+
+def factors_of(assigned: str) -> tuple[Factor, ...]:
+    """The factors that an axis splits: several of "t&e", none of "+0" and "~".
+
+    >>> factors_of("t&e"), factors_of("t"), factors_of("+1")
+    (('t', 'e'), ('t',), ())
+    """
+    return () if assigned == APART or assigned.startswith("+") else tuple(assigned.split(TOGETHER))
 
 
 @dataclass(frozen=True)
@@ -100,7 +114,8 @@ class OpRule:
     ``fused``: {operand position: (dim, parts)} of parameters that hold several weights in one, laid one after the other along
     ``dim``: a rank's piece of that dim is its piece of every part. ``ways``: algorithms for splits that are no factor's.
     ``inner``: factors that sequence axes split last, within the pieces of the others, and never in two chunks. ``located``:
-    factors whose local call depends on where its piece lies, which must be in one.
+    factors whose local call depends on where its piece lies, which must be in one. ``together``: "t&e" and the like, the
+    factors that one axis may split together; their keys in ``internal`` say what that moves.
     """
 
     operands: tuple[tuple[Factor | None, ...], ...]
@@ -116,20 +131,21 @@ class OpRule:
     ways: Mapping[str, Way] = field(default_factory=dict)
     inner: frozenset[Factor] = frozenset()
     located: frozenset[Factor] = frozenset()
+    together: tuple[str, ...] = ()
 
     def mirrors(self, factor: Factor, axis: str, mesh: Mesh) -> bool:
         """Whether an axis splits a factor, or what a way splits, in two chunks a rank."""
-        if axis not in mesh.mirrored or factor in self.inner or mesh.size(axis) == 1:
+        if axis not in mesh.mirrored or factor in self.inner or mesh.size(axis) == 1 or TOGETHER in factor:
             return False
         lengths = self.ways[factor].lengths if factor in self.ways else (self.sizes[factor],)
         return all(length % (2 * mesh.size(axis)) == 0 for length in lengths)
 
     def dim(self, factor: Factor, position: int, is_result: bool) -> int | None:
-        """The dim of an operand or a result that a factor or a way splits, None if none."""
+        """The dim of an operand or a result that a factor, several together or a way splits, None if none."""
         if factor in self.ways:
             return self.ways[factor].dim(position, is_result)
         dims = (self.results if is_result else self.operands)[position]
-        return dims.index(factor) if factor in dims else None
+        return next((dims.index(one) for one in factors_of(factor) if one in dims), None)
 
     @property
     def splittable(self) -> tuple[Factor, ...]:
@@ -151,11 +167,14 @@ class OpRule:
                 if not self._way_is_legal(factor, assignment, mesh.size(axis), even):
                     return False
                 continue
-            if factor not in self.sizes or factor in self.whole:
+            if TOGETHER in factor and factor not in self.together:
                 return False
             if factor in self.located and self.mirrors(factor, axis, mesh):
                 return False
-            parts[factor] = parts.get(factor, 1) * mesh.size(axis)
+            for one in factors_of(factor):
+                if one not in self.sizes or one in self.whole:
+                    return False
+                parts[one] = parts.get(one, 1) * mesh.size(axis)
         return all(
             self.sizes[f] % n == 0
             or (not even and f not in self.even and self.sizes[f] > (n - 1) * ceil_div(self.sizes[f], n))
@@ -233,8 +252,8 @@ class Local:
         return (mine * length, length), ((2 * ranks - 1 - mine) * length, length)
 
     def axes_of(self, factor: Factor) -> tuple[str, ...]:
-        """The axes that split a factor, in the mesh's order."""
-        return tuple(axis for axis in self.mesh.axes if self.assignment.get(axis) == factor)
+        """The axes that split a factor, alone or together with others, in the mesh's order."""
+        return tuple(axis for axis in self.mesh.axes if factor in factors_of(self.assignment.get(axis, APART)))
 
 
 Localize = Callable[[Op, Local], tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]]

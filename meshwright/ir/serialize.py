@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from meshwright.ir.declared.experts import Experts
 from meshwright.ir.gradients.custom import CustomFunction
 from meshwright.ir.graph import Graph, Ref, map_refs
 from meshwright.ir.plan import Plan, PlanError
@@ -177,6 +178,8 @@ def packed(tree: Any) -> Any:
     if isinstance(tree, CustomFunction):
         both = [graph_to_dict(tree.forward), graph_to_dict(tree.backward)]
         return {"function": [tree.name, *both, list(tree.differentiable)]}
+    if isinstance(tree, Experts):
+        return {"experts": [graph_to_dict(tree.graph), tree.count, tree.chosen, tree.scaled, list(tree.stacked)]}
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     raise PlanError(f"cannot write {tree!r} of type {type(tree).__name__} into a plan")

@@ -27,7 +27,7 @@ from meshwright.ir.graph import Op, Ref, map_refs
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import TIME
 from meshwright.ir.program import Stored
-from meshwright.ir.rule import APART, Assignment, Local, OpRule, Way, place
+from meshwright.ir.rule import APART, Assignment, Local, OpRule, Way, factors_of, place
 from meshwright.ir.sharding import Sharding, format_sharding, piece
 
 Kind = int | str
@@ -112,11 +112,15 @@ def _of_operands(rule: OpRule, kinds: Sequence[Kind], differentiable: Sequence[b
     elif split:
         factor, first = next(iter(split.items()))
         others = [i for i in split.values() if i != first]
+        joined = next((both for both in rule.together if set(factors_of(both)) == set(split)), None)
+        if joined is not None and axis != TIME:
+            factor, others = joined, []
         if others or factor is None or factor in rule.whole or (axis == TIME and factor in rule.internal):
             i = others[0] if others else first
             raise MismatchError(f"operand {i} not split over {axis!r} along dim {kinds[i]} (rule {rule})",
                                 "it is" + f", and operand {first} along dim {kinds[first]}" * bool(others))
-        wanted = [dims.index(factor) if factor in dims else None for dims in rule.operands]
+        parts = factors_of(factor)
+        wanted = [next((dims.index(one) for one in parts if one in dims), None) for dims in rule.operands]
         what = factor
     elif pending:
         group = next((g for g, members in enumerate(rule.linear) if members == pending), None)

@@ -20,6 +20,7 @@ import torch
 
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph, Op, Param, Ref, Value, map_refs, refs
+from meshwright.ir.mesh import EXPERT, role_of
 from meshwright.ir.plan import TIME, Plan, PlanError
 from meshwright.ir.program import SEED, SEEDS, Port, Program, Segment, Stored
 from meshwright.ir.reshard import Step, reshard
@@ -129,14 +130,14 @@ class _Lowering:
             value = self.graph.values[param.value]
             group = self.plan.groups[self.owner[param.value]]
             tensor = _tensor_placement(param, value, needs.get(param.value, []))
-            data = group.data_axes if param.trainable else ()
+            data = tuple(axis for axis in group.data_axes if not _split_by_expert(axis, tensor)) if param.trainable else ()
             clash = [axis for axis in data if axis in tensor.split_axes]
             if clash:
                 raise PlanError(f"parameter {param.fqn!r} is split over {clash}, which its block sums gradients over")
             dim, parts = fused.get(param.value, (0, 1))
             if parts > 1 and len(needs[param.value]) > 1:
                 raise PlanError(f"parameter {param.fqn!r} holds {parts} weights in one, so only one operator may read it")
-            shard = group.shard_axes if param.trainable and group.zero else ()
+            shard = tuple(axis for axis in group.shard_axes if axis in data) if param.trainable and group.zero else ()
             self.stored[param.value] = Stored(
                 param.value, param.fqns, value.shape, value.dtype, param.trainable, param.buffer, param.persistent,
                 tensor, data, shard, parts, dim,
@@ -374,6 +375,11 @@ class _Lowering:
         owner = self.owner[name]
         root = len(self.plan.groups) - 1
         return owner == (draft.block if draft.block >= 0 else root)
+
+
+def _split_by_expert(axis: str, tensor: Sharding) -> bool:
+    """Whether a parameter's experts are split over an axis, whose other ranks then have nothing to add to its gradient."""
+    return role_of(axis) == EXPERT and axis in tensor.split_axes
 
 
 def _owners(plan: Plan) -> dict[str, int]:

@@ -22,12 +22,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.gradients.custom import CUSTOM
 from meshwright.ir.graph import Graph, GraphError, Op, map_refs
 from meshwright.ir.operators import overload
 from meshwright.ir.program import DRAW
 from meshwright.runtime.custom import custom_function
 from meshwright.runtime.draws import drawing
+from meshwright.runtime.experts.mixture import experts
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.ops import OPS
 
@@ -64,6 +66,8 @@ def _returns_many(op: Op) -> bool:
     """Whether the function returns a tuple or list of results, perhaps of one."""
     if len(op.outputs) != 1 or op.target == CUSTOM:
         return True
+    if op.target == EXPERTS:
+        return False
     if op.target in OPS:
         return op.target == "mw.gather_linear"
     returns = overload(op.target)._schema.returns
@@ -74,9 +78,11 @@ def _call(op: Op, groups: Groups, training: bool, params: set[str]) -> tuple[Any
     """(function, args, kwargs) with Refs still in place."""
     args, kwargs = op.args, dict(op.kwargs)
     if op.target == CUSTOM:
-        bound = functools.partial(custom_function, args[0])
-        bound.__name__, bound.__module__ = "custom_function", __name__  # type: ignore[attr-defined]
-        return bound, args[1:], {}
+        return _named(functools.partial(custom_function, args[0]), "custom_function"), args[1:], {}
+    if op.target == EXPERTS:
+        axes = kwargs.pop("axis", ())
+        group = groups.group(axes) if axes else None
+        return _named(functools.partial(experts, args[0], axis=group, **kwargs), "experts"), args[1:], {}
     if op.target in OPS:
         fixed = {name: groups.group(kwargs.pop(name)) for name in ("axis", "axes") if kwargs.get(name) is not None}
         if not training and op.target == "mw.dropout":
@@ -108,6 +114,12 @@ def _bound(function: Callable[..., Any], fixed: Mapping[str, Any]) -> Callable[.
     bound: Any = functools.partial(function, **fixed)
     bound.__name__, bound.__module__ = function.__name__, function.__module__
     return bound  # type: ignore[no-any-return]
+
+
+def _named(bound: functools.partial[Any], name: str) -> Any:
+    """With a name, which FX asks for."""
+    bound.__name__, bound.__module__ = name, __name__  # type: ignore[attr-defined]
+    return bound
 
 
 def _item(values: tuple[Any, ...], index: int) -> Any:

@@ -11,11 +11,15 @@ from typing import Any
 
 import torch
 
+from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.gradients.custom import CUSTOM
 from meshwright.ir.graph import Graph, Ref, map_refs
 from meshwright.ir.operators import overload
 from meshwright.runtime.custom import custom_function
+from meshwright.runtime.experts.mixture import experts
 from meshwright.runtime.ops import OPS
+
+_OWN: Mapping[str, Callable[..., Any]] = {CUSTOM: custom_function, EXPERTS: experts}
 
 
 def run(
@@ -35,7 +39,7 @@ def run(
 
         args = [_listed(map_refs(arg, read)) for arg in op.args]
         kwargs = {key: _listed(map_refs(value, read)) for key, value in op.kwargs}
-        function = custom_function if op.target == CUSTOM else operators.get(op.target) or overload(op.target)
+        function = _OWN.get(op.target) or operators.get(op.target) or overload(op.target)
         result = function(*args, **kwargs)
         results = result if isinstance(result, tuple | list) else (result,)
         values.update(zip(op.outputs, results, strict=False))

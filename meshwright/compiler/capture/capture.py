@@ -134,7 +134,10 @@ _REMEDIES = (
      "a graph would repeat or lose that: draw with torch (torch.rand, dropout) from its default generator, seed with "
      "torch.manual_seed before autoparallel, and choose layers at random by torch.where on a drawn tensor"),
     (("data-dependent", "datadependent", "unbacked", "_local_scalar_dense", "guardondata", ".item()"),
-     "it branches on, or takes a number from, the contents of a tensor; use torch.where, or make it a Python argument"),
+     "it branches on, or takes a number from, the contents of a tensor; use torch.where, or make it a Python argument. A loop "
+     "over experts that asks which tokens are theirs: of a transformers model set experts_implementation=\"grouped_mm\" "
+     "(from_pretrained and from_config take it); of your own, sort the tokens by expert and use torch._grouped_mm, or compute "
+     "every expert on all tokens"),
     (("dtype", "same type"), "the dtypes of an operation's operands differ under this precision; cast them in the model"),
     (("mat1 and mat2", "size of tensor", "shape", "must match", "reduction dim", "size mismatch"),
      "the shapes do not fit: check the example inputs"),

@@ -1,9 +1,9 @@
 """The legal choices of every operator: which factor each mesh axis splits.
 
-An axis has a *role* (``ir.mesh``): "any" (the solver decides), "data" (it splits the batch and nothing else), "sequence" (it
-splits the sequence where an operator can, of attention by a way that the rule names or by heads) or "tensor" (it splits
-anything but the batch, and splits every weight that is contracted where it divides). Roles come from pins; without pins every
-axis is free.
+An axis has a *role* (``ir.mesh``): "any" (the solver decides), "data" (it splits the batch and nothing else), "expert" (the
+same, and of mixtures the batch and the experts together where it divides these), "sequence" (it splits the sequence where an
+operator can, of attention by a way that the rule names or by heads) or "tensor" (it splits anything but the batch, and splits
+every weight that is contracted where it divides). Roles come from pins; without pins every axis is free.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from functools import cached_property
 from meshwright.compiler.structure.dims import Dim, DimClasses, sequence_dims
 from meshwright.compiler.structure.positions import several_readers
 from meshwright.ir.graph import Graph, Op
-from meshwright.ir.mesh import DATA, SEQUENCE, SHARED, TENSOR, Mesh
+from meshwright.ir.mesh import EXPERT, SAMPLED, SEQUENCE, SHARED, TENSOR, Mesh
 from meshwright.ir.pins import ULYSSES, PinError, Pins
 from meshwright.ir.plan import TIME
-from meshwright.ir.rule import APART, OpRule
+from meshwright.ir.rule import APART, OpRule, factors_of
 from meshwright.ir.sharding import ceil_div, parse_sharding
 
 
@@ -75,7 +75,7 @@ class Scope:
 
     def _split_by_sample(self, op: Op) -> bool:
         """Whether the data axes may split the operator's samples."""
-        rule, axes = self.classes.rules[op.name], [axis for axis in self.mesh.axes if self.roles[axis] == DATA]
+        rule, axes = self.classes.rules[op.name], [axis for axis in self.mesh.axes if self.roles[axis] in SAMPLED]
         return any(
             _legal(rule, dict.fromkeys(axes, factor), self.mesh)
             for factor in _factor_kinds(op, rule, self)["batch"].intersection(rule.splittable)
@@ -98,19 +98,21 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     for axis in scope.mesh.axes:
         role = scope.roles[axis]
         allowed: list[str | None] = [None, *([APART] if apart else [])]
-        if apart and role == DATA and scope.of_every_sample.isdisjoint(op.outputs):  # what reads it does so for its own samples
-            allowed.remove(None)
+        if apart and role in SAMPLED and scope.of_every_sample.isdisjoint(op.outputs):
+            allowed.remove(None)  # what reads it does so for its own samples
         own = weights - kinds["batch"] - kinds["sequence"] - kinds["width"]
         inner = not weights or any(rule.sizes[f] % scope.mesh.size(axis) == 0 for f in own & set(rule.splittable))
         for factor in rule.splittable:
             batch, sequence = factor in kinds["batch"], factor in kinds["sequence"]
-            if (role == DATA and not batch) or (role == TENSOR and batch) or (role == SEQUENCE and not sequence):
+            if (role in SAMPLED and not batch) or (role == TENSOR and batch) or (role == SEQUENCE and not sequence):
                 continue
             if role == TENSOR and scope.pins.sequence_parallel is False and (sequence or (factor in kinds["width"] and inner)):
                 continue  # what blocks hand on is whole on every rank
             allowed.append(factor)
         if role == SEQUENCE and rule.ways:
             allowed = _ways(rule, scope.pins.attention)
+        if role == EXPERT:
+            allowed += [way for way in rule.together if kinds["batch"].intersection(factors_of(way))]
         per_axis.append(allowed if scope.mesh.size(axis) > 1 else [None])
     found = []
     timed = scope.mesh.innermost(TIME, scope.microbatches)
@@ -119,7 +121,8 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
         if _legal(rule, {**assignment, **({TIME: time} if time else {})}, timed):
             found.append(assignment)
     found = _attending(op, rule, _storable(op, rule, found, scope), scope)
-    found = _forced(found, kinds["batch"], scope, DATA) if on_weights else found
+    found = _forced(found, kinds["batch"], scope, *SAMPLED) if on_weights else found
+    found = _forced(found, set(rule.together), scope, EXPERT)
     found = _forced(found, kinds["sequence"] | rule.ways.keys() | rule.inner, scope, SEQUENCE) if on_weights else found
     if weights:
         found = _forced(found, weights, scope, TENSOR)
@@ -197,8 +200,8 @@ def _legal(rule: OpRule, assignment: Mapping[str, str], mesh: Mesh) -> bool:
         return False
     split: dict[str, list[str]] = {}
     for axis, factor in assignment.items():
-        if factor != APART and not factor.startswith("+") and factor not in rule.ways:
-            split.setdefault(factor, []).append(axis)
+        for one in () if factor in rule.ways else factors_of(factor):
+            split.setdefault(one, []).append(axis)
     return all(
         rule.sizes[factor] % mesh.size(axes) == 0 or (len(axes) == 1 and axes != [TIME]) for factor, axes in split.items()
     )
@@ -211,7 +214,8 @@ def _storable(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -
     trained = {param.value for param in scope.graph.params if param.trainable}.intersection(op.inputs)
     if not trained:
         return found
-    data = [axis for axis in scope.mesh.axes if scope.roles[axis] in SHARED and scope.mesh.size(axis) > 1]
+    shared = SHARED - {EXPERT} if rule.together else SHARED
+    data = [axis for axis in scope.mesh.axes if scope.roles[axis] in shared and scope.mesh.size(axis) > 1]
     even = bool(scope.pins.zero) and scope.pins.shard != 1 and bool(data)
 
     def kept(assignment: dict[str, str]) -> bool:
@@ -264,12 +268,13 @@ def _viewed(name: str, scope: Scope) -> str:
     return name
 
 
-def _forced(found: list[dict[str, str]], factors: set[str], scope: Scope, role: str) -> list[dict[str, str]]:
-    """Only the assignments in which as many axes of a role as possible split one of ``factors``."""
-    axes = [axis for axis in scope.mesh.axes if scope.roles[axis] == role and scope.mesh.size(axis) > 1]
+def _forced(found: list[dict[str, str]], factors: set[str], scope: Scope, *roles: str) -> list[dict[str, str]]:
+    """Only the assignments in which as many axes of some roles as possible split one of ``factors``."""
+    axes = [axis for axis in scope.mesh.axes if scope.roles[axis] in roles and scope.mesh.size(axis) > 1]
 
     def count(assignment: dict[str, str]) -> int:
-        return sum(assignment.get(axis) in factors for axis in axes)
+        split = [assignment.get(axis, APART) for axis in axes]
+        return sum(not factors.isdisjoint((factor, *factors_of(factor))) for factor in split)
 
     most = max((count(assignment) for assignment in found), default=0)
     return [assignment for assignment in found if count(assignment) == most]
@@ -319,7 +324,7 @@ def _pinned_tensors(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Sc
 
 
 def _splits(assignment: dict[str, str], dims: tuple[str | None, ...], mesh: Mesh) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(a for a in mesh.axes if f is not None and assignment.get(a) == f) for f in dims)
+    return tuple(tuple(a for a in mesh.axes if f is not None and f in factors_of(assignment.get(a, APART))) for f in dims)
 
 
 def _parse_pin(text: str, ndim: int) -> tuple[tuple[str, ...], ...]:

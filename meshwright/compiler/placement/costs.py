@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +34,9 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Value
-from meshwright.ir.mesh import Mesh
+from meshwright.ir.mesh import EXPERT, Mesh, role_of
 from meshwright.ir.reshard import KINDS, reshard
-from meshwright.ir.rule import OpRule, Placed
+from meshwright.ir.rule import OpRule, Placed, factors_of
 from meshwright.ir.sharding import Sharding, ShardingError
 
 FORWARD, BACKWARD, SEND, SEND_BACK, GATHER, REDUCE, GATHER_ONCE, REDUCE_ONCE, HOST, HOST_BACK = range(10)
@@ -82,6 +82,15 @@ class Variant:
     data_axes: tuple[str, ...] = ()
     shard_axes: tuple[str, ...] = ()
     recompute: str = "none"
+
+    def of(self, split: Collection[str]) -> Variant:
+        """How it keeps a parameter that is split over these axes: what is split over an expert axis is other experts on every
+        rank of it, which share neither gradients nor state."""
+        own = {axis for axis in split if role_of(axis) == EXPERT}
+        if not own.intersection(self.data_axes):
+            return self
+        data, shard = (tuple(a for a in axes if a not in own) for axes in (self.data_axes, self.shard_axes))
+        return replace(self, zero=self.zero if shard else 0, data_axes=data, shard_axes=shard)
 
 
 @dataclass(frozen=True)
@@ -168,13 +177,13 @@ class Costs:
         for factor, traffic in rule.internal.items():
             axes = tuple(axis for axis in self.mesh.axes if assignment.get(axis) == factor)
             if axes:
-                cutting = [axis for axis, other in assignment.items() if other != factor and other[0] not in "+~"]
+                cutting = [axis for axis, other in assignment.items() if other != factor and factors_of(other)]
                 others = self.mesh.size(cutting)
                 for item in traffic:
                     cut = others
                     if item.operand is not None:
                         dims = rule.operands[item.operand]
-                        cut = self.mesh.size([axis for axis, other in assignment.items() if other in dims])
+                        cut = self.mesh.size([axis for axis, other in assignment.items() if set(factors_of(other)) & set(dims)])
                     yield item.kind, axes, item.elements / cut * item.itemsize, item.backward
 
     def reshard(
@@ -232,6 +241,7 @@ class Costs:
         if not trainable:
             vector[PARAMETERS] = numel * value.dtype.itemsize
             return vector
+        variant = variant.of(need.split_axes)
         if set(variant.data_axes) & set(need.split_axes):
             return None
         if variant.zero and any(size % self.mesh.size(axes) for size, axes in zip(value.shape, need.dims, strict=True)):

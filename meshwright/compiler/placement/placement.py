@@ -1,9 +1,9 @@
 """What a stage's devices need for a micro-batch, whatever the pipeline: the placement of one (tensor degree, samples).
 
 In a layout dp x cp x tp the data ranks split the batch and nothing else, so how operators are placed, what they take and what
-they save depends only on the tensor degree, on the ranks that split the sequence, and on the samples a data rank has at a
-time - not on pp, dp, ZeRO or the schedule. So it is solved once for each such triple (``Placements.of``), on the folded graph,
-with memory unlimited, and read off per position:
+they save depends only on the tensor degree, on the ranks that split the sequence, on those that split the experts, and on the
+samples a data rank has at a time - not on pp, dp, ZeRO or the schedule. So it is solved once for each such combination
+(``Placements.of``), on the folded graph, with memory unlimited, and read off per position:
 
     Row.activations[r]     resources of one micro-batch under recomputation r, without anything about parameters
     Row.weight             the part of its backward seconds that makes gradients of weights (zero-bubble schedules run it apart)
@@ -43,7 +43,7 @@ from meshwright.ir.plan import PlanError, Schedule
 from meshwright.ir.rule import Placed, Rules
 from meshwright.ir.sharding import Sharding
 
-DATA, CONTEXT, TENSOR = "dp", "cp", "tp"
+DATA, EP, CONTEXT, TENSOR = "dp", "ep", "cp", "tp"
 NONE = "none"
 GAP = 1e-4
 _LIGHT = 1e-3
@@ -100,12 +100,13 @@ class Placements:
         self.folded: Folded = fold(graph)
         self.rules = Rules({op.name: rules[op.name] for op in self.folded.graph.ops}, rules.operators)
         self._classes = DimClasses(self.folded.graph, self.rules)
-        self._known: dict[tuple[int, int, int], Placement] = {}
+        self._known: dict[tuple[int, int, int, int], Placement] = {}
 
-    def of(self, tensor: int, samples: int, context: int = 1) -> Placement:
+    def of(self, tensor: int, samples: int, context: int = 1, expert: int = 1) -> Placement:
         """The placement of ``tensor`` x ``context`` ranks that hold ``samples`` of the batch at a time, each a piece of the
-        sequence. Raises PlanError where the batch cannot be cut so, or no operators' choices fit together."""
-        key = (tensor, samples, context)
+        sequence, experts split over ``expert`` data ranks. Raises PlanError where the batch cannot be cut so, or no operators'
+        choices fit together."""
+        key = (tensor, samples, context, expert)
         if key not in self._known:
             self._known[key] = self._solve(*key)
         return self._known[key]
@@ -115,16 +116,20 @@ class Placements:
         """Placements solved so far."""
         return len(self._known)
 
-    def _solve(self, tensor: int, samples: int, context: int) -> Placement:
+    def _solve(self, tensor: int, samples: int, context: int, expert: int) -> Placement:
         graph = self.folded.graph
         pieces = batch_size(graph) // samples
-        data = max(d for d in range(1, self.cluster.world // (tensor * context) + 1) if pieces % d == 0)
-        axes = {DATA: data, **({CONTEXT: context} if context > 1 else {}), TENSOR: tensor}
+        most = self.cluster.world // (tensor * context)
+        data = max((d for d in range(expert, most + 1, expert) if pieces % d == 0), default=0)
+        if not data:
+            raise PlanError(f"ep={expert} data ranks do not divide the batch into pieces of {samples}")
+        axes = {DATA: data // expert, **({EP: expert} if expert > 1 else {})}
+        axes |= {**({CONTEXT: context} if context > 1 else {}), TENSOR: tensor}
         both = context > 1 and pays_mirrored(graph, self.rules, self.pins)
         mesh, count = Mesh(tuple(axes), tuple(axes.values()), frozenset({CONTEXT} if both else ())), pieces // data
         schedule = split_time(graph, self.rules, count, batch_inputs(graph))
         costs = Costs(self.cluster, mesh, microbatches=count, itemsize=self.itemsize, state_bytes=self.state_bytes)
-        kept = tuple(axis for axis in (DATA, CONTEXT) if axes.get(axis, 1) > 1)
+        kept = tuple(axis for axis in (DATA, EP, CONTEXT) if axes.get(axis, 1) > 1)
         variants = [Variant(0, kept, (), kind) for kind in self.recompute]
         problem = Problem(self._scope(mesh, count), self.rules, schedule, costs, variants, variants[:1])
         chain = problem.chain(float("inf"), 0.0)
@@ -293,7 +298,7 @@ class _Reader:
     # the plan
 
     def decode(self, schedule: Schedule) -> tuple[dict[str, dict[str, str]], dict[str, Sharding]]:
-        """(assignments by op, copies by value) of the whole graph, in the axes dp and tp."""
+        """(assignments by op, copies by value) of the whole graph, in the axes dp, ep and tp."""
         graph, folded, problem = self.owner.graph, self.owner.folded, self.problem
         assignments: dict[str, dict[str, str]] = {}
         copies: dict[str, Sharding] = {}

@@ -28,7 +28,7 @@ from meshwright.ir.rule import Localize, OpRule, RuleError, Rules
 
 TABLES = (
     "pointwise", "matmul", "views", "joining", "normalization", "sequence", "indexing", "reductions", "loss", "convolution",
-    "factories", "random", "lowered", "custom.splits",
+    "factories", "random", "lowered", "custom.splits", "custom.experts",
 )
 """Modules of this folder, each with a table ``RULES`` of target -> declaration."""
 

@@ -111,7 +111,7 @@ class Bounds:
         self.missed: tuple[float, Node] | None = None
         self.refused: PlanError | None = None
         self._numbers = itertools.count()
-        self._known: dict[tuple[int, int, int], Placement | None] = {}
+        self._known: dict[tuple[int, int, int, int], Placement | None] = {}
         self._whole: dict[tuple[int, int], tuple[float, float] | None] = {}
         self._works: dict[int, Work] = {}
 
@@ -190,7 +190,7 @@ class Bounds:
     def place(self, node: Node) -> list[Node]:
         """At the level PLACEMENT."""
         candidate = node.candidate
-        placement = self._placement(candidate.tensor, candidate.samples, candidate.context)
+        placement = self._placement(candidate.tensor, candidate.samples, candidate.context, candidate.expert)
         if placement is None:
             self.counts.infeasible += len(node.virtual)
             return []
@@ -203,12 +203,13 @@ class Bounds:
 
     def placement_of(self, node: Node) -> Placement:
         """The placement of a node from the level PLACEMENT on."""
-        placement = self._known[node.candidate.tensor, node.candidate.samples, node.candidate.context]
+        one = node.candidate
+        placement = self._known[one.tensor, one.samples, one.context, one.expert]
         assert placement is not None
         return placement
 
-    def _placement(self, tensor: int, samples: int, context: int) -> Placement | None:
-        key = (tensor, samples, context)
+    def _placement(self, tensor: int, samples: int, context: int, expert: int = 1) -> Placement | None:
+        key = (tensor, samples, context, expert)
         if key not in self._known:
             self.evaluator.work["placement"] += 1
             try:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -32,7 +32,7 @@ from meshwright.cost.cluster import Cluster, Device
 from meshwright.ir.declared.operator import Operator
 from meshwright.ir.declared.operator import Work as Call
 from meshwright.ir.graph import Graph
-from meshwright.ir.mesh import DATA, Mesh
+from meshwright.ir.mesh import SAMPLED, Mesh
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.rule import Rules
 from meshwright.ir.schedules import illegal, schedule_of, schedules
@@ -52,7 +52,7 @@ class Layout:
     @property
     def data_size(self) -> int:
         """Ranks that can only split the batch."""
-        return self.mesh.size([axis for axis in self.mesh.axes if self.roles[axis] == DATA])
+        return self.mesh.size([axis for axis in self.mesh.axes if self.roles[axis] in SAMPLED])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ class Candidate:
     layout: other axes than these, which may split what their roles say; without a pipeline only
     context: ranks that split the sequence
     mirrored: whether each of these has two chunks of it
+    expert: of the data ranks, those over which experts are split; 1 beside a split sequence
     """
 
     pp: int
@@ -81,6 +82,7 @@ class Candidate:
     layout: Layout | None = field(default=None, hash=False)
     context: int = 1
     mirrored: bool = False
+    expert: int = 1
 
     @property
     def stages(self) -> int:
@@ -96,23 +98,27 @@ class Candidate:
             return f"{self.layout.mesh}, {self.microbatches} micro-batches"
         pipeline = f"pp={self.pp} ({self.schedule}, {self.virtual_stages} stages a rank) x " if self.pp > 1 else ""
         context = f"cp{'*' * self.mirrored}={self.context} x " if self.context > 1 else ""
-        return f"{pipeline}dp={self.data} x {context}tp={self.tensor}, {self.microbatches} micro-batches of {self.samples}"
+        data = f"dp={self.data}" + (f" (ep={self.expert} of them)" if self.expert > 1 else "")
+        return f"{pipeline}{data} x {context}tp={self.tensor}, {self.microbatches} micro-batches of {self.samples}"
 
 
 def candidates(
-    graph: Graph, cluster: Cluster, pins: Pins, units: int, tokens: int = 0, mirrored: bool = False
+    graph: Graph, cluster: Cluster, pins: Pins, units: int, tokens: int = 0, mirrored: bool = False, experts: int = 1
 ) -> list[Candidate]:
     """All candidates. ``units``: pieces that the model can be cut into; ``tokens``: of its sequence, as far as attention can
-    run on pieces of it; ``mirrored``: these are two chunks a rank. Raises PinError if the pins leave none."""
+    run on pieces of it; ``mirrored``: these are two chunks a rank; ``experts``: the number that the degree of experts divides,
+    1 where there are none. Raises PinError if the pins leave none."""
     batch = batch_size(graph)
     found = [
-        candidate
+        replace(candidate, expert=expert)
         for pp in _degrees(pins.pp, min(cluster.world, units), cluster.world)
         for tensor in _degrees(pins.tp, cluster.world // pp, cluster.world // pp)
         for context in _contexts(pins.cp, cluster.world // pp // tensor, tokens)
         for candidate in _of_layout(
             pp, cluster.world // pp // tensor // context, tensor, context, mirrored and context > 1, batch, pins, units
         )
+        for expert in _degrees(pins.ep, candidate.data, math.gcd(candidate.data, experts) if context == 1 else 1)
+        if pins.shard in (None, 1, candidate.data) or pins.shard % expert == 0
     ]
     if not found:
         raise _nothing(batch, cluster, pins, units)
@@ -225,13 +231,16 @@ def ways_of(candidate: Candidate, cluster: Cluster, pins: Pins) -> list[tuple[in
             shards.add(group // stage)
         group *= 4
     wanted = sorted(shards - {1}, reverse=True) or [1] if pins.shard is None else [pins.shard]
+    wanted = [n for n in wanted if n % candidate.expert == 0]  # those that share the experts share the state of the rest
     several = [n for n in wanted if n * candidate.context > 1]
     return [(0, data)] * (0 in levels) + [(level, n) for level in levels if level for n in several]
 
 
 def degrees_of(candidate: Candidate, shard: int) -> Degrees:
     """The degrees of a candidate whose state is split over ``shard`` ranks."""
-    return Degrees(candidate.pp, candidate.data, shard, candidate.tensor, candidate.context, candidate.mirrored)
+    return Degrees(
+        candidate.pp, candidate.data, shard, candidate.tensor, candidate.context, candidate.mirrored, candidate.expert
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,14 +40,14 @@ def layouts(cluster: Cluster, pins: Pins, mirrored: bool = False) -> list[Layout
     world = cluster.world
     if (pins.cp or 1) > 1:
         return _with_sequence(world // (pins.cp or 1), pins, mirrored)
-    if pins.dp is None and pins.tp is None:
+    if pins.dp is None and pins.tp is None and pins.ep in (None, 1):
         axes = ("x", "y")
         if cluster.nodes > 1:
             shapes: list[tuple[int, ...]] = [(cluster.nodes, cluster.per_node)]
         else:
             shapes = [(world,)] + [(world // n, n) for n in range(2, world) if world % n == 0]
         return [Layout(Mesh(axes[: len(s)], s), dict.fromkeys(axes[: len(s)], ANY)) for s in shapes]
-    tp = pins.tp if pins.tp is not None else world // (pins.dp or 1)
+    tp = pins.tp if pins.tp is not None else 1 if pins.dp is None else world // pins.dp
     return [_layout(pins.dp if pins.dp is not None else world // tp, 1, tp, pins)]
 
 
@@ -63,10 +63,23 @@ def _layout(dp: int, cp: int, tp: int, pins: Pins, mirrored: bool = False) -> La
     if dp % shard:
         raise PinError(f"pin shard={shard} must divide dp={dp}: it is the ZeRO group within the data ranks")
     sizes = {"dp": dp} if shard in (dp, 1) else {"dp_replicate": dp // shard, "dp_shard": shard}
+    if pins.ep not in (None, 1):
+        sizes = _with_experts(dp, shard, pins.ep)
     sizes |= {"cp": cp} if cp > 1 else {}
     sizes["tp"] = tp
     both = frozenset({"cp"}.intersection(sizes) if mirrored else ())
     return Layout(Mesh(tuple(sizes), tuple(sizes.values()), both), {axis: role_of(axis) for axis in sizes})
+
+
+def _with_experts(dp: int, shard: int, ep: int) -> dict[str, int]:
+    """The data ranks with experts split over ``ep`` of them, neighbours; they share the ZeRO group."""
+    if dp % ep:
+        raise PinError(f"pin ep={ep} must divide dp={dp}: experts are split over some of the data ranks")
+    if shard in (dp, 1):
+        return {"dp": dp // ep, "ep": ep}
+    if shard % ep:
+        raise PinError(f"pin ep={ep} must divide shard={shard}: the ranks that share the experts are in one ZeRO group")
+    return {"dp_replicate": dp // shard, "dp_shard": shard // ep, "ep": ep}
 
 
 def variants(layout: Layout, pins: Pins, microbatches: int, recompute: Sequence[str]) -> list[Variant]:
@@ -90,7 +103,7 @@ def _shards(data: tuple[str, ...], level: int, pins: Pins) -> list[tuple[str, ..
     if level == 0 or not data or pins.shard == 1:
         return [()]
     if pins.shard is not None:
-        return [tuple(axis for axis in data if axis == "dp_shard") or data]
+        return [tuple(axis for axis in data if axis in ("dp_shard", "ep")) if "dp_shard" in data else data]
     subsets = [s for n in range(len(data), 0, -1) for s in itertools.combinations(data, n)]
     return subsets if pins.zero is None else subsets[:1]
 

@@ -42,7 +42,7 @@ from meshwright.compiler.placement.costs import (
     Variant,
     Vector,
 )
-from meshwright.compiler.placement.placement import CONTEXT, DATA, NONE, TENSOR, Placement, Row
+from meshwright.compiler.placement.placement import CONTEXT, DATA, EP, NONE, TENSOR, Placement, Row
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
 from meshwright.ir.mesh import PP, Mesh
@@ -55,7 +55,7 @@ Array = np.ndarray
 @dataclass(frozen=True, slots=True)
 class Degrees:
     """How many ranks do what. ``shard``: of the data ranks, those that share a parameter's state; ``context``: ranks that split
-    the sequence, ``mirrored``: in two chunks each."""
+    the sequence, ``mirrored``: in two chunks each; ``expert``: of those that share state, the ones that split the experts."""
 
     pp: int
     data: int
@@ -63,6 +63,7 @@ class Degrees:
     tensor: int
     context: int = 1
     mirrored: bool = False
+    expert: int = 1
 
     @property
     def mesh(self) -> Mesh:
@@ -70,13 +71,17 @@ class Degrees:
         axes = {PP: self.pp} if self.pp > 1 else {}
         hybrid = 1 < self.shard < self.data
         axes |= {REPLICATE: self.data // self.shard, SHARD: self.shard} if hybrid else {DATA: self.data}
+        if self.expert > 1:
+            last = SHARD if hybrid else DATA
+            axes |= {last: axes[last] // self.expert, EP: self.expert}
         axes |= {CONTEXT: self.context} if self.context > 1 else {}
         return Mesh((*axes, TENSOR), (*axes.values(), self.tensor), frozenset({CONTEXT} if self.mirrored else ()))
 
     @property
     def data_axes(self) -> tuple[str, ...]:
         """Axes over which gradients are summed."""
-        return tuple(axis for axis in (DATA, REPLICATE, SHARD, CONTEXT) if axis in self.mesh.axes and self.mesh.size(axis) > 1)
+        known, mesh = (DATA, REPLICATE, SHARD, EP, CONTEXT), self.mesh
+        return tuple(axis for axis in known if axis in mesh.axes and mesh.size(axis) > 1)
 
     def variant(self, zero: int) -> Variant:
         """How parameters are kept at a ZeRO level."""

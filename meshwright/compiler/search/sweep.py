@@ -155,7 +155,9 @@ class Sweep:
                 return
             task, graph = self.task, self.bounds.graph
             tokens, mirrored = attended(graph, task.rules), pays_mirrored(graph, task.rules, task.pins)
-            listed = candidates(graph, task.cluster, task.pins, len(evaluator.names), tokens, mirrored)
+            listed = candidates(
+                graph, task.cluster, task.pins, len(evaluator.names), tokens, mirrored, task.experts
+            )
             nodes = self._first_dive(self.bounds.start(listed))
             piped = [node for node in nodes if node.candidate.pp > 1]
             nodes = self._sweep([node for node in nodes if node.candidate.pp == 1], _ALONE * self.limit)
@@ -190,17 +192,17 @@ class Sweep:
         return found or PlanError(f"no layout of {self.task.cluster} runs this model at this batch")
 
     def _first_dive(self, nodes: list[Node]) -> list[Node]:
-        """Solve the candidate of least bound of every (pp, tensor, context) under the simplest schedule, best first."""
+        """Solve the candidate of least bound of every (pp, tensor, context, expert) under the simplest schedule, best first."""
         piped = [node for node in nodes if node.candidate.pp > 1]
         simple = min((_simple(node.candidate) for node in piped), default=None)
         left = [node for node in nodes if node.candidate.pp == 1 or _simple(node.candidate) != simple]
         split = [self.bounds.split(node, 1) for node in piped if _simple(node.candidate) == simple]
         chosen = [parts[0] for parts in split]
         left += [part for parts in split for part in parts[1:]]
-        layouts: dict[tuple[int, int, int], list[Node]] = {}
+        layouts: dict[tuple[int, int, int, int], list[Node]] = {}
         for node in chosen:
             one = node.candidate
-            layouts.setdefault((one.pp, one.tensor, one.context), []).extend(self.bounds.tensor(node))
+            layouts.setdefault((one.pp, one.tensor, one.context, one.expert), []).extend(self.bounds.tensor(node))
         first = sorted(min(group) for group in layouts.values())
         rest = [node for group in layouts.values() for node in sorted(group)[1:]]
         return left + rest + self._dive(first, _DIVE * self.limit)
@@ -325,6 +327,6 @@ def _simple(candidate: Candidate) -> tuple[bool, int]:
     return not first, candidate.virtual_stages
 
 
-def _pipeline(candidate: Candidate) -> tuple[int, int, int, int]:
+def _pipeline(candidate: Candidate) -> tuple[int, ...]:
     """What the second dive keeps of a candidate."""
-    return candidate.pp, candidate.tensor, candidate.context, candidate.microbatches
+    return candidate.pp, candidate.tensor, candidate.context, candidate.expert, candidate.microbatches

@@ -6,6 +6,7 @@ search hands in.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.pins import RECOMPUTE, Pins
 from meshwright.ir.plan import Plan
 from meshwright.ir.prediction import Prediction
-from meshwright.ir.rule import Rules
+from meshwright.ir.rule import Rules, factors_of
 
 Fits = Callable[[Plan], Prediction]
 """The prediction of a plan with the bytes that its program holds at the worst moment: ``fits(plan).fits`` says whether a device
@@ -65,6 +66,14 @@ class Task:
     def classes(self) -> DimClasses:
         """Which dims of the graph are the same."""
         return DimClasses(self.graph, self.rules)
+
+    @cached_property
+    def experts(self) -> int:
+        """The number that the degree of experts divides: the experts of every mixture; 1 where there is none."""
+        counts = {
+            rule.sizes[one] for rule in self.rules.values() for way in rule.together for one in factors_of(way)[1:]
+        }
+        return math.gcd(*counts) if counts else 1
 
     @property
     def itemsize(self) -> int:

@@ -62,7 +62,7 @@ class CustomFunction:
 
     @cached_property
     def _content(self) -> str:
-        return repr((self.differentiable, len(self.saved), _content(self.forward), _content(self.backward)))
+        return repr((self.differentiable, len(self.saved), content(self.forward), content(self.backward)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CustomFunction) and other._content == self._content
@@ -74,7 +74,7 @@ class CustomFunction:
         return self.name
 
 
-def _content(graph: Graph) -> Any:
+def content(graph: Graph) -> Any:
     """What a graph computes, with its values by number."""
     numbers: dict[str, int] = {}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -151,11 +152,14 @@ def check_depth(data: Any) -> None:
                  for item in (part.values() if isinstance(part, dict) else part) if isinstance(item, dict | list)]
 
 
-def unpacked(field: Field, function: Callable[[Field], Any] | None = None) -> Any:
-    """What ``serialize`` packed: uses of values, dtypes and devices by name, tuples and mappings."""
+def unpacked(field: Field, graphs: Mapping[str, Callable[[Field], Any]] = MappingProxyType({})) -> Any:
+    """What ``serialize`` packed: uses of values, dtypes and devices by name, tuples and mappings.
+
+    ``graphs``: {kind: reads it} of values that hold graphs, where there may be some.
+    """
     value = field.value
     if isinstance(value, list):
-        return tuple(unpacked(item, function) for item in field.items())
+        return tuple(unpacked(item, graphs) for item in field.items())
     if isinstance(value, dict):
         if value.keys() == {"%"}:
             return Ref(field.at("%").name())
@@ -165,12 +169,13 @@ def unpacked(field: Field, function: Callable[[Field], Any] | None = None) -> An
             return _device(field.at("device"))
         if value.keys() == {"map"}:
             pairs = [pair.row(2) for pair in field.at("map").items()]
-            found = {key.text(): unpacked(item, function) for key, item in pairs}
+            found = {key.text(): unpacked(item, graphs) for key, item in pairs}
             if len(found) != len(pairs):
                 raise field.wrong("keys that differ")
             return found
-        if value.keys() == {"function"} and function is not None:
-            return function(field.at("function"))
+        for kind, read in graphs.items():
+            if value.keys() == {kind}:
+                return read(field.at(kind))
         raise field.wrong("a value, a name of torch, a device or a mapping")
     if type(value) is int and abs(value) >= 1 << 64:
         raise field.wrong("a number of 64 bits")

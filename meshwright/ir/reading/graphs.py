@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from meshwright.errors import MeshwrightError, PlanError
+from meshwright.ir.declared.experts import GIVEN, Experts
 from meshwright.ir.gradients.custom import CustomFunction
 from meshwright.ir.graph import Block, Graph, Op, Param, Ref, Value, refs
 from meshwright.ir.operators import TARGET
@@ -84,7 +85,7 @@ def _op(item: Field, values: Collection[str]) -> Op:
     name, target, args, kwargs, outputs, module, source = item.row(7)
     if not TARGET.fullmatch(target.text()):
         raise target.wrong("an operator, as in 'aten.linear.default'")
-    given, named = unpacked(args, _function), unpacked(kwargs)
+    given, named = unpacked(args, _GRAPHS), unpacked(kwargs)
     if not isinstance(given, tuple) or not isinstance(named, dict):
         raise item.wrong("a list of arguments and named ones")
     if not all(type(key) is str and key.isascii() and key.isidentifier() for key in named):
@@ -105,6 +106,22 @@ def _function(field: Field) -> CustomFunction:
     if not all(isinstance(graph.output_tree, tuple) for graph in graphs):
         raise field.wrong("graphs whose outputs are a list")
     return CustomFunction(name.text(), graphs[0], graphs[1], tuple(item.flag() for item in differentiable.items()))
+
+
+def _experts(field: Field) -> Experts:
+    """What experts do with a row: a graph of plain operators."""
+    body, count, chosen, scaled, stacked = field.row(5)
+    graph = read_graph(body, function=True)
+    flags = tuple(item.flag() for item in stacked.items())
+    numbers = count.count(), chosen.count()
+    rows = [graph.values[name].shape[:1] for name in graph.inputs[:GIVEN]]
+    fits = len(graph.inputs) == GIVEN + len(flags) and isinstance(graph.output_tree, tuple) and len(graph.output_tree) == 1
+    if not fits or not isinstance(graph.output_tree[0], Ref) or 0 in numbers or not all(rows) or not rows[0][0]:
+        raise field.wrong("the graph of one row of some experts")
+    return Experts(graph, *numbers, scaled.flag(), flags)
+
+
+_GRAPHS: Mapping[str, Callable[[Field], Any]] = {"function": _function, "experts": _experts}
 
 
 def _constant(item: Field, name: str, values: Mapping[str, Value], buffers: Collection[str]) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Mixtures of experts, brought to one operator however a model spells them."""

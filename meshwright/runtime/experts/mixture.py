@@ -1,0 +1,171 @@
+"""``mw.experts``: tokens go to their experts, are answered, come back and are summed (``ir.declared.experts``).
+
+    x, ids -> rows sorted by (rank, expert)           a row is a token for one of its experts
+           -> all-to-all with the real counts         to the ranks that hold the experts; nothing is padded, nothing dropped
+           -> sorted by expert -> Experts.graph       grouped products and what is between them
+           -> back, the same ways                     -> times the weights, summed over the experts of a token
+
+``pieces`` says which rank has which experts: for every mesh axis that splits them (major first) its size, and this rank's index
+if the ranks along it have the same tokens (each answers for its own experts, and the sum over the ranks is the answer), or -1
+if they have other tokens: then rows travel, along ``axis``, all such axes together. A rank may get no rows at all.
+
+Everything is differentiable by torch: the backward of a travel is the travel back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from meshwright.errors import RunError
+from meshwright.ir.declared.experts import ENDS, GROUPED, IDS, ROWS, WEIGHTS, Experts
+from meshwright.ir.graph import Graph, map_refs
+from meshwright.ir.operators import overload
+from meshwright.runtime.collectives import Group, exchange_rows
+from meshwright.runtime.experts.grouped import grouped_linear
+
+
+class _Pick(Function):
+    """Rows of ``x`` [t, ...] for the slots ``order`` of [t * k]; the gradient of a token is the sum over its slots."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, chosen: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.tokens, ctx.chosen = x.shape[0], chosen
+        return x[order if chosen == 1 else order // chosen]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        slots = grad.new_zeros(ctx.tokens * ctx.chosen, *grad.shape[1:])
+        slots[order] = grad
+        return slots.unflatten(0, (ctx.tokens, ctx.chosen)).sum(1), None, None
+
+
+class _Put(Function):
+    """Rows at their slots ``order`` of [slots]; zeros where none belongs."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, slots: int) -> Tensor:
+        ctx.save_for_backward(order)
+        made = rows.new_zeros(slots, *rows.shape[1:])
+        made[order] = rows
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return grad[order], None, None
+
+
+class _Travel(Function):
+    """Rows to other ranks: ``sent[j]`` to rank j, ``received[j]`` from it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+        ctx.back = received, sent, group
+        return exchange_rows(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return exchange_rows(grad, *ctx.back), None, None, None
+
+
+def experts(
+    how: Experts, x: Tensor, ids: Tensor, weights: Tensor | None, operands: Sequence[Tensor], *,
+    pieces: Sequence[tuple[int, int]] = (), axis: Group | None = None,
+) -> Tensor:
+    """The answers [*t, h'] of the experts ``ids`` [*t, k] to tokens ``x`` [*t, h]; see the head of this file.
+
+    Raises RunError for an id that no expert has.
+    """
+    tokens = x.reshape(-1, x.shape[-1])
+    chosen = ids.reshape(-1)
+    flat = None if weights is None else weights.reshape(-1)
+    order, counts = _sorted(chosen, how.count, pieces, 1 if axis is None else axis.size)
+    rows = _Pick.apply(tokens, order, how.chosen)
+    inside = None if how.scaled or flat is None else _Pick.apply(flat, order, 1)
+    made = _answered(how, rows, inside, operands, counts, axis)
+    if how.scaled and flat is not None:
+        made = made * _Pick.apply(flat, order, 1).unsqueeze(-1)
+    answers = _Put.apply(made, order, chosen.shape[0]).unflatten(0, (tokens.shape[0], how.chosen)).sum(1)
+    return answers.reshape(*x.shape[:-1], answers.shape[-1])  # type: ignore[no-any-return]
+
+
+def read_counts(counts: Tensor, rows: int) -> list[Any]:
+    """The numbers in a tensor, which count ``rows`` rows; the host waits for them."""
+    return counts.tolist()  # type: ignore[no-any-return]
+
+
+def _sorted(ids: Tensor, count: int, pieces: Sequence[tuple[int, int]], ranks: int) -> tuple[Tensor, list[list[int]]]:
+    """(slots in the order (rank, expert) of the experts that they go to, rows of every rank's experts).
+
+    Slots whose experts ranks with the same tokens answer for are left out.
+    """
+    own = count // math.prod([size for size, _ in pieces])
+    owner, local = ids.div(own, rounding_mode="floor"), ids.remainder(own)
+    mine = torch.ones_like(ids, dtype=torch.bool)
+    to, stride = torch.zeros_like(ids), 1
+    for size, index in reversed(pieces):
+        at = owner.remainder(size)
+        owner = owner.div(size, rounding_mode="floor")
+        if index >= 0:
+            mine &= at == index
+        else:
+            to, stride = to + at * stride, stride * size
+    keys = to * own + local
+    keys = keys.masked_fill(~mine, ranks * own).masked_fill((ids < 0) | (ids >= count), ranks * own + 1)
+    keys, order = torch.sort(keys, stable=True)
+    starts = torch.searchsorted(keys, torch.arange(ranks * own + 3, device=keys.device))
+    *kept, left, wrong = read_counts(starts.diff(), len(ids))
+    if wrong:
+        raise RunError(f"a router chose an expert that is not among the {count} there are")
+    return order[: order.shape[0] - left], [kept[start : start + own] for start in range(0, ranks * own, own)]
+
+
+def _answered(
+    how: Experts, rows: Tensor, weights: Tensor | None, operands: Sequence[Tensor], counts: Sequence[Sequence[int]],
+    axis: Group | None,
+) -> Tensor:
+    """What the experts make of rows [n, h] sorted by (rank, expert), in the same order."""
+    if axis is None or axis.size == 1:
+        return _body(how, rows, weights, operands, counts[0])
+    going = torch.tensor(counts, device=rows.device)
+    arriving = exchange_rows(going, [1] * axis.size, [1] * axis.size, axis)  # [from rank, expert here]
+    came = read_counts(arriving, len(rows))
+    sent, received = [sum(row) for row in counts], [sum(row) for row in came]
+    here = _Travel.apply(rows, sent, received, axis)
+    expert = torch.arange(len(came[0]), device=rows.device).repeat(axis.size)
+    order = torch.sort(expert.repeat_interleave(arriving.flatten(), output_size=sum(received)), stable=True).indices
+    given = None if weights is None else _Pick.apply(_Travel.apply(weights, sent, received, axis), order, 1)
+    made = _body(how, _Pick.apply(here, order, 1), given, operands, [sum(column) for column in zip(*came, strict=True)])
+    back = _Put.apply(made, order, made.shape[0])
+    return _Travel.apply(back, received, sent, axis)  # type: ignore[no-any-return]
+
+
+def _body(
+    how: Experts, rows: Tensor, weights: Tensor | None, operands: Sequence[Tensor], counts: Sequence[int]
+) -> Tensor:
+    """``Experts.graph`` on rows sorted by expert. ``counts``: rows of every expert here."""
+    graph: Graph = how.graph
+    numbers = torch.tensor(counts, device=rows.device)
+    ids = torch.arange(len(counts), device=rows.device).repeat_interleave(numbers, output_size=sum(counts))
+    given: dict[int, Any] = {ROWS: rows, IDS: ids, ENDS: tuple(counts), WEIGHTS: weights}
+    values: dict[str, Any] = {graph.inputs[at]: value for at, value in given.items()}
+    values.update(zip(how.operands, operands, strict=True))
+    for op in graph.ops:
+        args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda ref: values[ref.name])
+        function = grouped_linear if op.target == GROUPED else overload(op.target)
+        made = function(*map(_listed, args) if op.target != GROUPED else args, **kwargs)
+        values.update(zip(op.outputs, made if isinstance(made, tuple | list) else (made,), strict=True))
+    answer: Tensor = values[how.output]
+    return answer
+
+
+def _listed(arg: Any) -> Any:
+    return list(arg) if isinstance(arg, tuple) else arg

@@ -1,0 +1,96 @@
+"""Mixtures of experts for the tests: real architectures, tiny, with even or heavily skewed routing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+BATCH, LENGTH, VOCAB, EXPERTS = 8, 4, 32, 4
+_SIZES: Mapping[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": VOCAB,
+    "max_position_embeddings": 16, "use_cache": False,
+}
+Case = tuple[nn.Module, dict[str, torch.Tensor]]
+
+
+def mixtral(**more: Any) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {**_SIZES, "num_hidden_layers": 2, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, **more}
+    return MixtralForCausalLM(MixtralConfig(**sizes))
+
+
+def qwen2(**more: Any) -> nn.Module:
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    sizes = {**_SIZES, "num_hidden_layers": 1, "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+             "shared_expert_intermediate_size": 8, **more}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes))
+
+
+def qwen3(**more: Any) -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {**_SIZES, "num_hidden_layers": 1, "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+             "head_dim": 8, "norm_topk_prob": True, **more}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+
+
+def deepseek(**more: Any) -> nn.Module:
+    """DeepSeek-V3: a dense layer, then grouped sigmoid routing with a corrected bias and a shared expert."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes = {**_SIZES, "num_hidden_layers": 2, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2,
+             "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8,
+             "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "n_shared_experts": 1, **more}
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            nn.init.uniform_(buffer, 0.0, 0.2)
+    return model
+
+
+def gpt_oss(**more: Any) -> nn.Module:
+    """Experts with biases, a clamp, and gates interleaved with what they gate."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    sizes = {**_SIZES, "num_hidden_layers": 1, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "head_dim": 8,
+             "layer_types": ["full_attention"], **more}
+    model = GptOssForCausalLM(GptOssConfig(**sizes))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def skewed(model: nn.Module) -> nn.Module:
+    """Every token's first choice is expert 0, its second expert 1; expert 3 gets none."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("embed_tokens.weight"):
+                parameter.abs_().add_(0.1)
+            elif name.endswith(("mlp.gate.weight", "mlp.router.weight")) and parameter.shape[0] == EXPERTS:
+                parameter.mul_(0.1).add_(torch.tensor([1.0, 0.5, 0.0, -1.0])[:, None])
+    return model
+
+
+MAKERS: Mapping[str, Callable[..., nn.Module]] = {
+    "mixtral": mixtral, "qwen2": qwen2, "qwen3": qwen3, "deepseek": deepseek, "gpt_oss": gpt_oss,
+    "mixtral balanced": lambda **more: mixtral(
+        num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=0.5, **more
+    ),
+    "mixtral skewed": lambda **more: skewed(mixtral(**more)), "deepseek skewed": lambda **more: skewed(deepseek(**more)),
+}
+
+
+def make(name: str, seed: int = 0, **more: Any) -> Case:
+    """The named mixture and a batch; some labels count for nothing."""
+    torch.manual_seed(seed)
+    model = MAKERS[name](**more)
+    ids = torch.randint(1, VOCAB, (BATCH, LENGTH))
+    labels = torch.where(torch.rand(ids.shape) < 0.2, -100, ids)
+    return model.train(), {"input_ids": ids, "labels": labels}
+
