@@ -5,7 +5,8 @@
     parallel.export(folder); meshwright.load(folder, mesh)   run it again: without the model, without a search
     meshwright.show(plan), explain(plan, name), diff(plan, other), timeline(plan, path), to_networkx(plan)   look at it
 
-Names are imported when first used: planning needs the solver, running needs torch.distributed, importing needs neither.
+Names are imported when first used: planning needs the solver, running needs torch.distributed, importing needs neither, nor
+torch.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ from meshwright.errors import (
     InputError,
     MeshwrightError,
     MissingCheckpointError,
+    PlanError,
     RunError,
     VerifyError,
 )
-from meshwright.ir.graph import GraphError
-from meshwright.ir.mesh import MeshError
-from meshwright.ir.notation import RuleError
-from meshwright.ir.pins import PinError, Pins
-from meshwright.ir.plan import Plan, PlanError
-from meshwright.ir.sharding import ShardingError
 
 if TYPE_CHECKING:
     from meshwright.api import autoparallel, plan
     from meshwright.compiler.rules import register_rule
     from meshwright.cost.cluster import Cluster, ClusterError
     from meshwright.exported import export, load
+    from meshwright.ir.graph import GraphError
+    from meshwright.ir.mesh import MeshError
+    from meshwright.ir.notation import RuleError
+    from meshwright.ir.pins import PinError, Pins
+    from meshwright.ir.plan import Plan
     from meshwright.ir.schedules import ScheduleError, register_schedule
+    from meshwright.ir.sharding import ShardingError
     from meshwright.planner import OutOfMemoryError
     from meshwright.runtime.state.materialize import MaterializeError
     from meshwright.views.difference import diff
@@ -45,6 +47,13 @@ if TYPE_CHECKING:
     from meshwright.views.report import show, timeline
 
 _LAZY: Mapping[str, str] = {
+    "GraphError": "meshwright.ir.graph",
+    "MeshError": "meshwright.ir.mesh",
+    "PinError": "meshwright.ir.pins",
+    "Pins": "meshwright.ir.pins",
+    "Plan": "meshwright.ir.plan",
+    "RuleError": "meshwright.ir.notation",
+    "ShardingError": "meshwright.ir.sharding",
     "autoparallel": "meshwright.api",
     "plan": "meshwright.api",
     "register_rule": "meshwright.compiler.rules",

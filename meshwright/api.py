@@ -28,6 +28,7 @@ from meshwright.ir.serialize import plan_hash, plan_to_dict
 from meshwright.ir.signature import bind, example_of
 from meshwright.planner import OPTIMIZERS, Timing, capture_model, check_pins, make_plan
 from meshwright.programs import check_given, checked_program, device_of, mesh_pins, order_of
+from meshwright.progress import progress as shown
 from meshwright.rules import rules_of
 from meshwright.runtime.verdict import together
 
@@ -50,9 +51,17 @@ def plan(
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     check_pins(checked, where)  # before a capture that takes a while
     args, kwargs, targets = _example(model, example_inputs)
-    graph = capture_model(model, args, kwargs, targets, loss_fn, precision)
-    timing.mark("capture")
-    return _found(graph, where, checked, optimizer, precision, strict, cache, progress, timing)
+    with shown(progress) as report:
+        report("capturing the model", 0.0)
+        graph = capture_model(model, args, kwargs, targets, loss_fn, precision)
+        timing.mark("capture")
+        return _found(graph, where, checked, optimizer, precision, strict, cache, progress, report, timing)
+
+
+def graph_of(model: nn.Module, example_inputs: Any, *, optimizer: str | float = "adamw", precision: str = "fp32") -> Graph:
+    """The captured graph, of which many plans can be made (``planner.make_plan``); options as in ``plan``, checked."""
+    _check_options(optimizer, precision, None)
+    return capture_model(model, *_example(model, example_inputs), None, precision)
 
 
 def autoparallel(
@@ -83,6 +92,8 @@ def autoparallel(
 
         return Deferred(build, model.training)
 
+    first = progress and (not dist.is_initialized() or dist.get_rank() == 0)
+
     def prepare() -> tuple[Plan | None, Graph, Pins]:
         given = None if plan is None else plan if isinstance(plan, Plan) else Plan.load(plan)
         checked = mesh_pins(mesh, _check_options(optimizer or "adamw", precision or "fp32", pins))
@@ -93,27 +104,29 @@ def autoparallel(
         _check_shapes(given.graph, model)
         return given, _capture_again(given, model, example_inputs, loss_fn), checked
 
-    given, graph, checked = together(prepare)
+    with shown(first) as report:
+        report("capturing the model", 0.0)
+        given, graph, checked = together(prepare)
 
-    def search() -> Plan:
-        if given is not None:
-            return given
-        return _found(graph, _cluster_of(mesh), checked, "adamw" if optimizer is None else optimizer, precision or "fp32",
-                      strict, cache, progress)
+        def search() -> Plan:
+            if given is not None:
+                return given
+            return _found(graph, _cluster_of(mesh), checked, "adamw" if optimizer is None else optimizer, precision or "fp32",
+                          strict, cache, progress, report)
 
-    return _build(_agree(search, graph), model, mesh, loss_fn)
+        found = _agree(search, graph)
+    return _build(found, model, mesh, loss_fn)
 
 
 def _found(
     graph: Graph, cluster: Cluster, pins: Pins, optimizer: str | float, precision: str, strict: bool, cache: str | Path | None,
-    progress: bool, timing: Timing | None = None,
+    progress: bool, report: Callable[[str, float], None], timing: Timing | None = None,
 ) -> Plan:
     """The plan, from the cache if there is one that has it."""
 
     def search() -> Plan:
-        with _progress(progress) as report:
-            return make_plan(graph, cluster, pins, optimizer=optimizer, precision=precision, strict=strict, timing=timing,
-                             progress=report)
+        return make_plan(graph, cluster, pins, optimizer=optimizer, precision=precision, strict=strict, timing=timing,
+                         progress=report)
 
     if cache is None:
         return search()
@@ -249,27 +262,3 @@ def _example(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str,
     if len(example) in (2, 3) and isinstance(example[0], tuple | list) and isinstance(example[1], Mapping):
         return tuple(example[0]), dict(example[1]), tuple(example[2]) if len(example) == 3 else ()
     return tuple(example), {}, ()
-
-
-class _progress:  # noqa: N801 - reads as a statement
-    """A spinner with the layouts tried, on rank 0's stderr."""
-
-    def __init__(self, on: bool) -> None:
-        self.on = on and (not dist.is_initialized() or dist.get_rank() == 0)
-
-    def __enter__(self) -> Callable[[str, float], None] | None:
-        if not self.on:
-            return None
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("planning"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self.bar = Progress(*columns, console=Console(stderr=True), transient=False)
-        self.bar.start()
-        self.task = self.bar.add_task("capture", total=None)
-        return lambda what, done: self.bar.update(self.task, description=what, total=1.0, completed=done)
-
-    def __exit__(self, *_: object) -> None:
-        if self.on:
-            self.bar.update(self.task, total=1.0, completed=1.0)
-            self.bar.stop()

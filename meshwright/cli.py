@@ -1,4 +1,4 @@
-"""The command line: ``meshwright plan | show | explain | diff | verify | simulate | zoo``.
+"""The command line: ``meshwright plan | show | explain | diff | verify | simulate | zoo | size``.
 
     meshwright plan config.json --cluster h100:8x8 --batch 16 --sequence 8192 --out llama.plan.json
     meshwright plan mypackage.models:build --cluster cpu:1x4 --tp 2 --json
@@ -8,41 +8,48 @@
     meshwright --import my.schedules simulate --schedule mine --pp 4 --microbatches 8
     meshwright zoo "405B" --json
 
-A model is the path of a ``transformers`` config (a folder or its config.json; nothing is downloaded) or "module:callable", a
-function without arguments that returns (model, example_inputs). ``--json`` prints one JSON value on stdout, errors included;
-everything else that is not the answer goes to stderr.
+A model is the path of a ``transformers`` config (a folder or its config.json; nothing is downloaded, no weights are needed),
+"module:callable" or "file.py:callable", a function without arguments that returns (model, example_inputs). ``--json`` prints
+one JSON value on stdout, errors included; everything else that is not the answer goes to stderr.
 
-Exit codes: 0 done (``diff``: equal), 1 different (``diff`` only), 2 the command or its input is wrong, 3 no plan fits.
+Exit codes: 0 done (``diff``: equal), 1 different (``diff`` only), 2 the command or its input is wrong, 3 no plan fits, 4 an
+error inside meshwright or the model. Errors are one line on stderr; ``meshwright --debug COMMAND`` shows where they come from.
+A long step shows a bar on a terminal, else a line every ten seconds.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshwright.errors import InputError, MeshwrightError
-from meshwright.ir.mesh import PP, Mesh
-from meshwright.ir.pins import PinError, Pins
-from meshwright.ir.plan import Plan
-from meshwright.ir.schedules import schedules
 
-DIFFERENT, WRONG, NOTHING_FITS = 1, 2, 3
+if TYPE_CHECKING:
+    from meshwright.ir.mesh import Mesh
+    from meshwright.ir.plan import Plan
+
+DIFFERENT, WRONG, NOTHING_FITS, BUG = 1, 2, 3, 4
+DEBUG: ContextVar[bool] = ContextVar("meshwright_debug", default=False)
+"""Whether errors keep their traceback."""
 FEW_RANKS = 16
 """Up to so many ranks ``verify`` checks every one."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans of parallelized PyTorch models.",
                   pretty_exceptions_enable=False)
 
+MODEL = 'A transformers config (folder or config.json; no weights needed), "module:callable" or "file.py:callable".'
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of text.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan file, as written by 'plan --out' or plan.save(path).")]
 
@@ -52,8 +59,10 @@ def main(
     modules: Annotated[list[str] | None, typer.Option(
         "--import", help="A module to import before: it may register schedules and rules that the command needs.",
     )] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
 ) -> None:
     """Plans of parallelized PyTorch models."""
+    DEBUG.set(debug)
     with _errors(as_json=False):
         for name in modules or []:
             _imported(name)
@@ -61,7 +70,7 @@ def main(
 
 @app.command("plan")
 def plan_command(
-    model: Annotated[str, typer.Argument(help='A transformers config (folder or config.json), or "module:callable".')],
+    model: Annotated[str, typer.Argument(help=MODEL)],
     cluster: Annotated[str, typer.Option(help='Devices, as in "h100:8x8" (device:nodes x devices per node), or a .toml file.')],
     batch: Annotated[int, typer.Option(min=1, help="Global batch in samples (a config only).")] = 8,
     sequence: Annotated[int, typer.Option(min=2, help="Sequence length in tokens (a config only).")] = 512,
@@ -80,11 +89,17 @@ def plan_command(
     tensor: Annotated[list[str] | None, typer.Option(help='Pin parameters: "*.down_proj.weight=[_, _@tp]".')] = None,
     strict: Annotated[bool, typer.Option(help="Refuse operators without a sharding rule.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
-    progress: Annotated[bool, typer.Option(help="A progress bar on stderr.")] = True,
+    cache: Annotated[Path | None, typer.Option(help="A folder in which plans are kept and looked for.")] = None,
+    progress: Annotated[bool, typer.Option(help="A progress bar on stderr, or a line every ten seconds.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Plan a model on a cluster: no processes, no GPU, any size."""
+    """Plan a model on a cluster: no processes, no GPU, any size.
+
+    Example: meshwright plan config.json --cluster h100:1x8 --batch 16 --sequence 4096 --tp 8 --out plan.json
+    """
     with _errors(as_json):
+        from meshwright.ir.pins import Pins
+
         pins = Pins(dp=dp, shard=shard, tp=tp, pp=pp, zero=zero, sequence_parallel=sequence_parallel, schedule=schedule,
                     virtual_stages=virtual_stages, microbatches=microbatches, recompute=recompute,
                     tensors=_tensor_pins(tensor or []))
@@ -93,7 +108,7 @@ def plan_command(
         from meshwright.views import report
 
         found = plan(module, _cluster(cluster), example, optimizer=_optimizer(optimizer), precision=precision, pins=pins,
-                     strict=strict, progress=progress and not as_json and sys.stderr.isatty())
+                     strict=strict, progress=progress, cache=cache)
         if out is not None:
             found.save(out)
         if as_json:
@@ -110,11 +125,14 @@ def show(
     html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML file instead.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Print a plan."""
-    from meshwright.views import report
+    """Print a plan.
 
+    Example: meshwright show plan.json --html plan.html
+    """
     with _errors(as_json):
-        plan = Plan.load(file)
+        from meshwright.views import report
+
+        plan = _plan(file)
         if html is not None:
             report.show(plan, html)
         if as_json:
@@ -131,11 +149,14 @@ def explain(
     name: Annotated[str, typer.Argument(help="An operator, parameter or module.")],
     as_json: Json = False,
 ) -> None:
-    """Say what was chosen for an operator, parameter or module, and what the alternatives would cost."""
+    """Say what was chosen for an operator, parameter or module, and what the alternatives would cost.
+
+    Example: meshwright explain plan.json model.layers.0.mlp.down_proj.weight
+    """
     with _errors(as_json):
         from meshwright.views import explain as answers
 
-        text = answers.explain(Plan.load(file), name)
+        text = answers.explain(_plan(file), name)
         if as_json:
             _print_json({"name": name, "text": text.splitlines()})
         else:
@@ -144,9 +165,12 @@ def explain(
 
 @app.command()
 def diff(file: PlanFile, other: PlanFile, as_json: Json = False) -> None:
-    """Print what is different in the second plan; exit code 1 if something is."""
+    """Print what is different in the second plan; exit code 1 if something is.
+
+    Example: meshwright diff plan.json other.json
+    """
     with _errors(as_json):
-        old, new = Plan.load(file), Plan.load(other)
+        old, new = _plan(file), _plan(other)
         from meshwright.ir.serialize import plan_hash
         from meshwright.views import difference as answers
 
@@ -162,9 +186,12 @@ def diff(file: PlanFile, other: PlanFile, as_json: Json = False) -> None:
 
 @app.command()
 def verify(file: PlanFile, as_json: Json = False) -> None:
-    """Lower the plan for every rank that may differ and check each program: shardings, gradient types, the cut into stages."""
+    """Lower the plan for every rank that may differ and check each program: shardings, gradient types, the cut into stages.
+
+    Example: meshwright verify plan.json
+    """
     with _errors(as_json):
-        plan = Plan.load(file)
+        plan = _plan(file)
         ranks = distinct_ranks(plan.mesh)
         for rank in ranks:
             _verify_rank(plan, rank)
@@ -179,7 +206,8 @@ def verify(file: PlanFile, as_json: Json = False) -> None:
 @app.command("simulate")
 def simulate_command(
     file: Annotated[Path | None, typer.Argument(help="A plan file; or else give --pp and --microbatches.")] = None,
-    schedule: Annotated[str, typer.Option(help=f"{', '.join(schedules())}, or a registered one (--import).")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved1f1b, zb, zbv, dualpipev, or a registered one "
+                                                    "(--import).")] = "1f1b",
     pp: Annotated[int | None, typer.Option(min=1, help="Pipeline ranks.")] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step.")] = None,
     virtual_stages: Annotated[int | None, typer.Option(min=1, help="Stages of a rank.")] = None,
@@ -190,15 +218,18 @@ def simulate_command(
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a pipeline schedule on stage times: a row per stage, a column per tick of the clock."""
-    from meshwright.cost.timeline import chrome_trace, render, simulate
-    from meshwright.ir.schedules import schedule_of, schedule_table
+    """Run a pipeline schedule on stage times: a row per stage, a column per tick of the clock.
 
+    Example: meshwright simulate --schedule zb --pp 4 --microbatches 8
+    """
     with _errors(as_json):
+        from meshwright.cost.timeline import chrome_trace, render, simulate
+        from meshwright.ir.schedules import schedule_of, schedule_table
+
         if file is not None:
             from meshwright.compiler.search.plans import simulation_of
 
-            run = simulation_of(Plan.load(file))
+            run = simulation_of(_plan(file))
         elif pp is None or microbatches is None:
             raise InputError("give a plan file, or --pp and --microbatches")
         else:
@@ -229,10 +260,13 @@ def zoo_command(
     published: Annotated[bool, typer.Option("--published", help="Only what is published: nothing is priced.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Published systems: their degrees, whether they fit, predicted beside published speed."""
-    from meshwright.published import zoo
+    """Published systems: their degrees, whether they fit, predicted beside published speed.
 
+    Example: meshwright zoo 405B
+    """
     with _errors(as_json):
+        from meshwright.published import zoo
+
         chosen = zoo.systems(name=name)
         rows = []
         for number, system in enumerate(chosen, 1):
@@ -256,9 +290,62 @@ def zoo_command(
             console.print(note, highlight=False)
 
 
+@app.command("size")
+def size_command(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    device: Annotated[str, typer.Option(help='The kind of device, as in "h100".')],
+    tokens: Annotated[float, typer.Option(min=1, help='Tokens to train on, as in "1e12".')],
+    devices: Annotated[str | None, typer.Option(help='How many, as in "8,16,64" (default: one to eight nodes).')] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Price of a device for an hour.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Global batch in samples (a config only).")] = 8,
+    sequence: Annotated[int, typer.Option(min=2, help="Sequence length in tokens (a config only).")] = 512,
+    precision: Annotated[str, typer.Option(help='"fp32" or "bf16".')] = "bf16",
+    optimizer: Annotated[str, typer.Option(help="A name, or the bytes of state per parameter.")] = "adamw",
+    as_json: Json = False,
+) -> None:
+    """The clusters worth having for a model and a number of tokens: days, device-hours, cost; * marks those that no other one
+    beats in both days and device-hours.
+
+    Example: meshwright size config.json --device h100 --tokens 1e12 --batch 512 --sequence 4096 --price 2.5
+    """
+    with _errors(as_json):
+        from meshwright.api import graph_of
+        from meshwright.commands import sizing
+        from meshwright.ir.pins import Pins
+        from meshwright.progress import progress
+
+        counts = sizing.default_counts(device) if devices is None else _whole(devices, "--devices")
+        with progress(True, "sizing") as report:
+            report("capturing the model", 0.0)
+            module, example = _load(model, batch, sequence)
+            graph = graph_of(module, example, optimizer=_optimizer(optimizer), precision=precision)
+            rows = sizing.sizes(graph, device, counts, tokens, price, pins=Pins(), optimizer=_optimizer(optimizer),
+                                precision=precision, report=report)
+        if as_json:
+            _print_json({"tokens": tokens, "price": price, "clusters": [row.as_json() for row in rows]})
+        else:
+            from rich.console import Console
+
+            Console(emoji=False, width=None if sys.stdout.isatty() else 120).print(sizing.table(rows))
+    if not any(row.days is not None for row in rows):
+        raise typer.Exit(NOTHING_FITS)
+
+
+def _whole(text: str, option: str) -> list[int]:
+    try:
+        found = [int(word) for word in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise InputError(f'{option} {text!r}: give whole numbers, as in "8,16,64"')
+    return found
+
+
 def distinct_ranks(mesh: Mesh) -> list[int]:
     """The ranks whose programs may differ: all of few, else those at the ends of every axis but the pipeline's (only the last
     part of an uneven split is another) on every stage."""
+    from meshwright.ir.mesh import PP
+
     if mesh.world <= FEW_RANKS:
         return list(range(mesh.world))
     return [rank for rank in range(mesh.world)
@@ -309,20 +396,34 @@ def summary(plan: Plan) -> dict[str, Any]:
 
 @contextmanager
 def _errors(as_json: bool) -> Iterator[None]:
-    """What a user can act on becomes a message and an exit code; anything else is a bug and keeps its traceback."""
-    from meshwright.planner import OutOfMemoryError
-
+    """An error becomes a line and an exit code; with --debug it keeps its traceback."""
     try:
         yield
-    except (MeshwrightError, OSError) as error:
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        if DEBUG.get():
+            raise
+        known = isinstance(error, MeshwrightError | OSError)
+        words = " ".join(str(error).split())
+        if not known:
+            words = (f"an error inside meshwright or the model: {type(error).__name__}: {words}; meshwright --debug COMMAND "
+                     "shows where, please report it with that")
         if as_json:
-            _print_json({"error": type(error).__name__, "message": str(error)})
-        typer.echo(f"meshwright: {error}", err=True)
-        raise typer.Exit(NOTHING_FITS if isinstance(error, OutOfMemoryError) else WRONG) from None
+            _print_json({"error": type(error).__name__, "message": words})
+        typer.echo(f"meshwright: {words}", err=True)
+        fits = type(error).__name__ != "OutOfMemoryError"
+        raise typer.Exit(BUG if not known else WRONG if fits else NOTHING_FITS) from None
 
 
 def _print_json(value: Mapping[str, Any]) -> None:
     typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def _plan(file: Path) -> Plan:
+    from meshwright.ir.plan import Plan
+
+    return Plan.load(file)
 
 
 def _cluster(text: str) -> Any:
@@ -343,6 +444,8 @@ def _tensor_pins(words: list[str]) -> dict[str, str]:
     for name, equals, sharding in pairs:
         if not (name and equals and sharding):
             given = name + equals + sharding
+            from meshwright.ir.pins import PinError
+
             raise PinError(f"--tensor {given!r} is not PATTERN=SHARDING, as in '*.down_proj.weight=[_, _@tp]'")
     return {name.strip(): sharding.strip() for name, _, sharding in pairs}
 
@@ -351,18 +454,37 @@ def _load(model: str, batch: int, sequence: int) -> tuple[Any, Any]:
     """(module, example inputs) from what the command line names."""
     if os.path.exists(model):
         return _from_config(Path(model), batch, sequence)
-    name, colon, attribute = model.partition(":")
+    name, colon, attribute = model.rpartition(":")
     if not colon:
         raise InputError(f"{model!r} is no file or folder and no 'module:callable'; give a transformers config, or a function "
                          "that returns (model, example_inputs)")
     try:
-        build = getattr(_imported(name), attribute)
+        build = getattr(_from_file(Path(name)) if name.endswith(".py") else _imported(name), attribute)
     except AttributeError as error:
         raise InputError(f"cannot import {model!r}: {error}") from error
+    if not callable(build):
+        raise InputError(f"{model!r} is a {type(build).__name__}; name a function that returns (model, example_inputs)")
     made = build()
     if not isinstance(made, tuple) or len(made) != 2:
         raise InputError(f"{model!r} returned {type(made).__name__}; it must return (model, example_inputs)")
     return made
+
+
+def _from_file(path: Path) -> ModuleType:
+    """A module from its file, whose own folder it may import from. Raises InputError if there is none."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise InputError(f"there is no file {str(path)!r}; give a Python file, as in 'model.py:build'")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent.absolute()))
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        raise InputError(f"cannot import {str(path)!r}: {error}") from error
+    finally:
+        sys.path.remove(str(path.parent.absolute()))
+    return module
 
 
 def _imported(name: str) -> ModuleType:
@@ -377,23 +499,10 @@ def _imported(name: str) -> ModuleType:
 
 
 def _from_config(path: Path, batch: int, sequence: int) -> tuple[Any, Any]:
-    """A causal language model of a local config, parameters on the meta device, and token ids with labels."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise InputError("planning from a config needs transformers: pip install 'meshwright[demo]'") from error
-    import torch
+    """The model of a local config, parameters on the meta device, and an example: see ``commands.models``."""
+    from meshwright.commands.models import from_config
 
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        config.use_cache = False
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"cannot build a causal language model from {path}: {error}; for another kind of model give a "
-                         "'module:callable'") from error
-    tokens = torch.zeros((batch, sequence), dtype=torch.int64, device="meta")
-    return model, {"input_ids": tokens, "labels": torch.empty_like(tokens)}
+    return from_config(path, batch, sequence)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,10 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from meshwright.cli import DIFFERENT, NOTHING_FITS, WRONG, app, distinct_ranks
+from meshwright import progress
+from meshwright.cli import BUG, DIFFERENT, NOTHING_FITS, WRONG, app, distinct_ranks
+from meshwright.commands.models import from_config
+from meshwright.commands.sizing import Size, front
 from meshwright.errors import VerifyError
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Plan
@@ -277,3 +283,78 @@ def test_zoo_says_why_nothing_is_predicted() -> None:
     assert "cp=16: not planned yet" in result.stdout
     assert "1/1 Llama 3.1 405B, 131k" in result.stderr
     assert run("zoo", "unheard of", "--json").exit_code == WRONG
+
+
+# ------------------------------------------------------------------------------------------------------- sizes, errors, help
+def fails() -> None:
+    """A model function with an error of its own."""
+    raise ZeroDivisionError("dear me\nthe rest")
+
+
+def test_clusters_worth_having(llama: Path) -> None:
+    words = ("size", llama.parent, "--device", "h100", "--tokens", 1e9, "--devices", "1,2", "--batch", 4, "--sequence", 8)
+    answer = json.loads(run(*words, "--price", 2.5, "--json").stdout)
+    assert [row["devices"] for row in answer["clusters"]] == [1, 2]
+    for row in answer["clusters"]:
+        assert row["days"] == pytest.approx(1e9 / row["tokens_per_second"] / 86400)
+        assert row["cost"] == pytest.approx(2.5 * 24 * row["days"] * row["devices"])
+    table = run(*words)
+    assert table.exit_code == 0, table.output
+    assert "device-hours" in table.stdout
+    assert max(map(len, table.stdout.splitlines())) <= 120
+    wrong = run(*words[:-6], "--devices", "1,12")
+    assert wrong.exit_code == WRONG
+    assert "no whole number of nodes" in wrong.stderr
+
+
+def test_the_front_is_what_nobody_beats() -> None:
+    found = [(8.0, 10), (4.0, 9), (3.0, 20), (3.0, 40)]
+    rows = [*(Size(1, "", days=days, device_hours=hours) for days, hours in found), Size(16, "", reason="too small")]
+    assert [row.worth_having for row in front(rows)] == [False, True, True, False, False]
+
+
+def test_errors_are_a_line_and_debug_shows_the_trace() -> None:
+    result = run("plan", "tests.test_cli:fails", "--cluster", "cpu:1x2")
+    assert result.exit_code == BUG
+    (line,) = result.stderr.splitlines()
+    assert "ZeroDivisionError: dear me the rest" in line
+    assert isinstance(run("--debug", "plan", "tests.test_cli:fails", "--cluster", "cpu:1x2").exception, ZeroDivisionError)
+    missing = run("plan", "nowhere.py:build", "--cluster", "cpu:1x2")
+    assert missing.exit_code == WRONG
+    assert "no file 'nowhere.py'" in missing.stderr
+
+
+def test_a_function_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("from tests.test_cli import build\n")
+    (tmp_path / "mine.py").write_text("from beside import build\n")
+    result = run("plan", f"{tmp_path}/mine.py:build", "--cluster", "cpu:1x2", "--precision", "fp32", "--tp", 2, "--json")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_config_names_its_class(tmp_path: Path) -> None:
+    config = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 32, "num_hidden_layers": 1,
+              "num_attention_heads": 4, "intermediate_size": 64, "image_size": 16, "patch_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, example = from_config(tmp_path, 4, 8)
+    assert type(model).__name__ == "ViTForImageClassification"
+    assert set(example) == {"pixel_values", "labels"}
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_help_is_at_hand() -> None:
+    code = "import sys, meshwright.cli; print(sorted({'torch', 'numpy', 'ortools'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    for name in ("plan", "show", "explain", "diff", "verify", "simulate", "zoo", "size"):
+        assert "Example" in run(name, "--help").stdout
+
+
+def test_a_long_step_speaks_where_nobody_looks(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SECONDS", 0.02)
+    with progress.progress(True, "planning") as report:
+        report("dp=8", 0.25)
+        time.sleep(0.2)
+    assert "dp=8 (25%)" in capsys.readouterr().err
+    with progress.progress(False) as report:
+        report("dp=8", 0.25)
+        time.sleep(0.05)
+    assert capsys.readouterr().err == ""

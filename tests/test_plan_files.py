@@ -229,6 +229,14 @@ def test_plans_beside_a_model(pool: Callable, plans: dict[str, Any], tmp_path: P
     assert [(word, text) for word, text in zip(words, first, strict=True) if word not in text] == []
 
 
+def test_a_plan_found_again_is_the_same_file(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        mw.plan(Net(), "cpu:1x2", EXAMPLE, pins={"dp": 2, "zero": 3}).save(tmp_path / name)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    mw.Plan.load(tmp_path / "one").save(tmp_path / "three")
+    assert (tmp_path / "three").read_bytes() == (tmp_path / "one").read_bytes()
+
+
 def test_the_hash_of_a_plan_is_that_of_its_file(plans: dict[str, Any]) -> None:
     for data in plans.values():
         plan = plan_from_dict(data)

@@ -175,11 +175,13 @@ class Plan:
         return f"<Plan {self.mesh}, {len(self.graph.ops)} operators, {len(self.graph.blocks)} blocks>"
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; the file is complete or not there."""
+        """Write the plan as JSON; the file is complete or not there. The same plan gives the same bytes: how long the search
+        took is left out."""
         from meshwright.ir.serialize import plan_to_dict
 
         path = Path(path)
-        text = json.dumps(plan_to_dict(self))
+        certificate = self.certificate and replace(self.certificate, planning_seconds={})
+        text = json.dumps(plan_to_dict(replace(self, certificate=certificate)), separators=(",", ":"))
         handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:

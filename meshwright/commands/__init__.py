@@ -1,0 +1,1 @@
+"""What the command line does beyond a call of the library."""

@@ -1,0 +1,61 @@
+"""A model of a local ``transformers`` config, on the meta device, with an example: nothing is downloaded, no weights read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import InputError
+
+TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "WithLMHeadModel")
+"""Ends of the names of classes whose labels are a token each."""
+
+
+def from_config(path: Path, batch: int, sequence: int) -> tuple[Any, dict[str, Any]]:
+    """(model, inputs with labels). The class is the one that the config names, else a causal language model's. Raises
+    InputError."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError("planning from a config needs transformers: pip install 'meshwright[demo]'") from error
+    import torch
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+        cls = _class_of(config, transformers)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config) if cls is None else cls(config)
+    except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
+        raise InputError(f"cannot build a causal language model, or the architecture that it names, from {path}: {error}; for "
+                         "another kind of model give a 'module:callable'") from error
+    return model, _example(model, batch, sequence)
+
+
+def _class_of(config: Any, transformers: Any) -> Any:
+    """The first architecture that the config names and transformers has; None if there is none with a loss."""
+    for name in getattr(config, "architectures", None) or ():
+        cls = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and ("For" in name or name.endswith(TOKENS)):
+            return cls
+    return None
+
+
+def _example(model: Any, batch: int, sequence: int) -> dict[str, Any]:
+    import torch
+
+    name = type(model).__name__
+    tokens = torch.zeros((batch, sequence), dtype=torch.int64, device="meta")
+    if model.main_input_name == "input_ids" and name.endswith(TOKENS):
+        return {"input_ids": tokens, "labels": torch.empty_like(tokens)}
+    labels = torch.zeros((batch,), dtype=torch.int64, device="meta")
+    if model.main_input_name == "input_ids" and name.endswith("ForSequenceClassification"):
+        return {"input_ids": tokens, "labels": labels}
+    if model.main_input_name == "pixel_values" and name.endswith("ForImageClassification"):
+        size = model.config.image_size
+        sides = (size, size) if isinstance(size, int) else tuple(size)
+        images = torch.zeros((batch, getattr(model.config, "num_channels", 3), *sides), device="meta")
+        return {"pixel_values": images, "labels": labels}
+    raise InputError(f"what a {name} is called with is not known here; give a 'module:callable' that returns (model, "
+                     "example_inputs)")
