@@ -156,6 +156,13 @@ CASES: Mapping[str, Case] = {
     "gpt2-small selective tp 2": Case(
         small, (16, 1024), 4, {"dp": 2, "tp": 2, "zero": 3, "recompute": "selective", "microbatches": 4}, "bf16"),
     "llama-110m tp 2 full": Case(llama_small, (16, 1024), 4, {"dp": 2, "tp": 2, "zero": 0, "recompute": "full"}),
+    "llama-110m cp 2 ring": Case(llama_small, (2, 4096), 2, {"cp": 2, "dp": 1, "tp": 1, "zero": 0, "attention": "ring"}),
+    "llama-110m cp 4 ring full": Case(
+        llama_small, (2, 4096), 4, {"cp": 4, "dp": 1, "tp": 1, "zero": 3, "attention": "ring", "recompute": "full"}, "bf16"),
+    "llama-110m cp 4 all-gather": Case(
+        llama_small, (2, 4096), 4, {"cp": 4, "dp": 1, "tp": 1, "zero": 1, "attention": "all-gather"}),
+    "llama-110m cp 2 ulysses": Case(
+        llama_small, (2, 4096), 2, {"cp": 2, "dp": 1, "tp": 1, "zero": 2, "attention": "ulysses"}, "bf16"),
     "mixtral zero 2": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 2}),
     "mixtral zero 3 bf16": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 3}, "bf16"),
     "mixtral tp 2 selective": Case(mixtral, (16, 512), 4, {"dp": 2, "tp": 2, "zero": 1, "recompute": "selective"}),

@@ -20,7 +20,7 @@ from functools import partial
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Operand, Rewritten, argument, broadcast_dims, words
-from meshwright.ir.declared.operator import Saves, Work
+from meshwright.ir.declared.operator import Cost, Saves, Work
 from meshwright.ir.graph import Op
 from meshwright.ir.pins import GATHER, RING
 from meshwright.ir.rule import Factor, Local, OpRule, Way
@@ -28,6 +28,8 @@ from meshwright.ir.sharding import ceil_div
 
 Block = tuple[int, int, int, int, int, bool]
 """(q0, q1, k0, k1, m0, causal): see ``runtime.attention.forms``."""
+WIDE = 4
+"""Bytes of an element in fp32, in which outputs are merged and gradients summed."""
 Range = tuple[int, int, int]
 """(first row in a piece, the row after its last, its place in the whole sequence) of a chunk."""
 
@@ -173,13 +175,36 @@ def _statistics(work: Work) -> float:
     return rows * 4 + (rows * work.operands[1][-2] * work.reads.itemsize if masked else 0)
 
 
+def _rows(work: Work) -> float:
+    """The log-sum-exp of every row of the query."""
+    return math.prod(work.operands[0][:-1]) * 4
+
+
+def _merging(work: Work) -> tuple[float, float]:
+    """What blocks need while they are merged: forward the output of one, weighted, and copies of its operands in a row;
+    backward the sums of gradients in fp32, and those of one block with copies of its operands."""
+    query, keys = math.prod(work.operands[0]), sum(math.prod(shape) for shape in work.operands[1:3])
+    item, made = work.reads.itemsize, math.prod(work.results[0])
+    cast = WIDE if item < WIDE else 0
+    forward = made * (item + WIDE + cast) + (query + keys) * item
+    return float(forward), float((query + keys) * (cast + 2 * item) + 2 * made * item)
+
+
+def _passing(work: Work) -> tuple[float, float]:
+    """The same, and pieces on their way: keys and values that are here and that come, in the backward their gradients too."""
+    forward, backward = _merging(work)
+    keys = sum(math.prod(shape) for shape in work.operands[1:3])
+    return forward + 2 * keys * work.reads.itemsize, backward + keys * (2 * work.reads.itemsize + 3 * WIDE)
+
+
 attention = partial(declare, cost="attention", saves=Saves.parse("0 1 2 r0", beside=_statistics))
+in_blocks = partial(declare, None, saves=Saves.parse("0 1 2 3 r0", beside=_rows))
 
 RULES: Mapping[str, Declaration] = {
     "aten.scaled_dot_product_attention.default": attention(_attention, _local_attention),
     "mw.sdpa": attention(None),
-    "mw.attend": attention(None),
-    "mw.ring": attention(None),
+    "mw.attend": in_blocks(cost=Cost("attention", space=_merging)),
+    "mw.ring": in_blocks(cost=Cost("attention", space=_passing)),
     **{f"aten.{name}.input": declare(_layers) for name in words("lstm gru rnn_tanh rnn_relu")},
     **{f"aten.{name}.default": declare(_cell) for name in words("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")},
 }
