@@ -74,7 +74,8 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operator call. ``module``: path of the module that made it; ``source``: "file:line" of the model's code."""
+    """One operator call. ``module``: path of the module that made it; ``source``: "file:line" of the model's code; ``inputs``:
+    names of the tensor operands, in order of appearance, repeats kept."""
 
     name: str
     target: str
@@ -83,11 +84,11 @@ class Op:
     outputs: tuple[str, ...]
     module: str = ""
     source: str = ""
+    inputs: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the tensor operands, in order of appearance, repeats kept."""
-        return tuple(ref.name for ref in refs((self.args, tuple(value for _, value in self.kwargs))))
+    def __post_init__(self) -> None:
+        found = tuple(ref.name for ref in refs((self.args, tuple(value for _, value in self.kwargs))))
+        object.__setattr__(self, "inputs", found)  # read far more often than operators are made
 
     def __str__(self) -> str:
         words = [_show(arg) for arg in self.args] + [f"{key}={_show(value)}" for key, value in self.kwargs]

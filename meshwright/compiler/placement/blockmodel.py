@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -54,7 +54,9 @@ class Model:
     """A position's variables: the operators' first (in order), then copies, states and the root's variant.
 
     ``copies`` and ``states``: {value: (variable, its shardings)}; ``parameter_uses``: (variable, parameter, the sharding
-    that each choice reads it in); ``shared``: (name, variable); ``makers``: the operator that makes each value.
+    that each choice reads it in); ``shared``: (name, variable); ``makers``: the operator that makes each value; ``leaving``:
+    where each value is made that the next position is handed; ``asked``: of values with a copy, the shardings that readers ask
+    for.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -69,6 +71,8 @@ class Model:
     exit: list[int] = field(default_factory=list)
     shared: list[tuple[str, int]] = field(default_factory=list)
     makers: dict[str, int] = field(default_factory=dict)
+    leaving: dict[str, Place] = field(default_factory=dict)
+    asked: dict[str, frozenset[Sharding]] = field(default_factory=dict)
 
     def add(self, unary: Array) -> int:
         """A new variable."""
@@ -112,11 +116,12 @@ class Builder:
         for name in (*position.exit, *position.shared_out):
             self._state(model, name, position)
             self._leaves_as(model, name, made[name])
+        model.leaving = {name: made[name] for name in position.exit}
         for name in sorted(set(self.graph.outputs) & made.keys() - model.states.keys()):
             self._output(model, name, made[name])
         if position.block < 0:
             self._root_variant(model)
-        return _pruned(model)
+        return pruned(model)
 
     # operators
 
@@ -183,6 +188,7 @@ class Builder:
         saving = True
         if len(readers) > 1 and self.graph.values[name].differentiable:
             options = list(dict.fromkeys(state for _, states in needs for state in states if not state.partial))
+            model.asked[name] = frozenset(options)
             options += [state for state in dict.fromkeys(have) if not state.partial and state not in options]
             copy = model.add(np.zeros((len(options), RESOURCES)))
             model.copies[name] = (copy, options)
@@ -277,7 +283,7 @@ def _space(operator: Operator, work: Work) -> int:
     return math.prod(work.operands[0]) * (max(4, itemsize) + (itemsize if itemsize < 4 else 0))
 
 
-def _pruned(model: Model) -> Model:
+def pruned(model: Model) -> Model:
     """The model without the operators' choices that another choice equals or beats in every resource, in all variants.
 
     What positions agree on keeps all its choices, as does what reads a parameter: how that is kept is not in the model yet.
@@ -285,11 +291,9 @@ def _pruned(model: Model) -> Model:
     protected = {*model.entry, *model.exit, *(var for _, var in model.shared), *(var for var, _, _ in model.parameter_uses)}
     block, kept = prune(BlockModel(tuple(model.sizes), tuple(model.unary), tuple(model.edges)), sorted(protected))
     operators = kept[: len(model.op_choices)]
-    return Model(
-        sizes=list(block.sizes), unary=list(block.unary), edges=list(block.edges),
+    return replace(
+        model, sizes=list(block.sizes), unary=list(block.unary), edges=list(block.edges),
         op_choices=[[found[n] for n in rows] for found, rows in zip(model.op_choices, operators, strict=True)],
         placed=[[found[n] for n in rows] for found, rows in zip(model.placed, operators, strict=True)],
         copies={name: (var, [options[n] for n in kept[var]]) for name, (var, options) in model.copies.items()},
-        states=model.states, parameter_uses=model.parameter_uses, entry=model.entry, exit=model.exit, shared=model.shared,
-        makers=model.makers,
     )

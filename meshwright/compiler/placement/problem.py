@@ -38,6 +38,7 @@ from meshwright.compiler.placement.costs import (
     Variant,
     time_rows,
 )
+from meshwright.compiler.placement.reachable import reachable
 from meshwright.compiler.placement.tables import Array, ResourceTables
 from meshwright.compiler.solver.chain import BlockModel, Chain, Edge, Kind, Solution
 from meshwright.compiler.structure.activations import body_shapes, saved_values
@@ -86,14 +87,15 @@ class Problem:
             fused=dict(zip((op.name for op in self.graph.ops), fusion(self.graph, rules.operators), strict=True)),
         )
         self._serves: list[int] = []  # position -> the first position like it
-        self._models: dict[int, Model] = {}
+        models: dict[int, Model] = {}
         keys: dict[object, int] = {}
         for number, position in enumerate(self.positions):
             key = number if position.block < 0 else alike(position, self.graph, self.tied)
             first = keys.setdefault(key, number)
             self._serves.append(first)
             if first == number:
-                self._models[number] = self.builder.build(position)
+                models[number] = self.builder.build(position)
+        self._models = reachable(models, self._serves)
 
     def model(self, number: int) -> Model:
         """The model of a position; positions that are alike have the same."""
