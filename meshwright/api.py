@@ -37,6 +37,7 @@ def plan(
     model: nn.Module, cluster: Cluster | str, example_inputs: Any = None, *, loss_fn: Callable[..., Any] | None = None,
     optimizer: str | float = "adamw", precision: str = "fp32", pins: Pins | Mapping[str, Any] | None = None,
     strict: bool = False, progress: bool = False, timing: Timing | None = None, cache: str | Path | None = None,
+    headroom: float = 0.0,
 ) -> Plan:
     """Plan ``model`` on ``cluster`` ("h100:8x8", a Cluster): no processes, no GPU, any size; meta parameters are enough.
 
@@ -44,11 +45,12 @@ def plan(
     item; None takes ``model.dummy_inputs``. The loss is what ``loss_fn(output, *targets)`` returns, or else the output's
     "loss", or its only scalar with a gradient. ``optimizer``: a name or the bytes of state per parameter. ``strict``: refuse
     operators without a sharding rule instead of replicating them. ``cache``: a folder in which plans are kept and looked for
-    (``meshwright.cache``). Raises InputError, CaptureError, PinError, PlanError.
+    (``meshwright.cache``). ``headroom``: the part of a device's memory, beside what its context takes, that a plan leaves free
+    for communicators and the allocator. Raises InputError, CaptureError, ClusterError, PinError, PlanError.
     """
     timing = timing or Timing()
     checked = _check_options(optimizer, precision, pins)
-    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    where = (Cluster.parse(cluster) if isinstance(cluster, str) else cluster).with_headroom(headroom)
     check_pins(checked, where)  # before a capture that takes a while
     args, kwargs, targets = _example(model, example_inputs)
     with shown(progress) as report:
@@ -68,7 +70,7 @@ def autoparallel(
     model: nn.Module, mesh: DeviceMesh | Cluster | str, example_inputs: Any = None, *,
     loss_fn: Callable[..., Any] | None = None, optimizer: str | float | None = None, precision: str | None = None,
     pins: Pins | Mapping[str, Any] | None = None, plan: Plan | str | Path | None = None, progress: bool = True,
-    strict: bool = False, cache: str | Path | None = None,
+    strict: bool = False, cache: str | Path | None = None, headroom: float = 0.0,
 ) -> nn.Module:
     """Parallelize ``model`` over ``mesh``: an ``nn.Module`` whose loss, gradients and steps equal the single device's.
 
@@ -88,7 +90,7 @@ def autoparallel(
 
         def build(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module:
             return autoparallel(model, mesh, (args, kwargs), loss_fn=loss_fn, optimizer=optimizer, precision=precision,
-                                pins=pins, progress=progress, strict=strict, cache=cache)
+                                pins=pins, progress=progress, strict=strict, cache=cache, headroom=headroom)
 
         return Deferred(build, model.training)
 
@@ -111,7 +113,8 @@ def autoparallel(
         def search() -> Plan:
             if given is not None:
                 return given
-            return _found(graph, _cluster_of(mesh), checked, "adamw" if optimizer is None else optimizer, precision or "fp32",
+            where = _cluster_of(mesh).with_headroom(headroom)
+            return _found(graph, where, checked, "adamw" if optimizer is None else optimizer, precision or "fp32",
                           strict, cache, progress, report)
 
         found = _agree(search, graph)

@@ -88,6 +88,7 @@ def plan_command(
     recompute: Annotated[str | None, typer.Option(help='Pin "none", "selective" or "full".')] = None,
     tensor: Annotated[list[str] | None, typer.Option(help='Pin parameters: "*.down_proj.weight=[_, _@tp]".')] = None,
     strict: Annotated[bool, typer.Option(help="Refuse operators without a sharding rule.")] = False,
+    headroom: Annotated[float, typer.Option(help="Part of the devices' memory to leave free, such as 0.03.")] = 0.0,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     cache: Annotated[Path | None, typer.Option(help="A folder in which plans are kept and looked for.")] = None,
     progress: Annotated[bool, typer.Option(help="A progress bar on stderr, or a line every ten seconds.")] = True,
@@ -108,7 +109,7 @@ def plan_command(
         from meshwright.views import report
 
         found = plan(module, _cluster(cluster), example, optimizer=_optimizer(optimizer), precision=precision, pins=pins,
-                     strict=strict, progress=progress, cache=cache)
+                     strict=strict, progress=progress, cache=cache, headroom=headroom)
         if out is not None:
             found.save(out)
         if as_json:

@@ -19,10 +19,12 @@ from meshwright.compiler.search.errors import DoesNotFitError
 from meshwright.errors import MeshwrightError
 
 INTERNAL: Mapping[str, str] = {
+    "Beaten": "of one chain; blockwise makes it a NoBetterError",
     "ChanceError": "of a trace that seeds or draws where a graph cannot; capture makes it a CaptureError",
     "DoesNotFitError": "of one candidate of the search; the sweep makes it an OutOfMemoryError",
     "Infeasible": "of one chain; the search makes it an OutOfMemoryError, PinError or PlanError",
     "MismatchError": "of one operator; verify makes it a VerifyError",
+    "NoBetterError": "of one candidate; the sweep notes its bound",
     "NoSolutionError": "of one linear program; caught where a bound is made",
     "NotKeptError": "of an autograd.Function that no graph keeps; capture makes it a CaptureError",
     "StageError": "of one cut; evaluate makes it a DoesNotFitError",

@@ -85,8 +85,8 @@ def search(graph: Graph, cluster: str, capacity: float, gap: float = 0.005, limi
     return Sweep(task, _no_free_layouts, limit=limit)
 
 
-def _no_free_layouts(candidate: Candidate) -> Fitted:
-    raise AssertionError(f"{candidate} was not to be solved")
+def _no_free_layouts(candidate: Candidate, to_beat: float, limited_too: bool) -> Fitted:
+    raise AssertionError(f"{candidate} was not to be solved, to beat {to_beat} s, {limited_too}")
 
 
 # folding

@@ -144,6 +144,22 @@ class Cluster:
                 raise ClusterError(f"device {island.device.name} lists no peak for {format_}; known: {known}")
         return Cluster(tuple(replace(island, device=replace(island.device, products=format_)) for island in self.islands))
 
+    def with_headroom(self, part: float) -> Cluster:
+        """The same cluster whose plans leave a part of every device's memory free, beside the reserve (the context): for
+        communicators and what the allocator rounds up and cannot use. Raises ClusterError.
+
+        >>> eight = Cluster.parse("h100:1x8")
+        >>> round(eight.with_headroom(0.05).capacity_bytes / eight.capacity_bytes, 2)
+        0.95
+        """
+        if isinstance(part, bool) or not isinstance(part, int | float) or not 0.0 <= part < 1.0:
+            raise ClusterError(f"headroom={part!r} is not a part of the memory: give 0 to below 1, such as 0.03")
+        islands = []
+        for island in self.islands:
+            free = int(part * (island.device.memory_bytes - island.device.reserve_bytes))
+            islands.append(replace(island, device=replace(island.device, reserve_bytes=island.device.reserve_bytes + free)))
+        return Cluster(tuple(islands))
+
     def with_kernels(
         self, attention: str | None = None, fused: bool | None = None, overlapped: bool | None = None,
         accumulates: bool | None = None, repeats: bool | None = None, alone: bool | None = None,

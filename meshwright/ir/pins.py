@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -16,6 +17,12 @@ GATHER, ULYSSES, RING = "all-gather", "ulysses", "ring"
 ATTENTION = (GATHER, ULYSSES, RING)
 """How attention runs whose sequence is split: keys and values are gathered, sequence is exchanged for heads, or keys and values
 pass by."""
+NO_STAGES = "none"
+"""The name of having no pipeline among schedules."""
+_COUNTS = ("dp", "tp", "pp", "virtual_stages", "stages", "microbatches", "micro_batch")
+OPEN = (*_COUNTS, "zero", "schedule", "recompute")
+"""Pins that may be lists of values; those that are counts may also be bounds, such as "<=4"."""
+_BOUND = re.compile(r"<=\s*(\d+)")
 
 
 class PinError(MeshwrightError, ValueError):
@@ -31,8 +38,13 @@ class Pins:
     between blocks split over tp along the sequence); ``attention`` under cp: "all-gather", "ulysses" or "ring";
     ``microbatches``; ``recompute``; ``tensors``: {pattern of a parameter name: sharding in the notation}.
 
+    Some may be left open in part (``OPEN``): to a list of values, or up to a bound. ``stages``: of a pipeline in all;
+    ``micro_batch``: samples of a data rank's micro-batch; ``among`` and ``most`` hold what ``of`` reads from lists and bounds.
+
     >>> Pins(dp=2, tp=2).degrees()
     {'dp': 2, 'tp': 2}
+    >>> print(Pins.of({"tp": [1, 2, 4], "micro_batch": "<=4", "schedule": ["none", "1f1b"]}))
+    tp among 1, 2, 4; schedule among none, 1f1b; micro_batch <= 4
     """
 
     dp: int | None = None
@@ -50,9 +62,13 @@ class Pins:
     attention: str | None = None
     stage_cuts: tuple[str, ...] | None = None
     tensors: Mapping[str, str] = field(default_factory=dict)
+    micro_batch: int | None = None
+    stages: int | None = None
+    among: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    most: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("dp", "shard", "tp", "cp", "pp", "ep", "virtual_stages", "microbatches"):
+        for name in (*_COUNTS, "shard", "cp", "ep"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise PinError(f"pin {name}={value!r} is not a positive integer")
@@ -90,7 +106,57 @@ class Pins:
                 near = difflib.get_close_matches(str(key), known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise PinError(f"unknown pin {key!r}{hint} Known pins: {', '.join(known)}")
-        return cls(**pins)
+        given = {key: value for key, value in pins.items() if key not in ("among", "most")}
+        among, most = dict(pins.get("among", {})), dict(pins.get("most", {}))
+        for key in OPEN:
+            value = given.get(key)
+            if isinstance(value, str) and key in _COUNTS and (bound := _BOUND.fullmatch(value.strip())):
+                most[key] = int(bound[1])
+                del given[key]
+            elif isinstance(value, list | tuple | set | frozenset | range):
+                options = tuple(dict.fromkeys(value))
+                if not options:
+                    raise PinError(f"pin {key}={value!r} leaves nothing; name at least one value, or drop the pin")
+                for option in options:
+                    if (key, option) != ("schedule", NO_STAGES):
+                        cls(**{key: option})
+                among[key] = options
+                del given[key]
+        one = {key: options[0] for key, options in among.items() if len(options) == 1 and options[0] != NO_STAGES}
+        return cls(**{**given, **one}, among={k: options for k, options in among.items() if k not in one}, most=most)
+
+    def allows(self, name: str, value: Any) -> bool:
+        """Whether a value of what may be left open in part is open.
+
+        >>> Pins.of({"tp": [1, 2]}).allows("tp", 4), Pins.of({"tp": "<=4"}).allows("tp", 4), Pins().allows("tp", 4)
+        (False, True, True)
+        """
+        return (
+            getattr(self, name) in (None, value) and value in self.among.get(name, (value,))
+            and (name not in self.most or value <= self.most[name])
+        )
+
+    @property
+    def partly(self) -> bool:
+        """Whether the search may choose among some candidates only, which layouts whose axes may split anything do not tell."""
+        told = {*self.among, *self.most} - {"zero", "recompute"}
+        return bool(told) or self.micro_batch is not None or self.stages is not None
+
+    def without(self, name: str) -> Pins:
+        """The others, this one left to the search."""
+        among = {key: options for key, options in self.among.items() if key != name}
+        most = {key: bound for key, bound in self.most.items() if key != name}
+        return Pins.of({**vars_of(self), name: None, "among": among, "most": most})
+
+    def shown(self, name: str) -> str:
+        """One pin in words."""
+        if name in self.among:
+            return f"{name} among {', '.join(map(str, self.among[name]))}"
+        return f"{name} <= {self.most[name]}" if name in self.most else f"{name}={getattr(self, name)}"
+
+    def __str__(self) -> str:
+        plain = [name for name, value in vars_of(self).items() if name not in ("among", "most") and value not in (None, {})]
+        return "; ".join(self.shown(name) for name in (*plain, *self.among, *self.most)) or "none"
 
     def degrees(self) -> dict[str, int]:
         """The pinned degrees, outermost axis first."""
@@ -100,6 +166,7 @@ class Pins:
     def needs_stages(self, world: int) -> bool:
         """Whether only a pipeline can serve the pins on ``world`` devices."""
         asked = self.schedule is not None or self.stage_cuts is not None or (self.virtual_stages or 1) > 1
+        asked = asked or (self.stages or 1) > 1 or not (self.allows("pp", 1) and self.allows("schedule", NO_STAGES))
         known = (self.dp or 0) * (self.tp or 0) * (self.cp or 1)
         rest = self.pp is None and 0 < known < world
         return (self.pp or 1) > 1 or asked or rest

@@ -2,7 +2,7 @@
 
 A ``Prediction`` has the step in parts. Those that are told apart add up to the whole::
 
-    step_seconds = compute + exposed communication + recomputation + optimizer + pipeline bubble
+    step_seconds = compute + exposed communication + recomputation + optimizer + pipeline bubble + outside the schedule
     tflops_per_device = model FLOPs / (step_seconds x devices),    mfu = that / the device's peak in the compute dtype
 
 A ``Certificate`` has the plan's seconds, a lower bound, and what the search looked at. Both are written to plan files as JSON
@@ -49,12 +49,14 @@ class Prediction:
     communication_seconds: of the mean rank, hidden or not
     recomputation_seconds: of the mean rank
     optimizer_seconds: of the slowest rank
-    pipeline_bubble_seconds: what the step takes beyond the parts above
+    pipeline_bubble_seconds: idle time of the mean rank within the schedule, waiting for transfers included
+    outside_schedule_seconds: before the first action of the schedule and after its last: gathers, reductions that are left
     tokens_per_second: of all devices together
     tflops_per_device: model FLOPs; recomputation counts for nothing
     mfu: share of the device's peak in the compute dtype, 0 to 1
     bytes_per_rank: of the fullest rank at its worst moment
     capacity_bytes: of a device, what a plan may use
+    free_bytes: of a device, what is left to its context, to communicators and to the allocator
     bytes_by_kind: of the fullest rank at its worst moment; they add up to bytes_per_rank
     bubble_fraction: idle share of the ranks' time within the schedule, 0 to 1
     bytes_per_pipeline_rank: of every rank of a pipeline at its worst moment
@@ -70,10 +72,12 @@ class Prediction:
     recomputation_seconds: float | None = None
     optimizer_seconds: float | None = None
     pipeline_bubble_seconds: float | None = None
+    outside_schedule_seconds: float | None = None
     tokens_per_second: float | None = None
     tflops_per_device: float | None = None
     mfu: float | None = None
     bubble_fraction: float | None = None
+    free_bytes: float | None = None
     bytes_by_kind: Mapping[str, float] = field(default_factory=dict)
     bytes_per_pipeline_rank: tuple[float, ...] = ()
     stages: StageSeconds | None = None

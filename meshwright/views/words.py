@@ -18,7 +18,7 @@ from meshwright.views.facts import Facts
 _PARTS = (
     ("compute", "compute_seconds"), ("exposed communication", "exposed_communication_seconds"),
     ("recomputation", "recomputation_seconds"), ("optimizer", "optimizer_seconds"),
-    ("pipeline bubble", "pipeline_bubble_seconds"),
+    ("pipeline bubble", "pipeline_bubble_seconds"), ("outside the schedule", "outside_schedule_seconds"),
 )
 
 
@@ -139,7 +139,8 @@ def memory_words(predicted: Prediction | None) -> str:
     largest = sorted(predicted.bytes_by_kind.items(), key=lambda item: -item[1])
     kinds = " + ".join(f"{name} {bytes_text(value)}" for name, value in largest if value)
     text = f"{bytes_text(total)} per device of {bytes_text(capacity)} ({total / capacity:.1%})"
-    return text + (f" = {kinds}" if kinds else "")
+    free = f", {bytes_text(predicted.free_bytes)} left free" if predicted.free_bytes else ""
+    return text + free + (f" = {kinds}" if kinds else "")
 
 
 def kept_words(group: GroupChoice) -> str:

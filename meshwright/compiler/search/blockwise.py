@@ -8,18 +8,20 @@ pay, so the unlimited optimum comes first, and only what does not fit is solved 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import cache
 
 from meshwright.compiler.placement.choices import Scope, check_sequence
 from meshwright.compiler.placement.costs import Costs
 from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.search.candidates import Layout
-from meshwright.compiler.search.errors import OutOfMemoryError
+from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.fitting import Counted, Fitted, fitted
 from meshwright.compiler.search.layouts import variants
 from meshwright.compiler.search.prediction import of_blocks
 from meshwright.compiler.search.task import Fits, Task, Timing
-from meshwright.compiler.solver.chain import Chain, Infeasible, Solution
+from meshwright.compiler.solver.chain import Beaten, Chain, Infeasible, Solution
 from meshwright.compiler.solver.solve import solve
 from meshwright.compiler.structure.dims import batch_inputs, handed_on, sequence_classes
 from meshwright.compiler.structure.microbatch import split_time
@@ -30,27 +32,43 @@ SOLVE_SECONDS = 30.0
 """Limit of one solve; only a solve that it strikes may come out otherwise on another run."""
 
 
-def solve_layout(task: Task, layout: Layout, microbatches: int, fits: Fits, timing: Timing) -> Fitted:
-    """The fastest plan found on a layout that fits. Raises OutOfMemoryError; PinError or PlanError if nothing runs on it."""
+def solve_layout(
+    task: Task, layout: Layout, microbatches: int, fits: Fits, timing: Timing, to_beat: float = math.inf,
+    limited_too: bool = True,
+) -> Fitted:
+    """The fastest plan found on a layout that fits. ``to_beat``: seconds of a plan that is known; ``limited_too``: look for one
+    also where the fastest of all does not fit. Raises OutOfMemoryError; NoBetterError if none is faster than what is known, or
+    none was looked for; PinError or PlanError if nothing runs on it."""
+    to_beat /= 1.0 - task.gap  # the solver ends where nothing is faster by more than the gap
     problem = _problem(task, layout, microbatches)
     chain = _chain(problem, task, math.inf, timing)
     try:
-        unlimited = _solved(chain, task, timing)
+        unlimited = _solved(chain, task, timing, to_beat)
     except Infeasible:
         raise _nothing_runs(problem, task) from None
+    except Beaten as beaten:
+        raise NoBetterError(beaten.bound, limited=False) from None
     counted = unlimited.bytes_ + unlimited.transient
     first = Counted(
         _plan(problem, chain, unlimited, task), counted, False, unlimited.bound, unlimited.status, settled=True
     )
+    if not limited_too and not fits(first.plan).fits:
+        raise NoBetterError(unlimited.bound, limited=True)
     if task.pins.recompute is None:
         limited = problem.with_variants(variants(layout, task.pins, microbatches, task.recompute))
     else:
         limited = problem
 
+    @cache
+    def unbounded() -> Chain:
+        return _chain(limited, task, math.inf, timing)
+
     def within(bytes_: float) -> Counted:
-        chain = _chain(limited, task, bytes_, timing)
+        chain = replace(unbounded(), capacity=bytes_)
         try:
-            found = _solved(chain, task, timing)
+            found = _solved(chain, task, timing, to_beat)
+        except Beaten as beaten:
+            raise NoBetterError(max(unlimited.bound, beaten.bound), limited=True) from None
         except Infeasible as error:
             if error.solution is None:
                 raise OutOfMemoryError.of_layout(error.least, {}, problem.mesh, microbatches, task.cluster) from None
@@ -89,10 +107,10 @@ def _chain(problem: Problem, task: Task, limit: float, timing: Timing) -> Chain:
     return chain
 
 
-def _solved(chain: Chain, task: Task, timing: Timing) -> Solution:
-    """The best of a chain. Raises Infeasible."""
+def _solved(chain: Chain, task: Task, timing: Timing, to_beat: float) -> Solution:
+    """The best of a chain. Raises Infeasible; Beaten if it is no better than ``to_beat`` seconds."""
     try:
-        return solve(chain, gap=task.gap, time_limit=SOLVE_SECONDS)
+        return solve(chain, gap=task.gap, time_limit=SOLVE_SECONDS, cutoff=to_beat)
     finally:
         timing.mark("solve")
 

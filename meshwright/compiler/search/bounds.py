@@ -64,6 +64,7 @@ class Node:
     firm: what the bound is without the assumption of the level TENSOR
     zero, shard: how parameters are kept, from the level KEPT on
     later: of a free layout, the counts of micro-batches to try after this one
+    fewer: of a free layout, the least seconds of the counts before, or what they take at least
     """
 
     bound: float
@@ -75,6 +76,7 @@ class Node:
     zero: int = field(compare=False, default=0)
     shard: int = field(compare=False, default=1)
     later: tuple[int, ...] = field(compare=False, default=())
+    fewer: float = field(compare=False, default=float("inf"))
 
     def at(self, level: Level, bound: float) -> Node:
         """The node at another level, whose bound rests on no assumption."""
@@ -155,14 +157,14 @@ class Bounds:
         """Some of the candidates of a node."""
         return node.part(virtual, bound, next(self._numbers))
 
-    def later(self, node: Node) -> list[Node]:
-        """The candidate of a free layout with the next count of micro-batches, if there is one."""
+    def later(self, node: Node, fewer: float) -> list[Node]:
+        """The candidate of a free layout with the next count of micro-batches, if there is one; ``fewer``: see ``Node``."""
         if not node.later:
             return []
         count, one = node.later[0], node.candidate
         more = replace(one, microbatches=count, samples=ceil_div(batch_size(self.graph), one.data * count))
         self.counts.considered += 1
-        return [replace(node, number=next(self._numbers), candidate=more, later=node.later[1:])]
+        return [replace(node, number=next(self._numbers), candidate=more, later=node.later[1:], fewer=fewer)]
 
     def sharper(self, node: Node, to_beat: float) -> list[Node]:
         """The candidates at the next level, as several nodes where these differ; none if they cannot be. ``to_beat``: seconds

@@ -33,11 +33,10 @@ from meshwright.ir.declared.operator import Operator
 from meshwright.ir.declared.operator import Work as Call
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import SAMPLED, Mesh
-from meshwright.ir.pins import PinError, Pins
+from meshwright.ir.pins import NO_STAGES, PinError, Pins
 from meshwright.ir.rule import Rules
 from meshwright.ir.schedules import illegal, schedule_of, schedules
 
-_NONE = "none"
 PIECE = 4096
 """Tokens of a piece of the sequence: shorter ones are candidates only where cp is pinned (assumed not to pay)."""
 
@@ -111,13 +110,13 @@ def candidates(
     batch = batch_size(graph)
     found = [
         replace(candidate, expert=expert)
-        for pp in _degrees(pins.pp, min(cluster.world, units), cluster.world)
-        for tensor in _degrees(pins.tp, cluster.world // pp, cluster.world // pp)
+        for pp in _degrees("pp", pins, min(cluster.world, units), cluster.world)
+        for tensor in _degrees("tp", pins, cluster.world // pp, cluster.world // pp)
         for context in _contexts(pins.cp, cluster.world // pp // tensor, tokens)
         for candidate in _of_layout(
             pp, cluster.world // pp // tensor // context, tensor, context, mirrored and context > 1, batch, pins, units
         )
-        for expert in _degrees(pins.ep, candidate.data, math.gcd(candidate.data, experts) if context == 1 else 1)
+        for expert in _degrees("ep", pins, candidate.data, math.gcd(candidate.data, experts) if context == 1 else 1)
         if pins.shard in (None, 1, candidate.data) or pins.shard % expert == 0
     ]
     if not found:
@@ -125,8 +124,8 @@ def candidates(
     return found
 
 
-def _degrees(pinned: int | None, most: int, of: int) -> list[int]:
-    return [n for n in divisors(of) if n <= most and pinned in (None, n)]
+def _degrees(name: str, pins: Pins, most: int, of: int) -> list[int]:
+    return [n for n in divisors(of) if n <= most and pins.allows(name, n)]
 
 
 def _contexts(pinned: int | None, of: int, tokens: int) -> list[int]:
@@ -149,10 +148,10 @@ def divisors(number: int) -> list[int]:
 def _of_layout(
     pp: int, data: int, tensor: int, context: int, mirrored: bool, batch: int, pins: Pins, units: int
 ) -> Iterator[Candidate]:
-    if pins.dp not in (None, data) or batch % data or (pins.shard is not None and data % pins.shard):
+    if not pins.allows("dp", data) or batch % data or (pins.shard is not None and data % pins.shard):
         return
     for count in divisors(batch // data):
-        if pins.microbatches in (None, count):
+        if pins.allows("microbatches", count) and pins.allows("micro_batch", batch // data // count):
             for schedule, virtual in _schedules(pp, count, pins, units):
                 yield Candidate(
                     pp, virtual, schedule, data, tensor, count, batch // data // count, None, context, mirrored
@@ -162,13 +161,15 @@ def _of_layout(
 def _schedules(pp: int, count: int, pins: Pins, units: int) -> Iterator[tuple[str, int]]:
     """The schedules that are legal for these degrees, with their stages a rank."""
     if pp == 1:
-        if pins.virtual_stages in (None, 1) and pins.schedule is None and pins.stage_cuts is None:
-            yield _NONE, 1
+        alone = pins.allows("virtual_stages", 1) and pins.allows("stages", 1) and pins.allows("schedule", NO_STAGES)
+        if alone and pins.stage_cuts is None:
+            yield NO_STAGES, 1
         return
     stages = None if pins.stage_cuts is None else len(pins.stage_cuts) + 1
-    for schedule in schedules().values() if pins.schedule is None else (schedule_of(pins.schedule),):
+    for schedule in (one for one in schedules().values() if pins.allows("schedule", one.name)):
         for virtual in (schedule.stages,) if schedule.stages is not None else range(schedule.usual, units // pp + 1):
-            asked = pins.virtual_stages in (None, virtual) and stages in (None, pp * virtual) and pp * virtual <= units
+            asked = pins.allows("virtual_stages", virtual) and stages in (None, pp * virtual) and pp * virtual <= units
+            asked = asked and pins.allows("stages", pp * virtual)
             if asked and schedule.illegal(pp, virtual, count) is None:
                 yield schedule.name, virtual
 
@@ -201,8 +202,7 @@ def _nothing(batch: int, cluster: Cluster, pins: Pins, units: int) -> PinError:
         reasons = [illegal(pins.schedule, pp, virtual, count) for count in counts]
         if all(reasons):
             return PinError(str(reasons[0]))
-    shown = ", ".join(f"{name}={value}" for name, value in pins.degrees().items()) or "none"
-    return PinError(f"no layout of {cluster.world} devices serves the batch of {batch} samples under the pins ({shown}): data "
+    return PinError(f"no layout of {cluster.world} devices serves the batch of {batch} samples under the pins ({pins}): data "
                     f"ranks x micro-batches must divide it; take a batch that {cluster.world} divides, or other degrees")
 
 
@@ -220,10 +220,12 @@ def ways_of(candidate: Candidate, cluster: Cluster, pins: Pins) -> list[tuple[in
     if data * candidate.context == 1:
         return [(0, 1)]
     levels: tuple[int, ...] = (0, 1, 2, 3) if pins.zero is None else (pins.zero,)
-    if candidate.microbatches == 1 and pins.zero is None:
+    free = pins.zero is None and "zero" not in pins.among
+    if candidate.microbatches == 1 and free:
         levels = (0, 2, 3)
-    if candidate.split and pins.zero is None:
+    if candidate.split and free:
         levels = (0, 1)
+    levels = tuple(level for level in levels if pins.allows("zero", level))
     shards = {data}
     group = cluster.per_node
     while group < data * stage:

@@ -43,9 +43,13 @@ def _assumptions(sweep: Sweep, bound: float) -> Iterator[str]:
     """What the bound takes for granted."""
     if sweep.solved or sweep.pruned:
         yield "placements are those that are best with memory unlimited"
+    if sweep.solved[1:] or sweep.pruned:
+        yield "data ranks and micro-batches divide the batch; of what was not made into a plan, blocks keep parameters alike"
+    if not sweep.freed and sweep.task.cluster.world > 1:
+        yield "an axis of the mesh is for data, for tensors or for stages"
     if sweep.firm < bound * (1 - 1e-12):
         yield f"rounding to whole tiles saves a sample at most {ROUNDING:.0%} of its share of a large batch"
-    if any(one.candidate.layout is not None and one.fitted.limited for one in sweep.results):
+    if sweep.limited:
         yield "memory is what is counted block by block, and micro-batches beyond those tried do not help"
 
 
@@ -76,7 +80,7 @@ def _parts(predicted: Prediction) -> dict[str, float]:
     found = {
         "compute": predicted.compute_seconds, "exposed communication": predicted.exposed_communication_seconds,
         "recomputation": predicted.recomputation_seconds, "optimizer": predicted.optimizer_seconds,
-        "pipeline bubble": predicted.pipeline_bubble_seconds,
+        "pipeline bubble": predicted.pipeline_bubble_seconds, "outside the schedule": predicted.outside_schedule_seconds,
     }
     return {name: seconds for name, seconds in found.items() if seconds is not None}
 

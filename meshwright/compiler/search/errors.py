@@ -1,4 +1,5 @@
-"""What the search says when nothing fits: of one candidate (``DoesNotFitError``, which never leaves the search), and of all."""
+"""What the search says when nothing fits, of one candidate (``DoesNotFitError``) and of all, and when nothing is better
+(``NoBetterError``). Of these only OutOfMemoryError leaves the search."""
 
 from __future__ import annotations
 
@@ -21,6 +22,15 @@ class DoesNotFitError(Exception):
     def __init__(self, message: str, least: float, proven: bool = True) -> None:
         super().__init__(message)
         self.least, self.proven = least, proven
+
+
+class NoBetterError(Exception):
+    """No plan of a layout is faster than one that is known. ``bound_seconds``: no plan of it takes less;
+    ``limited``: whether that is proven under its memory limit only, so that more micro-batches may help."""
+
+    def __init__(self, bound_seconds: float, limited: bool) -> None:
+        super().__init__(f"takes at least {bound_seconds:.4g} s")
+        self.bound_seconds, self.limited = bound_seconds, limited
 
 
 class OutOfMemoryError(PlanError):

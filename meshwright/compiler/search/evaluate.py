@@ -259,6 +259,7 @@ class Evaluator:
         optimizer = float(per_rank(units.optimizer).max())
         seconds = start + float((ends + left).max()) + optimizer
         parts = self._parts(candidate, placement, units, plain, optimizer)
+        parts["outside the schedule"] = seconds - float(ends.max()) - optimizer
         parts["pipeline bubble"] = max(0.0, seconds - sum(parts.values()))
         beside = self._beside(candidate, placement)
         memory = np.array(cuts.memory) + beside

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from meshwright.compiler.search.errors import DoesNotFitError, OutOfMemoryError
+from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.task import Fits
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.plan import Plan
@@ -78,7 +78,7 @@ def fitted(first: Counted, within: Callable[[float], Counted], fits: Fits, clust
     """The fastest plan found that fits.
 
     ``within``: the fastest plan within so many counted bytes. Where there is none it returns the leanest, whose ``limit_bytes``
-    are more than it was asked for, or raises DoesNotFitError. Raises OutOfMemoryError, or DoesNotFitError where ``within`` did.
+    are more than it was asked for, or raises DoesNotFitError. Raises OutOfMemoryError, or what ``within`` raised.
     """
     best: Fitted | None = None
     counted, asked, rounds = first, first.limit_bytes if first.limited else math.inf, 0
@@ -100,7 +100,7 @@ def fitted(first: Counted, within: Callable[[float], Counted], fits: Fits, clust
         asked = counted.limit_bytes * (_SHORT if counted.limited else 1.0) * predicted.capacity_bytes / predicted.bytes_per_rank
         try:
             counted = within(asked)
-        except DoesNotFitError:
+        except (DoesNotFitError, NoBetterError):
             if best is not None:
                 return best
             raise

@@ -87,7 +87,8 @@ def variants(layout: Layout, pins: Pins, microbatches: int, recompute: Sequence[
     found = []
     axes = [axis for axis in layout.mesh.axes if layout.mesh.size(axis) > 1 and layout.roles[axis] != TENSOR]
     must = {axis for axis in axes if layout.roles[axis] in SHARED}
-    levels = (pins.zero,) if pins.zero is not None else (0, 2, 3) if microbatches == 1 else (0, 1, 2, 3)
+    open_ = (0, 2, 3) if microbatches == 1 and "zero" not in pins.among else (0, 1, 2, 3)
+    levels = (pins.zero,) if pins.zero is not None else tuple(level for level in open_ if pins.allows("zero", level))
     for kind in recompute:
         for count in range(len(axes) + 1):
             for data in itertools.combinations(axes, count):

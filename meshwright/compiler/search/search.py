@@ -11,12 +11,13 @@ pipeline after it was refined block by block (``blockwise``), and is held to the
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from meshwright.compiler.search.blockwise import solve_layout
 from meshwright.compiler.search.candidates import Candidate, Layout
 from meshwright.compiler.search.certificate import certificate
-from meshwright.compiler.search.errors import DoesNotFitError, OutOfMemoryError
+from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.evaluate import Evaluation
 from meshwright.compiler.search.fitting import Counted, Fitted, fitted, prediction_of
 from meshwright.compiler.search.plans import Plans
@@ -24,7 +25,7 @@ from meshwright.compiler.search.sweep import Result, Sweep
 from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.ir.mesh import role_of
-from meshwright.ir.pins import PinError, Pins, vars_of
+from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.quantities import bytes_text
 from meshwright.ir.schedules import illegal_combination
@@ -39,8 +40,8 @@ REFINED_DEVICES = 64
 _TIE = 1e-4
 """A plan made later must be faster by this part."""
 _DROPPED = (
-    "recompute", "zero", "microbatches", "shard", "sequence_parallel", "stage_cuts", "virtual_stages", "schedule", "tp", "dp",
-    "attention", "cp", "pp",
+    "recompute", "zero", "microbatches", "micro_batch", "shard", "sequence_parallel", "stage_cuts", "virtual_stages", "stages",
+    "schedule", "tp", "dp", "attention", "cp", "pp",
 )
 """Pins that an error tries to do without, in this order."""
 
@@ -57,21 +58,21 @@ def best_plan(task: Task, fits: Fits, limit: float, *, timing: Timing, progress:
     """The plan of least time that fits, within ``limit`` nominal seconds. Raises OutOfMemoryError, PinError, PlanError."""
     _check_combination(task)
 
-    def free(candidate: Candidate) -> Fitted:
+    def free(candidate: Candidate, to_beat: float, limited_too: bool) -> Fitted:
         assert candidate.layout is not None
-        return solve_layout(task, candidate.layout, candidate.microbatches, fits, timing)
+        return solve_layout(task, candidate.layout, candidate.microbatches, fits, timing, to_beat, limited_too)
 
     sweep = Sweep(task, free, limit=limit, progress=progress)
     world, pins = task.cluster.world, task.pins
-    staged, alone = _may_have_stages(pins, world), not pins.needs_stages(world)
+    staged, alone = _may_have_stages(pins, world) or pins.partly, not (pins.needs_stages(world) or pins.partly)
     looked = alone and (world <= FREE_DEVICES or not staged)
     if looked:
-        sweep.free()
+        sweep.free(limited_too=not staged)
     if staged:
         sweep.staged()
         timing.mark("search")
     best = _made(sweep, fits, timing)
-    if best is None and alone and not looked and not isinstance(sweep.refusal(), OutOfMemoryError):
+    if staged and alone and (looked or (best is None and not isinstance(sweep.refusal(), OutOfMemoryError))):
         sweep.free()
         best = _made(sweep, fits, timing)
     if best is None:
@@ -88,22 +89,23 @@ def _made(sweep: Sweep, fits: Fits, timing: Timing) -> Plan | None:
     while sweep.open and (best is None or sweep.open[0].seconds < best.seconds):
         found = sweep.open[0]
         try:
-            sweep.take(found, made := _plan_of(found, sweep, plans, fits, timing))
+            to_beat = math.inf if best is None else best.seconds
+            sweep.take(found, made := _plan_of(found, sweep, plans, fits, timing, to_beat))
             if best is None or made.seconds < best.seconds * (1 - _TIE):
                 best = sweep.results[-1]
-        except (DoesNotFitError, OutOfMemoryError) as error:
+        except (DoesNotFitError, NoBetterError, OutOfMemoryError) as error:
             sweep.take(found, error)
         timing.mark("plan")
     return None if best is None else replace(best.fitted.plan, certificate=certificate(best, sweep))
 
 
-def _plan_of(found: Evaluation, sweep: Sweep, plans: Plans, fits: Fits, timing: Timing) -> Fitted:
-    """The plan of an evaluation, refined if it can be. Raises OutOfMemoryError, DoesNotFitError."""
+def _plan_of(found: Evaluation, sweep: Sweep, plans: Plans, fits: Fits, timing: Timing, to_beat: float) -> Fitted:
+    """The plan of an evaluation, refined if it can be. Raises OutOfMemoryError, DoesNotFitError, NoBetterError."""
     task, evaluator = sweep.task, sweep.bounds.evaluator
     if found.candidate.pp == 1 and task.cluster.world <= REFINED_DEVICES:
         mesh = found.degrees.mesh
         layout = Layout(mesh, {axis: role_of(axis) for axis in mesh.axes})
-        return solve_layout(task, layout, found.candidate.microbatches, fits, timing)
+        return solve_layout(task, layout, found.candidate.microbatches, fits, timing, to_beat)
 
     def counted(one: Evaluation, limit: float) -> Counted:
         recomputes_nothing = set(one.recompute) == {task.recompute[0]}
@@ -137,12 +139,12 @@ def _with_remedy(error: OutOfMemoryError, task: Task, fits: Fits, timing: Timing
     """The error with the nearest change that would fit: a pin dropped, a smaller batch, more devices."""
     pins = task.pins
     for name in _DROPPED:
-        if getattr(pins, name) is None:
+        if getattr(pins, name) is None and name not in pins.among and name not in pins.most:
             continue
         try:
-            plan = best_plan(task.under(Pins.of({**vars_of(pins), name: None})), fits, REMEDY_SECONDS, timing=timing)
+            plan = best_plan(task.under(pins.without(name)), fits, REMEDY_SECONDS, timing=timing)
         except (PlanError, PinError):
             continue
         need = bytes_text(prediction_of(plan).bytes_per_rank)
-        return error.with_remedy(f"without the pin {name}={getattr(pins, name)} it fits in {need}")
+        return error.with_remedy(f"without the pin {pins.shown(name)} it fits in {need}")
     return error.with_remedy(error.smaller(batch_size(task.graph), task.cluster.world))

@@ -1,10 +1,11 @@
 """The order in which candidates are bounded and solved: best first by lower bound (``bounds``), with good incumbents early.
 
-    free layouts      first: they are solved at once, and everything else must beat them
+    free layouts      first, where memory does not bind: they are solved at once, and everything else must beat them
     first dive        one candidate of every (pp, tensor, context), under the simplest schedule
     no pipeline       best first; there is nothing to cut, so what is left at the level KEPT is solved at once
     second dive       the best pipelines under other schedules and stages a rank
     everything        best first, until the least bound left is within the gap of the incumbent, or the limit is reached
+    free layouts      where memory binds: they are the dearest, and are left once they are proven no faster than the incumbent
 
 So what was never solved is proven not to be better by more than the gap, or counted as left open. The limit counts what was
 done, in seconds that it took on one machine (``_EFFORT``), not a clock: a search ends at the same place wherever it runs.
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 from meshwright.compiler.placement.choices import attended, pays_mirrored
 from meshwright.compiler.search.bounds import Bounds, Level, Node
 from meshwright.compiler.search.candidates import Candidate, candidates, degrees_of
-from meshwright.compiler.search.errors import DoesNotFitError, OutOfMemoryError
+from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.evaluate import Evaluation
 from meshwright.compiler.search.fitting import Fitted
 from meshwright.compiler.search.layouts import free_candidates
@@ -66,7 +67,8 @@ class Result:
 class Sweep:
     """Solves those candidates of one task that could be best.
 
-    ``free``: solves a candidate with a free layout. Raises OutOfMemoryError, PinError, PlanError. ``limit``: nominal seconds
+    ``free``: solves a candidate with a free layout, to beat some seconds, under a memory limit too or not. Raises
+    OutOfMemoryError, NoBetterError, PinError, PlanError. ``limit``: nominal seconds
     after which the incumbent is taken as it is.
 
     solved: candidates of data and tensor ranks that were solved, as the search counts them, best first
@@ -74,10 +76,13 @@ class Sweep:
     results: plans that fit, in the order in which they were made
     seen: what became of the candidates with free layouts
     late: whether the limit left candidates open
+    limited: whether memory kept a free layout from being faster
+    freed: whether free layouts were looked at
     """
 
     def __init__(
-        self, task: Task, free: Callable[[Candidate], Fitted], *, limit: float = _INF, progress: Progress | None = None
+        self, task: Task, free: Callable[[Candidate, float, bool], Fitted], *, limit: float = _INF,
+        progress: Progress | None = None,
     ) -> None:
         self.task, self.limit, self.progress = task, limit, progress
         self.bounds = Bounds(task)
@@ -86,7 +91,11 @@ class Sweep:
         self.results: list[Result] = []
         self.seen: list[SeenCandidate] = []
         self.late = False
+        self.limited = False
+        self.freed = False
         self._free = free
+        self._waiting: list[Node] | None = None
+        self._limited_too = True
         self._closed = _INF
         self._left: list[Node] = []
         self._nearest: DoesNotFitError | None = None
@@ -132,19 +141,22 @@ class Sweep:
 
     # the way
 
-    def free(self) -> None:
-        """Solve the candidates whose axes may split anything."""
-        try:
-            task = self.task
-            mirrored = pays_mirrored(task.graph, task.rules, task.pins)
-            listed = free_candidates(task.graph, task.cluster, task.pins, mirrored)
-        except PinError as error:
-            self._refused_free.append(error)
-            return
-        nodes = self.bounds.start([candidate for candidate, _ in listed])
-        self._left += self._sweep(
-            [replace(node, later=later) for node, (_, later) in zip(nodes, listed, strict=True)], _INF
-        )
+    def free(self, limited_too: bool = True) -> None:
+        """Solve the candidates whose axes may split anything, those that were not solved before; unless ``limited_too``, only
+        those whose fastest plan fits."""
+        if self._waiting is None:
+            try:
+                task = self.task
+                mirrored = pays_mirrored(task.graph, task.rules, task.pins)
+                listed = free_candidates(task.graph, task.cluster, task.pins, mirrored)
+            except PinError as error:
+                self._refused_free.append(error)
+                self._waiting = []
+                return
+            nodes = self.bounds.start([candidate for candidate, _ in listed])
+            self._waiting = [replace(node, later=later) for node, (_, later) in zip(nodes, listed, strict=True)]
+        nodes, self._waiting, self._limited_too, self.freed = self._waiting, [], limited_too, True
+        self._left += self._sweep(nodes, _INF)
 
     def staged(self) -> None:
         """Solve the candidates of data and tensor ranks, in stages and without."""
@@ -165,14 +177,17 @@ class Sweep:
         except (PinError, PlanError) as error:
             self._refused = error
 
-    def take(self, found: Evaluation, made: Fitted | DoesNotFitError | OutOfMemoryError) -> None:
-        """Put the plan of an evaluation in its place, or nothing if it does not fit; then solve what it had kept out."""
+    def take(self, found: Evaluation, made: Fitted | DoesNotFitError | NoBetterError | OutOfMemoryError) -> None:
+        """Put the plan of an evaluation in its place, or nothing if it does not fit or is not better; then solve what it had
+        kept out."""
         self.open = [one for one in self.open if one is not found]
+        if isinstance(made, Fitted | NoBetterError):  # blocks that may differ can be faster than they all alike
+            self._closed = min(self._closed, made.bound_seconds)
         if isinstance(made, Fitted):
             self.results.append(Result(found.candidate, str(found), made, found.seconds))
         elif isinstance(made, DoesNotFitError):
             self._nearest = self._nearest or made
-        else:
+        elif isinstance(made, OutOfMemoryError):
             self._refused = self._refused or made
         self._left = self._sweep(self._left, self.limit)
 
@@ -299,24 +314,34 @@ class Sweep:
         assert candidate.layout is not None
         seen = SeenCandidate(str(candidate.layout.mesh), candidate.microbatches)
         try:
-            made = self._free(candidate)
+            made = self._free(candidate, self._incumbent, self._limited_too)
         except OutOfMemoryError as error:
             self.seen.append(replace(seen, outcome="does not fit"))
             self._refused_free.append(error)
             self.bounds.counts.infeasible += 1
-            return self.bounds.later(node)
+            return self.bounds.later(node, node.fewer)
         except (PinError, PlanError) as error:
             self.seen.append(replace(seen, outcome=str(error)))
             self.bounds.counts.infeasible += 1
             if candidate.microbatches > 1 and self.task.pins.microbatches is None:
-                return self.bounds.later(node)
+                return self.bounds.later(node, node.fewer)
             self._refused_free.append(error)
             return []
+        except NoBetterError as error:
+            if error.limited and not self._limited_too:
+                assert self._waiting is not None
+                self._waiting.append(node)
+                return []
+            self.seen.append(replace(seen, outcome=f"no better: {error}"))
+            self._closed = min(self._closed, error.bound_seconds)
+            self.limited |= error.limited
+            better = error.bound_seconds < node.fewer
+            return self.bounds.later(node, error.bound_seconds) if error.limited and better else []
         self.seen.append(replace(seen, step_seconds=made.seconds))
         self._closed = min(self._closed, made.bound_seconds)
-        fewer = [one.seconds for one in self.results if one.candidate.layout == candidate.layout]
+        self.limited |= made.limited
         self.results.append(Result(candidate, str(candidate), made, made.seconds))
-        return self.bounds.later(node) if made.limited and made.seconds < min(fewer, default=_INF) else []
+        return self.bounds.later(node, made.seconds) if made.limited and made.seconds < node.fewer else []
 
 
 def _simple(candidate: Candidate) -> tuple[bool, int]:

@@ -55,12 +55,11 @@ class Task:
         gap: float,
     ) -> Task:
         """A task whose recomputation follows from the pins."""
-        kinds = RECOMPUTE if pins.recompute is None else (pins.recompute,)
-        return cls(graph, cluster, rules, pins, precision, state_bytes, gap, kinds)
+        return cls(graph, cluster, rules, pins, precision, state_bytes, gap, _kinds(pins))
 
     def under(self, pins: Pins) -> Task:
         """The same under other pins."""
-        return replace(self, pins=pins, recompute=RECOMPUTE if pins.recompute is None else (pins.recompute,))
+        return replace(self, pins=pins, recompute=_kinds(pins))
 
     @cached_property
     def classes(self) -> DimClasses:
@@ -84,6 +83,10 @@ class Task:
     def input_bytes(self) -> float:
         """Of the inputs, which every device holds whole."""
         return float(sum(self.graph.values[name].bytes_ for name in self.graph.inputs))
+
+
+def _kinds(pins: Pins) -> tuple[str, ...]:
+    return tuple(kind for kind in RECOMPUTE if pins.allows("recompute", kind))
 
 
 @dataclass

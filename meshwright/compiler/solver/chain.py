@@ -215,6 +215,14 @@ class Infeasible(ValueError):  # noqa: N818 - the field's word for it
         self.solution = solution
 
 
+class Beaten(Exception):  # noqa: N818 - not an error: an answer
+    """No assignment is faster, by more than the gap, than a solution known elsewhere. ``bound``: of the time of any."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__(f"any assignment takes at least {bound:.6g}")
+        self.bound = bound
+
+
 def evaluate(chain: Chain, variants: Sequence[int], choices: Sequence[Sequence[int]]) -> tuple[float, float, float]:
     """(time, bytes, transient) of an assignment, counted from the tables alone.
 

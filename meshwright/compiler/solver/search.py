@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshwright.compiler.solver.chain import Array, Chain, Infeasible, Solution, evaluate
+from meshwright.compiler.solver.chain import Array, Beaten, Chain, Infeasible, Solution, evaluate
 from meshwright.compiler.solver.master import Scale, choose, relax
 from meshwright.compiler.solver.pricing import Column, Group, Multipliers, Priced, Pricer
 
@@ -37,7 +37,10 @@ Progress = Callable[[float, float, str], None]
 
 @dataclass
 class Search:
-    """State of the search: known columns, best bound with its multipliers, incumbent. Lives for one call of ``solve``."""
+    """State of the search: known columns, best bound with its multipliers, incumbent. Lives for one call of ``solve``.
+
+    ``cutoff``: time of a solution known elsewhere. ``strict``: end, by ``Beaten``, once nothing here can be faster.
+    """
 
     chain: Chain
     pricer: Pricer
@@ -47,6 +50,7 @@ class Search:
     fixed: Mapping[int, int] = field(default_factory=dict)
     scale: Scale | None = None
     cutoff: float = np.inf
+    strict: bool = False
     columns: dict[tuple, Column] = field(default_factory=dict)
     bound: float = -np.inf
     best: Multipliers | None = None
@@ -58,13 +62,24 @@ class Search:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> Search:
-        """Search until the gap is reached, nothing is left to try, or the time is over. Raises Infeasible."""
+        """Search until the gap is reached, nothing is left to try, or the time is over. Raises Infeasible, Beaten."""
         self._unconstrained()
+        self.check()
         if self.incumbent is None:
             self._least_memory()
         self._descend()
+        self.check()
         self._enrich()
         return self
+
+    def check(self) -> None:
+        """Raise Beaten if what is known elsewhere cannot be improved by more than the gap."""
+        self.beaten(self.bound, self.time)
+
+    def beaten(self, bound: float, time: float) -> None:
+        """The same, where all choices take at least ``bound`` and the best found takes ``time``."""
+        if self.strict and self.cutoff <= time and self.cutoff - bound <= self.gap * abs(self.cutoff):
+            raise Beaten(bound)
 
     @property
     def late(self) -> bool:

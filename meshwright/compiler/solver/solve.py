@@ -19,28 +19,32 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshwright.compiler.solver.chain import BlockModel, Chain, Edge, Infeasible, Kind, Solution, evaluate
+from meshwright.compiler.solver.chain import Beaten, BlockModel, Chain, Edge, Infeasible, Kind, Solution, evaluate
 from meshwright.compiler.solver.elimination import prune
 from meshwright.compiler.solver.oracle import flow_mip, flow_size
 from meshwright.compiler.solver.pricing import Pricer
 from meshwright.compiler.solver.search import Progress, Search, infeasible, shared_states
 
-__all__ = ["BlockModel", "Chain", "Edge", "Infeasible", "Kind", "Solution", "evaluate", "prune", "solve"]
+__all__ = ["Beaten", "BlockModel", "Chain", "Edge", "Infeasible", "Kind", "Solution", "evaluate", "prune", "solve"]
 
 SMALL = 20_000
 """Variables of the flow program up to which it closes a remaining gap within seconds."""
 
 
-def solve(chain: Chain, *, gap: float = 0.005, time_limit: float = 30.0, progress: Progress | None = None) -> Solution:
+def solve(
+    chain: Chain, *, gap: float = 0.005, time_limit: float = 30.0, progress: Progress | None = None, cutoff: float = np.inf
+) -> Solution:
     """The least time of a chain within its capacity, within ``gap`` of the certified bound where ``time_limit`` allows.
 
     ``progress`` is called with (incumbent time, bound, phase). Deterministic unless the time limit (seconds) strikes. Raises
-    ``Infeasible`` with the least memory if nothing fits.
+    ``Infeasible`` with the least memory if nothing fits, and ``Beaten`` with the bound once it is known that nothing is faster
+    than ``cutoff`` by more than the gap.
     """
     start = clock.monotonic()
     deadline = start + time_limit
     pricer = Pricer(chain)
-    root = Search(chain, pricer, gap, deadline, progress, seconds={"plan": clock.monotonic() - start})
+    seconds = {"plan": clock.monotonic() - start}
+    root = Search(chain, pricer, gap, deadline, progress, cutoff=cutoff, strict=cutoff < np.inf, seconds=seconds)
     try:
         best, bound = _shared(root.run())
     except Infeasible as error:
@@ -48,7 +52,7 @@ def solve(chain: Chain, *, gap: float = 0.005, time_limit: float = 30.0, progres
     assert best.incumbent is not None
     status = "optimal" if best.time - bound <= gap * best.time else "time_limit" if best.late else "gap"
     solution = best.solution(best.incumbent, bound, status)
-    return solution if status == "optimal" else _polish(chain, solution, gap, deadline)
+    return solution if status == "optimal" or solution.time > cutoff else _polish(chain, solution, gap, deadline)
 
 
 def _last_resort(root: Search, error: Infeasible, gap: float) -> Solution:
@@ -106,6 +110,7 @@ def _shared(root: Search) -> tuple[Search, float]:
     while heap:
         bound, prefix = (root.bound, probe) if best is None and not failures else heapq.heappop(heap)
         floor = max(root.bound, min(closed, bound))
+        root.beaten(floor, np.inf if best is None else best.time)
         if best is not None and (best.time - floor <= root.gap * best.time or root.late):
             return best, floor
         if failures and root.late:
@@ -114,7 +119,7 @@ def _shared(root: Search) -> tuple[Search, float]:
             for node in _children(root, order, prefix, bound):
                 heapq.heappush(heap, node)
             continue
-        leaf = _leaf(root, dict(zip(order, prefix, strict=True)), np.inf if best is None else best.time)
+        leaf = _leaf(root, dict(zip(order, prefix, strict=True)), root.cutoff if best is None else min(best.time, root.cutoff))
         if isinstance(leaf, Infeasible):
             failures.append(leaf)
             closed = min(closed, bound if leaf.bound <= root.chain.capacity else np.inf)

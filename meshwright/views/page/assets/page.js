@@ -6,7 +6,7 @@
   const names = JSON.parse(document.getElementById("plan-names").textContent);
   const STAGES = ["#a8c8f0", "#f6cf8f", "#a9dcb4", "#eab0c4", "#c9b8ec", "#9edbd8", "#f2e394", "#d2c2ae", "#f3b59b", "#b8d98a"];
   const PARTS = { "compute": "#4e79c4", "exposed communication": "#e0763a", "recomputation": "#9a7bc8", "optimizer": "#59a16b",
-    "pipeline bubble": "#b9c0c9", "the rest": "#d8c26a" };
+    "pipeline bubble": "#b9c0c9", "outside the schedule": "#8f9aa8", "the rest": "#d8c26a" };
   const KINDS = { parameters: "#4e79c4", gradients: "#e0763a", optimizer: "#59a16b", activations: "#c75d8c", gathered: "#9a7bc8",
     transient: "#d8a24a", inputs: "#7e8a97", all: "#4e79c4" };
   const VISIBLE = 26;

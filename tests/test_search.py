@@ -1,0 +1,137 @@
+"""The search against searches that it does not know of: plans that were rejected, pins drawn at random, bounds."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from meshwright.compiler.search.errors import NoBetterError
+from meshwright.compiler.search.plans import simulation_of
+from meshwright.compiler.search.search import SECONDS, best_plan
+from meshwright.compiler.search.task import Task, Timing
+from meshwright.cost.cluster import Cluster, ClusterError
+from meshwright.footprint import Footprints
+from meshwright.ir.graph import Graph
+from meshwright.ir.pins import PinError, Pins
+from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.prediction import Prediction
+from meshwright.planner import make_plan, rules_of
+from meshwright.views.words import memory_words, time_parts
+from tests.test_planner import MIB, Stack, graph_of
+
+
+def searched(graph: Graph, cluster: str, pins: Pins, changed: Callable[[Plan, Prediction], Prediction] | None = None) -> Plan:
+    """The best plan; ``changed``: what is said of a plan's memory, in place of what its program holds."""
+    rules = rules_of(graph)[0]
+    judge = Footprints(rules, 8.0).fits
+    task = Task.of(graph, Cluster.parse(cluster), rules, pins, precision="bf16", state_bytes=8.0, gap=0.005)
+
+    def fits(plan: Plan) -> Prediction:
+        return judge(plan) if changed is None else changed(plan, judge(plan))
+
+    return best_plan(task, fits, SECONDS, timing=Timing())
+
+
+def seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.step_seconds
+
+
+def test_a_plan_that_is_rejected_keeps_no_other_out() -> None:
+    """On 16 devices: once no program of the best tensor degree fits, the best of all other degrees is found."""
+    graph = graph_of(Stack(3, 512), 32, 256, 512)
+    first = searched(graph, "h100:2x8", Pins())
+    tensor = first.mesh.size("tp")
+
+    def rejected(plan: Plan, found: Prediction) -> Prediction:
+        return replace(found, bytes_per_rank=2 * found.capacity_bytes) if plan.mesh.size("tp") == tensor else found
+
+    second = searched(graph, "h100:2x8", Pins(), rejected)
+    others = [seconds(searched(graph, "h100:2x8", Pins(tp=n))) for n in (1, 2, 4) if n != tensor]
+    assert second.mesh.size("tp") != tensor
+    assert seconds(first) <= seconds(second) <= min(others) * 1.005
+    assert second.certificate is not None
+    assert second.certificate.bound_seconds <= min(others)
+
+
+@pytest.mark.parametrize("mib", [4096, 24])
+def test_no_pins_lead_below_the_bound(mib: int) -> None:
+    """Plans under pins drawn at random are no faster than what is proven without any, with memory and with little."""
+    graph = graph_of(Stack(2, 256), 16, 64, 256)
+    cluster = Cluster.parse("h100:1x4").with_memory(mib * MIB)
+    proof = make_plan(graph, cluster, Pins(), precision="bf16").certificate
+    assert proof is not None
+    every = [
+        dict(zip(("pp", "tp", "zero", "microbatches", "recompute"), values, strict=True))
+        for values in itertools.product((1, 2, 4), (1, 2, 4), (0, 1, 2, 3), (1, 2, 4), ("none", "selective", "full"))
+        if values[0] * values[1] <= 4
+    ]
+    found = []
+    for pins in random.Random(7).sample(every, 24):
+        try:
+            found.append(make_plan(graph, cluster, Pins.of(pins), precision="bf16", gap=0.0))
+        except (PinError, PlanError):
+            continue
+    assert len(found) > 8
+    assert min(map(seconds, found)) >= proof.bound_seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("pins", "holds"),
+    [
+        ({"tp": [2, 4]}, lambda plan: plan.mesh.size("tp") in (2, 4)),
+        ({"pp": "<=2", "tp": 1, "micro_batch": "<=2"}, lambda plan: plan.schedule.microbatches * plan.mesh.size("dp") >= 8),
+        ({"schedule": ["none", "1f1b"], "microbatches": "<=4"}, lambda plan: plan.schedule.microbatches <= 4),
+        ({"schedule": ["1f1b", "gpipe"]}, lambda plan: plan.pipeline.schedule in ("1f1b", "gpipe")),
+        ({"stages": 2}, lambda plan: plan.pipeline.stages == 2),
+        ({"zero": (2, 3), "dp": 4}, lambda plan: {group.zero for group in plan.groups} <= {2, 3}),
+    ],
+    ids=str,
+)
+def test_pins_may_leave_several_values_open(pins: dict[str, Any], holds: Callable[[Plan], bool]) -> None:
+    graph = graph_of(Stack(3, 256), 16, 64, 256)
+    plan = make_plan(graph, Cluster.parse("h100:1x4"), Pins.of(pins), precision="bf16")
+    assert holds(plan), str(plan)
+
+
+def test_pins_that_leave_nothing_say_which() -> None:
+    graph = graph_of(Stack(1, 64), 6, 8, 64)
+    with pytest.raises(PinError, match="tp among 3, 5"):
+        make_plan(graph, Cluster.parse("h100:1x4"), Pins.of({"tp": [3, 5]}))
+    for wrong, words in [({"tp": []}, "leaves nothing"), ({"tp": [1, 0]}, "tp=0"), ({"schedule": ["none", "fast"]}, "fast"),
+                         ({"zero": "<=2"}, "zero"), ({"micro_batch": "<4"}, "micro_batch")]:
+        with pytest.raises(PinError, match=words):
+            Pins.of(wrong)
+    assert str(Pins.of({"tp": [2]})) == "tp=2"
+    assert str(NoBetterError(0.25, limited=False)) == "takes at least 0.25 s"
+
+
+def test_headroom_is_left_free_and_printed() -> None:
+    graph = graph_of(Stack(2, 256), 16, 64, 256)
+    cluster = Cluster.parse("h100:1x4")
+    plan = make_plan(graph, cluster.with_headroom(0.1), Pins(dp=4, tp=1), precision="bf16")
+    assert plan.predicted is not None
+    assert plan.predicted.capacity_bytes == pytest.approx(0.9 * cluster.capacity_bytes)
+    assert plan.predicted.free_bytes == cluster.memory_bytes - plan.predicted.capacity_bytes
+    assert "left free" in memory_words(plan.predicted)
+    for wrong in (1.0, -0.1, True, "much"):
+        with pytest.raises(ClusterError, match="part of the memory"):
+            cluster.with_headroom(wrong)  # type: ignore[arg-type]
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    """With reductions and gathers of the step apart from the bubble, which is what the simulated ranks idle."""
+    graph = graph_of(Stack(4, 256), 16, 64, 256)
+    plan = make_plan(graph, Cluster.parse("h100:1x4"), Pins(pp=2, dp=2, tp=1, zero=1, schedule="1f1b", microbatches=4))
+    found = plan.predicted
+    assert found is not None
+    assert found.outside_schedule_seconds is not None
+    assert found.outside_schedule_seconds > 0
+    assert sum(value for _, value in time_parts(found)) == pytest.approx(found.step_seconds)
+    idle = simulation_of(plan)
+    assert found.pipeline_bubble_seconds == pytest.approx(idle.bubble_fraction * idle.makespan, rel=1e-6)
