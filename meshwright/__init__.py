@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from meshwright.ir.plan import Plan
     from meshwright.ir.schedules import ScheduleError, register_schedule
     from meshwright.ir.sharding import ShardingError
+    from meshwright.lengths import longest
     from meshwright.planner import OutOfMemoryError
     from meshwright.runtime.state.materialize import MaterializeError
     from meshwright.views.difference import diff
@@ -65,6 +66,7 @@ _LAZY: Mapping[str, str] = {
     "register_schedule": "meshwright.ir.schedules",
     "export": "meshwright.exported",
     "load": "meshwright.exported",
+    "longest": "meshwright.lengths",
     "explain": "meshwright.views.explain",
     "diff": "meshwright.views.difference",
     "show": "meshwright.views.report",
@@ -89,5 +91,5 @@ __all__ = [
     "CaptureError", "CheckpointError", "Cluster", "ClusterError", "ExportError", "GraphError", "InputError", "MaterializeError",
     "MeshError", "MeshwrightError", "MissingCheckpointError", "OutOfMemoryError", "PinError", "Pins", "Plan", "PlanError",
     "RuleError", "RunError", "ScheduleError", "ShardingError", "VerifyError", "autoparallel", "diff", "explain", "export",
-    "load", "plan", "register_rule", "register_schedule", "show", "timeline", "to_networkx",
+    "load", "longest", "plan", "register_rule", "register_schedule", "show", "timeline", "to_networkx",
 ]

@@ -53,7 +53,7 @@ def layouts(cluster: Cluster, pins: Pins, mirrored: bool = False) -> list[Layout
 
 def _with_sequence(rest: int, pins: Pins, mirrored: bool) -> list[Layout]:
     """The layouts of a pinned cp; ``rest``: devices for the other degrees."""
-    tensor = [tp for tp in range(1, rest + 1) if rest % tp == 0 and pins.tp in (None, tp) and pins.dp in (None, rest // tp)]
+    tensor = [tp for tp in range(1, rest + 1) if rest % tp == 0 and pins.allows("tp", tp) and pins.allows("dp", rest // tp)]
     return [_layout(rest // tp, pins.cp or 1, tp, pins, mirrored) for tp in tensor]
 
 

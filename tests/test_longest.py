@@ -1,0 +1,59 @@
+"""The longest sequence that trains, and the example that trains a long one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshwright as mw
+from tests.models import make
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_long_context.py"
+
+
+def _fitting(limit: int, asked: list[int]) -> Any:
+    def plan(model: object, cluster: object, example: Any, **_: object) -> int:
+        tokens = int(example[1]["input_ids"].shape[1])
+        asked.append(tokens)
+        if tokens > limit:
+            raise mw.OutOfMemoryError("too long", float(tokens), float(limit), {})
+        return tokens
+
+    return plan
+
+
+@pytest.mark.parametrize("limit", [1024, 5000, 70_000, 1 << 30])
+def test_the_longest_is_found(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """Within an eighth of what fits, by few plans; at most what was asked for."""
+    asked: list[int] = []
+    monkeypatch.setattr("meshwright.lengths.plan", _fitting(limit, asked))
+    found = mw.longest(object(), "cpu:1x1", 2, most=1 << 20)  # type: ignore[arg-type]
+    assert found.tokens == found.plan <= limit
+    assert found.too_long is None if limit > 1 << 20 else limit < found.too_long <= found.tokens * 9 / 8  # type: ignore[operator]
+    assert len(asked) <= 16
+
+
+def test_what_never_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.lengths.plan", _fitting(10, []))
+    with pytest.raises(mw.OutOfMemoryError):
+        mw.longest(object(), "cpu:1x1", 1)  # type: ignore[arg-type]
+    with pytest.raises(mw.InputError, match="batch=0"):
+        mw.longest(object(), "cpu:1x1", 0)  # type: ignore[arg-type]
+
+
+def test_a_model_has_a_longest() -> None:
+    """Through the real planner."""
+    found = mw.longest(make("llama")[0], "cpu:1x2", 1, shortest=8, most=16, precision="fp32", pins={"cp": 2})
+    assert (found.tokens, found.too_long) == (16, None)
+    assert found.plan.mesh.size("cp") == 2
+
+
+def test_the_example_trains() -> None:
+    """Its losses are compared where they are printed, beside what a process held."""
+    run = subprocess.run([sys.executable, EXAMPLE, "--length", "512"], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "MiB each" in run.stdout
