@@ -132,6 +132,8 @@ class _Chain:
             written = self._maker(op.args[2])
             counts_up = written is not None and written.target == "aten.arange.default" and written.args == (self.slots,)
             return "inverse" if counts_up and not argument(op, "accumulate") else None
+        if target in (*SORTS, "aten.argsort.default") and kinds == ["perm"] and argument(op, "descending"):
+            return None
         if target in SORTS and kinds == ["perm"] and len(values[op.inputs[0]].shape) == 1:
             self.roles[op.outputs[1]] = "inverse"
             return "order"
@@ -183,7 +185,7 @@ class _Chain:
         names = PRODUCTS[op.target]
         try:
             rows, weight, ends = (argument(op, name) for name in names)
-            rest = {name for name, _ in op.kwargs} - set(names)
+            rest = [value for name, value in op.kwargs if name not in names] + list(op.args[len(names) :])
         except RuleError:
             raise _NoChainError from None
         turned = self._maker(weight)
@@ -191,7 +193,9 @@ class _Chain:
         if turned is not None and turned.target == "aten.transpose.int" and sorted(turned.args[1:]) == [1, 2]:
             weight, transposed = turned.args[0], False
         shape = self.graph.values[weight.name].shape
-        if rest or rows.name not in self.rows or self.roles.get(ends.name) != "ends" or len(shape) != 3:
+        if any(value is not None for value in rest) or self.roles.get(ends.name) != "ends" or len(shape) != 3:
+            raise _NoChainError
+        if rows.name not in self.rows:
             raise _NoChainError
         if shape[0] != self.count or weight.name in self.rows or weight.name in self.roles:
             raise _NoChainError
