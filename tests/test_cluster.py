@@ -5,11 +5,17 @@ from __future__ import annotations
 import itertools
 
 import networkx as nx
+import numpy as np
 import pytest
 import torch
 
+from meshwright.compiler.rules import builtin_rules
+from meshwright.cost import compute
 from meshwright.cost.catalogue import catalogue
 from meshwright.cost.cluster import Cluster, ClusterError, device_for, known_devices, known_nodes
+from meshwright.cost.collectives import Network
+from meshwright.ir.declared.operator import Work
+from meshwright.ir.mesh import Mesh
 
 
 def test_string_gives_nodes_devices_and_numbers_of_the_datasheet():
@@ -106,6 +112,77 @@ def test_products_in_another_format():
     assert cluster.with_products("tf32").device.products == "tf32"
     with pytest.raises(ClusterError, match="a100-80g lists no peak for f8e4m3; known: bf16, f16, tf32, f32"):
         Cluster.parse("a100:1x8").with_products("f8e4m3")
+
+
+MEASURED = """
+[cluster]
+devices = "mine@office:2x4"
+[device.mine]
+like = "a100-80g"
+[[device.mine.products]]
+dtype = "bf16"
+shapes = [[4096, 4096, 4096], [512, 512, 512]]
+seconds = {values = [1000, 50], unit = "us", source = "us"}
+[node.office]
+like = "pcie4"
+[[node.office.collectives]]
+kind = "all_reduce"
+ranks = 4
+bytes = {values = [1e9, 1e6], unit = "B", source = "us"}
+seconds = {values = [0.5, 0.002], unit = "s", source = "us"}
+"""
+
+
+def measured(tmp_path, old: str = "", new: str = "") -> Cluster:
+    path = tmp_path / "mine.toml"
+    assert old in MEASURED
+    path.write_text(MEASURED.replace(old, new))
+    return Cluster.from_toml(path)
+
+
+def test_measured_tables_stand_before_the_formulas_and_scale_what_they_do_not_have(tmp_path):
+    mine, plain = measured(tmp_path), Cluster.parse("a100@pcie4:2x4")
+    mesh = Mesh.of(node=2, pair=2, rest=2)
+    ours, theirs = Network(mine, mesh), Network(plain, mesh)
+    group = ("pair", "rest")
+    assert ours.seconds("all_reduce", group, 1e9) == pytest.approx(0.5)
+    assert ours.seconds("all_reduce", group, 1e6) == pytest.approx(0.002)
+    both = ours.seconds("all_reduce", group, np.array([1e6, 1e9]))
+    assert both == pytest.approx([0.002, 0.5])
+    ratio = 0.5 / theirs.seconds("all_reduce", group, 1e9)
+    assert ours.seconds("all_reduce", group, 8e9) == pytest.approx(ratio * theirs.seconds("all_reduce", group, 8e9))
+    assert ours.seconds("all_reduce", "rest", 1e9) == pytest.approx(ratio * theirs.seconds("all_reduce", "rest", 1e9))
+    for kind, axes in (("all_gather", group), ("all_reduce", "node")):  # another kind; a group across nodes
+        assert ours.seconds(kind, axes, 1e9) == theirs.seconds(kind, axes, 1e9)
+
+
+def test_measured_products_stand_before_the_formula(tmp_path):
+    linear = builtin_rules().operators["aten.linear.default"]
+
+    def seconds(cluster: Cluster, m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> float:
+        return compute.seconds(linear, Work(((m, k), (n, k)), ((m, n),), dtype, dtype), cluster.device)[0]
+
+    mine, plain = measured(tmp_path), Cluster.parse("a100:1x8")
+    assert seconds(mine, 4096, 4096, 4096) == pytest.approx(1e-3)
+    assert seconds(mine, 512, 512, 512) == pytest.approx(5e-5)
+    ratio = 1e-3 / seconds(plain, 4096, 4096, 4096)
+    assert seconds(mine, 8192, 8192, 8192) == pytest.approx(ratio * seconds(plain, 8192, 8192, 8192))
+    assert seconds(mine, 4096, 4096, 4096, torch.float32) == seconds(plain, 4096, 4096, 4096, torch.float32)
+    small, large = (seconds(mine, n, n, n) / seconds(plain, n, n, n) for n in (512, 4096))
+    assert min(small, large) < seconds(mine, 2048, 2048, 2048) / seconds(plain, 2048, 2048, 2048) < max(small, large)
+
+
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("ranks = 4", "ranks = 0", "0 ranks on 1 nodes is no group"), ("ranks = 4", "ranks = 5\nnodes = 2", "5 ranks on 2 nodes"),
+    ("[0.5, 0.002]", "[0.5]", "2 bytes and 1 seconds"), ("[0.5, 0.002]", "[0.5, -1]", "numbers above 0"),
+    ('"all_reduce"', '"gossip"', "kind 'gossip' is none of all_reduce"),
+    ('unit = "us"', 'unit = "miles"', "unknown unit 'miles'"),
+    ("[512, 512, 512]", "[512, 512]", "needs a shape"), ("[1000, 50]", "[1000]", "every one of 1 seconds needs a shape"),
+    ('dtype = "bf16"', 'dtype = "int3"', "dtype 'int3' is none of"), ("values = [1000, 50], ", "", "products: seconds must be"),
+])
+def test_measured_tables_that_cannot_be_read_say_why(tmp_path, old, new, message):
+    with pytest.raises(ClusterError, match=message):
+        measured(tmp_path, old, new)
 
 
 def test_clocks_follow_the_power():

@@ -33,6 +33,26 @@ class ClusterError(MeshwrightError, ValueError):
 
 
 @dataclass(frozen=True)
+class MeasuredProducts:
+    """Seconds of matrix products, M x K by K x N, in one dtype, as ``shapes`` of (M, N, K)."""
+
+    dtype: str
+    shapes: tuple[tuple[int, int, int], ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class MeasuredCollective:
+    """Seconds of a collective over a group of ``ranks`` on ``nodes``, by bytes of the group's full buffer on one rank."""
+
+    kind: str
+    ranks: int
+    nodes: int
+    bytes_: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator. Bytes, bytes/s, FLOP/s, seconds; efficiencies are fractions of the peak that long runs reach.
 
@@ -45,7 +65,8 @@ class Device:
     themselves (Megatron-LM's gradient accumulation fusion); ``repeats``: whether recomputation runs a block's whole forward
     again (Megatron-LM's checkpoint) or stops at the last value kept (torch's); ``alone``: whether ZeRO moves every parameter
     in a collective of its own (DeepSpeed) or those of a block together (FSDP); ``products``: the format that matrix
-    products run in, "" for that of their operands. ``sources``: of every number.
+    products run in, "" for that of their operands; ``measured``: tables that stand before the formula.
+    ``sources``: of every number.
     """
 
     name: str
@@ -64,6 +85,7 @@ class Device:
     depth: float
     contention: float
     products: str = ""
+    measured: tuple[MeasuredProducts, ...] = ()
     alone: bool = False
     fused: bool = True
     overlapped: bool = False
@@ -120,6 +142,7 @@ class Node:
     beside: float = 1.0
     ring_hop: float = 0.0
     ring_out: float = 0.0
+    measured: tuple[MeasuredCollective, ...] = ()
     torus_dims: int = 0
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -209,6 +232,7 @@ _NODE_KEYS: Mapping[str, str] = {
     "nics": "nics", "nic": "nic_bandwidth", "nic_latency": "nic_latency", "nic_efficiency": "nic_efficiency",
     "start": "start_latency",
 }
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 _NODE_OPTIONAL: Mapping[str, str] = {
     "congestion": "congestion", "beside": "beside", "ring_hop": "ring_hop", "ring_out": "ring_out",
 }
@@ -236,6 +260,7 @@ def read_device(name: str, table: Mapping[str, Any], texts: Mapping[str, str]) -
     numbers["matmul_efficiency"] *= slower
     attention = {kernel: (ahead * slower, back * slower) for kernel, (ahead, back) in attention.items()}
     return Device(
+        measured=tuple(_products(name, entry) for entry in table.get("products", ())),
         name=name, title=table.get("title", name), peak=peak, attention=attention, attention_kernel=default, **numbers
     )
 
@@ -256,6 +281,42 @@ def _clocks(name: str, table: Mapping[str, Any]) -> float:
     return float(min(1.0, ((power / rated - _IDLE) / (1.0 - _IDLE)) ** (1 / 3)))
 
 
+def _column(entry: Mapping[str, Any], key: str, where: str) -> tuple[float, ...]:
+    """A column {values, unit, source} of a measured table, ascending order not needed; all above 0."""
+    column = entry.get(key)
+    if not isinstance(column, Mapping) or not {"values", "unit", "source"} <= set(column):
+        raise ClusterError(f"{where}: {key} must be {{values = [...], unit = ..., source = ...}}, not {column!r}")
+    found = tuple(_number({**column, "value": value}, f"{where}.{key}") for value in column["values"])
+    if not found or min(found) <= 0:
+        raise ClusterError(f"{where}: {key} needs numbers above 0, not {column['values']!r}")
+    return found
+
+
+def _products(name: str, entry: Mapping[str, Any]) -> MeasuredProducts:
+    where = f"device {name!r}, products"
+    shapes = tuple(tuple(map(int, shape)) for shape in entry.get("shapes", ()))
+    seconds = _column(entry, "seconds", where)
+    if len(shapes) != len(seconds) or any(len(shape) != 3 or min(shape) < 1 for shape in shapes):
+        raise ClusterError(f"{where}: every one of {len(seconds)} seconds needs a shape [M, N, K], got {shapes}")
+    if entry.get("dtype") not in DTYPE_NAMES.values():
+        raise ClusterError(f"{where}: dtype {entry.get('dtype')!r} is none of {', '.join(DTYPE_NAMES.values())}")
+    return MeasuredProducts(entry["dtype"], shapes, seconds)  # type: ignore[arg-type]
+
+
+def _collectives(name: str, entry: Mapping[str, Any]) -> MeasuredCollective:
+    where = f"node {name!r}, collectives"
+    bytes_, seconds = _column(entry, "bytes", where), _column(entry, "seconds", where)
+    ranks, nodes = entry.get("ranks"), entry.get("nodes", 1)
+    if len(bytes_) != len(seconds):
+        raise ClusterError(f"{where}: {len(bytes_)} bytes and {len(seconds)} seconds; give as many of both")
+    if entry.get("kind") not in _COLLECTIVES:
+        raise ClusterError(f"{where}: kind {entry.get('kind')!r} is none of {', '.join(_COLLECTIVES)}")
+    if not isinstance(ranks, int) or not isinstance(nodes, int) or nodes < 1 or ranks < 2 or ranks % nodes:
+        raise ClusterError(f"{where}: {ranks!r} ranks on {nodes!r} nodes is no group; at least 2, as many on every node")
+    order = sorted(range(len(bytes_)), key=bytes_.__getitem__)
+    return MeasuredCollective(entry["kind"], ranks, nodes, tuple(bytes_[i] for i in order), tuple(seconds[i] for i in order))
+
+
 def read_node(name: str, table: Mapping[str, Any], texts: Mapping[str, str]) -> Node:
     """A node from its table."""
     if table.get("kind") not in _KINDS:
@@ -266,4 +327,5 @@ def read_node(name: str, table: Mapping[str, Any], texts: Mapping[str, str]) -> 
     return Node(
         name=name, title=table.get("title", name), kind=table["kind"], per_node=table["per_node"],
         torus_dims=table.get("torus_dims", 0), **numbers,
+        measured=tuple(_collectives(name, entry) for entry in table.get("collectives", ())),
     )

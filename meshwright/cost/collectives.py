@@ -34,14 +34,15 @@ tree is measured / ideal on GB200 NVL4 and NVL8 over InfiniBand and on AWS p4de 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, overload
 
 import numpy as np
 import sympy
 
+from meshwright.cost.catalogue import MeasuredCollective
 from meshwright.cost.cluster import Cluster, ClusterError, Island
 from meshwright.ir.mesh import Mesh
 
@@ -155,6 +156,7 @@ class Network:
             raise ClusterError(f"mesh {mesh} has {mesh.world} ranks, cluster {cluster} only {cluster.world} devices")
         self.cluster, self.mesh = cluster, mesh
         self._terms: dict[tuple[str, frozenset[str]], tuple[tuple[float, float], ...]] = {}
+        self._ratios: dict[tuple[str, frozenset[str]], tuple[Sequence[float], Sequence[float]]] = {}
 
     @overload
     def seconds(self, kind: str, axes: str | tuple[str, ...], bytes_: float) -> float: ...
@@ -172,7 +174,39 @@ class Network:
             else:
                 now = stream + latency + 2 * math.sqrt(FILL * latency * stream)
                 best = now if best is None or now < best else best
-        return best  # type: ignore[no-any-return]
+        x, y = self._measured(kind, axes)
+        if not len(x):
+            return best  # type: ignore[no-any-return]
+        return best * np.exp(np.interp(np.log(np.maximum(bytes_, 1.0)), x, y))  # type: ignore[no-any-return]
+
+    def _measured(self, kind: str, axes: str | tuple[str, ...]) -> tuple[Sequence[float], Sequence[float]]:
+        """(logs of bytes, logs of measured over formula) by which a collective is scaled: those of the node's table of the
+        group that is most like this one, in a node or across; nothing where it has none of the kind."""
+        names = frozenset((axes,) if isinstance(axes, str) else axes)
+        key = (kind, names)
+        if key not in self._ratios:
+            self._ratios[key] = self._ratio(kind, names)
+        return self._ratios[key]
+
+    def _ratio(self, kind: str, names: frozenset[str]) -> tuple[Sequence[float], Sequence[float]]:
+        island = self.cluster.island
+        tables = [table for table in island.node.measured if table.kind == kind]
+        if not tables or self.mesh.size(names) == 1:
+            return (), ()
+        own = max(scopes(island, self.mesh, names), key=lambda scope: scope.nodes)
+
+        def unlike(table: MeasuredCollective) -> tuple[bool, float, float]:
+            across = (table.nodes > 1) != (own.nodes > 1)
+            return across, abs(math.log(table.ranks / own.ranks)), abs(math.log(table.nodes / own.nodes))
+
+        table = min(tables, key=unlike)
+        if unlike(table)[0]:
+            return (), ()
+        plain = replace(island.node, measured=())
+        alone = Cluster((replace(island, node=plain, nodes=table.nodes, per_node=table.ranks // table.nodes, torus=()),))
+        formula = Network(alone, Mesh.of(a=table.ranks))
+        logs = [math.log(s / formula.seconds(kind, "a", b)) for b, s in zip(table.bytes_, table.seconds, strict=True)]
+        return [math.log(b) for b in table.bytes_], logs
 
     def terms(self, kind: str, axes: str | tuple[str, ...]) -> tuple[tuple[float, float], ...]:
         """(seconds per byte, latency seconds) of every algorithm: worst group of these axes."""

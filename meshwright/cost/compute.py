@@ -29,11 +29,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from meshwright.cost.cluster import Device
 from meshwright.ir.declared.operator import Operator, Operators, Work
 from meshwright.ir.graph import Graph
+from meshwright.ir.sharding import DTYPE_NAMES
 
 _LOSS_FUSED = (2.0, 3.0)
 """Passes over the logits in fp32 of a compiled cross entropy: read and write the log-probabilities; read them and the gradient,
@@ -137,9 +139,28 @@ def matmul_efficiency(batch: int, m: int, n: int, k: int, device: Device) -> flo
 
 
 def _product(batch: int, m: int, n: int, k: int, dtype: torch.dtype, device: Device) -> float:
-    """Seconds of one product."""
+    """Seconds of one product: as measured where the device's table has it, else the formula scaled as the table's products of
+    about as many FLOPs are."""
     if min(batch, m, n, k) == 0:
         return 0.0
+    points = [
+        (math.log(math.prod(shape)), shape, seconds_)
+        for table in device.measured if table.dtype == DTYPE_NAMES.get(dtype) and not device.products
+        for shape, seconds_ in zip(table.shapes, table.seconds, strict=True)
+    ]
+    if not points:
+        return _by_formula(batch, m, n, k, dtype, device)
+    known = {shape: seconds_ for _, shape, seconds_ in points}
+    if batch == 1 and (m, n, k) in known:
+        return known[m, n, k]
+    points.sort()
+    ratios = [math.log(seconds_ / _by_formula(1, *shape, dtype, device)) for _, shape, seconds_ in points]
+    ratio = float(np.interp(math.log(batch * m * n * k), [size for size, _, _ in points], ratios))
+    return math.exp(ratio) * _by_formula(batch, m, n, k, dtype, device)
+
+
+def _by_formula(batch: int, m: int, n: int, k: int, dtype: torch.dtype, device: Device) -> float:
+    """Seconds of one product by the formula."""
     peak = device.peak[device.products] if device.products else device.flops(dtype)
     work = 2.0 * batch * m * n * k / (peak * matmul_efficiency(batch, m, n, k, device))
     if device.products in _CAST:
