@@ -193,7 +193,7 @@ def test_parameters_by_level_and_place() -> None:
     assert middle[GATHER] > 0
     assert of(3, Unit(ahead=False))[TRANSIENT] == of(3, Unit(behind=False))[TRANSIENT] == 8 * numel
     assert root[GATHER] == root[REDUCE] == 0  # nothing hides what the root gathers and reduces
-    assert root[SEND] == pytest.approx(middle[GATHER])
+    assert root[SEND] == pytest.approx(middle[GATHER] * NODE.node.beside)  # the same gather, with nothing beside it
     assert root[PARAMETERS] == 3 * numel
     assert of(2, Unit())[PARAMETERS] == 3 * numel
     assert of(2, Unit())[TRANSIENT] == 6 * numel
