@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.compiler.capture.capture import capture
+from meshwright.compiler.placement.choices import check_tensor_pins
 from meshwright.compiler.search.errors import OutOfMemoryError
 from meshwright.compiler.search.search import find_plan
 from meshwright.compiler.search.task import Progress, Task, Timing
@@ -59,6 +60,7 @@ def make_plan(
     graph = split_at(graph, pins.stage_cuts or ())
     rules, notes = rules_of(graph, strict)
     check_experts(pins, graph, rules)
+    check_tensor_pins(pins, graph)
     timing.mark("rules")
     state_bytes = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else float(optimizer)
     task = Task.of(graph, cluster, rules, pins, precision=precision, state_bytes=state_bytes, gap=gap)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.compiler.placement.choices import Scope, choices
+from meshwright.compiler.placement.choices import Scope, check_tensor_pins, choices
 from meshwright.compiler.search.blockwise import solve_layout
 from meshwright.compiler.search.candidates import Layout
 from meshwright.compiler.search.task import Task, Timing
@@ -126,6 +126,15 @@ def test_a_pinned_tensor_is_read_so() -> None:
     assert len(open_to(GRAPH, linears(GRAPH)[0], {"tp": "tensor"}, pins)) == 2
     with pytest.raises(PinError, match="names axis 'cp'"):
         open_to(GRAPH, up, {"tp": "tensor"}, Pins(tensors={"*.up.weight": "[f@cp, h]"}))
+
+
+def test_a_pin_of_a_parameter_names_one() -> None:
+    """A name that the model does not have would be a pin that does nothing."""
+    check_tensor_pins(Pins(tensors={"layers.*.up.weight": "[f@tp, h]"}), GRAPH)
+    with pytest.raises(PinError, match=r"names no parameter of the model; did you mean 'layers\.\d\.up\.weight'"):
+        check_tensor_pins(Pins(tensors={"layers.0.upp.weight": "[f@tp, h]"}), GRAPH)
+    with pytest.raises(PinError, match="has 1 dims, the parameter has 2"):
+        check_tensor_pins(Pins(tensors={"*.up.weight": "[f@tp]"}), GRAPH)
 
 
 def test_dims_are_known_by_where_they_come_from() -> None:

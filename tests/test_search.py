@@ -91,7 +91,7 @@ def test_no_pins_lead_below_the_bound(mib: int) -> None:
         ({"stages": 2}, lambda plan: plan.pipeline.stages == 2),
         ({"zero": (2, 3), "dp": 4}, lambda plan: {group.zero for group in plan.groups} <= {2, 3}),
     ],
-    ids=str,
+    ids=["tp", "samples", "schedule or none", "schedules", "stages", "zero"],
 )
 def test_pins_may_leave_several_values_open(pins: dict[str, Any], holds: Callable[[Plan], bool]) -> None:
     graph = graph_of(Stack(3, 256), 16, 64, 256)

@@ -8,6 +8,7 @@ every weight that is contracted where it divides). Roles come from pins; without
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import itertools
 import re
@@ -321,6 +322,19 @@ def _pinned_tensors(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Sc
                                f"{owners[name].fqn} {scope.graph.values[name].shape} over mesh {scope.mesh}")
             found = kept
     return found
+
+
+def check_tensor_pins(pins: Pins, graph: Graph) -> None:
+    """Raise PinError for a pin of a parameter that the model does not have, or of another number of dims."""
+    params = {fqn: param for param in graph.params if not param.buffer for fqn in param.fqns}
+    for pattern, text in pins.tensors.items():
+        found = fnmatch.filter(params, pattern)
+        if not found:
+            near = difflib.get_close_matches(pattern, params, n=1, cutoff=0.3)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise PinError(f"pin {pattern!r} names no parameter of the model{meant}")
+        for fqn in found:
+            _parse_pin(text, len(graph.values[params[fqn].value].shape))
 
 
 def _splits(assignment: dict[str, str], dims: tuple[str | None, ...], mesh: Mesh) -> tuple[tuple[str, ...], ...]:
