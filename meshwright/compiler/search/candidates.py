@@ -37,8 +37,9 @@ from meshwright.ir.pins import NO_STAGES, PinError, Pins
 from meshwright.ir.rule import Rules
 from meshwright.ir.schedules import illegal, schedule_of, schedules
 
-PIECE = 4096
-"""Tokens of a piece of the sequence: shorter ones are candidates only where cp is pinned (assumed not to pay)."""
+PIECE = 8192
+"""Tokens of a piece of the sequence: shorter ones are candidates only where cp is pinned (assumed not to pay; every further
+degree is a placement of its own to be solved)."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from meshwright.compiler.search.bounds import ROUNDING
-from meshwright.compiler.search.candidates import Candidate
+from meshwright.compiler.search.candidates import PIECE, Candidate
 from meshwright.compiler.search.fitting import prediction_of
 from meshwright.compiler.search.sweep import Result, Sweep
 from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate
@@ -47,6 +47,8 @@ def _assumptions(sweep: Sweep, bound: float) -> Iterator[str]:
         yield "data ranks and micro-batches divide the batch; of what was not made into a plan, blocks keep parameters alike"
     if not sweep.freed and sweep.task.cluster.world > 1:
         yield "an axis of the mesh is for data, for tensors or for stages"
+        if sweep.task.pins.cp is None:
+            yield f"a rank's piece of a sequence has {PIECE} tokens or more"
     if sweep.firm < bound * (1 - 1e-12):
         yield f"rounding to whole tiles saves a sample at most {ROUNDING:.0%} of its share of a large batch"
     if sweep.limited:
