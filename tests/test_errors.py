@@ -29,6 +29,8 @@ INTERNAL: Mapping[str, str] = {
     "NotKeptError": "of an autograd.Function that no graph keeps; capture makes it a CaptureError",
     "StageError": "of one cut; evaluate makes it a DoesNotFitError",
     "_DemandError": "of one factor of a custom function's rule; caught beside it",
+    "_NoChainError": "of operators that sort; the search for chains of experts passes them over",
+    "_PartsError": "of one product inside a mixture; caught where its rule is made",
     "_TooLargeError": "of a mask that is too large to evaluate; caught beside it",
     "_WholeError": "of one factor of a custom function's rule; caught beside it",
 }

@@ -300,7 +300,7 @@ def test_literals_become_those_of_the_piece() -> None:
     mesh = Mesh.of(a=2)
     assert local_call("aten.arange.start_step", {"a": "dim0"}, mesh, 1, 1, 13, 3)[1] == (7, 13, 3)
     assert local_call("aten.full.default", {"a": "dim1"}, mesh, 1, (4, 8), 2.0)[1] == ((4, 4), 2.0)
-    assert local_call("aten.tril.default", {"a": "m"}, mesh, 1, torch.zeros(4, 8))[2] == (("diagonal", 2),)
+    assert local_call("aten.tril.default", {"a": "dim0"}, mesh, 1, torch.zeros(4, 8))[2] == (("diagonal", 2),)
     table, ids = torch.zeros(8, 4), torch.zeros(2, dtype=torch.int64)
     assert local_call("aten.embedding.default", {"a": "v"}, mesh, 1, table, ids, 3) == (
         "mw.embedding", (Ref("x0"), Ref("x1"), 4, 4, 3, False, False), (),

@@ -259,7 +259,7 @@ class Evaluator:
         optimizer = float(per_rank(units.optimizer).max())
         seconds = start + float((ends + left).max()) + optimizer
         parts = self._parts(candidate, placement, units, plain, optimizer)
-        parts["outside the schedule"] = seconds - float(ends.max()) - optimizer
+        parts["outside the schedule"] = max(0.0, seconds - float(ends.max()) - optimizer)  # rounding may be below nothing
         parts["pipeline bubble"] = max(0.0, seconds - sum(parts.values()))
         beside = self._beside(candidate, placement)
         memory = np.array(cuts.memory) + beside
