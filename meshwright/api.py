@@ -19,11 +19,11 @@ from meshwright.compiler.structure.same import aligned
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.ir.declared.precision import PRECISIONS
+from meshwright.ir.declared.registered import registered_of
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.program import Program
-from meshwright.ir.reading.plans import plan_from_dict
 from meshwright.ir.serialize import plan_hash, plan_to_dict
 from meshwright.ir.signature import bind, example_of
 from meshwright.planner import OPTIMIZERS, Timing, capture_model, check_pins, make_plan
@@ -178,7 +178,8 @@ def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh, loss_fn: Callable[...
         return capture_model(model, args, kwargs, targets, loss_fn, plan.precision, training, functional)
 
     def other_mode(graph: Graph) -> Program:
-        return checked_program(in_mode(plan, graph, rules_of(graph)[0]), rank)
+        there = in_mode(plan, graph, rules_of(graph)[0])
+        return checked_program(replace(there, registered=registered_of(graph)), rank)
 
     parallel.watch = Watch(model, plan.graph, again)
     parallel.lower_mode = other_mode
@@ -205,7 +206,7 @@ def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
         raise content
 
     def read() -> Plan:
-        found = plan_from_dict(content)
+        found = Plan.from_dict(content)
         return replace(found, graph=aligned(found.graph, graph))
 
     found = together(read)

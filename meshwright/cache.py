@@ -19,15 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.compiler.rules import registered_rules
 from meshwright.compiler.structure.same import aligned
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import MeshwrightError, PlanError
+from meshwright.ir.declared.registered import registered_of
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import Pins, vars_of
 from meshwright.ir.plan import Plan
 from meshwright.ir.reading.fields import load_json
-from meshwright.ir.reading.plans import plan_from_dict
 from meshwright.ir.schedules import schedules
 from meshwright.ir.serialize import digest, graph_digest, plan_to_dict
 from meshwright.programs import order_of, versions
@@ -52,7 +51,7 @@ def cached(
 def _key(graph: Graph, cluster: Cluster, pins: Pins, options: Mapping[str, Any]) -> str:
     return digest([
         FORMAT, graph_digest(graph), repr(cluster), repr(sorted(vars_of(pins).items())), dict(options), versions(),
-        registered_rules(graph), sorted(schedules()),
+        registered_of(graph), sorted(schedules()),
     ])
 
 
@@ -64,7 +63,7 @@ def _look(path: Path, graph: Graph, cluster: Cluster) -> Plan | None:
             raise PlanError("it is no entry of a cache")
         if data["digest"] != digest([data["order"], data["plan"]]):
             raise PlanError("it was altered after it was written")
-        plan = plan_from_dict(data["plan"])
+        plan = Plan.from_dict(data["plan"])
         if plan.mesh.world != cluster.world or data["order"] != order_of(plan):
             raise PlanError("it is for other devices, or relies on another order of its schedule")
         return replace(plan, graph=aligned(plan.graph, graph))

@@ -357,9 +357,9 @@ def _verify_rank(plan: Plan, rank: int) -> None:
     from meshwright.passes import cut_stages, rank_program
     from meshwright.passes.typecheck import typecheck
     from meshwright.passes.verify import verify as verify_program
-    from meshwright.planner import rules_of
+    from meshwright.rules import rules_of_plan
 
-    rules, _ = rules_of(plan.graph)
+    rules = rules_of_plan(plan)
     program = rank_program(plan, rules, rank)
     verify_program(program, plan.graph, rules)
     typecheck(program)

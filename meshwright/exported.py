@@ -1,6 +1,6 @@
 """Compiled plans as folders: written by ``parallel.export``, run again by ``meshwright.load`` without the model and the solver.
 
-    folder/export.json                what is in the folder, with checksums; versions; which rules and what order it relies on
+    folder/export.json                what is in the folder, with checksums; versions; what order it relies on
     folder/plan.json                  the plan, as ``plan.save`` writes it
     folder/programs/<sha256>.json     the lowered program of every rank role: ranks whose pieces are of one size have the same
     folder/state/                     a checkpoint of what the module held: all of it, or without weights the buffers
@@ -21,7 +21,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.compiler.rules import registered_rules
 from meshwright.compiler.structure.guard import refuse_autocast
 from meshwright.errors import ExportError, InputError, MeshwrightError, PlanError, RunError
 from meshwright.ir.mesh import PP, SEQUENCE, role_of
@@ -38,17 +37,16 @@ from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Program, Stored
 from meshwright.ir.reading.fields import Field, check_depth, load_json
-from meshwright.ir.reading.plans import plan_from_dict
 from meshwright.ir.serialize import digest, in_lines, plan_to_dict, program_to_dict
 from meshwright.ir.signature import classes_by_name
 from meshwright.passes import cut_stages, rank_program
 from meshwright.programs import check_given, checked_program, device_of, mesh_pins, order_of, versions
-from meshwright.rules import rules_of
+from meshwright.rules import rules_of_plan
 from meshwright.runtime.module import ParallelModule, build
 from meshwright.runtime.state.layout import local_of
 from meshwright.runtime.verdict import together
 
-FORMAT = 1
+FORMAT = 2
 INDEX, PLAN, STATE = "export.json", "plan.json", "state"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 FEW, FEW_ALONG = 64, 16
@@ -129,7 +127,7 @@ def _finish(
     state = draft / STATE / "checkpoint.json"
     data: dict[str, Any] = {
         "meshwright_export": FORMAT, "versions": versions(), "mesh": str(plan.mesh), "plan": _sha(text),
-        "programs": sorted(set(roles)), "order": order_of(plan), "rules": registered_rules(plan.graph), "names": names,
+        "programs": sorted(set(roles)), "order": order_of(plan), "names": names,
         "training": training, "weights": weights, "evaluation": evaluation,
         "state": _sha(state.read_text(encoding="utf-8")) if state.is_file() else None,
     }
@@ -147,8 +145,7 @@ def _finish(
 
 
 def _text_of(plan: Plan, rank: int) -> str:
-    rules, _ = rules_of(plan.graph)
-    return _text(rank_program(plan, rules, rank))
+    return _text(rank_program(plan, rules_of_plan(plan), rank))
 
 
 def _text(program: Program) -> str:
@@ -262,7 +259,7 @@ def _checked(folder: Path) -> _Export:
         raise ExportError(f"the export {folder} is of format {data['meshwright_export']!r:.40}, this version reads {FORMAT}; "
                           "export it again")
     check_depth(data)
-    part = Field(data, "").record("meshwright_export versions mesh plan programs order rules names training weights evaluation "
+    part = Field(data, "").record("meshwright_export versions mesh plan programs order names training weights evaluation "
                                   "state digest")
     if part["digest"].text() != digest({key: value for key, value in data.items() if key != "digest"}):
         raise ExportError(f"the export {folder} is damaged: {INDEX} was altered after it was written; export it again")
@@ -273,8 +270,7 @@ def _checked(folder: Path) -> _Export:
     text = (folder / PLAN).read_text(encoding="utf-8")
     if _sha(text) != part["plan"].text():
         raise ExportError(f"the export {folder} is damaged: {PLAN} is not the plan that was exported; export it again")
-    plan = plan_from_dict(load_json(text))
-    _check_rules({name: field.text() for name, field in part["rules"].mapping().items()}, plan, folder)
+    plan = Plan.from_dict(load_json(text))
     if part["order"].text() != order_of(plan):
         schedule = plan.pipeline and plan.pipeline.schedule
         raise ExportError(f"the export {folder} relies on another order of the pipeline schedule {schedule!r} than is "
@@ -297,19 +293,6 @@ def _checked(folder: Path) -> _Export:
 
 def _minor(text: str) -> str:
     return ".".join(text.split(".")[:2])
-
-
-def _check_rules(needed: Mapping[str, str], plan: Plan, folder: Path) -> None:
-    """Raise ExportError, naming it, for a registered rule that is missing here or is another one."""
-    here = registered_rules(plan.graph)
-    for target in sorted(needed.keys() | here.keys()):
-        if needed.get(target) != here.get(target):
-            raise ExportError(
-                f"the export {folder} was made with "
-                + (f"the rule {needed[target]!r} for {target}" if target in needed else f"no registered rule for {target}")
-                + (f", here it is {here[target]!r}" if target in here else ", which nobody registered here")
-                + "; call meshwright.register_rule as in the run that exported it"
-            )
 
 
 def _check_program(program: Program, found: _Export, folder: Path) -> None:

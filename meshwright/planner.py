@@ -24,6 +24,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.spread import spread
 from meshwright.footprint import Footprints
 from meshwright.ir.declared.precision import PRECISIONS
+from meshwright.ir.declared.registered import registered_of
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import Plan
@@ -70,6 +71,7 @@ def make_plan(
     likely, step = spread(cluster, plan.mesh), plan.predicted.step_seconds
     return replace(
         plan, optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes", notes=(*notes, *plan.notes),
+        registered=registered_of(graph),
         predicted=replace(plan.predicted, low_seconds=likely.low * step, high_seconds=likely.high * step),
         certificate=replace(plan.certificate, planning_seconds=dict(timing.phases)),
     )

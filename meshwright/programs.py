@@ -17,7 +17,7 @@ from meshwright.ir.pins import PinError, Pins, vars_of
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.program import Program
 from meshwright.ir.schedules import illegal_combination
-from meshwright.rules import rules_of
+from meshwright.rules import rules_of_plan
 
 AXES = ("dp", "tp", "cp", "pp", "ep")
 
@@ -39,7 +39,7 @@ def checked_program(plan: Plan, rank: int) -> Program:
     from meshwright.passes.verify import verify
 
     check_pipeline(plan)
-    rules, _ = rules_of(plan.graph)
+    rules = rules_of_plan(plan)
     whole = rank_program(plan, rules, rank)
     verify(whole, plan.graph, rules)
     typecheck(whole)

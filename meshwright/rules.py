@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from meshwright.compiler.rules import RuleBook, default_rules
 from meshwright.errors import MeshwrightError, PlanError
+from meshwright.ir.declared.registered import check_registered
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.operators import namespace
+from meshwright.ir.plan import Plan
 from meshwright.ir.rule import OpRule, Rules
 
 
@@ -30,6 +32,12 @@ def rules_of(graph: Graph, strict: bool = False) -> tuple[Rules, list[str]]:
         )
     notes = [f"no rule for {target} (in {', '.join(dict.fromkeys(at))}): replicated" for target, at in unknown.items()]
     return rules, notes
+
+
+def rules_of_plan(plan: Plan) -> Rules:
+    """The rules of a plan's operators. Raises PlanError where they are not those that it was made with."""
+    check_registered(plan.registered, plan.graph)
+    return rules_of(plan.graph)[0]
 
 
 def _rule(book: RuleBook, op: Op, graph: Graph) -> OpRule:

@@ -25,7 +25,6 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP, Mesh
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import Pipeline, Plan, PlanError
-from meshwright.ir.reading.plans import plan_from_dict
 from meshwright.ir.schedules import schedule_of
 from meshwright.ir.serialize import plan_to_dict
 from meshwright.planner import capture_model, make_plan
@@ -92,7 +91,7 @@ def check(
     before each optimizer step."""
 
     def build(model: torch.nn.Module, _: Mapping[str, Any], data: Any) -> torch.nn.Module:
-        plan = plan_from_dict(data)
+        plan = Plan.from_dict(data)
         return autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
 
     return _differences(rank, name, plans, build, clip, double, calls)
@@ -130,7 +129,7 @@ def _differences(
 def largest_walk(rank: int, name: str, data: Mapping[str, Any]) -> int:
     """Of the groups of weights whose gradients a split backward computes in one walk: the most places one starts at."""
     model, batch = make(name)
-    plan = plan_from_dict(data)
+    plan = Plan.from_dict(data)
     parallel = autoparallel(model.train(), init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
     seen: list[int] = []
 
@@ -150,7 +149,7 @@ def most_received(rank: int, name: str, plans: Mapping[str, Mapping[str, Any]]) 
     model, batch = batch_of(name, double=True)
     counts: dict[str, tuple[int, int]] = {}
     for what, data in plans.items():
-        plan = plan_from_dict(data)
+        plan = Plan.from_dict(data)
         parallel = autoparallel(model.train(), init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
         stages = parallel._engine[0].schedule.stages
         seen = [0]
@@ -183,7 +182,7 @@ def check_outputs(rank: int, name: str, data: Mapping[str, Any]) -> None:
     """Without gradients every rank gives the single process's outputs; in training the loss, and what its own stage makes."""
     torch.set_num_threads(1)
     model, batch = make(name)
-    plan = plan_from_dict(data)
+    plan = Plan.from_dict(data)
     parallel = autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
     for mode in (False, True):
         model.train(mode)
@@ -215,7 +214,7 @@ def check_resumed(rank: int, name: str, folder: str, plans: Mapping[str, Mapping
     torch.set_num_threads(1)
     model, batch = make(name)
     model.train()
-    found = {what: plan_from_dict(data) for what, data in plans.items()}
+    found = {what: Plan.from_dict(data) for what, data in plans.items()}
     first = next(iter(found.values()))
     parallel = autoparallel(model, init_device_mesh("cpu", (first.mesh.world,)), plan=first)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2, eps=1e-3)
@@ -246,7 +245,7 @@ def losses_with_dropout(rank: int, plans: Mapping[str, Mapping[str, Any]]) -> di
     losses = {}
     for what, data in plans.items():
         torch.manual_seed(5)
-        plan = plan_from_dict(data)
+        plan = Plan.from_dict(data)
         parallel = autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
         losses[what] = [parallel(**batch).loss.item() for _ in range(2)]
     return losses
@@ -272,7 +271,7 @@ def check_refused(rank: int, name: str, cases: Sequence[tuple[Mapping[str, Any],
     """Each plan raises PlanError with its message on this rank."""
     model, _ = make(name)
     for data, message in cases:
-        plan = plan_from_dict(data)
+        plan = Plan.from_dict(data)
         with pytest.raises(PlanError, match=message):
             autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
 
@@ -282,7 +281,7 @@ def fail_in_a_stage(rank: int, name: str, data: Mapping[str, Any], port: int, re
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", timeout=timedelta(seconds=100))
     model, batch = make(name)
-    plan = plan_from_dict(data)
+    plan = Plan.from_dict(data)
     parallel = autoparallel(model.train(), init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
     if rank == 1:
         parallel._engine[0].parts[0].forward = _broken
@@ -316,7 +315,7 @@ def bf16_losses(rank: int, plans: Mapping[str, Mapping[str, Any]]) -> list[float
     wanted = train(copy.deepcopy(model), batch, 3)
     off = []
     for data in plans.values():
-        plan = plan_from_dict(data)
+        plan = Plan.from_dict(data)
         parallel = autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
         parallel(**batch).loss.backward()
         assert all(parameter.grad.dtype == torch.float32 for parameter in parallel.parameters())

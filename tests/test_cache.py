@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import json
 import warnings
 from collections.abc import Callable
@@ -56,8 +57,12 @@ def test_what_is_the_same_is_found(tmp_path: Path, searches: list[Any], capsys: 
     for count, other in enumerate(others, 2):
         plan(tmp_path / "new", **other)
         assert len(searches) == count
-    mw.register_rule("aten.relu.default", "... -> ...", cost="pointwise", saves="r0", recompute="costly")
-    plan(tmp_path / "new")
+
+    def scenario() -> None:
+        mw.register_rule("aten.relu.default", "... -> ...", cost="pointwise", saves="r0", recompute="costly")
+        plan(tmp_path / "new")
+
+    contextvars.copy_context().run(scenario)
     assert len(searches) == len(others) + 2
 
 

@@ -279,13 +279,23 @@ def refusals(rank: int, folder: str, rules: bool) -> list[str]:
         dist.barrier()
         return path
 
+    def with_rule(path: str) -> str:
+        """The folder of a run in which somebody had registered a rule."""
+        plan = json.loads(Path(folder, "zero", "plan.json").read_text())
+        text = json.dumps({**plan, "registered": {"aten.relu.default": "*b -> *b"}})
+        altered(path, plan=hashlib.sha256(text.encode()).hexdigest())
+        if rank == 0:
+            Path(folder, path, "plan.json").write_text(text)
+        dist.barrier()
+        return path
+
     refuse("zero" if rank else "nowhere")
     refuse("zero" if rank else "tp")
     refuse("zero", mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     refuse("zero", classes=[Counter])
     refuse(altered("torch", versions={"meshwright": "0.1.0", "torch": "1.13.1"}))
     refuse(altered("format", meshwright_export=7))
-    refuse(altered("rules", rules={"aten.relu.default": "*b -> *b, cost=pointwise, saves=r0, recompute=allowed"}))
+    refuse(with_rule("rules"))
     altered("weights")
     if rank == 0:
         file = next(Path(folder, "weights", "state").glob("*.safetensors"))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextvars
 import json
 import math
 import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import meshwright as mw
 from meshwright.compiler.capture.capture import capture
 from meshwright.compiler.solver.solve import solve
 from meshwright.cost.cluster import Cluster
@@ -81,7 +84,7 @@ def test_what_is_no_plan_is_refused(text: str, message: str, tmp_path: Path) -> 
 
 def test_every_missing_part_of_a_file_is_noticed(plan: Plan, tmp_path: Path) -> None:
     data = plan_to_dict(plan)
-    for key in data:
+    for key in data.keys() - {"registered"}:  # older files do not have it
         (tmp_path / "plan.json").write_text(json.dumps({k: v for k, v in data.items() if k != key}))
         with pytest.raises(PlanError):
             Plan.load(tmp_path / "plan.json")
@@ -305,3 +308,51 @@ def test_a_planned_plan_prints_explains_and_returns(tmp_path: Path) -> None:
     for op in made.graph.ops:
         assert "->" in explain(made, op.name)
     assert all(parse_sharding(node["sharding"].split("; ")[0]) for _, node in to_networkx(made).nodes(data=True))
+
+
+def _doubling(call: Any) -> Any:
+    return call.line("... -> ...")
+
+
+def _halving(call: Any) -> Any:
+    return call.line("... -> ... ; +0")
+
+
+def test_a_plan_names_the_registered_rules_that_it_needs(tmp_path: Path) -> None:
+    """What is missing or another rule where it is loaded is said by name; what the model does not use is not recorded."""
+    path = tmp_path / "plan.json"
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+
+    def made(rule: Any) -> Plan:
+        mw.register_rule("aten.relu.default", rule)
+        mw.register_rule("aten.tanh.default", "... -> ...")
+        plan = mw.plan(model, "cpu:1x2", ((torch.zeros(4, 8),), {}), loss_fn=lambda y: y.sum(), pins={"dp": 2})
+        assert list(plan.registered) == ["aten.relu.default"]
+        plan.save(path)
+        assert Plan.load(path).registered == plan.registered
+        return plan
+
+    def read(rule: Any) -> Plan:
+        mw.register_rule("aten.relu.default", rule)
+        return Plan.load(path)
+
+    def alone(function: Any, *args: Any) -> Any:
+        return contextvars.copy_context().run(function, *args)
+
+    for rule, other in (("... -> ...", "*b -> *b"), (_doubling, _halving), (_doubling, lambda call: call.line("*b -> *b"))):
+        plan = alone(made, rule)
+        assert alone(read, rule).registered == plan.registered
+        with pytest.raises(PlanError, match=r"aten\.relu\.default, here nobody registered one.*register_rule"):
+            Plan.load(path)
+        with pytest.raises(PlanError, match=r"registered rule .* for aten\.relu\.default, here it is"):
+            alone(read, other)
+        with pytest.raises(PlanError, match=r"aten\.relu\.default, here nobody"):
+            mw.show(plan)  # a value that never was in a file
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "registered": {}}))
+    with pytest.raises(PlanError, match=r"made with no registered rule for aten\.relu\.default, here it is"):
+        alone(read, _doubling)
+    del data["registered"]
+    path.write_text(json.dumps(data))
+    assert Plan.load(path).registered == {}  # written before rules were recorded

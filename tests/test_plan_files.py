@@ -21,7 +21,6 @@ from meshwright.compiler.structure.same import aligned
 from meshwright.errors import MeshwrightError
 from meshwright.ir.graph import GraphError
 from meshwright.ir.operators import overload
-from meshwright.ir.reading.plans import plan_from_dict
 from meshwright.ir.serialize import plan_hash, plan_to_dict
 from meshwright.passes import cut_stages, rank_program
 from meshwright.passes.typecheck import typecheck
@@ -100,7 +99,7 @@ def test_frozen_layers_and_loss_functions_are_named(plans: dict[str, Any]) -> No
 
 def same(data: dict[str, Any], model: nn.Module, loss_fn: Any = None) -> mw.Plan:
     """The plan, for the model as it is captured now."""
-    plan = plan_from_dict(data)
+    plan = mw.Plan.from_dict(data)
     example = {"x": torch.zeros(4, 8, dtype=next(model.parameters()).dtype)}
     from dataclasses import replace
 
@@ -160,7 +159,7 @@ def outcome(data: dict[str, Any], graph: Any) -> str:
     try:
         from dataclasses import replace
 
-        plan = plan_from_dict(data)
+        plan = mw.Plan.from_dict(data)
         plan = replace(plan, graph=aligned(plan.graph, graph))
         rules, _ = rules_of(plan.graph)
         for rank in range(plan.mesh.world if plan.mesh.world < 5 else 1):
@@ -239,5 +238,5 @@ def test_a_plan_found_again_is_the_same_file(tmp_path: Path) -> None:
 
 def test_the_hash_of_a_plan_is_that_of_its_file(plans: dict[str, Any]) -> None:
     for data in plans.values():
-        plan = plan_from_dict(data)
-        assert plan_hash(plan_from_dict(json.loads(json.dumps(plan_to_dict(plan))))) == plan_hash(plan)
+        plan = mw.Plan.from_dict(data)
+        assert plan_hash(mw.Plan.from_dict(json.loads(json.dumps(plan_to_dict(plan))))) == plan_hash(plan)

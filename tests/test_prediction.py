@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.ir.plan import PlanError
+from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate, StageSeconds
-from meshwright.ir.reading.plans import plan_from_dict
 from meshwright.ir.serialize import plan_to_dict
 from tests.handmade import handmade_plan
 
@@ -52,7 +51,7 @@ def test_json_and_back() -> None:
 def test_a_damaged_prediction_is_refused_by_field(change: dict[str, Any], message: str) -> None:
     data = plan_to_dict(handmade_plan())
     with pytest.raises(PlanError, match=message):
-        plan_from_dict({**data, "predicted": {**data["predicted"], **change}})
+        Plan.from_dict({**data, "predicted": {**data["predicted"], **change}})
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_a_damaged_prediction_is_refused_by_field(change: dict[str, Any], messag
 def test_a_damaged_certificate_is_refused_by_field(change: dict[str, Any], message: str) -> None:
     data = plan_to_dict(handmade_plan())
     with pytest.raises(PlanError, match=message):
-        plan_from_dict({**data, "certificate": {**data["certificate"], **change}})
+        Plan.from_dict({**data, "certificate": {**data["certificate"], **change}})
 
 
 def test_files_of_the_first_days_are_read() -> None:
@@ -82,7 +81,7 @@ def test_files_of_the_first_days_are_read() -> None:
         ["candidates", [{"map": [["mesh", "dp=4 x tp=1"], ["microbatches", 1], ["result", "does not fit"]]},
                         {"map": [["mesh", "dp=2 x tp=2"], ["microbatches", 1], ["step_seconds", 0.0125]]}]],
     ]}
-    read = plan_from_dict({**plan_to_dict(plan), "predicted": predicted, "certificate": certificate})
+    read = Plan.from_dict({**plan_to_dict(plan), "predicted": predicted, "certificate": certificate})
     assert (read.predicted, read.certificate) == (plan.predicted, plan.certificate)
-    none = plan_from_dict({**plan_to_dict(plan), "predicted": {"map": []}, "certificate": {"map": []}})
+    none = Plan.from_dict({**plan_to_dict(plan), "predicted": {"map": []}, "certificate": {"map": []}})
     assert (none.predicted, none.certificate) == (None, None)

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from meshwright.compiler.rules import Call, Operand, RuleBook, argument, builtin_rules, default_rules, register_rule, rewrite
 from meshwright.compiler.rules.call import schema
+from meshwright.ir.declared.draws import Seeded, draws
 from meshwright.ir.declared.experts import EXPERTS
-from meshwright.ir.draws import Seeded, draws
 from meshwright.ir.gradients.custom import CUSTOM
 from meshwright.ir.graph import Graph, Op, Ref, Value
 from meshwright.ir.mesh import Mesh

@@ -1,10 +1,10 @@
-"""The plan: every decision about one model on one mesh, as a value.
+"""The plan: every decision about one model on one mesh, as a value that prints itself briefly, saves and loads itself.
 
 A plan holds the captured graph and, for each operator, the factor that every mesh axis splits; for values with several
-readers the sharding they share; for each block its ZeRO level, the axes its gradients are summed over, the axes its
-parameters are split over at rest, and what is recomputed; the micro-batches; and what all that is predicted to cost.
-Nothing else is needed to run it, and nothing in it refers to the solver. A ``Pipeline`` cuts the operators into stages along
-the mesh axis ``PP``, which no sharding names.
+readers the sharding these share; for each block its ZeRO level, the axes its gradients are summed over, the axes its
+parameters are split over at rest, and what is recomputed; the micro-batches; and what all that is predicted to cost
+(``meshwright.ir.decisions``). Nothing else is needed to run it, and nothing in it refers to the solver. A ``Pipeline`` cuts the
+operators into stages along the mesh axis ``PP``, which no sharding names.
 """
 
 from __future__ import annotations
@@ -12,144 +12,27 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from meshwright.errors import PlanError as PlanError
-from meshwright.ir.graph import Graph
-from meshwright.ir.mesh import PP, Mesh
-from meshwright.ir.prediction import Certificate, Prediction
+from meshwright.ir.decisions import TIME as TIME
+from meshwright.ir.decisions import Decisions
+from meshwright.ir.decisions import GroupChoice as GroupChoice
+from meshwright.ir.decisions import Pipeline as Pipeline
+from meshwright.ir.decisions import Schedule as Schedule
+from meshwright.ir.prediction import Prediction
 from meshwright.ir.quantities import bytes_text, seconds_text
-from meshwright.ir.schedules import Table, illegal, schedule_of, schedules, unknown
-from meshwright.ir.sharding import Sharding
-
-TIME = "mb"
-"""The micro-batch axis: splitting the batch over it is gradient accumulation. Not an axis of the device mesh."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupChoice:
-    """How the parameters of one block (``path``; "" is everything outside the blocks) are kept.
-
-    ``zero``: 0 replicas, 1 optimizer state split, 2 and gradients, 3 and parameters. ``data_axes``: axes whose ranks read
-    the parameters on different data, so gradients are summed over them. ``shard_axes``: those of them over which the state
-    is split (fewer than all: HSDP). ``keep``: of ZeRO-3, weights stay gathered over the micro-batches of a step instead of
-    being freed after every forward. ``recompute``: "none", "selective" or "full".
-    """
-
-    path: str
-    zero: int = 0
-    data_axes: tuple[str, ...] = ()
-    shard_axes: tuple[str, ...] = ()
-    recompute: str = "none"
-    stage: int = 0
-    keep: bool = False
+from meshwright.ir.reading.fields import load_json
+from meshwright.ir.reading.plans import read_plan
+from meshwright.ir.serialize import plan_to_dict
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Micro-batches and what they mean for the graph.
-
-    ``time``: for every operator that a micro-batch touches the factor the time axis splits, or "+k"; ``prologue``: operators
-    that run once per step on the whole batch; ``reductions``: prologue values that replace a per-micro-batch value (the count
-    of valid labels): {value: replacement}.
-    """
-
-    microbatches: int = 1
-    time: Mapping[str, str] = field(default_factory=dict)
-    prologue: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """Stages and their schedule.
-
-    Stage s is the ops ``[cuts[s], cuts[s + 1])`` of the graph; those of the prologue are no part of it, they run on every rank
-    that needs them. ``stage_rank[s]``: its coordinate along ``PP``. ``schedule``: a name (see ``meshwright.ir.schedules``).
-
-    >>> Pipeline("1f1b", (0, 10, 25), (0, 1)).stage_of(10)
-    1
-    """
-
-    schedule: str
-    cuts: tuple[int, ...]
-    stage_rank: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.cuts) != len(self.stage_rank) + 1 or self.cuts[0] != 0 or list(self.cuts) != sorted(set(self.cuts)):
-            raise PlanError(f"cuts {self.cuts} must be {len(self.stage_rank) + 1} increasing positions from 0 on, one more "
-                            f"than there are stages in stage_rank {self.stage_rank}")
-        if set(self.stage_rank) != set(range(self.degree)):
-            raise PlanError(f"stage_rank {self.stage_rank} leaves some of {self.degree} pipeline ranks without a stage")
-        if self.schedule not in tuple(schedules()):
-            raise PlanError(unknown(str(self.schedule)))
-
-    @property
-    def degree(self) -> int:
-        """Ranks along ``PP``."""
-        return max(self.stage_rank) + 1
-
-    @property
-    def stages(self) -> int:
-        return len(self.stage_rank)
-
-    def stage_of(self, op_index: int) -> int:
-        """The stage of the op at this position in the graph."""
-        return bisect_right(self.cuts, op_index) - 1
-
-    def table(self, microbatches: int) -> Table:
-        """The order in which the ranks work: what is simulated, replayed and run. Raises ScheduleError for what the schedule
-        cannot run, PlanError for stages on other ranks than it has them."""
-        schedule, virtual, rest = schedule_of(self.schedule), *divmod(self.stages, self.degree)
-        if rest:
-            raise PlanError(f"{self.stages} stages do not divide over {self.degree} ranks; name a multiple of them")
-        if reason := illegal(self.schedule, self.degree, virtual, microbatches):
-            raise PlanError(reason)
-        if (lies := schedule.stage_rank(self.degree, virtual)) != self.stage_rank:
-            raise PlanError(f"{self.schedule} with stages on ranks {self.stage_rank}: it runs them on {lies}")
-        return schedule.table(self.degree, virtual, microbatches)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything decided. ``assignments``: {op name: {axis: factor}}; ``copies``: {value: the sharding its readers share};
-    ``groups``: one per block of the graph in order, then the root's; ``predicted``: what a step takes and holds;
-    ``certificate``: how much better another plan could be; ``notes``: what a reader should know (unknown operators,
-    dims that could not be split). The last three are None or empty for a plan that no search made."""
-
-    graph: Graph
-    mesh: Mesh
-    assignments: Mapping[str, Mapping[str, str]]
-    copies: Mapping[str, Sharding]
-    groups: tuple[GroupChoice, ...]
-    schedule: Schedule = field(default_factory=Schedule)
-    pipeline: Pipeline | None = None
-    precision: str = "fp32"
-    optimizer: str = "adamw"
-    cluster: str = ""
-    predicted: Prediction | None = None
-    certificate: Certificate | None = None
-    notes: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        pipeline = self.pipeline
-        if pipeline is None:
-            return
-        if self.mesh.axes[:1] != (PP,) or self.mesh.size(PP) != pipeline.degree:
-            raise PlanError(f"a pipeline over {pipeline.degree} ranks needs {PP}={pipeline.degree} as the outermost axis of "
-                            f"the mesh, which is {self.mesh}")
-        if pipeline.cuts[-1] != len(self.graph.ops):
-            raise PlanError(f"the last stage ends at operator {pipeline.cuts[-1]}, the graph has {len(self.graph.ops)}")
-
-    def group_of(self, op_index: int) -> GroupChoice:
-        """The parameter group of the op at this position in the graph."""
-        for block, group in zip(self.graph.blocks, self.groups, strict=False):
-            if block.start <= op_index < block.stop:
-                return group
-        return self.groups[-1]
+class Plan(Decisions):
+    """Everything decided; see ``Decisions`` for the fields."""
 
     def __str__(self) -> str:
         """The decisions in a few lines; ``meshwright.show`` has the tables.
@@ -177,8 +60,6 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; the file is complete or not there. The same plan gives the same bytes: how long the search
         took is left out."""
-        from meshwright.ir.serialize import plan_to_dict
-
         path = Path(path)
         certificate = self.certificate and replace(self.certificate, planning_seconds={})
         text = json.dumps(plan_to_dict(replace(self, certificate=certificate)), separators=(",", ":"))
@@ -194,17 +75,21 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """The plan that ``save`` wrote. Executes nothing. Raises PlanError if the file is none, or cannot be read."""
-        from meshwright.ir.reading.fields import load_json
-        from meshwright.ir.reading.plans import plan_from_dict
-
+        """The plan that ``save`` wrote. Executes nothing. Raises PlanError if the file is none, or cannot be read, and as
+        ``from_dict`` does."""
         try:
             data = load_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise PlanError(f"{path} is not a plan file (no JSON: {error}); write one with plan.save(path)") from error
         except OSError as error:
             raise PlanError(f"the plan {path} cannot be read: {error.strerror or error}") from error
-        return plan_from_dict(data)
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Plan:
+        """The plan that ``plan_to_dict`` wrote. Raises PlanError with the path of the field if it is none, or
+        of another version, and with the operator's name for a registered rule that is missing here or is another one."""
+        return read_plan(data, cls)
 
 
 def _step(plan: Plan) -> str:

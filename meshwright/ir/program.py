@@ -31,7 +31,7 @@ from meshwright.ir.sharding import Sharding
 
 SEED = "seed"
 """Name of the input from which random operators draw: two int64 numbers, that of the step and that of the micro-batch, the same
-on every rank. A call that draws names it in its keyword ``DRAW`` (``meshwright.ir.draws``)."""
+on every rank. A call that draws names it in its keyword ``DRAW`` (``meshwright.ir.declared.draws``)."""
 SEEDS = 2
 DRAW = "draw"
 

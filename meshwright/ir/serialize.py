@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from meshwright.errors import PlanError
+from meshwright.ir.decisions import Decisions
 from meshwright.ir.declared.experts import Experts
 from meshwright.ir.gradients.custom import CustomFunction
 from meshwright.ir.graph import Graph, Ref, map_refs
-from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.program import DRAW, Port, Program, Segment
 from meshwright.ir.reading.fields import VERSION
 from meshwright.ir.sharding import DTYPE_NAMES, format_sharding
@@ -54,7 +55,7 @@ def elements(tensor: torch.Tensor) -> list[Any]:
     return list((torch.view_as_real(flat.resolve_conj()).flatten() if flat.is_complex() else flat).tolist())
 
 
-def plan_to_dict(plan: Plan) -> dict[str, Any]:
+def plan_to_dict(plan: Decisions) -> dict[str, Any]:
     """A plan as JSON-able values."""
     return {
         **_decisions(plan), "predicted": plan.predicted and plan.predicted.as_json(),
@@ -63,7 +64,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _decisions(plan: Plan) -> dict[str, Any]:
+def _decisions(plan: Decisions) -> dict[str, Any]:
     """A plan without its graph and what was predicted."""
     return {
         "meshwright": VERSION,
@@ -76,11 +77,12 @@ def _decisions(plan: Plan) -> dict[str, Any]:
         },
         "pipeline": None if plan.pipeline is None else _listed(plan.pipeline),
         "assignments": {name: dict(assignment) for name, assignment in plan.assignments.items() if assignment},
+        "registered": dict(sorted(plan.registered.items())),
         "copies": {name: format_sharding(sharding) for name, sharding in plan.copies.items()},
     }
 
 
-def plan_hash(plan: Plan) -> str:
+def plan_hash(plan: Decisions) -> str:
     """What every rank must agree on: a digest of all decisions and of the graph, not of predictions."""
     return digest({**_decisions(plan), "graph": graph_digest(plan.graph)})
 

@@ -1,6 +1,6 @@
 """Random numbers as functions of (seed, salt): whatever an operator draws, it draws again when it is run again.
 
-``draw=(seed, salt, timed)`` comes with every call of the lowered program that draws (``meshwright.ir.draws``).
+``draw=(seed, salt, timed)`` comes with every call of the lowered program that draws (``meshwright.ir.declared.draws``).
 ``seed`` is a pair on the CPU: that of the step, and that of the micro-batch, which counts if ``timed``. An operator draws from
 the default generator of its device. That generator is lent to it, seeded, and put back as it was, so that what the user's own
 program draws is left alone and nothing has to be known about the operator.

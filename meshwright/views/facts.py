@@ -22,7 +22,7 @@ from meshwright.ir.reshard import KINDS
 from meshwright.ir.rule import OpRule, Placed, Rules, place
 from meshwright.ir.sharding import format_sharding
 from meshwright.passes.lower import lower
-from meshwright.planner import rules_of
+from meshwright.rules import rules_of_plan
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Section:
 def facts_of(plan: Plan) -> Facts:
     """Derive everything. Raises PlanError if the plan does not fit the rules of its operators."""
     graph, mesh = plan.graph, plan.mesh
-    rules, _ = rules_of(graph)
+    rules = rules_of_plan(plan)
     placed = {}
     for op in graph.ops:
         differentiable = [graph.values[name].differentiable for name in op.inputs]

@@ -12,11 +12,10 @@ from meshwright.compiler.rules.book import (
     declare,
     default_rules,
     register_rule,
-    registered_rules,
 )
 from meshwright.compiler.rules.call import Call, Operand, RuleFunction, argument, rewrite
 
 __all__ = [
     "Call", "Declaration", "Operand", "RuleBook", "RuleFunction", "argument", "builtin_rules", "declare", "default_rules",
-    "register_rule", "registered_rules", "rewrite",
+    "register_rule", "rewrite",
 ]

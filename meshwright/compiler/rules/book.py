@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from meshwright.compiler.rules.call import Call, RuleFunction, bind, products_of
+from meshwright.ir.declared.draws import Seeded, draws
 from meshwright.ir.declared.operator import Cost, Linear, Operator, Operators, Saves
-from meshwright.ir.draws import Seeded, draws
+from meshwright.ir.declared.registered import content, digest_of, named, remember
 from meshwright.ir.graph import Graph, Op, Ref
 from meshwright.ir.notation import Line, parse_line
 from meshwright.ir.rule import Localize, OpRule, RuleError, Rules
@@ -114,7 +115,7 @@ class RuleBook:
 
     def rule_for(self, op: Op, graph: Graph) -> OpRule:
         """The rule of one operator of a graph; an unknown operator is whole on every rank (``known=False``). One that draws
-        random numbers draws them from the run's seed (``meshwright.ir.draws``).
+        random numbers draws them from the run's seed (``meshwright.ir.declared.draws``).
 
         Raises RuleError, naming the operator, when its rule does not fit its shapes.
         """
@@ -169,24 +170,14 @@ def default_rules() -> RuleBook:
     return _registered.get() or builtin_rules()
 
 
-def registered_rules(graph: Graph) -> dict[str, str]:
-    """{operator of the graph that register_rule declared in this context: its declaration in words}, by name: a plan means
-    what it says only where the same ones are registered."""
-    builtin, book = builtin_rules().declarations, default_rules().declarations
-    found = sorted({op.target for op in graph.ops if op.target in book and book[op.target] is not builtin.get(op.target)})
-    return {target: _in_words(book[target]) for target in found}
-
-
 def _in_words(declaration: Declaration) -> str:
-    """A declaration as text: a line as it is, a function by its name."""
+    """A declaration as text, which ends in a digest: a line as it is, a function by its name."""
     rule, operator = declaration.rule, declaration.operator
-    words = [str(rule) if isinstance(rule, Line) or rule is None else _named(rule)]
-    words += [f"localize={_named(declaration.localize)}"] if declaration.localize is not None else []
-    return ", ".join([*words, f"cost={operator.kind}", f"saves={operator.saves}", f"recompute={operator.recompute}"])
-
-
-def _named(function: Any) -> str:
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+    text = [str(rule) if isinstance(rule, Line) or rule is None else named(rule)]
+    text += [f"localize={named(declaration.localize)}"] if declaration.localize is not None else []
+    text += [f"cost={operator.kind}", f"saves={operator.saves}", f"recompute={operator.recompute}"]
+    functions = [one for one in (rule, declaration.localize) if callable(one)]
+    return ", ".join(text) + f"; {digest_of(*text, *map(content, functions))}"
 
 
 def register_rule(
@@ -219,7 +210,9 @@ def register_rule(
     same = recompute in (None, before.recompute)
     operator = replace(line.operator, runs=before.runs if same else (), gradient=before.gradient,
                        elementwise=before.elementwise, linear=before.linear)
-    _registered.set(book.adding(name, replace(line, operator=operator, located=localize is not None or callable(rule))))
+    declaration = replace(line, operator=operator, located=localize is not None or callable(rule))
+    _registered.set(book.adding(name, declaration))
+    remember(name, _in_words(declaration))
 
 
 def _target_name(target: Any) -> str:

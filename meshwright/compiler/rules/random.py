@@ -1,6 +1,7 @@
 """Operators that draw random numbers: along which dims each number is drawn on its own, so that pieces may be.
 
-Everything else about drawing is in ``meshwright.ir.draws``. An operator that is not here is whole: every rank draws the same.
+Everything else about drawing is in ``meshwright.ir.declared.draws``. An operator that is not here is whole: every rank draws
+the same.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from functools import partial
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Rewritten, argument, dims_of, rewrite, words
+from meshwright.ir.declared.draws import Seeded
 from meshwright.ir.declared.operator import Cost, Saves, Work
-from meshwright.ir.draws import Seeded
 from meshwright.ir.graph import Op
 from meshwright.ir.rule import Local, OpRule
 

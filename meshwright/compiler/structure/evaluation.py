@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.compiler.capture.rewrite import Edit, eliminate_dead_code, rewrite
-from meshwright.ir.draws import draws
+from meshwright.ir.declared.draws import draws
 from meshwright.ir.graph import Graph, Op, Ref, map_refs
 
 DROPOUTS = frozenset({

@@ -5,23 +5,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright.errors import MeshwrightError, PlanError
+from meshwright.ir.decisions import TIME, Decisions, GroupChoice, Pipeline, Schedule
 from meshwright.ir.declared.precision import PRECISIONS
+from meshwright.ir.declared.registered import check_registered, registered_of
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP, Mesh
 from meshwright.ir.pins import RECOMPUTE
-from meshwright.ir.plan import TIME, GroupChoice, Pipeline, Plan, Schedule
 from meshwright.ir.prediction import Certificate, Prediction
 from meshwright.ir.reading.fields import LARGEST, VERSION, Field, check_depth, unpacked
 from meshwright.ir.reading.graphs import read_graph
 from meshwright.ir.schedules import schedules, unknown
 from meshwright.ir.sharding import Sharding, format_sharding, parse_sharding
 
+Made = TypeVar("Made", bound=Decisions)
 
-def plan_from_dict(data: Any) -> Plan:
-    """The plan that ``plan_to_dict`` wrote; PlanError with the path of the field if it is none, or of another version."""
+
+def read_plan(data: Any, kind: type[Made]) -> Made:
+    """The plan, made as ``kind``, that ``plan_to_dict`` wrote; PlanError with the path of the field if it is none, or of
+    another version."""
     if not isinstance(data, dict) or "meshwright" not in data:
         raise PlanError("this file holds no meshwright plan; write one with plan.save(path)")
     if data["meshwright"] != VERSION or type(data["meshwright"]) is not int:
@@ -30,7 +34,7 @@ def plan_from_dict(data: Any) -> Plan:
     check_depth(data)
     top = Field(data, "").record(
         "meshwright mesh cluster precision optimizer groups schedule pipeline assignments copies predicted certificate notes "
-        "graph"
+        "graph", "registered"
     )
     graph = read_graph(top["graph"])
     mesh = _mesh(top["mesh"])
@@ -46,7 +50,7 @@ def plan_from_dict(data: Any) -> Plan:
     if unknown := sorted(times.keys() - ops):
         raise PlanError(f"the plan is damaged: schedule.time: the graph has no operator {unknown[0]!r}")
     pipeline = _pipeline(top["pipeline"], graph, mesh)
-    return Plan(
+    return kind(
         graph, mesh, assignments, {name: _copy(field, name, graph, axes) for name, field in top["copies"].mapping().items()},
         _groups(top["groups"], graph, axes, pipeline),
         schedule=Schedule(
@@ -54,7 +58,7 @@ def plan_from_dict(data: Any) -> Plan:
             frozenset(schedule["prologue"].names(ops, "an operator of the graph")),
         ),
         pipeline=pipeline, precision=top["precision"].one_of(PRECISIONS, " or ".join(PRECISIONS)),
-        optimizer=_optimizer(top["optimizer"]), cluster=top["cluster"].text(),
+        optimizer=_optimizer(top["optimizer"]), cluster=top["cluster"].text(), registered=_registered(top, graph),
         predicted=_prediction(top["predicted"], pipeline),
         certificate=_certificate(top["certificate"]),
         notes=tuple(item.text() for item in top["notes"].items()),
@@ -152,6 +156,16 @@ def _optimizer(field: Field) -> str:
     if not good:
         raise field.wrong("the name of an optimizer, or bytes of state as in '8 bytes'")
     return text
+
+
+def _registered(top: Mapping[str, Field], graph: Graph) -> dict[str, str]:
+    """The registered rules that the plan needs, which are those of this process. A plan of the days before they were recorded
+    needs those that are here."""
+    if "registered" not in top:
+        return registered_of(graph)
+    needed = {name: words.name() for name, words in top["registered"].mapping().items()}
+    check_registered(needed, graph)
+    return needed
 
 
 # --- predictions: data that is only shown -----------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ import torch
 
 from meshwright.compiler.capture.rewrite import eliminate_dead_code
 from meshwright.compiler.rules import argument, default_rules
+from meshwright.ir.declared.draws import draws
 from meshwright.ir.declared.experts import EXPERTS, GROUPED, Experts
-from meshwright.ir.draws import draws
 from meshwright.ir.graph import Graph, Op, Ref, Value, map_refs
 from meshwright.ir.notation import RuleError
 
