@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from meshwright.ir.sharding import ShardingError
     from meshwright.lengths import longest
     from meshwright.planner import OutOfMemoryError
+    from meshwright.runtime.checks.elsewhere import Elsewhere
     from meshwright.runtime.state.materialize import MaterializeError
     from meshwright.views.difference import diff
     from meshwright.views.explain import explain
@@ -62,6 +63,7 @@ _LAZY: Mapping[str, str] = {
     "ClusterError": "meshwright.cost.cluster",
     "MaterializeError": "meshwright.runtime.state.materialize",
     "OutOfMemoryError": "meshwright.planner",
+    "Elsewhere": "meshwright.runtime.checks.elsewhere",
     "ScheduleError": "meshwright.ir.schedules",
     "register_schedule": "meshwright.ir.schedules",
     "export": "meshwright.exported",
@@ -88,8 +90,8 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "CaptureError", "CheckpointError", "Cluster", "ClusterError", "ExportError", "GraphError", "InputError", "MaterializeError",
-    "MeshError", "MeshwrightError", "MissingCheckpointError", "OutOfMemoryError", "PinError", "Pins", "Plan", "PlanError",
-    "RuleError", "RunError", "ScheduleError", "ShardingError", "VerifyError", "autoparallel", "diff", "explain", "export",
-    "load", "longest", "plan", "register_rule", "register_schedule", "show", "timeline", "to_networkx",
+    "CaptureError", "CheckpointError", "Cluster", "ClusterError", "Elsewhere", "ExportError", "GraphError", "InputError",
+    "MaterializeError", "MeshError", "MeshwrightError", "MissingCheckpointError", "OutOfMemoryError", "PinError", "Pins",
+    "Plan", "PlanError", "RuleError", "RunError", "ScheduleError", "ShardingError", "VerifyError", "autoparallel", "diff",
+    "explain", "export", "load", "longest", "plan", "register_rule", "register_schedule", "show", "timeline", "to_networkx",
 ]

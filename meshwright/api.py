@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.compiler.structure.guard import Watch
 from meshwright.compiler.structure.same import aligned
 from meshwright.cost.cluster import Cluster
-from meshwright.errors import InputError, MeshwrightError
+from meshwright.errors import InputError, MeshwrightError, RunError
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.declared.registered import registered_of
 from meshwright.ir.graph import Graph
@@ -198,7 +198,7 @@ def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
         try:
             message = [("plan", plan_to_dict(search()))]
         except Exception as error:
-            portable = error if isinstance(error, MeshwrightError) else RuntimeError(f"{type(error).__name__}: {error}")
+            portable = error if isinstance(error, MeshwrightError) else RunError(f"{type(error).__name__}: {error}")
             message = [("error", portable)]
     dist.broadcast_object_list(message, src=0)
     kind, content = message[0]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from meshwright.api import autoparallel
+from meshwright.runtime.checks.elsewhere import Elsewhere
 from tests.equality import EPS, compare
 
 WIDTH, LENGTH, BATCH = 8, 4, 8
@@ -125,7 +126,7 @@ class Drawing(nn.Module):
 
 def whole(tensor: Any) -> Tensor | None:
     """An output as the single process has it; None where another stage of a pipeline has it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else None if isinstance(tensor, Elsewhere) else tensor
 
 
 def trained(

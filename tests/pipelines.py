@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from meshwright.ir.plan import Pipeline, Plan, PlanError
 from meshwright.ir.schedules import schedule_of
 from meshwright.ir.serialize import plan_to_dict
 from meshwright.planner import capture_model, make_plan
+from meshwright.runtime.checks.elsewhere import Elsewhere
 from meshwright.runtime.pipeline import stage
 from meshwright.runtime.pipeline.stage import Stage
 from tests.equality import RELATIVE, captured_once, compare, differences, train
@@ -198,8 +200,10 @@ def check_outputs(rank: int, name: str, data: Mapping[str, Any]) -> None:
     torch.testing.assert_close(learned.loss.detach(), wanted.loss, rtol=1e-4, atol=1e-5)
     assert plan.pipeline is not None
     last = plan.mesh.coordinates(rank)[PP] == plan.pipeline.stage_rank[-1]
-    assert (learned.logits is not None) == last
-    if last:
+    assert isinstance(learned.logits, Elsewhere) != last
+    if not last:
+        check_elsewhere(learned.logits, wanted.logits)
+    else:
         torch.testing.assert_close(learned.logits.full_tensor(), wanted.logits, rtol=1e-4, atol=1e-5)
     learned.loss.backward()
     parallel.eval()
@@ -207,6 +211,25 @@ def check_outputs(rank: int, name: str, data: Mapping[str, Any]) -> None:
     with pytest.raises(RunError, match=r"in eval\(\)"):
         again.loss.backward()
     torch.testing.assert_close(again.loss, wanted.loss, rtol=1e-4, atol=1e-5)
+
+
+def check_elsewhere(output: Any, wanted: torch.Tensor) -> None:
+    """What is known of an output of another stage, and that every use of it says where it is."""
+    assert (output.shape, output.dtype, output.ndim, len(output)) == (wanted.shape, wanted.dtype, wanted.ndim, len(wanted))
+    assert "output 'logits'" in repr(output)
+    assert output.detach() is output
+    uses: list[Callable[[Any], Any]] = [
+        lambda x: x.pow(2), lambda x: x + 1, lambda x: 1 - x, lambda x: wanted * x, lambda x: x[0], lambda x: x == wanted,
+        lambda x: torch.stack([x, x]), lambda x: torch.cat((wanted, x)), lambda x: x.float().mean(), lambda x: x.cpu(),
+        lambda x: x.argmax(-1), lambda x: x.full_tensor(), lambda x: x.to_local(), lambda x: x.placements, bool, float, list,
+        lambda x: x.numpy(), lambda x: x.item(), lambda x: x.tolist(), lambda x: x.sum().backward(), lambda x: x.backward(),
+        lambda x: x.register_hook(print), lambda x: x.requires_grad_(), lambda x: x.add_(1), lambda x: f"{x:.3f}", pickle.dumps,
+        copy.deepcopy, lambda x: torch.autograd.grad(x, [wanted]), lambda x: wanted.copy_(x), lambda x: torch.equal(wanted, x),
+        lambda x: torch.nn.functional.cross_entropy(x.flatten(0, 1), wanted), lambda x: torch.nn.functional.mse_loss(x, wanted),
+    ]
+    for use in uses:
+        with pytest.raises(RunError, match="is made by stage"):
+            use(output)
 
 
 def check_resumed(rank: int, name: str, folder: str, plans: Mapping[str, Mapping[str, Any]]) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
 from meshwright.api import autoparallel
 from meshwright.compiler.capture.capture import capture
 from meshwright.errors import MeshwrightError
 from meshwright.passes.bounds import find_bounds
+from meshwright.runtime import assemble
+from meshwright.runtime.checks import calls as calls_
 from meshwright.runtime.checks.calls import check_bounds
 from tests.models import make
 
@@ -62,7 +67,34 @@ def calls(rank: int) -> dict[str, str]:
     model = nn.Linear(4, 4)
     found["example"] = said(lambda: autoparallel(model, init_device_mesh("cpu", (2,)), (torch.randn(2, 4 + rank),),
                                                  progress=False, loss_fn=lambda y: y.sum(), pins={"dp": 2}))
+
+    def one_rank_fails(model: nn.Module) -> nn.Module:
+        return autoparallel(model, init_device_mesh("cpu", (2,)), (torch.randn(2, 4),), progress=False,
+                            loss_fn=lambda y: y.sum(), pins={"dp": 2})
+
+    with torch.device("meta"):
+        broken = Broken(4, 4)
+    broken.fails = rank == 1
+    found["initialization"] = said(lambda: one_rank_fails(broken))
+    full = mock.patch.object(assemble._Assembly, "_unit", side_effect=torch.OutOfMemoryError("no room"))
+    with full if rank == 0 else nullcontext():
+        found["memory"] = said(lambda: one_rank_fails(model))
+    lost = mock.patch.object(calls_, "digest", side_effect=OSError("file lost"))
+    with lost if rank == 0 else nullcontext():
+        found["reading"] = said(lambda: one_rank_fails(model))
+    found["at last"] = said(lambda: one_rank_fails(model)(torch.randn(2, 4, generator=torch.Generator().manual_seed(1))))
     return found
+
+
+class Broken(nn.Linear):
+    """Initialized on some ranks only."""
+
+    fails = False
+
+    def reset_parameters(self) -> None:
+        if self.fails:
+            raise OSError("no such weights")
+        super().reset_parameters()
 
 
 WORDS = {
@@ -72,6 +104,9 @@ WORDS = {
     "module hook": "would not be called", "good": "nothing",
     "weights": "ranks [1] were given other weights than rank 0 (2 tensors",
     "example": "check the example inputs",
+    "initialization": "rank 1 could not fill its parameters and buffers (OSError: no such weights)",
+    "memory": "rank 0 could not make room for its parameters and buffers (OutOfMemoryError: no room)",
+    "reading": "rank 0 was given cannot be read (OSError: file lost)", "at last": "nothing",
 }
 
 
@@ -137,3 +172,63 @@ def test_bounds() -> None:
     for bad in ({"a": torch.tensor([0, 5])}, {"a": torch.tensor([-1, 0])}, {"b": torch.tensor([7, 0])}):
         with pytest.raises(MeshwrightError, match=f"input '{next(iter(bad))}' leads to index"):
             check_bounds(bounds, {"a": a, "b": b, "x": x, **bad})
+
+
+def _put_item(x: Tensor, i: Tensor) -> Tensor:
+    x[i] = 0
+    return x
+
+
+ROW = torch.tensor([[0.5, -1.0, 2.0]])
+INDEXED: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gather": lambda w, i: w.gather(0, i[:, None].repeat(1, 3)),
+    "take_along": lambda w, i: torch.take_along_dim(w, i[:, None], 0),
+    "scatter": lambda w, i: w.scatter(0, i[:, None].repeat(1, 3), ROW),
+    "scatter_number": lambda w, i: w.scatter(-2, i[:, None].repeat(1, 3), 1.0),
+    "scatter_add": lambda w, i: w.scatter_add(0, i[:, None].repeat(1, 3), ROW),
+    "scatter_reduce": lambda w, i: w.scatter_reduce(0, i[:, None].repeat(1, 3), ROW, "amax"),
+    "index_select": lambda w, i: w.index_select(-2, i), "index_add": lambda w, i: w.index_add(0, i, ROW),
+    "index_copy": lambda w, i: w.index_copy(0, i, ROW), "index_fill": lambda w, i: w.index_fill(0, i, 1.0),
+    "take": lambda w, i: w.take(i), "put": lambda w, i: w[:, 0].put(i, ROW[:, 0]), "item": lambda w, i: w.T[:, i],
+    "index_put": lambda w, i: w.index_put((i,), ROW), "set_item": lambda w, i: _put_item(w * 1, i),
+    "one_hot": lambda w, i: F.one_hot(i, 4) * w[:1, :1], "bag": lambda w, i: F.embedding_bag(i[None], w),
+    "offsets": lambda w, i: F.embedding_bag(i.new_ones(4), w, torch.cat([i.new_zeros(1), i])),
+    "embedding": lambda w, i: F.embedding(i, w, padding_idx=0), "nll": lambda w, i: F.nll_loss(w.T[:1], i),
+    "nll_of_images": lambda w, i: F.nll_loss(w.T[:1, :, None, None], i[:, None, None]),
+    "cross_entropy": lambda w, i: F.cross_entropy(w.T[:1], i, ignore_index=-4),
+    "one": lambda w, i: F.cross_entropy(w[:, 0], i[0]),
+    "margin": lambda w, i: F.multi_margin_loss(w.T[:1], i), "by_constant": lambda w, i: w[torch.arange(4)[i]],
+    "margins": lambda w, i: F.multilabel_margin_loss(w.T[:1], torch.cat([i, i.new_full((3,), -1)])[None]),
+}
+
+
+class _Indexed(nn.Module):
+    """Every way to look up, of an index of its own each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.linspace(-1, 1, 12).view(4, 3))
+
+    def forward(self, **given: Tensor) -> Tensor:
+        found = [INDEXED[name](self.w, i).sum() for name, i in given.items()]
+        return torch.stack([*found, self.w[torch.randint(0, 4, (1,)) + 0 * given["item"]].sum()]).sum()
+
+
+def test_what_one_process_raises_on_is_out_of_bounds() -> None:
+    """Every operator that looks up: the same indices are refused as torch refuses."""
+    model, good = _Indexed(), {name: torch.tensor([1]) for name in INDEXED}
+    bounds = find_bounds(capture(model, (), good))
+    assert bounds is not None
+    refused = 0
+    for name, look in INDEXED.items():
+        for number in (0, 3, 4, 9, 12, -1, -2, -4, -5, -13, -100):
+            index = torch.tensor([number])
+            try:
+                look(model.w, index)
+            except (IndexError, RuntimeError):
+                refused += 1
+                with pytest.raises(MeshwrightError, match=f"input[s ['\\[]+{name}'"):
+                    check_bounds(bounds, {**good, name: index})
+            else:
+                check_bounds(bounds, {**good, name: index})
+    assert refused > 100

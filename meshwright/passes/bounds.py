@@ -7,33 +7,35 @@ over it, and the rank that does raise would leave the others waiting. So what fo
     Bounds.graph      inputs -> the indices, a graph of its own
     Bounds.limits     what they must be
 
-Indices that the model computes from floating-point values, or reads of its buffers, are not looked at.
+Indices that the model draws, computes from floating-point values, or reads of its buffers, are not looked at.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from meshwright.ir.graph import Graph, Op, Ref
+from meshwright.ir.operators import overload
 from meshwright.ir.program import Bounds, Limit
 
-_TABLES: Mapping[str, tuple[int, int | None, int, bool]] = {
-    "aten.embedding.default": (0, 0, 1, False),
-    "aten.index_select.default": (0, None, 2, False),
-    "aten.gather.default": (0, None, 2, False),
-    "aten.scatter.src": (0, None, 2, False),
-    "aten.scatter.value": (0, None, 2, False),
-    "aten.scatter_add.default": (0, None, 2, False),
+_FROM_THE_END = frozenset({"index", "index_put", "index_fill", "take", "put"})
+"""Operators whose negative indices count from the end."""
+_FLAT = frozenset({"take", "put"})
+"""Operators that look up in all elements of a tensor."""
+_ROUND = frozenset({"take_along_dim"})
+"""Operators that take indices modulo the size: none is out of range."""
+_ROWS = frozenset({"embedding", "embedding_bag"})
+"""Operators that look up along the first dim of a weight."""
+_CLASSES: Mapping[str, tuple[int, int]] = {
+    "cross_entropy": (-1, 0), "cross_entropy_loss": (1, 0), "nll_loss": (1, 0), "nll_loss_nd": (1, 0), "nll_loss2d": (1, 0),
+    "multi_margin_loss": (1, 0), "multilabel_margin_loss": (1, -1),
 }
-"""{operator: (position of the table, the dim that is looked up (None: the argument at position 1), position of the indices,
-whether negative ones count from the end)}."""
-_CLASSES: Mapping[str, tuple[int, int, int]] = {
-    "mw.cross_entropy": (-1, 2, -100), "aten.nll_loss_nd.default": (1, 4, -100), "aten.nll_loss.default": (1, 4, -100),
-    "aten.nll_loss2d.default": (1, 4, -100), "aten.cross_entropy_loss.default": (1, 4, -100),
-}
-"""{loss of (scores, labels, ...): (dim of the classes, position of the label that is ignored, its default)}."""
+"""{loss of (scores, labels, ...): (dim of the classes, the least label)}; scores of one sample have one dim."""
 
 
 def find_bounds(graph: Graph) -> Bounds | None:
@@ -49,34 +51,63 @@ def find_bounds(graph: Graph) -> Bounds | None:
             ops.append(op)
     tree = tuple(Ref(name) for name in dict.fromkeys(limit.value for limit in limits))
     values = {name: value for name, value in graph.values.items() if name in needed or any(name in op.outputs for op in ops)}
-    cut = Graph(values, tuple(name for name in graph.inputs if name in needed), (), tuple(ops[::-1]), tree)
+    constants = {name: tensor for name, tensor in graph.constants.items() if name in needed}
+    params = tuple(param for param in graph.params if param.value in constants)
+    inputs = tuple(name for name in graph.inputs if name in needed)
+    cut = Graph(values, inputs, params, tuple(ops[::-1]), tree, constants=constants)
     return Bounds(cut, tuple(replace(limit, source=_source(limit.value, cut)) for limit in limits))
 
 
 def _limits(op: Op, graph: Graph) -> list[Limit]:
-    what = f"{op.target.split('.')[1]} of {op.module or 'the model'}" + (f" ({op.source})" if op.source else "")
-    if op.target in _TABLES:
-        table, dim, indices, wraps = _TABLES[op.target]
-        at = op.args[1] if dim is None else dim
-        shape = graph.values[op.args[table].name].shape
-        size = shape[at] if shape else 1
-        return [Limit(op.args[indices].name, -size if wraps else 0, size, None, what, "")]
-    if op.target in _CLASSES:
-        dim, position, default = _CLASSES[op.target]
-        scores, labels = (graph.values[ref.name] for ref in op.args[:2])
-        if labels.dtype.is_floating_point:
-            return []
-        given: Any = op.args[position] if len(op.args) > position else dict(op.kwargs).get("ignore_index", default)
-        size = scores.shape[dim if len(scores.shape) > 1 else 0]
-        return [Limit(labels.name, 0, size, int(given), what, "")]
-    if op.target == "aten.index.Tensor":
-        shape = graph.values[op.args[0].name].shape
-        whole = [(dim, ref.name) for dim, ref in enumerate(op.args[1]) if isinstance(ref, Ref)]
-        return [
-            Limit(name, -shape[dim], shape[dim], None, what, "") for dim, name in whole
-            if graph.values[name].dtype.itemsize > 1  # a mask is no index
-        ]
+    """By the names of the operator's arguments: ``dim`` with ``index`` or ``indices`` is a look-up whoever does it."""
+    library, _, name = op.target.partition(".")
+    name = name.partition(".")[0]
+    what = f"{name} of {op.module or 'the model'}" + (f" ({op.source})" if op.source else "")
+    given = _arguments(op)
+
+    def shape_of(ref: Ref) -> tuple[int, ...]:
+        return graph.values[ref.name].shape
+
+    def limit(index: Any, size: int, least: int = 0, ignored: int | None = None) -> list[Limit]:
+        integer = isinstance(index, Ref) and not graph.values[index.name].dtype.is_floating_point
+        least = -size if name in _FROM_THE_END else least
+        return [Limit(index.name, least, size, ignored, what, "")] if integer else []
+
+    if name in _CLASSES and library in ("aten", "mw"):
+        (dim, least), (scores, labels) = _CLASSES[name], op.args[:2]
+        shape = shape_of(scores)
+        ignored = None if "margin" in name else int(given.get("ignore_index", -100))
+        return limit(labels, shape[dim if len(shape) > 1 else 0], least, ignored)
+    if library != "aten":
+        return []
+    if name == "one_hot":
+        return limit(given["self"], given.get("num_classes", -1)) if given.get("num_classes", -1) > 0 else []
+    table = given.get("weight" if name in _ROWS else "self")
+    index = given.get("index", given.get("indices"))
+    if not isinstance(table, Ref) or index is None:
+        return []
+    shape = shape_of(table)
+    if name in _ROWS:
+        offsets = given.get("offsets")
+        bags = [] if offsets is None else limit(offsets, shape_of(index)[0] + 1)
+        return [*limit(index, shape[0]), *(replace(one, what=f"offsets of {what}") for one in bags)]
+    if isinstance(index, tuple):
+        whole = [(dim, ref) for dim, ref in enumerate(index) if isinstance(ref, Ref)]
+        return [found for dim, ref in whole if graph.values[ref.name].dtype.itemsize > 1  # a mask is no index
+                for found in limit(ref, shape[dim])]
+    if name in _FLAT:
+        return limit(index, math.prod(shape))
+    if isinstance(given.get("dim"), int) and name not in _ROUND:
+        return limit(index, shape[given["dim"]] if shape else 1)
     return []
+
+
+def _arguments(op: Op) -> dict[str, Any]:
+    """{name in the schema: what is given}; of meshwright's own operators by position."""
+    if op.target.startswith("mw."):
+        return dict(zip(("scores", "labels", "ignore_index"), op.args, strict=False)) | dict(op.kwargs)
+    formal = overload(op.target)._schema.arguments
+    return {argument.name: value for argument, value in zip(formal, op.args, strict=False)} | dict(op.kwargs)
 
 
 def _from_inputs(name: str, graph: Graph) -> bool:
@@ -93,17 +124,22 @@ def _from_inputs(name: str, graph: Graph) -> bool:
             any_input = True
         elif current in graph.producers:
             op = graph.ops[graph.producers[current]]
-            if not op.target.startswith("aten."):
+            if not op.target.startswith("aten.") or torch.Tag.nondeterministic_seeded in overload(op.target).tags:
                 return False
             wanted += op.inputs
-        else:
+        elif current not in graph.constants:
             return False  # a buffer
     return any_input
 
 
 def _source(name: str, graph: Graph) -> str:
-    """The input that an index comes from, for the message."""
-    while name in graph.producers:
-        inputs = graph.ops[graph.producers[name]].inputs
-        name = next((n for n in inputs if n in graph.inputs or n in graph.producers), "")
-    return name
+    """The input that an index comes from, for the message: of several the first on the way back."""
+    wanted, seen = [name], set[str]()
+    while wanted:
+        current = wanted.pop()
+        if current in graph.inputs:
+            return current
+        if current in graph.producers and current not in seen:
+            seen.add(current)
+            wanted += graph.ops[graph.producers[current]].inputs[::-1]
+    return ""

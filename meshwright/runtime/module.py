@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from meshwright.ir.mesh import PP
 from meshwright.ir.program import Program, Stored
 from meshwright.ir.signature import rebuild_output
 from meshwright.runtime import held
-from meshwright.runtime.assemble import assemble, fused_axes, rest_dtype
+from meshwright.runtime.assemble import assemble, data_meshes, fused_axes, rest_dtype
 from meshwright.runtime.checks.calls import Agreement, check_bounds, digest_of_input, same_weights
 from meshwright.runtime.checks.gradients import IN_EVALUATION, differentiable, refused
 from meshwright.runtime.checks.ports import Ports
@@ -36,10 +36,12 @@ from meshwright.runtime.pipeline.pipeline import Pipeline, run_pipeline
 from meshwright.runtime.state import checkpoint
 from meshwright.runtime.state.layout import local_of, owner
 from meshwright.runtime.state.lending import Lender
-from meshwright.runtime.state.materialize import Source, fill
+from meshwright.runtime.state.materialize import MaterializeError, Source, fill
 from meshwright.runtime.step import run_step
 from meshwright.runtime.verdict import together
 from meshwright.runtime.whole import Role, adopt, cut_as, let_optimizers_know
+
+T = TypeVar("T")
 
 
 def build(
@@ -51,7 +53,8 @@ def build(
     ``source``: the model, whose weights are copied (or, on the meta device, initialized, share by share); or a function
     (stored, box) -> that box of the tensor; or None, and the caller sees to the contents. ``device``: where to compute;
     default: this rank's GPU if the process group has NCCL, else the CPU. ``names``: (name, stored) in the
-    order of the state dict, where the source is no model. Raises MeshError if the program's mesh is not the world's.
+    order of the state dict, where the source is no model. Raises MeshError if the program's mesh is not the world's; what one
+    rank alone cannot do (no memory, an initialization that fails there), all ranks raise as MaterializeError.
     """
     device = device or _default_device()
     stages = program.stages
@@ -64,11 +67,30 @@ def build(
         dist.broadcast(base, 0)
     seed = int(base)
     let_optimizers_know()
-    engine = Pipeline(program, groups) if stages else assemble(program, groups)
-    if isinstance(source, nn.Module):
-        same_weights({**dict(source.named_parameters()), **dict(source.named_buffers())})
-    fill(program, engine.tensors, groups, source, seed)
-    return ParallelModule(program, groups, engine, seed, source if isinstance(source, nn.Module) else None, names)
+    model = source if isinstance(source, nn.Module) else None
+    meshes = data_meshes(stages.stored if stages else program.stored, groups)
+
+    def make() -> Engine | Pipeline:
+        return Pipeline(program, groups, meshes) if stages else assemble(program, groups, meshes)
+
+    engine = together(lambda: _of_this_rank(make, "make room for"))
+    named = together(lambda: _ordered(program, model) if names is None else list(names))
+    if model is not None:
+        same_weights({**dict(model.named_parameters()), **dict(model.named_buffers())})
+    together(lambda: _of_this_rank(lambda: fill(program, engine.tensors, groups, source, seed), "fill"))
+    return ParallelModule(program, groups, engine, seed, model, named)
+
+
+def _of_this_rank(step: Callable[[], T], what: str) -> T:
+    """What ``step`` returns. Raises MaterializeError for what it raises, if that is no error of our own."""
+    try:
+        return step()
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        raise MaterializeError(f"rank {rank} could not {what} its parameters and buffers ({type(error).__name__}: {error}); "
+                               f"see the cause on that rank. Nothing was built on any rank") from error
 
 
 def _default_device() -> torch.device:
@@ -104,7 +126,7 @@ class ParallelModule(nn.Module):
 
     def __init__(
         self, program: Program, groups: Groups, engine: Engine | Pipeline, seed: int, model: nn.Module | None,
-        names: Sequence[tuple[str, Stored]] | None = None,
+        names: Sequence[tuple[str, Stored]],
     ) -> None:
         super().__init__()
         self.plan: Any = None
@@ -115,7 +137,7 @@ class ParallelModule(nn.Module):
         self._program, self._groups, self._seed, self._calls = program, groups, seed, 0
         self._ports = Ports(groups)
         self._engine = (engine,)  # in a tuple: its units are no submodules of this one
-        self._names = _ordered(program, model) if names is None else list(names)
+        self._names = list(names)
         self._places: list[held.Place] = []
         for fqn, stored in self._names:
             if stored.value in engine.tensors:  # else it is another stage's
@@ -165,7 +187,7 @@ class ParallelModule(nn.Module):
         self._mutate(engine, values)
         for tensor, changed in changes:
             tensor.copy_(changed)
-        outputs = {port.name: self._ports.present(values.get(port.name), port) for port in program.outputs}
+        outputs = {port.name: self._ports.present(values.get(port.name), port, program) for port in program.outputs}
         if program.signature is None:
             return map_refs(program.output_tree, lambda ref: outputs[ref.name])
         return rebuild_output(program.output_tree, program.signature["output"], outputs, program.classes)
@@ -388,7 +410,8 @@ class ParallelModule(nn.Module):
         """A parallel module of its own under the same plan (a moving average of the weights). Every rank calls this."""
         self._check()
         program, groups = self._program, self._groups
-        engine = Pipeline(program, groups) if program.stages else assemble(program, groups)
+        meshes = data_meshes(program.stages.stored if program.stages else program.stored, groups)
+        engine = Pipeline(program, groups, meshes) if program.stages else assemble(program, groups, meshes)
         twin = ParallelModule(program, groups, engine, self._seed, None, self._names)
         twin.plan, twin._calls, twin._originals, twin.exporter = self.plan, self._calls, self._originals, self.exporter
         twin.watch, twin.lower_mode = self.watch, self.lower_mode

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, RunError
 
 T = TypeVar("T")
 
@@ -36,4 +36,4 @@ def together(step: Callable[[], T]) -> T:
 
 def _portable(error: Exception) -> Exception:
     """The error itself if other ranks can act on it, else its words: not every exception survives pickling."""
-    return error if isinstance(error, MeshwrightError) else RuntimeError(f"{type(error).__name__}: {error}")
+    return error if isinstance(error, MeshwrightError) else RunError(f"{type(error).__name__}: {error}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import InputError
+from meshwright.ir.graph import Ref
 from meshwright.ir.program import Bounds, Limit
 from meshwright.runtime.interpret import run
+from meshwright.runtime.verdict import together
 
 SAMPLED = 4096
 """Elements of a tensor that are read to tell it from another."""
@@ -51,8 +54,16 @@ def check_bounds(bounds: Bounds, given: Mapping[str, Tensor]) -> None:
     for name in bounds.graph.inputs:
         tensor = given[name].detach()
         inputs[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
-    with torch.no_grad():
-        values = {**inputs, **run(bounds.graph, inputs)}
+    graph = bounds.graph
+    try:
+        with torch.no_grad():
+            values = {**inputs, **run(graph, inputs)}
+    except (RuntimeError, IndexError) as error:  # a look-up on the way to another: who came first is checked first
+        for limit in sorted(bounds.limits, key=lambda limit: graph.producers.get(limit.value, -1)):
+            ops = graph.ops[: graph.producers.get(limit.value, -1) + 1]
+            _check(limit, {**inputs, **run(replace(graph, ops=ops, output_tree=(Ref(limit.value),)), inputs)}[limit.value])
+        raise InputError(f"inputs {sorted(inputs)} lead to an index that is out of range ({error}); one process would raise, "
+                         f"too. Check the tokenizer or the labels") from error
     for limit in bounds.limits:
         _check(limit, values[limit.value])
 
@@ -123,7 +134,15 @@ def same_weights(tensors: Mapping[str, Tensor]) -> None:
     calls this, with its own model's tensors by name; those on the meta device are initialized alike later."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    mine = {name: digest(tensor.detach(), everything=False) for name, tensor in tensors.items()}
+
+    def read() -> dict[str, int]:
+        try:
+            return {name: digest(tensor.detach(), everything=False) for name, tensor in tensors.items()}
+        except Exception as error:
+            raise InputError(f"the weights that rank {dist.get_rank()} was given cannot be read ({type(error).__name__}: "
+                             f"{error})") from error
+
+    mine = together(read)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, zlib.crc32(repr(sorted(mine.items())).encode()))
     if len(set(everyone)) == 1:

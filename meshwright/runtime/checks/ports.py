@@ -14,6 +14,7 @@ from meshwright.errors import InputError
 from meshwright.ir.program import SEED, Port, Program
 from meshwright.ir.sharding import DTYPE_NAMES, format_sharding, piece, to_placements
 from meshwright.ir.signature import bind
+from meshwright.runtime.checks.elsewhere import Elsewhere
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.interpret import run as interpret
 from meshwright.runtime.state.layout import global_stride, local_of
@@ -79,12 +80,14 @@ class Ports:
                 tensor = tensor.narrow(dim, *piece(port.shape[dim], groups.mesh, axes, groups.coordinates))
         return tensor.to(groups.device, non_blocking=True)
 
-    def present(self, value: Tensor | None, port: Port) -> Tensor | None:
-        """As the caller sees it; None: another stage of a pipeline has it (see ``runtime.pipeline.pipeline``)."""
+    def present(self, value: Tensor | None, port: Port, program: Program) -> Tensor:
+        """As the caller sees it. ``value``: None if another stage of a pipeline has it (see ``runtime.pipeline.pipeline``)."""
         mesh = self.groups.device_mesh
-        if mesh is not None and value is not None and not port.shape and value.requires_grad:
+        if value is None:
+            return Elsewhere.of(port, program)
+        if mesh is not None and not port.shape and value.requires_grad:
             value.register_hook(plain)  # where the loss was added to what was made from parameters
-        if mesh is None or value is None or not port.shape:
+        if mesh is None or not port.shape:
             return value
         placements = to_placements(port.sharding, self.groups.mesh, self.groups.axes)
         return DTensor.from_local(

@@ -7,8 +7,8 @@
 The gradients that the schedule computed are handed out by ``step.Release`` when the caller's backward comes.
 
 Outputs: the loss and other numbers are the same on every rank. Other outputs of a training step stay on the ranks of the stage
-that makes them, and are None elsewhere: sending logits around every step costs more than they are asked for. Without
-gradients (``eval()``, ``no_grad``) every rank has every output.
+that makes them, and are an ``Elsewhere`` on others: sending logits around every step costs more than they are asked for.
+Without gradients (``eval()``, ``no_grad``) every rank has every output.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwright.ir.graph import Graph, Value
 from meshwright.ir.mesh import PP
 from meshwright.ir.program import SEED, THREAD, Port, Program
 from meshwright.ir.sharding import Sharding
-from meshwright.runtime.assemble import assemble, data_meshes
+from meshwright.runtime.assemble import Meshes, assemble
 from meshwright.runtime.checks.gradients import BEYOND_THE_LOSS, IN_EVAL, refused
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.pipeline.ordered import Ordered
@@ -61,9 +61,10 @@ def _sum(local: Tensor, group: dist.ProcessGroup) -> None:
 
 
 class Pipeline:
-    """All stages of this rank. ``tensors``: every stored tensor of the rank at rest, by value name."""
+    """All stages of this rank. ``meshes``: of ``data_meshes``, for the tensors of all stages. ``tensors``: every stored tensor
+    of the rank at rest, by value name."""
 
-    def __init__(self, program: Program, groups: Groups) -> None:
+    def __init__(self, program: Program, groups: Groups, meshes: Meshes) -> None:
         assert program.stages is not None
         assert groups.pipeline is not None
         self.program, self.groups, self.stages, self.group = program, groups, program.stages, groups.pipeline
@@ -71,12 +72,11 @@ class Pipeline:
         self.loss = next((port for port in program.outputs if port.name == program.loss), None)
         self.tensors: dict[str, Tensor] = {}
         self.copies: list[Copy] = []
-        meshes = data_meshes(self.stages.stored, groups)
         mine = [stage for stage, at in enumerate(self.stages.stage_rank) if at == self.rank]
         self.parts = [self._part(stage, meshes, first=stage == mine[0]) for stage in mine]
         self.schedule = Ordered([Stage(part, self.stages, self.group) for part in self.parts], self.stages.table)
 
-    def _part(self, stage: int, meshes: Any, first: bool) -> Part:
+    def _part(self, stage: int, meshes: Meshes, first: bool) -> Part:
         """A stage's share of the program, assembled. The rank's first also runs the prologue, and keeps what nobody reads."""
         program, stages = self.program, self.stages
         segments = tuple(s for s in program.segments if (first if s.prologue else s.stage == stage))
