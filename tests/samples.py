@@ -1,28 +1,17 @@
-"""What a sample call is, and short names for its tensors.
+"""Short names for the tensors of sample calls.
 
-Dims are 2, 4, 6 or 8, so that they split over one axis of 2, over two, and unevenly over 3; floats are float64. ``fixed``:
-positions of float operands that the operator cannot differentiate. ``values=False``: what the operator returns is not
-determined, only its shape.
+Dims are 2, 4, 6 or 8, so that they split over one axis of 2, over two, and unevenly over 3; floats are float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Sample:
-    """One call."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    fixed: tuple[int, ...] = ()
-    values: bool = True
+from meshwright.testing import Sample as Sample
 
 
 def s(*args: Any, fixed: Sequence[int] = (), values: bool = True, **kwargs: Any) -> Sample:

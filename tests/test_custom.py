@@ -23,9 +23,9 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.reading.graphs import graph_from_dict
 from meshwright.ir.serialize import graph_to_dict
 from meshwright.runtime.interpret import run
+from meshwright.testing import assignments, check, whole_run
 from tests.backwards import CASES, Model, make
 from tests.equality import differences
-from tests.sharded import assignments, check, whole_run
 
 
 def calls(name: str) -> list[Op]:
@@ -65,7 +65,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_what_may_be_split(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_be_split(name: str) -> None:
     """The rule that follows from the operators inside; every split of it equals the whole."""
     call = calls(name)[0]
     function = call.args[0]
@@ -76,7 +76,7 @@ def test_what_may_be_split(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(rule) == RULES[name]
     for mesh, even in ((Mesh.of(a=2), True), (Mesh.of(a=2, b=2), True), (Mesh.of(a=3), False)):
         for assignment in assignments(rule, mesh, even):
-            check(whole, rule, assignment, mesh, monkeypatch)
+            check(whole, rule, assignment, mesh)
 
 
 def test_equal_calls_are_equal() -> None:

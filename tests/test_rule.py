@@ -13,19 +13,20 @@ from meshwright.ir.notation import Dim, Line, RuleError, Term, parse_line
 from meshwright.ir.rule import OpRule, Traffic, place
 from meshwright.ir.sharding import format_sharding, parse_sharding
 
+UNITS = ("", ":2", "/groups", ":head_dim", "/16")
 NAMES = st.sampled_from(["b", "k", "n", "heads", "v_1", "X"])
 
 
 @st.composite
 def lines(draw: st.DrawFn) -> Line:
     """Any line of the grammar: a name is either one dim or many throughout."""
-    stars = draw(st.sets(NAMES, max_size=2))
+    stars, whole = draw(st.sets(NAMES, max_size=2)), draw(st.sets(NAMES, max_size=2))
 
     def term() -> Term:
         dims = []
         for name in draw(st.lists(NAMES, unique=True, max_size=4)):
             if name not in stars:
-                dims.append(Dim("name", name, draw(st.booleans())))
+                dims.append(Dim("name", name, name in whole, "" if name in whole else draw(st.sampled_from(UNITS))))
             elif not any(dim.many for dim in dims):
                 dims.append(Dim("star", name, draw(st.booleans())))
         if not any(dim.many for dim in dims) and draw(st.booleans()):
@@ -48,7 +49,7 @@ def test_a_line_is_printed_as_it_is_read(line: Line) -> None:
 @given(lines(), st.sampled_from(["", " ", "  "]))
 def test_spaces_between_marks_do_not_matter(line: Line, space: str) -> None:
     text = str(line)
-    for mark in (",", "->", ";", "+", "?", "!"):
+    for mark in (",", "->", ";", "+", "?", "!", ":", "/"):
         text = text.replace(mark, f"{space}{mark}{space}")
     assert parse_line(text) == line
 
@@ -70,6 +71,11 @@ def test_spaces_between_marks_do_not_matter(line: Line, space: str) -> None:
         ("* -> a", 3, "expected a factor"),
         ("*dim3 -> a", 2, "belong to '...'"),
         ("a -> a b -> a", 10, "unexpected '->'"),
+        ("a:0 -> a", 3, "a number of 1 or more"),
+        ("a/ -> a", 4, "a number of 1 or more, or the name of an argument"),
+        ("*a:2 -> *a", 3, "a unit belongs to one dim"),
+        ("a:2! -> a", 4, "a whole dim has no unit"),
+        ("a:2 -> a!", 1, "'a' is whole and has a unit"),
     ],
 )
 def test_errors_restate_the_line_and_point(text: str, column: int, why: str) -> None:

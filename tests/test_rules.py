@@ -1,7 +1,7 @@
 """Every operator's rule: what it says, and that running the pieces equals running the whole.
 
 ``test_every_sharding_equals_the_whole`` is the mechanical test: for each sample call and every legal assignment that the rule
-derives over one axis, over two, and unevenly over three ranks. The others state what the rules of the operators that
+derives (``meshwright.testing.check_rule``). The others state what the rules of the operators that
 matter most must allow, so that a rule that splits nothing does not pass for a right one.
 """
 
@@ -29,26 +29,15 @@ from meshwright.ir.notation import RuleError
 from meshwright.ir.program import DRAW, SEED
 from meshwright.ir.rule import Local, OpRule, place
 from meshwright.runtime.ops import OPS
+from meshwright.testing import Sample, assignments, check, check_rule, one_rank, whole_run
 from tests.rule_samples import SAMPLES
-from tests.samples import Sample
-from tests.sharded import assignments, check, one_rank, whole_run
-
-MESHES = ((Mesh.of(a=2), True), (Mesh.of(a=2, b=2), True), (Mesh.of(a=3), False), (Mesh.of(a=2, b=3), False))
 
 
 @pytest.mark.parametrize("target", sorted(SAMPLES))
-def test_every_sharding_equals_the_whole(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_sharding_equals_the_whole(target: str) -> None:
     torch.manual_seed(0)
     for sample in SAMPLES[target]():
-        run = whole_run(target, sample.args, sample.kwargs, sample.fixed)
-        rule = builtin_rules().rule_for(run.op, run.graph)
-        assert rule.known
-        for mesh, even in MESHES:
-            for assignment in assignments(rule, mesh, even):
-                try:
-                    check(run, rule, assignment, mesh, monkeypatch, sample.values)
-                except AssertionError as error:
-                    raise AssertionError(f"{run.op}\n  rule {rule}\n  on {mesh} under {assignment}: {error}") from error
+        check_rule(target, sample, book=builtin_rules())
 
 
 @pytest.mark.parametrize(
@@ -109,13 +98,13 @@ def test_every_rule_has_a_sample_and_every_operator_exists() -> None:
 
 EXPECTED = {
     "aten.linear.default": "b0 b1 k, n k -> b0 b1 n",
-    "mw.fused_linear": "b0 b1 k, n k -> b0 b1 n, b0 b1 n, b0 b1 n",
+    "mw.fused_linear": "b0 b1 k, n/4 k -> b0 b1 n/4, b0 b1 n/4, b0 b1 n/4",
     "aten.matmul.default": "dim0 dim1 m k, dim1 k n -> dim0 dim1 m n",
     "aten.add.Tensor": "dim0 dim1, dim0 dim1 -> dim0 dim1 ; +0,1",
     "aten.mul.Tensor": "dim0 dim1, dim0 dim1 -> dim0 dim1 ; +0 +1",
     "aten.pow.Tensor_Scalar": "dim0 dim1 -> dim0 dim1",
     "aten.relu.default": "dim0 dim1 -> dim0 dim1",
-    "aten.reshape.default": "dim0 dim1 dim2 -> dim0 dim1 dim2 . ; +0",
+    "aten.reshape.default": "dim0 dim1 dim2/4 -> dim0 dim1 dim2/4 . ; +0",
     "aten.transpose.int": "dim0 dim1 dim2 -> dim0 dim2 dim1 ; +0",
     "aten.expand.default": "dim0 . dim2 -> dim0 dim1 dim2 ; +0",
     "aten.cat.default": "dim0 ., dim0 . -> dim0 . ; +0,1",
@@ -155,7 +144,7 @@ def test_hidden_dims_split_in_heads() -> None:
     assert rule.sizes["dim2"] == 8
     assert rule.even == {"dim2"}
     merged = rule_of("aten.reshape.default", torch.zeros(2, 3, 32), (6, 32))
-    assert str(merged) == "dim0 . dim2 -> dim0 dim2 ; +0"
+    assert str(merged) == "dim0/2 . dim2 -> dim0/2 dim2 ; +0"
     assert merged.sizes["dim0"] == 2
 
 
@@ -163,7 +152,7 @@ def test_grouped_queries_split_in_key_heads() -> None:
     q, k = torch.zeros(2, 8, 3, 4), torch.zeros(2, 2, 3, 4)
     grouped = rule_of("aten.scaled_dot_product_attention.default", q, k, k, enable_gqa=True)
     assert grouped.sizes["h"] == 2
-    assert str(grouped) == "b0 h . ., b0 h . ., b0 h . . -> b0 h . ."
+    assert str(grouped) == "b0 h/2 . ., b0 h/2 . ., b0 h/2 . . -> b0 h/2 . ."
     single = rule_of("aten.scaled_dot_product_attention.default", q, k[:, :1], k[:, :1], enable_gqa=True)
     assert str(single) == "b0 h . ., b0 . . ., b0 . . . -> b0 h . ."
     assert single.sizes["h"] == 8
@@ -381,3 +370,42 @@ def test_ten_thousand_operators_take_less_than_a_second() -> None:
     for op in ops:
         book.rule_for(op, graph)
     assert time.process_time() - start < 1.0
+
+
+# checking a rule of one's own
+
+
+def test_check_rule_finds_what_is_wrong_and_names_the_factor() -> None:
+    @torch.library.custom_op("meshwright_test::rotate", mutates_args=())
+    def rotate(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Pairs of neighbours turned, then scaled by what the row's sum says."""
+        pairs = x.unflatten(-1, (-1, 2))
+        return torch.stack([-pairs[..., 1], pairs[..., 0]], -1).flatten(-2) * scale
+
+    rotate.register_autograd(
+        lambda ctx, dy: (-rotate(dy * ctx.saved_tensors[0], torch.ones_like(ctx.saved_tensors[0])), None),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+    )
+    x, scale = torch.randn(4, 12, dtype=torch.float64), torch.rand((), dtype=torch.float64)
+
+    def checked(rule: Any, **options: Any) -> tuple[str, ...]:
+        def scenario() -> tuple[str, ...]:
+            register_rule(rotate, rule)
+            return check_rule(rotate, Sample((x, scale), fixed=(1,)), **options)
+
+        return contextvars.copy_context().run(scenario)
+
+    good = checked("*b d:2, () -> *b d ; +0 +1")
+    singles = {split for split in good if "," not in split}
+    assert singles == {"b0 over 2", "b0 over 4", "d over 2", "d over 3"} | {f"+{k} over {n}" for k in (0, 1) for n in (2, 3, 4)}
+    assert {"b0 over 2, d over 3", "+0 over 2, d over 3", "d over 2, d over 3"} <= set(good)
+    assert checked("*b! d:2, () -> *b d:2", most=2) == ("d over 2", "d over 2, d over 3")
+    for wrong, named in (
+        ("*b d, () -> *b d", r"wrong where d over 4"), ("*b! d!, () -> *b d ; +0,1", r"wrong where \+0 over 2"),
+        ("*b d:2, () -> *b d:4", "d has 6 units and 3"), ("b d:2, () -> . d", r"wrong where b over 2"),
+        ("*b d:5, () -> *b d", "d:5 of a dim of 12"), ("*b d/by, () -> *b d", "no argument 'by'; it has x, scale"),
+    ):
+        with pytest.raises(RuleError, match=named):
+            checked(wrong)
+    with pytest.raises(RuleError, match=r"meshwright_test\.rotate\.default has no rule.*register_rule"):
+        check_rule(rotate, (x, scale))

@@ -6,19 +6,24 @@
     *b v! -> *b v                    softmax over the last dim: v stays whole
     *b . . -> *b . .                 pooling: two anonymous dims that are always whole
     *b -> ()                         sum of everything: the result is a scalar
+    *b d:2 -> *b d                   d is cut in pieces of 2 elements, so that pairs stay together
+    n c/groups *s! -> n c *s!        c is cut in as many pieces as the argument ``groups`` says, or in fewer, whole ones
 
 Grammar (``parse_line`` reads it, ``str`` of a ``Line`` prints it):
 
     line    := terms "->" terms [";" group*]        group := "+" INT ("," INT)*
     terms   := [term ("," term)*]
     term    := ("()" | dim+) ["?"]                  "?": the operand may be absent
-    dim     := ["*"] NAME ["!"] | "..." ["!"] | "."
+    dim     := ["*"] NAME ["!"] | NAME unit | "..." ["!"] | "."
+    unit    := (":" | "/") (INT | NAME)             ":": elements of a piece, "/": number of pieces
 
 A *factor* is an index letter: a NAME, one per dim that ``*NAME`` stands for (``b0 b1 ..``: the same number of dims wherever
 it occurs), or one per broadcast dim of ``...`` (``dim0 dim1 ..``, aligned at the right, an operand's dims of size 1 free). A
 factor of the operands that no result has is summed: the result is a pending sum over the axes that split it. ``!`` anywhere
-keeps the factor whole. A group lists operand positions (0 is the first) in which the operator is jointly linear; a group with
-an absent operand does not count.
+keeps the factor whole. A *unit* is a piece of a dim that no split cuts: ``d:2`` says how long it is, ``c/groups`` how many
+there are, by a number or by the name of a whole-number argument of the operator. Dims that share a factor are split at the
+same units: ``b h:64 -> b h .`` makes heads of 64 elements a dim of their own. A group lists operand
+positions (0 is the first) in which the operator is jointly linear; a group with an absent operand does not count.
 '''
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import MeshwrightError
 
-_TOKEN = re.compile(r"\s*(?:(->)|(\.\.\.)|(\(\))|(\d+(?!\w))|([A-Za-z_]\w*)|([*!?.,;+]))")
+_TOKEN = re.compile(r"\s*(?:(->)|(\.\.\.)|(\(\))|(\d+(?!\w))|([A-Za-z_]\w*)|([*!?.,;+:/]))")
 _RESERVED = re.compile(r"dim\d*")
 
 
@@ -39,11 +44,16 @@ class RuleError(MeshwrightError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One dim of a term. ``kind``: "name", "star" (``*b``), "ellipsis" (``...``) or "dot" (anonymous, whole)."""
+    """One dim of a term.
+
+    ``kind``: "name", "star" (``*b``), "ellipsis" (``...``) or "dot" (anonymous, whole).
+    ``unit``: what no split cuts: ":" or "/" and a number or the name of an argument, such as ":2" or "/groups".
+    """
 
     kind: str
     name: str = ""
     whole: bool = False
+    unit: str = ""
 
     @property
     def many(self) -> bool:
@@ -52,7 +62,7 @@ class Dim:
 
     def __str__(self) -> str:
         text = {"name": self.name, "star": f"*{self.name}", "ellipsis": "...", "dot": "."}[self.kind]
-        return text + ("!" if self.whole else "")
+        return text + ("!" if self.whole else self.unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +184,22 @@ class _Parser:
         if kind == "star" and _RESERVED.fullmatch(name):
             raise self._error("the names dim, dim0, dim1, .. belong to '...'")
         self.at += 1
+        if self._next in (":", "/"):
+            return Dim(kind, name, unit=self._unit(kind))
         return Dim(kind, name, whole=self._take("!"))
+
+    def _unit(self, kind: str) -> str:
+        if kind == "star":
+            raise self._error("a unit belongs to one dim")
+        mark = self._next
+        self.at += 1
+        if not re.fullmatch(r"[1-9]\d*|[A-Za-z_]\w*", self._next):
+            raise self._error("expected a number of 1 or more, or the name of an argument")
+        unit = mark + self._next
+        self.at += 1
+        if self._next == "!":
+            raise self._error("a whole dim has no unit")
+        return unit
 
     def _groups(self, count: int) -> tuple[frozenset[int], ...]:
         groups = []
@@ -195,11 +220,15 @@ class _Parser:
 
     def _check(self, line: Line) -> None:
         kinds: dict[str, str] = {}
-        for term in (*line.operands, *line.results):
+        every = (*line.operands, *line.results)
+        for term in every:
             names = [dim.name for dim in term.dims if dim.name]
             for dim in term.dims:
                 if dim.name and kinds.setdefault(dim.name, dim.kind) != dim.kind:
                     raise self._error(f"{dim.name!r} is both one dim and *{dim.name}", 0)
+            for dim in term.dims:
+                if dim.unit and any(dim.name == other.name and other.whole for t in every for other in t.dims):
+                    raise self._error(f"{dim.name!r} is whole and has a unit", 0)
             if len(set(names)) != len(names):
                 raise self._error(f"a factor is used twice in the term {term}", 0)
         if any(term.optional for term in line.results):

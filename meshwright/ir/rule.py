@@ -196,11 +196,16 @@ class OpRule:
         """The rule in the notation of ``meshwright.ir.notation``, every dim written out."""
 
         def term(dims: tuple[Factor | None, ...]) -> str:
-            return " ".join("." if f is None else f + "!" * (f in self.whole) for f in dims) or "()"
+            return " ".join(map(self._written, dims)) or "()"
 
         groups = "".join(" +" + ",".join(map(str, sorted(group))) for group in self.linear)
         text = f"{', '.join(map(term, self.operands))} -> {', '.join(map(term, self.results))}".strip()
         return text + (f" ;{groups}" if groups else "")
+
+    def _written(self, factor: Factor | None) -> str:
+        if factor is None or factor in self.whole:
+            return "." if factor is None else f"{factor}!"
+        return f"{factor}/{self.sizes[factor]}" if factor in self.even else factor
 
 
 @dataclass(frozen=True)

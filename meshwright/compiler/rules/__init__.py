@@ -12,10 +12,11 @@ from meshwright.compiler.rules.book import (
     declare,
     default_rules,
     register_rule,
+    target_name,
 )
 from meshwright.compiler.rules.call import Call, Operand, RuleFunction, argument, rewrite
 
 __all__ = [
     "Call", "Declaration", "Operand", "RuleBook", "RuleFunction", "argument", "builtin_rules", "declare", "default_rules",
-    "register_rule", "rewrite",
+    "register_rule", "rewrite", "target_name",
 ]

@@ -203,7 +203,7 @@ def register_rule(
     >>> default_rules().known("mylib.scale.default")
     True
     """
-    name, book = _target_name(target), default_rules()
+    name, book = target_name(target), default_rules()
     before = book.operators[name]
     line = declare(rule, localize, cost=before.cost if cost is None else cost, saves=before.saves if saves is None else saves,
                    recompute=before.recompute if recompute is None else recompute)
@@ -215,7 +215,8 @@ def register_rule(
     remember(name, _in_words(declaration))
 
 
-def _target_name(target: Any) -> str:
+def target_name(target: Any) -> str:
+    """The name of an operator, given as one, as an ``OpOverload`` or as what ``torch.library.custom_op`` returned."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     overload = getattr(target, "_opoverload", None)
@@ -223,4 +224,4 @@ def _target_name(target: Any) -> str:
         return str(overload)
     if isinstance(target, str) and target.count(".") in (1, 2):
         return target if target.count(".") == 2 else f"{target}.default"
-    raise RuleError(f'register_rule takes "namespace.name.overload" or an operator of torch.ops, not {target!r}')
+    raise RuleError(f'an operator is "namespace.name.overload" or one of torch.ops, not {target!r}')

@@ -207,6 +207,11 @@ def bind_line(line: Line, call: Call, **extra: Any) -> OpRule:
                 whole.update(name for name in names if name is not None)
         return result
 
+    units: dict[Factor, int] = {}
+    for term, tensor in (*present, *zip(line.results, call.results, strict=True)):
+        for name, count in _units(line, call, term, tensor):
+            if units.setdefault(name, count) != count:
+                raise _misfit(line, call, f"{name} has {units[name]} units and {count}")
     operands: list[Dims] = [()] * len(call.operands)
     places: dict[int, int] = {}
     for slot, (term, operand) in enumerate(terms):
@@ -216,9 +221,24 @@ def bind_line(line: Line, call: Call, **extra: Any) -> OpRule:
     linear = [[places[slot] for slot in sorted(group)] for group in line.linear if group <= places.keys()]
     results = [factors(term, tensor) for term, tensor in zip(line.results, call.results, strict=True)]
     try:
-        return call.rule(operands, results, whole=tuple(whole), linear=extra.pop("linear", linear), **extra)
+        return call.rule(operands, results, units=units, whole=tuple(whole), linear=extra.pop("linear", linear), **extra)
     except RuleError as error:
         raise _misfit(line, call, str(error)) from None
+
+
+def _units(line: Line, call: Call, term: Term, tensor: Operand) -> Iterator[tuple[Factor, int]]:
+    """(factor, number of units) of the dims of a term that have any."""
+    at = 0
+    for dim in term.dims:
+        if dim.unit:
+            mark, text = dim.unit[0], dim.unit[1:]
+            number = int(text) if text.isdigit() else call[text]
+            size = tensor.shape[at]
+            if type(number) is not int or number < 1 or size % number:
+                given = "" if text.isdigit() else f", {text} being {number!r}"
+                raise _misfit(line, call, f"{dim} of a dim of {size}{given}")
+            yield dim.name, max(size // number if mark == ":" else number, 1)
+        at += tensor.ndim - len(term.dims) + 1 if dim.many else 1
 
 
 def _present(line: Line, call: Call) -> list[tuple[Term, Operand | None]]:

@@ -1,4 +1,5 @@
-"""Normalizations and softmax: the dims that are normalized stay whole, the others pass.
+"""Normalizations and softmax: the dims that are normalized stay whole, the others pass. A group norm is split in
+whole groups of channels.
 
 Batch norm in training is the exception: its batch may be split, and the statistics, being of the whole batch, are summed
 inside ``mw.batch_norm`` (forward: the mean, then the squares around it; backward: the two sums of its gradient).
@@ -29,16 +30,6 @@ def _layer_norm(call: Call) -> OpRule:
     dims: list[Factor | None] = [f"dim{i}" if i < kept else None for i in range(x.ndim)]
     affine = [[None] * operand.ndim for operand in call.operands[1:]]
     return call.rule([dims, *affine], [dims] * len(call.results))
-
-
-def _group_norm(call: Call) -> OpRule:
-    """Samples pass, and channels in whole groups."""
-    x = call["input"]
-    groups = call["num_groups"] if "num_groups" in call.arguments else call["group"]
-    rest: list[Factor | None] = [None] * (x.ndim - 2)
-    affine = [["c"] for _ in call.operands[1:]]
-    statistics: list[list[Factor | None]] = [["n", "c"] for _ in call.results[1:]]
-    return call.rule([["n", "c", *rest], *affine], [["n", "c", *rest], *statistics], units={"c": groups})
 
 
 def _instance_norm(call: Call) -> OpRule:
@@ -114,7 +105,7 @@ def _channels(work: Work) -> float:
 
 softmax = partial(declare, _softmax, cost="reduce", saves="r0")
 layer_norm = partial(declare, _layer_norm, cost="norm", saves=Saves.parse("0 1", beside=_rows(2)))
-group_norm = partial(declare, _group_norm, _group_norm_local, cost="norm", saves=Saves.parse("0 1", beside=_samples))
+group_norm = partial(declare, localize=_group_norm_local, cost="norm", saves=Saves.parse("0 1", beside=_samples))
 batch_norm = partial(declare, cost="norm", saves=Saves.parse("0 1:0", beside=_channels))
 
 RULES: Mapping[str, Declaration] = {
@@ -127,8 +118,8 @@ RULES: Mapping[str, Declaration] = {
     "aten.native_layer_norm.default": layer_norm(),
     "aten.rms_norm.default": layer_norm(saves=Saves.parse("0 1", beside=_rows(1))),
     "aten._fused_rms_norm.default": declare(_layer_norm),
-    "aten.group_norm.default": group_norm(),
-    "aten.native_group_norm.default": group_norm(),
+    "aten.group_norm.default": group_norm("n c/num_groups *s!, c?, c? -> n c *s!"),
+    "aten.native_group_norm.default": group_norm("n c/group *s!, c?, c? -> n c *s!, n c, n c"),
     "aten.instance_norm.default": declare(_instance_norm, cost="norm", saves="0 1:0"),
     "aten._weight_norm.default": declare(_weight_norm),
     "aten.batch_norm.default": batch_norm(_fixed_batch_norm),
