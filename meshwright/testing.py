@@ -180,7 +180,8 @@ def in_parts(x: torch.Tensor, sharding: Sharding, mesh: Mesh, fused: tuple[int, 
     if fused is None or (pieces := mesh.size(sharding.dims[fused[0]])) == 1:
         return x
     dim, parts = fused
-    return x.unflatten(dim, (parts, pieces, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+    split: torch.Tensor = x.unflatten(dim, (parts, pieces, -1))
+    return split.transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
 def cut(x: torch.Tensor, sharding: Sharding, mesh: Mesh, at: Coordinates) -> torch.Tensor:

@@ -223,5 +223,5 @@ def target_name(target: Any) -> str:
     if overload is not None:
         return str(overload)
     if isinstance(target, str) and target.count(".") in (1, 2):
-        return target if target.count(".") == 2 else f"{target}.default"
+        return target if target.count(".") == 2 or target.startswith("mw.") else f"{target}.default"
     raise RuleError(f'an operator is "namespace.name.overload" or one of torch.ops, not {target!r}')
