@@ -1,4 +1,4 @@
-"""The command line: ``meshwright plan | show | explain | diff | verify | simulate | zoo | size``.
+"""The command line: ``meshwright plan | show | explain | diff | verify | simulate | zoo | size | profile``.
 
     meshwright plan config.json --cluster h100:8x8 --batch 16 --sequence 8192 --out llama.plan.json
     meshwright plan mypackage.models:build --cluster cpu:1x4 --tp 2 --json
@@ -330,6 +330,40 @@ def size_command(
             Console(emoji=False, width=None if sys.stdout.isatty() else 120).print(sizing.table(rows))
     if not any(row.days is not None for row in rows):
         raise typer.Exit(NOTHING_FITS)
+
+
+@app.command("profile")
+def profile_command(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    out: Annotated[Path, typer.Option(help="The cluster file to write, for --cluster and Cluster.from_toml.")],
+    batch: Annotated[int, typer.Option(min=1, help="Batch in samples (a config only).")] = 8,
+    sequence: Annotated[int, typer.Option(min=2, help="Sequence length in tokens (a config only).")] = 512,
+    precision: Annotated[str, typer.Option(help='"fp32", "tf32" or "bf16".')] = "fp32",
+    like: Annotated[str | None, typer.Option(help="The device of the catalogue that has the other numbers.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="About how long to measure.")] = 60.0,
+    name: Annotated[str, typer.Option(help="The name of the device and of the node in the file.")] = "mine",
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes over which torchrun's processes are spread.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Time a model's operators on the device at hand, under torchrun collectives too: a cluster file of what was measured.
+
+    Example: meshwright profile config.json --batch 4 --out mine.toml
+    """
+    with _errors(as_json):
+        from meshwright.api import graph_of
+        from meshwright.commands.profiling import write
+        from meshwright.progress import progress
+
+        module, example = _load(model, batch, sequence)
+        with progress(verb="profiling") as report:
+            report("capturing the model", 0.0)
+            graph = graph_of(module, example, precision=precision)
+            found = write(out, graph, like=like, name=name, nodes=nodes, seconds=seconds, report=report)
+        if as_json:
+            _print_json({"file": str(out), "measured": found.measured, "left_out": found.left_out})
+        else:
+            left = "".join(f"; {count} calls left out {reason}" for reason, count in found.left_out.items())
+            typer.echo(f"{found.measured} measurements written to {out}{left}")
 
 
 def _whole(text: str, option: str) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 
 from meshwright.compiler.rules import builtin_rules
 from meshwright.cost import compute
-from meshwright.cost.catalogue import catalogue
+from meshwright.cost.catalogue import Device, catalogue
 from meshwright.cost.cluster import Cluster, ClusterError, device_for, known_devices, known_nodes
 from meshwright.cost.collectives import Network
 from meshwright.ir.declared.operator import Work
@@ -125,6 +125,19 @@ shapes = [[4096, 4096, 4096], [512, 512, 512]]
 seconds = {values = [1000, 50], unit = "us", source = "us"}
 [node.office]
 like = "pcie4"
+[[device.mine.streams]]
+kind = "norm"
+dtype = "bf16"
+bytes = {values = [1000000, 1000], unit = "B", source = "us"}
+seconds = {values = [20, 4], unit = "us", source = "us"}
+
+[[device.mine.attentions]]
+dtype = "bf16"
+causal = true
+shapes = [[2, 8, 1024, 1024, 64]]
+forward = {values = [500], unit = "us", source = "us"}
+backward = {values = [1500], unit = "us", source = "us"}
+
 [[node.office.collectives]]
 kind = "all_reduce"
 ranks = 4
@@ -172,7 +185,36 @@ def test_measured_products_stand_before_the_formula(tmp_path):
     assert min(small, large) < seconds(mine, 2048, 2048, 2048) / seconds(plain, 2048, 2048, 2048) < max(small, large)
 
 
+def test_measured_streams_and_attention_stand_before_the_formulas(tmp_path):
+    operators, mine, plain = builtin_rules().operators, measured(tmp_path).device, Cluster.parse("a100:1x8").device
+    half = torch.bfloat16
+
+    def norm(device: Device, rows: int) -> tuple[float, float]:
+        return compute.seconds(operators["aten.layer_norm.default"], Work(((rows, 250),), ((rows, 250),), half, half), device)
+
+    assert norm(mine, 1000)[0] == pytest.approx(20e-6)  # 2 x 1000 x 250 x 2 bytes
+    assert norm(mine, 10000)[0] == pytest.approx(20e-6 * 10)
+    assert norm(mine, 1)[0] == pytest.approx(4e-6)
+    assert norm(mine, 1000)[1] > norm(mine, 1000)[0]  # more bytes, at the same speed
+    pointwise = Work(((1000, 250),), ((1000, 250),), half, half)
+    gelu = operators["aten.gelu.default"]
+    assert compute.seconds(gelu, pointwise, mine) == compute.seconds(gelu, pointwise, plain)
+
+    def attention(device: Device, batch: int, causal: bool) -> tuple[float, float]:
+        shape = (batch, 8, 1024, 64)
+        work = Work((shape,) * 3, (shape,), half, half, kwargs=(("is_causal", causal),))
+        return compute.seconds(operators["aten.scaled_dot_product_attention.default"], work, device)
+
+    assert attention(mine, 2, True) == pytest.approx((500e-6, 1500e-6))
+    assert attention(mine, 4, True)[0] == pytest.approx(attention(plain, 4, True)[0] * 500e-6 / attention(plain, 2, True)[0])
+    assert attention(mine, 2, False) == attention(plain, 2, False)
+
+
 @pytest.mark.parametrize(("old", "new", "message"), [
+    ('kind = "norm"', 'kind = "matmul"', "kind 'matmul' is none of pointwise"), ("[20, 4]", "[20]", "2 bytes and 1 seconds"),
+    ("causal = true", "causal = 1", "causal must be true or false"),
+    ("[1500]", "[1500, 2]", "1 seconds forward and 2 backward"),
+    ("[2, 8, 1024, 1024, 64]", "[2, 8, 1024]", r"needs a shape \[batch, heads"),
     ("ranks = 4", "ranks = 0", "0 ranks on 1 nodes is no group"), ("ranks = 4", "ranks = 5\nnodes = 2", "5 ranks on 2 nodes"),
     ("[0.5, 0.002]", "[0.5]", "2 bytes and 1 seconds"), ("[0.5, 0.002]", "[0.5, -1]", "numbers above 0"),
     ('"all_reduce"', '"gossip"', "kind 'gossip' is none of all_reduce"),

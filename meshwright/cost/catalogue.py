@@ -42,6 +42,27 @@ class MeasuredProducts:
 
 
 @dataclass(frozen=True)
+class MeasuredStream:
+    """Seconds that a kind of work that is bound by memory (``operator.KINDS``) takes to move so many bytes, in one dtype."""
+
+    kind: str
+    dtype: str
+    bytes_: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class MeasuredAttention:
+    """Seconds (forward, backward) of attention, as ``shapes`` of (batch, heads, queries, keys, head dim), in one dtype."""
+
+    dtype: str
+    causal: bool
+    shapes: tuple[tuple[int, int, int, int, int], ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class MeasuredCollective:
     """Seconds of a collective over a group of ``ranks`` on ``nodes``, by bytes of the group's full buffer on one rank."""
 
@@ -65,7 +86,8 @@ class Device:
     themselves (Megatron-LM's gradient accumulation fusion); ``repeats``: whether recomputation runs a block's whole forward
     again (Megatron-LM's checkpoint) or stops at the last value kept (torch's); ``alone``: whether ZeRO moves every parameter
     in a collective of its own (DeepSpeed) or those of a block together (FSDP); ``products``: the format that matrix
-    products run in, "" for that of their operands; ``measured``: tables that stand before the formula.
+    products run in, "" for that of their operands; ``measured``, ``streams``, ``attentions``: tables of products, of what is
+    bound by memory and of attention that stand before the formula.
     ``sources``: of every number.
     """
 
@@ -86,6 +108,8 @@ class Device:
     contention: float
     products: str = ""
     measured: tuple[MeasuredProducts, ...] = ()
+    streams: tuple[MeasuredStream, ...] = ()
+    attentions: tuple[MeasuredAttention, ...] = ()
     alone: bool = False
     fused: bool = True
     overlapped: bool = False
@@ -232,6 +256,8 @@ _NODE_KEYS: Mapping[str, str] = {
     "nics": "nics", "nic": "nic_bandwidth", "nic_latency": "nic_latency", "nic_efficiency": "nic_efficiency",
     "start": "start_latency",
 }
+_STREAMS = ("pointwise", "linear", "reduce", "norm", "gather", "copy", "loss", "factory")
+"""Kinds of work (``ir.declared.operator.KINDS``) that are bound by memory."""
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 _NODE_OPTIONAL: Mapping[str, str] = {
     "congestion": "congestion", "beside": "beside", "ring_hop": "ring_hop", "ring_out": "ring_out",
@@ -261,6 +287,8 @@ def read_device(name: str, table: Mapping[str, Any], texts: Mapping[str, str]) -
     attention = {kernel: (ahead * slower, back * slower) for kernel, (ahead, back) in attention.items()}
     return Device(
         measured=tuple(_products(name, entry) for entry in table.get("products", ())),
+        streams=tuple(_stream(name, entry) for entry in table.get("streams", ())),
+        attentions=tuple(_attention(name, entry) for entry in table.get("attentions", ())),
         name=name, title=table.get("title", name), peak=peak, attention=attention, attention_kernel=default, **numbers
     )
 
@@ -294,13 +322,51 @@ def _column(entry: Mapping[str, Any], key: str, where: str) -> tuple[float, ...]
 
 def _products(name: str, entry: Mapping[str, Any]) -> MeasuredProducts:
     where = f"device {name!r}, products"
-    shapes = tuple(tuple(map(int, shape)) for shape in entry.get("shapes", ()))
     seconds = _column(entry, "seconds", where)
-    if len(shapes) != len(seconds) or any(len(shape) != 3 or min(shape) < 1 for shape in shapes):
-        raise ClusterError(f"{where}: every one of {len(seconds)} seconds needs a shape [M, N, K], got {shapes}")
+    shapes = _shapes(entry, ("M", "N", "K"), len(seconds), where)
+    return MeasuredProducts(_dtype(entry, where), shapes, seconds)  # type: ignore[arg-type]
+
+
+def _stream(name: str, entry: Mapping[str, Any]) -> MeasuredStream:
+    where = f"device {name!r}, streams"
+    bytes_, seconds = _column(entry, "bytes", where), _column(entry, "seconds", where)
+    if len(bytes_) != len(seconds):
+        raise ClusterError(f"{where}: {len(bytes_)} bytes and {len(seconds)} seconds; give as many of both")
+    if entry.get("kind") not in _STREAMS:
+        raise ClusterError(f"{where}: kind {entry.get('kind')!r} is none of {', '.join(_STREAMS)}")
+    order = sorted(range(len(bytes_)), key=bytes_.__getitem__)
+    ordered = (tuple(column[i] for i in order) for column in (bytes_, seconds))
+    return MeasuredStream(entry["kind"], _dtype(entry, where), *ordered)
+
+
+def _attention(name: str, entry: Mapping[str, Any]) -> MeasuredAttention:
+    where = f"device {name!r}, attentions"
+    forward, backward = _column(entry, "forward", where), _column(entry, "backward", where)
+    shapes = _shapes(entry, ("batch", "heads", "queries", "keys", "head dim"), len(forward), where)
+    if len(forward) != len(backward):
+        raise ClusterError(f"{where}: {len(forward)} seconds forward and {len(backward)} backward; give as many of both")
+    if not isinstance(entry.get("causal", False), bool):
+        raise ClusterError(f"{where}: causal must be true or false, not {entry['causal']!r}")
+    causal = entry.get("causal", False)
+    return MeasuredAttention(_dtype(entry, where), causal, shapes, forward, backward)  # type: ignore[arg-type]
+
+
+def _shapes(entry: Mapping[str, Any], dims: tuple[str, ...], count: int, where: str) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a measured table, one for each of its ``count`` rows."""
+    shapes = entry.get("shapes", ())
+    whole = isinstance(shapes, list) and all(
+        isinstance(shape, list) and len(shape) == len(dims) and all(type(size) is int and size > 0 for size in shape)
+        for shape in shapes
+    )
+    if not whole or len(shapes) != count:
+        raise ClusterError(f"{where}: every one of {count} seconds needs a shape [{', '.join(dims)}], got {shapes!r}")
+    return tuple(tuple(shape) for shape in shapes)
+
+
+def _dtype(entry: Mapping[str, Any], where: str) -> str:
     if entry.get("dtype") not in DTYPE_NAMES.values():
         raise ClusterError(f"{where}: dtype {entry.get('dtype')!r} is none of {', '.join(DTYPE_NAMES.values())}")
-    return MeasuredProducts(entry["dtype"], shapes, seconds)  # type: ignore[arg-type]
+    return str(entry["dtype"])
 
 
 def _collectives(name: str, entry: Mapping[str, Any]) -> MeasuredCollective:

@@ -26,8 +26,8 @@ attention), calibration and known error in docs/costs.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -153,10 +153,30 @@ def _product(batch: int, m: int, n: int, k: int, dtype: torch.dtype, device: Dev
     known = {shape: seconds_ for _, shape, seconds_ in points}
     if batch == 1 and (m, n, k) in known:
         return known[m, n, k]
-    points.sort()
-    ratios = [math.log(seconds_ / _by_formula(1, *shape, dtype, device)) for _, shape, seconds_ in points]
-    ratio = float(np.interp(math.log(batch * m * n * k), [size for size, _, _ in points], ratios))
-    return math.exp(ratio) * _by_formula(batch, m, n, k, dtype, device)
+    pairs = [(size, seconds_ / _by_formula(1, *shape, dtype, device)) for size, shape, seconds_ in points]
+    return _ratio(math.log(batch * m * n * k), pairs) * _by_formula(batch, m, n, k, dtype, device)
+
+
+def _ratio(size: float, points: Iterable[tuple[float, float]]) -> float:
+    """Measured over formula at the logarithm of a size, between its neighbours by their logarithms, beyond the ends as there;
+    1 without points."""
+    ordered = sorted(points)
+    if not ordered:
+        return 1.0
+    return math.exp(float(np.interp(size, [at for at, _ in ordered], [math.log(ratio) for _, ratio in ordered])))
+
+
+def _moved(kind: str, bytes_: float, dtype: torch.dtype, device: Device) -> float:
+    """Seconds to read and write so many bytes: as measured for this kind of work, else over the bandwidth of the memory."""
+    plain = bytes_ / memory_speed(device)
+    if not device.streams or not bytes_:
+        return plain
+    name, speed = DTYPE_NAMES.get(dtype), memory_speed(device)
+    return plain * _ratio(math.log(bytes_), (
+        (math.log(size), seconds_ * speed / size)
+        for table in device.streams if table.kind == kind and table.dtype == name
+        for size, seconds_ in zip(table.bytes_, table.seconds, strict=True)
+    ))
 
 
 def _by_formula(batch: int, m: int, n: int, k: int, dtype: torch.dtype, device: Device) -> float:
@@ -207,6 +227,25 @@ def is_causal(work: Work) -> bool:
 
 
 def _attention(work: Work, device: Device) -> tuple[float, float]:
+    """As measured where a table has that shape, else the formula scaled as the table's calls of about as many FLOPs are."""
+    forward, backward = _attention_by_formula(work, device)
+    name, causal = DTYPE_NAMES.get(work.makes), is_causal(work)
+    tables = [table for table in device.attentions if table.dtype == name and table.causal == causal]
+    if not tables or not forward:
+        return forward, backward
+    ahead, back = [], []
+    for table in tables:
+        for (batch, heads, queries, keys, head), *measured in zip(table.shapes, table.forward, table.backward, strict=True):
+            sides = ((batch, heads, queries, head), (batch, heads, keys, head), (batch, heads, keys, head))
+            call = replace(work, operands=sides, results=sides[:1], needs=None)
+            formula, size = _attention_by_formula(call, device), math.log(attention_flops(call))
+            ahead.append((size, measured[0] / formula[0]))
+            back.append((size, measured[1] / formula[1]))
+    size = math.log(attention_flops(work))
+    return forward * _ratio(size, ahead), backward * _ratio(size, back)
+
+
+def _attention_by_formula(work: Work, device: Device) -> tuple[float, float]:
     query, key, value = work.operands[:3]
     busy = attention_flops(work) / device.flops(work.makes)
     stream = sum(map(math.prod, (query, key, value, query))) * work.makes.itemsize / memory_speed(device)
@@ -226,10 +265,10 @@ def _attention(work: Work, device: Device) -> tuple[float, float]:
 def _loss(work: Work, device: Device) -> tuple[float, float]:
     """Passes over the logits in fp32; casts to it and back where they are narrower."""
     width = max(4, work.makes.itemsize)
-    pass_ = math.prod(work.operands[0]) * width / memory_speed(device)
+    pass_ = math.prod(work.operands[0]) * width
     cast = (1 + work.reads.itemsize / width) * pass_ if work.reads.itemsize < width and not device.fused else 0.0
-    ahead, back = _LOSS_FUSED if device.fused else _LOSS_EAGER
-    return ahead * pass_ + cast, back * pass_ + cast
+    ahead, back = (passes * pass_ + cast for passes in (_LOSS_FUSED if device.fused else _LOSS_EAGER))
+    return _moved("loss", ahead, work.reads, device), _moved("loss", back, work.reads, device)
 
 
 def _traffic(operator: Operator, work: Work, device: Device, fused: Fused | None) -> tuple[float, float]:
@@ -251,8 +290,8 @@ def _traffic(operator: Operator, work: Work, device: Device, fused: Fused | None
         whole = all(size == outputs[0] for size in inputs) or sum(inputs) == outputs[0]  # no broadcast to sum; or a cat
         passes = operator.kind == "factory" or (operator.kind == "linear" and whole)
         backward = 0.0 if passes else float(sum(outputs) + saved + sum(inputs))
-    speed = memory_speed(device) / work.makes.itemsize
-    return forward / speed, backward / speed
+    forward, backward = (_moved(operator.kind, size * work.makes.itemsize, work.makes, device) for size in (forward, backward))
+    return forward, backward
 
 
 def fusion(graph: Graph, operators: Operators) -> tuple[Fused | None, ...]:
