@@ -26,7 +26,7 @@ from meshwright.footprint import Footprints
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.declared.registered import registered_of
 from meshwright.ir.graph import Graph
-from meshwright.ir.pins import PinError, Pins
+from meshwright.ir.pins import ULYSSES, PinError, Pins
 from meshwright.ir.plan import Plan
 from meshwright.ir.rule import Rules, factors_of
 from meshwright.rules import rules_of
@@ -97,5 +97,10 @@ def check_pins(pins: Pins, cluster: Cluster) -> None:
     pins.check_world(cluster.world)
     if (pins.ep or 1) > 1 and (pins.cp or 1) > 1:
         raise PinError(f"pins ep={pins.ep} and cp={pins.cp}: this version splits experts or the sequence, not both; drop one")
+    near = pins.ulysses or 1
+    if near > 1 and ((pins.cp or 1) % near or pins.cp == near or pins.attention == ULYSSES):
+        raise PinError(f"pin ulysses={near} needs a pin cp that is a multiple of it, and another attention over the rest, "
+                       f"found cp={pins.cp}, attention={pins.attention!r}; if all cp ranks are to exchange sequence for "
+                       f"heads, pin attention={ULYSSES!r} alone")
     if pins.attention is not None and pins.cp is None:
         raise PinError(f"pin attention={pins.attention!r} needs pin cp: it says how attention runs whose sequence is split")

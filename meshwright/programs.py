@@ -115,7 +115,7 @@ def check_given(plan: Plan, mesh: DeviceMesh, pins: Pins, optimizer: str | float
             raise PlanError(f"{name}={want!r} contradicts the plan, which has {name}={have!r}; leave it out, or plan again "
                             "with it")
     open_ = {*pins.among, *pins.most, *(name for name in ("micro_batch", "stages") if getattr(pins, name))}
-    for name in ("sequence_parallel", "attention", "stage_cuts", "tensors", *sorted(open_)):
+    for name in ("sequence_parallel", "attention", "ulysses", "stage_cuts", "tensors", *sorted(open_)):
         if getattr(pins, name) or name in open_:
             raise PlanError(f"pin {pins.shown(name)} is given beside a plan, which settles that; leave it out, or "
                             "plan again with it")

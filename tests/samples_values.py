@@ -62,6 +62,7 @@ def _attention() -> dict[str, Maker]:
             s(*qkv(8, 4), n(2, 8, 3, 5), enable_gqa=True),
             s(n(4, 3, 4), n(4, 3, 4), n(4, 3, 4), is_causal=True),
         ],
+        "mw.window": lambda: [s(n(2, 4, 6, 4), n(2, g, 6, 4), n(2, g, 6, 4), None, 2, 1, 6) for g in (4, 2, 1)],
     }
 
 

@@ -22,28 +22,28 @@ from tests.equality import check, differences, loss_of
 from tests.models import Case, make
 
 FORMS: list[dict[str, Any]] = [{"cp": 2, "attention": form} for form in ATTENTION]
+TWO: dict[str, list[dict[str, Any]]] = {
+    "llama": FORMS, "bert": [{"cp": 2, "attention": "ring"}, {"cp": 2, "attention": "all-gather"}],
+    "t5": [{"cp": 2, "attention": "ring"}], "vit": [{"cp": 2, "attention": "ulysses"}],
+    "Mistral": [{"cp": 2}, {"cp": 2, "attention": "ulysses"}],
+}
 FOUR: dict[str, list[dict[str, Any]]] = {
     "llama": [
-        {"cp": 4, "attention": "ring", "zero": 3},
+        {"cp": 4, "attention": "ulysses"},  # of two key heads
+        {"cp": 4, "ulysses": 2, "attention": "ring", "zero": 3},
         {"dp": 2, "cp": 2, "zero": 2, "microbatches": 2, "attention": "ring", "recompute": "full"},
         {"cp": 2, "tp": 2, "sequence_parallel": True, "attention": "all-gather"},
         {"pp": 2, "cp": 2, "microbatches": 2, "schedule": "1f1b"},
     ],
-    "gpt2": [
-        {"cp": 4, "attention": "ulysses"}, {"cp": 2, "tp": 2, "attention": "ulysses", "zero": 1, "recompute": "selective"},
-    ],
-    "t5": [
-        {"cp": 4}, {"pp": 2, "cp": 2, "microbatches": 2, "zero": 1},
-        {"dp": 2, "cp": 2, "zero": 3, "microbatches": 2, "attention": "ring"},
-    ],
-    "vit": [{"cp": 4, "attention": "ring"}, {"cp": 2, "tp": 2, "attention": "all-gather", "zero": 3}],
+    "t5": [{"cp": 4}, {"pp": 2, "cp": 2, "microbatches": 2, "zero": 1}],
+    "Mistral": [{"cp": 4, "zero": 3, "recompute": "full"}],  # the window reaches two pieces back
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit"])
+@pytest.mark.parametrize("name", TWO)
 def test_forms_of_attention(pool: Callable[[int], Any], name: str) -> None:
-    """Grouped heads, causal and not, padding, a bias with a gradient, cross attention, a length that does not divide."""
-    assert pool(2).run(check, name, 2, FORMS, timeout=200) == [[]] * 2
+    """Grouped heads, causal and not, padding, a bias with a gradient, cross attention, a window, lengths that do not divide."""
+    assert pool(2).run(check, name, 2, TWO[name], timeout=200) == [[]] * 2
 
 
 @pytest.mark.parametrize("name", FOUR)
@@ -64,7 +64,7 @@ class Attends(nn.Module):
         for number, (q, k, v, o) in enumerate(self.layers):
             source = keys if self.form == "cross" else x
             parts = [f(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f, y in ((q, x), (k, source), (v, source))]
-            form = ("causal", "documents")[number] if self.form == "mixed" else self.form
+            form = {"mixed": ("causal", "documents"), "windows": ("causal", "window")}.get(self.form, (self.form,) * 2)[number]
             x = x + o(self.attention(form, *parts, mask).transpose(1, 2).flatten(2))
         return {"loss": (x * x).mean(), "hidden": x}
 
@@ -75,6 +75,9 @@ class Attends(nn.Module):
             return scores.softmax(-1) @ v
         if form == "documents":
             return F.scaled_dot_product_attention(q, k, v, (mask[:, None, :] == mask[:, :, None])[:, None])
+        if form == "window":
+            away = torch.arange(q.shape[-2])[:, None] - torch.arange(q.shape[-2])
+            return F.scaled_dot_product_attention(q, k, v, (away >= -1) & (away <= 3))
         if form == "added":
             return F.scaled_dot_product_attention(q, k, v, mask[:, None, None, :] * 0.5, scale=0.7)
         dropped = 0.5 if form == "dropped" and self.training else 0.0
@@ -83,7 +86,7 @@ class Attends(nn.Module):
 
 def _case(form: str) -> Case:
     torch.manual_seed(2)
-    length = 12 if form in ("mixed", "dropped") else 11  # two chunks for each of two ranks, or not
+    length = 12 if form in ("mixed", "windows", "dropped") else 11  # two chunks for each of two ranks, or not
     documents = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3])[:length].expand(4, length).float().contiguous()
     return Attends(form), {"x": torch.randn(4, length, 16), "keys": torch.randn(4, 7, 16), "mask": documents}
 
@@ -101,11 +104,12 @@ def _forms(rank: int, form: str, world: int, all_pins: Sequence[Mapping[str, Any
     return differences(rank, model, batch, {f"{form} under {pins}": partial(build, pins) for pins in all_pins})
 
 
-@pytest.mark.parametrize("form", ["written", "documents", "added", "cross", "causal", "mixed"])
+@pytest.mark.parametrize("form", ["written", "documents", "added", "cross", "mixed", "windows"])
 def test_attention_of_every_kind(pool: Callable[[int], Any], form: str) -> None:
-    """Written out, masks that are data, an added one, keys of another length; outputs come back whole and in order."""
-    pins = FORMS if form != "written" else FORMS[:1]
-    assert pool(2).run(_forms, form, 2, [*pins, {"cp": 2, "zero": 3}], timeout=200) == [[]] * 2
+    """Written out, masks that are data, an added one, keys of another length, layers with a window and without (their pieces
+    are two chunks); outputs come back whole and in order."""
+    pins = FORMS[:1] if form in ("written", "windows") else FORMS if form == "documents" else FORMS[::2]
+    assert pool(2).run(_forms, form, 2, pins, timeout=200) == [[]] * 2
 
 
 def _dropped(rank: int) -> tuple[float, float, bool]:
@@ -141,8 +145,9 @@ def _refused(model: nn.Module, batch: Any, pins: Mapping[str, Any], devices: int
 def test_what_cannot_be_is_refused_with_what_can() -> None:
     """Too few heads, too short a sequence, none at all, pins without cp."""
     model, batch = make("llama")
-    text = _refused(model, batch, {"cp": 4, "attention": "ulysses"})
-    assert "keys [4, 2, 8, 8], cannot run so over cp=4; take cp=2, or another attention" in text
+    text = _refused(model, batch, {"cp": 8, "attention": "ulysses"}, 8)
+    assert "keys [4, 2, 8, 8], cannot run so over cp=8; take cp=4, or another attention" in text
+    assert "needs a pin cp that is a multiple of it" in _refused(model, batch, {"cp": 4, "ulysses": 4})
     assert "needs pin cp" in _refused(model, batch, {"attention": "ring"})
     assert "take cp=8, or a sequence of" in _refused(model, batch, {"cp": 16}, 16)
     assert "no sequence was found" in _refused(*make("convnet"), {"cp": 2, "dp": 2})

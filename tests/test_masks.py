@@ -2,10 +2,70 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from meshwright.compiler.capture.capture import capture
+from meshwright.runtime.attention.bands import AHEAD, CAUSAL, blocks_of
+
+
+def _windowed(length: int, window: int) -> tuple[str, list[object]]:
+    config = MistralConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                           num_key_value_heads=1, vocab_size=64, max_position_embeddings=length, use_cache=False,
+                           sliding_window=window)
+    with torch.device("meta"):
+        model = MistralForCausalLM(config)
+    graph = capture(model, (), {"input_ids": torch.zeros((2, length), dtype=torch.int64, device="meta")})
+    (attention,) = [op for op in graph.ops if "attention" in op.target or "window" in op.target]
+    return attention.target, list(attention.args[3:])
+
+
+def test_a_window_is_recognized_at_any_length() -> None:
+    """Compared element by element, and by the order of places where it is too large to make; one that covers all is none."""
+    assert _windowed(64, 5) == ("mw.window", [16**-0.5, 4, 0, 64])
+    assert _windowed(65536, 4096) == ("mw.window", [16**-0.5, 4095, 0, 65536])
+    assert _windowed(64, 64)[0] == "aten.scaled_dot_product_attention.default"
+
+
+class Masked(nn.Module):
+    """Attention under a mask that is no band: two bands, a band with a hole, one that moves with the sample."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        away = torch.arange(x.shape[-2])[:, None] - torch.arange(x.shape[-2])
+        mask = (away >= 0) & (away < 3)
+        if self.kind == "two":
+            mask = mask | (away == 5)
+        if self.kind == "hole":
+            mask = mask & ~((away == 1) & (torch.arange(x.shape[-2]) == 4))
+        if self.kind == "given":
+            mask = mask & (torch.arange(x.shape[-2]) < lengths[:, None, None, None])
+        return nn.functional.scaled_dot_product_attention(x, x, x, mask)
+
+
+@pytest.mark.parametrize("kind", ["two", "hole", "given", "band"])
+def test_what_is_no_band_keeps_its_mask(kind: str) -> None:
+    graph = capture(Masked(kind), (torch.randn(2, 2, 8, 4), torch.tensor([8, 5])), {})
+    (attention,) = [op for op in graph.ops if "attention" in op.target or "window" in op.target]
+    assert (attention.target == "mw.window") == (kind == "band")
+
+
+def test_blocks_of_a_band_cover_it_once() -> None:
+    """Every size, shift and reach of a few, against the mask itself."""
+    for rows, keys, shift, before, after in itertools.product((1, 3, 7), (1, 4, 6), range(-4, 7), (0, 1, 5), (0, 2)):
+        seen = torch.zeros(rows, keys, dtype=torch.int64)
+        for q0, q1, k0, k1, _, kind in blocks_of(((0, rows, 0, keys, shift),), before, after):
+            away = torch.arange(k1 - k0) - torch.arange(q1 - q0)[:, None]
+            seen[q0:q1, k0:k1] += (away <= 0 if kind == CAUSAL else away >= 0 if kind == AHEAD else away == away).long()
+        away = torch.arange(keys) - torch.arange(rows)[:, None] - shift
+        assert torch.equal(seen, ((away >= -before) & (away <= after)).long()), (rows, keys, shift, before, after)
 
 
 def test_a_causal_mask_is_recognized_at_any_batch() -> None:

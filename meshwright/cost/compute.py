@@ -69,7 +69,7 @@ def seconds(operator: Operator, work: Work, device: Device, fused: Fused | None 
     if operator.kind == "matmul":
         return _matmul(operator, work, device)
     if operator.kind == "attention":
-        forward, backward = _attention(work, device)
+        forward, backward = _attention(operator, work, device)
     elif operator.kind == "loss":
         forward, backward = _loss(work, device)
     else:
@@ -95,7 +95,7 @@ def flops(operator: Operator, work: Work) -> float:
     """FLOPs of the forward of matrix products and attention (a multiplication and an addition are two); 0 for the rest."""
     if operator.kind == "matmul":
         return sum(2.0 * batch * m * n * k for batch, m, n, k in products(operator, work))
-    return attention_flops(work) if operator.kind == "attention" else 0.0
+    return attention_flops(work, operator) if operator.kind == "attention" else 0.0
 
 
 def model_flops(parameters: float, tokens: float, layers: int, hidden: int, seq_len: int, causal: bool = False) -> float:
@@ -214,11 +214,12 @@ def _kernels(operator: Operator, work: Work) -> tuple[int, int]:
 # ---------------------------------------------------------------------------------------------------- attention
 
 
-def attention_flops(work: Work) -> float:
-    """Forward FLOPs: q k^T and p v, half where causal."""
+def attention_flops(work: Work, operator: Operator | None = None) -> float:
+    """Forward FLOPs: q k^T and p v, half where causal, of a window what it looks at."""
     query, key, value = work.operands[:3]
-    full = 2.0 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-    return full * (0.5 if is_causal(work) else 1.0)
+    looked = None if operator is None else operator.cost.looked
+    keys = looked(work) if looked is not None else key[-2] * (0.5 if is_causal(work) else 1.0)
+    return 2.0 * math.prod(query[:-1]) * keys * (query[-1] + value[-1])
 
 
 def is_causal(work: Work) -> bool:
@@ -226,34 +227,38 @@ def is_causal(work: Work) -> bool:
     return bool(work.literal(5, "is_causal", False))
 
 
-def _attention(work: Work, device: Device) -> tuple[float, float]:
-    """As measured where a table has that shape, else the formula scaled as the table's calls of about as many FLOPs are."""
-    forward, backward = _attention_by_formula(work, device)
-    name, causal = DTYPE_NAMES.get(work.makes), is_causal(work)
+def _attention(operator: Operator, work: Work, device: Device) -> tuple[float, float]:
+    """As measured where a table has that shape, else the formula scaled as the table's calls of about as many FLOPs are; what
+    looks through a window counts as causal."""
+    forward, backward = _attention_by_formula(operator, work, device)
+    name, causal = DTYPE_NAMES.get(work.makes), operator.cost.looked is not None or is_causal(work)
     tables = [table for table in device.attentions if table.dtype == name and table.causal == causal]
     if not tables or not forward:
         return forward, backward
     ahead, back = [], []
+    plain = replace(operator, cost=replace(operator.cost, looked=None))
     for table in tables:
         for (batch, heads, queries, keys, head), *measured in zip(table.shapes, table.forward, table.backward, strict=True):
             sides = ((batch, heads, queries, head), (batch, heads, keys, head), (batch, heads, keys, head))
-            call = replace(work, operands=sides, results=sides[:1], needs=None)
-            formula, size = _attention_by_formula(call, device), math.log(attention_flops(call))
+            call = replace(work, operands=sides, results=sides[:1], needs=None, args=(None,) * 5 + (causal,), kwargs=())
+            formula, size = _attention_by_formula(plain, call, device), math.log(attention_flops(call))
             ahead.append((size, measured[0] / formula[0]))
             back.append((size, measured[1] / formula[1]))
-    size = math.log(attention_flops(work))
+    size = math.log(attention_flops(work, operator))
     return forward * _ratio(size, ahead), backward * _ratio(size, back)
 
 
-def _attention_by_formula(work: Work, device: Device) -> tuple[float, float]:
+def _attention_by_formula(operator: Operator, work: Work, device: Device) -> tuple[float, float]:
     query, key, value = work.operands[:3]
-    busy = attention_flops(work) / device.flops(work.makes)
+    busy = attention_flops(work, operator) / device.flops(work.makes)
     stream = sum(map(math.prod, (query, key, value, query))) * work.makes.itemsize / memory_speed(device)
     head, blocks = query[-1], math.prod(query[:-2]) * math.ceil(query[-2] / device.tile)
     shape = head / (head + device.tile / 4) * 1.25  # 1 at a head of ``tile``, less below it
     waves = blocks / device.units
     shape *= waves / math.ceil(waves) if blocks else 1.0
-    shape *= key[-2] / (key[-2] + _RAMP[is_causal(work)]) if key[-2] else 1.0
+    looked = operator.cost.looked  # of causal attention half of the keys in the mean
+    keys, ramp = (2 * looked(work), _RAMP[1]) if looked is not None else (key[-2], _RAMP[is_causal(work)])
+    shape *= keys / (keys + ramp) if keys else 1.0
     forward = max(busy / (device.attention_forward * shape), stream) if busy else 0.0
     backward = max(2.5 * busy / (device.attention_backward * shape), 2.5 * stream) if busy else 0.0
     return forward, backward

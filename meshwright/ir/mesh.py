@@ -16,6 +16,8 @@ from meshwright.errors import MeshwrightError
 
 PP = "pp"
 """The axis along which pipeline stages lie, the outermost of a mesh that has any. No sharding names it."""
+HEADS = "up"
+"""The near ones of two axes that split the sequence: along it sequence is exchanged for heads while attention runs."""
 
 DATA, EXPERT, SEQUENCE, TENSOR, STAGE, ANY = "data", "expert", "sequence", "tensor", "stage", "any"
 """What an axis is for, its *role*:
@@ -28,7 +30,7 @@ DATA, EXPERT, SEQUENCE, TENSOR, STAGE, ANY = "data", "expert", "sequence", "tens
     any        whatever the solver decides
 """
 ROLES: Mapping[str, str] = {
-    PP: STAGE, "dp": DATA, "dp_replicate": DATA, "dp_shard": DATA, "ep": EXPERT, "cp": SEQUENCE, "tp": TENSOR,
+    PP: STAGE, "dp": DATA, "dp_replicate": DATA, "dp_shard": DATA, "ep": EXPERT, "cp": SEQUENCE, HEADS: SEQUENCE, "tp": TENSOR,
 }
 """{axis: its role}; an axis with another name may do anything."""
 SAMPLED = frozenset({DATA, EXPERT})

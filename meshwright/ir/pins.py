@@ -17,6 +17,8 @@ GATHER, ULYSSES, RING = "all-gather", "ulysses", "ring"
 ATTENTION = (GATHER, ULYSSES, RING)
 """How attention runs whose sequence is split: keys and values are gathered, sequence is exchanged for heads, or keys and values
 pass by."""
+WINDOW = "window"
+"""How attention within a window runs then, whether gathering or passing by is asked for: what the window reaches is fetched."""
 NO_STAGES = "none"
 """The name of having no pipeline among schedules."""
 _COUNTS = ("dp", "tp", "pp", "virtual_stages", "stages", "microbatches", "micro_batch")
@@ -35,7 +37,8 @@ class Pins:
 
     ``dp`` data, ``shard`` the ZeRO group within dp (dp/shard replicas: HSDP), ``tp`` tensor, ``cp`` context, ``pp`` pipeline,
     ``ep`` those of the data ranks over which experts are split; ``zero`` 0 to 3; ``sequence_parallel`` (Megatron's: activations
-    between blocks split over tp along the sequence); ``attention`` under cp: "all-gather", "ulysses" or "ring";
+    between blocks split over tp along the sequence); ``attention`` under cp: "all-gather", "ulysses" or "ring"; ``ulysses``: of
+    the cp ranks the near ones (axis ``up``) that exchange sequence for heads, while attention runs over the others as it does;
     ``microbatches``; ``recompute``; ``tensors``: {pattern of a parameter name: sharding in the notation}.
 
     Some may be left open in part (``OPEN``): to a list of values, or up to a bound. ``stages``: of a pipeline in all;
@@ -60,6 +63,7 @@ class Pins:
     microbatches: int | None = None
     recompute: str | None = None
     attention: str | None = None
+    ulysses: int | None = None
     stage_cuts: tuple[str, ...] | None = None
     tensors: Mapping[str, str] = field(default_factory=dict)
     micro_batch: int | None = None
@@ -68,7 +72,7 @@ class Pins:
     most: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in (*_COUNTS, "shard", "cp", "ep"):
+        for name in (*_COUNTS, "shard", "cp", "ep", "ulysses"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise PinError(f"pin {name}={value!r} is not a positive integer")
@@ -135,6 +139,11 @@ class Pins:
             getattr(self, name) in (None, value) and value in self.among.get(name, (value,))
             and (name not in self.most or value <= self.most[name])
         )
+
+    def near(self, context: int) -> int:
+        """Of so many ranks that split the sequence, those that exchange it for heads while attention runs over the others."""
+        wanted = self.ulysses or 1
+        return wanted if context > wanted and context % wanted == 0 else 1
 
     @property
     def partly(self) -> bool:

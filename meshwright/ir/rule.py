@@ -22,6 +22,7 @@ operator's rule is declared as a line is ``meshwright.ir.notation``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +74,10 @@ class Way:
 
     ``operands``, ``results``: the dim of each that is split, None where it is whole. ``lengths``: of all these dims.
     ``passing``: operands whose pieces pass by every rank, one at each of as many steps as there are ranks, while it works on
-    the one before. ``uneven``: the last of c ranks has (2c - 1) / c times the mean work.
+    the one before. ``uneven``: the last of c ranks has (2c - 1) / c times the mean work. ``fetching``: operands of which a rank
+    needs ``reach`` rows beyond every chunk of its own, which it fetches from those that have them. ``dealt``: operands of
+    ``heads`` heads, of which every rank gets the one that it works with, whole; the number of ranks is a multiple of theirs.
+    Pieces are then one chunk each.
     """
 
     operands: tuple[int | None, ...]
@@ -81,19 +85,40 @@ class Way:
     lengths: tuple[int, ...]
     passing: tuple[int, ...] = ()
     uneven: bool = False
+    fetching: tuple[int, ...] = ()
+    reach: int = 0
+    dealt: tuple[int, ...] = ()
+    heads: int = 1
 
     def dim(self, position: int, is_result: bool) -> int | None:
         """The dim of an operand or a result that is split."""
         return (self.results if is_result else self.operands)[position]
 
     def work(self, shapes: Sequence[tuple[int, ...]], whole: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """The operands' local shapes as the work counts them: all that passes by. ``whole``: their shapes before the split."""
+        """The operands' local shapes as the work counts them: all that passes by or is dealt. ``whole``: their shapes
+        before the split."""
         found = list(shapes)
         for position in self.passing:
             dim = self.operands[position]
             assert dim is not None
             found[position] = (*shapes[position][:dim], whole[position][dim], *shapes[position][dim + 1 :])
+        for position in self.dealt:
+            found[position] = (*shapes[position][:-3], 1, whole[position][-2], shapes[position][-1])
         return found
+
+    def fetched(self, shapes: Sequence[tuple[int, ...]], ranks: int, mirrored: bool) -> float:
+        """Elements that a rank fetches of operands of these local shapes."""
+        found = 0.0
+        for position in self.fetching if ranks > 1 else ():
+            dim = self.operands[position]
+            assert dim is not None
+            rows = max(1, shapes[position][dim])
+            found += math.prod(shapes[position]) * min((1 + mirrored) * self.reach / rows, ranks - 1)
+        return found
+
+    def deals(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> float:
+        """Elements of which a rank sends every other its part, of operands of these local shapes."""
+        return sum(math.prod(shapes[position]) / self.heads * ranks for position in self.dealt)
 
     def slowest(self, ranks: int) -> float:
         """Work of the slowest rank over the mean."""
@@ -136,6 +161,8 @@ class OpRule:
     def mirrors(self, factor: Factor, axis: str, mesh: Mesh) -> bool:
         """Whether an axis splits a factor, or what a way splits, in two chunks a rank."""
         if axis not in mesh.mirrored or factor in self.inner or mesh.size(axis) == 1 or TOGETHER in factor:
+            return False
+        if factor in self.ways and self.ways[factor].dealt:
             return False
         lengths = self.ways[factor].lengths if factor in self.ways else (self.sizes[factor],)
         return all(length % (2 * mesh.size(axis)) == 0 for length in lengths)
@@ -190,6 +217,8 @@ class OpRule:
             dims = [(way.dim(i, False), self.dim(factor, i, False)) for i in range(len(self.operands))]
             if any(mine is not None and mine == theirs for mine, theirs in dims):
                 return False
+        if way.dealt and (ranks <= way.heads or ranks % way.heads or way.lengths[0] % ranks):
+            return False
         return ranks == 1 or all(n % ranks == 0 or (not even and n > (ranks - 1) * ceil_div(n, ranks)) for n in way.lengths)
 
     def __str__(self) -> str:

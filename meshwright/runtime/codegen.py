@@ -87,7 +87,7 @@ def _call(op: Op, groups: Groups, training: bool, params: set[str]) -> tuple[Any
         fixed = {name: groups.group(kwargs.pop(name)) for name in ("axis", "axes") if kwargs.get(name) is not None}
         if not training and op.target == "mw.dropout":
             args = (args[0], 0.0, *args[2:])
-        if not training and op.target in ("mw.sdpa", "mw.attend", "mw.ring"):
+        if not training and op.target in ("mw.sdpa", "mw.attend", "mw.ring", "mw.dealt"):
             args = (*args[:4], 0.0, *args[5:])
         if not training and op.target == "mw.batch_norm":
             args = (*args[:5], False, *args[6:])

@@ -122,7 +122,8 @@ def cut_mirrored(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def mirror(x: Tensor, dim: int, mirrored: bool, group: Group) -> Tensor:
-    """Pieces of two neighbouring chunks -> pieces of chunks r and 2p - 1 - r (``mirrored``), or back."""
+    """Pieces of two neighbouring chunks -> pieces of chunks r and 2p - 1 - r (``mirrored``), or back. Outputs pass here, which
+    may be the largest tensors of all: at most one copy is held beside the operand and the result."""
     size, length = group.size, x.shape[dim] // 2
     owner = {chunk: rank for rank in range(size) for chunk in _chunks(rank, size, mirrored)}
     before = {chunk: rank for rank in range(size) for chunk in _chunks(rank, size, not mirrored)}
@@ -133,7 +134,11 @@ def mirror(x: Tensor, dim: int, mirrored: bool, group: Group) -> Tensor:
     sent, received = ([length * sum(where[chunk] == rank for chunk in chunks) for rank in range(size)]
                       for where, chunks in ((owner, out), (before, come)))
     found = exchange_rows(rows, sent, received, group)
-    return _reordered(found, 0, [come.index(chunk) for chunk in wanted]).movedim(0, dim).contiguous()
+    del rows
+    result = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for at, chunk in enumerate(wanted):
+        result.narrow(dim, at * length, length).copy_(found.narrow(0, come.index(chunk) * length, length).movedim(0, dim))
+    return result
 
 
 def _chunks(rank: int, size: int, mirrored: bool) -> tuple[int, int]:

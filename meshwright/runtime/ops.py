@@ -16,7 +16,8 @@ The communication operators turn one kind of sharding over one axis into another
 
 ``gather_linear`` is gather_vary and the linears that read it in one: it saves the shard instead of the gathered activation
 and gathers again in the backward. The others (embedding, cross_entropy, valid_count, linear, fused_linear, mean, batch_norm,
-dropout, sdpa, attend, ring) are operators whose local form differs from the ATen one because an operand is split.
+dropout, sdpa, attend, ring, dealt, window) are operators whose local form differs from the ATen one because an operand is
+split.
 
 An ``axis`` is a ``Group`` here: the lowered graph has axis names, ``runtime.codegen`` puts the groups in. A group of one rank
 communicates nothing. Uneven pieces are allowed everywhere (``runtime.collectives``).
@@ -34,7 +35,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from meshwright.runtime import collectives as comm
+from meshwright.runtime.attention.dealt import dealt
 from meshwright.runtime.attention.forms import attend, ring
+from meshwright.runtime.attention.window import window
 from meshwright.runtime.collectives import Group
 from meshwright.runtime.draws import dropout, sdpa
 
@@ -437,7 +440,7 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         for function in (
             identity, slice, vary, unvary, all_gather, gather_vary, reduce_scatter, all_reduce, all_to_all, mirror,
             gather_linear, embedding, cross_entropy, valid_count, linear, fused_linear, mean, batch_norm, dropout, sdpa, attend,
-            ring,
+            ring, dealt, window,
         )
     }
 )

@@ -214,6 +214,13 @@ class Prices:
             if way is not None and way.passing and self.plan.mesh.size(axis) > 1:
                 passed = sum(math.prod(work.operands[at]) for at in way.passing) * work.reads.itemsize
                 yield Move(axis, "p2p", "p2p", passed, times * (self.plan.mesh.size(axis) - 1), waits[0], waits[1])
+            if way is not None and way.dealt and self.plan.mesh.size(axis) > 1:
+                dealt = way.deals(work.operands, self.plan.mesh.size(axis)) * work.reads.itemsize
+                yield Move(axis, "all_to_all", "all_to_all", dealt, times, waits[0], waits[1])
+            if way is not None and way.fetching and self.plan.mesh.size(axis) > 1:
+                mirrored = rule.mirrors(factor, axis, self.plan.mesh)
+                fetched = way.fetched(work.operands, self.plan.mesh.size(axis), mirrored) * work.reads.itemsize
+                yield Move(axis, "p2p", "p2p", fetched, times, waits[0], waits[1])
         for kind, axes, bytes_, back in self.costs.inside(rule, assignment):
             seconds = self.costs.collective(kind, axes, bytes_) * times
             if back:

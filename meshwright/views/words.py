@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshwright.ir.mesh import PP, SEQUENCE, role_of
-from meshwright.ir.pins import ATTENTION, ULYSSES
+from meshwright.ir.pins import ATTENTION, ULYSSES, WINDOW
 from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.prediction import Prediction
 from meshwright.ir.quantities import bytes_text, seconds_text
@@ -157,7 +157,7 @@ def assignment_words(assignment: Mapping[str, str]) -> str:
     words = [
         f"every rank of {axis} for itself, gradients summed later" if factor == APART
         else f"{axis} sums linear group {factor[1:] or 0} later" if factor.startswith("+")
-        else f"{axis} splits the sequence by {factor}" if factor in ATTENTION else f"{axis} splits {factor}"
+        else f"{axis} splits the sequence by {factor}" if factor in (*ATTENTION, WINDOW) else f"{axis} splits {factor}"
         for axis, factor in assignment.items()
     ]
     return ", ".join(words) or "every rank does all of it"

@@ -5,6 +5,7 @@ it depends on no input, parameter or buffer it is evaluated, exactly, and
 
     lower triangular       =>  is_causal=True, no mask
     true (or 0) everywhere =>  no mask; the same for the condition of a ``where`` that chooses between a bias and minus infinity
+    a band                 =>  attention within a window, ``mw.window``
 
 Evaluation stays small: a dim along which a value is constant is kept with stride 0, elementwise operators run on one
 element of such a dim, and the large elementwise results are never made: they stay formulas (``_Lazy``), evaluated in blocks
@@ -16,12 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshwright.compiler.capture.movement import ATTENTION, ELEMENTWISE, EXPAND
+from meshwright.compiler.capture.movement import ATTENTION, ELEMENTWISE, EXPAND, WINDOW
 from meshwright.compiler.capture.rewrite import Edit, eliminate_dead_code, rewrite
 from meshwright.ir.graph import Graph, Op, Ref, map_refs
 from meshwright.ir.operators import overload
@@ -56,6 +57,16 @@ class _Lazy:
         return self.function(*(_rows(operand, start, stop) for operand in self.operands))
 
 
+class Band(NamedTuple):
+    """A mask that lets row i see keys i - before .. i + after."""
+
+    before: int
+    after: int
+
+
+Verdict = str | Band
+
+
 class _TooLargeError(Exception):
     """The value is not worth making."""
 
@@ -63,9 +74,9 @@ class _TooLargeError(Exception):
 def simplify_masks(graph: Graph) -> Graph:
     """Attention without the masks that say nothing, or only that it is causal."""
     evaluator = _Evaluator(graph)
-    verdicts: dict[str, str] = {}
+    verdicts: dict[str, Verdict] = {}
 
-    def verdict(mask: str, queries: int, keys: int) -> str:
+    def verdict(mask: str, queries: int, keys: int) -> Verdict:
         if mask not in verdicts:
             verdicts[mask] = evaluator.verdict(mask, queries, keys)
         return verdicts[mask]
@@ -73,6 +84,8 @@ def simplify_masks(graph: Graph) -> Graph:
     def step(op: Op, edit: Edit) -> Iterable[Op] | None:
         if op.target == ATTENTION and op.args[3] is not None:
             found = verdict(op.args[3].name, edit.shape(op.args[0])[-2], edit.shape(op.args[1])[-2])
+            if isinstance(found, Band):
+                return _windowed(op, found, edit)
             if found != "unknown":
                 return (replace(op, args=(*op.args[:3], None, op.args[4], found == "causal" or op.args[5])),)
         elif op.target.startswith("aten.where.") and len(op.args) == 3 and isinstance(op.args[1], Ref):
@@ -86,6 +99,17 @@ def simplify_masks(graph: Graph) -> Graph:
     return eliminate_dead_code(rewrite(graph, step))
 
 
+def _windowed(op: Op, band: Band, edit: Edit) -> Iterable[Op] | None:
+    """Attention within a window; None where the mask has to stay: dropped probabilities, heads or samples that broadcast."""
+    query, key, value = (edit.shape(ref) for ref in op.args[:3])
+    alike = len(query) == len(key) == len(value) == 4 and query[0] == key[0] == value[0] and key[1] == value[1]
+    grouped = query[1] == key[1] or (bool(dict(op.kwargs).get("enable_gqa")) and query[1] % key[1] == 0)
+    if op.args[4] or op.args[5] or not alike or not grouped or set(dict(op.kwargs)) - {"scale", "enable_gqa"}:
+        return None
+    scale = dict(op.kwargs).get("scale")
+    return (replace(op, target=WINDOW, args=(*op.args[:3], scale, *band, key[-2]), kwargs=()),)
+
+
 class _Evaluator:
     """Values of the graph that depend on literals alone, each evaluated once."""
 
@@ -93,8 +117,8 @@ class _Evaluator:
         self.graph = graph
         self.known: dict[str, Tensor | _Lazy | None] = {}
 
-    def verdict(self, name: str, queries: int, keys: int) -> str:
-        """ "causal", "none" (nothing is masked) or "unknown"."""
+    def verdict(self, name: str, queries: int, keys: int) -> Verdict:
+        """ "causal", "none" (nothing is masked), a band or "unknown"."""
         try:
             mask = self.value(name)
             return "unknown" if mask is None else _compare(mask, queries, keys)
@@ -226,7 +250,7 @@ def _collapse(tensor: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------------------ verdict
-def _compare(mask: Tensor | _Lazy, queries: int, keys: int) -> str:
+def _compare(mask: Tensor | _Lazy, queries: int, keys: int) -> Verdict:
     shape = mask.shape
     small = _squeeze_constant(mask) if isinstance(mask, Tensor) else mask
     compressed = tuple(small.shape) if isinstance(small, Tensor) else small.compressed
@@ -236,7 +260,7 @@ def _compare(mask: Tensor | _Lazy, queries: int, keys: int) -> str:
         return ordered
     if math.prod(compressed) > MAX_ELEMENTS:
         return "unknown"
-    none = True
+    none, band = True, _candidate(small, compressed, queries, keys)
     causal = compressed[-2] > 1 or queries == 1  # a mask that is the same for every query is no triangle
     for start, rows, block in _blocks(small, compressed):
         allowed = _allowed(block)
@@ -244,15 +268,28 @@ def _compare(mask: Tensor | _Lazy, queries: int, keys: int) -> str:
             return "unknown"
         allowed = allowed.reshape(allowed.shape[-2:])
         none = none and bool(allowed[0, -1]) and bool(allowed.all())
-        if causal:
-            triangle = torch.arange(keys, dtype=torch.int32) <= torch.arange(start, start + rows, dtype=torch.int32)[:, None]
-            causal = torch.equal(allowed.expand(rows, keys), triangle)
-        if not causal and not none:
+        away = torch.arange(keys, dtype=torch.int32) - torch.arange(start, start + rows, dtype=torch.int32)[:, None]
+        causal = causal and torch.equal(allowed.expand(rows, keys), away <= 0)
+        if band is not None and not torch.equal(allowed.expand(rows, keys), (away >= -band.before) & (away <= band.after)):
+            band = None
+        if not causal and not none and band is None:
             return "unknown"
-    return "none" if none else "causal"
+    return "none" if none else "causal" if causal else band or "unknown"
 
 
-def _by_order(mask: Tensor | _Lazy, queries: int, keys: int) -> str:
+def _candidate(small: Tensor | _Lazy, compressed: tuple[int, ...], queries: int, keys: int) -> Band | None:
+    """The only band that a mask can be, by its first and its last row."""
+    if queries != keys or compressed[-2] != queries or compressed[-1] != keys:
+        return None
+    first, last = (_allowed(_rows(small, at, at + 1)) for at in (0, queries - 1))
+    if first is None or last is None:
+        return None
+    after = int(first.expand(*compressed[:-2], 1, keys).sum()) - 1
+    before = int(last.expand(*compressed[:-2], 1, keys).sum()) - 1
+    return Band(before, after) if before >= 0 and after >= 0 else None
+
+
+def _by_order(mask: Tensor | _Lazy, queries: int, keys: int) -> Verdict:
     """The verdict of a mask that says nothing but which keys come before or after which place, without making it; "" if it may
     say more. Where x ascends, x_j <= y_i holds for a first part of the keys, whose length is looked up for every row."""
     bounds = _comparisons(mask)
@@ -267,8 +304,12 @@ def _by_order(mask: Tensor | _Lazy, queries: int, keys: int) -> str:
         first, last = (first, torch.minimum(last, until)) if below else (torch.maximum(first, until), last)
     if bool((first == 0).all()) and bool((last == keys).all()):
         return "none"
-    rows = torch.arange(1, queries + 1).clamp(max=keys)
-    return "causal" if bool((first == 0).all()) and torch.equal(last, rows) else ""
+    at = torch.arange(queries)
+    if bool((first == 0).all()) and torch.equal(last, (at + 1).clamp(max=keys)):
+        return "causal"
+    before, after = queries - 1 - int(first[-1]), int(last[0]) - 1
+    banded = queries == keys and before >= 0 and after >= 0 and torch.equal(first, (at - before).clamp(min=0))
+    return Band(before, after) if banded and torch.equal(last, (at + after + 1).clamp(max=keys)) else ""
 
 
 _ORDERS: Mapping[str, tuple[bool, bool]] = {"le": (True, True), "lt": (True, False), "ge": (False, True), "gt": (False, False)}

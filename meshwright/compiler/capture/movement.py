@@ -25,6 +25,7 @@ from meshwright.ir.graph import Graph, Op, Ref, map_refs, refs
 RESHAPE, EXPAND, PERMUTE = "aten.reshape.default", "aten.expand.default", "aten.permute.default"
 TRANSPOSE, TURN = "aten.transpose.int", "aten.t.default"  # of any two dims; of a matrix, whose only spelling it is
 ATTENTION = "aten.scaled_dot_product_attention.default"
+WINDOW = "mw.window"
 
 ELEMENTWISE = frozenset({
     "add", "sub", "rsub", "mul", "div", "neg", "abs", "lt", "le", "gt", "ge", "eq", "ne", "where", "masked_fill", "_to_copy",

@@ -19,8 +19,8 @@ from functools import cached_property
 from meshwright.compiler.structure.dims import Dim, DimClasses, sequence_dims
 from meshwright.compiler.structure.positions import several_readers
 from meshwright.ir.graph import Graph, Op
-from meshwright.ir.mesh import EXPERT, SAMPLED, SEQUENCE, SHARED, TENSOR, Mesh
-from meshwright.ir.pins import ULYSSES, PinError, Pins
+from meshwright.ir.mesh import EXPERT, HEADS, SAMPLED, SEQUENCE, SHARED, TENSOR, Mesh
+from meshwright.ir.pins import GATHER, RING, ULYSSES, WINDOW, PinError, Pins
 from meshwright.ir.plan import TIME
 from meshwright.ir.rule import APART, OpRule, factors_of
 from meshwright.ir.sharding import ceil_div, parse_sharding
@@ -111,7 +111,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
                 continue  # what blocks hand on is whole on every rank
             allowed.append(factor)
         if role == SEQUENCE and rule.ways:
-            allowed = _ways(rule, scope.pins.attention)
+            allowed = _ways(rule, ULYSSES if axis == HEADS else scope.pins.attention)
         if role == EXPERT:
             allowed += [way for way in rule.together if kinds["batch"].intersection(factors_of(way))]
         per_axis.append(allowed if scope.mesh.size(axis) > 1 else [None])
@@ -137,7 +137,8 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
 
 def _ways(rule: OpRule, pinned: str | None) -> list[str | None]:
     """How a sequence axis may split an operator whose rule names ways to: by one of them, or its ``inner`` factors."""
-    named = [name for name in rule.ways if pinned in (None, name)]
+    wanted = (pinned, WINDOW) if pinned in (GATHER, RING) else (pinned,)
+    named = [name for name in rule.ways if pinned is None or name in wanted]
     return [None, *named, *(sorted(rule.inner.intersection(rule.splittable)) if pinned in (None, ULYSSES) else ())]
 
 
@@ -154,6 +155,11 @@ def check_sequence(scope: Scope) -> None:
     if not lengths:
         raise PinError(f"pin cp={ranks}: no sequence was found in this model: its blocks hand on nothing with a dim beside "
                        "batch and width, and nothing attends; drop the pin")
+    ways = [way for op in graph.ops for way in scope.classes.rules[op.name].ways.values() if not way.dealt]
+    attended_to = {length for way in ways for length in way.lengths}
+    if len(axes) > 1 and any(length % ranks for length in attended_to):
+        raise PinError(f"pin ulysses={scope.mesh.size(HEADS)}: sequences of {sorted(attended_to)} are split over two axes, so "
+                       f"cp={ranks} must divide them; take another cp or length, or drop the pin")
     longest = max(lengths)
     if longest <= (ranks - 1) * ceil_div(longest, ranks):
         nearest = max(n for n in range(1, ranks) if longest > (n - 1) * ceil_div(longest, n))
@@ -175,17 +181,18 @@ def pays_mirrored(graph: Graph, rules: Mapping[str, OpRule], pins: Pins) -> bool
 def _attending(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:
     """Only the assignments in which attention runs as it is pinned."""
     axes = tuple(axis for axis in scope.mesh.axes if scope.roles[axis] == SEQUENCE and scope.mesh.size(axis) > 1)
-    if scope.pins.attention is None or not rule.ways or not axes:
+    if (scope.pins.attention is None and len(axes) < 2) or not rule.ways or not axes:
         return found
     kept = [assignment for assignment in found if all(axis in assignment for axis in axes)]
     if not kept:
+        heads = f"pin ulysses={scope.mesh.size(HEADS)} with " if len(axes) > 1 else "pin "
         ranks, shapes = scope.mesh.size(axes), [list(scope.graph.values[name].shape) for name in op.inputs[:2]]
         ways = [name for name in _ways(rule, scope.pins.attention) if name is not None]
         legal = [n for n in range(2, ranks) if any(_legal(rule, {axes[0]: name}, Mesh(axes[:1], (n,))) for name in ways)]
         remedy = f"cp={max(legal)}" if legal else "no cp"
         raise PinError(
-            f"pin attention={scope.pins.attention!r}: {op.target} of {op.module or 'the model'}, queries {shapes[0]} and keys "
-            f"{shapes[1]}, cannot run so over cp={ranks}; take {remedy}, or another attention"
+            f"{heads}attention={scope.pins.attention!r}: {op.target} of {op.module or 'the model'}, queries {shapes[0]} and "
+            f"keys {shapes[1]}, cannot run so over cp={ranks}; take {remedy}, or another attention"
         )
     return kept
 

@@ -145,7 +145,8 @@ class Costs:
         self, rule: OpRule, assignment: Mapping[str, str], local: Sequence[tuple[int, ...]], itemsize: int,
         seconds: tuple[float, float],
     ) -> tuple[float, float, float, float]:
-        """Seconds (forward, backward) of an operator's own work, and those in which it only waits for pieces that pass by.
+        """Seconds (forward, backward) of an operator's own work, and those in which it waits for what passes by, is fetched
+        or dealt.
 
         ``local``: shapes of the operands; ``seconds``: of the work if all ranks had the same. Behind the pieces come, in the
         backward, their gradients in fp32.
@@ -158,6 +159,11 @@ class Costs:
                 continue
             slowest = 1.0 if rule.mirrors(name, axis, self.mesh) else found.slowest(ranks)
             forward, backward = forward * slowest, backward * slowest
+            fetched, dealt = found.fetched(local, ranks, rule.mirrors(name, axis, self.mesh)), found.deals(local, ranks)
+            for at, widths in enumerate(((itemsize, itemsize), (itemsize + _CAST_BYTES, _CAST_BYTES))):
+                moved = ("p2p", fetched * widths[0]), ("all_to_all", dealt * widths[1])
+                if (forward, backward)[at]:
+                    waits[at] += sum(self.collective(kind, (axis,), bytes_) for kind, bytes_ in moved)
             passing = sum(math.prod(local[position]) for position in found.passing)
             for at, (work, width) in enumerate(((forward, itemsize), (backward, itemsize + _CAST_BYTES))):
                 if passing and work:

@@ -37,7 +37,7 @@ from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.graph import Graph, Op, Value
-from meshwright.ir.mesh import Mesh, role_of
+from meshwright.ir.mesh import HEADS, Mesh, role_of
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import PlanError, Schedule
 from meshwright.ir.rule import Placed, Rules
@@ -124,12 +124,14 @@ class Placements:
         if not data:
             raise PlanError(f"ep={expert} data ranks do not divide the batch into pieces of {samples}")
         axes = {DATA: data // expert, **({EP: expert} if expert > 1 else {})}
-        axes |= {**({CONTEXT: context} if context > 1 else {}), TENSOR: tensor}
+        heads = self.pins.near(context)
+        axes |= {CONTEXT: context // heads} if context > 1 else {}
+        axes |= {**({HEADS: heads} if heads > 1 else {}), TENSOR: tensor}
         both = context > 1 and pays_mirrored(graph, self.rules, self.pins)
         mesh, count = Mesh(tuple(axes), tuple(axes.values()), frozenset({CONTEXT} if both else ())), pieces // data
         schedule = split_time(graph, self.rules, count, batch_inputs(graph))
         costs = Costs(self.cluster, mesh, microbatches=count, itemsize=self.itemsize, state_bytes=self.state_bytes)
-        kept = tuple(axis for axis in (DATA, EP, CONTEXT) if axes.get(axis, 1) > 1)
+        kept = tuple(axis for axis in (DATA, EP, CONTEXT, HEADS) if axes.get(axis, 1) > 1)
         variants = [Variant(0, kept, (), kind) for kind in self.recompute]
         problem = Problem(self._scope(mesh, count), self.rules, schedule, costs, variants, variants[:1])
         chain = problem.chain(float("inf"), 0.0)

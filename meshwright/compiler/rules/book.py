@@ -28,8 +28,8 @@ from meshwright.ir.notation import Line, parse_line
 from meshwright.ir.rule import Localize, OpRule, RuleError, Rules
 
 TABLES = (
-    "pointwise", "matmul", "views", "joining", "normalization", "sequence", "indexing", "reductions", "loss", "convolution",
-    "factories", "random", "lowered", "custom.splits", "custom.experts",
+    "pointwise", "matmul", "views", "joining", "normalization", "sequence.attention", "sequence.window", "indexing",
+    "reductions", "loss", "convolution", "factories", "random", "lowered", "custom.splits", "custom.experts",
 )
 """Modules of this folder, each with a table ``RULES`` of target -> declaration."""
 

@@ -32,6 +32,7 @@ MW_SCHEMAS: Mapping[str, str] = {
     "mw.batch_norm": "Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, training, momentum, "
     "eps, count, axes",
     "mw.fused_linear": "Tensor x, Tensor weight, Tensor? bias, parts, transposed, terms=1",
+    "mw.window": "Tensor query, Tensor key, Tensor value, scale, before, after, keys",
 }
 """Arguments of meshwright's own operators that a captured graph may hold."""
 

@@ -48,6 +48,11 @@ def _exchanged(work: Work) -> tuple[float, float]:
     return both, both
 
 
+def _packed(work: Work) -> tuple[float, float]:
+    """What is sent, in the order of the ranks."""
+    return float(work.read_bytes()), float(work.read_bytes())
+
+
 def _regathered(work: Work) -> tuple[float, float]:
     """The whole activation as it is received and in order; in the backward again, and its gradient in both forms."""
     whole = float(math.prod(work.results[0][:-1]) * work.operands[0][-1] * work.reads.itemsize)
@@ -79,7 +84,7 @@ RULES: Mapping[str, Declaration] = {
         cost=Cost("copy", space=_exchanged), recompute="costly", runs="_c10d_functional.all_to_all_single.default"
     ),
     "mw.mirror": moved(
-        cost=Cost("copy", space=_exchanged), recompute="costly", runs="_c10d_functional.all_to_all_single.default"
+        cost=Cost("copy", space=_packed), recompute="costly", runs="_c10d_functional.all_to_all_single.default"
     ),
     "mw.gather_linear": declare(
         None, cost=Cost("matmul", products=_linears, space=_regathered), saves="0", recompute="costly",

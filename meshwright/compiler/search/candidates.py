@@ -70,6 +70,7 @@ class Candidate:
     context: ranks that split the sequence
     mirrored: whether each of these has two chunks of it
     expert: of the data ranks, those over which experts are split; 1 beside a split sequence
+    heads: of the ranks that split the sequence, the near ones that exchange it for heads while attention runs
     """
 
     pp: int
@@ -83,6 +84,7 @@ class Candidate:
     context: int = 1
     mirrored: bool = False
     expert: int = 1
+    heads: int = 1
 
     @property
     def stages(self) -> int:
@@ -97,7 +99,8 @@ class Candidate:
         if self.layout is not None:
             return f"{self.layout.mesh}, {self.microbatches} micro-batches"
         pipeline = f"pp={self.pp} ({self.schedule}, {self.virtual_stages} stages a rank) x " if self.pp > 1 else ""
-        context = f"cp{'*' * self.mirrored}={self.context} x " if self.context > 1 else ""
+        context = f"cp{'*' * self.mirrored}={self.context // self.heads} x " if self.context > 1 else ""
+        context += f"up={self.heads} x " if self.heads > 1 else ""
         data = f"dp={self.data}" + (f" (ep={self.expert} of them)" if self.expert > 1 else "")
         return f"{pipeline}{data} x {context}tp={self.tensor}, {self.microbatches} micro-batches of {self.samples}"
 
@@ -110,7 +113,7 @@ def candidates(
     1 where there are none. Raises PinError if the pins leave none."""
     batch = batch_size(graph)
     found = [
-        replace(candidate, expert=expert)
+        replace(candidate, expert=expert, heads=pins.near(candidate.context))
         for pp in _degrees("pp", pins, min(cluster.world, units), cluster.world)
         for tensor in _degrees("tp", pins, cluster.world // pp, cluster.world // pp)
         for context in _contexts(pins.cp, cluster.world // pp // tensor, tokens)
@@ -242,7 +245,8 @@ def ways_of(candidate: Candidate, cluster: Cluster, pins: Pins) -> list[tuple[in
 def degrees_of(candidate: Candidate, shard: int) -> Degrees:
     """The degrees of a candidate whose state is split over ``shard`` ranks."""
     return Degrees(
-        candidate.pp, candidate.data, shard, candidate.tensor, candidate.context, candidate.mirrored, candidate.expert
+        candidate.pp, candidate.data, shard, candidate.tensor, candidate.context, candidate.mirrored, candidate.expert,
+        candidate.heads,
     )
 
 

@@ -15,7 +15,7 @@ from meshwright.compiler.search.candidates import Candidate, Layout
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.mesh import ANY, SHARED, TENSOR, Mesh, role_of
+from meshwright.ir.mesh import ANY, HEADS, SHARED, TENSOR, Mesh, role_of
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.sharding import ceil_div
 
@@ -65,7 +65,9 @@ def _layout(dp: int, cp: int, tp: int, pins: Pins, mirrored: bool = False) -> La
     sizes = {"dp": dp} if shard in (dp, 1) else {"dp_replicate": dp // shard, "dp_shard": shard}
     if pins.ep not in (None, 1):
         sizes = _with_experts(dp, shard, pins.ep)
-    sizes |= {"cp": cp} if cp > 1 else {}
+    heads = pins.near(cp)
+    sizes |= {"cp": cp // heads} if cp > 1 else {}
+    sizes |= {HEADS: heads} if heads > 1 else {}
     sizes["tp"] = tp
     both = frozenset({"cp"}.intersection(sizes) if mirrored else ())
     return Layout(Mesh(tuple(sizes), tuple(sizes.values()), both), {axis: role_of(axis) for axis in sizes})

@@ -41,7 +41,7 @@ _TIE = 1e-4
 """A plan made later must be faster by this part."""
 _DROPPED = (
     "recompute", "zero", "microbatches", "micro_batch", "shard", "sequence_parallel", "stage_cuts", "virtual_stages", "stages",
-    "schedule", "tp", "dp", "attention", "cp", "pp",
+    "schedule", "tp", "dp", "ulysses", "attention", "cp", "pp",
 )
 """Pins that an error tries to do without, in this order."""
 

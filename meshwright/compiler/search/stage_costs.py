@@ -8,8 +8,8 @@
 What parameters cost is linear in the number of micro-batches, so two prices (``costs.Costs`` at 2 and 3) give the part of every
 micro-batch and the part of the step, whatever the level does (``StageCosts.parameters``).
 
-The mesh is pp x dp x cp x tp, or dp is dp_replicate x dp_shard; stages are contiguous ranks. Groups lie the same way in every
-stage, so collectives are priced on as few stages as fill whole nodes (``_neighbourhood``).
+The mesh is pp x dp x cp x up x tp, or dp is dp_replicate x dp_shard; stages are contiguous ranks. Groups lie the same way in
+every stage, so collectives are priced on as few stages as fill whole nodes (``_neighbourhood``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from meshwright.compiler.placement.costs import (
 from meshwright.compiler.placement.placement import CONTEXT, DATA, EP, NONE, TENSOR, Placement, Row
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
-from meshwright.ir.mesh import PP, Mesh
+from meshwright.ir.mesh import HEADS, PP, Mesh
 from meshwright.ir.sharding import Sharding
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
@@ -55,7 +55,8 @@ Array = np.ndarray
 @dataclass(frozen=True, slots=True)
 class Degrees:
     """How many ranks do what. ``shard``: of the data ranks, those that share a parameter's state; ``context``: ranks that split
-    the sequence, ``mirrored``: in two chunks each; ``expert``: of those that share state, the ones that split the experts."""
+    the sequence, ``mirrored``: in two chunks each; ``expert``: of those that share state, the ones that split the experts;
+    ``heads``: of those that split the sequence, the near ones that exchange it for heads."""
 
     pp: int
     data: int
@@ -64,6 +65,7 @@ class Degrees:
     context: int = 1
     mirrored: bool = False
     expert: int = 1
+    heads: int = 1
 
     @property
     def mesh(self) -> Mesh:
@@ -74,13 +76,14 @@ class Degrees:
         if self.expert > 1:
             last = SHARD if hybrid else DATA
             axes |= {last: axes[last] // self.expert, EP: self.expert}
-        axes |= {CONTEXT: self.context} if self.context > 1 else {}
+        axes |= {CONTEXT: self.context // self.heads} if self.context > 1 else {}
+        axes |= {HEADS: self.heads} if self.heads > 1 else {}
         return Mesh((*axes, TENSOR), (*axes.values(), self.tensor), frozenset({CONTEXT} if self.mirrored else ()))
 
     @property
     def data_axes(self) -> tuple[str, ...]:
         """Axes over which gradients are summed."""
-        known, mesh = (DATA, REPLICATE, SHARD, EP, CONTEXT), self.mesh
+        known, mesh = (DATA, REPLICATE, SHARD, EP, CONTEXT, HEADS), self.mesh
         return tuple(axis for axis in known if axis in mesh.axes and mesh.size(axis) > 1)
 
     def variant(self, zero: int) -> Variant:

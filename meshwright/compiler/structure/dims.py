@@ -96,7 +96,7 @@ def sequence_classes(graph: Graph, passed: Iterable[str], classes: DimClasses, b
     inputs."""
     found = classes.of(sequence_dims(graph, passed, classes, batch).items())
     attended = [
-        (name, dim) for op in graph.ops for way in classes.rules[op.name].ways.values()
+        (name, dim) for op in graph.ops for way in classes.rules[op.name].ways.values() if not way.dealt
         for name, dim in zip(op.inputs, way.operands, strict=True) if dim is not None
     ]
     found = (found | classes.of(attended)) - batch

@@ -127,6 +127,7 @@ class Cost:
     the order of the dims; "first": as the first operand.
     ``order``: of a view that permutes dims, for every dim of the result the operand's.
     ``copies``: of a view, whether this call has its result in memory of its own all the same.
+    ``looked``: of attention, keys that a row sees in the mean, if not all or (causal) half of them.
     """
 
     kind: str = "copy"
@@ -137,6 +138,7 @@ class Cost:
     layout: str = ""
     order: Callable[[Work], Sequence[int]] | None = None
     copies: Callable[[Work], bool] | None = None
+    looked: Bytes | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -1,7 +1,8 @@
 """Attention whose queries are a piece of the sequence: lists of blocks on keys that are here, or that pass by in a ring.
 
-A *block* is ``(q0, q1, k0, k1, m0, causal)``: rows q0:q1 of this rank's queries look at keys k0:k1 of the keys at hand, which
-are columns m0, m0 + 1, ... of the mask; ``causal``: it is square, and row i sees keys 0..i of it. Outputs of blocks on the same
+A *block* is ``(q0, q1, k0, k1, m0, kind)``: rows q0:q1 of this rank's queries look at keys k0:k1 of the keys at hand, which
+are columns m0, m0 + 1, ... of the mask; ``kind``: FULL, or (square) CAUSAL: row i sees keys
+0..i of it, or AHEAD: keys i, i + 1, ... Outputs of blocks on the same
 rows are merged by their log-sum-exp, in fp32:
 
     lse = log(exp(lse_1) + exp(lse_2))      out = (exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2) / (the sum of both factors)
@@ -26,20 +27,21 @@ from torch.autograd import Function
 
 from meshwright.runtime import collectives as comm
 from meshwright.runtime.attention import kernels
+from meshwright.runtime.attention.bands import Block
 from meshwright.runtime.attention.kernels import Setting
 from meshwright.runtime.collectives import Group
 from meshwright.runtime.draws import Draw, generator_of
 
-Block = tuple[int, int, int, int, int, bool]
 
-
-class _Merged:
-    """Rows of the output so far."""
+class Merged:
+    """Rows of the output so far, laid out as the queries are: heads that were transposed are joined again without a copy."""
 
     def __init__(self, q: Tensor, v: Tensor) -> None:
         self.shape, self.dtype = (*q.shape[:-1], v.shape[-1]), v.dtype
         wide = torch.promote_types(v.dtype, torch.float32)
-        self.out = torch.zeros(self.shape, dtype=wide, device=q.device)
+        strides = q.stride()
+        order = sorted(range(q.ndim - 1), key=strides.__getitem__, reverse=True)
+        self.out = torch.empty_permuted(self.shape, (*order, q.ndim - 1), dtype=wide, device=q.device).zero_()
         self.lse = torch.full(q.shape[:-1], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
@@ -67,7 +69,7 @@ def _part(mask: Tensor | None, block: Block) -> Tensor | None:
     return rows[..., m0 : m0 + k1 - k0] if mask.shape[-1] > 1 else rows
 
 
-def _look(into: _Merged, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, blocks: Sequence[Block], number: int,
+def look(into: Merged, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, blocks: Sequence[Block], number: int,
           how: Setting) -> None:
     """Add the blocks on some keys. ``number``: of the first of them."""
     for at, block in enumerate(blocks):
@@ -78,7 +80,7 @@ def _look(into: _Merged, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, b
             into.add(slice(q0, q1), out, lse)
 
 
-class _Gradients:
+class Gradients:
     """The gradients of a call so far, in fp32 at least; ``dk`` and ``dv`` of the keys at hand."""
 
     def __init__(self, q: Tensor, mask: Tensor | None, how: Setting) -> None:
@@ -119,8 +121,8 @@ class _Attend(Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, blocks: Sequence[Block], how: Setting
     ) -> Tensor:
-        merged = _Merged(q, v)
-        _look(merged, q, k, v, mask, blocks, 0, how)
+        merged = Merged(q, v)
+        look(merged, q, k, v, mask, blocks, 0, how)
         out, lse = merged.result()
         ctx.save_for_backward(q, k, v, mask, out, lse)
         ctx.where = blocks, how
@@ -130,7 +132,7 @@ class _Attend(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         q, k, v, mask, out, lse = ctx.saved_tensors
         blocks, how = ctx.where
-        found = _Gradients(q, mask, how)
+        found = Gradients(q, mask, how)
         dk, dv = found.look(dy, (q, out, lse, mask), k, v, blocks, 0, how)
         dmask = None if found.dmask is None else found.dmask.to(mask.dtype)
         return found.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dmask, None, None
@@ -160,12 +162,12 @@ class _Ring(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, steps: Sequence[Sequence[Block]], how: Setting,
         length: int, group: Group,
     ) -> Tensor:
-        merged, pair = _Merged(q, v), _Pair(k, v, length)
+        merged, pair = Merged(q, v), _Pair(k, v, length)
         here = pair.packed(k, v)
         number = 0
         for step, blocks in enumerate(steps):
             coming = comm.start_pass(here, 1, group) if step + 1 < len(steps) else None
-            _look(merged, q, *pair.opened(here), mask, blocks, number, how)
+            look(merged, q, *pair.opened(here), mask, blocks, number, how)
             number += len(blocks)
             here = here if coming is None else comm.end_pass(coming)
         out, lse = merged.result()
@@ -177,7 +179,7 @@ class _Ring(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         q, k, v, mask, out, lse = ctx.saved_tensors
         steps, how, pair, group = ctx.where
-        found = _Gradients(q, mask, how)
+        found = Gradients(q, mask, how)
         here, behind, number = pair.packed(k, v), None, 0
         for step, blocks in enumerate(steps):
             coming = comm.start_pass(here, 1, group) if step + 1 < len(steps) else None

@@ -6,7 +6,9 @@ split in units of key heads. The head dim is whole, and so is the sequence but f
 
     all-gather   queries, rows of the mask and results are split, keys and values are read whole
     ring         the same, and keys and values are split as well and pass by
-    (Ulysses     is the heads' own split: what is split along the sequence before and after is exchanged by an all-to-all)
+    ulysses      is the heads' own split, what is split along the sequence before and after being exchanged by an all-to-all.
+                 Where there are more ranks than key heads it is a way of its own: a rank's queries share one key head, which is
+                 dealt to it whole
 
 Of recurrent layers samples pass, time and features are whole: a step in time reads all that the step before made, so neither
 can be split, and the weights are read whole.
@@ -22,7 +24,7 @@ from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Operand, Rewritten, argument, broadcast_dims, words
 from meshwright.ir.declared.operator import Cost, Saves, Work
 from meshwright.ir.graph import Op
-from meshwright.ir.pins import GATHER, RING
+from meshwright.ir.pins import GATHER, RING, ULYSSES
 from meshwright.ir.rule import Factor, Local, OpRule, Way
 from meshwright.ir.sharding import ceil_div
 
@@ -70,6 +72,11 @@ def _ways(call: Call) -> dict[str, Way]:
     ways = {GATHER: Way(tuple(by_rows), result, (rows,), uneven=causal)}
     if keys > 1 and (rows == keys or not causal):
         ways[RING] = Way(tuple(by_both), result, (rows, keys), (key.position, value.position), causal)
+    if call["enable_gqa"] and heads[1] < heads[0] and query.ndim == 4 and keys > 1:
+        by_heads: list[int | None] = [1, 2, 2]
+        if mask is not None:
+            by_heads.append(mask.ndim - 3 if mask.ndim > 2 and mask.shape[-3] == heads[0] else None)
+        ways[ULYSSES] = Way(tuple(by_heads), (1,), (heads[0], keys), dealt=(key.position, value.position), heads=heads[1])
     return ways
 
 
@@ -78,10 +85,16 @@ def _local_attention(op: Op, local: Local) -> Rewritten:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     arguments = tuple(argument(op, name) for name in names)
     *tensors, dropout, causal, scale, _ = arguments
-    gathered, passing = (local.axes_of(way) for way in (GATHER, RING))
+    gathered, passing, dealt = (local.axes_of(way) for way in (GATHER, RING, ULYSSES))
     last = len(local.operand_shapes[0]) - 2
     if passing:
         return "mw.ring", (*tensors, dropout, scale, *_passing_by(local, passing[0], last, causal)), (("axis", passing[0]),)
+    if dealt:
+        axis = dealt[0]
+        lengths = tuple(
+            local.operand_chunks(1, 2, {**local.coordinates, axis: rank})[0][1] for rank in range(local.mesh.size(axis))
+        )
+        return "mw.dealt", (*arguments[:7], lengths), (("axis", axis),)
     if gathered and causal:
         return "mw.attend", (*tensors, dropout, scale, _gathered(local, last)), ()
     if not dropout:
@@ -197,6 +210,24 @@ def _passing(work: Work) -> tuple[float, float]:
     return forward + 2 * keys * work.reads.itemsize, backward + keys * (2 * work.reads.itemsize + 3 * WIDE)
 
 
+def _head(work: Work) -> float:
+    """Bytes of the key and the value head that a rank is dealt."""
+    rows = sum(work.args[7])
+    return float(sum(math.prod(shape[:-3]) * rows * shape[-1] for shape in work.operands[1:3]) * work.reads.itemsize)
+
+
+def _dealt(work: Work) -> float:
+    """The heads that a rank is dealt, and the log-sum-exp."""
+    return _head(work) + _rows(work)
+
+
+def _dealing(work: Work) -> tuple[float, float]:
+    """What is sent and what has come, before it is a key and a value."""
+    ranks = len(work.args[7])
+    sent = sum(math.prod(shape) // shape[-3] for shape in work.operands[1:3]) * ranks * work.reads.itemsize
+    return float(sent + _head(work)), float(sent + 2 * _head(work))
+
+
 attention = partial(declare, cost="attention", saves=Saves.parse("0 1 2 r0", beside=_statistics))
 in_blocks = partial(declare, None, saves=Saves.parse("0 1 2 3 r0", beside=_rows))
 
@@ -205,6 +236,7 @@ RULES: Mapping[str, Declaration] = {
     "mw.sdpa": attention(None),
     "mw.attend": in_blocks(cost=Cost("attention", space=_merging)),
     "mw.ring": in_blocks(cost=Cost("attention", space=_passing)),
+    "mw.dealt": declare(None, cost=Cost("attention", space=_dealing), saves=Saves.parse("0 3 r0", beside=_dealt)),
     **{f"aten.{name}.input": declare(_layers) for name in words("lstm gru rnn_tanh rnn_relu")},
     **{f"aten.{name}.default": declare(_cell) for name in words("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")},
 }

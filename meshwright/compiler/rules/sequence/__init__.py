@@ -1,0 +1,1 @@
+"""Operators along a sequence: attention, attention within a window, recurrent layers."""
