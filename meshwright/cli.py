@@ -295,7 +295,9 @@ def zoo_command(
 def size_command(
     model: Annotated[str, typer.Argument(help=MODEL)],
     device: Annotated[str, typer.Option(help='The kind of device, as in "h100".')],
-    tokens: Annotated[float, typer.Option(min=1, help='Tokens to train on, as in "1e12".')],
+    tokens: Annotated[float | None, typer.Option(min=1, help='Tokens to train on, as in "1e12".')] = None,
+    longest: Annotated[bool, typer.Option(help="Find the longest sequence that trains instead.")] = False,
+    most: Annotated[int, typer.Option(min=2, help="With --longest: tokens to end at.")] = 1 << 24,
     devices: Annotated[str | None, typer.Option(help='How many, as in "8,16,64" (default: one to eight nodes).')] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Price of a device for an hour.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Global batch in samples (a config only).")] = 8,
@@ -307,6 +309,9 @@ def size_command(
     """The clusters worth having for a model and a number of tokens: days, device-hours, cost; * marks those that no other one
     beats in both days and device-hours.
 
+    --longest finds the longest sequence that trains instead, from --sequence up to --most, beside what ZeRO-3 with all-to-all
+    attention alone and full recomputation reaches.
+
     Example: meshwright size config.json --device h100 --tokens 1e12 --batch 512 --sequence 4096 --price 2.5
     """
     with _errors(as_json):
@@ -315,7 +320,16 @@ def size_command(
         from meshwright.ir.pins import Pins
         from meshwright.progress import progress
 
+        if longest == (tokens is not None):
+            raise InputError("give --tokens to size clusters for, or --longest for the longest sequence, one of the two")
         counts = sizing.default_counts(device) if devices is None else _whole(devices, "--devices")
+        if longest:
+            reached = _reached(model, device, counts, batch, sequence, most, precision, optimizer)
+            _print_reached(reached, as_json)
+            if not any(row.tokens is not None for row in reached):
+                raise typer.Exit(NOTHING_FITS)
+            return
+        assert tokens is not None
         with progress(True, "sizing") as report:
             report("capturing the model", 0.0)
             module, example = _load(model, batch, sequence)
@@ -364,6 +378,30 @@ def profile_command(
         else:
             left = "".join(f"; {count} calls left out {reason}" for reason, count in found.left_out.items())
             typer.echo(f"{found.measured} measurements written to {out}{left}")
+
+
+def _reached(
+    model: str, device: str, counts: list[int], batch: int, sequence: int, most: int, precision: str, optimizer: str
+) -> list[Any]:
+    from meshwright.commands import reach
+    from meshwright.progress import progress
+
+    module, _ = _load(model, batch, sequence)
+    lengths = (lambda tokens: _load(model, batch, tokens)[1]) if os.path.exists(model) else None
+    with progress(True, "sizing") as report:
+        return reach.reaches(module, device, counts, batch, inputs=lengths, optimizer=_optimizer(optimizer),
+                             precision=precision, shortest=sequence, most=most, report=report)
+
+
+def _print_reached(rows: list[Any], as_json: bool) -> None:
+    if as_json:
+        _print_json({"longest": [row.as_json() for row in rows]})
+        return
+    from rich.console import Console
+
+    from meshwright.commands import reach
+
+    Console(emoji=False, width=None if sys.stdout.isatty() else 120).print(reach.table(rows))
 
 
 def _whole(text: str, option: str) -> list[int]:

@@ -17,7 +17,7 @@ from torch import nn
 from meshwright.api import plan
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import InputError
-from meshwright.ir.pins import Pins
+from meshwright.ir.pins import ULYSSES, PinError, Pins
 from meshwright.ir.plan import Plan
 from meshwright.planner import OutOfMemoryError
 
@@ -73,6 +73,25 @@ def longest(
         found = planned(tokens)
         low, best, high = (tokens, found, high) if found is not None else (low, best, tokens)
     return Longest(low, best, high)
+
+
+def by_heads(
+    model: nn.Module, cluster: Cluster | str, batch: int, *, most: int, shortest: int = 1024, **options: Any
+) -> Longest | None:
+    """The longest sequence, by the same prices, of what long sequences are trained with by hand: all-to-all attention alone,
+    over as many ranks as the heads allow, ZeRO-3 over all, full recomputation. None where no such layout can be or fits.
+
+    ``most``, ``shortest``: tokens to end at and to begin with; ``options``: those of ``longest``.
+    """
+    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    refused = OutOfMemoryError, PinError
+    for cp in (n for n in range(min(cluster.world, shortest), 0, -1) if cluster.world % n == 0):
+        pins = {"cp": cp, "tp": 1, "pp": 1, "zero": 3, "recompute": "full", **({"attention": ULYSSES} if cp > 1 else {})}
+        try:
+            return longest(model, cluster, batch, pins=pins, most=most, shortest=shortest, **options)
+        except refused:
+            continue
+    return None
 
 
 def _ids(batch: int) -> Callable[[int], Any]:

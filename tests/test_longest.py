@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import meshwright as mw
+from meshwright.cli import app
+from meshwright.ir.pins import PinError
+from meshwright.lengths import by_heads
 from tests.models import make
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_long_context.py"
@@ -43,6 +48,35 @@ def test_what_never_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         mw.longest(object(), "cpu:1x1", 1)  # type: ignore[arg-type]
     with pytest.raises(mw.InputError, match="batch=0"):
         mw.longest(object(), "cpu:1x1", 0)  # type: ignore[arg-type]
+
+
+def test_all_to_all_alone_takes_as_many_ranks_as_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the heads refuse is tried with fewer ranks; where nothing fits there is none."""
+    tried: list[int] = []
+
+    def plan(model: object, cluster: object, example: Any, *, pins: Any, **_: object) -> int:
+        tried.append(pins["cp"])
+        assert (pins["zero"], pins["recompute"], pins.get("attention")) == (3, "full", "ulysses" if pins["cp"] > 1 else None)
+        if pins["cp"] > 2:
+            raise PinError("too few heads")
+        return int(example[1]["input_ids"].shape[1])
+
+    monkeypatch.setattr("meshwright.lengths.plan", plan)
+    found = by_heads(object(), "cpu:1x8", 1, most=2048)  # type: ignore[arg-type]
+    assert found is not None
+    assert (found.tokens, tried) == (2048, [8, 4, 2, 2])
+    monkeypatch.setattr("meshwright.lengths.plan", _fitting(10, []))
+    assert by_heads(object(), "cpu:1x8", 1, most=2048) is None  # type: ignore[arg-type]
+
+
+def test_the_command_prints_it_beside(tmp_path: Path) -> None:
+    make("llama")[0].config.save_pretrained(tmp_path)
+    words = ["size", str(tmp_path), "--device", "cpu", "--devices", "2", "--batch", "2", "--sequence", "8", "--most", "16"]
+    run = CliRunner().invoke(app, [*words, "--longest", "--precision", "fp32", "--json"])
+    assert run.exit_code == 0, run.output
+    (row,) = json.loads(run.stdout)["longest"]
+    assert (row["tokens"], row["alone"], row["times"], row["too_long"]) == (16, 16, 1.0, None)
+    assert CliRunner().invoke(app, [*words, "--longest", "--tokens", "9"]).exit_code == 2
 
 
 def test_a_model_has_a_longest() -> None:

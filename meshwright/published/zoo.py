@@ -40,9 +40,10 @@ from meshwright.planner import OutOfMemoryError, capture_model, make_plan
 from meshwright.published.architectures import Architecture, build
 
 AXES: Sequence[str] = ("dp", "shard", "tp", "cp", "pp", "ep")
-UNPLANNED = ("cp", "ep")
-"""Degrees above 1 of these are not planned yet."""
-PINNED = ("dp", "shard", "tp", "pp", "zero", "schedule", "virtual_stages", "microbatches", "recompute", "sequence_parallel")
+PINNED = (
+    "dp", "shard", "tp", "cp", "pp", "ep", "zero", "schedule", "virtual_stages", "microbatches", "recompute",
+    "sequence_parallel",
+)
 _UNBOUNDED = 2**50  # bytes
 
 
@@ -119,8 +120,7 @@ class System:
     def obstacles(self) -> list[str]:
         """Why the published degrees cannot be priced; empty if they can."""
         degrees = self.degrees
-        found = [f"{axis}={degrees[axis]}: not planned yet" for axis in UNPLANNED if degrees.get(axis, 1) > 1]
-        found += [f"{axis}: not planned yet" for axis in UNPLANNED if axis in degrees.get("undisclosed", ())]
+        found = []
         if "schedule" in degrees and degrees["schedule"] not in schedules():
             found.append(f"schedule {degrees['schedule']}: not planned yet")
         return [*found, *self.unknowns()]
