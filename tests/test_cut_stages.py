@@ -11,7 +11,7 @@ from meshwright.compiler.rules import default_rules
 from meshwright.ir.graph import Graph, Op, Param, Ref, Value
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import GroupChoice, Pipeline, Plan
-from meshwright.ir.program import THREAD, Program
+from meshwright.ir.program import DEPENDENCY, Program
 from meshwright.ir.sharding import parse_sharding
 from meshwright.passes import cut_stages, rank_program
 from meshwright.passes.verify import verify
@@ -102,7 +102,7 @@ def test_a_thread_where_no_gradient_crosses() -> None:
     """The backward of a stage starts from what comes back, so something with a gradient always crosses."""
     stages = part(plan((0, 1, 4, 6, 9)), 0).stages
     assert stages is not None
-    assert [value.name for value in stages.crossing[0]] == ["mask", THREAD]
+    assert [value.name for value in stages.crossing[0]] == ["mask", DEPENDENCY]
 
 
 def test_a_rank_without_weights_shares_another_rank_s() -> None:

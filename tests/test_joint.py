@@ -163,7 +163,7 @@ def test_every_bound_is_below_the_next() -> None:
             assert found.bound <= found.seconds * (1 + 1e-9)
             if candidate.pp > 1:
                 for enough in (0.0, 1.001 * found.seconds):  # the second: what a bound that need not be sharp may not pass
-                    relaxed = run.evaluator.relaxed(candidate, degrees, node.zero, placement, enough=enough)
+                    relaxed = run.evaluator.relaxed(candidate, degrees, node.zero, placement, cutoff=enough)
                     assert relaxed <= found.seconds * (1 + 1e-9)
             assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=1e-6)
             checked += 1

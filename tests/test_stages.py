@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from meshwright.compiler.pipeline import stages
-from meshwright.compiler.pipeline.held import received
-from meshwright.compiler.pipeline.intervals import Ends, Intervals
-from meshwright.compiler.pipeline.stage_bound import crowded, fractional_bound
+from meshwright.compiler.pipeline.in_flight import received
+from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
+from meshwright.compiler.pipeline.stage_bound import cannot_run_in, fractional_bound
 from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_bound
 from meshwright.cost.timeline import peak_bytes, simulate
 from meshwright.ir.schedules import ScheduleError, illegal, schedule_of, schedule_table
@@ -142,10 +141,10 @@ def test_what_is_held_at_some_moments_is_held_by_the_table(name: str) -> None:
         table = schedule_table(name, pp, v, m)
         closed, entered = schedule_of(name).closed, received(name, pp, v, m) - schedule_of(name).waiting(pp, v, m)
         assert closed is not None
-        assert closed.held is not None
+        assert closed.in_flight is not None
         for rank in range(pp):
             counts = table.in_flight[rank]
-            for parts in closed.held(pp, m)[rank]:
+            for parts in closed.in_flight(pp, m)[rank]:
                 full, half = (np.array([part[0], *[part[1]] * (v - 2), part[2]]) for part in parts)
                 assert ((counts[:, 0] >= full).all(axis=1) & (counts.sum(axis=1) >= full + half).all(axis=1)).any()
             come = [stage > 0 for stage in table.stages_of(rank)]
@@ -158,7 +157,7 @@ def test_one_bound_holds_for_all_numbers_of_stages_a_rank(name: str, alike: bool
     units, pp, m = random_units(9, seed=5), 2, 4
     if alike:
         units = [units[0], *[units[1 + n % 3] for n in range(7)], units[8]]
-    nothing = Ends(np.zeros(9), np.zeros(9), np.zeros(9), 1.0)
+    nothing = OutsideSeconds(np.zeros(9), np.zeros(9), np.zeros(9), 1.0)
     capacity = 0.95 * max(cut(units, pp, 2, name, m).memory)
     for room, v in itertools.product((1e9, capacity), (2, 3, 4)):
         together, whole = (step_bound([units], pp, (2, 4), name, m, [room] * pp, nothing, to) for to in (0.0, math.inf))
@@ -177,7 +176,7 @@ def test_one_bound_holds_for_all_numbers_of_stages_a_rank(name: str, alike: bool
 def test_whole_units_are_bounded_as_such() -> None:
     """Nine equal units on two ranks: one of them runs five, the others of divided ones are half of nine."""
     units, m = [Unit(str(n), 1.0, 1.0, 1.0) for n in range(9)], 8
-    nothing = Ends(np.zeros(9), np.zeros(9), np.zeros(9), 1.0)
+    nothing = OutsideSeconds(np.zeros(9), np.zeros(9), np.zeros(9), 1.0)
     divided, whole = (
         fractional_bound(Intervals.of([units], range(10)), "interleaved1f1b", 2, (2, 2), m, np.full(2, 1e9), nothing, enough)
         for enough in (0.0, math.inf)
@@ -192,15 +191,15 @@ def test_ranks_are_crowded_only_where_no_cut_is_as_fast(setting: tuple[str, int,
     name, pp, v, m = setting
     units = [replace(random_units(3, seed=2)[n], transient=0.0) for n in (0, *[1] * 7, 2)]
     again = [replace(u, backward_input=u.backward_input + u.forward, saved=0.2 * u.saved) for u in units]
-    nothing = Ends(np.zeros(9), np.zeros(9), np.zeros(9), 1.0)
+    nothing = OutsideSeconds(np.zeros(9), np.zeros(9), np.zeros(9), 1.0)
     known = Intervals.of([units, again], range(10))
     plain = cut(units, pp, v, name, m)
     for share in (0.9, 0.7):
         capacity = share * max(plain.memory)
         every, room = brute_force([units, again], name, pp, v, m, capacity), np.full(pp, capacity)
         best = every[0][2] if every else math.inf
-        assert not crowded(known, name, pp, (v, v), m, room, nothing, best)
-        assert crowded(known, name, pp, (v, v), m, room, nothing, 0.7 * min(best, plain.makespan))
+        assert not cannot_run_in(known, name, pp, (v, v), m, room, nothing, best)
+        assert cannot_run_in(known, name, pp, (v, v), m, room, nothing, 0.7 * min(best, plain.makespan))
 
 
 # ------------------------------------------------------------------------------------------------ realistic instances
@@ -235,9 +234,7 @@ def llama_405b(*, recompute: bool = False) -> list[Unit]:
 def test_llama_405b_first_and_last_stage_are_lighter() -> None:
     """As in the published run (arXiv 2407.21783, section 3.3.2): one block less on the first and the last of 16 stages."""
     units = llama_405b()
-    began = time.process_time()
     got = cut(units, 16, 1, "1f1b", 128, 72e9)
-    assert time.process_time() - began < 3
     blocks = list(got.sizes)
     blocks[0] -= 1
     blocks[-1] -= 1

@@ -35,7 +35,7 @@ on every rank. A call that draws names it in its keyword ``DRAW`` (``meshwright.
 SEEDS = 2
 DRAW = "draw"
 
-THREAD = "thread"
+DEPENDENCY = "dependency"
 """Name of a value without content that crosses between stages where nothing else with a gradient does: the backward of a stage
 begins at what comes back across, and a split backward finds only the weights that hang on something that came in."""
 

@@ -39,7 +39,7 @@ Assignment = Mapping[str, str]
 {axis: "~"}: it runs whole on every rank, and what it makes is read differently (its gradient is a pending sum, and so are those
 of its operands), {axis: the name of a way}, or {axis: "t&e"}: it splits factors t and e together. An axis not named is idle:
 everything invariant over it."""
-APART = "~"
+VARYING = "~"
 TOGETHER = "&"
 """Between factors that one axis splits together."""
 
@@ -50,7 +50,7 @@ def factors_of(assigned: str) -> tuple[Factor, ...]:
     >>> factors_of("t&e"), factors_of("t"), factors_of("+1")
     (('t', 'e'), ('t',), ())
     """
-    return () if assigned == APART or assigned.startswith("+") else tuple(assigned.split(TOGETHER))
+    return () if assigned == VARYING or assigned.startswith("+") else tuple(assigned.split(TOGETHER))
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class OpRule:
                 if int(factor[1:] or 0) >= len(self.linear):
                     return False
                 continue
-            if factor == APART:
+            if factor == VARYING:
                 continue
             if factor in self.ways:
                 if not self._way_is_legal(factor, assignment, mesh.size(axis), even):
@@ -287,7 +287,7 @@ class Local:
 
     def axes_of(self, factor: Factor) -> tuple[str, ...]:
         """The axes that split a factor, alone or together with others, in the mesh's order."""
-        return tuple(axis for axis in self.mesh.axes if factor in factors_of(self.assignment.get(axis, APART)))
+        return tuple(axis for axis in self.mesh.axes if factor in factors_of(self.assignment.get(axis, VARYING)))
 
 
 Localize = Callable[[Op, Local], tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]]
@@ -326,7 +326,7 @@ def place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Sequ
             factor = assignment.get(axis)
             if factor is None:
                 continue
-            if factor == APART:
+            if factor == VARYING:
                 if any(differentiable) if is_result else differentiable[position]:
                     varying.add(axis)
             elif factor.startswith("+"):

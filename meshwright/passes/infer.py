@@ -27,7 +27,7 @@ from meshwright.ir.graph import Op, Ref, map_refs
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import TIME
 from meshwright.ir.program import Stored
-from meshwright.ir.rule import APART, Assignment, Local, OpRule, Way, factors_of, place
+from meshwright.ir.rule import VARYING, Assignment, Local, OpRule, Way, factors_of, place
 from meshwright.ir.sharding import Sharding, format_sharding, piece
 
 Kind = int | str
@@ -93,7 +93,7 @@ def assignments(
     for way in itertools.product(*ways):
         used = [axis for part in way for axis in part]
         if len(set(used)) == len(used) and must - apart <= set(used):
-            through = dict.fromkeys(sorted(apart - set(used)), APART)
+            through = dict.fromkeys(sorted(apart - set(used)), VARYING)
             yield {**fixed, **{axis: factor for factor, part in zip(created, way, strict=True) for axis in part}, **through}
     if must - apart and not created:
         axis = min(must - apart)

@@ -22,7 +22,7 @@ import torch
 from meshwright.ir.graph import Ref, Value, refs
 from meshwright.ir.mesh import PP
 from meshwright.ir.plan import Pipeline, PlanError
-from meshwright.ir.program import SEED, THREAD, Program, Segment, Stages
+from meshwright.ir.program import DEPENDENCY, SEED, Program, Segment, Stages
 
 
 def cut_stages(program: Program, pipeline: Pipeline | None) -> Program:
@@ -78,7 +78,7 @@ class _Cut:
             later = set().union(*self.reads[s + 1 :])
             found = [value for name, value in values.items() if self.made[name] <= s and name in later]
             if not any(value.differentiable for value in found):
-                found.append(Value(THREAD, (1,), torch.float32, True))
+                found.append(Value(DEPENDENCY, (1,), torch.float32, True))
             result.append(tuple(found))
         return tuple(result)
 
@@ -146,7 +146,7 @@ def _check(program: Program) -> None:
     """Every stage finds what it reads and what it hands on: from its own segments, the prologue, or across."""
     assert program.stages is not None
     stages, rank = program.stages, program.mesh.coordinates(program.rank)[PP]
-    start = {SEED, THREAD} | {port.name for port in program.inputs} | {item.value for item in program.stored}
+    start = {SEED, DEPENDENCY} | {port.name for port in program.inputs} | {item.value for item in program.stored}
     for segment in program.segments:
         start |= set(segment.graph.outputs) if segment.prologue else set()
     for s in (s for s, at in enumerate(stages.stage_rank) if at == rank):

@@ -12,7 +12,7 @@ from meshwright.ir.pins import ATTENTION, ULYSSES, WINDOW
 from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.prediction import Prediction
 from meshwright.ir.quantities import bytes_text, seconds_text
-from meshwright.ir.rule import APART
+from meshwright.ir.rule import VARYING
 from meshwright.views.facts import Facts
 
 _PARTS = (
@@ -155,7 +155,7 @@ def kept_words(group: GroupChoice) -> str:
 def assignment_words(assignment: Mapping[str, str]) -> str:
     """The factor that every axis splits."""
     words = [
-        f"every rank of {axis} for itself, gradients summed later" if factor == APART
+        f"every rank of {axis} for itself, gradients summed later" if factor == VARYING
         else f"{axis} sums linear group {factor[1:] or 0} later" if factor.startswith("+")
         else f"{axis} splits the sequence by {factor}" if factor in (*ATTENTION, WINDOW) else f"{axis} splits {factor}"
         for axis, factor in assignment.items()

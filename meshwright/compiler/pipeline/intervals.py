@@ -47,7 +47,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Ends:
+class OutsideSeconds:
     """Seconds of every unit [n] outside the micro-batches: its rank waits for ``gather`` before its first action, for
     ``reduce`` after its last one, less what a backward hides but no less than ``slowed`` of it, then for ``optimizer``::
 
@@ -59,10 +59,10 @@ class Ends:
     optimizer: np.ndarray
     slowed: float
 
-    def at(self, positions: Sequence[int]) -> Ends:
+    def at(self, positions: Sequence[int]) -> OutsideSeconds:
         """The same of what lies between positions, as in ``Intervals.of``."""
         gather, reduce, optimizer = (np.add.reduceat(x, positions[:-1]) for x in (self.gather, self.reduce, self.optimizer))
-        return Ends(gather, reduce, optimizer, self.slowed)
+        return OutsideSeconds(gather, reduce, optimizer, self.slowed)
 
     @property
     def sums(self) -> np.ndarray:
@@ -137,16 +137,18 @@ class Intervals:
         return np.concatenate([np.zeros((6, 1)), np.cumsum(least, axis=1)], axis=1)
 
 
-def stage_bounds(units: Intervals, name: str, pp: int, microbatches: int, ends: Ends | None = None) -> Iterator[Matrix]:
+def stage_bounds(
+    units: Intervals, name: str, pp: int, microbatches: int, outside: OutsideSeconds | None = None
+) -> Iterator[Matrix]:
     """Seconds that no run can beat if stage s is [i, j) run in way o, one stage a rank: per stage [ways, n + 1, n + 1]. With
-    ``ends``: no step."""
+    ``outside``: no step."""
     split, margins = schedule_of(name).split, schedule_of(name).margins(pp, 1, microbatches)
     least = units.cheapest()
     ahead, back = least[0], least[1] if split else least[1] + least[2]
     last_weight = np.diff(least[2]).min() * split
     cheap = [x[1:-1].min() if units.count > 1 else 0.0 for x in (units.value, units.gradient)]
     warm, left, apart = margins.warm, margins.drained, bool((margins.warm == microbatches).all())
-    sums = np.zeros(0) if ends is None else ends.sums
+    sums = np.zeros(0) if outside is None else outside.sums
     for s in range(pp):
         rows, columns = _band(units.count, s, pp)
         forward, inputs, weights = units.matrices[:3, :, rows, columns]
@@ -172,10 +174,11 @@ def stage_bounds(units: Intervals, name: str, pp: int, microbatches: int, ends: 
             late = np.maximum(late, after - left.backward[s] * turn - left.weight[s] * weights)
         bound = np.maximum(bound, begin + microbatches * (forward + turn) + end)
         bound = np.maximum(bound, begin + microbatches * work + (late if split else end))
-        if ends is not None:
+        if outside is not None:
             gather, reduce, optimizer = sums[:, rows, columns]
-            own = begin + microbatches * work + np.maximum(reduce - inputs - weights, ends.slowed * reduce)
-            bound = np.maximum(bound + ends.slowed * ends.reduce[0], own) + optimizer + (ends.gather[0] if s else gather)
+            own = begin + microbatches * work + np.maximum(reduce - inputs - weights, outside.slowed * reduce)
+            begins = outside.gather[0] if s else gather
+            bound = np.maximum(bound + outside.slowed * outside.reduce[0], own) + optimizer + begins
         yield _allowed(bound, units.count, s, pp)
 
 

@@ -3,12 +3,13 @@
 Both drop the order of the units, so equal units are one number ("how many of this kind in stage s"):
 
 - ``packing_bound`` keeps units whole: of the k P + 1 longest, some rank has k + 1.
-- ``crowded`` asks whether T seconds are enough: of the most frequent class, a rank runs no more units than its seconds and its
-  memory at every moment (``held``) leave room for, which is a program of two rows and so a closed form; together too few?
+- ``cannot_run_in`` asks whether T seconds are too few: of the most frequent class, a rank runs no more units than its
+  seconds and its memory at every moment (``in_flight``) leave room for, a program of two rows and so a closed form. If
+  all ranks together cannot run all units of the class, no cut can.
 - ``fractional_bound`` keeps what the schedule and memory say. With x[s, c, o] units of class c run in way o in stage s, what
   ``cost.timeline.lower_bounds`` takes the largest of (the path; every rank's begin, work and end) and the memory of every rank
-  at some moments of its order (``held``) are linear in x; the step T is minimized, over divided units and, where that is not
-  enough, over whole numbers of every class of several units on every rank.
+  at some moments of its order (``in_flight``) are linear in x; the step T is minimized, over divided units and, where that is
+  not enough, over whole numbers of every class of several units on every rank.
 
 The program knows a rank's first stage, its last one, and all between together: these enter the rows alike, and the slowest of
 them takes no less than their mean. So its size does not grow with the stages of a rank, and one program bounds a whole range of
@@ -28,8 +29,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.compiler.pipeline.held import held, parts
-from meshwright.compiler.pipeline.intervals import Ends, Intervals
+from meshwright.compiler.pipeline.in_flight import in_flight, parts
+from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
 from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Term
 from meshwright.ir.schedules import Left, schedule_of
 
@@ -49,16 +50,16 @@ def packing_bound(units: Intervals, name: str, pp: int, microbatches: int) -> fl
     return float(max(microbatches * max(shares), path))
 
 
-def crowded(
-    units: Intervals, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int, capacity: np.ndarray, ends: Ends,
-    seconds: float,
+def cannot_run_in(
+    units: Intervals, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int, capacity: np.ndarray,
+    outside: OutsideSeconds, seconds: float,
 ) -> bool:
     """Whether no cut runs in ``seconds`` (inf: at all), with any number of stages a rank from the first to the second of
     ``virtual_stages``: units of the most frequent class are left over when every rank has taken what it can."""
-    schedule, counts = schedule_of(name), held(name, pp, virtual_stages, microbatches)
+    schedule, counts = schedule_of(name), in_flight(name, pp, virtual_stages, microbatches)
     if schedule.closed is None or counts is None:
         return False
-    classes, kinds, members = _classes(units, ends)
+    classes, kinds, members = _classes(units, outside)
     common, split, turns = int(members.argmax()), schedule.split, schedule.closed.turns
     forward, inputs, weights, state, saved, pending, gather, reduce, optimizer = classes
     # Seconds of a unit for the whole step, and how many its rank has: begin + work + left, or + what it passes back.
@@ -67,7 +68,7 @@ def crowded(
     down, up = (float(x[1:-1].min()) if units.count > 1 else 0.0 for x in (units.value, units.gradient))
     budget = seconds - float(gather[kinds[0]].min()) - ranks * (down + float(forward.min()))
     tail = ranks * (up + float(back.min()))
-    spent = [(work + ends.slowed * reduce + optimizer, budget)] + [(work + optimizer, budget - tail)] * (not split)
+    spent = [(work + outside.slowed * reduce + optimizer, budget)] + [(work + optimizer, budget - tail)] * (not split)
     bytes_ = state + counts[:, :, 0, :, None, None] * saved + counts[:, :, 1, :, None, None] * pending
     room = np.repeat((capacity - _transient(units, pp, turns))[:, None], counts.shape[1], axis=1)
     for rank, part, kind in ((0, 0, kinds[0]), (0 if turns else pp - 1, -1, kinds[-1])):
@@ -113,15 +114,15 @@ class Bound(NamedTuple):
 
 def fractional_bound(
     units: Intervals, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int, capacity: np.ndarray,
-    ends: Ends | None = None, enough: float = 0.0,
+    outside: OutsideSeconds | None = None, cutoff: float = 0.0,
 ) -> Bound:
     """The bound whatever the cut, with any number of stages a rank from the first of ``virtual_stages``, at least 2, to the
-    second. ``capacity``: bytes [pp]. With ``ends``: no step. If divided units run in less than ``enough`` seconds, though
+    second. ``capacity``: bytes [pp]. With ``outside``: no step. If divided units run in less than ``cutoff`` seconds, though
     not in much less (``_WHOLE``), every rank is made to run whole ones; what takes longer than that is not told apart."""
     closed, nothing = schedule_of(name).closed, np.zeros(units.count)
     if closed is None:
         return Bound(0.0, "packing")
-    program = _Program(units, name, pp, virtual_stages, microbatches, ends or Ends(nothing, nothing, nothing, 1.0))
+    program = _Program(units, name, pp, virtual_stages, microbatches, outside or OutsideSeconds(nothing, nothing, nothing, 1.0))
     room = capacity - _transient(units, pp, closed.turns)
     if room.min() <= 0:
         return Bound(math.inf, "packing")
@@ -132,10 +133,10 @@ def fractional_bound(
     program.time()
     program.outside()
     divided = program.bound()
-    far = pp > _FEW and divided * (1 + _WHOLE) < enough < math.inf
-    if divided >= enough or far or not program.round():
+    far = pp > _FEW and divided * (1 + _WHOLE) < cutoff < math.inf
+    if divided >= cutoff or far or not program.round():
         return Bound(divided, "divided")
-    return Bound(max(divided, program.bound(enough)), "whole")
+    return Bound(max(divided, program.bound(cutoff)), "whole")
 
 
 _FEW, _WHOLE = 8, 0.02
@@ -164,7 +165,7 @@ class _Program(LinearProgram):
     units of the longest class (``scale``)."""
 
     def __init__(
-        self, units: Intervals, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int, ends: Ends
+        self, units: Intervals, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int, outside: OutsideSeconds
     ) -> None:
         super().__init__()
         self.units, self.name, self.pp, self.microbatches = units, name, pp, microbatches
@@ -173,8 +174,8 @@ class _Program(LinearProgram):
         schedule = schedule_of(name)
         self.split, self.turns = schedule.split, schedule.closed is not None and schedule.closed.turns
         self.margins = schedule.margins(pp, len(self.chosen), microbatches)  # if a rank had one stage of each kind
-        self.slowed = ends.slowed
-        self.classes, self.first, self.members = _classes(units, ends)
+        self.slowed = outside.slowed
+        self.classes, self.first, self.members = _classes(units, outside)
         self.scale = float(self.classes[:3].max()) or 1.0
         self.amounts = self.variables(len(self.chosen), pp, len(self.members), units.ways)
         self.seconds = self.variables(len(self.chosen), pp, 3)
@@ -293,7 +294,7 @@ class _Program(LinearProgram):
         """Every rank holds at its moments no more than ``room`` bytes; whether that keeps anything from a rank."""
         rows = len(self.parts)
         state, saved, pending = self.classes[3:6]
-        counted = held(self.name, self.pp, (self.least, self.most), self.microbatches)
+        counted = in_flight(self.name, self.pp, (self.least, self.most), self.microbatches)
         assert counted is not None  # as the schedule has closed forms
         for rank in range(self.pp):
             for moment in np.unique(counted[rank], axis=0):
@@ -345,10 +346,10 @@ class _Program(LinearProgram):
             self.add([(self.amounts[:, :, number], 1.0)], count, count)
 
 
-def _classes(units: Intervals, ends: Ends) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(numbers of each class of equal units [6 as in ``Intervals`` + 3 as in ``Ends``, classes, ways], the class of every unit,
-    units per class)."""
-    once = np.array([ends.gather, ends.reduce, ends.optimizer])[:, None].repeat(units.ways, axis=1)
+def _classes(units: Intervals, outside: OutsideSeconds) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(numbers of each class of equal units [6 as in ``Intervals`` + 3 as in ``OutsideSeconds``, classes, ways], the class of
+    every unit, units per class)."""
+    once = np.array([outside.gather, outside.reduce, outside.optimizer])[:, None].repeat(units.ways, axis=1)
     numbers = np.concatenate([np.diff(units.prefix, axis=2), once])
     scale = np.abs(numbers).sum(axis=2).max(axis=1)[:, None, None] + 1e-300
     keys = np.round(numbers / scale, 12).transpose(2, 0, 1).reshape(units.count, -1)

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.compiler.pipeline.held import held
+from meshwright.compiler.pipeline.in_flight import in_flight
 from meshwright.compiler.pipeline.intervals import (
-    Ends,
     Intervals,
     Matrix,
+    OutsideSeconds,
     Unit,
     narrow_cuts,
     smallest_bottleneck,
@@ -39,7 +39,7 @@ from meshwright.compiler.pipeline.intervals import (
     stage_work,
 )
 from meshwright.compiler.pipeline.refine import BATCH, Cutting, Found, make_fit, refine
-from meshwright.compiler.pipeline.stage_bound import Bound, crowded, fractional_bound, packing_bound
+from meshwright.compiler.pipeline.stage_bound import Bound, cannot_run_in, fractional_bound, packing_bound
 from meshwright.ir.schedules import Table, maximal, schedule_of, schedule_table
 
 __all__ = ["Cuts", "StageError", "Unit", "cut"]
@@ -127,31 +127,36 @@ def cut(
 
 def step_bound(
     ways: Sequence[Sequence[Unit]], pp: int, virtual_stages: tuple[int, int], schedule: str, microbatches: int,
-    capacity: Sequence[float], ends: Ends, enough: float = 0.0,
+    capacity: Sequence[float], outside: OutsideSeconds, cutoff: float = 0.0,
 ) -> Bound:
     """Seconds of a step that no cut can beat, with any number of stages a rank from the first to the second of
-    ``virtual_stages`` (1 and 1, or both at least 2) at once; inf where it is proven that none fits. Needs no table. ``ways`` to
-    run the units, of which every stage takes one; ``ends``: what they add outside the micro-batches; ``enough``: seconds above
-    which nothing sharper is needed."""
+    ``virtual_stages`` (1 and 1, or both at least 2) at once; inf where it is proven that none fits. Needs no table.
+
+    ``ways``: the same units run otherwise (recomputation, ZeRO), of which every stage takes one.
+    ``outside``: what they add outside the micro-batches.
+    ``cutoff``: seconds above which nothing sharper is needed.
+    """
     positions, room = _positions(ways[0]), np.asarray(capacity)
-    units, ends = Intervals.of(ways, positions), ends.at(positions)
-    packed = packing_bound(units, schedule, pp, microbatches) + float(ends.gather[0] + ends.optimizer.sum() / pp)
-    if packed >= enough > 0:
+    units, outside = Intervals.of(ways, positions), outside.at(positions)
+    packed = packing_bound(units, schedule, pp, microbatches) + float(outside.gather[0] + outside.optimizer.sum() / pp)
+    if packed >= cutoff > 0:
         return Bound(packed, "packing")
-    for asked in dict.fromkeys((math.inf, enough)):
-        if asked > 0 and crowded(units, schedule, pp, virtual_stages, microbatches, room, ends, asked):
+    for asked in dict.fromkeys((math.inf, cutoff)):
+        if asked > 0 and cannot_run_in(units, schedule, pp, virtual_stages, microbatches, room, outside, asked):
             return Bound(asked, "packing")
     if virtual_stages == (1, 1):
-        alone = _single_bound(units, pp, schedule, microbatches, room, ends)
+        alone = _single_bound(units, pp, schedule, microbatches, room, outside)
         return Bound(max(packed, alone), "stages")
-    bound = fractional_bound(units, schedule, pp, virtual_stages, microbatches, room, ends, enough)
+    bound = fractional_bound(units, schedule, pp, virtual_stages, microbatches, room, outside, cutoff)
     return bound._replace(seconds=max(packed, bound.seconds))
 
 
-def _single_bound(units: Intervals, pp: int, schedule: str, microbatches: int, capacity: np.ndarray, ends: Ends) -> float:
+def _single_bound(
+    units: Intervals, pp: int, schedule: str, microbatches: int, capacity: np.ndarray, outside: OutsideSeconds
+) -> float:
     """With one stage a rank."""
-    matrices, counts, lies = [], held(schedule, pp, (1, 1), microbatches), schedule_of(schedule).stage_rank(pp, 1)
-    for stage, bound in enumerate(stage_bounds(units, schedule, pp, microbatches, ends)):
+    matrices, counts, lies = [], in_flight(schedule, pp, (1, 1), microbatches), schedule_of(schedule).stage_rank(pp, 1)
+    for stage, bound in enumerate(stage_bounds(units, schedule, pp, microbatches, outside)):
         moments = np.array([[1, 0]]) if counts is None else counts[lies[stage], :, :, 0]
         memory = stage_memory(units, moments, stage, pp)
         matrices.append(np.where(memory <= capacity[lies[stage]], bound, np.inf).min(axis=0))

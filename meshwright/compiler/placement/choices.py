@@ -22,7 +22,7 @@ from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import EXPERT, HEADS, SAMPLED, SEQUENCE, SHARED, TENSOR, Mesh
 from meshwright.ir.pins import GATHER, RING, ULYSSES, WINDOW, PinError, Pins
 from meshwright.ir.plan import TIME
-from meshwright.ir.rule import APART, OpRule, factors_of
+from meshwright.ir.rule import VARYING, OpRule, factors_of
 from meshwright.ir.sharding import ceil_div, parse_sharding
 
 
@@ -98,7 +98,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     per_axis = []
     for axis in scope.mesh.axes:
         role = scope.roles[axis]
-        allowed: list[str | None] = [None, *([APART] if apart else [])]
+        allowed: list[str | None] = [None, *([VARYING] if apart else [])]
         if apart and role in SAMPLED and scope.of_every_sample.isdisjoint(op.outputs):
             allowed.remove(None)  # what reads it does so for its own samples
         own = weights - kinds["batch"] - kinds["sequence"] - kinds["width"]
@@ -281,7 +281,7 @@ def _forced(found: list[dict[str, str]], factors: set[str], scope: Scope, *roles
     axes = [axis for axis in scope.mesh.axes if scope.roles[axis] in roles and scope.mesh.size(axis) > 1]
 
     def count(assignment: dict[str, str]) -> int:
-        split = [assignment.get(axis, APART) for axis in axes]
+        split = [assignment.get(axis, VARYING) for axis in axes]
         return sum(not factors.isdisjoint((factor, *factors_of(factor))) for factor in split)
 
     most = max((count(assignment) for assignment in found), default=0)
@@ -345,7 +345,7 @@ def check_tensor_pins(pins: Pins, graph: Graph) -> None:
 
 
 def _splits(assignment: dict[str, str], dims: tuple[str | None, ...], mesh: Mesh) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(a for a in mesh.axes if f is not None and f in factors_of(assignment.get(a, APART))) for f in dims)
+    return tuple(tuple(a for a in mesh.axes if f is not None and f in factors_of(assignment.get(a, VARYING))) for f in dims)
 
 
 def _parse_pin(text: str, ndim: int) -> tuple[tuple[str, ...], ...]:

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.compiler.pipeline import stages
-from meshwright.compiler.pipeline.held import least_held, received
-from meshwright.compiler.pipeline.intervals import Ends
+from meshwright.compiler.pipeline.in_flight import least_in_flight, received
+from meshwright.compiler.pipeline.intervals import OutsideSeconds
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK
 from meshwright.compiler.placement.placement import NONE, Placement
 from meshwright.compiler.search.candidates import Candidate
@@ -112,7 +112,7 @@ class Evaluator:
         if candidate.pp == 1:
             return False
         room = candidate.pp * self.capacity - self.units(candidate, degrees, zero, placement, self.recompute[0]).state.sum()
-        counts = [least_held(candidate.schedule, candidate.pp, candidate.microbatches, one) for one in {alone, False}
+        counts = [least_in_flight(candidate.schedule, candidate.pp, candidate.microbatches, one) for one in {alone, False}
                   if one or schedule_of(candidate.schedule).stages != 1]
         if room < 0 or min(counts) <= 1:
             return bool(room < 0)
@@ -140,10 +140,10 @@ class Evaluator:
         return self._result(candidate, degrees, zero, placement, units, ways[0], recompute, cuts, crossing, table)
 
     def relaxed(
-        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, most: int = 0, enough: float = 0.0
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, most: int = 0, cutoff: float = 0.0
     ) -> float:
         """Seconds that no cut and no recomputation can beat under the capacity, with any number of stages a rank from the
-        candidate's to ``most`` if that is more; inf if it is proven that nothing fits. ``enough``: seconds above which nothing
+        candidate's to ``most`` if that is more; inf if it is proven that nothing fits. ``cutoff``: seconds above which nothing
         sharper is needed."""
         kinds = self.kinds(candidate, zero)
         crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
@@ -153,18 +153,18 @@ class Evaluator:
         schedule, pp, count = candidate.schedule, candidate.pp, candidate.microbatches
         slack = placement.bound / placement.seconds
         slowed = 1.0 if candidate.split else float(self.costs.exposed(np.ones(1), np.full(1, np.inf))[0])
-        ends = Ends(ways[0].gather, ways[0].reduce, ways[0].optimizer, slowed)
+        outside = OutsideSeconds(ways[0].gather, ways[0].reduce, ways[0].optimizer, slowed)
         beside = received(schedule, pp, several[0], count) * max(placement.crossing[:-1])
         beside[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += count * placement.outputs
         room = np.maximum(self.capacity - beside, 1.0).tolist()
-        asked = enough / slack
-        bound = stages.step_bound(options, pp, several, schedule, count, room, ends, asked)
+        asked = cutoff / slack
+        bound = stages.step_bound(options, pp, several, schedule, count, room, outside, asked)
         self.work["packing"] += 1
         self.work["rank alone"] += pp * (bound.by == "stages")
         self.work["rank of divided units"] += pp * (bound.by in ("divided", "whole"))
         self.work["pair of ranks of whole units"] += pp * pp * (bound.by == "whole")
         found = bound.seconds * slack
-        return max(enough, found) if bound.seconds >= asked > 0 else found
+        return max(cutoff, found) if bound.seconds >= asked > 0 else found
 
     def room(self, candidate: Candidate, placement: Placement, capacity: float) -> Array:
         """Bytes of every rank [pp] for its units, of ``capacity`` bytes."""

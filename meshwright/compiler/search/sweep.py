@@ -135,7 +135,7 @@ class Sweep:
         return min([*(one.seconds for one in self.open[:1]), *(one.seconds for one in self.results)], default=_INF)
 
     @property
-    def _enough(self) -> float:
+    def _cutoff(self) -> float:
         """Who takes so many seconds is no better than the incumbent by more than the gap."""
         return self._incumbent * (1 - self.task.gap)
 
@@ -245,7 +245,7 @@ class Sweep:
             self._report(node, self.effort / self.limit)
             ways = [way for placed in self.bounds.place(node) for way in self.bounds.keep(placed)]
             for number, way in enumerate(ways):
-                divided = [] if self._hopeless(way) else self.bounds.divide(way, self._enough)
+                divided = [] if self._hopeless(way) else self.bounds.divide(way, self._cutoff)
                 if divided and not self._hopeless(divided[0]):
                     self._solve(divided[0])
                     left += ways[number + 1 :]
@@ -255,7 +255,7 @@ class Sweep:
 
     def _hopeless(self, node: Node) -> bool:
         """Whether nothing better than the incumbent, by more than the gap, can come of it."""
-        return node.bound >= self._enough
+        return node.bound >= self._cutoff
 
     def _sweep(self, nodes: list[Node], deadline: float) -> list[Node]:
         """Best first through some of the candidates; what is left of them, proven no better or out of time."""
@@ -283,7 +283,7 @@ class Sweep:
             if node.level is Level.KEPT and node.candidate.pp == 1:  # there is nothing to cut, so nothing sharper
                 self._solve(node)
                 continue
-            for child in self.bounds.sharper(node, self._enough):
+            for child in self.bounds.sharper(node, self._cutoff):
                 heapq.heappush(ready if child.level is Level.DIVIDED else heap, child)
         return heap + ready
 
@@ -296,7 +296,7 @@ class Sweep:
         evaluator = self.bounds.evaluator
         degrees, placement = degrees_of(node.candidate, node.shard), self.bounds.placement_of(node)
         try:
-            result = evaluator.run(node.candidate, degrees, node.zero, placement, cutoff=self._enough)
+            result = evaluator.run(node.candidate, degrees, node.zero, placement, cutoff=self._cutoff)
         except DoesNotFitError as error:
             self.bounds.counts.infeasible += 1
             if self._nearest is None or error.least < self._nearest.least:

@@ -117,7 +117,7 @@ def _loop_turn(pp: int, virtual_stages: int, microbatches: int) -> np.ndarray:
     return np.repeat([_round(pp, microbatches), 0], [pp * (virtual_stages - 1), pp])
 
 
-def _loop_held(split: bool, pp: int, microbatches: int) -> np.ndarray:
+def _loop_in_flight(split: bool, pp: int, microbatches: int) -> np.ndarray:
     """After the warm-up forwards and backwards alternate, and the first backwards are all of the last stage."""
     ranks, in_turn = np.arange(pp)[:, None], _round(pp, microbatches)
     done = np.concatenate(np.broadcast_arrays(0 * ranks, np.minimum(ranks, in_turn), in_turn // 2, in_turn), axis=1)
@@ -141,7 +141,7 @@ def _loop_waiting(pp: int, virtual_stages: int, microbatches: int) -> int:
 
 def _loop_forms(*, split: bool) -> ClosedForms:
     return ClosedForms(
-        partial(_loop_warm, split), _loop_waiting, turn=_loop_turn, held=partial(_loop_held, split),
+        partial(_loop_warm, split), _loop_waiting, turn=_loop_turn, in_flight=partial(_loop_in_flight, split),
         alone=partial(_loop_alone, split),
     )
 
@@ -242,7 +242,7 @@ def _vee_warm(more: int, pp: int, virtual_stages: int, microbatches: int) -> np.
     return np.concatenate([np.minimum(microbatches, first), np.minimum(microbatches, ranks + 1)[::-1]])
 
 
-def _vee_held(more: int, pp: int, microbatches: int) -> np.ndarray:
+def _vee_in_flight(more: int, pp: int, microbatches: int) -> np.ndarray:
     warm = _vee_warm(more, pp, 2, microbatches)
     found = np.zeros((pp, 1, 2, 3), dtype=np.int64)
     found[:, 0, 0, 0], found[:, 0, 0, 2] = warm[:pp], warm[: pp - 1 : -1]
@@ -279,11 +279,11 @@ BUILTIN = (
     ),
     PipelineSchedule(
         "zbv", _each(_zbv), stages=2, usual=2, placement=vee, split=True,
-        closed=ClosedForms(partial(_vee_warm, 0), lambda pp, v, m: 3, held=partial(_vee_held, 0), turns=True),
+        closed=ClosedForms(partial(_vee_warm, 0), lambda pp, v, m: 3, in_flight=partial(_vee_in_flight, 0), turns=True),
     ),
     PipelineSchedule(
         "dualpipev", _each(_dualpipev), stages=2, usual=2, placement=vee, split=True,
         refuses=lambda pp, v, m: f"it needs at least one micro-batch a stage, 2 pp = {2 * pp}" if m < 2 * pp else None,
-        closed=ClosedForms(partial(_vee_warm, 1), lambda pp, v, m: 4, held=partial(_vee_held, 1), turns=True),
+        closed=ClosedForms(partial(_vee_warm, 1), lambda pp, v, m: 4, in_flight=partial(_vee_in_flight, 1), turns=True),
     ),
 )

@@ -62,7 +62,7 @@ class ClosedForms:
     * ``warm(pp, virtual_stages, microbatches)``, ``turn(...)``: as in ``Margins``; what is left is then ``turn`` and ``warm``
       again; without ``turn`` none of it is asked for;
     * ``waiting(pp, virtual_stages, microbatches)``: at least ``Table.waiting``;
-    * ``held(pp, microbatches)``: int [pp, k, 2, 3], how many micro-batches a rank of several stages holds at some moments,
+    * ``in_flight(pp, microbatches)``: int [pp, k, 2, 3], how many micro-batches a rank of several stages holds at some moments,
       whatever the number of its stages: of its first stage, of each one between, of its last one;
       [.., 0, :] between F and B (or I), [.., 1, :] between I and W;
     * ``alone(pp, microbatches)``: int [pp, k, 2], the same of ranks that hold one stage;
@@ -75,7 +75,7 @@ class ClosedForms:
     warm: Callable[[int, int, int], np.ndarray]
     waiting: Callable[[int, int, int], int]
     turn: Callable[[int, int, int], np.ndarray] | None = None
-    held: Callable[[int, int], np.ndarray] | None = None
+    in_flight: Callable[[int, int], np.ndarray] | None = None
     alone: Callable[[int, int], np.ndarray] | None = None
     forwards_first: bool = False
     turns: bool = False

@@ -24,7 +24,7 @@ from torch import Tensor
 from meshwright.errors import InputError
 from meshwright.ir.graph import Graph, Value
 from meshwright.ir.mesh import PP
-from meshwright.ir.program import SEED, THREAD, Port, Program
+from meshwright.ir.program import DEPENDENCY, SEED, Port, Program
 from meshwright.ir.sharding import Sharding
 from meshwright.runtime.assemble import Meshes, assemble
 from meshwright.runtime.checks.gradients import BEYOND_THE_LOSS, IN_EVAL, refused
@@ -92,7 +92,7 @@ class Pipeline:
             leaves = (Value(self.loss.name, (), self.loss.dtype, True),) if self.loss else ()
         ports = tuple(
             Port(name, (), torch.float32, Sharding.whole(0))
-            for name in dict.fromkeys((*aside, *(value.name for value in leaves))) if name != THREAD
+            for name in dict.fromkeys((*aside, *(value.name for value in leaves))) if name != DEPENDENCY
         )
         share = replace(
             program, segments=segments, stored=tuple(s for s in program.stored if s.value in read), outputs=ports,

@@ -6,7 +6,7 @@ What torch asks of a stage, and where it is seen to (silently wrong otherwise, o
 
 * values cross contiguous and by copy: a stage that hands on what came in would be detached from itself (``_Leave``);
 * what leaves with a gradient hangs on what entered with one, used or not: a split backward looks for the weights between the
-  two, and drops those that it does not find there (``_Leave``; ``program.THREAD`` where nothing else enters);
+  two, and drops those that it does not find there (``_Leave``; ``program.DEPENDENCY`` where nothing else enters);
 * gradients cross contiguous (``_Enter``);
 * weights that a split backward reaches on several ways get their gradients together (``_joined``, ``_backward_weights``);
 * shapes are given, so that torch infers none by running the model;
@@ -36,7 +36,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from meshwright.ir.graph import Value
-from meshwright.ir.program import THREAD, Stages
+from meshwright.ir.program import DEPENDENCY, Stages
 from meshwright.runtime.engine import Engine, Environment
 from meshwright.runtime.step import Join
 
@@ -114,7 +114,7 @@ class Part(nn.Module):
         if not hung:  # what leaves takes part in the backward even if no weight here is trained
             hung = [torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())]
         out = [
-            torch.zeros(value.shape, dtype=value.dtype, device=self.device) if value.name == THREAD else found[value.name]
+            torch.zeros(value.shape, dtype=value.dtype, device=self.device) if value.name == DEPENDENCY else found[value.name]
             for value in self.leaves
         ]
         places = [place for place, value in enumerate(self.leaves) if value.differentiable]

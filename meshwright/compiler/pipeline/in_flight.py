@@ -12,7 +12,7 @@ import numpy as np
 from meshwright.ir.schedules import schedule_of
 
 
-def held(name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int) -> np.ndarray | None:
+def in_flight(name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int) -> np.ndarray | None:
     """What ranks hold at some moments, with any number of stages a rank from the first to the second of ``virtual_stages``:
     int [pp, k, 2, parts], of the one stage, of the first and the last, or of the first, each one between and the last. None
     where no closed form says it."""
@@ -21,7 +21,7 @@ def held(name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int)
         return None
     if virtual_stages == (1, 1):
         return None if closed.alone is None else closed.alone(pp, microbatches)[..., None]
-    return None if closed.held is None else closed.held(pp, microbatches)[..., parts(virtual_stages)]
+    return None if closed.in_flight is None else closed.in_flight(pp, microbatches)[..., parts(virtual_stages)]
 
 
 def parts(virtual_stages: tuple[int, int]) -> list[int]:
@@ -29,11 +29,11 @@ def parts(virtual_stages: tuple[int, int]) -> list[int]:
     return [0, 2] if virtual_stages[1] == 2 else [0, 1, 2]
 
 
-def least_held(name: str, pp: int, microbatches: int, alone: bool) -> int:
+def least_in_flight(name: str, pp: int, microbatches: int, alone: bool) -> int:
     """Micro-batches that every unit is held for at once, wherever it is: at each rank's fullest moment in this sense.
     ``alone``: of one stage a rank, else of several."""
     closed = schedule_of(name).closed
-    counts = held(name, pp, (1, 1) if alone else (2, 2 if closed is not None and closed.turns else 3), microbatches)
+    counts = in_flight(name, pp, (1, 1) if alone else (2, 2 if closed is not None and closed.turns else 3), microbatches)
     if counts is None:
         return 1
     return int(counts.sum(axis=2).min(axis=-1).max(axis=1).min())
@@ -43,7 +43,7 @@ def received(name: str, pp: int, virtual_stages: int, microbatches: int) -> np.n
     """Of values and gradients that a rank holds at once, those that came from another rank, at least: int [pp]. They are those
     of the micro-batches in flight, and what waits to be read."""
     closed, later = schedule_of(name).closed, np.arange(pp) > 0
-    counts = held(name, pp, (virtual_stages, virtual_stages), microbatches)
+    counts = in_flight(name, pp, (virtual_stages, virtual_stages), microbatches)
     if closed is None or counts is None:
         return np.zeros(pp, dtype=np.int64)
     waiting = closed.waiting(pp, virtual_stages, microbatches)
