@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.compiler.placement.beside import asks, check_beside
 from meshwright.compiler.structure.guard import Watch
 from meshwright.compiler.structure.same import aligned
 from meshwright.cost.cluster import Cluster
@@ -27,9 +28,9 @@ from meshwright.ir.program import Program
 from meshwright.ir.serialize import plan_hash, plan_to_dict
 from meshwright.ir.signature import bind, example_of
 from meshwright.planner import OPTIMIZERS, Timing, capture_model, check_pins, make_plan
-from meshwright.programs import check_given, checked_program, device_of, mesh_pins, order_of
+from meshwright.programs import check_given, checked_program, degrees_of, device_of, mesh_pins, order_of
 from meshwright.progress import progress as shown
-from meshwright.rules import rules_of
+from meshwright.rules import rules_of, rules_of_plan
 from meshwright.runtime.verdict import together
 
 
@@ -104,7 +105,11 @@ def autoparallel(
             return None, capture_model(model, *_example(model, example_inputs), loss_fn, precision or "fp32"), checked
         check_given(given, mesh, checked, optimizer, precision)
         _check_shapes(given.graph, model)
-        return given, _capture_again(given, model, example_inputs, loss_fn), checked
+        graph = _capture_again(given, model, example_inputs, loss_fn)
+        if asks(checked):
+            known = replace(given, graph=aligned(given.graph, graph))
+            check_beside(known, checked, rules_of_plan(known), degrees_of(known))
+        return given, graph, checked
 
     with shown(first) as report:
         report("capturing the model", 0.0)

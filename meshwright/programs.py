@@ -91,7 +91,8 @@ def mesh_pins(mesh: DeviceMesh, pins: Pins) -> Pins:
 
 
 def check_given(plan: Plan, mesh: DeviceMesh, pins: Pins, optimizer: str | float | None, precision: str | None) -> None:
-    """Raise PlanError for arguments that contradict the plan beside which they are given."""
+    """Raise PlanError for arguments that contradict the plan beside which they are given; pins of how operators are split, and
+    what is left open in part, are looked at by ``compiler.placement.beside``."""
     if plan.mesh.world != mesh.size():
         raise PlanError(f"the plan is for {plan.mesh.world} devices ({plan.mesh}), the mesh has {mesh.size()}; plan again, or "
                         f"start {plan.mesh.world} processes")
@@ -102,7 +103,7 @@ def check_given(plan: Plan, mesh: DeviceMesh, pins: Pins, optimizer: str | float
     given["pp"] = pins.pp, 1 if pipeline is None else pipeline.degree
     given["schedule"] = pins.schedule, None if pipeline is None else pipeline.schedule
     given["virtual_stages"] = pins.virtual_stages, 1 if pipeline is None else pipeline.stages // pipeline.degree
-    given.update({name: (getattr(pins, name), degree) for name, degree in _degrees(plan).items()})
+    given.update({name: (getattr(pins, name), degree) for name, degree in degrees_of(plan).items()})
     for group in plan.groups:
         if plan.mesh.size(group.data_axes) > 1 and group.zero != pins.zero:
             given["zero"] = pins.zero, group.zero
@@ -114,14 +115,9 @@ def check_given(plan: Plan, mesh: DeviceMesh, pins: Pins, optimizer: str | float
         if want is not None and want != have:
             raise PlanError(f"{name}={want!r} contradicts the plan, which has {name}={have!r}; leave it out, or plan again "
                             "with it")
-    open_ = {*pins.among, *pins.most, *(name for name in ("micro_batch", "stages") if getattr(pins, name))}
-    for name in ("sequence_parallel", "attention", "ulysses", "stage_cuts", "tensors", *sorted(open_)):
-        if getattr(pins, name) or name in open_:
-            raise PlanError(f"pin {pins.shown(name)} is given beside a plan, which settles that; leave it out, or "
-                            "plan again with it")
 
 
-def _degrees(plan: Plan) -> dict[str, int]:
+def degrees_of(plan: Plan) -> dict[str, int]:
     """The data, sequence and tensor degrees. An axis that may do anything is a data axis if all gradients of parameters are
     summed over it, a tensor axis if none is."""
     mesh, groups = plan.mesh, plan.groups

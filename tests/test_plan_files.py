@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,18 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
+from meshwright.compiler.placement.beside import asks, check_beside
 from meshwright.compiler.structure.same import aligned
 from meshwright.errors import MeshwrightError
 from meshwright.ir.graph import GraphError
 from meshwright.ir.operators import overload
+from meshwright.ir.pins import Pins
 from meshwright.ir.serialize import plan_hash, plan_to_dict
 from meshwright.passes import cut_stages, rank_program
 from meshwright.passes.typecheck import typecheck
 from meshwright.passes.verify import verify
 from meshwright.planner import capture_model, rules_of
+from meshwright.programs import degrees_of
 
 
 @dataclass
@@ -101,8 +106,6 @@ def same(data: dict[str, Any], model: nn.Module, loss_fn: Any = None) -> mw.Plan
     """The plan, for the model as it is captured now."""
     plan = mw.Plan.from_dict(data)
     example = {"x": torch.zeros(4, 8, dtype=next(model.parameters()).dtype)}
-    from dataclasses import replace
-
     return replace(plan, graph=aligned(plan.graph, capture_model(model, (), example, (), loss_fn, plan.precision)))
 
 
@@ -157,8 +160,6 @@ def mutant(data: dict[str, Any], generator: random.Random) -> dict[str, Any]:
 def outcome(data: dict[str, Any], graph: Any) -> str:
     """"refused", or "legal": the given model's own graph, on programs that are verified for both ranks."""
     try:
-        from dataclasses import replace
-
         plan = mw.Plan.from_dict(data)
         plan = replace(plan, graph=aligned(plan.graph, graph))
         rules, _ = rules_of(plan.graph)
@@ -209,7 +210,8 @@ def two_ranks(rank: int, folder: str) -> list[str]:
     refuse(loss_fn=loss_of)
     want = model(x)
     want.loss.backward()
-    for given in ({}, {"precision": "fp32", "optimizer": "adamw", "pins": {"dp": 2, "zero": 3}, "example_inputs": EXAMPLE}):
+    equal = {"dp": 2, "zero": 3, "micro_batch": 2, "sequence_parallel": False, "tensors": {"blocks.*.0.weight": "[a, b]"}}
+    for given in ({}, {"precision": "fp32", "optimizer": "adamw", "pins": equal, "example_inputs": EXAMPLE}):
         parallel = mw.autoparallel(model, mesh, plan=path, progress=False, **given)
         found = parallel(x)
         assert type(found) is Output
@@ -226,6 +228,31 @@ def test_plans_beside_a_model(pool: Callable, plans: dict[str, Any], tmp_path: P
     assert first == second
     words = ["missing.json", "blocks.0.1", "precision='bf16'", "optimizer='sgd'", "tp=2", "zero=1", "[6, 8]", "another model"]
     assert [(word, text) for word, text in zip(words, first, strict=True) if word not in text] == []
+
+
+@pytest.mark.parametrize(("name", "pins", "words"), [
+    ("zero", {"micro_batch": 2, "zero": [2, 3], "dp": "<=2", "tp": [1, 2], "schedule": ["none", "1f1b"], "stages": 1}, ""),
+    ("zero", {"micro_batch": 4}, "micro_batch=4 contradicts the plan, which has micro_batch=2"),
+    ("zero", {"zero": [0, 1]}, "pin zero among 0, 1 contradicts the plan, which has zero=3"),
+    ("zero", {"tensors": {"blocks.0.0.weight": "[a@dp, b]"}}, "blocks.0.0.weight"),
+    ("zero", {"tensors": {"blocks.0.0.weight": "[a, b]"}}, ""),
+    ("zero", {"tensors": {"blocks.7.weight": "[a, b]"}}, "names no parameter"),
+    ("zero", {"sequence_parallel": True}, "with nothing to split so"), ("zero", {"sequence_parallel": False}, ""),
+    ("zero", {"attention": "ring"}, "with nothing to split so"), ("tied", {"sequence_parallel": False}, ""),
+    ("tied", {"sequence_parallel": True}, ""),  # no sequence to split
+    ("pp", {"stage_cuts": ("relu_1",), "pp": "<=2", "recompute": ["none", "selective", "full"]}, ""),
+    ("pp", {"stage_cuts": ("blocks.0.2",)}, "stage_cuts=('blocks.0.2',) contradicts the plan"),
+    ("pp", {"stages": 4}, "stages=4 contradicts the plan, which has stages=2"),
+    ("pp", {"virtual_stages": "<=1", "microbatches": [1, 4]}, "pin microbatches among 1, 4 contradicts"),
+])
+def test_pins_beside_a_plan(plans: dict[str, Any], name: str, pins: dict[str, Any], words: str) -> None:
+    """What the plan is like anyway is taken; what it contradicts is refused by name."""
+    plan, given = mw.Plan.from_dict(plans[name]), Pins.of(pins)
+    loss_fn = loss_of if name == "tied" else None
+    plan = replace(plan, graph=aligned(plan.graph, capture_model(Net(tied=name == "tied"), (), EXAMPLE, (), loss_fn, "fp32")))
+    assert asks(given)
+    with pytest.raises((mw.PlanError, mw.PinError), match=re.escape(words)) if words else nullcontext():
+        check_beside(plan, given, rules_of(plan.graph)[0], degrees_of(plan))
 
 
 def test_a_plan_found_again_is_the_same_file(tmp_path: Path) -> None:

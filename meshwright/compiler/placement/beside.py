@@ -1,0 +1,101 @@
+"""Pins that are given beside a plan: taken where the plan is as they ask, refused by name where it is not.
+
+What a pin leaves to an operator is what ``choices`` lists, so a plan contradicts a pin where an operator is split as none of
+these: sequence parallelism, attention, and splits of parameters are asked of the very function that planning asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from meshwright.compiler.placement.choices import Scope, check_tensor_pins, choices
+from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_classes
+from meshwright.compiler.structure.units import start_of
+from meshwright.ir.mesh import ANY, HEADS, PP, SEQUENCE, TENSOR, Mesh, role_of
+from meshwright.ir.pins import NO_STAGES, Pins
+from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.rule import Rules
+
+_SPLITS = ("sequence_parallel", "attention", "tensors")
+_ROLES: Mapping[str, str] = {"sequence_parallel": TENSOR, "attention": SEQUENCE}
+_REMEDY = "; leave it out, or plan again with it"
+
+
+def asks(pins: Pins) -> bool:
+    """Whether pins ask for more than ``programs.check_given`` looks at."""
+    names = (*_SPLITS, "ulysses", "stages", "micro_batch", "stage_cuts", "among", "most")
+    return any(getattr(pins, name) not in (None, {}) for name in names)
+
+
+def check_beside(plan: Plan, pins: Pins, rules: Rules, degrees: Mapping[str, int]) -> None:
+    """Raise PlanError or PinError for pins that ask for another plan than this. ``rules``: of its operators; ``degrees``: its
+    own."""
+    for what, want, have in _counts(plan, pins):
+        if want != have:
+            raise PlanError(f"{what}={want!r} contradicts the plan, which has {what}={have!r}{_REMEDY}")
+    for name in {*pins.among, *pins.most}:
+        have = [degrees[name]] if name in degrees else _values(plan, name)
+        if not all(pins.allows(name, value) for value in have):
+            raise PlanError(f"pin {pins.shown(name)} contradicts the plan, which has {name}="
+                            f"{', '.join(sorted({str(value) for value in have}))}{_REMEDY}")
+    asked = [name for name in _SPLITS if getattr(pins, name) not in (None, {})]
+    if asked:
+        _check_splits(plan, {name: Pins(**{name: getattr(pins, name)}) for name in asked}, rules)
+
+
+def _counts(plan: Plan, pins: Pins) -> Iterator[tuple[str, Any, Any]]:
+    """(pin, what it asks, what the plan has) of what is pinned."""
+    pipeline = plan.pipeline
+    if pins.stages is not None:
+        yield "stages", pins.stages, _values(plan, "stages")[0]
+    if pins.micro_batch is not None:
+        yield "micro_batch", pins.micro_batch, _values(plan, "micro_batch")[0]
+    if pins.ulysses is not None:
+        yield "ulysses", pins.ulysses, plan.mesh.size(HEADS) if HEADS in plan.mesh.axes else 1
+    if pins.stage_cuts is not None:
+        starts = [] if pipeline is None else list(pipeline.cuts[1:-1])
+        asked = [start_of(plan.graph, name) for name in pins.stage_cuts]
+        have = tuple(plan.graph.ops[at].module or plan.graph.ops[at].name for at in starts)
+        yield "stage_cuts", pins.stage_cuts, pins.stage_cuts if asked == starts else have
+
+
+def _values(plan: Plan, name: str) -> list[Any]:
+    """What a plan has of what may be left open in part; of some every block its own."""
+    mesh, pipeline = plan.mesh, plan.pipeline
+    ranks = mesh.size([axis for axis in mesh.axes if any(axis in group.data_axes for group in plan.groups)])
+    kept = [group for group in plan.groups if mesh.size(group.data_axes) > 1]
+    known: dict[str, list[Any]] = {
+        "pp": [1 if pipeline is None else pipeline.degree], "stages": [1 if pipeline is None else pipeline.stages],
+        "virtual_stages": [1 if pipeline is None else pipeline.stages // pipeline.degree],
+        "schedule": [NO_STAGES if pipeline is None else pipeline.schedule], "microbatches": [plan.schedule.microbatches],
+        "micro_batch": [batch_size(plan.graph) // plan.schedule.microbatches // ranks],
+        "zero": [group.zero for group in kept], "recompute": [group.recompute for group in plan.groups if group.path],
+    }
+    return known[name]
+
+
+def _check_splits(plan: Plan, asked: Mapping[str, Pins], rules: Rules) -> None:
+    """``asked``: {pin: nothing but this pin}."""
+    graph = plan.graph
+    axes = tuple(axis for axis in plan.mesh.axes if axis != PP)
+    mesh = Mesh(axes, tuple(plan.mesh.size(axis) for axis in axes), plan.mesh.mirrored)
+    for name, pins in asked.items():
+        role, free = _ROLES.get(name), mesh.size(mesh.having(ANY))
+        if free > 1 or (role and mesh.size(mesh.having(role)) == 1 and getattr(pins, name) is not False):
+            raise PlanError(f"pin {pins.shown(name)} is given beside a plan whose mesh is {plan.mesh}, "
+                            f"{'of which any axis may split anything' if free > 1 else 'with nothing to split so'}{_REMEDY}")
+    check_tensor_pins(asked.get("tensors", Pins()), graph)
+    classes, passed, count = DimClasses(graph, rules), handed_on(graph), plan.schedule.microbatches
+    batch = classes.of(batch_inputs(graph).items())
+    sequence = sequence_classes(graph, passed, classes, batch)
+    roles = {axis: role_of(axis) for axis in axes}
+    scope = Scope(graph, mesh, roles, Pins(), classes, batch, sequence, frozenset(passed), count)
+    for op in graph.ops:
+        planned, time = dict(plan.assignments.get(op.name, {})), plan.schedule.time.get(op.name)
+        for name, pins in asked.items():
+            if planned not in choices(op, rules[op.name], replace(scope, pins=pins), time):
+                split = ", ".join(f"{factor}@{axis}" for axis, factor in planned.items()) or "whole"
+                raise PlanError(f"pin {pins.shown(name)} contradicts the plan, in which {op.target} of "
+                                f"{op.module or 'the model'} is {split}{_REMEDY}")
