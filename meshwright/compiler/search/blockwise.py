@@ -28,26 +28,39 @@ from meshwright.compiler.structure.microbatch import split_time
 from meshwright.ir.pins import PinError, vars_of
 from meshwright.ir.plan import Plan, PlanError
 
-SOLVE_SECONDS = 30.0
-"""Limit of one solve; only a solve that it strikes may come out otherwise on another run."""
+SOLVE_SECONDS = 10.0
+"""Limit of one solve, in nominal seconds: what was done is counted, not a clock."""
+
+
+Known = dict[tuple[Layout, int], tuple[Problem, Chain, Solution]]
+"""Of a layout with so many micro-batches the problem, its chain without a limit of memory, and the best of that."""
 
 
 def solve_layout(
     task: Task, layout: Layout, microbatches: int, fits: Fits, timing: Timing, to_beat: float = math.inf,
-    limited_too: bool = True,
+    limited_too: bool = True, known: Known | None = None,
 ) -> Fitted:
     """The fastest plan found on a layout that fits. ``to_beat``: seconds of a plan that is known; ``limited_too``: look for one
-    also where the fastest of all does not fit. Raises OutOfMemoryError; NoBetterError if none is faster than what is known, or
-    none was looked for; PinError or PlanError if nothing runs on it."""
+    also where the fastest of all does not fit; ``known``: what earlier looks found, which this one starts from. Raises
+    OutOfMemoryError; NoBetterError if none is faster than what is known, or none was looked for; PinError or PlanError if
+    nothing runs on it."""
     to_beat /= 1.0 - task.gap  # the solver ends where nothing is faster by more than the gap
-    problem = _problem(task, layout, microbatches)
-    chain = _chain(problem, task, math.inf, timing)
-    try:
-        unlimited = _solved(chain, task, timing, to_beat)
-    except Infeasible:
-        raise _nothing_runs(problem, task) from None
-    except Beaten as beaten:
-        raise NoBetterError(beaten.bound, limited=False) from None
+    found = None if known is None else known.get((layout, microbatches))
+    if found is None:
+        problem = _problem(task, layout, microbatches)
+        chain = _chain(problem, task, math.inf, timing)
+        try:
+            unlimited = _solved(chain, task, timing, to_beat)
+        except Infeasible:
+            raise _nothing_runs(problem, task) from None
+        except Beaten as beaten:
+            raise NoBetterError(beaten.bound, limited=False) from None
+        if known is not None:
+            known[layout, microbatches] = problem, chain, unlimited
+    else:
+        problem, chain, unlimited = found
+        if unlimited.bound >= to_beat * (1.0 - task.gap):
+            raise NoBetterError(unlimited.bound, limited=False)
     counted = unlimited.bytes_ + unlimited.transient
     first = Counted(
         _plan(problem, chain, unlimited, task), counted, False, unlimited.bound, unlimited.status, settled=True
@@ -110,7 +123,7 @@ def _chain(problem: Problem, task: Task, limit: float, timing: Timing) -> Chain:
 def _solved(chain: Chain, task: Task, timing: Timing, to_beat: float) -> Solution:
     """The best of a chain. Raises Infeasible; Beaten if it is no better than ``to_beat`` seconds."""
     try:
-        return solve(chain, gap=task.gap, time_limit=SOLVE_SECONDS, cutoff=to_beat)
+        return solve(chain, gap=task.gap, limit=SOLVE_SECONDS, cutoff=to_beat)
     finally:
         timing.mark("solve")
 

@@ -47,7 +47,7 @@ class Layout:
     """A factorization of the devices into axes, and what each axis may do."""
 
     mesh: Mesh
-    roles: Mapping[str, str]
+    roles: Mapping[str, str] = field(hash=False)
 
     @property
     def data_size(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from meshwright.compiler.search.blockwise import solve_layout
+from meshwright.compiler.search.blockwise import Known, solve_layout
 from meshwright.compiler.search.candidates import Candidate, Layout
 from meshwright.compiler.search.certificate import certificate
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
@@ -58,9 +58,11 @@ def best_plan(task: Task, fits: Fits, limit: float, *, timing: Timing, progress:
     """The plan of least time that fits, within ``limit`` nominal seconds. Raises OutOfMemoryError, PinError, PlanError."""
     _check_combination(task)
 
+    known: Known = {}
+
     def free(candidate: Candidate, to_beat: float, limited_too: bool) -> Fitted:
         assert candidate.layout is not None
-        return solve_layout(task, candidate.layout, candidate.microbatches, fits, timing, to_beat, limited_too)
+        return solve_layout(task, candidate.layout, candidate.microbatches, fits, timing, to_beat, limited_too, known)
 
     sweep = Sweep(task, free, limit=limit, progress=progress)
     world, pins = task.cluster.world, task.pins
@@ -71,16 +73,21 @@ def best_plan(task: Task, fits: Fits, limit: float, *, timing: Timing, progress:
     if staged:
         sweep.staged()
         timing.mark("search")
-    best = _made(sweep, fits, timing)
+    refined: Refined = {}
+    best = _made(sweep, fits, timing, refined)
     if staged and alone and (looked or (best is None and not isinstance(sweep.refusal(), OutOfMemoryError))):
         sweep.free()
-        best = _made(sweep, fits, timing)
+        best = _made(sweep, fits, timing, refined)
     if best is None:
         raise sweep.refusal()
     return best
 
 
-def _made(sweep: Sweep, fits: Fits, timing: Timing) -> Plan | None:
+Refined = dict[tuple[Layout, int], Fitted | NoBetterError | OutOfMemoryError]
+"""What became of meshes and micro-batches without a pipeline that were refined block by block."""
+
+
+def _made(sweep: Sweep, fits: Fits, timing: Timing, refined: Refined) -> Plan | None:
     """The plan of least time of what the sweep found, with its certificate; None if there is none."""
     plans = Plans(sweep.task)
     best: Result | None = None
@@ -90,7 +97,7 @@ def _made(sweep: Sweep, fits: Fits, timing: Timing) -> Plan | None:
         found = sweep.open[0]
         try:
             to_beat = math.inf if best is None else best.seconds
-            sweep.take(found, made := _plan_of(found, sweep, plans, fits, timing, to_beat))
+            sweep.take(found, made := _plan_of(found, sweep, plans, fits, timing, to_beat, refined))
             if best is None or made.seconds < best.seconds * (1 - _TIE):
                 best = sweep.results[-1]
         except (DoesNotFitError, NoBetterError, OutOfMemoryError) as error:
@@ -99,13 +106,15 @@ def _made(sweep: Sweep, fits: Fits, timing: Timing) -> Plan | None:
     return None if best is None else replace(best.fitted.plan, certificate=certificate(best, sweep))
 
 
-def _plan_of(found: Evaluation, sweep: Sweep, plans: Plans, fits: Fits, timing: Timing, to_beat: float) -> Fitted:
+def _plan_of(
+    found: Evaluation, sweep: Sweep, plans: Plans, fits: Fits, timing: Timing, to_beat: float, refined: Refined
+) -> Fitted:
     """The plan of an evaluation, refined if it can be. Raises OutOfMemoryError, DoesNotFitError, NoBetterError."""
     task, evaluator = sweep.task, sweep.bounds.evaluator
     if found.candidate.pp == 1 and task.cluster.world <= REFINED_DEVICES:
         mesh = found.degrees.mesh
         layout = Layout(mesh, {axis: role_of(axis) for axis in mesh.axes})
-        return solve_layout(task, layout, found.candidate.microbatches, fits, timing, to_beat)
+        return _refined(sweep, layout, found.candidate.microbatches, fits, timing, to_beat, refined)
 
     def counted(one: Evaluation, limit: float) -> Counted:
         recomputes_nothing = set(one.recompute) == {task.recompute[0]}
@@ -115,6 +124,24 @@ def _plan_of(found: Evaluation, sweep: Sweep, plans: Plans, fits: Fits, timing: 
         return counted(evaluator.run(found.candidate, found.degrees, found.zero, found.placement, capacity=limit), limit)
 
     return fitted(counted(found, evaluator.capacity), within, fits, task.cluster)
+
+
+def _refined(
+    sweep: Sweep, layout: Layout, microbatches: int, fits: Fits, timing: Timing, to_beat: float, refined: Refined
+) -> Fitted:
+    """The best of a layout block by block, once: evaluations that differ in how they keep parameters have the same."""
+    before = refined.get((layout, microbatches))
+    if isinstance(before, Fitted):
+        raise NoBetterError(before.bound_seconds, before.limited)
+    if before is not None:
+        raise before
+    try:
+        made = solve_layout(sweep.task, layout, microbatches, fits, timing, to_beat)
+    except (NoBetterError, OutOfMemoryError) as error:
+        refined[layout, microbatches] = error
+        raise
+    refined[layout, microbatches] = made
+    return made
 
 
 def _may_have_stages(pins: Pins, world: int) -> bool:

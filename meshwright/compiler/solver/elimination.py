@@ -21,6 +21,7 @@ Dechter and Otten 2012 (cost shifting between mini-buckets); Besag 1986 (iterate
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.compiler.solver.chain import Array, BlockModel, Edge
+from meshwright.compiler.solver.weighted import Stacked, Weighted
 
 Indices = NDArray[np.intp]
 CHUNK = 1 << 15
@@ -45,6 +47,8 @@ ROUNDS = 20
 
 Part = tuple[int, tuple[int, ...], tuple[slice | None, ...]]
 """A factor, the axes that put the eliminated variable first, and the index that spreads the others over a scope."""
+Brief = tuple[int, tuple[int, ...] | None, tuple[slice | None, ...] | None]
+"""The same, without what changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +56,13 @@ class Step:
     """Eliminate ``var``: each bucket of parts becomes a factor over its scope, ``min_var sum of the parts``.
 
     One bucket is exact. Several bound the exact table from below, as each may choose another minimizer (mini-buckets).
+    ``small``: the parts of a single bucket by size, if their sum fits a temporary; most are so small that looking at their
+    shapes would take longer than adding them up.
     """
 
     var: int
     buckets: tuple[tuple[tuple[int, ...], tuple[Part, ...]], ...]
+    small: tuple[Brief, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +151,18 @@ def _symbolic(
             entries = _entries((v, *scope), sizes)
             largest, work = max(largest, entries), work + entries
             rounding += inexact if entries >= SINGLE else 0.0
-        steps.append(Step(v, tuple(buckets)))
+        small: tuple[Brief, ...] = ()
+        if len(found) == 1 and _entries((v, *buckets[0][0]), sizes) <= CHUNK:
+            order_ = sorted(buckets[0][1], key=lambda part: _entries(scopes[part[0]], sizes))
+            small = tuple(_brief(part) for part in order_)
+        steps.append(Step(v, tuple(buckets), small))
     rest = tuple((f, _spread(scopes[f], keep)) for f in live)
     return Plan(keep, pairs, tuple(steps), rest, largest, work, rounding)
+
+
+def _brief(part: Part) -> Brief:
+    factor, axes, index = part
+    return factor, None if axes == tuple(range(len(axes))) else axes, index if None in index else None
 
 
 def _entries(scope: Iterable[int], sizes: Sequence[int]) -> int:
@@ -194,13 +210,10 @@ def _preferred(plan: Plan) -> tuple[bool, int, int]:
 
 
 class Tables:
-    """What blocks share: plans, and contractions ``table @ w``, in which entries with ``inf`` stay ``inf`` for every w.
-
-    Holds the tables it has seen, so that an array object is prepared once for all blocks that share it.
-    """
+    """What blocks share: plans, and the tables of edges end to end (``Stacked``), each made once."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Array, Array, NDArray[np.bool_] | None]] = {}
+        self._stacked: dict[object, tuple[tuple[Edge, ...], Stacked]] = {}
         self._plans: dict[object, Plan] = {}
 
     def plan(self, block: BlockModel, keep: Sequence[int]) -> Plan:
@@ -210,17 +223,12 @@ class Tables:
             self._plans[question] = _plan(*question)
         return self._plans[question]
 
-    def contract(self, table: Array, weights: Array) -> Array:
-        """[..., K] @ [K]."""
-        known = self._seen.get(id(table))
-        if known is None:
-            bad = np.asarray(np.isinf(table).any(axis=-1))
-            known = (table, np.where(bad[..., None], 0.0, table) if bad.any() else table, bad if bad.any() else None)
-            self._seen[id(table)] = known
-        out: Array = known[1] @ weights
-        if known[2] is not None:
-            out[known[2]] = np.inf
-        return out
+    def stacked(self, block: BlockModel, pairs: Sequence[tuple[int, int]]) -> Stacked:
+        """The tables of a block's edges by pair, made once for all variants that have the same."""
+        key = tuple((e.i, e.j, id(e.table), id(e.rows), id(e.cols)) for e in block.edges)
+        if key not in self._stacked:
+            self._stacked[key] = block.edges, Stacked(block, pairs)  # what the ids are of stays alive
+        return self._stacked[key][1]
 
 
 def min_sum(parts: Sequence[Array]) -> Array:
@@ -269,17 +277,18 @@ class Eliminator:
     def __init__(self, block: BlockModel, keep: Sequence[int], tables: Tables) -> None:
         self.block = block
         self.plan = tables.plan(block, keep)
-        self._tables = tables
-        self._unary = np.concatenate(block.unary) if block.unary else np.zeros((0, 0))
-        self._cuts = np.cumsum(block.sizes)[:-1]
-        self._edges: dict[tuple[int, int], list[Edge]] = {pair: [] for pair in self.plan.pairs}
-        for e in block.edges:
-            self._edges[min(e.i, e.j), max(e.i, e.j)].append(e)
+        self._unary = Weighted(np.concatenate(block.unary) if block.unary else np.zeros((0, 0)))
+        ends = np.cumsum((0, *block.sizes)).tolist()
+        self._cuts = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
+        self._edges = tables.stacked(block, self.plan.pairs)
 
     def table(self, weights: Array, extra: Mapping[int, Array] | None = None) -> Eliminated:
         """Eliminate for weights [K]; ``extra`` adds unary costs [n_v] to variables (``inf`` forbids choices)."""
         factors = self._factors(weights, extra or {})
         for step in self.plan.steps:
+            if step.small:
+                factors.append(_least(factors, step.small))
+                continue
             buckets = [
                 [np.ascontiguousarray(factors[f].transpose(axes))[i] for f, axes, i in parts] for _, parts in step.buckets
             ]
@@ -290,20 +299,23 @@ class Eliminator:
         return Eliminated(self.plan, total, tuple(factors), len(self.block.sizes))
 
     def _factors(self, weights: Array, extra: Mapping[int, Array]) -> list[Array]:
-        factors = np.split(self._tables.contract(self._unary, weights), self._cuts) if len(self.block.sizes) else []
+        unary = self._unary.at(weights) if self.block.sizes else np.zeros(0)
+        factors = [unary[cut] for cut in self._cuts]
         for v, add in extra.items():
             factors[v] = factors[v] + add
-        seen: dict[int, Array] = {}
-        for pair, edges in self._edges.items():
-            total: Array = np.zeros((self.block.sizes[pair[0]], self.block.sizes[pair[1]]))
-            for e in edges:
-                if id(e.table) not in seen:
-                    seen[id(e.table)] = self._tables.contract(e.table, weights)
-                matrix = seen[id(e.table)] if e.rows is None else seen[id(e.table)][e.rows]
-                matrix = matrix if e.cols is None else matrix[:, e.cols]
-                total = total + (matrix if e.i == pair[0] else matrix.T)
-            factors.append(total)
-        return [factor.reshape([n for n in factor.shape if n > 1]) for factor in factors]
+        factors = [factor if len(factor) > 1 else factor.reshape(()) for factor in factors]
+        return factors + self._edges.factors(weights)
+
+
+def _least(factors: Sequence[Array], parts: Sequence[Brief]) -> Array:
+    """``min over the first axis`` of the broadcast sum of a small bucket."""
+    total = np.zeros(())
+    for number, (f, axes, index) in enumerate(parts):
+        part = factors[f] if axes is None else factors[f].transpose(axes)
+        part = part if index is None else part[index]
+        total = total + part if number else part
+    out: Array = np.minimum.reduce(total, axis=0)
+    return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -314,6 +326,11 @@ class Eliminated:
     table: Array
     factors: tuple[Array, ...]
     variables: int
+
+    @property
+    def entries(self) -> int:
+        """Of all factors."""
+        return sum(factor.size for factor in self.factors)
 
     def assignments(self, states: Indices) -> Indices:
         """[M, variables] minimizers for M states [M, kept] (with mini-buckets: good ones); ties to the lowest choice."""

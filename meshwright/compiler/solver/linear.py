@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 import numpy as np
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
-ITERATIONS, NODES, SECONDS = 20_000, 200, 20.0
-"""Limits of one program; the clock is for what never ends."""
+ITERATIONS, NODES = 20_000, 200
+"""Limits of one program."""
 Term = tuple[np.ndarray, np.ndarray | float]
 """Variables and their weights."""
 _NONE = (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED)
@@ -90,12 +89,11 @@ class LinearProgram:
         return result
 
     def _run(self, model: mathopt.Model, wanted: np.ndarray) -> mathopt.SolveResult:
-        limit = timedelta(seconds=SECONDS)
         if self.integers:
-            params = mathopt.SolveParameters(threads=1, node_limit=NODES, time_limit=limit)
+            params = mathopt.SolveParameters(threads=1, node_limit=NODES)
             return mathopt.solve(model, mathopt.SolverType.GSCIP, params=params)
         none = mathopt.SparseVectorFilter(filtered_items=[])
         read = mathopt.SparseVectorFilter(filtered_items=[model.get_variable(int(variable)) for variable in wanted.ravel()])
         only = mathopt.ModelSolveParameters(variable_values_filter=read, reduced_costs_filter=none, dual_values_filter=none)
-        params = mathopt.SolveParameters(iteration_limit=ITERATIONS, time_limit=limit)
+        params = mathopt.SolveParameters(iteration_limit=ITERATIONS)
         return mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, model_params=only)

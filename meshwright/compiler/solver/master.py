@@ -9,14 +9,13 @@ turns counts back into a sequence.
 The linear program (``relax``) is the Lagrangian dual of the chain restricted to known columns: the time of a group (kind,
 variant) is ``t >= time_rows[r] @ sum z * cost`` (dual: alpha), memory ``sum z * bytes + y <= available`` (lambda), the mean
 transient of a kind's copies ``<= y`` (nu). The integer program (``choose``) uses each column's exact time and every used
-column's own transient.
+column's own transient, and can have all positions agree on the shared variables (``_agree``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import numpy as np
 from ortools.math_opt.python import mathopt
@@ -26,6 +25,8 @@ from meshwright.compiler.solver.pricing import Column, Group, Multipliers
 
 Arc = tuple[int, int, int]
 """(segment, place in its unit, column index)."""
+NODES = 500
+"""Nodes that one integer program's search may visit."""
 LEVELS = 32
 """Transient sizes that the integer program tells apart; beyond, sizes are rounded up."""
 
@@ -166,12 +167,15 @@ def simplex(values: Array) -> Array:
 
 
 def choose(
-    chain: Chain, columns: Sequence[Column], scale: Scale, rho: float, seconds: float, precision: float
-) -> list[Column] | None:
-    """A column for every position: least time within the capacity (rho 1) or least memory (rho 0); None if none is found."""
+    chain: Chain, columns: Sequence[Column], scale: Scale, rho: float, precision: float, together: bool = False
+) -> tuple[list[Column] | None, int]:
+    """A column for every position, ``together`` such that they agree on the shared variables: least time within the capacity
+    (rho 1) or least memory (rho 0); None if none is found. And the nodes that were visited for it."""
     parts = segments(chain.sequence)
     flow = _flow(parts, columns, integer=True)
-    model = flow.model
+    model, nodes = flow.model, 0
+    if together:
+        _agree(chain, flow, columns)
     arcs = list(flow.counts.items())
     memory = mathopt.fast_sum([columns[c].bytes_ / scale.memory * z for (_, _, c), z in arcs])
     limited = bool(rho) and np.isfinite(chain.capacity)
@@ -179,26 +183,46 @@ def choose(
     free = (chain.capacity - chain.fixed_bytes) / scale.memory
     row = model.add_linear_constraint(used <= (free if limited else np.inf))
     model.minimize(mathopt.fast_sum([columns[c].time / scale.time * z for (_, _, c), z in arcs]) if rho else used)
+    params = mathopt.SolveParameters(random_seed=0, relative_gap_tolerance=precision, node_limit=NODES)
     for _ in range(20):
-        params = mathopt.SolveParameters(
-            random_seed=0, relative_gap_tolerance=precision, time_limit=timedelta(seconds=max(seconds, 0.1))
-        )
         result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params)
+        nodes += result.solve_stats.node_count
         if not result.has_primal_feasible_solution():
-            return None
+            return None, nodes
         values = result.variable_values()
         taken = {arc: round(values[z]) for arc, z in arcs if values[z] > 0.5}
         borders = {b: s for b, at in enumerate(flow.borders) for s, q in at.items() if values[q] > 0.5}
         order = walk(flow, columns, taken, borders)
         if order is None:
             if not _cut(flow, columns, taken):
-                return None
+                return None, nodes
         elif limited and sum(c.bytes_ for c in order) + max(c.transient for c in order) > free * scale.memory:
             # beyond the capacity by the integer program's tolerance: ask for a hair less
             row.upper_bound -= 1e-6 * max(1.0, abs(free))
         else:
-            return order
-    return None
+            return order, nodes
+    return None, nodes
+
+
+def _agree(chain: Chain, flow: Flow, columns: Sequence[Column]) -> None:
+    """Rows that have all positions take columns of one and the same choice of every shared variable."""
+    read: dict[int, dict[int, int]] = {}  # shared variable -> kind -> its variable there
+    for k in dict.fromkeys(chain.sequence):
+        for s, var in chain.kinds[k].shared:
+            read.setdefault(s, {})[k] = var
+    for kinds in read.values():
+        places: dict[tuple[int, int], dict[int, list[mathopt.Variable]]] = {}
+        for (i, j, c), z in flow.counts.items():
+            column = columns[c]
+            if column.kind in kinds:
+                places.setdefault((i, j), {}).setdefault(column.choices[kinds[column.kind]], []).append(z)
+        choices = sorted({a for found in places.values() for a in found})
+        if len(choices) < 2:
+            continue
+        taken = {a: flow.model.add_variable(lb=0, ub=1, is_integer=True) for a in choices}
+        for (i, _), found in places.items():
+            for a in choices:
+                flow.model.add_linear_constraint(mathopt.fast_sum(found.get(a, [])) == flow.parts[i].repeats * taken[a])
 
 
 def _peak(flow: Flow, columns: Sequence[Column], scale: Scale) -> mathopt.LinearExpression:

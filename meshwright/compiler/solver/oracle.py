@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import product
 
 import numpy as np
@@ -20,6 +19,9 @@ from meshwright.compiler.solver.chain import Array, BlockModel, Chain, Infeasibl
 
 TOLERANCE = 1e-6
 """Relative tolerance of the integer program's bound; an assignment may exceed the capacity by as much."""
+
+NODES = 2000
+"""Nodes that the flow program's search may visit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +174,11 @@ class _Mip:
         return [mathopt.fast_sum([nodes[v][a] for nodes in variants]) for v in boundary for a in range(sizes[v])]
 
 
-def flow_mip(chain: Chain, *, objective: str = "time", time_limit: float = 60.0, precision: float = 1e-6) -> Solution:
+def flow_mip(chain: Chain, *, objective: str = "time", nodes: int = NODES, precision: float = 1e-6) -> Solution:
     """The optimum by one mixed-integer program over the unfolded chain (HiGHS); ``bound`` is the program's own.
 
     Boundary variables of neighbours are matched one by one, so they must correspond in number and size. The memory row holds up
-    to ``TOLERANCE``. Raises Infeasible if nothing fits or nothing was found in ``time_limit`` seconds.
+    to ``TOLERANCE``. Raises Infeasible if nothing fits or nothing was found within so many ``nodes`` of its search.
     """
     mip = _Mip(chain)
     peak = mip.model.add_variable(lb=0)
@@ -209,7 +211,7 @@ def flow_mip(chain: Chain, *, objective: str = "time", time_limit: float = 60.0,
     if objective == "time" and np.isfinite(chain.capacity):
         mip.model.add_linear_constraint(used <= (chain.capacity - chain.fixed_bytes) / byte)
     mip.model.minimize(mathopt.fast_sum(times) if objective == "time" else used)
-    result = _run(mip.model, time_limit, precision)
+    result = _run(mip.model, nodes, precision)
     if not result.has_primal_feasible_solution():
         raise Infeasible("the flow program found no assignment within the capacity", -np.inf, np.inf, None)
     variants, choices = mip.read(result)
@@ -237,9 +239,9 @@ def _factors(rows: Array) -> list[Array]:
     return pair if len(pair[0]) * len(pair[1]) == len(np.unique(rows, axis=0)) else [rows]
 
 
-def _run(model: mathopt.Model, time_limit: float, precision: float) -> mathopt.SolveResult:
+def _run(model: mathopt.Model, nodes: int, precision: float) -> mathopt.SolveResult:
     """HiGHS; where it claims infeasibility, SCIP (HiGHS has been seen to claim it of a chain that one assignment fits)."""
-    params = mathopt.SolveParameters(random_seed=0, relative_gap_tolerance=precision, time_limit=timedelta(seconds=time_limit))
+    params = mathopt.SolveParameters(random_seed=0, relative_gap_tolerance=precision, node_limit=nodes)
     result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params)
     if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
         result = mathopt.solve(model, mathopt.SolverType.GSCIP, params=params)

@@ -12,6 +12,7 @@ the minimum of the whole (``Pricer.price``). Minus ``lambda * available memory``
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,12 +21,16 @@ from numpy.typing import NDArray
 from ortools.math_opt.python import mathopt
 
 from meshwright.compiler.solver.chain import Array, Chain, Kind
+from meshwright.compiler.solver.effort import Effort
 from meshwright.compiler.solver.elimination import Eliminated, Eliminator, Tables
 
 Group = tuple[int, int]
 """(kind, variant)."""
 LAZY = 3_000_000
 """Table entries of an elimination from which on a lower bound is tried before it is run (some milliseconds each)."""
+KNOWN = 1 << 23
+"""Table entries of eliminations that are remembered: what is priced again at the same weights, as all blocks are while the
+variables of the root are fixed one by one, is looked up."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,10 +84,13 @@ class Priced:
 
 
 class Pricer:
-    """Eliminators of all groups of a chain, planned once."""
+    """Eliminators of all groups of a chain, planned once. ``effort`` counts what they do."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, effort: Effort | None = None) -> None:
         self.chain = chain
+        self.effort = effort or Effort(np.inf)
+        self._known: OrderedDict[tuple[Group, object, bytes], tuple[Eliminated, Array]] = OrderedDict()
+        self._held = 0
         tables = Tables()
         self._blocks = {
             (k, v): Eliminator(block, (*kind.entry, *kind.exit), tables)
@@ -141,6 +149,11 @@ class Pricer:
     ) -> None:
         k, v = group
         kind, weights = self.chain.kinds[k], at.weights(self.chain, group)
+        question = group, self._relevant(k, fixed), weights.tobytes()
+        known = self._known.get(question)
+        if known is not None:
+            results[group], tables[k][v] = known
+            return
         extra = {}
         for s, var in kind.shared:
             if s in fixed:
@@ -151,7 +164,15 @@ class Pricer:
         table = np.asarray(done.table[index]) if index else np.broadcast_to(done.table, clash.shape).copy()
         table[clash] = np.inf
         tables[k][v] = table + float(kind.variant_costs[v] @ weights)
-        self._history.setdefault((group, self._relevant(k, fixed)), []).append((weights, tables[k][v].copy()))
+        plan, found = self._blocks[group].plan, tables[k][v].copy()
+        self.effort.priced(plan.work, len(plan.steps))
+        if plan.work >= LAZY:
+            self._history.setdefault((group, self._relevant(k, fixed)), []).append((weights, found))
+        self._known[question] = done, found
+        self._held += done.entries
+        while self._held > KNOWN and len(self._known) > 1:
+            _, (old, _) = self._known.popitem(last=False)
+            self._held -= old.entries
 
     def _relevant(self, k: int, fixed: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
         return tuple((s, fixed[s]) for s, _ in self.chain.kinds[k].shared if s in fixed)

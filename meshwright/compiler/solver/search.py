@@ -2,7 +2,8 @@
 
     price (pricing.py)     exact minimum of the chain at multipliers -> lower bound and new columns
     relax (master.py)      linear program over known columns         -> next multipliers (Kelley's cutting planes on the dual)
-    choose (master.py)     integer program over known columns        -> incumbent, memory exact, copies free to differ
+    choose (master.py)     integer program over known columns        -> incumbent, memory exact, copies free to differ,
+                                                                        all positions agree on the shared variables
 
 ``Search.run`` alternates the first two until the bound meets the linear program or the demanded gap, asks the third for
 incumbents, and takes up all columns whose slack is within the remaining gap before it gives up. If the unconstrained optimum
@@ -39,23 +40,27 @@ Progress = Callable[[float, float, str], None]
 class Search:
     """State of the search: known columns, best bound with its multipliers, incumbent. Lives for one call of ``solve``.
 
-    ``cutoff``: time of a solution known elsewhere. ``strict``: end, by ``Beaten``, once nothing here can be faster.
+    ``cutoff``: time of a solution known elsewhere. ``strict``: end, by ``Beaten``, once nothing here can be faster. ``start``:
+    multipliers that are tried at once. ``loose``: columns within the capacity that may disagree on the shared variables, and
+    their time.
     """
 
     chain: Chain
     pricer: Pricer
     gap: float
-    deadline: float
     progress: Progress | None = None
     fixed: Mapping[int, int] = field(default_factory=dict)
     scale: Scale | None = None
     cutoff: float = np.inf
     strict: bool = False
+    start: Multipliers | None = None
     columns: dict[tuple, Column] = field(default_factory=dict)
     bound: float = -np.inf
     best: Multipliers | None = None
     incumbent: list[Column] | None = None
     time: float = np.inf
+    loose: list[Column] | None = None
+    loose_time: float = np.inf
     lightest: list[Column] | None = None
     memory_bound: float = -np.inf
     iterations: int = 0
@@ -65,11 +70,13 @@ class Search:
         """Search until the gap is reached, nothing is left to try, or the time is over. Raises Infeasible, Beaten."""
         self._unconstrained()
         self.check()
-        if self.incumbent is None:
+        if self.loose is None:
             self._least_memory()
         self._descend()
         self.check()
         self._enrich()
+        if self.time > self.loose_time:
+            self._choose(together=True)
         return self
 
     def check(self) -> None:
@@ -83,14 +90,17 @@ class Search:
 
     @property
     def late(self) -> bool:
-        """The time is over."""
-        return clock.monotonic() > self.deadline
+        """The effort is spent."""
+        return self.pricer.effort.over
 
     @property
     def done(self) -> bool:
-        """The demanded gap is reached, by the incumbent or by a solution known elsewhere (``cutoff``)."""
-        known = min(self.time, self.cutoff)
-        return known - self.bound <= self.gap * abs(known)
+        """The demanded gap is reached, as far as columns need not agree, or by a solution known elsewhere (``cutoff``)."""
+        return self.within(min(self.loose_time, self.cutoff))
+
+    def within(self, time: float) -> bool:
+        """Whether nothing is faster than so many seconds by more than the demanded gap."""
+        return time - self.bound <= self.gap * abs(time)
 
     def price(self, at: Multipliers, everyone: bool = False) -> tuple[float, Priced]:
         """Lower bound at multipliers (of the time for rho 1, of the memory for rho 0), and what pricing found."""
@@ -129,11 +139,13 @@ class Search:
         return self.chain.fixed_bytes + sum(c.bytes_ for c in columns) + max(c.transient for c in columns)
 
     def _offer(self, columns: Sequence[Column] | None) -> None:
-        """Take a sequence of columns as incumbent if it fits and is faster."""
+        """Take a sequence of columns as incumbent if it fits, agrees on the shared variables and is faster."""
         if columns is None or self._memory(columns) > self.chain.capacity:
             return
         time = self.chain.fixed_time + sum(c.time for c in columns)
-        if time < self.time:
+        if time < self.loose_time:
+            self.loose_time, self.loose = time, list(columns)
+        if time < self.time and agree(self.chain, columns):
             self.time, self.incumbent = time, list(columns)
 
     def _add(self, priced: Priced, limit: float, many: int, everyone: bool = False) -> tuple[int, list[Column] | None]:
@@ -165,13 +177,15 @@ class Search:
         assert self.scale is not None
         with self._phase("relax"):
             value, at = relax(self.chain, self._listed(), self.pricer.groups, self.scale, rho)
+            self.pricer.effort.programmed(len(self.columns))
         return value, at
 
-    def _choose(self, rho: float = 1.0) -> list[Column] | None:
+    def _choose(self, rho: float = 1.0, together: bool = False) -> list[Column] | None:
         assert self.scale is not None
         with self._phase("choose"):
-            left = self.deadline - clock.monotonic()
-            chosen = choose(self.chain, self._listed(), self.scale, rho, left, self.gap / 10 if rho else 1e-6)
+            precision = self.gap / 10 if rho else 1e-6
+            chosen, nodes = choose(self.chain, self._listed(), self.scale, rho, precision, together)
+            self.pricer.effort.programmed(len(self.columns), nodes)
             self._offer(chosen)
         return chosen
 
@@ -190,6 +204,11 @@ class Search:
             memory = abs(self.chain.capacity) if np.isfinite(self.chain.capacity) else bytes_
             self.scale = Scale(seconds or 1.0, memory or 1.0)
         self._offer(path)
+        if self.start is not None:
+            bound, priced = self.price(self.start)
+            self._offer(self._add(priced, 0.0, FEW)[1])
+            if bound > self.bound:
+                self.bound, self.best = bound, self.start
         self._report("start")
 
     def _least_memory(self) -> None:
@@ -205,7 +224,7 @@ class Search:
                 least, lightest = self._memory(path), path
             self._offer(path)
             self._report("least memory")
-            if self.incumbent is not None:
+            if self.loose is not None:
                 return
             value, at = self._relax(0.0)
             at = replace(at, alpha=self._multipliers(1.0, 0.0).alpha)
@@ -215,9 +234,9 @@ class Search:
         if chosen is not None and self._memory(chosen) < least:
             least, lightest = self._memory(chosen), chosen
         self.lightest, self.memory_bound = lightest, bound
-        if self.incumbent is None:
-            agree = lightest is not None and all(len(s) == 1 for s in shared_states(self.chain, lightest).values())
-            nearest = self.solution(lightest, -np.inf, "infeasible") if lightest is not None and agree else None
+        if self.loose is None:
+            agreed = lightest is not None and agree(self.chain, lightest)
+            nearest = self.solution(lightest, -np.inf, "infeasible") if lightest is not None and agreed else None
             raise infeasible(self.chain, bound, least, nearest)
 
     def _descend(self) -> None:
@@ -229,9 +248,9 @@ class Search:
             assert self.scale is not None
             value = value * self.scale.time + self.chain.fixed_time
             bound, priced = self.price(at)
+            new, path = self._add(priced, max(self.time - bound, 0.0), FEW)
             if bound > self.bound:
                 self.bound, self.best = bound, at
-            new, path = self._add(priced, max(self.time - bound, 0.0), FEW)
             self._offer(path)
             near = self.bound >= value - self.gap * abs(value)
             if new and not self.done and (near or round_ % 4 == 3):
@@ -247,10 +266,15 @@ class Search:
         if self.done or self.late or self.best is None:
             return
         bound, priced = self.price(self.best, everyone=True)
-        new, _ = self._add(priced, self.time - bound, MANY, everyone=True)
+        new, _ = self._add(priced, self.loose_time - bound, MANY, everyone=True)
         if new:
             self._choose()
         self._report("enrich")
+
+
+def agree(chain: Chain, columns: Sequence[Column]) -> bool:
+    """Whether all positions have the shared variables at the same choices."""
+    return all(len(seen) == 1 for seen in shared_states(chain, columns).values())
 
 
 def shared_states(chain: Chain, columns: Sequence[Column]) -> dict[int, Counter[int]]:

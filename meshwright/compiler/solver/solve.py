@@ -1,11 +1,13 @@
 """The solver: a chain of blocks (chain.py) to a choice for every copy with a certified gap.
 
     shared variables relaxed  ->  Search (search.py): columns by elimination, integer program, Lagrangian bound
-    positions disagree        ->  branch and bound over the shared variables, a Search at every leaf (``_shared``)
+    a gap is left             ->  branch and bound over the shared variables, a Search at every leaf (``_shared``)
     gap left on a small chain ->  one mixed-integer program of everything (oracle.flow_mip, ``_polish``)
 
-A shared variable that each position chooses for itself gives a relaxation, so its bound holds; fixing some of them and pricing
-at the relaxation's multipliers bounds every completion. Best first; the bound returned is the least of open and closed nodes.
+A shared variable that each position chooses for itself gives a relaxation, so its bound holds; the incumbent's positions agree,
+as the integer program has them. Fixing some of the variables and pricing at the relaxation's multipliers bounds every
+completion; blocks that do not read them are not priced again. Best first; the bound returned is the least of open and closed
+nodes. How long that goes on is counted in work (effort.py), not by a clock.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.compiler.solver.chain import Beaten, BlockModel, Chain, Edge, Infeasible, Kind, Solution, evaluate
+from meshwright.compiler.solver.effort import Effort
 from meshwright.compiler.solver.elimination import prune
 from meshwright.compiler.solver.oracle import flow_mip, flow_size
 from meshwright.compiler.solver.pricing import Pricer
@@ -27,24 +30,26 @@ from meshwright.compiler.solver.search import Progress, Search, infeasible, shar
 
 __all__ = ["Beaten", "BlockModel", "Chain", "Edge", "Infeasible", "Kind", "Solution", "evaluate", "prune", "solve"]
 
-SMALL = 20_000
-"""Variables of the flow program up to which it closes a remaining gap within seconds."""
+SMALL, NODES = 5_000, 20
+"""Variables of the flow program up to which it may close a remaining gap, and the nodes that it may visit: most that it closes
+close at the first few."""
+BRANCHED = 2.0
+"""With a solution at hand, branching may take so many times what the relaxation took: it only proves, or improves a little."""
 
 
 def solve(
-    chain: Chain, *, gap: float = 0.005, time_limit: float = 30.0, progress: Progress | None = None, cutoff: float = np.inf
+    chain: Chain, *, gap: float = 0.005, limit: float = 30.0, progress: Progress | None = None, cutoff: float = np.inf
 ) -> Solution:
-    """The least time of a chain within its capacity, within ``gap`` of the certified bound where ``time_limit`` allows.
+    """The least time of a chain within its capacity, within ``gap`` of the certified bound where ``limit`` (nominal seconds,
+    see effort.py) allows.
 
-    ``progress`` is called with (incumbent time, bound, phase). Deterministic unless the time limit (seconds) strikes. Raises
-    ``Infeasible`` with the least memory if nothing fits, and ``Beaten`` with the bound once it is known that nothing is faster
-    than ``cutoff`` by more than the gap.
+    ``progress`` is called with (incumbent time, bound, phase). Deterministic. Raises ``Infeasible`` with the least memory if
+    nothing fits, and ``Beaten`` with the bound once it is known that nothing is faster than ``cutoff`` by more than the gap.
     """
     start = clock.monotonic()
-    deadline = start + time_limit
-    pricer = Pricer(chain)
+    pricer = Pricer(chain, Effort(limit))
     seconds = {"plan": clock.monotonic() - start}
-    root = Search(chain, pricer, gap, deadline, progress, cutoff=cutoff, strict=cutoff < np.inf, seconds=seconds)
+    root = Search(chain, pricer, gap, progress, cutoff=cutoff, strict=cutoff < np.inf, seconds=seconds)
     try:
         best, bound = _shared(root.run())
     except Infeasible as error:
@@ -52,7 +57,7 @@ def solve(
     assert best.incumbent is not None
     status = "optimal" if best.time - bound <= gap * best.time else "time_limit" if best.late else "gap"
     solution = best.solution(best.incumbent, bound, status)
-    return solution if status == "optimal" or solution.time > cutoff else _polish(chain, solution, gap, deadline)
+    return solution if status == "optimal" or solution.time > cutoff else _polish(root, solution)
 
 
 def _last_resort(root: Search, error: Infeasible, gap: float) -> Solution:
@@ -60,10 +65,9 @@ def _last_resort(root: Search, error: Infeasible, gap: float) -> Solution:
 
     The error gets a solution whose positions agree on the shared variables, where the relaxed one's do not.
     """
-    left = root.deadline - clock.monotonic()
-    if error.bound <= root.chain.capacity and left > 0.1 and flow_size(root.chain) <= SMALL:
+    if error.bound <= root.chain.capacity and not root.late and flow_size(root.chain) <= SMALL:
         with suppress(Infeasible):  # nothing found is no proof: the certificate below stays as it is
-            found = flow_mip(root.chain, time_limit=left, precision=gap / 2)
+            found = flow_mip(root.chain, nodes=NODES, precision=gap / 2)
             if found.bytes_ + found.transient <= root.chain.capacity:
                 return replace(found, status="optimal" if found.gap <= gap else "gap")
     if error.solution is None and root.lightest is not None:
@@ -82,7 +86,8 @@ def _majority(seen: Counter[int]) -> int:
 
 def _leaf(root: Search, fixed: Mapping[int, int], cutoff: float) -> Search | Infeasible:
     """The chain with all shared variables fixed; columns of the root that agree are taken over."""
-    leaf = Search(root.chain, root.pricer, root.gap, root.deadline, root.progress, dict(fixed), root.scale, cutoff)
+    start = root.best if root.loose is not None else None
+    leaf = Search(root.chain, root.pricer, root.gap, root.progress, dict(fixed), root.scale, cutoff, start=start)
     leaf.seconds = root.seconds
     for key, column in root.columns.items():
         if all(fixed[s] == column.choices[var] for s, var in root.chain.kinds[column.kind].shared):
@@ -94,24 +99,26 @@ def _leaf(root: Search, fixed: Mapping[int, int], cutoff: float) -> Search | Inf
 
 
 def _shared(root: Search) -> tuple[Search, float]:
-    """The search whose incumbent agrees on all shared variables, and a lower bound of all their choices.
+    """The search with the best incumbent, and a lower bound of all choices of the shared variables.
 
-    The positions' majority first, then best first over prefixes, the most disputed variable first.
+    Best first over prefixes, the most disputed variable first; without an incumbent what most positions have at first.
     """
-    assert root.incumbent is not None
-    states = shared_states(root.chain, root.incumbent)
-    order = sorted(states, key=lambda s: (-len(states[s]), s))
-    if all(len(seen) == 1 for seen in states.values()):
-        return root, root.bound
-    best: Search | None = None
-    closed, failures = np.inf, list[Infeasible]()
-    probe = tuple(_majority(states[s]) for s in order)
+    seen = shared_states(root.chain, root.loose or [])
+    order = sorted((s for s, size in enumerate(root.chain.shared_sizes) if size > 1), key=lambda s: (-len(seen.get(s, ())), s))
+    best: Search | None = root if root.incumbent is not None else None
+    if best is not None and (root.within(best.time) or not order):
+        return best, root.bound
+    effort = root.pricer.effort
+    enough = effort.spent * (1.0 + BRANCHED)
+    closed, failures, solved = np.inf, list[Infeasible](), set[tuple[int, ...]]()
+    probe = tuple(_majority(seen[s]) if s in seen else 0 for s in order)
     heap: list[tuple[float, tuple[int, ...]]] = [(root.bound, ())]
     while heap:
         bound, prefix = (root.bound, probe) if best is None and not failures else heapq.heappop(heap)
         floor = max(root.bound, min(closed, bound))
         root.beaten(floor, np.inf if best is None else best.time)
-        if best is not None and (best.time - floor <= root.gap * best.time or root.late):
+        over = root.late or (root.incumbent is not None and effort.spent > enough)
+        if best is not None and (best.time - floor <= root.gap * best.time or over):
             return best, floor
         if failures and root.late:
             raise _least(root, failures, root.memory_bound)
@@ -119,7 +126,11 @@ def _shared(root: Search) -> tuple[Search, float]:
             for node in _children(root, order, prefix, bound):
                 heapq.heappush(heap, node)
             continue
-        leaf = _leaf(root, dict(zip(order, prefix, strict=True)), root.cutoff if best is None else min(best.time, root.cutoff))
+        if prefix in solved:
+            continue
+        solved.add(prefix)
+        fixed = dict.fromkeys(range(len(root.chain.shared_sizes)), 0) | dict(zip(order, prefix, strict=True))
+        leaf = _leaf(root, fixed, root.cutoff if best is None else min(best.time, root.cutoff))
         if isinstance(leaf, Infeasible):
             failures.append(leaf)
             closed = min(closed, bound if leaf.bound <= root.chain.capacity else np.inf)
@@ -128,7 +139,7 @@ def _shared(root: Search) -> tuple[Search, float]:
             best = leaf if best is None or leaf.time < best.time else best
     if best is None:
         raise _least(root, failures, min(error.bound for error in failures))
-    return best, max(root.bound, closed)
+    return best, max(root.bound, min(closed, best.time))
 
 
 def _least(root: Search, failures: Sequence[Infeasible], bound: float) -> Infeasible:
@@ -150,13 +161,13 @@ def _children(
             yield max(bound, value), more
 
 
-def _polish(chain: Chain, solution: Solution, gap: float, deadline: float) -> Solution:
+def _polish(root: Search, solution: Solution) -> Solution:
     """Close the gap of a small chain by the flow program; the better incumbent and the better bound."""
-    left = deadline - clock.monotonic()
-    if left < 0.1 or flow_size(chain) > SMALL:
+    chain, gap = root.chain, root.gap
+    if root.late or flow_size(chain) > SMALL:
         return solution
     try:
-        other = flow_mip(chain, time_limit=left, precision=gap / 2)
+        other = flow_mip(chain, nodes=NODES, precision=gap / 2)
     except Infeasible:
         return solution
     fits = other.bytes_ + other.transient <= chain.capacity
