@@ -45,14 +45,19 @@ def _assumptions(sweep: Sweep, bound: float) -> Iterator[str]:
         yield "placements are those that are best with memory unlimited"
     if sweep.solved[1:] or sweep.pruned:
         yield "data ranks and micro-batches divide the batch; of what was not made into a plan, blocks keep parameters alike"
-    if not sweep.freed and sweep.task.cluster.world > 1:
+    pins, cluster = sweep.task.pins, sweep.task.cluster
+    if pins.shard is None and cluster.world > 2 and (sweep.solved or sweep.pruned):
+        yield "the state of a parameter is shared by all data ranks, by those of a node or by those of 4, 16, ... nodes"
+    if not sweep.freed and cluster.world > 1:
         yield "an axis of the mesh is for data, for tensors or for stages"
-        if sweep.task.pins.cp is None:
-            yield f"a rank's piece of a sequence has {PIECE} tokens or more"
+        if pins.cp is None:
+            yield f"a rank's piece of a sequence has {PIECE} tokens or more, and their number is a power of two"
+    if sweep.freed and cluster.world > 2 and pins.dp is None and pins.tp is None:
+        yield "a mesh whose axes may split anything has at most two, a node's devices together where there are several nodes"
     if sweep.firm < bound * (1 - 1e-12):
         yield f"rounding to whole tiles saves a sample at most {ROUNDING:.0%} of its share of a large batch"
     if sweep.limited:
-        yield "memory is what is counted block by block, and micro-batches beyond those tried do not help"
+        yield "memory is what is counted block by block, and micro-batches other than the powers of two tried do not help"
 
 
 def _runner_up(best: Result, sweep: Sweep) -> str:
