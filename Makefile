@@ -44,6 +44,8 @@ check: lint
 
 bench: $(STAMP)
 	@$(BIN)/python benchmarks/planning.py
+	@mkdir -p $(OUT)
+	@$(BIN)/python benchmarks/planning.py --grid --log $(OUT)/grid.jsonl
 
 # Published runs, predicted against measured: every row of benchmarks/data goes through the planner, about 5 s each.
 bench-published: $(STAMP)

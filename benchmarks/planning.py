@@ -1,9 +1,14 @@
 """How long planning takes, phase by phase, and how much memory: real sizes, parameters on the meta device.
 
     python benchmarks/planning.py [NAME ...] [--json] [--cluster h100:8x8] [--batch 16] [--layers 32]
+    python benchmarks/planning.py --grid [--only REGEX] [--log FILE] [--list]
 
 Each case runs in a process of its own, so what is printed is a cold start; importing torch and transformers is not counted.
 ``budget``: seconds that the case may take on two cores; memory may take 2 GiB.
+
+The grid (``grid.py``) is models x numbers of devices x kinds of devices, everything searched, one line a point. A point is
+named MODEL/DEVICES/KIND; ``--only`` takes those whose name matches. With ``--log`` every point is written to a file of JSON
+lines as it is done, and those that stand there are printed from it, so that a run can be continued.
 """
 
 from __future__ import annotations
@@ -15,71 +20,49 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script: find benchmarks/
+
+from benchmarks import grid
+from benchmarks.models import MODELS, build, inputs
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a cluster, a global batch of sequences."""
+    """A model, a cluster, a global batch of samples. ``layers``: instead of the model's own."""
 
-    family: str
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    sequence: int
+    model: str
     batch: int
     cluster: str
     budget: float
-    pins: Mapping[str, Any]
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    layers: int | None = None
 
 
-LLAMA_8B = Case("llama", 32, 4096, 14336, 32, 8, 128256, 8192, 16, "h100:8x8", 10.0, {"pp": 1})
 CASES: Mapping[str, Case] = {
-    "llama-8b-2d": LLAMA_8B,
-    "llama-8b": replace(LLAMA_8B, batch=128, budget=20.0, pins={}),
-    "llama-405b": Case("llama", 126, 16384, 53248, 128, 8, 128256, 8192, 2048, "h100:2048x8", 60.0, {}),
-    "gpt-1t": Case("gpt", 128, 25600, 102400, 160, 160, 51200, 2048, 3072, "a100:384x8", 60.0, {}),
+    "llama-8b-2d": Case("llama-8b", 16, "h100:8x8", 10.0, {"pp": 1}),
+    "llama-8b": Case("llama-8b", 128, "h100:8x8", 20.0),
+    "llama-405b": Case("llama-405b", 2048, "h100:2048x8", 60.0),
+    "gpt-1t": Case("gpt-1t", 3072, "a100:384x8", 60.0),
 }
-
-
-def model_of(case: Case) -> Any:
-    """The published sizes; no weights."""
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
-    with torch.device("meta"):
-        if case.family == "llama":
-            return LlamaForCausalLM(LlamaConfig(
-                hidden_size=case.hidden, intermediate_size=case.ffn, num_hidden_layers=case.layers,
-                num_attention_heads=case.heads, num_key_value_heads=case.kv_heads, vocab_size=case.vocab, rope_theta=500000.0,
-                max_position_embeddings=case.sequence, use_cache=False,
-            ))
-        return GPT2LMHeadModel(GPT2Config(
-            n_layer=case.layers, n_embd=case.hidden, n_inner=case.ffn, n_head=case.heads, vocab_size=case.vocab,
-            n_positions=case.sequence, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        ))
 
 
 def measure(case: Case) -> dict[str, Any]:
     """Plan once, here: seconds by phase, bytes, what was found."""
-    import torch
-
     import meshwright as mw
     from meshwright.planner import Timing
 
-    model = model_of(case)
-    tokens = torch.zeros((case.batch, case.sequence), dtype=torch.int64, device="meta")
+    size = MODELS[case.model]
+    model = build(size, case.layers)
     timing = Timing()
     wall, cpu = time.perf_counter(), time.process_time()
     plan = mw.plan(
-        model, case.cluster, {"input_ids": tokens, "labels": torch.empty_like(tokens)}, precision="bf16", pins=dict(case.pins),
-        timing=timing,
+        model, grid.cluster_of(case.cluster), inputs(size, case.batch), precision="bf16", pins=dict(case.pins), timing=timing,
     )
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     proof, predicted = plan.certificate, plan.predicted
@@ -96,7 +79,8 @@ def measure(case: Case) -> dict[str, Any]:
 def show(name: str, case: Case, found: Mapping[str, Any]) -> None:
     """One case in words."""
     pins = ", ".join(f"{pin}={value}" for pin, value in case.pins.items()) or "everything searched"
-    print(f"{name}: {case.layers} layers, batch {case.batch} x {case.sequence}, on {case.cluster}, {pins}")
+    layers = "" if case.layers is None else f"{case.layers} layers, "
+    print(f"{name}: {layers}batch {case.batch} x {MODELS[case.model].sequence}, on {case.cluster}, {pins}")
     for phase, seconds in found["phases"].items():
         print(f"  {phase:12s} {seconds:7.2f} s")
     print(f"  {'total':12s} {found['seconds']:7.2f} s of {case.budget:.0f} ({found['cpu_seconds']:.2f} s of CPU), peak memory "
@@ -110,29 +94,45 @@ def show(name: str, case: Case, found: Mapping[str, Any]) -> None:
               f"impossible, {proof['solved']} solved; runner-up {proof.get('runner_up', '-')}")
 
 
+def run(name: str, case: Case) -> dict[str, Any]:
+    """A case in a process of its own; what went wrong as {"error": its last line}."""
+    words = [sys.executable, "-W", "ignore", __file__, "--here", json.dumps(asdict(case))]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or [f"{name} ended with {done.returncode}"])[-1]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def main() -> None:
-    """Measure the named cases, each in a fresh process."""
+    """Measure the named cases or the grid, each in a fresh process."""
     parser = argparse.ArgumentParser(description="Time the planning of real models.")
     parser.add_argument("names", nargs="*", help=f"any of {', '.join(CASES)}; default: all of them")
     parser.add_argument("--cluster", help="instead of the case's own")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--json", action="store_true", help="print one JSON value a line")
-    parser.add_argument("--here", action="store_true", help="in this process: one case, as JSON")
+    parser.add_argument("--grid", action="store_true", help="the grid instead of the cases")
+    parser.add_argument("--only", default="", help="points of the grid whose name matches this regular expression")
+    parser.add_argument("--log", type=Path, help="a file of JSON lines that the grid is continued from")
+    parser.add_argument("--list", action="store_true", help="the names of the grid's points, nothing else")
+    parser.add_argument("--here", help=argparse.SUPPRESS)  # a case as JSON, measured in this process
     options = parser.parse_args()
+    if options.here:
+        print(json.dumps(measure(Case(**json.loads(options.here))), default=str))
+        return
+    if options.grid or options.list:
+        points = {name: Case(*point) for name, point in grid.points(options.only).items()}
+        grid.show(points, run, options.log) if not options.list else print("\n".join(points))
+        return
     changes = {key: value for key in ("cluster", "batch", "layers") if (value := getattr(options, key)) is not None}
     for name in options.names or CASES:
         if name not in CASES:
             parser.error(f"no case {name!r}; there are {', '.join(CASES)}")
         case = replace(CASES[name], **changes)
-        if options.here:
-            print(json.dumps(measure(case), default=str))
-            continue
-        given = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
-        done = subprocess.run([sys.executable, __file__, name, "--here", *given], capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"{name} failed:\n{done.stderr}")
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = run(name, case)
+        if "error" in found:
+            sys.exit(f"{name} failed: {found['error']}")
         if options.json:
             print(json.dumps({"case": name, **asdict(case), **found}))
         else:
