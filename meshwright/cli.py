@@ -19,8 +19,6 @@ A long step shows a bar on a terminal, else a line every ten seconds.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import os
 import sys
@@ -29,22 +27,20 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshwright.commands.models import imported, load
+from meshwright.commands.options import cluster_of, one_or_all, optimizer_of, seconds_of, tensor_pins, whole_numbers
 from meshwright.errors import InputError, MeshwrightError
 
 if TYPE_CHECKING:
-    from meshwright.ir.mesh import Mesh
     from meshwright.ir.plan import Plan
 
 DIFFERENT, WRONG, NOTHING_FITS, BUG = 1, 2, 3, 4
 DEBUG: ContextVar[bool] = ContextVar("meshwright_debug", default=False)
 """Whether errors keep their traceback."""
-FEW_RANKS = 16
-"""Up to so many ranks ``verify`` checks every one."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans of parallelized PyTorch models.",
                   pretty_exceptions_enable=False)
@@ -65,7 +61,7 @@ def main(
     DEBUG.set(debug)
     with _errors(as_json=False):
         for name in modules or []:
-            _imported(name)
+            imported(name)
 
 
 @app.command("plan")
@@ -103,12 +99,12 @@ def plan_command(
 
         pins = Pins(dp=dp, shard=shard, tp=tp, pp=pp, zero=zero, sequence_parallel=sequence_parallel, schedule=schedule,
                     virtual_stages=virtual_stages, microbatches=microbatches, recompute=recompute,
-                    tensors=_tensor_pins(tensor or []))
-        module, example = _load(model, batch, sequence)
+                    tensors=tensor_pins(tensor or []))
+        module, example = load(model, batch, sequence)
         from meshwright.api import plan
         from meshwright.views import report
 
-        found = plan(module, _cluster(cluster), example, optimizer=_optimizer(optimizer), precision=precision, pins=pins,
+        found = plan(module, cluster_of(cluster), example, optimizer=optimizer_of(optimizer), precision=precision, pins=pins,
                      strict=strict, progress=progress, cache=cache, headroom=headroom)
         if out is not None:
             found.save(out)
@@ -193,9 +189,11 @@ def verify(file: PlanFile, as_json: Json = False) -> None:
     """
     with _errors(as_json):
         plan = _plan(file)
+        from meshwright.commands.verifying import distinct_ranks, verify_rank
+
         ranks = distinct_ranks(plan.mesh)
         for rank in ranks:
-            _verify_rank(plan, rank)
+            verify_rank(plan, rank)
         if as_json:
             _print_json({"verified": True, "world": plan.mesh.world, "ranks": ranks, "operators": len(plan.graph.ops)})
         else:
@@ -235,9 +233,9 @@ def simulate_command(
             raise InputError("give a plan file, or --pp and --microbatches")
         else:
             stages = virtual_stages or schedule_of(schedule).usual
-            half = [seconds / 2 for seconds in _seconds(backward, "--backward")]
-            run = simulate(schedule_table(schedule, pp, stages, microbatches), _one_or_all(_seconds(forward, "--forward")),
-                           _one_or_all(half), _one_or_all(half), transfer)
+            half = [seconds / 2 for seconds in seconds_of(backward, "--backward")]
+            run = simulate(schedule_table(schedule, pp, stages, microbatches), one_or_all(seconds_of(forward, "--forward")),
+                           one_or_all(half), one_or_all(half), transfer)
         if trace is not None:
             trace.write_text(json.dumps(chrome_trace(run)), encoding="utf-8")
         held = [int(count) for count in run.peak_per_rank]
@@ -322,7 +320,7 @@ def size_command(
 
         if longest == (tokens is not None):
             raise InputError("give --tokens to size clusters for, or --longest for the longest sequence, one of the two")
-        counts = sizing.default_counts(device) if devices is None else _whole(devices, "--devices")
+        counts = sizing.default_counts(device) if devices is None else whole_numbers(devices, "--devices")
         if longest:
             reached = _reached(model, device, counts, batch, sequence, most, precision, optimizer)
             _print_reached(reached, as_json)
@@ -332,9 +330,9 @@ def size_command(
         assert tokens is not None
         with progress(True, "sizing") as report:
             report("capturing the model", 0.0)
-            module, example = _load(model, batch, sequence)
-            graph = graph_of(module, example, optimizer=_optimizer(optimizer), precision=precision)
-            rows = sizing.sizes(graph, device, counts, tokens, price, pins=Pins(), optimizer=_optimizer(optimizer),
+            module, example = load(model, batch, sequence)
+            graph = graph_of(module, example, optimizer=optimizer_of(optimizer), precision=precision)
+            rows = sizing.sizes(graph, device, counts, tokens, price, pins=Pins(), optimizer=optimizer_of(optimizer),
                                 precision=precision, report=report)
         if as_json:
             _print_json({"tokens": tokens, "price": price, "clusters": [row.as_json() for row in rows]})
@@ -368,7 +366,7 @@ def profile_command(
         from meshwright.commands.profiling import write
         from meshwright.progress import progress
 
-        module, example = _load(model, batch, sequence)
+        module, example = load(model, batch, sequence)
         with progress(verb="profiling") as report:
             report("capturing the model", 0.0)
             graph = graph_of(module, example, precision=precision)
@@ -386,10 +384,10 @@ def _reached(
     from meshwright.commands import reach
     from meshwright.progress import progress
 
-    module, _ = _load(model, batch, sequence)
-    lengths = (lambda tokens: _load(model, batch, tokens)[1]) if os.path.exists(model) else None
+    module, _ = load(model, batch, sequence)
+    lengths = (lambda tokens: load(model, batch, tokens)[1]) if os.path.exists(model) else None
     with progress(True, "sizing") as report:
-        return reach.reaches(module, device, counts, batch, inputs=lengths, optimizer=_optimizer(optimizer),
+        return reach.reaches(module, device, counts, batch, inputs=lengths, optimizer=optimizer_of(optimizer),
                              precision=precision, shortest=sequence, most=most, report=report)
 
 
@@ -402,51 +400,6 @@ def _print_reached(rows: list[Any], as_json: bool) -> None:
     from meshwright.commands import reach
 
     Console(emoji=False, width=None if sys.stdout.isatty() else 120).print(reach.table(rows))
-
-
-def _whole(text: str, option: str) -> list[int]:
-    try:
-        found = [int(word) for word in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise InputError(f'{option} {text!r}: give whole numbers, as in "8,16,64"')
-    return found
-
-
-def distinct_ranks(mesh: Mesh) -> list[int]:
-    """The ranks whose programs may differ: all of few, else those at the ends of every axis but the pipeline's (only the last
-    part of an uneven split is another) on every stage."""
-    from meshwright.ir.mesh import PP
-
-    if mesh.world <= FEW_RANKS:
-        return list(range(mesh.world))
-    return [rank for rank in range(mesh.world)
-            if all(axis == PP or at in (0, mesh.size(axis) - 1) for axis, at in mesh.coordinates(rank).items())]
-
-
-def _verify_rank(plan: Plan, rank: int) -> None:
-    from meshwright.passes import cut_stages, rank_program
-    from meshwright.passes.typecheck import typecheck
-    from meshwright.passes.verify import verify as verify_program
-    from meshwright.rules import rules_of_plan
-
-    rules = rules_of_plan(plan)
-    program = rank_program(plan, rules, rank)
-    verify_program(program, plan.graph, rules)
-    typecheck(program)
-    cut_stages(program, plan.pipeline)
-
-
-def _seconds(text: str, option: str) -> list[float]:
-    try:
-        return [float(word) for word in text.split(",")]
-    except ValueError:
-        raise InputError(f'{option} {text!r}: give seconds, or one number a stage, as in "1,1,1,2"') from None
-
-
-def _one_or_all(numbers: list[float]) -> float | list[float]:
-    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def summary(plan: Plan) -> dict[str, Any]:
@@ -497,85 +450,6 @@ def _plan(file: Path) -> Plan:
     from meshwright.ir.plan import Plan
 
     return Plan.load(file)
-
-
-def _cluster(text: str) -> Any:
-    from meshwright.cost.cluster import Cluster
-
-    return Cluster.from_toml(text) if text.endswith(".toml") else Cluster.parse(text)
-
-
-def _optimizer(text: str) -> str | float:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _tensor_pins(words: list[str]) -> dict[str, str]:
-    pairs = [word.partition("=") for word in words]
-    for name, equals, sharding in pairs:
-        if not (name and equals and sharding):
-            given = name + equals + sharding
-            from meshwright.ir.pins import PinError
-
-            raise PinError(f"--tensor {given!r} is not PATTERN=SHARDING, as in '*.down_proj.weight=[_, _@tp]'")
-    return {name.strip(): sharding.strip() for name, _, sharding in pairs}
-
-
-def _load(model: str, batch: int, sequence: int) -> tuple[Any, Any]:
-    """(module, example inputs) from what the command line names."""
-    if os.path.exists(model):
-        return _from_config(Path(model), batch, sequence)
-    name, colon, attribute = model.rpartition(":")
-    if not colon:
-        raise InputError(f"{model!r} is no file or folder and no 'module:callable'; give a transformers config, or a function "
-                         "that returns (model, example_inputs)")
-    try:
-        build = getattr(_from_file(Path(name)) if name.endswith(".py") else _imported(name), attribute)
-    except AttributeError as error:
-        raise InputError(f"cannot import {model!r}: {error}") from error
-    if not callable(build):
-        raise InputError(f"{model!r} is a {type(build).__name__}; name a function that returns (model, example_inputs)")
-    made = build()
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise InputError(f"{model!r} returned {type(made).__name__}; it must return (model, example_inputs)")
-    return made
-
-
-def _from_file(path: Path) -> ModuleType:
-    """A module from its file, whose own folder it may import from. Raises InputError if there is none."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise InputError(f"there is no file {str(path)!r}; give a Python file, as in 'model.py:build'")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.parent.absolute()))
-    try:
-        spec.loader.exec_module(module)
-    except (ImportError, SyntaxError) as error:
-        raise InputError(f"cannot import {str(path)!r}: {error}") from error
-    finally:
-        sys.path.remove(str(path.parent.absolute()))
-    return module
-
-
-def _imported(name: str) -> ModuleType:
-    """A module by its name, the current folder looked into first. Raises InputError if there is none."""
-    sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise InputError(f"cannot import {name!r}: {error}") from error
-    finally:
-        sys.path.remove(os.getcwd())
-
-
-def _from_config(path: Path, batch: int, sequence: int) -> tuple[Any, Any]:
-    """The model of a local config, parameters on the meta device, and an example: see ``commands.models``."""
-    from meshwright.commands.models import from_config
-
-    return from_config(path, batch, sequence)
 
 
 if __name__ == "__main__":

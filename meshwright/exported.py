@@ -44,6 +44,7 @@ from meshwright.programs import check_given, checked_program, device_of, mesh_pi
 from meshwright.rules import rules_of_plan
 from meshwright.runtime.module import ParallelModule, build
 from meshwright.runtime.state.layout import local_of
+from meshwright.runtime.state.storage import put_in_place
 from meshwright.runtime.verdict import together
 
 FORMAT = 2
@@ -134,12 +135,7 @@ def _finish(
     try:
         (draft / PLAN).write_text(text, encoding="utf-8")
         (draft / INDEX).write_text(in_lines({**data, "digest": digest(data)}, 1) + "\n", encoding="utf-8")
-        old = target.with_name(f".{target.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            target.rename(old)
-        draft.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+        put_in_place(draft, target)
     except OSError as error:
         raise ExportError(f"cannot write {target}: {error.strerror or error}") from error
 

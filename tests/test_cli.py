@@ -16,9 +16,10 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from meshwright import progress
-from meshwright.cli import BUG, DIFFERENT, NOTHING_FITS, WRONG, app, distinct_ranks
+from meshwright.cli import BUG, DIFFERENT, NOTHING_FITS, WRONG, app
 from meshwright.commands.models import from_config
 from meshwright.commands.sizing import Size, front
+from meshwright.commands.verifying import distinct_ranks
 from meshwright.errors import VerifyError
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Plan
@@ -192,7 +193,7 @@ def test_verify(saved: Path, tmp_path: Path) -> None:
 
 
 def test_verify_finds_a_wrong_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import meshwright.passes.verify as checker
+    import meshwright.commands.verifying as checker
 
     path = tmp_path / "made.json"
     run("plan", "tests.test_cli:build", "--cluster", "cpu:1x4", "--dp", 2, "--tp", 2, "--out", path)

@@ -1,14 +1,68 @@
-"""A model of a local ``transformers`` config, on the meta device, with an example: nothing is downloaded, no weights read."""
+"""The model that the command line names: a local ``transformers`` config, on the meta device with an example (nothing is
+downloaded, no weights are read), or a function of a module or file."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from meshwright.errors import InputError
 
 TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "WithLMHeadModel")
 """Ends of the names of classes whose labels are a token each."""
+
+
+def load(model: str, batch: int, sequence: int) -> tuple[Any, Any]:
+    """(module, example inputs) from what the command line names."""
+    if os.path.exists(model):
+        return from_config(Path(model), batch, sequence)
+    name, colon, attribute = model.rpartition(":")
+    if not colon:
+        raise InputError(f"{model!r} is no file or folder and no 'module:callable'; give a transformers config, or a function "
+                         "that returns (model, example_inputs)")
+    try:
+        build = getattr(_from_file(Path(name)) if name.endswith(".py") else imported(name), attribute)
+    except AttributeError as error:
+        raise InputError(f"cannot import {model!r}: {error}") from error
+    if not callable(build):
+        raise InputError(f"{model!r} is a {type(build).__name__}; name a function that returns (model, example_inputs)")
+    made = build()
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise InputError(f"{model!r} returned {type(made).__name__}; it must return (model, example_inputs)")
+    return made
+
+
+def _from_file(path: Path) -> ModuleType:
+    """A module from its file, whose own folder it may import from. Raises InputError if there is none."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise InputError(f"there is no file {str(path)!r}; give a Python file, as in 'model.py:build'")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent.absolute()))
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        raise InputError(f"cannot import {str(path)!r}: {error}") from error
+    finally:
+        sys.path.remove(str(path.parent.absolute()))
+    return module
+
+
+def imported(name: str) -> ModuleType:
+    """A module by its name, the current folder looked into first. Raises InputError if there is none."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise InputError(f"cannot import {name!r}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
 
 
 def from_config(path: Path, batch: int, sequence: int) -> tuple[Any, dict[str, Any]]:

@@ -37,8 +37,6 @@ from meshwright.ir.sharding import Sharding, format_sharding
 spmd: Any = spmd_types
 """Its names are re-exports that a type checker does not see."""
 
-LINEARS = ("mw.gather_linear", "mw.fused_linear")
-
 Types = dict[Any, Any]
 """{MeshAxis: R, I, V or P}."""
 
@@ -164,11 +162,8 @@ class _Checker:
         """An operator on typed meta tensors."""
         if op.target in COLLECTIVES:
             return (self._collective(op, inside[op.inputs[0]], segment.graph.values[op.outputs[0]]),)
-        if op.target == "mw.gather_linear":
-            return self._gather_linear(op, inside, segment)
-        if op.target == "mw.fused_linear":
-            x, weight, bias, *how = op.args
-            return _linear(inside[x.name], inside[weight.name], None if bias is None else inside[bias.name], *how[:2])
+        if op.target in FORMS:
+            return FORMS[op.target](self, op, inside, segment)
         declared = tuple(segment.graph.values[name] for name in op.outputs)
         drawing = op.target.startswith("aten.") and DRAW in dict(op.kwargs)  # which draws what does not matter to the types
         if op.target.startswith("mw.") or drawing:
@@ -210,7 +205,13 @@ class _Checker:
         tensor = torch.empty(declared.shape, dtype=declared.dtype, device="meta", requires_grad=x.requires_grad)
         return _stamp(tensor, types)
 
+    def _fused_linear(self, op: Op, inside: Mapping[str, Tensor], segment: Segment) -> tuple[Tensor, ...]:
+        """Several weights in one: a product of typed tensors as any other."""
+        x, weight, bias, *how = op.args
+        return _linear(inside[x.name], inside[weight.name], None if bias is None else inside[bias.name], *how[:2])
+
     def _gather_linear(self, op: Op, inside: Mapping[str, Tensor], segment: Segment) -> tuple[Tensor, ...]:
+        """A gather of what is read differently, and the linears that read it."""
         ref, weights, biases, dim = op.args
         x, kwargs = inside[ref.name], dict(op.kwargs)
         shape = list(x.shape)
@@ -253,6 +254,12 @@ class _Checker:
         return text
 
 
+FORMS: Mapping[str, Callable[[_Checker, Op, Mapping[str, Tensor], Segment], tuple[Tensor, ...]]] = {
+    "mw.gather_linear": _Checker._gather_linear, "mw.fused_linear": _Checker._fused_linear,
+}
+"""Operators of meshwright's own whose insides the checker sees; all others it knows by their operands' types."""
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, transposed: bool) -> tuple[Tensor, ...]:
     """The parts of a linear; how many terms of a sum it is makes no difference to the types."""
     aten: Any = torch.ops.aten
@@ -276,7 +283,7 @@ def _structure(segment: Segment, inside: Mapping[str, Tensor]) -> Any:
                   for n, t in inside.items())
     ops = []
     for op in segment.graph.ops:
-        opaque = op.target.startswith("mw.") and op.target not in COLLECTIVES and op.target not in LINEARS
+        opaque = op.target.startswith("mw.") and op.target not in COLLECTIVES and op.target not in FORMS
         args = tuple(("%", number(name)) for name in op.inputs) if opaque else plain(op.args)
         values = tuple((number(n), segment.graph.values[n].shape, segment.graph.values[n].dtype) for n in op.outputs)
         kwargs = tuple((key, plain(arg) if key != DRAW else "") for key, arg in op.kwargs)

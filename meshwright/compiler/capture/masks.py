@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.compiler.capture.movement import ATTENTION, ELEMENTWISE, EXPAND, WINDOW
+from meshwright.compiler.capture.movement import ATTENTION, EXPAND, WINDOW, is_elementwise
 from meshwright.compiler.capture.rewrite import Edit, eliminate_dead_code, rewrite
 from meshwright.ir.graph import Graph, Op, Ref, map_refs
 from meshwright.ir.operators import overload
@@ -151,13 +151,14 @@ class _Evaluator:
         name = op.target.split(".")[1]
         operands = [self.known[operand] for operand in op.inputs]
         shape = self.graph.values[op.outputs[0]].shape
-        supported = op.target.startswith("aten.") and name in ELEMENTWISE | FILLS | OTHERS and len(op.outputs) == 1
+        known = is_elementwise(op) or (op.target.startswith("aten.") and name in FILLS | OTHERS)
+        supported = known and len(op.outputs) == 1
         shape_only = name in FILLS
         if not supported or (not shape_only and any(operand is None for operand in operands)):
             return None
         if shape_only:
             return _fill(op, self.graph.values[op.outputs[0]].dtype, shape)
-        if name in ELEMENTWISE or (name == "expand" and isinstance(operands[0], _Lazy)):
+        if is_elementwise(op) or (name == "expand" and isinstance(operands[0], _Lazy)):
             return _elementwise(op, operands, shape)
         if name == "index":
             return _index(op, [_materialize(operand) for operand in operands], shape)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from meshwright.compiler.capture.rewrite import Edit, eliminate_dead_code, rewrite
+from meshwright.compiler.rules import builtin_rules
 from meshwright.ir.graph import Graph, Op, Ref, map_refs, refs
 
 RESHAPE, EXPAND, PERMUTE = "aten.reshape.default", "aten.expand.default", "aten.permute.default"
@@ -27,16 +28,10 @@ TRANSPOSE, TURN = "aten.transpose.int", "aten.t.default"  # of any two dims; of 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 WINDOW = "mw.window"
 
-ELEMENTWISE = frozenset({
-    "add", "sub", "rsub", "mul", "div", "neg", "abs", "lt", "le", "gt", "ge", "eq", "ne", "where", "masked_fill", "_to_copy",
-    "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor",
-    "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "floor_divide", "remainder", "pow", "log", "sqrt", "exp",
-})
-
 
 def is_elementwise(op: Op) -> bool:
     """Whether the result at an index depends only on the (broadcast) operands there."""
-    return op.target.startswith("aten.") and op.target.split(".")[1] in ELEMENTWISE
+    return builtin_rules().operators[op.target].elementwise
 
 
 def merge_reshapes(graph: Graph) -> Graph:

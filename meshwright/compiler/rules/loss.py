@@ -64,7 +64,7 @@ def _whole(call: Call) -> OpRule:
     return call.whole()
 
 
-ELEMENTWISE = words(
+COMPARED = words(
     "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div"
 )
 
@@ -99,5 +99,5 @@ RULES: Mapping[str, Declaration] = {
     "aten.nll_loss_nd.default": declare(_class_loss),
     "aten.nll_loss_forward.default": labelled(_whole),
     "aten.nll_loss2d_forward.default": declare(_whole),
-    **{f"aten.{name}.default": compared() for name in ELEMENTWISE},
+    **{f"aten.{name}.default": compared() for name in COMPARED},
 }

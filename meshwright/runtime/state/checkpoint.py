@@ -30,7 +30,7 @@ from meshwright.ir.program import Stored
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.state import optimizer as optim
 from meshwright.runtime.state.layout import Box, box, local_of, owner, take
-from meshwright.runtime.state.storage import Index, Reader, Writer, check_files, read_index
+from meshwright.runtime.state.storage import Index, Reader, Writer, check_files, put_in_place, read_index
 from meshwright.runtime.verdict import together
 
 
@@ -148,12 +148,7 @@ def save(
 
     def publish() -> None:
         if groups.rank == 0:
-            old = target.with_name(f".{target.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            if target.exists():
-                target.rename(old)
-            draft.rename(target)
-            shutil.rmtree(old, ignore_errors=True)
+            put_in_place(draft, target)
 
     values: dict[str, Any] = {COUNTERS: dict(counters)}
     state: dict[str, Any] = {}

@@ -23,6 +23,7 @@ import json
 import math
 import os
 import re
+import shutil
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -88,6 +89,16 @@ class Index:
 
 
 # --- the index -------------------------------------------------------------------------------------------------------------
+
+
+def put_in_place(draft: Path, target: Path) -> None:
+    """A folder that is written takes the place of one that may be there, which stays whole until then."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    draft.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def read_index(folder: Path) -> Index:

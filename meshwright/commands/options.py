@@ -1,0 +1,58 @@
+"""What the words of the command line's options mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.errors import InputError
+
+
+def whole_numbers(text: str, option: str) -> list[int]:
+    """ "8,16,64" as numbers of 1 or more."""
+    try:
+        found = [int(word) for word in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise InputError(f'{option} {text!r}: give whole numbers, as in "8,16,64"')
+    return found
+
+
+def seconds_of(text: str, option: str) -> list[float]:
+    """ "1,1.5,2" as numbers."""
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise InputError(f'{option} {text!r}: give seconds, or one number a stage, as in "1,1,1,2"') from None
+
+
+def one_or_all(numbers: list[float]) -> float | list[float]:
+    """The number, if there is only one."""
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def cluster_of(text: str) -> Any:
+    """A cluster by its name or its file of TOML."""
+    from meshwright.cost.cluster import Cluster  # --help answers without torch
+
+    return Cluster.from_toml(text) if text.endswith(".toml") else Cluster.parse(text)
+
+
+def optimizer_of(text: str) -> str | float:
+    """The name of an optimizer, or bytes of state as a number."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def tensor_pins(words: list[str]) -> dict[str, str]:
+    """{pattern: sharding} of words such as "*.down_proj.weight=[_, _@tp]". Raises PinError."""
+    pairs = [word.partition("=") for word in words]
+    for name, equals, sharding in pairs:
+        if not (name and equals and sharding):
+            from meshwright.ir.pins import PinError
+
+            given = name + equals + sharding
+            raise PinError(f"--tensor {given!r} is not PATTERN=SHARDING, as in '*.down_proj.weight=[_, _@tp]'")
+    return {name.strip(): sharding.strip() for name, _, sharding in pairs}
