@@ -36,7 +36,7 @@ from meshwright.runtime.verdict import together
 
 def plan(
     model: nn.Module, cluster: Cluster | str, example_inputs: Any = None, *, loss_fn: Callable[..., Any] | None = None,
-    optimizer: str | float = "adamw", precision: str = "fp32", pins: Pins | Mapping[str, Any] | None = None,
+    optimizer: str | float = "adamw", precision: str = "fp32", pins: Pins | Mapping[str, Any] | str | None = None,
     strict: bool = False, progress: bool = False, timing: Timing | None = None, cache: str | Path | None = None,
     headroom: float = 0.0,
 ) -> Plan:
@@ -70,7 +70,7 @@ def graph_of(model: nn.Module, example_inputs: Any, *, optimizer: str | float = 
 def autoparallel(
     model: nn.Module, mesh: DeviceMesh | Cluster | str, example_inputs: Any = None, *,
     loss_fn: Callable[..., Any] | None = None, optimizer: str | float | None = None, precision: str | None = None,
-    pins: Pins | Mapping[str, Any] | None = None, plan: Plan | str | Path | None = None, progress: bool = True,
+    pins: Pins | Mapping[str, Any] | str | None = None, plan: Plan | str | Path | None = None, progress: bool = True,
     strict: bool = False, cache: str | Path | None = None, headroom: float = 0.0,
 ) -> nn.Module:
     """Parallelize ``model`` over ``mesh``: an ``nn.Module`` whose loss, gradients and steps equal the single device's.
@@ -229,7 +229,7 @@ def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
     return found
 
 
-def _check_options(optimizer: str | float, precision: str, pins: Pins | Mapping[str, Any] | None) -> Pins:
+def _check_options(optimizer: str | float, precision: str, pins: Pins | Mapping[str, Any] | str | None) -> Pins:
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
         raise InputError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)} or give the bytes of "
                          "state per parameter as a number")

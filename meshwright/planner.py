@@ -13,10 +13,11 @@ from typing import Any
 from torch import nn
 
 from meshwright.compiler.capture.capture import capture
-from meshwright.compiler.placement.choices import check_tensor_pins
+from meshwright.compiler.placement.pinned import check_tensor_pins
 from meshwright.compiler.search.errors import OutOfMemoryError
-from meshwright.compiler.search.search import find_plan
-from meshwright.compiler.search.task import Progress, Task, Timing
+from meshwright.compiler.search.search import REFINED_DEVICES, find_plan
+from meshwright.compiler.search.settled import decided, settled
+from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.blocks import find_blocks
 from meshwright.compiler.structure.microbatch import split_counts
 from meshwright.compiler.structure.units import find_units, split_at
@@ -27,7 +28,8 @@ from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.declared.registered import registered_of
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import ULYSSES, PinError, Pins
-from meshwright.ir.plan import Plan
+from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.prediction import Certificate
 from meshwright.ir.rule import Rules, factors_of
 from meshwright.rules import rules_of
 
@@ -60,20 +62,87 @@ def make_plan(
     cluster = cluster.with_products(PRECISIONS[precision].products)
     graph = split_at(graph, pins.stage_cuts or ())
     rules, notes = rules_of(graph, strict)
-    check_experts(pins, graph, rules)
+    check_experts(pins.by_degrees(), graph, rules)
     check_tensor_pins(pins, graph)
     timing.mark("rules")
     state_bytes = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else float(optimizer)
-    task = Task.of(graph, cluster, rules, pins, precision=precision, state_bytes=state_bytes, gap=gap)
-    plan = find_plan(task, Footprints(rules, state_bytes).fits, timing=timing, progress=progress)
+    fits = Footprints(rules, state_bytes).fits
+    task = Task.of(graph, cluster, rules, Pins(), precision=precision, state_bytes=state_bytes, gap=gap)
+    given = decided(replace(task, pins=pins))
+    if given is not None:
+        plan = _settled(task, given, fits)
+        timing.mark("plan")
+    else:
+        check_held(pins, cluster)
+        by_degrees = pins.by_degrees()
+        task = Task.of(graph, cluster, rules, by_degrees, precision=precision, state_bytes=state_bytes, gap=gap)
+        plan = find_plan(task, fits, timing=timing, progress=progress)
+        check_mesh(pins, plan)
     assert plan.certificate is not None
+    return replace(
+        _with_interval(plan, cluster), optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes",
+        notes=(*notes, *plan.notes), registered=registered_of(graph),
+        certificate=replace(plan.certificate, planning_seconds=dict(timing.phases)),
+    )
+
+
+def _settled(task: Task, given: Plan, fits: Fits) -> Plan:
+    """The plan that pins decide, with its prediction. Raises PinError if it cannot run so, OutOfMemoryError."""
+    try:
+        plan = settled(task, given, fits)
+    except PlanError as error:
+        raise PinError(f"the pins decide everything, and {error}") from error
+    assert plan.predicted is not None
+    if not plan.predicted.fits:
+        raise OutOfMemoryError.of_plan(plan, task.cluster).with_remedy(
+            "drop the pin blocks or operators, so that it is searched"
+        )
+    seconds = plan.predicted.step_seconds
+    nothing = Certificate(seconds, seconds, "optimal", considered=1, solved=1, assumes=("every decision is pinned",))
+    return replace(plan, certificate=nothing)
+
+
+def check_held(pins: Pins, cluster: Cluster) -> None:
+    """Raise PinError for pins of blocks that a search cannot hold: one with stages keeps all blocks' parameters alike."""
+    degrees = pins.by_degrees()
+    alone = degrees.free_axes or (degrees.pp == 1 and cluster.world <= REFINED_DEVICES)
+    if pins.blocks and not alone:
+        raise PinError(f"pin blocks is held without a pipeline on up to {REFINED_DEVICES} devices (pin pp=1), or where "
+                       "everything is pinned, as plan.to_pins() does; pin zero, shard and recompute instead, or everything")
+
+
+def check_mesh(pins: Pins, plan: Plan) -> None:
+    """Raise PinError for axes that the search has otherwise."""
+    have = {axis + "*" * (axis in plan.mesh.mirrored): plan.mesh.size(axis) for axis in plan.mesh.axes}
+    more = {axis: size for axis, size in have.items() if size > 1}
+    if pins.axes is not None and more != {axis: size for axis, size in pins.axes.items() if size > 1}:
+        raise PinError(f"pin axes={dict(pins.axes)}: a search lays these devices out as {plan.mesh}; pin that, or everything")
+
+
+def reprice(plan: Plan, cluster: Cluster | str | None = None) -> Plan:
+    """The plan with what it takes and holds by the prices of this version, on its own cluster or on another of as many devices:
+    nothing is searched, and it may need more memory than there is (``predicted.fits``). Its certificate, which was of other
+    prices, is gone. Raises PlanError for what no search of this version decides, ClusterError for a cluster that is not in the
+    catalogue.
+
+    >>> newer = reprice(plan, "b200:1x8")        # doctest: +SKIP
+    """
+    cluster = plan.cluster if cluster is None else cluster
+    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    where = where.with_products(PRECISIONS[plan.precision].products)
+    rules, _ = rules_of(plan.graph)
+    state_bytes = OPTIMIZERS[plan.optimizer] if plan.optimizer in OPTIMIZERS else float(plan.optimizer.split()[0])
+    task = Task.of(plan.graph, where, rules, Pins(), precision=plan.precision, state_bytes=state_bytes, gap=GAP)
+    found = settled(task, plan, Footprints(rules, state_bytes).fits)
+    return replace(_with_interval(found, where), certificate=None)
+
+
+def _with_interval(plan: Plan, cluster: Cluster) -> Plan:
+    """The plan with the interval in which most such runs came out."""
     assert plan.predicted is not None
     likely, step = spread(cluster, plan.mesh), plan.predicted.step_seconds
     return replace(
-        plan, optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes", notes=(*notes, *plan.notes),
-        registered=registered_of(graph),
-        predicted=replace(plan.predicted, low_seconds=likely.low * step, high_seconds=likely.high * step),
-        certificate=replace(plan.certificate, planning_seconds=dict(timing.phases)),
+        plan, predicted=replace(plan.predicted, low_seconds=likely.low * step, high_seconds=likely.high * step)
     )
 
 
@@ -94,6 +163,7 @@ def check_experts(pins: Pins, graph: Graph, rules: Rules) -> None:
 
 def check_pins(pins: Pins, cluster: Cluster) -> None:
     """Raise PinError for what no model can have on this cluster, or in this version."""
+    pins = pins.by_degrees()
     pins.check_world(cluster.world)
     if (pins.ep or 1) > 1 and (pins.cp or 1) > 1:
         raise PinError(f"pins ep={pins.ep} and cp={pins.cp}: this version splits experts or the sequence, not both; drop one")

@@ -82,11 +82,12 @@ def mesh_pins(mesh: DeviceMesh, pins: Pins) -> Pins:
     degrees = dict(zip(names, mesh.shape, strict=True))
     if "ep" in degrees:  # an axis of its own is as data to all but the experts
         degrees["dp"] = degrees.get("dp", 1) * degrees["ep"]
+    known = pins.by_degrees()
     for name, size in degrees.items():
-        pinned = getattr(pins, name)
+        pinned = getattr(known, name)
         if pinned not in (None, size):
             raise PinError(f"pin {name}={pinned} contradicts the mesh, whose axis {name!r} has size {size}; change one")
-        pins = Pins.of({**vars_of(pins), name: size})
+        pins = pins if pins.axes is not None else Pins.of({**vars_of(pins), name: size})
     return pins
 
 

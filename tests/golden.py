@@ -24,8 +24,9 @@ from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
+from meshwright.ir.writing.paths import fold_paths
 from meshwright.planner import capture_model, make_plan
-from meshwright.views.facts import facts_of, fold_paths, sections
+from meshwright.views.facts import facts_of, sections
 
 FOLDER = Path(__file__).with_name("plans")
 BATCH, LENGTH, VOCAB = 32, 512, 8192

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from meshwright.ir.graph import Op, Ref, Value
 from meshwright.ir.plan import GroupChoice, Plan
-from meshwright.views.facts import facts_of, fold_paths, sections
+from meshwright.ir.writing.paths import fold_paths
+from meshwright.views.facts import facts_of, sections
 from meshwright.views.report import WIDTH, page, render, show
 from meshwright.views.words import axis_roles
 from tests.handmade import handmade_plan

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.mesh import ANY, HEADS, PP, SAMPLED, role_of
 from meshwright.ir.schedules import schedules, unknown
+from meshwright.ir.writing.lines import pins_of_lines
+from meshwright.ir.writing.names import ROOT as ROOT
 
 RECOMPUTE = ("none", "selective", "full")
 GATHER, ULYSSES, RING = "all-gather", "ulysses", "ring"
@@ -24,6 +27,7 @@ NO_STAGES = "none"
 _COUNTS = ("dp", "tp", "pp", "virtual_stages", "stages", "microbatches", "micro_batch")
 OPEN = (*_COUNTS, "zero", "schedule", "recompute")
 """Pins that may be lists of values; those that are counts may also be bounds, such as "<=4"."""
+_NAMED = ("tensors", "operators", "values", "blocks")
 _BOUND = re.compile(r"<=\s*(\d+)")
 
 
@@ -39,7 +43,12 @@ class Pins:
     ``ep`` those of the data ranks over which experts are split; ``zero`` 0 to 3; ``sequence_parallel`` (Megatron's: activations
     between blocks split over tp along the sequence); ``attention`` under cp: "all-gather", "ulysses" or "ring"; ``ulysses``: of
     the cp ranks the near ones (axis ``up``) that exchange sequence for heads, while attention runs over the others as it does;
-    ``microbatches``; ``recompute``; ``tensors``: {pattern of a parameter name: sharding in the notation}.
+    ``microbatches``; ``recompute``; ``tensors``: {pattern of a parameter name: sharding in the notation}, as a table prints it
+    ("f32[14336@tp, 4096]") or without what does not matter ("[_@tp, _]").
+
+    What ``Plan.to_pins`` writes (``ir.writing``): ``axes``: {axis: size} of the mesh, instead of the degrees; ``operators``:
+    {name or pattern: choice}; ``values``: {name: the sharding that its readers share}; ``blocks``: {path: how its parameters
+    are kept}. In a dict a name with ":" or "." may stand beside the other keys; text is read as lines of a printed plan.
 
     Some may be left open in part (``OPEN``): to a list of values, or up to a bound. ``stages``: of a pipeline in all;
     ``micro_batch``: samples of a data rank's micro-batch; ``among`` and ``most`` hold what ``of`` reads from lists and bounds.
@@ -66,6 +75,10 @@ class Pins:
     ulysses: int | None = None
     stage_cuts: tuple[str, ...] | None = None
     tensors: Mapping[str, str] = field(default_factory=dict)
+    operators: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, str] = field(default_factory=dict)
+    blocks: Mapping[str, str] = field(default_factory=dict)
+    axes: Mapping[str, int] | None = None
     micro_batch: int | None = None
     stages: int | None = None
     among: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -92,19 +105,36 @@ class Pins:
         for name in ("schedule", "stage_cuts", "virtual_stages"):
             if self.pp == 1 and getattr(self, name) not in (None, 1):
                 raise PinError(f"pin {name}={getattr(self, name)!r} needs pp > 1: without a pipeline there are no stages")
+        for name in _NAMED:
+            for key, text in getattr(self, name).items():
+                if not isinstance(key, str) or not isinstance(text, str):
+                    raise PinError(f"pin {name}: {key!r}: {text!r} must be two texts, a name and what is pinned for it")
+        if self.axes is not None:
+            _check_axes(self)
         if self.attention is not None and self.cp == 1:
             raise PinError(f"pin attention={self.attention!r} needs cp > 1: it says how attention runs whose sequence is split")
         if self.sequence_parallel and self.tp == 1:
             raise PinError("pin sequence_parallel=True needs tp > 1: the sequence is split over the tensor-parallel ranks")
 
     @classmethod
-    def of(cls, pins: Pins | Mapping[str, Any] | None) -> Pins:
-        """From a dict, checking its keys; None is no pins."""
+    def of(cls, pins: Pins | Mapping[str, Any] | str | None) -> Pins:
+        """From a dict, checking its keys, or from lines of a printed plan; None is no pins."""
         if pins is None:
             return cls()
         if isinstance(pins, Pins):
             return pins
+        if isinstance(pins, str):
+            try:
+                pins = pins_of_lines(pins)
+            except ValueError as error:
+                raise PinError(str(error)) from None
         known = [f.name for f in fields(cls)]
+        named = {key: text for key, text in pins.items() if key not in known and ("." in str(key) or ":" in str(key))}
+        if named:
+            pins = {key: value for key, value in pins.items() if key not in named}
+            for name, apart in (("operators", True), ("tensors", False)):
+                more = {key: text for key, text in named.items() if (":" in str(key)) == apart}
+                pins |= {name: {**pins.get(name, {}), **more}} if more else {}
         for key in pins:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1)
@@ -145,6 +175,28 @@ class Pins:
         wanted = self.ulysses or 1
         return wanted if context > wanted and context % wanted == 0 else 1
 
+    def by_degrees(self) -> Pins:
+        """The same with degrees in the place of axes that have roles.
+
+        >>> print(Pins(axes={"dp_replicate": 2, "dp_shard": 4, "tp": 1}).by_degrees())
+        dp=8; shard=4; tp=1; cp=1; pp=1; ep=1
+        """
+        if self.axes is None or any(role_of(axis.removesuffix("*")) == ANY for axis in self.axes):
+            return self
+        sizes = {axis.removesuffix("*"): size for axis, size in self.axes.items()}
+        data = math.prod(size for axis, size in sizes.items() if role_of(axis) in SAMPLED)
+        given = {"dp": data, **{name: sizes.get(name, 1) for name in ("tp", "cp", "pp", "ep")}}
+        if HEADS in sizes:
+            given |= {"cp": given["cp"] * sizes[HEADS], "ulysses": sizes[HEADS]}
+        if "dp_shard" in sizes:
+            given["shard"] = sizes["dp_shard"] * sizes.get("ep", 1)
+        return Pins.of({**vars_of(self), "axes": None, **given})
+
+    @property
+    def free_axes(self) -> bool:
+        """Whether the mesh is pinned, of axes that may split anything."""
+        return self.axes is not None and self.by_degrees() is self
+
     @property
     def partly(self) -> bool:
         """Whether the search may choose among some candidates only, which layouts whose axes may split anything do not tell."""
@@ -182,6 +234,8 @@ class Pins:
 
     def check_world(self, world: int) -> None:
         """Raise PinError if the degrees cannot make up ``world`` devices. ep lies within dp x cp x tp, with none of its own."""
+        if self.axes is not None and (there := math.prod(self.axes.values())) != world:
+            raise PinError(f"pin axes={dict(self.axes)} makes {there} devices but there are {world}")
         degrees = {name: size for name, size in self.degrees().items() if name != "ep"}
         product = math.prod(degrees.values())
         shown = " x ".join(f"{name}={size}" for name, size in degrees.items())
@@ -189,6 +243,25 @@ class Pins:
             raise PinError(f"pins {shown} make {product} devices, which does not divide the {world} there are")
         if product != world and None not in (self.dp, self.tp, self.pp):
             raise PinError(f"pins {shown} make {product} devices but there are {world}; change one or leave one to the search")
+
+
+def _check_axes(pins: Pins) -> None:
+    """Raise PinError for axes that are no mesh, or beside degrees."""
+    axes = dict(pins.axes or {})
+    for axis, size in axes.items():
+        good = isinstance(axis, str) and axis.removesuffix("*").isidentifier() and isinstance(size, int) and size > 0
+        if not good or isinstance(size, bool):
+            raise PinError(f"pin axes={axes!r}: give {{name: size}}, such as {{'dp': 2, 'tp': 4}} or {{'x': 8}}")
+    for name in ("dp", "tp", "cp", "ep", "pp", "shard", "ulysses"):
+        if getattr(pins, name) is not None:
+            raise PinError(f"pins axes and {name} contradict: the axes have their sizes; drop one")
+    roles = {role_of(axis.removesuffix("*")) == ANY for axis in axes}
+    if len(roles) > 1:
+        raise PinError(f"pin axes={axes!r}: axes that may split anything have no others beside them; name all of them "
+                       "dp, cp, tp, pp, or none")
+    staged = pins.schedule is not None or pins.stage_cuts is not None or (pins.virtual_stages or 1) > 1
+    if staged and PP not in axes:
+        raise PinError("pin axes has no pp, and schedule, stage_cuts or virtual_stages ask for stages; add it or drop these")
 
 
 def vars_of(pins: Pins) -> dict[str, Any]:

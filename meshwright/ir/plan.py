@@ -23,11 +23,13 @@ from meshwright.ir.decisions import Decisions
 from meshwright.ir.decisions import GroupChoice as GroupChoice
 from meshwright.ir.decisions import Pipeline as Pipeline
 from meshwright.ir.decisions import Schedule as Schedule
+from meshwright.ir.pins import Pins
 from meshwright.ir.prediction import Prediction
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.ir.reading.fields import load_json
 from meshwright.ir.reading.plans import read_plan
 from meshwright.ir.serialize import plan_to_dict
+from meshwright.ir.writing.pins import pins_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class Plan(Decisions):
 
     def __repr__(self) -> str:
         return f"<Plan {self.mesh}, {len(self.graph.ops)} operators, {len(self.graph.blocks)} blocks>"
+
+    def to_pins(self) -> Pins:
+        """Every decision as pins: planning the same model with them gives this plan; with some of them dropped, these are
+        searched again."""
+        return pins_of(self)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; the file is complete or not there. The same plan gives the same bytes: how long the search

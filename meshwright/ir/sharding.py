@@ -20,6 +20,7 @@ ones shorter, perhaps empty.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -125,6 +126,22 @@ class Sharding:
 
     def __str__(self) -> str:
         return format_sharding(self)
+
+
+def shared_split(needs: Sequence[Sharding]) -> Sharding:
+    """The splits that several ways to read a tensor share, of every dim the outer axes; at least one must be given.
+
+    >>> print(shared_split([parse_sharding("[_@(dp, tp), _]"), parse_sharding("[_@dp, _@tp]")]))
+    [_@dp, _]
+    """
+    dims = []
+    for dim in range(needs[0].ndim):
+        common = needs[0].dims[dim]
+        for need in needs[1:]:
+            pairs = zip(common, need.dims[dim], strict=False)
+            common = tuple(axis for axis, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        dims.append(common)
+    return Sharding(tuple(dims))
 
 
 def piece(size: int, mesh: Mesh, axes: Sequence[str], coordinates: Mapping[str, int] | None) -> tuple[int, int]:

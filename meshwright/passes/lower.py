@@ -25,7 +25,7 @@ from meshwright.ir.plan import TIME, Plan, PlanError
 from meshwright.ir.program import SEED, SEEDS, Port, Program, Segment, Stored
 from meshwright.ir.reshard import Step, reshard
 from meshwright.ir.rule import Local, Placed, Rules, place
-from meshwright.ir.sharding import Sharding
+from meshwright.ir.sharding import Sharding, shared_split
 from meshwright.passes.bounds import find_bounds
 
 PROLOGUE = -2
@@ -399,18 +399,7 @@ def _owners(plan: Plan) -> dict[str, int]:
 
 def _tensor_placement(param: Param, value: Value, needs: list[Sharding]) -> Sharding:
     """How a parameter is split by the program itself: the splits that all its readers share."""
-    if not needs:
-        return Sharding.whole(len(value.shape))
-    dims = []
-    for dim in range(len(value.shape)):
-        common = needs[0].dims[dim]
-        for need in needs[1:]:
-            length = 0
-            while length < min(len(common), len(need.dims[dim])) and common[length] == need.dims[dim][length]:
-                length += 1
-            common = common[:length]
-        dims.append(common)
-    return Sharding(tuple(dims))
+    return shared_split(needs) if needs else Sharding.whole(len(value.shape))
 
 
 def _reachable(source: Sharding, target: Sharding) -> bool:

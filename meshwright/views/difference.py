@@ -15,7 +15,8 @@ from meshwright.cost.cluster import ClusterError
 from meshwright.ir.plan import Plan
 from meshwright.ir.prediction import Prediction
 from meshwright.ir.quantities import bytes_text, seconds_text
-from meshwright.views.facts import Facts, facts_of, fold_paths
+from meshwright.ir.writing.paths import fold_paths
+from meshwright.views.facts import Facts, facts_of
 from meshwright.views.prices import Prices
 from meshwright.views.words import time_parts
 

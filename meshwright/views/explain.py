@@ -26,6 +26,7 @@ from meshwright.ir.mesh import PP, role_of
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.ir.sharding import format_sharding
+from meshwright.ir.writing.names import choice_text, names_of
 from meshwright.views.alternatives import Alternative, Alternatives
 from meshwright.views.bounds import whole
 from meshwright.views.facts import Facts, facts_of
@@ -65,7 +66,9 @@ def _operator(facts: Facts, op: Op) -> str:
         lines.append(f"  source   {op.source}")
     rule = facts.rules[op.name]
     lines.append(f"  rule     {rule}" if rule.known else "  rule     none: replicated")
-    lines.append(f"  choice   {assignment_words(facts.plan.assignments.get(op.name, {}))}")
+    assignment = facts.plan.assignments.get(op.name, {})
+    lines.append(f"  choice   {assignment_words(assignment)}")
+    lines.append(f"  as a pin {{{names_of(graph).ops[op.name]!r}: {choice_text(assignment)!r}}}")
     for name, need in zip(op.inputs, placed.operands, strict=True):
         value = graph.values[name]
         have, want = facts.type_of(name), format_sharding(need, value.shape, value.dtype)

@@ -11,7 +11,6 @@ produced its value, or, where that lies outside the segment (parameters, what an
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +20,7 @@ from meshwright.ir.program import Program, Stored
 from meshwright.ir.reshard import KINDS
 from meshwright.ir.rule import OpRule, Placed, Rules, place
 from meshwright.ir.sharding import format_sharding
+from meshwright.ir.writing.paths import fold_paths
 from meshwright.passes.lower import lower
 from meshwright.rules import rules_of_plan
 
@@ -206,26 +206,3 @@ def _relative(module: str, path: str) -> str:
     if module == path:
         return "."
     return module.removeprefix(f"{path}.") if path else module
-
-
-def fold_paths(paths: Sequence[str]) -> str:
-    """Many paths in one.
-
-    >>> fold_paths(["layers.0", "layers.1", "layers.2", "layers.5"])
-    'layers.0..2,5'
-    """
-    parts = [re.split(r"(?<=\.)(\d+)(?=\.|$)", path) for path in paths]
-    if len(paths) > 1 and len({len(part) for part in parts}) == 1:
-        differing = [i for i in range(len(parts[0])) if len({part[i] for part in parts}) > 1]
-        if len(differing) == 1 and differing[0] % 2:
-            at = differing[0]
-            parts[0][at] = ",".join(_runs(sorted(int(part[at]) for part in parts)))
-            return "".join(parts[0])
-    return ", ".join(paths)
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[str]:
-    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in run]
-        yield str(members[0]) if len(members) == 1 else f"{members[0]}..{members[-1]}"
-

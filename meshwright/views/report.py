@@ -31,7 +31,8 @@ from meshwright.errors import InputError
 from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.prediction import SeenCandidate
 from meshwright.ir.quantities import bytes_text, seconds_text
-from meshwright.views.facts import Facts, Row, Section, facts_of, fold_paths, sections
+from meshwright.ir.writing.paths import fold_paths
+from meshwright.views.facts import Facts, Row, Section, facts_of, sections
 from meshwright.views.prices import Prices
 from meshwright.views.words import header
 

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from meshwright.compiler.placement.choices import Scope, check_tensor_pins, choices
+from meshwright.compiler.placement.choices import Scope, choices
+from meshwright.compiler.placement.held import variant_of
+from meshwright.compiler.placement.pinned import check_tensor_pins, held_by
 from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_classes
 from meshwright.compiler.structure.units import start_of
 from meshwright.ir.mesh import ANY, HEADS, PP, SEQUENCE, TENSOR, Mesh, role_of
@@ -25,7 +27,8 @@ _REMEDY = "; leave it out, or plan again with it"
 
 def asks(pins: Pins) -> bool:
     """Whether pins ask for more than ``programs.check_given`` looks at."""
-    names = (*_SPLITS, "ulysses", "stages", "micro_batch", "stage_cuts", "among", "most")
+    names = (*_SPLITS, "axes", "operators", "values", "blocks", "ulysses", "stages", "micro_batch", "stage_cuts", "among",
+             "most")
     return any(getattr(pins, name) not in (None, {}) for name in names)
 
 
@@ -43,6 +46,29 @@ def check_beside(plan: Plan, pins: Pins, rules: Rules, degrees: Mapping[str, int
     asked = [name for name in _SPLITS if getattr(pins, name) not in (None, {})]
     if asked:
         _check_splits(plan, {name: Pins(**{name: getattr(pins, name)}) for name in asked}, rules)
+    for what in _named(plan, pins):
+        raise PlanError(f"{what} is pinned beside a plan, which has it otherwise{_REMEDY}")
+
+
+def _named(plan: Plan, pins: Pins) -> Iterator[str]:
+    """What is pinned by its name and is otherwise in the plan."""
+    mesh, graph = plan.mesh, plan.graph
+    if pins.axes is not None:
+        have = {axis + "*" * (axis in mesh.mirrored): mesh.size(axis) for axis in mesh.axes}
+        if have != dict(pins.axes):
+            yield f"the mesh {dict(pins.axes)}"
+    named = Pins(axes=dict(zip(mesh.axes, mesh.sizes, strict=True)), operators=pins.operators, values=pins.values,
+                 blocks=pins.blocks)
+    held = held_by(named, graph)
+    for op in held.assignments:
+        planned = {axis: one for axis, one in plan.assignments.get(op, {}).items() if mesh.size(axis) > 1}
+        if held.assignment(op, mesh) != planned:
+            yield f"operator {op}"
+    yield from (f"value %{name}" for name, one in held.copies.items() if plan.copies.get(name) != one)
+    starts = {graph.ops[block.start].name if block else "": group
+              for block, group in zip((*graph.blocks, None), plan.groups, strict=True)}
+    yield from (f"how {starts[name].path or 'the root'} is kept" for name, one in held.kept.items()
+                if variant_of(starts[name]) != one)
 
 
 def _counts(plan: Plan, pins: Pins) -> Iterator[tuple[str, Any, Any]]:

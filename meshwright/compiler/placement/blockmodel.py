@@ -190,6 +190,9 @@ class Builder:
             options = list(dict.fromkeys(state for _, states in needs for state in states if not state.partial))
             model.asked[name] = frozenset(options)
             options += [state for state in dict.fromkeys(have) if not state.partial and state not in options]
+            if name in self.scope.held.copies:
+                options = [self.scope.held.copies[name]]
+                model.asked[name] = frozenset(options)
             copy = model.add(np.zeros((len(options), RESOURCES)))
             model.copies[name] = (copy, options)
             self._edge(model, name, source, have, copy, options, saving=True)
@@ -227,6 +230,8 @@ class Builder:
     def _tied_parameter(self, model: Model, name: str, readers: list[Place]) -> None:
         """A weight with several readers: a shared variable says how it lies at rest, each reader pays its way from there."""
         options = [state for state in self.tables.states(name) if not state.partial]
+        if name in self.scope.held.rest:
+            options = [self.scope.held.rest[name]]
         var = model.add(np.zeros((len(options), RESOURCES)))
         model.states[name] = (var, options)
         model.shared.append((name, var))

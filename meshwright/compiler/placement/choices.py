@@ -8,14 +8,14 @@ every weight that is contracted where it divides). Roles come from pins; without
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import itertools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from meshwright.compiler.placement.held import NOTHING, Held
+from meshwright.compiler.placement.pinned import read_pin
 from meshwright.compiler.structure.dims import Dim, DimClasses, sequence_dims
 from meshwright.compiler.structure.positions import several_readers
 from meshwright.ir.graph import Graph, Op
@@ -23,7 +23,8 @@ from meshwright.ir.mesh import EXPERT, HEADS, SAMPLED, SEQUENCE, SHARED, TENSOR,
 from meshwright.ir.pins import GATHER, RING, ULYSSES, WINDOW, PinError, Pins
 from meshwright.ir.plan import TIME
 from meshwright.ir.rule import VARYING, OpRule, factors_of
-from meshwright.ir.sharding import ceil_div, parse_sharding
+from meshwright.ir.sharding import ceil_div
+from meshwright.ir.writing.names import choice_text
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Scope:
     sequence: frozenset[Dim]
     handed_on: frozenset[str]
     microbatches: int
+    held: Held = NOTHING
 
     @cached_property
     def width(self) -> frozenset[Dim]:
@@ -132,7 +134,21 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
         found = _forced(found, set(rule.splittable) - kinds["batch"], scope, TENSOR)
     if scope.pins.sequence_parallel:
         found = _sequence_between_blocks(op, rule, found, scope, bool(weights))
-    return _pinned_tensors(op, rule, found, scope)
+    return _held(op, _pinned_tensors(op, rule, found, scope), scope)
+
+
+def _held(op: Op, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:
+    """The one choice that is held of an operator; all if none is. Raises PinError if it has no such choice."""
+    want = scope.held.assignment(op.name, scope.mesh)
+    if want is None:
+        return found
+    kept = [choice for choice in found if scope.held.like(choice, want)]
+    if not kept:
+        several = "; ".join(repr(choice_text(choice)) for choice in found[:6])
+        where = f"{op.target} of {op.module or 'the model'}"
+        raise PinError(f"{choice_text(want)!r} is held of {where}, which cannot run so over mesh {scope.mesh}; it has "
+                       f"{several}")
+    return kept
 
 
 def _ways(rule: OpRule, pinned: str | None) -> list[str | None]:
@@ -320,7 +336,7 @@ def _pinned_tensors(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Sc
         for pattern, text in scope.pins.tensors.items():
             if not any(fnmatch.fnmatch(fqn, pattern) for fqn in owners[name].fqns):
                 continue
-            want = _parse_pin(text, len(dims))
+            want = read_pin(text)[0].dims
             for axis in {axis for axes in want for axis in axes} - set(scope.mesh.axes):
                 raise PinError(f"pin {pattern!r}: {text!r} names axis {axis!r}, the mesh has {', '.join(scope.mesh.axes)}")
             kept = [a for a in found if _splits(a, dims, scope.mesh) == want]
@@ -331,26 +347,5 @@ def _pinned_tensors(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Sc
     return found
 
 
-def check_tensor_pins(pins: Pins, graph: Graph) -> None:
-    """Raise PinError for a pin of a parameter that the model does not have, or of another number of dims."""
-    params = {fqn: param for param in graph.params if not param.buffer for fqn in param.fqns}
-    for pattern, text in pins.tensors.items():
-        found = fnmatch.filter(params, pattern)
-        if not found:
-            near = difflib.get_close_matches(pattern, params, n=1, cutoff=0.3)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
-            raise PinError(f"pin {pattern!r} names no parameter of the model{meant}")
-        for fqn in found:
-            _parse_pin(text, len(graph.values[params[fqn].value].shape))
-
-
 def _splits(assignment: dict[str, str], dims: tuple[str | None, ...], mesh: Mesh) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(a for a in mesh.axes if f is not None and f in factors_of(assignment.get(a, VARYING))) for f in dims)
-
-
-def _parse_pin(text: str, ndim: int) -> tuple[tuple[str, ...], ...]:
-    """Read "[h, f@tp]": names of dims are free, only the axes count."""
-    sharding = parse_sharding(re.sub(r"([\[,]\s*)[A-Za-z]\w*(?=\s*[@,\]])", r"\1_", text))
-    if sharding.ndim != ndim:
-        raise PinError(f"pin {text!r} has {sharding.ndim} dims, the parameter has {ndim}")
-    return sharding.dims

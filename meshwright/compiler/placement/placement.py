@@ -26,6 +26,7 @@ from meshwright.compiler.placement.blockmodel import ROOT, Model
 from meshwright.compiler.placement.choices import Scope, check_sequence, pays_mirrored
 from meshwright.compiler.placement.costs import RESOURCES, SAVED, SECONDS, Costs, Variant, Vector, local_shapes
 from meshwright.compiler.placement.dead_end import nothing_runs
+from meshwright.compiler.placement.held import NOTHING, Held
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.solver.chain import BlockModel, Chain, Infeasible, Solution
 from meshwright.compiler.solver.solve import solve
@@ -93,11 +94,12 @@ class Placements:
 
     def __init__(
         self, graph: Graph, cluster: Cluster, rules: Rules, pins: Pins, *, itemsize: int, state_bytes: float,
-        recompute: Sequence[str],
+        recompute: Sequence[str], held: Held = NOTHING,
     ) -> None:
         self.graph, self.cluster, self.pins = graph, cluster, pins
         self.itemsize, self.state_bytes, self.recompute = itemsize, state_bytes, tuple(recompute)
-        self.folded: Folded = fold(graph)
+        self.folded: Folded = fold(graph, held.apart)
+        self.held = held.under(self.folded.renamed)
         self.rules = Rules({op.name: rules[op.name] for op in self.folded.graph.ops}, rules.operators)
         self._classes = DimClasses(self.folded.graph, self.rules)
         self._known: dict[tuple[int, int, int, int], Placement] = {}
@@ -128,12 +130,14 @@ class Placements:
         axes |= {CONTEXT: context // heads} if context > 1 else {}
         axes |= {**({HEADS: heads} if heads > 1 else {}), TENSOR: tensor}
         both = context > 1 and pays_mirrored(graph, self.rules, self.pins)
+        both = context > 1 and self.held.mirrored if self.held.mirrored is not None else both
         mesh, count = Mesh(tuple(axes), tuple(axes.values()), frozenset({CONTEXT} if both else ())), pieces // data
         schedule = split_time(graph, self.rules, count, batch_inputs(graph))
         costs = Costs(self.cluster, mesh, microbatches=count, itemsize=self.itemsize, state_bytes=self.state_bytes)
         kept = tuple(axis for axis in (DATA, EP, CONTEXT, HEADS) if axes.get(axis, 1) > 1)
         variants = [Variant(0, kept, (), kind) for kind in self.recompute]
-        problem = Problem(self._scope(mesh, count), self.rules, schedule, costs, variants, variants[:1])
+        scope = self._scope(mesh, count)
+        problem = Problem(scope, self.rules, schedule, costs, variants, variants[:1])
         chain = problem.chain(float("inf"), 0.0)
         try:
             solution = solve(self._stretched(chain), gap=GAP)
@@ -147,7 +151,7 @@ class Placements:
         batch = self._classes.of(batch_inputs(graph).items())
         sequence = sequence_classes(graph, passed, self._classes, batch)
         roles = {axis: role_of(axis) for axis in mesh.axes}
-        scope = Scope(graph, mesh, roles, self.pins, self._classes, batch, sequence, frozenset(passed), count)
+        scope = Scope(graph, mesh, roles, self.pins, self._classes, batch, sequence, frozenset(passed), count, self.held)
         check_sequence(scope)
         return scope
 

@@ -74,8 +74,9 @@ class Problem:
         self, scope: Scope, rules: Rules, schedule: Schedule, costs: Costs,
         block_variants: Sequence[Variant], root_variants: Sequence[Variant],
     ) -> None:
-        self.graph, self.mesh, self.schedule = scope.graph, scope.mesh, schedule
-        self.block_variants, self.root_variants = tuple(block_variants), tuple(root_variants)
+        self.graph, self.mesh, self.schedule, self.held = scope.graph, scope.mesh, schedule, scope.held
+        self.block_variants = tuple(block_variants)
+        self.root_variants = (self.held.kept[""],) if "" in self.held.kept else tuple(root_variants)
         shapes = body_shapes(self.graph, rules, schedule)
         self.tables = ResourceTables(
             self.graph, scope.mesh, schedule, costs, shapes, saved_values(self.graph, rules.operators), scope.of_parameters
@@ -87,11 +88,14 @@ class Problem:
             fused=dict(zip((op.name for op in self.graph.ops), fusion(self.graph, rules.operators), strict=True)),
         )
         self._serves: list[int] = []  # position -> the first position like it
+        self._alike: list[int] = []  # the same, whatever is held
         models: dict[int, Model] = {}
         keys: dict[object, int] = {}
+        plain: dict[object, int] = {}
         for number, position in enumerate(self.positions):
             key = number if position.block < 0 else alike(position, self.graph, self.tied)
-            first = keys.setdefault(key, number)
+            self._alike.append(plain.setdefault(key, number))
+            first = keys.setdefault((key, self.held.apart(position, self.graph)), number)
             self._serves.append(first)
             if first == number:
                 models[number] = self.builder.build(position)
@@ -149,7 +153,7 @@ class Problem:
 
     def _time_rows(self) -> Array:
         """Rows for the ways that are open to the blocks."""
-        levels = {variant.zero for variant in self.block_variants}
+        levels = {variant.zero for variant in (*self.block_variants, *self.held.kept.values())}
         return time_rows(
             self.tables.costs.device.contention, self.schedule.microbatches, each=max(levels) >= 2, once=min(levels) < 3
         )
@@ -172,6 +176,9 @@ class Problem:
 
     def _open(self, number: int) -> tuple[Variant, ...]:
         """The ways to keep a position's block: recomputation only where something is saved."""
+        first = self.positions[self._serves[number]].ops(self.graph)[0].name
+        if first in self.held.kept:
+            return (self.held.kept[first],)
         model = self.model(number)
         if any(table[..., SAVED].any() for table in (*model.unary, *(edge.table for edge in model.edges))):
             return self.block_variants
@@ -179,7 +186,7 @@ class Problem:
 
     def _unit(self, number: int) -> Unit:
         """What stands around every position that this one's model serves; the backward comes from the last block."""
-        served = [self.positions[n].block for n, first in enumerate(self._serves) if first == number]
+        served = [self.positions[n].block for n, first in enumerate(self._alike) if first == self._alike[number]]
         return Unit(ahead=max(served) > 0, behind=min(served) < len(self.graph.blocks) - 1)
 
     def _recomputed(

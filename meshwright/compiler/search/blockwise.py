@@ -27,6 +27,7 @@ from meshwright.compiler.structure.dims import batch_inputs, handed_on, sequence
 from meshwright.compiler.structure.microbatch import split_time
 from meshwright.ir.pins import PinError, vars_of
 from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.prediction import Prediction
 
 SOLVE_SECONDS = 10.0
 """Limit of one solve, in nominal seconds: what was done is counted, not a clock."""
@@ -92,6 +93,18 @@ def solve_layout(
     return fitted(first, within, fits, task.cluster)
 
 
+def held_layout(task: Task, layout: Layout, microbatches: int) -> Prediction:
+    """What a plan without a pipeline takes of which everything is held. Raises PlanError if nothing can run so."""
+    problem = _problem(task, layout, microbatches)
+    chain = problem.chain(math.inf, task.input_bytes)
+    try:
+        solution = solve(chain, gap=task.gap)
+    except Infeasible:
+        raise PlanError(f"the plan cannot run so on {layout.mesh}: no way leads from what its operators make to what others of "
+                        "them read, or its parameters cannot be kept so") from None
+    return of_blocks(task, chain, solution, microbatches)
+
+
 def _problem(task: Task, layout: Layout, microbatches: int) -> Problem:
     """The choices of every block, without recomputation unless it is pinned."""
     schedule = split_time(task.graph, task.rules, microbatches, batch_inputs(task.graph))
@@ -108,7 +121,9 @@ def _scope(task: Task, layout: Layout, microbatches: int) -> Scope:
     passed = handed_on(graph)
     batch = classes.of(batch_inputs(graph).items())
     sequence = sequence_classes(graph, passed, classes, batch)
-    scope = Scope(graph, layout.mesh, layout.roles, task.pins, classes, batch, sequence, frozenset(passed), microbatches)
+    scope = Scope(
+        graph, layout.mesh, layout.roles, task.pins, classes, batch, sequence, frozenset(passed), microbatches, task.held
+    )
     check_sequence(scope)
     return scope
 

@@ -124,7 +124,7 @@ class Bounds:
         kinds = tuple(dict.fromkeys((NONE, *task.recompute)))
         return Placements(
             self.graph, task.cluster, task.rules, task.pins, itemsize=task.itemsize, state_bytes=task.state_bytes,
-            recompute=kinds,
+            recompute=kinds, held=task.held.collapsed(task.pins.dp),
         )
 
     @cached_property

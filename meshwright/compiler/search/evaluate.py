@@ -17,9 +17,10 @@ recomputed one by one until the rest fits (``_alone``).
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -138,6 +139,28 @@ class Evaluator:
             chosen[cuts.boundaries[stage] : cuts.boundaries[stage + 1]] = option
         units, recompute = _take(ways, marks, chosen)
         return self._result(candidate, degrees, zero, placement, units, ways[0], recompute, cuts, crossing, table)
+
+    def settled(
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, starts: Sequence[int],
+        recompute: Sequence[str],
+    ) -> Evaluation:
+        """A candidate that is cut and recomputed as it is given. ``starts``: positions at which stages start, and their number;
+        ``recompute``: of every position."""
+        units = plain = self.units(candidate, degrees, zero, placement, self.recompute[0])
+        for kind in self.recompute[1:]:
+            where = np.array([one == kind for one in recompute])
+            units = units.mixed(self.units(candidate, degrees, zero, placement, kind), where) if where.any() else units
+        marks = tuple(recompute)
+        if candidate.pp == 1:
+            seconds = self._step_alone(candidate, placement, units)
+            return self._whole(candidate, degrees, zero, placement, units, plain, marks, seconds, seconds)
+        crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
+        table, each = self.table(candidate), self._stage_units(units, crossing)
+        whole = [_joined(each[start:stop]) for start, stop in itertools.pairwise(starts)]
+        cuts = stages.cut(whole, candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches,
+                          table=table, bound=0.0)
+        cuts = replace(cuts, boundaries=tuple(starts))
+        return self._result(candidate, degrees, zero, placement, units, plain, marks, cuts, crossing, table)
 
     def relaxed(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, most: int = 0, cutoff: float = 0.0
@@ -324,13 +347,20 @@ class Evaluator:
             raise DoesNotFitError(
                 f"{candidate}: {least / 2**30:.3g} GiB of {capacity / 2**30:.3g} GiB on every rank", least
             )
-        memory, seconds = _memory(units), best
+        return self._whole(candidate, degrees, zero, placement, units, plain, tuple(marks), best, bound)
+
+    def _whole(
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, units: Units, plain: Units,
+        recompute: tuple[str, ...], seconds: float, bound: float,
+    ) -> Evaluation:
+        """Without a pipeline."""
+        memory = _memory(units)
         parts = self._parts(candidate, placement, units, plain, float(plain.optimizer.sum()))
         parts["exposed communication"] += max(0.0, seconds - sum(parts.values()))
         kinds = {"state": float(units.state.sum()), "activations": memory - float(units.state.sum())}
         slack = placement.bound / placement.seconds
         return Evaluation(
-            candidate, degrees, zero, placement, (0, len(self.names)), tuple(marks), seconds, bound * slack, parts, (memory,),
+            candidate, degrees, zero, placement, (0, len(self.names)), recompute, seconds, bound * slack, parts, (memory,),
             kinds, self._starts((0, len(self.names))), tuple(p.block for p in self.positions), None, None,
         )
 
@@ -340,6 +370,19 @@ class Evaluator:
         forward = np.array([placement.rows[row].activations[NONE][0] for row in placement.sequence])
         exposed = self.costs.exposed(units.gather, forward) + self.costs.exposed(units.reduce, units.backward)
         return float(candidate.microbatches * units.work + exposed.sum() + units.optimizer.sum())
+
+
+def _joined(units: Sequence[stages.Unit]) -> stages.Unit:
+    """One unit of several that follow each other."""
+
+    def total(name: str) -> float:
+        return float(sum(getattr(unit, name) for unit in units))
+
+    last = units[-1]
+    return stages.Unit(
+        units[0].name, total("forward"), total("backward_input"), total("backward_weight"), total("state"), total("saved"),
+        max(unit.transient for unit in units), last.value, last.gradient,
+    )
 
 
 def _take(ways: Sequence[Units], marks: Sequence[tuple[str, ...]], chosen: Array) -> tuple[Units, tuple[str, ...]]:

@@ -38,6 +38,9 @@ def layouts(cluster: Cluster, pins: Pins, mirrored: bool = False) -> list[Layout
     """Factorizations of the devices that the pins and the topology suggest, in a fixed order. ``mirrored``: whether sequence
     axes give every rank two chunks."""
     world = cluster.world
+    if pins.free_axes:
+        given = dict(pins.axes or {})
+        return [Layout(Mesh(tuple(given), tuple(given.values())), dict.fromkeys(given, ANY))]
     if (pins.cp or 1) > 1:
         return _with_sequence(world // (pins.cp or 1), pins, mirrored)
     if pins.dp is None and pins.tp is None and pins.ep in (None, 1):

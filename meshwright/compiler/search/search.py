@@ -146,6 +146,8 @@ def _refined(
 
 def _may_have_stages(pins: Pins, world: int) -> bool:
     """Whether the pins leave the number of stages open, or ask for several."""
+    if pins.free_axes:
+        return False
     pinned = (pins.dp or 1) * (pins.tp or 1) * (pins.cp or 1)
     return pins.needs_stages(world) or (pins.pp is None and world > max(pinned, 1))
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from meshwright.compiler.placement.held import NOTHING, Held
+from meshwright.compiler.placement.pinned import held_by
 from meshwright.compiler.structure.dims import DimClasses
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.precision import PRECISIONS
@@ -38,6 +40,7 @@ class Task:
     state_bytes: of the optimizer, per parameter
     gap: the relative distance from the lower bound at which a search may stop
     recompute: the kinds of recomputation that blocks may have, "none" first
+    held: decisions about operators, values and blocks that are taken
     """
 
     graph: Graph
@@ -48,6 +51,7 @@ class Task:
     state_bytes: float
     gap: float
     recompute: tuple[str, ...] = RECOMPUTE
+    held: Held = NOTHING
 
     @classmethod
     def of(
@@ -55,7 +59,7 @@ class Task:
         gap: float,
     ) -> Task:
         """A task whose recomputation follows from the pins."""
-        return cls(graph, cluster, rules, pins, precision, state_bytes, gap, _kinds(pins))
+        return cls(graph, cluster, rules, pins, precision, state_bytes, gap, _kinds(pins), held_by(pins, graph))
 
     def under(self, pins: Pins) -> Task:
         """The same under other pins."""

@@ -7,8 +7,8 @@ again (``Folded.serves``), so the solver still chooses for every copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from meshwright.compiler.structure.positions import Position, alike, cut, renaming, several_readers
 from meshwright.ir.graph import Block, Graph, Op, Ref, map_refs
@@ -19,17 +19,18 @@ _KEPT = 2
 @dataclass(frozen=True)
 class Folded:
     """``graph``: the short graph. ``positions``: those of the whole graph; ``serves``: for each the position of the short graph
-    that stands for it."""
+    that stands for it; ``renamed``: values of dropped positions that others read -> those that stand for them."""
 
     graph: Graph
     positions: tuple[Position, ...]
     serves: tuple[int, ...]
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
-def fold(graph: Graph) -> Folded:
-    """The graph with two copies of every run of equal blocks."""
+def fold(graph: Graph, apart: Callable[[Position, Graph], object] = lambda position, graph: None) -> Folded:
+    """The graph with two copies of every run of equal blocks; ``apart``: what else must be equal."""
     positions, _ = cut(graph)
-    runs = [run for run in _runs(positions, graph) if not any(positions[n].shared_out for n in run)]
+    runs = [run for run in _runs(positions, graph, apart) if not any(positions[n].shared_out for n in run)]
     dropped = {n for run in runs for n in run[_KEPT:]}
     if not dropped:
         return Folded(graph, tuple(positions), tuple(range(len(positions))))
@@ -44,13 +45,15 @@ def fold(graph: Graph) -> Folded:
     short = _without(graph, positions, dropped, renamed)
     index = {n: at for at, n in enumerate(n for n in range(len(positions)) if n not in dropped)}
     serves = tuple(index[last_kept.get(n, n)] for n in range(len(positions)))
-    return Folded(short, tuple(positions), serves)
+    return Folded(short, tuple(positions), serves, renamed)
 
 
-def _runs(positions: Sequence[Position], graph: Graph) -> list[list[int]]:
+def _runs(
+    positions: Sequence[Position], graph: Graph, apart: Callable[[Position, Graph], object]
+) -> list[list[int]]:
     """Positions of equal blocks that follow each other, more than are kept."""
     tied = several_readers(graph)
-    keys = [n if p.block < 0 else alike(p, graph, tied) for n, p in enumerate(positions)]
+    keys = [n if p.block < 0 else (alike(p, graph, tied), apart(p, graph)) for n, p in enumerate(positions)]
     runs: list[list[int]] = []
     for n, key in enumerate(keys):
         if n and key == keys[n - 1]:

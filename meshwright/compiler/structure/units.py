@@ -29,6 +29,7 @@ from dataclasses import replace
 from meshwright.compiler.structure.blocks import Run, module_tree
 from meshwright.compiler.structure.positions import cut
 from meshwright.ir.graph import Block, Graph
+from meshwright.ir.writing.names import names_of
 
 _SHARED = 4
 """As many values may be read across layers: the solver tries all combinations of their shardings."""
@@ -92,7 +93,10 @@ def split_at(graph: Graph, names: Iterable[str]) -> Graph:
 
 
 def start_of(graph: Graph, name: str) -> int | None:
-    """The first operator of a module, or the operator of that name."""
+    """The first operator of a module, or the operator of that name (its own, or as pins name it: "layers.0.mlp:relu")."""
+    if ":" in name:
+        known = names_of(graph).op_of
+        return next((i for i, op in enumerate(graph.ops) if op.name == known.get(name)), None)
     where = (i for i, op in enumerate(graph.ops) if name in (op.name, op.module) or op.module.startswith(f"{name}."))
     return next(where, None)
 

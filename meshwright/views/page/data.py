@@ -24,7 +24,8 @@ from meshwright.ir.graph import Op
 from meshwright.ir.plan import Plan
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.ir.sharding import Sharding, format_sharding
-from meshwright.views.facts import Facts, facts_of, fold_paths
+from meshwright.ir.writing.paths import fold_paths
+from meshwright.views.facts import Facts, facts_of
 from meshwright.views.page.outline import Node, Shown, keys, outline, shown
 from meshwright.views.prices import Move, OpPrice, Prices, state_bytes
 from meshwright.views.words import assignment_words, header, kept_words, time_parts

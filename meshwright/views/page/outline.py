@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from meshwright.ir.graph import Op
 from meshwright.ir.plan import Plan
-from meshwright.views.facts import fold_paths
+from meshwright.ir.writing.paths import fold_paths
 
 GLUE = "masks and positions"
 MOST_RUNS = 12

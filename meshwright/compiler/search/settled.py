@@ -1,0 +1,159 @@
+"""What a plan takes and holds whose every decision is given: one that is read from a file, made of pins, or asked "what if".
+
+Nothing is searched. The same problem is built as for a search, with one choice left of everything (``placement.held``), and
+priced by the same sums: without a pipeline block by block (``blockwise``), with one, or on more devices than are refined, unit
+by unit (``evaluate``). So a plan of a search comes out with the seconds that the search predicted. ``decided`` makes the plan
+of pins that leave nothing open.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from meshwright.compiler.placement.held import Held, variant_of
+from meshwright.compiler.placement.pinned import held_by, kept_by
+from meshwright.compiler.placement.placement import NONE, Placements
+from meshwright.compiler.search.blockwise import held_layout
+from meshwright.compiler.search.candidates import Candidate, Layout
+from meshwright.compiler.search.evaluate import Evaluation, Evaluator
+from meshwright.compiler.search.plans import Plans
+from meshwright.compiler.search.search import REFINED_DEVICES
+from meshwright.compiler.search.stage_costs import REPLICATE, SHARD, Degrees, StageCosts
+from meshwright.compiler.search.task import Fits, Task
+from meshwright.compiler.structure.dims import batch_inputs, batch_size
+from meshwright.compiler.structure.microbatch import split_time
+from meshwright.compiler.structure.units import find_layers, start_of
+from meshwright.ir.mesh import ANY, HEADS, PP, SAMPLED, SEQUENCE, TENSOR, Mesh, role_of
+from meshwright.ir.pins import RECOMPUTE, PinError, Pins
+from meshwright.ir.plan import GroupChoice, Pipeline, Plan, PlanError
+from meshwright.ir.prediction import Prediction
+from meshwright.ir.schedules import schedule_of
+from meshwright.ir.sharding import ceil_div
+from meshwright.ir.writing.names import names_of
+
+
+def settled(task: Task, plan: Plan, fits: Fits) -> Plan:
+    """The plan with its prediction on the task's cluster, its memory replayed; it may be more than a device has. Raises
+    PlanError for what no search of this version decides, and which has no price therefore."""
+    if plan.mesh.world != task.cluster.world:
+        raise PlanError(f"the plan is for {plan.mesh.world} devices ({plan.mesh}), {task.cluster} has {task.cluster.world}; "
+                        "plan again for these")
+    task = replace(task, graph=plan.graph, pins=_near(plan), recompute=RECOMPUTE, held=Held.of(plan, task.rules))
+    free = any(role_of(axis) == ANY for axis in plan.mesh.axes)
+    try:
+        if plan.pipeline is None and (free or task.cluster.world <= REFINED_DEVICES):
+            layout = Layout(plan.mesh, {axis: role_of(axis) for axis in plan.mesh.axes})
+            predicted = held_layout(task, layout, plan.schedule.microbatches)
+        else:
+            predicted = _of_stages(task, plan)
+    except PinError as error:
+        raise PlanError(f"the plan cannot be priced: {error}") from error
+    found = replace(plan, cluster=str(task.cluster), predicted=predicted)
+    return replace(found, predicted=fits(found))
+
+
+def _near(plan: Plan) -> Pins:
+    """What placements need to know of a mesh that degrees do not tell: the near ranks that exchange a sequence for heads."""
+    return Pins(ulysses=plan.mesh.size(HEADS)) if HEADS in plan.mesh.axes else Pins()
+
+
+def _of_stages(task: Task, plan: Plan) -> Prediction:
+    found = _evaluation(task, plan)
+    made = Plans(task).of(found).predicted
+    assert made is not None
+    return made
+
+
+def _evaluation(task: Task, plan: Plan) -> Evaluation:
+    """The candidate that the plan is, evaluated as it is cut and recomputed."""
+    degrees, zero = _degrees(plan), _level(plan)
+    held = task.held.collapsed(degrees.data)
+    kinds = tuple(dict.fromkeys((NONE, *task.recompute)))
+    placements = Placements(plan.graph, task.cluster, task.rules, task.pins, itemsize=task.itemsize,
+                            state_bytes=task.state_bytes, recompute=kinds, held=held)
+    pipeline, count = plan.pipeline, plan.schedule.microbatches
+    virtual = 1 if pipeline is None else pipeline.stages // pipeline.degree
+    candidate = Candidate(
+        degrees.pp, virtual, "none" if pipeline is None else pipeline.schedule, degrees.data, degrees.tensor, count,
+        ceil_div(batch_size(plan.graph), degrees.data * count), None, degrees.context, degrees.mirrored, degrees.expert,
+        degrees.heads,
+    )
+    placement = placements.of(candidate.tensor, candidate.samples, candidate.context, candidate.expert)
+    positions = placements.folded.positions
+    names = [plan.graph.ops[position.start].module or "root" for position in positions]
+    costs = StageCosts(task.cluster, itemsize=task.itemsize, state_bytes=task.state_bytes)
+    evaluator = Evaluator(costs, positions, names, task.cluster.capacity_bytes - task.input_bytes, kinds)
+    recompute = [plan.groups[p.block].recompute if p.block >= 0 else NONE for p in positions]
+    begin = [position.start for position in positions]
+    cuts = (0, len(plan.graph.ops)) if pipeline is None else pipeline.cuts
+    if missing := [at for at in cuts[:-1] if at not in begin]:
+        op = plan.graph.ops[missing[0]]
+        raise PlanError(f"a stage starts at {op.target} of {op.module or 'the model'}, within a block; no search cuts there, "
+                        "so it has no price")
+    return evaluator.settled(
+        candidate, degrees, zero, placement, (*(begin.index(at) for at in cuts[:-1]), len(begin)), recompute
+    )
+
+
+def _degrees(plan: Plan) -> Degrees:
+    """The degrees of the plan's mesh. Raises PlanError for a mesh that a search does not make."""
+    mesh = plan.mesh
+    data = mesh.size(mesh.having(*SAMPLED))
+    shard = data // mesh.size(REPLICATE) if SHARD in mesh.axes else data
+    sequence = mesh.having(SEQUENCE)
+    found = Degrees(
+        mesh.size(PP) if PP in mesh.axes else 1, data, shard, mesh.size(mesh.having(TENSOR)), mesh.size(sequence),
+        bool(mesh.mirrored), mesh.size("ep") if "ep" in mesh.axes else 1, mesh.size(HEADS) if HEADS in mesh.axes else 1,
+    )
+    if found.mesh != mesh:
+        raise PlanError(f"a mesh {mesh} is none that a search makes (it would be {found.mesh}), so the plan has no price")
+    return found
+
+
+def _level(plan: Plan) -> int:
+    """The one ZeRO level of all blocks. Raises PlanError for several ways to keep parameters."""
+    kept = {replace(variant_of(group), recompute=NONE) for group in plan.groups}
+    first = next(iter(kept))
+    if len(kept) > 1 or first != _degrees(plan).variant(first.zero) or plan.groups[-1].recompute != NONE:
+        raise PlanError("blocks of a pipeline, or on so many devices, are priced only where all keep their parameters alike, "
+                        "and nothing outside of them is recomputed")
+    return first.zero
+
+
+def decided(task: Task) -> Plan | None:
+    """The plan, without a prediction; None where the pins leave something open. Raises PinError for pins that say nothing or
+    contradict each other, PlanError for micro-batches that the model does not allow."""
+    pins = task.pins
+    if pins.axes is None or pins.microbatches is None or not (pins.operators and pins.blocks):
+        return None
+    staged = PP in pins.axes
+    graph = find_layers(task.graph) if staged else task.graph
+    held, names = held_by(pins, graph), names_of(graph)
+    kept = kept_by(pins, graph, names)
+    starts = [*(graph.ops[block.start].name for block in graph.blocks), ""]
+    if set(held.assignments) != set(names.ops) or set(kept) != set(starts):
+        return None
+    pipeline = None
+    if staged:
+        if pins.schedule is None or pins.stage_cuts is None:
+            return None
+        cuts = [start_of(graph, name) for name in pins.stage_cuts]
+        edges = (0, *(at for at in cuts if at is not None), len(graph.ops))
+        degree, stages = pins.axes[PP], len(edges) - 1
+        if None in cuts or any(a >= b for a, b in pairwise(edges)) or stages % degree:
+            raise PinError(f"pin stage_cuts={pins.stage_cuts!r}: name pp x virtual_stages - 1 modules or operators in the "
+                           f"order of the model, for pp={degree}")
+        pipeline = Pipeline(pins.schedule, edges, schedule_of(pins.schedule).stage_rank(degree, stages // degree))
+    groups = []
+    for start, block in zip(starts, (*graph.blocks, None), strict=True):
+        one, path = kept[start], "" if block is None else block.path
+        stage = 0 if pipeline is None or block is None else pipeline.stage_of(block.start)
+        groups.append(GroupChoice(path, one.zero, one.data_axes, one.shard_axes, one.recompute, stage))
+    axes = {axis.removesuffix("*"): size for axis, size in pins.axes.items()}
+    mesh = Mesh(tuple(axes), tuple(axes.values()), frozenset(axis[:-1] for axis in pins.axes if axis.endswith("*")))
+    return Plan(
+        graph, mesh, held.assignments, held.copies, tuple(groups),
+        schedule=split_time(graph, task.rules, pins.microbatches, batch_inputs(graph)), pipeline=pipeline,
+        precision=task.precision, cluster=str(task.cluster),
+    )
