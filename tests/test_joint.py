@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sympy import divisors
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from meshwright.compiler.placement.choices import Scope
 from meshwright.compiler.placement.costs import Costs, Variant
 from meshwright.compiler.placement.placement import DATA, TENSOR, Placements
 from meshwright.compiler.placement.problem import Problem
-from meshwright.compiler.search.candidates import Candidate, Floors, Work, candidates, degrees_of, divisors, floor
+from meshwright.compiler.search.candidates import Candidate, Floors, Work, candidates, degrees_of, floor
 from meshwright.compiler.search.errors import DoesNotFitError
 from meshwright.compiler.search.fitting import Fitted
 from meshwright.compiler.search.search import SECONDS

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import networkx as nx
+import sympy
 
 from meshwright.cost.catalogue import (
     ClusterError,
@@ -235,8 +236,7 @@ def _balanced(world: int, dims: int) -> tuple[int, ...]:
     """``world`` as a product of ``dims`` factors with the smallest sum, ascending."""
     if dims == 1:
         return (world,)
-    divisors = [d for d in range(1, math.isqrt(world) + 1) if world % d == 0]
-    options = [tuple(sorted((d, *_balanced(world // d, dims - 1)))) for d in divisors]
+    options = [tuple(sorted((d, *_balanced(world // d, dims - 1)))) for d in sympy.divisors(world) if d * d <= world]
     return min(options, key=sum)
 
 

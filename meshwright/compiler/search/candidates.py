@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from sympy import divisors
 
 from meshwright.compiler.search.stage_costs import Degrees
 from meshwright.compiler.structure.dims import batch_size
@@ -139,16 +140,6 @@ def _contexts(pinned: int | None, of: int, tokens: int) -> list[int]:
     return [n for n in divisors(of) if n & (n - 1) == 0 and n * PIECE <= max(tokens, PIECE)]
 
 
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending.
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
-    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*low, *(number // n for n in low)})
-
-
 def _of_layout(
     pp: int, data: int, tensor: int, context: int, mirrored: bool, batch: int, pins: Pins, units: int
 ) -> Iterator[Candidate]:
@@ -211,7 +202,8 @@ def _nothing(batch: int, cluster: Cluster, pins: Pins, units: int) -> PinError:
 
 
 def _near(number: int, wanted: int) -> int:
-    return min(divisors(number), key=lambda n: (abs(n - wanted), n))
+    near: int = min(divisors(number), key=lambda n: (abs(n - wanted), n))
+    return near
 
 
 def ways_of(candidate: Candidate, cluster: Cluster, pins: Pins) -> list[tuple[int, int]]:

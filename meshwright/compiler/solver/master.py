@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import networkx as nx
 import numpy as np
 from ortools.math_opt.python import mathopt
 
@@ -274,23 +275,11 @@ def _cut(flow: Flow, columns: Sequence[Column], taken: dict[Arc, int]) -> bool:
     """Cut off circulations that the walk cannot reach; False if there is nothing to cut."""
     found = False
     for i, part in enumerate(flow.parts):
-        root: dict[tuple[int, int], tuple[int, int]] = {}
-
-        def find(node: tuple[int, int], root: dict[tuple[int, int], tuple[int, int]] = root) -> tuple[int, int]:
-            while root.setdefault(node, node) != node:
-                node = root[node]
-            return node
-
-        for a, j, c in taken:
-            if a == i:
-                tail, head = _nodes(part, j, columns[c])
-                root[find(tail)] = find(head)
-        islands: dict[tuple[int, int], set[tuple[int, int]]] = {}
-        for node in root:
-            islands.setdefault(find(node), set()).add(node)
+        arcs = nx.Graph(_nodes(part, j, columns[c]) for a, j, c in taken if a == i)
+        islands = list(nx.connected_components(arcs))
         if len(islands) < 2:
             continue
-        for island in islands.values():
+        for island in islands:
             inside: list[mathopt.Variable] = []
             entering = [q for s, q in flow.borders[i].items() if (0, s) in island]
             for (a, j, c), z in flow.counts.items():

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import networkx as nx
+
 from meshwright.ir.graph import Graph, Value
 from meshwright.ir.rule import Rules
 
@@ -16,37 +18,30 @@ Dim = tuple[str, int]
 
 
 class DimClasses:
-    """Union-find over (value, dim), joined by the factors of every operator's rule (``rules``: by its name)."""
+    """Classes of (value, dim), joined by the factors of every operator's rule (``rules``: by its name)."""
 
     def __init__(self, graph: Graph, rules: Rules) -> None:
         self.rules = rules
-        self._parent: dict[Dim, Dim] = {}
+        joined: nx.utils.UnionFind[Dim] = nx.utils.UnionFind()
         for op in graph.ops:
             rule = rules[op.name]
-            seen: dict[str, Dim] = {}
+            seen: dict[str, list[Dim]] = {}
             pairs = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
             for name, dims in pairs:
                 for dim, factor in enumerate(dims):
                     if factor is not None:
-                        self._join(seen.setdefault(factor, (name, dim)), (name, dim))
+                        seen.setdefault(factor, []).append((name, dim))
+            for together in seen.values():
+                joined.union(*together)
+        self._first: dict[Dim, Dim] = {dim: min(dims) for dims in joined.to_sets() for dim in dims}
 
     def find(self, dim: Dim) -> Dim:
-        """The class of a dim, by its representative."""
-        root = dim
-        while self._parent.get(root, root) != root:
-            root = self._parent[root]
-        while self._parent.get(dim, dim) != root:
-            self._parent[dim], dim = root, self._parent.get(dim, dim)
-        return root
+        """The class of a dim, by its first member."""
+        return self._first.get(dim, dim)
 
     def of(self, dims: Iterable[Dim]) -> frozenset[Dim]:
         """The classes of several dims."""
         return frozenset(self.find(dim) for dim in dims)
-
-    def _join(self, a: Dim, b: Dim) -> None:
-        a, b = self.find(a), self.find(b)
-        if a != b:
-            self._parent[max(a, b)] = min(a, b)
 
 
 def batch_inputs(graph: Graph) -> dict[str, int]:
