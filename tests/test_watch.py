@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,18 +15,51 @@ from torch.distributed.device_mesh import init_device_mesh
 from meshwright.api import autoparallel
 from meshwright.errors import RunError
 
+SCALE, FACTORS = 1.5, {"a": 1.0}
+UNREAD = torch.ones(8)
+
+
+def _scaled(h: torch.Tensor) -> torch.Tensor:
+    return h * SCALE * (FACTORS["a"] if h.ndim == 2 else 1.0)
+
+
+def _adding(offset: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def add(h: torch.Tensor) -> torch.Tensor:
+        return h + offset
+
+    return add
+
+
+class _Doubled(torch.autograd.Function):
+    factor = 2.0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * _Doubled.factor
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy * _Doubled.factor
+
 
 class _Layer(nn.Module):
+    gamma = 1.0
+
+    @property
+    def bound(self) -> float:
+        return 100 * self.gamma
+
     def __init__(self) -> None:
         super().__init__()
         self.inside, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
         self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
         self.beta, self.sizes, self.calls, self.shift = 0.5, [1, {"a": 2.0}], 0, torch.zeros(8)
+        self.add = _adding(0.25)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         h = self.drop(self.norm(self.inside(x))) * self.beta * self.sizes[1]["a"] + self.shift
-        h = h[:, None]
+        h = _Doubled.apply(self.add(_scaled(h)).clamp(max=self.bound))[:, None]
         h = self.attention(h, h, h)[0][:, 0]
         return h
 
@@ -32,7 +67,7 @@ class _Layer(nn.Module):
 class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = _Layer()
+        self.layer, self.eps = _Layer(), 1.0
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         y = self.layer(x)
@@ -81,7 +116,7 @@ def _changed(rank: int) -> None:
             parallel(x)
 
     layer.beta = 0.1
-    refused(r"attribute 'layer\.beta' of the model was 0\.5 when it was captured and is 0\.1")
+    refused(r"attribute 'layer\.beta' of the model was 0\.5 when the model was captured and is 0\.1")
     layer.beta = 0.5
     parallel(x)
     layer.sizes[1]["a"] = 3.0
@@ -93,6 +128,28 @@ def _changed(rank: int) -> None:
     layer.shift += 1
     refused(r"attribute 'layer\.shift'")
     layer.shift -= 1
+    parallel(x)
+    here, cell = sys.modules[__name__].__dict__, layer.add.__closure__[0]
+    with mock.patch.dict(here, SCALE=2.0):
+        refused(r"global 'SCALE' of .*test_watch was 1\.5 when the model was captured and is 2\.0")
+    with mock.patch.dict(FACTORS, a=2.0):
+        refused(r"global 'FACTORS'")
+    with mock.patch.object(_Layer, "gamma", 0.01):
+        refused(r"'gamma' of class _Layer")
+    with mock.patch.object(_Doubled, "factor", 3.0):
+        refused(r"'factor' of class _Doubled")
+    cell.cell_contents = 0.5
+    refused(r"'offset', which _adding.<locals>.add closes over, was 0\.25")
+    cell.cell_contents = 0.25
+    with mock.patch.dict(here, UNREAD=torch.zeros(8)):
+        parallel(x)
+    for holder in (parallel.layer, parallel.layer.norm):
+        with pytest.raises(RunError, match="'beta' is set on a sub-module"):
+            holder.beta = 0.1
+    with pytest.raises(RunError, match="'eps' is set on the parallel module"):
+        parallel.eps = 0.1
+    parallel.eps = model.eps
+    parallel.note = "the caller's own"
     layer.norm.eval()
     refused(r"module 'layer\.norm' of the model is out of training mode")
     layer.norm.train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tomllib
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.spread import spreads
 from meshwright.errors import InputError
 from meshwright.published import zoo
 from meshwright.published.architectures import FAMILIES, Architecture, build
@@ -104,7 +106,7 @@ def test_a_row_without_a_pipeline_is_priced() -> None:
     assert row.predicted is not None
     assert row.predicted.fits
     assert row.predicted.layout == "dp=32 zero=0 1 micro-batches full recompute"
-    assert row.ratio == pytest.approx(1.0, abs=0.2)
+    assert row.ratio == pytest.approx(1.16, abs=0.01)  # as calibrated: a price that changes says so here
     assert zoo.recompute_flops(row.system) / 1e12 / 32 / row.predicted.step_seconds == pytest.approx(row.predicted.tflops)
 
 
@@ -147,9 +149,10 @@ def test_the_architectures_have_a_loss() -> None:
         model = build(one, 16, "eager" if family == "gpt" else "sdpa").to_empty(device="cpu")
         for p in model.parameters():
             torch.nn.init.normal_(p, std=0.02)
+        for buffer in model.buffers():
+            buffer.zero_()  # no rotation, and no mask
         loss = model(input_ids=ids, labels=ids)["loss"]
-        if family != "llama":  # whose rotary buffers are empty
-            assert loss.item() == pytest.approx(4.6, abs=0.5)
+        assert loss.item() == pytest.approx(math.log(100), abs=0.1)  # it knows nothing yet
     assert "palm" in FAMILIES
 
 
@@ -208,4 +211,5 @@ def test_systems(system: System) -> None:
     row = zoo.price(system)
     assert (row.predicted is None) == bool(system.obstacles()), row.reason
     if "GPT" in system.name:
-        assert row.ratio == pytest.approx(1.0, abs=0.2)
+        assert row.ratio is not None
+        assert spreads()["nodes"].low <= row.ratio <= 1.2  # 5 in 100 measured rows ran faster than that

@@ -51,6 +51,12 @@ class Deferred(nn.Module):
         """Of the parallel module."""
         return self._module("to load a state dict").load_state_dict(*args, **kwargs)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(nn.Module()):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._module(f"to set {name!r}"), name, value)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

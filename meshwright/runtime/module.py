@@ -9,6 +9,7 @@ the single process's output: scalars whole, other tensors as DTensors.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,8 +106,19 @@ def _no_hook(*_: Any, **__: Any) -> Any:
                    "torch.autograd.Function in the model, before autoparallel")
 
 
+def _refuse_attribute(name: str, where: str) -> None:
+    raise RunError(f"attribute {name!r} is set on {where}, which runs a graph and does not read it: set it on the model, "
+                   f"before autoparallel")
+
+
 class Names(nn.Module):
     """A sub-module of the model by name: it holds parameters, and runs nothing."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Tensors only (``held`` says what becomes of those): nothing reads other attributes."""
+        if name != "training" and not isinstance(value, Tensor | nn.Module | None) and name not in self.__dict__:
+            _refuse_attribute(name, "a sub-module of a parallel module")
+        super().__setattr__(name, value)
 
     register_forward_hook: Any = _no_hook
     register_forward_pre_hook: Any = _no_hook
@@ -157,6 +169,16 @@ class ParallelModule(nn.Module):
         self._hooks = None if model is None else HookGuard(model)
         if model is not None:
             self.train(model.training)
+        self._model: Callable[[], nn.Module | None] = (lambda: None) if model is None else weakref.ref(model)
+        self._of_model = frozenset() if model is None else _attributes(model) - vars(self).keys() - set(dir(type(self)))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the model has under this name the graph has read; what it has not is the caller's own."""
+        if name in self.__dict__.get("_of_model", ()):
+            model = self._model()
+            if model is None or getattr(model, name, None) is not value:
+                _refuse_attribute(name, "the parallel module")
+        super().__setattr__(name, value)
 
     # --- the call -----------------------------------------------------------------------------------------------------
 
@@ -414,7 +436,8 @@ class ParallelModule(nn.Module):
         engine = Pipeline(program, groups, meshes) if program.stages else assemble(program, groups, meshes)
         twin = ParallelModule(program, groups, engine, self._seed, None, self._names)
         twin.plan, twin._calls, twin._originals, twin.exporter = self.plan, self._calls, self._originals, self.exporter
-        twin.watch, twin.lower_mode = self.watch, self.lower_mode
+        twin.watch, twin.lower_mode, twin._of_model = self.watch, self.lower_mode, self._of_model
+        twin._model = self._model
         memo[id(self)] = twin
         with torch.no_grad():
             for value, old in self._engine[0].tensors.items():
@@ -472,6 +495,13 @@ class ParallelModule(nn.Module):
 
     def _check(self) -> None:
         held.check(self._places, self._originals, self._shared, self._groups)
+
+
+def _attributes(model: nn.Module) -> frozenset[str]:
+    """Names that the model's own code may have given values: of the instance, and of its classes that are not torch's."""
+    of_classes = (vars(kind) for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
+    named = {name for table in of_classes for name, value in table.items() if not callable(value)} - set(dir(nn.Module))
+    return frozenset({*named, *(vars(model).keys() - vars(nn.Module()).keys())})
 
 
 def _ordered(program: Program, model: nn.Module | None) -> list[tuple[str, Stored]]:

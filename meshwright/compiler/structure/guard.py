@@ -7,6 +7,7 @@ A graph holds one outcome of ``if self.training``, and the numbers that attribut
                   else, that graph runs instead
     attributes    plain Python values of the model's modules, and of objects they hold (a config): when one has changed, the
                   forward is captured again; a graph that comes out otherwise is refused, by the attribute's name
+    globals       and closures and class attributes that forwards name (``outside``), in the same way
     modules       swapped or added ones, and sub-modules set to another mode, are refused
     autocast      around a call is refused: ``precision`` decides
 
@@ -16,7 +17,7 @@ The model is held weakly, so that its memory can be given back: when it is gone 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 
 from meshwright.compiler.structure.evaluation import difference, in_evaluation
+from meshwright.compiler.structure.outside import PLAIN, places
 from meshwright.errors import CaptureError, InputError, MeshwrightError, RunError
 from meshwright.ir.graph import Graph
 from meshwright.ir.signature import example_of
@@ -31,7 +33,6 @@ from meshwright.ir.signature import example_of
 Capture = Callable[..., Graph]
 """(model, args, kwargs, targets, training, functional) -> graph."""
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _MISSING = "no such attribute"
 
@@ -57,7 +58,8 @@ class Watch:
         constants = {name: tensor.clone() for name, tensor in graph.constants.items()}  # which the model may write into
         self.graph = replace(graph, constants=constants)
         self.modes_seen: dict[Mode, OtherMode | None] = {(True, True): None}
-        self.state = _state(model)
+        self.outside = places(model)
+        self.state, self.beside = _state(model), self._beside()
         self.modes = _modes(model) if model.training else None
         self.modules = _modules(model)
 
@@ -103,15 +105,28 @@ class Watch:
             path = next(path for path in modes if modes[path] != self.modes.get(path))
             raise RunError(f"module {path!r} of the model is {'in' if modes[path] else 'out of'} training mode, and was not "
                            f"when the model was captured; set it back, or make the model parallel again")
-        state = _state(model)
-        if state == self.state:
+        state, beside = _state(model), self._beside()
+        if state == self.state and beside == self.beside:
             return
-        name = next(name for name in (*state, *self.state) if state.get(name, _MISSING) != self.state.get(name, _MISSING))
         if self._differs(model, (training, torch.is_grad_enabled()), *call) is not None:
-            before, now = self.state.get(name, _MISSING), state.get(name, _MISSING)
-            raise RunError(f"attribute {name!r} of the model was {_shown(before)} when it was captured and is {_shown(now)}, "
+            what, before, now = next(self._changes(state, beside))
+            raise RunError(f"{what} was {_shown(before)} when the model was captured and is {_shown(now)}, "
                            f"and its forward computes something else with it; set it back, or make the model parallel again")
-        self.state = state
+        self.state, self.beside = state, beside
+
+    def _beside(self) -> list[Any]:
+        seen: dict[int, Any] = {}
+        return [_frozen(place.read(), seen) for place in self.outside]
+
+    def _changes(self, state: Mapping[str, Any], beside: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
+        """(what has changed, its value before, and now)."""
+        for name in dict.fromkeys((*state, *self.state)):
+            before, now = self.state.get(name, _MISSING), state.get(name, _MISSING)
+            if before != now:
+                yield f"attribute {name!r} of the model", before, now
+        for place, before, now in zip(self.outside, self.beside, beside, strict=True):
+            if before != now:
+                yield place.what, before, now
 
     def _differs(self, model: nn.Module, mode: Mode, *call: Any) -> OtherMode | None:
         """The graph of the model as it is now, if it is not the one that runs in this mode."""

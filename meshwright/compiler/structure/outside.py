@@ -1,0 +1,152 @@
+"""What forwards read that is no attribute of the model: globals of its source files, closures, attributes of its classes.
+
+A trace sees the values that these had. ``places`` finds them without running anything: from the code of every module's forward,
+through the methods, functions and custom Functions that it names, down to names of plain values, tensors and containers. Code
+of torch, of the standard library and of other installed packages than the model's own is not entered. What is found may be read
+in a branch that is never taken; whoever compares only asks again what the model computes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, is_dataclass
+from functools import partial
+from pathlib import Path
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.errors import MeshwrightError
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINERS = (list, tuple, dict, set, frozenset, SimpleNamespace)
+_INSTALLED = Path(torch.__file__).parents[1]
+_MOST = 10_000
+"""Functions that are entered; a model whose forward reaches more is watched as far as that."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """``name`` in a namespace, or the contents of a closure's cell; ``what``: the same in words."""
+
+    what: str
+    holder: Mapping[str, Any] | CellType
+    name: str
+
+    def read(self) -> Any:
+        """The value that is there now."""
+        if not isinstance(self.holder, CellType):
+            return self.holder.get(self.name, MeshwrightError)  # a value that no forward reads: the name is gone
+        try:
+            return self.holder.cell_contents
+        except ValueError:
+            return MeshwrightError
+
+
+def places(model: nn.Module) -> list[Place]:
+    """Everything that a forward of the model may read outside of it."""
+    walk = _Walk(frozenset(_top(type(module).__module__) for module in model.modules()))
+    for module in model.modules():
+        if walk.enters(type(module).__module__):
+            walk.method(type(module), "forward")
+        for value in vars(module).values():  # an activation that was given, a forward that was replaced
+            while isinstance(value, partial | MethodType):
+                value = value.func if isinstance(value, partial) else value.__func__
+            if isinstance(value, FunctionType):
+                walk.function(value, type(module))
+    while walk.waiting and len(walk.seen) < _MOST:
+        walk.code(*walk.waiting.pop())
+    return walk.found
+
+
+@dataclass
+class _Walk:
+    """``packages``: those of the model's classes."""
+
+    packages: frozenset[str]
+    seen: set[tuple[int, int]] = field(default_factory=set)
+    waiting: list[tuple[FunctionType, type | None]] = field(default_factory=list)
+    found: list[Place] = field(default_factory=list)
+    known: set[tuple[int, str]] = field(default_factory=set)
+    entered: set[tuple[int, str]] = field(default_factory=set)
+
+    def enters(self, module: str | None) -> bool:
+        """Whether code of a module is the model's own."""
+        top = _top(module or "")
+        if top in sys.stdlib_module_names or top == "torch":
+            return False
+        file = getattr(sys.modules.get(module or ""), "__file__", None)
+        return top in self.packages or file is None or not Path(file).is_relative_to(_INSTALLED)
+
+    def function(self, function: FunctionType, owner: type | None) -> None:
+        """To be entered; ``owner``: the class whose attributes its ``self`` has."""
+        key = id(function), id(owner)
+        if key not in self.seen and self.enters(function.__module__):
+            self.seen.add(key)
+            self.waiting.append((function, owner))
+
+    def method(self, owner: type, name: str) -> None:
+        """What a class has under a name: code to enter, or a value that may change."""
+        for kind in owner.__mro__:
+            if name in vars(kind):
+                if self.enters(kind.__module__):
+                    self.value(Place(f"{name!r} of class {kind.__qualname__}", vars(kind), name), id(kind), owner)
+                return
+
+    def code(self, function: FunctionType, owner: type | None) -> None:
+        """Names that a function mentions, in its globals, its closure and its class."""
+        names, known = frozenset(_names(function.__code__)), function.__globals__
+        for name in sorted(names):
+            if name in known and not name.startswith("__"):
+                self.value(Place(f"global {name!r} of {function.__module__}", known, name), id(known), None, names)
+            if owner is not None:
+                self.method(owner, name)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self.value(Place(f"{name!r}, which {function.__qualname__} closes over,", cell, name), id(cell), owner, names)
+        wrapped = getattr(function, "__wrapped__", None)
+        if isinstance(wrapped, FunctionType):
+            self.function(wrapped, owner)
+
+    def value(self, place: Place, key: int, owner: type | None, names: frozenset[str] = frozenset()) -> None:
+        """One thing that is named: code is entered, values are kept, of modules and classes those that ``names`` has too.
+        ``key``: of what holds it."""
+        if (key, place.name) in self.known:
+            return
+        value = place.read()
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        if isinstance(value, property):
+            value = value.fget
+        if isinstance(value, FunctionType):
+            self.function(value, owner)
+        elif isinstance(value, ModuleType | type):
+            self._inside(value, names)
+        elif isinstance(value, (*PLAIN, *_CONTAINERS, torch.Tensor)) or (is_dataclass(value) and not isinstance(value, type)):
+            self.known.add((key, place.name))
+            self.found.append(place)
+
+    def _inside(self, value: Any, names: frozenset[str]) -> None:
+        """A module or a class that is named."""
+        of_type = isinstance(value, type)
+        if not self.enters(value.__module__ if of_type else value.__name__):
+            return
+        shown = f"class {value.__qualname__}" if of_type else value.__name__
+        every = of_type and issubclass(value, torch.autograd.Function)
+        for name in sorted(vars(value) if every else names & vars(value).keys()):
+            if not name.startswith("__") and (id(value), name) not in self.entered:
+                self.entered.add((id(value), name))
+                self.value(Place(f"{name!r} of {shown}", vars(value), name), id(value), None, names)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
