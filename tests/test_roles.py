@@ -8,12 +8,16 @@ and fill, checkpoints. Whether what runs equals one process stands in ``test_exp
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
 from meshwright.cost.cluster import Cluster
@@ -204,7 +208,8 @@ def test_an_algorithm_that_the_rule_does_not_name_is_refused() -> None:
 
 
 class Positions(nn.Module):
-    """A table added along the sequence; as a buffer it is split where its reader is."""
+    """A table added along the sequence, which as a buffer is split where its reader is; and causal attention, which is why a
+    sequence is split in two chunks a rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +217,8 @@ class Positions(nn.Module):
         self.out = nn.Linear(6, 6, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(x + self.table).square().mean()
+        h = x + self.table
+        return (h + F.scaled_dot_product_attention(*[self.out(h)[:, None]] * 3, is_causal=True)[:, 0]).square().mean()
 
 
 def positions() -> Graph:
@@ -250,3 +256,38 @@ def test_a_mirrored_axis_goes_through_file_program_and_shares() -> None:
     assert torch.equal(found["out.weight"], model.out.weight)
     wrong = from_file(replace(plan, mesh=Mesh.of(dp=2, cp=2)))
     assert plan_hash(wrong) != plan_hash(plan)
+
+
+def checkpoints(rank: int, folder: str) -> list[str]:
+    """Save under one plan, load under each of the others: contents, and what a second step makes of them."""
+    mesh, wrong = init_device_mesh("cpu", (2,)), list[str]()
+    x = torch.linspace(-1, 1, 4 * 8 * 6).reshape(4, 8, 6)
+    pins: Mapping[str, Any] = {"cp*": {"cp": 2, "zero": 1}, "dp": {"dp": 2, "zero": 3}}
+
+    def build(name: str) -> Any:
+        torch.manual_seed(len(name))  # every plan begins with other weights
+        parallel = mw.autoparallel(Positions(), mesh, (x,), pins=pins[name], progress=False)
+        return parallel, torch.optim.AdamW(parallel.parameters(), lr=0.1)
+
+    def step(parallel: Any, optimizer: Any) -> float:
+        loss = parallel(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    for source, target in (("cp*", "dp"), ("dp", "cp*")):
+        (one, its), (other, others) = build(source), build(target)
+        step(one, its)
+        one.save(f"{folder}/{source}{target}", its)
+        other.load(f"{folder}/{source}{target}", others)
+        losses = [step(one, its), step(other, others), step(one, its), step(other, others)]
+        if losses[0] != pytest.approx(losses[1], rel=1e-5) or losses[2] != pytest.approx(losses[3], rel=1e-5):
+            wrong.append(f"{source} -> {target}: {losses}")
+        if source == "cp*" and one.plan.mesh.mirrored != {"cp"}:
+            wrong.append(f"cp is not mirrored: {one.plan.mesh}")
+    return wrong
+
+
+def test_checkpoints_go_between_mirrored_and_other_plans(pool: Callable[[int], Any], tmp_path: Path) -> None:
+    assert pool(2).run(checkpoints, str(tmp_path)) == [[], []]
