@@ -19,6 +19,7 @@ from meshwright.compiler.structure.guard import Watch
 from meshwright.compiler.structure.same import aligned
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError, RunError
+from meshwright.ir.declared.experts import IMBALANCE, with_imbalance
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.declared.registered import registered_of
 from meshwright.ir.graph import Graph
@@ -38,7 +39,7 @@ def plan(
     model: nn.Module, cluster: Cluster | str, example_inputs: Any = None, *, loss_fn: Callable[..., Any] | None = None,
     optimizer: str | float = "adamw", precision: str = "fp32", pins: Pins | Mapping[str, Any] | str | None = None,
     strict: bool = False, progress: bool = False, timing: Timing | None = None, cache: str | Path | None = None,
-    headroom: float = 0.0,
+    headroom: float = 0.0, expert_imbalance: float = IMBALANCE,
 ) -> Plan:
     """Plan ``model`` on ``cluster`` ("h100:8x8", a Cluster): no processes, no GPU, any size; meta parameters are enough.
 
@@ -47,7 +48,8 @@ def plan(
     "loss", or its only scalar with a gradient. ``optimizer``: a name or the bytes of state per parameter. ``strict``: refuse
     operators without a sharding rule instead of replicating them. ``cache``: a folder in which plans are kept and looked for
     (``meshwright.cache``). ``headroom``: the part of a device's memory, beside what its context takes, that a plan leaves free
-    for communicators and the allocator. Raises InputError, CaptureError, ClusterError, PinError, PlanError.
+    for communicators and the allocator. ``expert_imbalance``: where experts are split over devices, the rows of the device that
+    gets most over the mean, as times and memory count them. Raises InputError, CaptureError, ClusterError, PinError, PlanError.
     """
     timing = timing or Timing()
     checked = _check_options(optimizer, precision, pins)
@@ -56,7 +58,7 @@ def plan(
     args, kwargs, targets = _example(model, example_inputs)
     with shown(progress) as report:
         report("capturing the model", 0.0)
-        graph = capture_model(model, args, kwargs, targets, loss_fn, precision)
+        graph = with_imbalance(capture_model(model, args, kwargs, targets, loss_fn, precision), expert_imbalance)
         timing.mark("capture")
         return _found(graph, where, checked, optimizer, precision, strict, cache, progress, report, timing)
 
@@ -71,7 +73,7 @@ def autoparallel(
     model: nn.Module, mesh: DeviceMesh | Cluster | str, example_inputs: Any = None, *,
     loss_fn: Callable[..., Any] | None = None, optimizer: str | float | None = None, precision: str | None = None,
     pins: Pins | Mapping[str, Any] | str | None = None, plan: Plan | str | Path | None = None, progress: bool = True,
-    strict: bool = False, cache: str | Path | None = None, headroom: float = 0.0,
+    strict: bool = False, cache: str | Path | None = None, headroom: float = 0.0, expert_imbalance: float = IMBALANCE,
 ) -> nn.Module:
     """Parallelize ``model`` over ``mesh``: an ``nn.Module`` whose loss, gradients and steps equal the single device's.
 
@@ -91,7 +93,8 @@ def autoparallel(
 
         def build(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module:
             return autoparallel(model, mesh, (args, kwargs), loss_fn=loss_fn, optimizer=optimizer, precision=precision,
-                                pins=pins, progress=progress, strict=strict, cache=cache, headroom=headroom)
+                                pins=pins, progress=progress, strict=strict, cache=cache, headroom=headroom,
+                                expert_imbalance=expert_imbalance)
 
         return Deferred(build, model.training)
 
@@ -102,7 +105,8 @@ def autoparallel(
         checked = mesh_pins(mesh, _check_options(optimizer or "adamw", precision or "fp32", pins))
         _check_runs(precision or "fp32" if given is None else given.precision)
         if given is None:
-            return None, capture_model(model, *_example(model, example_inputs), loss_fn, precision or "fp32"), checked
+            captured = capture_model(model, *_example(model, example_inputs), loss_fn, precision or "fp32")
+            return None, with_imbalance(captured, expert_imbalance), checked
         check_given(given, mesh, checked, optimizer, precision)
         _check_shapes(given.graph, model)
         graph = _capture_again(given, model, example_inputs, loss_fn)

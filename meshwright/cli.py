@@ -75,6 +75,7 @@ def plan_command(
     dp: Annotated[int | None, typer.Option(help="Pin the data-parallel degree.")] = None,
     shard: Annotated[int | None, typer.Option(help="Pin the ZeRO group within dp (HSDP).")] = None,
     tp: Annotated[int | None, typer.Option(help="Pin the tensor-parallel degree.")] = None,
+    ep: Annotated[int | None, typer.Option(help="Pin the data ranks over which experts are split.")] = None,
     pp: Annotated[int | None, typer.Option(help="Pin the pipeline degree.")] = None,
     schedule: Annotated[str | None, typer.Option(help="Pin the pipeline schedule.")] = None,
     virtual_stages: Annotated[int | None, typer.Option(help="Pin the stages a pipeline rank runs.")] = None,
@@ -85,6 +86,9 @@ def plan_command(
     tensor: Annotated[list[str] | None, typer.Option(help='Pin parameters: "*.down_proj.weight=[_, _@tp]".')] = None,
     strict: Annotated[bool, typer.Option(help="Refuse operators without a sharding rule.")] = False,
     headroom: Annotated[float, typer.Option(help="Part of the devices' memory to leave free, such as 0.03.")] = 0.0,
+    expert_imbalance: Annotated[float, typer.Option(
+        help="Where experts are split: rows of the device that gets most over the mean, as it is priced.",
+    )] = 1.25,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     cache: Annotated[Path | None, typer.Option(help="A folder in which plans are kept and looked for.")] = None,
     progress: Annotated[bool, typer.Option(help="A progress bar on stderr, or a line every ten seconds.")] = True,
@@ -97,7 +101,7 @@ def plan_command(
     with _errors(as_json):
         from meshwright.ir.pins import Pins
 
-        pins = Pins(dp=dp, shard=shard, tp=tp, pp=pp, zero=zero, sequence_parallel=sequence_parallel, schedule=schedule,
+        pins = Pins(dp=dp, shard=shard, tp=tp, ep=ep, pp=pp, zero=zero, sequence_parallel=sequence_parallel, schedule=schedule,
                     virtual_stages=virtual_stages, microbatches=microbatches, recompute=recompute,
                     tensors=tensor_pins(tensor or []))
         module, example = load(model, batch, sequence)
@@ -105,7 +109,8 @@ def plan_command(
         from meshwright.views import report
 
         found = plan(module, cluster_of(cluster), example, optimizer=optimizer_of(optimizer), precision=precision, pins=pins,
-                     strict=strict, progress=progress, cache=cache, headroom=headroom)
+                     strict=strict, progress=progress, cache=cache, headroom=headroom,
+                     expert_imbalance=expert_imbalance)
         if out is not None:
             found.save(out)
         if as_json:

@@ -24,6 +24,7 @@ from meshwright.compiler.structure.units import find_units, split_at
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.spread import spread
 from meshwright.footprint import Footprints
+from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.declared.registered import registered_of
 from meshwright.ir.graph import Graph
@@ -81,7 +82,7 @@ def make_plan(
     assert plan.certificate is not None
     return replace(
         _with_interval(plan, cluster), optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes",
-        notes=(*notes, *plan.notes), registered=registered_of(graph),
+        notes=(*notes, *_imbalance(plan), *plan.notes), registered=registered_of(graph),
         certificate=replace(plan.certificate, planning_seconds=dict(timing.phases)),
     )
 
@@ -144,6 +145,15 @@ def _with_interval(plan: Plan, cluster: Cluster) -> Plan:
     return replace(
         plan, predicted=replace(plan.predicted, low_seconds=likely.low * step, high_seconds=likely.high * step)
     )
+
+
+def _imbalance(plan: Plan) -> tuple[str, ...]:
+    """What a plan that splits experts over devices takes for granted of the routing."""
+    split = [op.args[0] for op in plan.graph.ops if op.target == EXPERTS for axis, factor in plan.assignments[op.name].items()
+             if len(factors_of(factor)) > 1 and plan.mesh.size(axis) > 1]
+    assumed = sorted({experts.imbalance for experts in split})
+    return tuple(f"experts are split: the fullest device is taken to get {one:g} times the mean of the rows (expert_imbalance)"
+                 for one in assumed)
 
 
 def check_experts(pins: Pins, graph: Graph, rules: Rules) -> None:

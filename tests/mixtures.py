@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 BATCH, LENGTH, VOCAB, EXPERTS = 8, 4, 32, 4
 _SIZES: Mapping[str, Any] = {
@@ -66,6 +67,52 @@ def gpt_oss(**more: Any) -> nn.Module:
     return model
 
 
+class Gshard(nn.Module):
+    """Experts by einsum over everything: tokens are dispatched to places, of which an expert has a few in every sequence, and
+    combined from there; what comes too late is dropped (Lepikhin et al. 2020)."""
+
+    def __init__(self, hidden: int = 16, width: int = 8, capacity: int = 2) -> None:
+        super().__init__()
+        self.embed, self.gate, self.head = nn.Embedding(VOCAB, hidden), nn.Linear(hidden, EXPERTS), nn.Linear(hidden, VOCAB)
+        self.up = nn.Parameter(torch.randn(EXPERTS, hidden, width) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, width, hidden) / 4)
+        self.capacity = capacity
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """[batch, sequence] ids to the loss."""
+        x = self.embed(input_ids)
+        weight, expert = self.gate(x).softmax(-1).max(-1)
+        chosen = F.one_hot(expert, EXPERTS)
+        place = (chosen.cumsum(1) - 1) * chosen
+        kept = (chosen * (place < self.capacity)).unsqueeze(-1) * F.one_hot(place.clamp(max=self.capacity - 1), self.capacity)
+        dispatch = kept.to(x.dtype)
+        sent = torch.einsum("bsec,bsh->ebch", dispatch, x)
+        made = torch.einsum("ebcw,ewh->ebch", torch.relu(torch.einsum("ebch,ehw->ebcw", sent, self.up)), self.down)
+        y = x + torch.einsum("bsec,ebch->bsh", weight[..., None, None] * dispatch, made)
+        return {"loss": F.cross_entropy(self.head(y).flatten(0, 1), labels.flatten(), ignore_index=-100)}
+
+
+class Looped(nn.Module):
+    """Experts in a list, each of which computes all tokens; those that a token did not choose count nothing."""
+
+    def __init__(self, hidden: int = 16, width: int = 8) -> None:
+        super().__init__()
+        self.embed, self.gate, self.head = nn.Embedding(VOCAB, hidden), nn.Linear(hidden, EXPERTS), nn.Linear(hidden, VOCAB)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(hidden, width), nn.SiLU(), nn.Linear(width, hidden)) for _ in range(EXPERTS)
+        )
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """[batch, sequence] ids to the loss."""
+        x = self.embed(input_ids)
+        best, chosen = self.gate(x).topk(2, dim=-1)
+        weights = torch.zeros_like(x[..., :EXPERTS]).scatter(-1, chosen, best.softmax(-1))
+        y = x
+        for index, expert in enumerate(self.experts):
+            y = y + weights[..., index : index + 1] * expert(x)
+        return {"loss": F.cross_entropy(self.head(y).flatten(0, 1), labels.flatten(), ignore_index=-100)}
+
+
 def skewed(model: nn.Module) -> nn.Module:
     """Every token's first choice is expert 0, its second expert 1; expert 3 gets none."""
     with torch.no_grad():
@@ -83,6 +130,7 @@ MAKERS: Mapping[str, Callable[..., nn.Module]] = {
         num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=0.5, **more
     ),
     "mixtral skewed": lambda **more: skewed(mixtral(**more)), "deepseek skewed": lambda **more: skewed(deepseek(**more)),
+    "einsum": Gshard, "loop": Looped,
 }
 
 

@@ -6,10 +6,12 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,18 +19,23 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright import PinError
 from meshwright.api import autoparallel
+from meshwright.compiler.placement.costs import SEND
+from meshwright.compiler.placement.placement import Placements
 from meshwright.compiler.rules.custom.inner import inner
+from meshwright.compiler.structure.same import aligned
+from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
-from meshwright.errors import CaptureError
-from meshwright.ir.declared.experts import EXPERTS
+from meshwright.errors import CaptureError, InputError
+from meshwright.ir.declared.experts import EXPERTS, with_imbalance
+from meshwright.ir.declared.operator import Work
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import Pins
-from meshwright.ir.plan import PlanError
+from meshwright.ir.plan import Plan, PlanError, Schedule
 from meshwright.ir.reading.graphs import graph_from_dict
-from meshwright.ir.serialize import graph_to_dict
-from meshwright.planner import capture_model, make_plan
+from meshwright.ir.serialize import graph_to_dict, plan_to_dict
+from meshwright.planner import capture_model, make_plan, rules_of
 from meshwright.runtime.interpret import run
-from tests.equality import differences
+from tests.equality import captured_once, differences
 from tests.mixtures import make, mixtral
 
 MIXTURES = ("mixtral", "qwen2", "qwen3", "deepseek", "gpt_oss")
@@ -104,43 +111,86 @@ def test_pins_that_cannot_be_are_refused() -> None:
         make_plan(captured(*dense("llama")), cluster, Pins(dp=4, ep=2))
 
 
-def _train(rank: int, name: str, world: int, all_pins: Sequence[Mapping[str, Any]], clip: float | None) -> list[str]:
+def test_experts_shared_out_are_placed_as_a_solution_of_the_whole_would() -> None:
+    graph = captured(*make("mixtral"), "bf16")
+    rules, _ = rules_of(graph)
+    placements = Placements(
+        graph, Cluster.parse("h100:1x8"), rules, Pins(), itemsize=2, state_bytes=8.0, recompute=("none", "selective", "full")
+    )
+    sent = []
+    for key in ((1, 1, 1, 2), (2, 2, 1, 4), (1, 2, 1, 2)):
+        derived, solved = placements.of(*key), placements._solve(*key)
+        assert derived.decode(Schedule()) == solved.decode(Schedule())
+        for mine, other in zip(derived.sequence, solved.sequence, strict=True):
+            row, want = derived.rows[mine], solved.rows[other]
+            assert row.uses == want.uses
+            for kind, vector in row.activations.items() if row.mixtures else ():
+                np.testing.assert_allclose(vector, want.activations[kind], rtol=1e-2, atol=1e-9)
+        sent.append(sum(derived.rows[row].activations["none"][SEND] for row in derived.sequence if derived.rows[row].mixtures))
+    assert sent[0] < sent[2]  # rows of one sample travel, not those of the whole batch
+
+
+def test_products_are_priced_in_the_dtype_of_the_rows_and_at_the_assumed_imbalance() -> None:
+    graph = captured(*make("mixtral"), "bf16")
+    op = next(op for op in graph.ops if op.target == EXPERTS)
+    operator, device = rules_of(graph)[0].operators[EXPERTS], Cluster.parse("h100:1x8").device
+    work = Work.of(op, graph)
+    assert (work.reads, work.makes) == (torch.bfloat16, torch.float32)
+    large = replace(work, operands=tuple(tuple(512 * n if n > 4 else n for n in shape) for shape in work.operands))
+    assert compute.seconds(operator, large, device)[0] < compute.flops(operator, large) / device.flops(torch.float32)
+    cluster, pins = Cluster.parse("h100:1x4"), Pins(dp=4, tp=1, pp=1, ep=4, zero=1, microbatches=1, recompute="none")
+    even, uneven = (make_plan(with_imbalance(graph, times), cluster, pins, precision="bf16") for times in (1.0, 4.0))
+    assert even.predicted is not None
+    assert uneven.predicted is not None
+    assert even.predicted.bytes_per_rank < uneven.predicted.bytes_per_rank
+    assert "4 times the mean of the rows" in str(uneven.notes)
+    again = aligned(Plan.from_dict(plan_to_dict(uneven)).graph, graph)
+    assert [op.args[0].imbalance for op in again.ops if op.target == EXPERTS] == [4.0, 4.0]
+    for wrong in (0.5, True, float("inf"), "2"):
+        with pytest.raises(InputError, match="expert_imbalance="):
+            with_imbalance(graph, wrong)  # type: ignore[arg-type]
+
+
+def _train(rank: int, name: str, world: int, all_pins: Sequence[Mapping[str, Any]]) -> list[str]:
     """What differs from the single process, and plans that do not split experts."""
     model, batch = make(name)
     wrong: list[str] = []
 
     def build(pins: Mapping[str, Any]) -> nn.Module:
-        parallel = autoparallel(model, init_device_mesh("cpu", (world,)), ((), batch), pins=dict(pins), progress=False)
-        plan = parallel.plan
-        for op in plan.graph.ops:
-            if op.target == EXPERTS and "ep" in pins and plan.assignments[op.name].get("ep") != "t0&e":
-                wrong.append(f"{pins}: {op.name} is split as {plan.assignments[op.name]}")
+        mesh = init_device_mesh("cpu", (world,))
+        parallel = autoparallel(model, mesh, ((), batch), pins={**PLAIN, **pins}, progress=False)
+        for op in parallel.plan.graph.ops:
+            if op.target == EXPERTS and "ep" in pins and parallel.plan.assignments[op.name].get("ep") != "t0&e":
+                wrong.append(f"{pins}: {op.name} is split as {parallel.plan.assignments[op.name]}")
         return parallel
 
-    return differences(rank, model, batch, {str(pins): partial(build, pins) for pins in all_pins}, clip) + wrong
+    with captured_once(f"mixture {name}"):
+        return differences(rank, model, batch, {str(pins): partial(build, pins) for pins in all_pins}, 1.0) + wrong
 
 
-PAIRS = {
+PLAIN: Mapping[str, Any] = {"tp": 1, "pp": 1, "recompute": "none", "microbatches": 1}
+"""Little is left to the search."""
+PAIRS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "mixtral skewed": ({"dp": 2, "ep": 2, "zero": 2, "microbatches": 2},),
-    "mixtral balanced": ({"dp": 2, "ep": 2},),
+    "mixtral balanced": ({"dp": 2, "ep": 2, "zero": 0},),
     "qwen2": ({"dp": 2, "ep": 2, "zero": 3}, {"dp": 1, "tp": 2}),
-    "deepseek skewed": ({"dp": 2, "ep": 2, "recompute": "full", "microbatches": 2},),
-    "gpt_oss": ({"dp": 2, "ep": 2}, {"dp": 1, "tp": 2}),
+    "deepseek skewed": ({"dp": 2, "ep": 2, "zero": 1, "recompute": "full", "microbatches": 2},),
+    "gpt_oss": ({"dp": 2, "ep": 2, "zero": 2}, {"dp": 1, "tp": 2}),
+    "einsum": ({"dp": 2, "zero": 2, "microbatches": 2}, {"dp": 1, "tp": 2}),
+    "loop": ({"dp": 2, "zero": 3}, {"dp": 1, "tp": 2}),
 }
-FOURS = {
+FOURS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "mixtral": ({"dp": 4, "ep": 2, "zero": 3}, {"dp": 2, "ep": 2, "tp": 2, "zero": 1, "microbatches": 2}),
     "qwen3": ({"dp": 4, "ep": 4, "zero": 2}, {"dp": 4, "ep": 2, "shard": 2, "zero": 3}),
-    "deepseek": ({"pp": 2, "dp": 2, "ep": 2, "tp": 1, "microbatches": 2, "schedule": "1f1b", "zero": 1},),
+    "deepseek": ({"pp": 2, "dp": 2, "ep": 2, "microbatches": 2, "schedule": "1f1b", "zero": 1},),
 }
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_equality_on_two_processes(name: str, pool: Callable[[int], Any]) -> None:
-    assert not pool(2).run(_train, name, 2, PAIRS[name], 1.0)[0]
+    assert not pool(2).run(_train, name, 2, PAIRS[name])[0]
 
 
 @pytest.mark.parametrize("name", FOURS)
 def test_equality_on_four_processes(name: str, pool: Callable[[int], Any]) -> None:
-    assert not pool(4).run(_train, name, 4, FOURS[name], 1.0)[0]
-
-
+    assert not pool(4).run(_train, name, 4, FOURS[name])[0]

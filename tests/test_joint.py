@@ -20,8 +20,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from meshwright.compiler.placement.choices import Scope
 from meshwright.compiler.placement.costs import Costs, Variant
-from meshwright.compiler.placement.placement import DATA, TENSOR, Placements
+from meshwright.compiler.placement.placement import TENSOR, Placements
 from meshwright.compiler.placement.problem import Problem
+from meshwright.compiler.placement.rows import DATA
 from meshwright.compiler.search.candidates import Candidate, Floors, Work, candidates, degrees_of, floor
 from meshwright.compiler.search.errors import DoesNotFitError
 from meshwright.compiler.search.fitting import Fitted

@@ -193,9 +193,12 @@ def _matmul(operator: Operator, work: Work, device: Device) -> tuple[float, floa
     forward = backward = 0.0
     left, right = _sides(operator, work)
     for batch, m, n, k in products(operator, work):
-        forward += _product(batch, m, n, k, work.makes, device)
-        backward += _product(batch, m, k, n, work.makes, device) if left else 0.0
-        backward += _product(batch, k, n, m, work.makes, device) if right else 0.0
+        forward += _product(batch, m, n, k, work.reads, device)
+        backward += _product(batch, m, k, n, work.reads, device) if left else 0.0
+        backward += _product(batch, k, n, m, work.reads, device) if right else 0.0
+    if operator.cost.moves is not None:
+        ahead, back = (bytes_ / memory_speed(device) for bytes_ in operator.cost.moves(work))
+        forward, backward = forward + ahead, backward + (back if left else 0.0)
     return forward, backward
 
 

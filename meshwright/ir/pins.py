@@ -24,7 +24,7 @@ WINDOW = "window"
 """How attention within a window runs then, whether gathering or passing by is asked for: what the window reaches is fetched."""
 NO_STAGES = "none"
 """The name of having no pipeline among schedules."""
-_COUNTS = ("dp", "tp", "pp", "virtual_stages", "stages", "microbatches", "micro_batch")
+_COUNTS = ("dp", "tp", "pp", "ep", "virtual_stages", "stages", "microbatches", "micro_batch")
 OPEN = (*_COUNTS, "zero", "schedule", "recompute")
 """Pins that may be lists of values; those that are counts may also be bounds, such as "<=4"."""
 _NAMED = ("tensors", "operators", "values", "blocks")
@@ -85,7 +85,7 @@ class Pins:
     most: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in (*_COUNTS, "shard", "cp", "ep", "ulysses"):
+        for name in (*_COUNTS, "shard", "cp", "ulysses"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise PinError(f"pin {name}={value!r} is not a positive integer")

@@ -17,7 +17,7 @@ import torch
 
 from meshwright.errors import PlanError
 from meshwright.ir.decisions import Decisions
-from meshwright.ir.declared.experts import Experts
+from meshwright.ir.declared.experts import IMBALANCE, Experts
 from meshwright.ir.gradients.custom import CustomFunction
 from meshwright.ir.graph import Graph, Ref, map_refs
 from meshwright.ir.program import DRAW, Port, Program, Segment
@@ -181,7 +181,8 @@ def packed(tree: Any) -> Any:
         both = [graph_to_dict(tree.forward), graph_to_dict(tree.backward)]
         return {"function": [tree.name, *both, list(tree.differentiable)]}
     if isinstance(tree, Experts):
-        return {"experts": [graph_to_dict(tree.graph), tree.count, tree.chosen, tree.scaled, list(tree.stacked)]}
+        assumed = [tree.imbalance] if tree.imbalance != IMBALANCE else []
+        return {"experts": [graph_to_dict(tree.graph), tree.count, tree.chosen, tree.scaled, list(tree.stacked), *assumed]}
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     raise PlanError(f"cannot write {tree!r} of type {type(tree).__name__} into a plan")

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshwright.compiler.placement.blockmodel import priced
+from meshwright.compiler.placement.blockmodel import priced, shares_of
 from meshwright.compiler.placement.costs import BACKWARD, GATHER, GATHER_ONCE, REDUCE, REDUCE_ONCE, SEND_BACK, Costs, Variant
 from meshwright.compiler.placement.costs import local_shapes as pieces
 from meshwright.compiler.structure.activations import Saved, body_shapes, operand_shapes, saved_values
@@ -190,7 +190,7 @@ class Prices:
             flops=passes * compute.flops(operator, work) * times,
             bytes_=sum(self.local_bytes(name, where) for name, where in zip(op.outputs, placed.results, strict=True)),
             forward_seconds=forward, backward_seconds=backward, again_seconds=forward if again else 0.0,
-            inside=tuple(self._inside(op, assignment, placed, times, work, sent)),
+            inside=tuple(self._inside(op, assignment, placed, times, work, sent, shares_of(op, graph, read))),
             gather_seconds=gather, reduce_seconds=reduce_, optimizer_seconds=optimizer,
         )
 
@@ -202,12 +202,13 @@ class Prices:
         return size / self.plan.mesh.size(sharding.split_axes)
 
     def _inside(
-        self, op: Op, assignment: Mapping[str, str], placed: Placed, times: int, work: Work, sent: Sequence[float]
+        self, op: Op, assignment: Mapping[str, str], placed: Placed, times: int, work: Work, sent: Sequence[float],
+        shares: Sequence[float],
     ) -> Iterator[Move]:
         """The collectives within an operator, what attention along a split sequence passes on, and what completes the model's
-        results. ``sent``: seconds of all within, forward and backward."""
+        results. ``sent``: seconds of all within, both ways; ``shares``: the part of every operand in a micro-batch."""
         rule = self.facts.rules[op.name]
-        known = self.costs.internal(rule, assignment)
+        known = self.costs.internal(rule, assignment, shares)
         waits = [max(0.0, all_ - one) * times for all_, one in zip(sent, known, strict=True)]
         for axis, factor in assignment.items():
             way = rule.ways.get(factor)
@@ -221,7 +222,7 @@ class Prices:
                 mirrored = rule.mirrors(factor, axis, self.plan.mesh)
                 fetched = way.fetched(work.operands, self.plan.mesh.size(axis), mirrored) * work.reads.itemsize
                 yield Move(axis, "p2p", "p2p", fetched, times, waits[0], waits[1])
-        for kind, axes, bytes_, back in self.costs.inside(rule, assignment):
+        for kind, axes, bytes_, back in self.costs.inside(rule, assignment, shares):
             seconds = self.costs.collective(kind, axes, bytes_) * times
             if back:
                 yield Move(",".join(axes), "", kind, bytes_, times, 0.0, seconds)

@@ -142,13 +142,11 @@ class Builder:
         flows = any(self.graph.values[name].differentiable for name in op.outputs)
         unary = np.zeros((len(found), RESOURCES))
         for row, assignment, where in zip(unary, found, placed, strict=True):
-            local = local_shapes(where, read, self.mesh, False), local_shapes(where, made, self.mesh, True)
-            work = Work.of(op, self.graph, *local)
-            seconds = priced(op, rule, assignment, operator, work, self.graph, self.costs, self.fused[op.name], read)
-            row[[FORWARD, BACKWARD, HOST, HOST_BACK, SEND, SEND_BACK]] = np.array(seconds) * times
-            row[SAVED] = sum(self.tables.bytes(op.outputs[index], where.results[index]) for index in saved)
-            row[SAVED] += saved_beside(operator, work) if flows else 0.0
-            row[TRANSIENT] = _space(operator, work)
+            fused = self.fused[op.name]
+            row[:] = called(op, rule, assignment, where, operator, self.graph, self.costs, fused, read, made, times)
+            row[SAVED] = sum(self.tables.bytes(op.outputs[index], where.results[index]) for index in saved) + (
+                row[SAVED] if flows else 0.0
+            )
         model.add(unary)
         model.op_choices.append(found)
         model.placed.append(placed)
@@ -264,6 +262,20 @@ class Builder:
         return self.tables.parameter(name, needs, variant, group, unit)
 
 
+def called(
+    op: Op, rule: OpRule, assignment: Mapping[str, str], where: Placed, operator: Operator, graph: Graph, costs: Costs,
+    fused: Fused | None, read: Sequence[tuple[int, ...]], made: Sequence[tuple[int, ...]], times: int,
+) -> Array:
+    """Resources of a call under an assignment, which runs so often a step; what it saves is what is neither an operand nor a
+    result. ``where``: the shardings; ``read``, ``made``: shapes of operands and results before they are split."""
+    row = np.zeros(RESOURCES)
+    work = Work.of(op, graph, local_shapes(where, read, costs.mesh, False), local_shapes(where, made, costs.mesh, True))
+    seconds = priced(op, rule, assignment, operator, work, graph, costs, fused, read)
+    row[[FORWARD, BACKWARD, HOST, HOST_BACK, SEND, SEND_BACK]] = np.array(seconds) * times
+    row[SAVED], row[TRANSIENT] = saved_beside(operator, work), _space(operator, work)
+    return row
+
+
 def priced(
     op: Op, rule: OpRule, assignment: Mapping[str, str], operator: Operator, work: Work, graph: Graph, costs: Costs,
     fused: Fused | None, read: Sequence[tuple[int, ...]],
@@ -273,11 +285,16 @@ def priced(
     way = next((rule.ways[name] for name in assignment.values() if name in rule.ways), None)
     counted = work if way is None else Work.of(op, graph, way.work(work.operands, read), list(work.results))
     forward, backward, *host = costs.op(op.target, operator, counted, fused)
-    inside = costs.internal(rule, assignment)
+    inside = costs.internal(rule, assignment, shares_of(op, graph, read))
     if way is not None:
         forward, backward, *waits = costs.way(rule, assignment, work.operands, work.reads.itemsize, (forward, backward))
         inside = inside[0] + waits[0], inside[1] + waits[1]
     return forward, backward, host[0], host[1], *inside
+
+
+def shares_of(op: Op, graph: Graph, read: Sequence[tuple[int, ...]]) -> list[float]:
+    """The part of every operand that is there at a time; ``read``: their shapes within a micro-batch."""
+    return [math.prod(shape) / max(1, graph.values[name].numel) for name, shape in zip(op.inputs, read, strict=True)]
 
 
 def _space(operator: Operator, work: Work) -> int:

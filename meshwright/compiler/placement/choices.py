@@ -76,6 +76,19 @@ class Scope:
                 found.update(self.of_parameters.intersection(op.inputs))
         return frozenset(found)
 
+    def splits(self, name: str, dim: int, axis: str) -> bool:
+        """Whether an operator may leave a value with this dim split over the axis: ranks that have samples split the batch of
+        what is no parameter and nothing else, tensor ranks anything but the batch."""
+        role = self.roles[axis]
+        if (role not in SAMPLED and role != TENSOR) or name in self.stored:
+            return True
+        return (self.classes.find((name, dim)) in self.batch) == (role in SAMPLED)
+
+    @cached_property
+    def stored(self) -> frozenset[str]:
+        """Parameters and buffers."""
+        return frozenset(param.value for param in self.graph.params)
+
     def _split_by_sample(self, op: Op) -> bool:
         """Whether the data axes may split the operator's samples."""
         rule, axes = self.classes.rules[op.name], [axis for axis in self.mesh.axes if self.roles[axis] in SAMPLED]

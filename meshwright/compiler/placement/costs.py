@@ -134,7 +134,7 @@ class Costs:
         """Seconds (forward, backward) of one call on LOCAL shapes, and what the host takes to start it; ``fused``: what its
         fused kernel reads and writes."""
         literals = tuple((at, arg) for at, arg in (*enumerate(work.args), *work.kwargs) if isinstance(arg, bool | int | float))
-        key = (target, work.operands, work.results, work.makes, literals, work.needs, fused)
+        key = (target, work.operands, work.results, work.reads, work.makes, literals, work.needs, fused)
         if key not in self._op:
             self._op[key] = (
                 *compute.seconds(operator, work, self.device, fused), *compute.started(operator, work, self.device, fused),
@@ -171,15 +171,18 @@ class Costs:
                     waits[at] += overlap.ring(work / ranks, send, ranks, self.device.contention) - work
         return forward, backward, waits[0], waits[1]
 
-    def internal(self, rule: OpRule, assignment: Mapping[str, str]) -> tuple[float, float]:
-        """Seconds (forward, backward) of the collectives inside an operator."""
+    def internal(self, rule: OpRule, assignment: Mapping[str, str], shares: Sequence[float] = ()) -> tuple[float, float]:
+        """Seconds (forward, backward) of the collectives inside an operator; ``shares``: see ``inside``."""
         seconds = [0.0, 0.0]
-        for kind, axes, bytes_, backward in self.inside(rule, assignment):
+        for kind, axes, bytes_, backward in self.inside(rule, assignment, shares):
             seconds[backward] += self.collective(kind, axes, bytes_)
         return seconds[0], seconds[1]
 
-    def inside(self, rule: OpRule, assignment: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...], float, bool]]:
-        """The collectives inside an operator: (kind, axes, bytes of the full buffer on one rank, whether in the backward)."""
+    def inside(
+        self, rule: OpRule, assignment: Mapping[str, str], shares: Sequence[float] = ()
+    ) -> Iterator[tuple[str, tuple[str, ...], float, bool]]:
+        """The collectives inside an operator: (kind, axes, bytes of the full buffer on one rank, whether in the backward).
+        ``shares``: the part of every operand that a micro-batch has, if not all of it."""
         for factor, traffic in rule.internal.items():
             axes = tuple(axis for axis in self.mesh.axes if assignment.get(axis) == factor)
             if axes:
@@ -190,7 +193,8 @@ class Costs:
                     if item.operand is not None:
                         dims = rule.operands[item.operand]
                         cut = self.mesh.size([axis for axis, other in assignment.items() if set(factors_of(other)) & set(dims)])
-                    yield item.kind, axes, item.elements / cut * item.itemsize, item.backward
+                    share = shares[item.operand or 0] if shares else 1.0
+                    yield item.kind, axes, item.elements * share / cut * item.itemsize, item.backward
 
     def reshard(
         self, source: Sharding, target: Sharding, bytes_: float, differentiable: bool, by_linears: bool = False
@@ -214,14 +218,20 @@ class Costs:
             return None
         forward = backward = 0.0
         for kind, axis, scale in steps_:
-            ahead, back = KINDS[kind]
-            forward += self._moved(ahead, axis, scale * bytes_) if ahead else 0.0
-            if differentiable and kind == "gather_vary" and by_linears:
-                both = self.collective(ahead, (axis,), scale * bytes_) + self.collective(back, (axis,), scale * bytes_)
-                backward += both * (1.0 - 1.0 / self.device.contention)
-            elif differentiable and back:
-                backward += self._moved(back, axis, scale * bytes_)
+            ahead, back = self.step(kind, axis, scale * bytes_, differentiable, by_linears)
+            forward, backward = forward + ahead, backward + back
         return forward, backward
+
+    def step(
+        self, kind: str, axis: str, bytes_: float, differentiable: bool, by_linears: bool = False
+    ) -> tuple[float, float]:
+        """Seconds (forward, backward) of one step of a reshard; ``bytes_``: of its full buffer on one rank."""
+        ahead, back = KINDS[kind]
+        forward = self._moved(ahead, axis, bytes_) if ahead else 0.0
+        if differentiable and kind == "gather_vary" and by_linears:
+            both = self.collective(ahead, (axis,), bytes_) + self.collective(back, (axis,), bytes_)
+            return forward, both * (1.0 - 1.0 / self.device.contention)
+        return forward, self._moved(back, axis, bytes_) if differentiable and back else 0.0
 
     def _moved(self, kind: str, axis: str, bytes_: float) -> float:
         """Seconds of a collective on activations that stay exposed."""

@@ -17,7 +17,7 @@ M bound / P.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,8 +26,10 @@ from meshwright.compiler.placement.blockmodel import ROOT, Model
 from meshwright.compiler.placement.choices import Scope, check_sequence, pays_mirrored
 from meshwright.compiler.placement.costs import RESOURCES, SAVED, SECONDS, Costs, Variant, Vector, local_shapes
 from meshwright.compiler.placement.dead_end import nothing_runs
+from meshwright.compiler.placement.expert_ranks import Ranks, shared_out
 from meshwright.compiler.placement.held import NOTHING, Held
 from meshwright.compiler.placement.problem import Problem
+from meshwright.compiler.placement.rows import DATA, EP, NONE, Mixture, Placement, Row, Use
 from meshwright.compiler.solver.chain import BlockModel, Chain, Infeasible, Solution
 from meshwright.compiler.solver.solve import solve
 from meshwright.compiler.structure.activations import operand_shapes
@@ -36,57 +38,19 @@ from meshwright.compiler.structure.folding import Folded, fold
 from meshwright.compiler.structure.microbatch import split_time
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
+from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.declared.operator import Work
-from meshwright.ir.graph import Graph, Op, Value
+from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import HEADS, Mesh, role_of
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import PlanError, Schedule
 from meshwright.ir.rule import Placed, Rules
 from meshwright.ir.sharding import Sharding
 
-DATA, EP, CONTEXT, TENSOR = "dp", "ep", "cp", "tp"
-NONE = "none"
+CONTEXT, TENSOR = "cp", "tp"
 GAP = 1e-4
 _LIGHT = 1e-3
 """Seconds that all saved bytes of a placement may weigh, as a part of its time: of equals the one that saves less."""
-
-
-@dataclass(frozen=True)
-class Use:
-    """A parameter or buffer as a position reads it. ``group``: trainable elements of its unit; ``first``: the position that a
-    tied weight is charged to where all its readers share a rank."""
-
-    value: Value
-    need: Sharding
-    trainable: bool
-    group: float
-    first: bool = True
-
-
-@dataclass(frozen=True)
-class Row:
-    """One distinct position of a placement: see the head of this file."""
-
-    activations: Mapping[str, Vector]
-    weight: float
-    uses: tuple[Use, ...]
-    block: bool
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The solved placement. ``rows``; ``sequence``: the row of every position of the whole graph; ``crossing``: bytes behind
-    each; ``outputs``: bytes; ``bound <= least seconds of a micro-batch <= seconds``."""
-
-    tensor: int
-    samples: int
-    rows: tuple[Row, ...]
-    sequence: tuple[int, ...]
-    crossing: tuple[float, ...]
-    outputs: float
-    seconds: float
-    bound: float
-    decode: Callable[[Schedule], tuple[dict[str, dict[str, str]], dict[str, Sharding]]]
 
 
 class Placements:
@@ -110,7 +74,8 @@ class Placements:
         choices fit together."""
         key = (tensor, samples, context, expert)
         if key not in self._known:
-            self._known[key] = self._solve(*key)
+            found = self._shared_out(*key) if expert > 1 and not self.held else None
+            self._known[key] = self._solve(*key) if found is None else found
         return self._known[key]
 
     @property
@@ -118,22 +83,49 @@ class Placements:
         """Placements solved so far."""
         return len(self._known)
 
-    def _solve(self, tensor: int, samples: int, context: int, expert: int) -> Placement:
-        graph = self.folded.graph
-        pieces = batch_size(graph) // samples
-        most = self.cluster.world // (tensor * context)
+    def _shared_out(self, tensor: int, samples: int, context: int, expert: int) -> Placement | None:
+        """The placement from that in which every rank has all experts, where that has as many data ranks."""
+        data = self._data(tensor, samples, context, 1)
+        if data % expert:
+            return None
+        base = self.of(tensor, samples, context)
+        meshes = [self._mesh(data, tensor, context, one) for one in (expert, 1)]
+        count = batch_size(self.folded.graph) // samples // data
+        schedule = self._schedule(count)
+        there, here = (
+            Ranks(self.folded.graph, self._scope(mesh, count), self._costs(mesh, count), schedule) for mesh in meshes
+        )
+        return shared_out(base, there, here)
+
+    def _data(self, tensor: int, samples: int, context: int, expert: int) -> int:
+        """The most data ranks, of which ``expert`` share out the experts."""
+        pieces, most = batch_size(self.folded.graph) // samples, self.cluster.world // (tensor * context)
         data = max((d for d in range(expert, most + 1, expert) if pieces % d == 0), default=0)
         if not data:
             raise PlanError(f"ep={expert} data ranks do not divide the batch into pieces of {samples}")
+        return data
+
+    def _mesh(self, data: int, tensor: int, context: int, expert: int) -> Mesh:
         axes = {DATA: data // expert, **({EP: expert} if expert > 1 else {})}
         heads = self.pins.near(context)
         axes |= {CONTEXT: context // heads} if context > 1 else {}
         axes |= {**({HEADS: heads} if heads > 1 else {}), TENSOR: tensor}
-        both = context > 1 and pays_mirrored(graph, self.rules, self.pins)
+        both = context > 1 and pays_mirrored(self.folded.graph, self.rules, self.pins)
         both = context > 1 and self.held.mirrored if self.held.mirrored is not None else both
-        mesh, count = Mesh(tuple(axes), tuple(axes.values()), frozenset({CONTEXT} if both else ())), pieces // data
-        schedule = split_time(graph, self.rules, count, batch_inputs(graph))
-        costs = Costs(self.cluster, mesh, microbatches=count, itemsize=self.itemsize, state_bytes=self.state_bytes)
+        return Mesh(tuple(axes), tuple(axes.values()), frozenset({CONTEXT} if both else ()))
+
+    def _schedule(self, count: int) -> Schedule:
+        graph = self.folded.graph
+        return split_time(graph, self.rules, count, batch_inputs(graph))
+
+    def _costs(self, mesh: Mesh, count: int) -> Costs:
+        return Costs(self.cluster, mesh, microbatches=count, itemsize=self.itemsize, state_bytes=self.state_bytes)
+
+    def _solve(self, tensor: int, samples: int, context: int, expert: int) -> Placement:
+        data = self._data(tensor, samples, context, expert)
+        mesh, count = self._mesh(data, tensor, context, expert), batch_size(self.folded.graph) // samples // data
+        axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
+        schedule, costs = self._schedule(count), self._costs(mesh, count)
         kept = tuple(axis for axis in (DATA, EP, CONTEXT, HEADS) if axes.get(axis, 1) > 1)
         variants = [Variant(0, kept, (), kind) for kind in self.recompute]
         scope = self._scope(mesh, count)
@@ -193,7 +185,7 @@ class _Reader:
         slack = max(0.0, 1.0 - self.solution.gap - _LIGHT * 2)
         return Placement(
             tensor, samples, tuple(rows), tuple(sequence), tuple(self._crossing()), self._outputs(), seconds, seconds * slack,
-            self.decode,
+            self.decode, self.chain.time, {op.name: op.args[0] for op in self.owner.graph.ops if op.target == EXPERTS},
         )
 
     # one position
@@ -214,7 +206,25 @@ class _Reader:
             if block and 0 < number < len(kind.variants):
                 more = kind.variants[number].cost(chosen) - kind.variants[0].cost(chosen)
             activations[name] = self._per_microbatch(plain + more)
-        return Row(activations, self._weight(at, chosen), self._uses(at, chosen, charged), block)
+        return Row(
+            activations, self._weight(at, chosen), self._uses(at, chosen, charged), block, self._mixtures(at, chosen, block)
+        )
+
+    def _mixtures(self, at: int, chosen: Sequence[int], block: bool) -> tuple[Mixture, ...]:
+        graph, model, tables = self.owner.folded.graph, self.problem.model(at), self.problem.tables
+        first, found = self.problem.serves(at), list[Mixture]()
+        variants = len(self.chain.kinds[self.chain.sequence[at]].variants)
+        for i, op in enumerate(self.problem.positions[first].ops(graph)):
+            if op.target != EXPERTS:
+                continue
+            again = {
+                name: self.problem.again(first, i, name if block and 0 < number < variants else NONE)
+                for number, name in enumerate(self.owner.recompute)
+            }
+            read = operand_shapes(op, graph, self.owner.rules[op.name], tables.schedule)
+            shapes = read, [tables.shapes[name] for name in op.outputs]
+            found.append(Mixture(op, model.placed[i][chosen[i]], model.op_choices[i][chosen[i]], again, shapes))
+        return tuple(found)
 
     def _per_microbatch(self, vector: Vector) -> Vector:
         """Seconds of a step -> of a micro-batch; bytes are of one already."""

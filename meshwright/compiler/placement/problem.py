@@ -79,7 +79,8 @@ class Problem:
         self.root_variants = (self.held.kept[""],) if "" in self.held.kept else tuple(root_variants)
         shapes = body_shapes(self.graph, rules, schedule)
         self.tables = ResourceTables(
-            self.graph, scope.mesh, schedule, costs, shapes, saved_values(self.graph, rules.operators), scope.of_parameters
+            self.graph, scope.mesh, schedule, costs, shapes, saved_values(self.graph, rules.operators), scope.of_parameters,
+            scope.splits,
         )
         self.positions, whole = cut(self.graph)
         self.tied = several_readers(self.graph)
@@ -218,6 +219,13 @@ class Problem:
             table = through(e.table, maker in lasting or maker in skipped or (e.j in skipped and e.j != last))
             edges.append(Edge(e.i, e.j, table, e.rows, e.cols))
         return changed, edges
+
+    def again(self, number: int, var: int, recompute: str) -> Array:
+        """What becomes of the resources of a block's operator under a recomputation, as a matrix."""
+        if recompute == "none":
+            return np.eye(RESOURCES)
+        skipped = var in self._lasting(number, recompute) or var in self._skipped(number)[1]
+        return SKIPPED if skipped else AGAIN
 
     def _results(self, number: int, model: Model, var: int) -> list[float]:
         """Bytes of what an operator makes under each of its choices; of a sum that is pending, and of its pieces after it."""

@@ -6,13 +6,14 @@ same ones. Shapes are those of one micro-batch; seconds are those of the whole s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.compiler.placement.costs import RESOURCES, SAVED, SEND, SEND_BACK, Costs, Unit, Variant
+from meshwright.compiler.placement.paths import paths
 from meshwright.compiler.structure.activations import Saved, Shape
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh
@@ -20,21 +21,23 @@ from meshwright.ir.plan import Schedule
 from meshwright.ir.sharding import Sharding, ceil_div
 
 Array = NDArray[np.float64]
+Opened = tuple[tuple[int, ...], ...]
+"""For every axis the dims that it may split."""
 
 
 class ResourceTables:
     """The tables of one graph on one mesh. ``shapes``: of every value within a micro-batch; ``apart``: values whose gradients
-    may be summed later (``Scope.of_parameters``)."""
+    may be summed later (``Scope.of_parameters``); ``splits``: whether an axis may split a dim of a value (``Scope.splits``)."""
 
     def __init__(
         self, graph: Graph, mesh: Mesh, schedule: Schedule, costs: Costs, shapes: Mapping[str, Shape], saved: Saved,
-        apart: frozenset[str] = frozenset(),
+        apart: frozenset[str] = frozenset(), splits: Callable[[str, int, str], bool] = lambda name, dim, axis: True,
     ) -> None:
         self.graph, self.mesh, self.schedule, self.costs, self.apart = graph, mesh, schedule, costs, apart
-        self.shapes, self.saved = shapes, saved
+        self.shapes, self.saved, self.splits = shapes, saved, splits
         self.trainable = {param.value: param.trainable for param in graph.params}
         self._tables: dict[object, Array] = {}
-        self._states: dict[tuple[Shape, bool], list[Sharding]] = {}
+        self._states: dict[tuple[Shape, bool, Opened], list[Sharding]] = {}
         prologue = [op for op in graph.ops if op.name in schedule.prologue]
         self._once = {name for op in prologue for name in op.outputs}
 
@@ -47,18 +50,21 @@ class ResourceTables:
 
     def states(self, name: str) -> list[Sharding]:
         """Every sharding in which an operator could leave a value, in a fixed order."""
-        key = shape, apart = self.shapes[name], name in self.apart
+        shape, apart = self.shapes[name], name in self.apart
+        axes = [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
+        opened = tuple(tuple(dim for dim in range(len(shape)) if self.splits(name, dim, axis)) for axis in axes)
+        key = shape, apart, opened
         if key not in self._states:
             states = [Sharding.whole(len(shape))]
-            for axis in self.mesh.axes:
-                if self.mesh.size(axis) > 1:
-                    states = states + [more for state in states for more in self._one_more(state, axis, shape, apart)]
+            for axis, dims in zip(axes, opened, strict=True):
+                states = states + [more for state in states for more in self._one_more(state, axis, shape, apart, dims)]
             self._states[key] = states
         return self._states[key]
 
-    def _one_more(self, state: Sharding, axis: str, shape: Shape, apart: bool) -> list[Sharding]:
+    def _one_more(self, state: Sharding, axis: str, shape: Shape, apart: bool, opened: Sequence[int]) -> list[Sharding]:
         size, found = self.mesh.size(axis), []
-        for dim, length in enumerate(shape):
+        for dim in opened:
+            length = shape[dim]
             parts = self.mesh.size(state.dims[dim]) * size
             uneven = not state.dims[dim] and length > (size - 1) * ceil_div(length, size)
             if length > 1 and (length % parts == 0 or uneven):
@@ -89,19 +95,19 @@ class ResourceTables:
         key = (self.shapes[name], value.dtype, value.differentiable, kept, shard, by_maker, times, saving, sources, targets)
         if key in self._tables:
             return self._tables[key]
-        whole = self._whole(name)
+        whole, ways = self._whole(name), paths(sources, targets)
         table = np.zeros((len(sources), len(targets), RESOURCES))
-        for a, source in enumerate(sources):
-            for b, target in enumerate(targets):
-                seconds = self.costs.reshard(source, target, whole, value.differentiable, by_linears=shard)
-                if seconds is None:
-                    table[a, b] = np.inf
-                    continue
-                table[a, b, SEND], table[a, b, SEND_BACK] = seconds[0] * times, seconds[1] * times
-                same = source.at_rest() == target.at_rest()
-                if kept and (not same or (saving and not by_maker)):
-                    gathered = shard and not same and target.varying and not source.partial
-                    table[a, b, SAVED] = whole / self.mesh.size((source if gathered else target).split_axes)
+        if ways.steps:
+            seconds = np.array([
+                self.costs.step(kind, axis, whole / self.mesh.size(split), value.differentiable, by_linears=shard)
+                for kind, axis, split in ways.steps
+            ])
+            table[:, :, [SEND, SEND_BACK]] = ways.counts @ (times * seconds)
+        if kept:
+            parts = [[self.mesh.size(one.split_axes) for one in ends] for ends in (sources, targets)]
+            pieces = np.where(ways.gathered & shard, np.array(parts[0])[:, None], np.array(parts[1])[None, :])
+            table[:, :, SAVED] = np.where(ways.same & (not saving or by_maker), 0.0, whole / pieces)
+        table[ways.impossible] = np.inf
         self._tables[key] = table
         return table
 

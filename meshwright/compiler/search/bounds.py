@@ -26,7 +26,8 @@ from functools import cached_property
 import numpy as np
 
 from meshwright.compiler.placement.costs import HOST
-from meshwright.compiler.placement.placement import NONE, Placement, Placements
+from meshwright.compiler.placement.placement import Placements
+from meshwright.compiler.placement.rows import NONE, Placement
 from meshwright.compiler.search.candidates import Candidate, Floors, Work, degrees_of, floor, ways_of
 from meshwright.compiler.search.evaluate import Evaluator
 from meshwright.compiler.search.stage_costs import StageCosts, Units

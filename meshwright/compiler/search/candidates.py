@@ -283,7 +283,7 @@ class Floors:
             flops = compute.flops(operator, Call.of(op, graph))
             if flops:
                 passes = 1.0 + sum(graph.values[name].differentiable for name in op.inputs[:2]) if op.inputs else 1.0
-                seconds += _fastest(operator, flops, passes, graph.values[op.outputs[0]].dtype, device)
+                seconds += _fastest(operator, flops, passes, graph.values[op.inputs[0]].dtype, device)
         self.sample = seconds / batch_size(graph)
 
     def work(self, candidate: Candidate) -> Work:

@@ -28,7 +28,7 @@ from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import least_in_flight, received
 from meshwright.compiler.pipeline.intervals import OutsideSeconds
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK
-from meshwright.compiler.placement.placement import NONE, Placement
+from meshwright.compiler.placement.rows import NONE, Placement
 from meshwright.compiler.search.candidates import Candidate
 from meshwright.compiler.search.errors import DoesNotFitError
 from meshwright.compiler.search.stage_costs import Array, Degrees, StageCosts, Units

@@ -13,7 +13,8 @@ from itertools import pairwise
 
 from meshwright.compiler.placement.held import Held, variant_of
 from meshwright.compiler.placement.pinned import held_by, kept_by
-from meshwright.compiler.placement.placement import NONE, Placements
+from meshwright.compiler.placement.placement import Placements
+from meshwright.compiler.placement.rows import NONE
 from meshwright.compiler.search.blockwise import held_layout
 from meshwright.compiler.search.candidates import Candidate, Layout
 from meshwright.compiler.search.evaluate import Evaluation, Evaluator

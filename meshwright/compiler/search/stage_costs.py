@@ -42,7 +42,8 @@ from meshwright.compiler.placement.costs import (
     Variant,
     Vector,
 )
-from meshwright.compiler.placement.placement import CONTEXT, DATA, EP, NONE, TENSOR, Placement, Row
+from meshwright.compiler.placement.placement import CONTEXT, TENSOR
+from meshwright.compiler.placement.rows import DATA, EP, NONE, Placement, Row
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
 from meshwright.ir.mesh import HEADS, PP, Mesh

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.errors import PlanError
+from meshwright.ir.declared.experts import balanced
 from meshwright.ir.graph import Graph, Op, Param, map_refs
 from meshwright.ir.serialize import digest, elements, packed
 from meshwright.ir.sharding import DTYPE_NAMES
@@ -70,7 +71,7 @@ class _Known:
             self.ops[op.name] = digest([self.made[name] for name in op.outputs])
 
     def known(self, tree: Any) -> Any:
-        return packed(map_refs(tree, lambda ref: self.made[ref.name]))
+        return packed(map_refs(balanced(tree), lambda ref: self.made[ref.name]))
 
     def kind(self, name: str) -> list[Any]:
         value = self.graph.values[name]

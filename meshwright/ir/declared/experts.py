@@ -22,10 +22,12 @@ token for one of its experts; rows lie sorted by expert, and ``Experts.graph`` s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from meshwright.errors import InputError
 from meshwright.ir.gradients.custom import content
 from meshwright.ir.graph import Graph, Ref
 
@@ -35,6 +37,8 @@ GROUPED = "mw.grouped_linear"
 ROWS, IDS, ENDS, WEIGHTS = range(4)
 """Positions of the inputs of ``Experts.graph`` that are no operands."""
 GIVEN = 4
+IMBALANCE = 1.25
+"""Rows of the rank that gets most over the mean, where experts are split: assumed, as a balanced router leaves them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +49,7 @@ class Experts:
     ``count``: number of experts. ``chosen``: experts of a token.
     ``scaled``: the answers are multiplied by ``weights`` after all else, where the tokens are; otherwise the graph reads them.
     ``stacked``: for every operand whether its first dim is the experts.
+    ``imbalance``: rows of the fullest rank over the mean where experts are split; what prices assume, not what is computed.
     """
 
     graph: Graph
@@ -52,6 +57,7 @@ class Experts:
     chosen: int
     scaled: bool
     stacked: tuple[bool, ...]
+    imbalance: float = field(default=IMBALANCE, kw_only=True)
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -76,6 +82,25 @@ class Experts:
 
     def __repr__(self) -> str:
         return f"{self.count} experts"
+
+
+def with_imbalance(graph: Graph, imbalance: float) -> Graph:
+    """The graph whose mixtures are priced with this imbalance. Raises InputError for less than 1."""
+    if isinstance(imbalance, bool) or not isinstance(imbalance, int | float) or not 1.0 <= imbalance < math.inf:
+        raise InputError(f"expert_imbalance={imbalance!r} is not the rows of the fullest rank over the mean: give 1 (even "
+                         "routing) or more, such as 1.25")
+    ops = tuple(
+        replace(op, args=(replace(op.args[0], imbalance=float(imbalance)), *op.args[1:])) if op.target == EXPERTS else op
+        for op in graph.ops
+    )
+    return replace(graph, ops=ops)
+
+
+def balanced(tree: Any) -> Any:
+    """Arguments without what only prices read."""
+    if isinstance(tree, tuple | list):
+        return type(tree)(map(balanced, tree))
+    return replace(tree, imbalance=IMBALANCE) if isinstance(tree, Experts) else tree
 
 
 def arguments(args: tuple[Any, ...]) -> tuple[Experts, Ref, Ref, Ref | None, tuple[Ref, ...]]:

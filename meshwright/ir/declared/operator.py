@@ -119,6 +119,7 @@ class Cost:
 
     ``kind``: see the head of this file.
     ``products``: the matrix products that it consists of, (batch, m, n, k) each; ``kind`` is "matmul".
+    ``moves``: bytes that it reads and writes beside its products: (forward, backward).
     ``left``: the operand that is the left side of the products; those after it are the right side.
     ``space``: bytes that it needs beside operands, results and gradients while it runs: (forward, backward).
     ``passes``: positions of the operands whose gradient is the result's, or shows its memory.
@@ -139,6 +140,7 @@ class Cost:
     order: Callable[[Work], Sequence[int]] | None = None
     copies: Callable[[Work], bool] | None = None
     looked: Bytes | None = None
+    moves: Callable[[Work], tuple[float, float]] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

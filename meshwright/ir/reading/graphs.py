@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from meshwright.errors import MeshwrightError, PlanError
-from meshwright.ir.declared.experts import GIVEN, Experts
+from meshwright.ir.declared.experts import GIVEN, IMBALANCE, Experts
 from meshwright.ir.gradients.custom import CustomFunction
 from meshwright.ir.graph import Block, Graph, Op, Param, Ref, Value, refs
 from meshwright.ir.operators import TARGET
@@ -110,7 +110,7 @@ def _function(field: Field) -> CustomFunction:
 
 def _experts(field: Field) -> Experts:
     """What experts do with a row: a graph of plain operators."""
-    body, count, chosen, scaled, stacked = field.row(5)
+    body, count, chosen, scaled, stacked, *assumed = field.row(min(6, max(5, len(field.items()))))
     graph = read_graph(body, function=True)
     flags = tuple(item.flag() for item in stacked.items())
     numbers = count.count(), chosen.count()
@@ -118,7 +118,10 @@ def _experts(field: Field) -> Experts:
     fits = len(graph.inputs) == GIVEN + len(flags) and isinstance(graph.output_tree, tuple) and len(graph.output_tree) == 1
     if not fits or not isinstance(graph.output_tree[0], Ref) or 0 in numbers or not all(rows) or not rows[0][0]:
         raise field.wrong("the graph of one row of some experts")
-    return Experts(graph, *numbers, scaled.flag(), flags)
+    imbalance = assumed[0].number(finite=True) if assumed else IMBALANCE
+    if imbalance < 1.0:
+        raise assumed[0].wrong("rows of the fullest rank over the mean, 1 or more")
+    return Experts(graph, *numbers, scaled.flag(), flags, imbalance=imbalance)
 
 
 _GRAPHS: Mapping[str, Callable[[Field], Any]] = {"function": _function, "experts": _experts}

@@ -6,8 +6,8 @@ Splitting *t alone is data parallelism: experts are read differently on each ran
 its own experts, a term of a sum. Splitting both by one axis (``t0&e``) is expert parallelism: every rank has its tokens and its
 experts, and tokens travel. Splitting f makes terms of a sum (``rules.custom.inner``).
 
-Rows of a rank are those of its tokens: what experts get is uneven, ``IMBALANCE`` says by how much the fullest rank exceeds
-that.
+Rows of a rank are those of its tokens: what experts get is uneven, ``Experts.imbalance`` says by how much the fullest rank
+exceeds that.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ from meshwright.ir.declared.experts import EXPERTS, GROUPED, ROWS, WEIGHTS, Expe
 from meshwright.ir.declared.operator import Cost, Product, Saves, Work
 from meshwright.ir.graph import Op
 from meshwright.ir.rule import TOGETHER, Factor, Local, OpRule, RuleError, Traffic, factors_of
-
-IMBALANCE = 1.25
-"""Rows of the rank that gets most over the mean, where experts are split: assumed, as a balanced router leaves them."""
 
 
 def _experts(call: Call) -> OpRule:
@@ -51,7 +48,7 @@ def _experts(call: Call) -> OpRule:
         rows.append(dims)
     units = {"f": width.units} if width is not None else {}
     together = tuple(f"{factor}{TOGETHER}e" for factor in tokens)
-    slots, size = math.prod(ids.shape), x.dtype.itemsize
+    slots, size = math.ceil(math.prod(ids.shape) * experts.imbalance), x.dtype.itemsize
     moved = tuple(
         Traffic("all_to_all", slots * (x.shape[-1] if there else call.shape[-1]), size, backward, x.position)
         for backward in (False, True) for there in (True, False)
@@ -78,7 +75,7 @@ def _rows(work: Work) -> int:
     """Rows that this rank answers: those of its tokens, more where experts are split."""
     experts: Experts = work.args[0]
     mine = math.prod(work.operands[0][:-1]) * experts.chosen
-    return math.ceil(mine * (IMBALANCE if _here(work) < experts.count else 1.0))
+    return math.ceil(mine * (experts.imbalance if _here(work) < experts.count else 1.0))
 
 
 def _first(work: Work) -> int:
@@ -143,6 +140,25 @@ def _kept(work: Work) -> float:
     return _rows(work) * (moved + sum(widths[name] for name in kept if name in widths))
 
 
+def _moves(work: Work) -> tuple[float, float]:
+    """Bytes that rows pass through memory, forward and backward: picked from the tokens, sorted by expert where they arrived
+    from other ranks, read and written by what lies between the products, put back, weighed and summed. What lies between is
+    counted as one kernel; in the backward every pass has one like it, and one more reads what was kept."""
+    experts: Experts = work.args[0]
+    widths, graph = _widths(work), experts.graph
+    row, answer = widths[graph.inputs[ROWS]], widths[experts.output]
+    passes = 2.0 * row + 3.0 * answer  # picked; zeros, put, read
+    if _here(work) < experts.count:
+        passes += 2.0 * row + 3.0 * answer
+    if experts.scaled and work.args[3] is not None:
+        passes += 2.0 * answer
+    products = [op for op in graph.ops if op.target == GROUPED]
+    made = {name for op in products for name in op.outputs} - {experts.output}
+    read = {op.args[0].name for op in products} - {graph.inputs[ROWS]}
+    between = sum(widths[name] for name in made | read if name in widths)
+    return _rows(work) * (passes + between), _rows(work) * (passes + 2.0 * between)
+
+
 def _space(work: Work) -> tuple[float, float]:
     """Answers at their slots and times their weights; in the backward the gradients of these, or of the widest rows."""
     experts: Experts = work.args[0]
@@ -160,6 +176,6 @@ def _saves(args: tuple[object, ...]) -> Saves:
 
 
 RULES: Mapping[str, Declaration] = {
-    EXPERTS: declare(_experts, cost=Cost("matmul", products=_products, space=_space), saves_of=_saves),
+    EXPERTS: declare(_experts, cost=Cost("matmul", products=_products, space=_space, moves=_moves), saves_of=_saves),
     GROUPED: declare(None, cost=Cost("matmul", products=lambda work: ()), saves="0:1 1:0"),
 }

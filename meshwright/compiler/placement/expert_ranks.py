@@ -1,0 +1,149 @@
+"""The placement in which data ranks share out the experts, from the one in which each has them all.
+
+To everything but the mixtures the ranks of ``ep`` are data ranks, so of two placements with the same data, tensor and sequence
+ranks only the calls of ``mw.experts`` differ: in their work, in the rows that travel, in the experts that a rank keeps. Solving
+each degree anew would give the same choices for all the rest. So the mixtures are priced anew and their rows exchanged::
+
+    row.activations[r] += M_r (call with experts split - call with all experts)      M_r: what recomputation r makes of a call
+
+A call may split the inner width or the experts over tensor ranks, whichever is faster, as long as it reads and leaves tokens as
+before. What of these is fastest is taken to be what a solution of the whole would take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.compiler.placement.blockmodel import called
+from meshwright.compiler.placement.choices import Scope, choices
+from meshwright.compiler.placement.costs import BACKWARD, FORWARD, SAVED, SEND, SEND_BACK, Costs, local_shapes
+from meshwright.compiler.placement.rows import DATA, EP, NONE, Mixture, Placement, Row
+from meshwright.cost import compute
+from meshwright.ir.declared.operator import Operator, Work
+from meshwright.ir.graph import Graph
+from meshwright.ir.plan import Schedule
+from meshwright.ir.rule import OpRule, Placed, factors_of, place
+from meshwright.ir.sharding import Sharding
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What prices a call on one mesh. ``schedule``: of micro-batches."""
+
+    graph: Graph
+    scope: Scope
+    costs: Costs
+    schedule: Schedule
+
+    def call(self, mixture: Mixture, rule: OpRule, operator: Operator, assignment: Mapping[str, str]) -> tuple[Placed, Array]:
+        """Where operands and results lie, and the resources of a micro-batch."""
+        op, mesh = mixture.op, self.costs.mesh
+        where = place(rule, assignment, mesh, [self.graph.values[name].differentiable for name in op.inputs])
+        found = called(op, rule, assignment, where, operator, self.graph, self.costs, None, *mixture.shapes, 1)
+        if not any(self.graph.values[name].differentiable for name in op.outputs):
+            found[SAVED] = 0.0
+        return where, found
+
+    def weights(self, mixture: Mixture, operator: Operator, where: Placed) -> float:
+        """Seconds of a micro-batch's backward that only weights wait for."""
+        op, graph = mixture.op, self.graph
+        mesh, (read, made) = self.costs.mesh, mixture.shapes
+        weights = {param.value for param in graph.params if param.trainable}
+        both = Work.of(op, graph, local_shapes(where, read, mesh, False), local_shapes(where, made, mesh, True))
+        needs = tuple(need and name not in weights for need, name in zip(both.gradients, op.inputs, strict=True))
+        device = self.costs.device
+        return compute.seconds(operator, both, device)[1] - compute.seconds(operator, replace(both, needs=needs), device)[1]
+
+
+def shared_out(base: Placement, ranks: Ranks, before: Ranks) -> Placement | None:
+    """The placement on the mesh of ``ranks``, from one on the mesh of ``before``, whose data ranks are as many; None where a
+    mixture cannot be split so, placed as it is."""
+    into = (DATA, EP) if ranks.costs.mesh.size(DATA) > 1 else (EP,)
+    ways: dict[object, dict[str, str]] = {}
+    rows = []
+    for row in base.rows:
+        changed = _row(row, ranks, before, into, ways)
+        if changed is None:
+            return None
+        rows.append(changed)
+    seconds = float(sum(base.time(rows[number].activations[NONE]) for number in base.sequence))
+
+    def decode(schedule: Schedule) -> tuple[dict[str, dict[str, str]], dict[str, Sharding]]:
+        assignments, copies = base.decode(schedule)
+        split = {name: ways.get(_key(calls.get(name), one)) or _also(one, into) for name, one in assignments.items()}
+        return split, {name: _renamed(one, into) for name, one in copies.items()}
+
+    calls = base.calls
+    return replace(base, rows=tuple(rows), seconds=seconds, bound=seconds * base.bound / base.seconds, decode=decode)
+
+
+def _key(experts: object, assignment: Mapping[str, str]) -> object:
+    return experts, frozenset(assignment.items())
+
+
+def _row(
+    row: Row, ranks: Ranks, before: Ranks, into: tuple[str, ...], ways: dict[object, dict[str, str]]
+) -> Row | None:
+    """One row; ``ways`` gathers how mixtures are split, by what they are and how they were."""
+    activations, weight, moved = dict(row.activations), row.weight, dict[str, Sharding]()
+    rules = ranks.scope.classes.rules
+    for mixture in row.mixtures:
+        op, key = mixture.op, _key(mixture.op.args[0], mixture.assignment)
+        rule, operator = rules[op.name], rules.operators[op.target]
+        found = ways.get(key) or _best(mixture, rule, operator, ranks, into)
+        if found is None:
+            return None
+        ways[key] = found
+        where, after = ranks.call(mixture, rule, operator, found)
+        was, once = before.call(mixture, rule, operator, mixture.assignment)
+        activations = {kind: vector + (after - once) @ mixture.again[kind] for kind, vector in activations.items()}
+        weight += ranks.weights(mixture, operator, where) - before.weights(mixture, operator, was)
+        moved.update(zip(op.inputs, where.operands, strict=True))
+    uses = tuple(replace(use, need=moved.get(use.value.name) or _renamed(use.need, into)) for use in row.uses)
+    return replace(row, activations=activations, weight=weight, uses=uses)
+
+
+def _best(
+    mixture: Mixture, rule: OpRule, operator: Operator, ranks: Ranks, into: tuple[str, ...]
+) -> dict[str, str] | None:
+    """The fastest way to split a mixture's experts that reads and leaves tokens as before."""
+    op, tokens = mixture.op, len(mixture.op.inputs) - len(mixture.op.args[4])
+
+    def ends(placed: Placed) -> list[Sharding]:
+        return [*placed.operands[:tokens], *placed.results]
+
+    wanted = [_renamed(one, into) for one in ends(mixture.placed)]
+    best: tuple[float, dict[str, str]] | None = None
+    for assignment in choices(op, rule, ranks.scope, ranks.schedule.time.get(op.name)):
+        where, vector = ranks.call(mixture, rule, operator, assignment)
+        seconds = float(vector[[FORWARD, BACKWARD, SEND, SEND_BACK]].sum())
+        splits = EP in assignment and len(factors_of(assignment[EP])) > 1
+        if splits and ends(where) == wanted and (best is None or seconds < best[0]):
+            best = seconds, assignment
+    return None if best is None else best[1]
+
+
+def _also(assignment: Mapping[str, str], into: tuple[str, ...]) -> dict[str, str]:
+    """What the data axis splits, all axes in its place."""
+    found: dict[str, str] = {}
+    for axis, factor in assignment.items():
+        found.update(dict.fromkeys(into if axis == DATA else (axis,), factor))
+    return found
+
+
+def _renamed(sharding: Sharding, into: tuple[str, ...]) -> Sharding:
+    """With all axes in place of the data axis."""
+
+    def all_of(axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(new for axis in axes for new in (into if axis == DATA else (axis,)))
+
+    return replace(
+        sharding, dims=tuple(map(all_of, sharding.dims)), partial=frozenset(all_of(sorted(sharding.partial))),
+        varying=frozenset(all_of(sorted(sharding.varying))),
+    )
