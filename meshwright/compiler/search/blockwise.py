@@ -29,7 +29,7 @@ from meshwright.ir.pins import PinError, vars_of
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Prediction
 
-SOLVE_SECONDS = 10.0
+SOLVE_SECONDS = 3.0
 """Limit of one solve, in nominal seconds: what was done is counted, not a clock."""
 
 

@@ -97,11 +97,12 @@ def _made(sweep: Sweep, fits: Fits, timing: Timing, refined: Refined) -> Plan | 
         found = sweep.open[0]
         try:
             to_beat = math.inf if best is None else best.seconds
-            sweep.take(found, made := _plan_of(found, sweep, plans, fits, timing, to_beat, refined))
+            made = _plan_of(found, sweep, plans, fits, timing, to_beat, refined)
+            sweep.take(found, made, _refines(found, sweep.task))
             if best is None or made.seconds < best.seconds * (1 - _TIE):
                 best = sweep.results[-1]
         except (DoesNotFitError, NoBetterError, OutOfMemoryError) as error:
-            sweep.take(found, error)
+            sweep.take(found, error, _refines(found, sweep.task))
         timing.mark("plan")
     return None if best is None else replace(best.fitted.plan, certificate=certificate(best, sweep))
 
@@ -111,7 +112,7 @@ def _plan_of(
 ) -> Fitted:
     """The plan of an evaluation, refined if it can be. Raises OutOfMemoryError, DoesNotFitError, NoBetterError."""
     task, evaluator = sweep.task, sweep.bounds.evaluator
-    if found.candidate.pp == 1 and task.cluster.world <= REFINED_DEVICES:
+    if _refines(found, task):
         mesh = found.degrees.mesh
         layout = Layout(mesh, {axis: role_of(axis) for axis in mesh.axes})
         return _refined(sweep, layout, found.candidate.microbatches, fits, timing, to_beat, refined)
@@ -124,6 +125,11 @@ def _plan_of(
         return counted(evaluator.run(found.candidate, found.degrees, found.zero, found.placement, capacity=limit), limit)
 
     return fitted(counted(found, evaluator.capacity), within, fits, task.cluster)
+
+
+def _refines(found: Evaluation, task: Task) -> bool:
+    """Whether the plan of an evaluation is refined block by block."""
+    return found.candidate.pp == 1 and task.cluster.world <= REFINED_DEVICES
 
 
 def _refined(

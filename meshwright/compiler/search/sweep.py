@@ -25,6 +25,7 @@ from meshwright.compiler.search.evaluate import Evaluation
 from meshwright.compiler.search.fitting import Fitted
 from meshwright.compiler.search.layouts import free_candidates
 from meshwright.compiler.search.task import Progress, Task
+from meshwright.ir.mesh import Mesh
 from meshwright.ir.pins import PinError
 from meshwright.ir.plan import PlanError
 from meshwright.ir.prediction import SeenCandidate
@@ -97,6 +98,8 @@ class Sweep:
         self._waiting: list[Node] | None = None
         self._limited_too = True
         self._closed = _INF
+        self._alone: dict[tuple[Mesh, int], float] = {}
+        self._refined: dict[tuple[Mesh, int], float] = {}
         self._left: list[Node] = []
         self._nearest: DoesNotFitError | None = None
         self._refused_free: list[PinError | PlanError] = []
@@ -107,12 +110,18 @@ class Sweep:
     @property
     def bound(self) -> float:
         """Seconds that no candidate goes below, as far as it was looked at."""
-        return min([self._closed, self._best, *(node.bound for node in self._left)])
+        return min([self._proven, self._best, *(node.bound for node in self._left)])
 
     @property
     def firm(self) -> float:
         """The same without the assumption of the level TENSOR."""
-        return min([self._closed, self._best, *(node.firm for node in self._left)])
+        return min([self._proven, self._best, *(node.firm for node in self._left)])
+
+    @property
+    def _proven(self) -> float:
+        """Seconds that nothing of what was solved goes below; where a mesh was refined, what that proved of all on it."""
+        alone = (self._refined.get(key, bound) for key, bound in self._alone.items())
+        return min([self._closed, *self._refined.values(), *alone])
 
     @property
     def pruned(self) -> int:
@@ -177,12 +186,19 @@ class Sweep:
         except (PinError, PlanError) as error:
             self._refused = error
 
-    def take(self, found: Evaluation, made: Fitted | DoesNotFitError | NoBetterError | OutOfMemoryError) -> None:
+    def take(
+        self, found: Evaluation, made: Fitted | DoesNotFitError | NoBetterError | OutOfMemoryError, refined: bool
+    ) -> None:
         """Put the plan of an evaluation in its place, or nothing if it does not fit or is not better; then solve what it had
-        kept out."""
+        kept out. ``refined``: it is the best of all that its mesh and micro-batches can have, block by block."""
         self.open = [one for one in self.open if one is not found]
         if isinstance(made, Fitted | NoBetterError):  # blocks that may differ can be faster than they all alike
-            self._closed = min(self._closed, made.bound_seconds)
+            if refined:
+                key = found.degrees.mesh, found.candidate.microbatches
+                self._refined[key] = min(self._refined.get(key, _INF), made.bound_seconds)
+                self.limited |= made.limited
+            else:
+                self._closed = min(self._closed, made.bound_seconds)
         if isinstance(made, Fitted):
             self.results.append(Result(found.candidate, str(found), made, found.seconds))
         elif isinstance(made, DoesNotFitError):
@@ -306,7 +322,12 @@ class Sweep:
         for ranking in (self.solved, self.open):
             ranking.append(result)
             ranking.sort(key=lambda e: (e.seconds, e.candidate.pp, e.candidate.tensor, e.zero))
-        self._closed = min(self._closed, max(node.bound, min(result.bound, result.seconds)))
+        proven = max(node.bound, min(result.bound, result.seconds))
+        if node.candidate.pp == 1:
+            key = degrees.mesh, node.candidate.microbatches
+            self._alone[key] = min(self._alone.get(key, _INF), proven)
+        else:
+            self._closed = min(self._closed, proven)
 
     def _solve_free(self, node: Node) -> list[Node]:
         """Solve a candidate with a free layout; the one with more micro-batches, where memory binds and they may help."""

@@ -318,7 +318,7 @@ def _least(factors: Sequence[Array], parts: Sequence[Brief]) -> Array:
     return out
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Eliminated:
     """The result for one weight vector: ``table`` over the kept variables, and what is needed to find minimizers."""
 

@@ -26,7 +26,7 @@ from meshwright.compiler.solver.pricing import Column, Group, Multipliers
 
 Arc = tuple[int, int, int]
 """(segment, place in its unit, column index)."""
-NODES = 500
+NODES = 50
 """Nodes that one integer program's search may visit."""
 LEVELS = 32
 """Transient sizes that the integer program tells apart; beyond, sizes are rounded up."""

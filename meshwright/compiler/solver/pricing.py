@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +91,7 @@ class Pricer:
         self.chain = chain
         self.effort = effort or Effort(np.inf)
         self._known: OrderedDict[tuple[Group, object, bytes], tuple[Eliminated, Array]] = OrderedDict()
+        self._columns: WeakKeyDictionary[Eliminated, dict[tuple[int, int], Column | None]] = WeakKeyDictionary()
         self._held = 0
         tables = Tables()
         self._blocks = {
@@ -250,23 +252,33 @@ class Pricer:
             if (k, v) not in priced.results:
                 continue
             pairs = [pair for pair in pairs if np.isfinite(priced.tables[k][(v, *pair)])]
-            if not pairs:
+            known = self._columns.setdefault(priced.results[k, v], {})
+            missing = [pair for pair in pairs if pair not in known]
+            if missing:
+                known.update(zip(missing, self._minimizers((k, v), priced.results[k, v], missing), strict=True))
+            out += [column for pair in pairs if (column := known[pair]) is not None]
+        return out
+
+    def _minimizers(self, group: Group, found: Eliminated, pairs: list[tuple[int, int]]) -> list[Column | None]:
+        """The minimizer between each pair of (entry, exit) states; None if it is forbidden."""
+        (k, v), kind = group, self.chain.kinds[group[0]]
+        at = self._blocks[group].plan.keep
+        states = np.zeros((len(pairs), len(at)), dtype=np.intp)
+        entries, exits = np.array(pairs, dtype=np.intp).T
+        for boundary, index in ((kind.entry, entries), (kind.exit, exits)):
+            if boundary:
+                sizes = [kind.variants[0].sizes[u] for u in boundary]
+                for u, column in zip(boundary, np.unravel_index(index, sizes), strict=True):
+                    states[:, at.index(u)] = column
+        out: list[Column | None] = []
+        for (entry, leave), row in zip(pairs, found.assignments(states), strict=True):
+            choices = tuple(int(a) for a in row)
+            cost = kind.variants[v].cost(choices) + kind.variant_costs[v]
+            if not np.isfinite(cost).all():
+                out.append(None)
                 continue
-            kind = self.chain.kinds[k]
-            at = self._blocks[k, v].plan.keep
-            states = np.zeros((len(pairs), len(at)), dtype=np.intp)
-            entries, exits = np.array(pairs, dtype=np.intp).T
-            for boundary, index in ((kind.entry, entries), (kind.exit, exits)):
-                if boundary:
-                    sizes = [kind.variants[0].sizes[u] for u in boundary]
-                    for u, column in zip(boundary, np.unravel_index(index, sizes), strict=True):
-                        states[:, at.index(u)] = column
-            for (entry, leave), row in zip(pairs, priced.results[k, v].assignments(states), strict=True):
-                choices = tuple(int(a) for a in row)
-                cost = kind.variants[v].cost(choices) + kind.variant_costs[v]
-                if np.isfinite(cost).all():
-                    bytes_, transient = float(self.chain.bytes_row @ cost), float(self.chain.transient_row @ cost)
-                    out.append(Column(k, v, choices, entry, leave, cost, self.chain.time(cost), bytes_, transient))
+            bytes_, transient = float(self.chain.bytes_row @ cost), float(self.chain.transient_row @ cost)
+            out.append(Column(k, v, choices, entry, leave, cost, self.chain.time(cost), bytes_, transient))
         return out
 
 

@@ -177,7 +177,7 @@ class Search:
         assert self.scale is not None
         with self._phase("relax"):
             value, at = relax(self.chain, self._listed(), self.pricer.groups, self.scale, rho)
-            self.pricer.effort.programmed(len(self.columns))
+            self.pricer.effort.relaxed(len(self.columns))
         return value, at
 
     def _choose(self, rho: float = 1.0, together: bool = False) -> list[Column] | None:
@@ -185,7 +185,7 @@ class Search:
         with self._phase("choose"):
             precision = self.gap / 10 if rho else 1e-6
             chosen, nodes = choose(self.chain, self._listed(), self.scale, rho, precision, together)
-            self.pricer.effort.programmed(len(self.columns), nodes)
+            self.pricer.effort.chosen(len(self.columns), nodes)
             self._offer(chosen)
         return chosen
 
@@ -241,6 +241,7 @@ class Search:
 
     def _descend(self) -> None:
         """Cutting planes on the dual until the bound meets the linear program, the gap is reached, or nothing new comes."""
+        value = -np.inf
         for round_ in range(ROUNDS):
             if self.done or self.late:
                 return
@@ -253,13 +254,17 @@ class Search:
                 self.bound, self.best = bound, at
             self._offer(path)
             near = self.bound >= value - self.gap * abs(value)
-            if new and not self.done and (near or round_ % 4 == 3):
+            if new and not self.done and (near or round_ % 4 == 3) and self._may_improve(value):
                 self._choose()
             self._report("descend")
             if not new or self.bound >= value * (1 - 1e-7):
                 break
-        if not self.done:
+        if not self.done and self._may_improve(value):
             self._choose()
+
+    def _may_improve(self, value: float) -> bool:
+        """Whether known columns, whose linear program has this value, may be better than what is known."""
+        return self.loose is None or value < min(self.loose_time, self.cutoff)
 
     def _enrich(self) -> None:
         """All columns that could still improve the incumbent at the best multipliers."""

@@ -25,7 +25,7 @@ from meshwright.compiler.solver.chain import Beaten, BlockModel, Chain, Edge, In
 from meshwright.compiler.solver.effort import Effort
 from meshwright.compiler.solver.elimination import prune
 from meshwright.compiler.solver.oracle import flow_mip, flow_size
-from meshwright.compiler.solver.pricing import Pricer
+from meshwright.compiler.solver.pricing import Multipliers, Pricer
 from meshwright.compiler.solver.search import Progress, Search, infeasible, shared_states
 
 __all__ = ["Beaten", "BlockModel", "Chain", "Edge", "Infeasible", "Kind", "Solution", "evaluate", "prune", "solve"]
@@ -111,6 +111,7 @@ def _shared(root: Search) -> tuple[Search, float]:
     effort = root.pricer.effort
     enough = effort.spent * (1.0 + BRANCHED)
     closed, failures, solved = np.inf, list[Infeasible](), set[tuple[int, ...]]()
+    points, tried = list[Multipliers](), dict[tuple[int, ...], int]()
     probe = tuple(_majority(seen[s]) if s in seen else 0 for s in order)
     heap: list[tuple[float, tuple[int, ...]]] = [(root.bound, ())]
     while heap:
@@ -128,14 +129,21 @@ def _shared(root: Search) -> tuple[Search, float]:
             continue
         if prefix in solved:
             continue
-        solved.add(prefix)
         fixed = dict.fromkeys(range(len(root.chain.shared_sizes)), 0) | dict(zip(order, prefix, strict=True))
+        if tried.get(prefix, 0) < len(points):  # multipliers of a leaf are good ones for the others too
+            tried[prefix] = len(points)
+            value, _ = replace(root, progress=None, fixed=fixed).price(points[-1])
+            if value > bound:
+                heapq.heappush(heap, (value, prefix))
+                continue
+        solved.add(prefix)
         leaf = _leaf(root, fixed, root.cutoff if best is None else min(best.time, root.cutoff))
         if isinstance(leaf, Infeasible):
             failures.append(leaf)
             closed = min(closed, bound if leaf.bound <= root.chain.capacity else np.inf)
         else:
             closed = min(closed, max(bound, leaf.bound))
+            points += [leaf.best] if leaf.best is not None else []
             best = leaf if best is None or leaf.time < best.time else best
     if best is None:
         raise _least(root, failures, min(error.bound for error in failures))
