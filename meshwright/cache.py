@@ -29,7 +29,8 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.reading.fields import load_json
 from meshwright.ir.schedules import schedules
 from meshwright.ir.serialize import digest, graph_digest, plan_to_dict
-from meshwright.programs import order_of, versions
+from meshwright.ir.writing.versions import versions
+from meshwright.programs import order_of
 
 FORMAT = 1
 

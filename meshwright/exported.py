@@ -39,8 +39,9 @@ from meshwright.ir.program import Program, Stored
 from meshwright.ir.reading.fields import Field, check_depth, load_json
 from meshwright.ir.serialize import digest, in_lines, plan_to_dict, program_to_dict
 from meshwright.ir.signature import classes_by_name
+from meshwright.ir.writing.versions import versions
 from meshwright.passes import cut_stages, rank_program
-from meshwright.programs import check_given, checked_program, device_of, mesh_pins, order_of, versions
+from meshwright.programs import check_given, checked_program, device_of, mesh_pins, order_of
 from meshwright.rules import rules_of_plan
 from meshwright.runtime.module import ParallelModule, build
 from meshwright.runtime.state.layout import local_of

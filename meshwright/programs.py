@@ -4,7 +4,6 @@ the order in which this process runs its schedule."""
 from __future__ import annotations
 
 import hashlib
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -20,15 +19,6 @@ from meshwright.ir.schedules import illegal_combination
 from meshwright.rules import rules_of_plan
 
 AXES = ("dp", "tp", "cp", "pp", "ep")
-
-
-def versions() -> dict[str, str]:
-    """Of meshwright and of torch, without what names a build."""
-    try:
-        own = version("meshwright")
-    except PackageNotFoundError:
-        own = "0"
-    return {"meshwright": own, "torch": torch.__version__.partition("+")[0]}
 
 
 def checked_program(plan: Plan, rank: int) -> Program:

@@ -8,8 +8,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
-from meshwright.compiler.placement.beside import asks, check_beside
 from meshwright.compiler.structure.same import aligned
 from meshwright.errors import MeshwrightError
 from meshwright.ir.graph import GraphError
 from meshwright.ir.operators import overload
-from meshwright.ir.pins import Pins
-from meshwright.ir.serialize import plan_hash, plan_to_dict
+from meshwright.ir.serialize import plan_hash
+from meshwright.ir.writing.plans import plan_to_file
 from meshwright.passes import cut_stages, rank_program
 from meshwright.passes.typecheck import typecheck
 from meshwright.passes.verify import verify
 from meshwright.planner import capture_model, rules_of
-from meshwright.programs import degrees_of
 
 
 @dataclass
@@ -69,7 +66,7 @@ def plans() -> dict[str, dict[str, Any]]:
     zero = mw.plan(Net(), "cpu:1x2", EXAMPLE, pins={"dp": 2, "tp": 1, "zero": 3})
     tied = mw.plan(Net(tied=True), "cpu:1x2", EXAMPLE, pins={"dp": 1, "tp": 2}, loss_fn=loss_of)
     staged = mw.plan(Net(), "cpu:1x2", EXAMPLE, pins={"pp": 2, "microbatches": 2, "schedule": "1f1b"})
-    return {name: json.loads(json.dumps(plan_to_dict(plan))) for name, plan in (("zero", zero), ("tied", tied), ("pp", staged))}
+    return {name: json.loads(json.dumps(plan_to_file(plan))) for name, plan in (("zero", zero), ("tied", tied), ("pp", staged))}
 
 
 @pytest.mark.parametrize("target", [
@@ -106,6 +103,8 @@ def same(data: dict[str, Any], model: nn.Module, loss_fn: Any = None) -> mw.Plan
     """The plan, for the model as it is captured now."""
     plan = mw.Plan.from_dict(data)
     example = {"x": torch.zeros(4, 8, dtype=next(model.parameters()).dtype)}
+    from dataclasses import replace
+
     return replace(plan, graph=aligned(plan.graph, capture_model(model, (), example, (), loss_fn, plan.precision)))
 
 
@@ -157,10 +156,23 @@ def mutant(data: dict[str, Any], generator: random.Random) -> dict[str, Any]:
     return data
 
 
+def refreshed(data: dict[str, Any]) -> dict[str, Any]:
+    """The file with the fingerprint of the graph that it holds now, which whoever alters a file can write."""
+    try:
+        mw.Plan.from_dict(data)
+    except MeshwrightError as error:
+        found = re.search(r"they are (\w{64}) on (.*)\); decisions", str(error))
+        if found and isinstance(data["fingerprint"], dict):
+            return {**data, "fingerprint": {**data["fingerprint"], "graph": found[1], "mesh": found[2]}}
+    return data
+
+
 def outcome(data: dict[str, Any], graph: Any) -> str:
     """"refused", or "legal": the given model's own graph, on programs that are verified for both ranks."""
     try:
-        plan = mw.Plan.from_dict(data)
+        from dataclasses import replace
+
+        plan = mw.Plan.from_dict(refreshed(data))
         plan = replace(plan, graph=aligned(plan.graph, graph))
         rules, _ = rules_of(plan.graph)
         for rank in range(plan.mesh.world if plan.mesh.world < 5 else 1):
@@ -210,8 +222,7 @@ def two_ranks(rank: int, folder: str) -> list[str]:
     refuse(loss_fn=loss_of)
     want = model(x)
     want.loss.backward()
-    equal = {"dp": 2, "zero": 3, "micro_batch": 2, "sequence_parallel": False, "tensors": {"blocks.*.0.weight": "[a, b]"}}
-    for given in ({}, {"precision": "fp32", "optimizer": "adamw", "pins": equal, "example_inputs": EXAMPLE}):
+    for given in ({}, {"precision": "fp32", "optimizer": "adamw", "pins": {"dp": 2, "zero": 3}, "example_inputs": EXAMPLE}):
         parallel = mw.autoparallel(model, mesh, plan=path, progress=False, **given)
         found = parallel(x)
         assert type(found) is Output
@@ -230,31 +241,6 @@ def test_plans_beside_a_model(pool: Callable, plans: dict[str, Any], tmp_path: P
     assert [(word, text) for word, text in zip(words, first, strict=True) if word not in text] == []
 
 
-@pytest.mark.parametrize(("name", "pins", "words"), [
-    ("zero", {"micro_batch": 2, "zero": [2, 3], "dp": "<=2", "tp": [1, 2], "schedule": ["none", "1f1b"], "stages": 1}, ""),
-    ("zero", {"micro_batch": 4}, "micro_batch=4 contradicts the plan, which has micro_batch=2"),
-    ("zero", {"zero": [0, 1]}, "pin zero among 0, 1 contradicts the plan, which has zero=3"),
-    ("zero", {"tensors": {"blocks.0.0.weight": "[a@dp, b]"}}, "blocks.0.0.weight"),
-    ("zero", {"tensors": {"blocks.0.0.weight": "[a, b]"}}, ""),
-    ("zero", {"tensors": {"blocks.7.weight": "[a, b]"}}, "names no parameter"),
-    ("zero", {"sequence_parallel": True}, "with nothing to split so"), ("zero", {"sequence_parallel": False}, ""),
-    ("zero", {"attention": "ring"}, "with nothing to split so"), ("tied", {"sequence_parallel": False}, ""),
-    ("tied", {"sequence_parallel": True}, ""),  # no sequence to split
-    ("pp", {"stage_cuts": ("relu_1",), "pp": "<=2", "recompute": ["none", "selective", "full"]}, ""),
-    ("pp", {"stage_cuts": ("blocks.0.2",)}, "stage_cuts=('blocks.0.2',) contradicts the plan"),
-    ("pp", {"stages": 4}, "stages=4 contradicts the plan, which has stages=2"),
-    ("pp", {"virtual_stages": "<=1", "microbatches": [1, 4]}, "pin microbatches among 1, 4 contradicts"),
-])
-def test_pins_beside_a_plan(plans: dict[str, Any], name: str, pins: dict[str, Any], words: str) -> None:
-    """What the plan is like anyway is taken; what it contradicts is refused by name."""
-    plan, given = mw.Plan.from_dict(plans[name]), Pins.of(pins)
-    loss_fn = loss_of if name == "tied" else None
-    plan = replace(plan, graph=aligned(plan.graph, capture_model(Net(tied=name == "tied"), (), EXAMPLE, (), loss_fn, "fp32")))
-    assert asks(given)
-    with pytest.raises((mw.PlanError, mw.PinError), match=re.escape(words)) if words else nullcontext():
-        check_beside(plan, given, rules_of(plan.graph)[0], degrees_of(plan))
-
-
 def test_a_plan_found_again_is_the_same_file(tmp_path: Path) -> None:
     for name in ("one", "two"):
         mw.plan(Net(), "cpu:1x2", EXAMPLE, pins={"dp": 2, "zero": 3}).save(tmp_path / name)
@@ -266,4 +252,4 @@ def test_a_plan_found_again_is_the_same_file(tmp_path: Path) -> None:
 def test_the_hash_of_a_plan_is_that_of_its_file(plans: dict[str, Any]) -> None:
     for data in plans.values():
         plan = mw.Plan.from_dict(data)
-        assert plan_hash(mw.Plan.from_dict(json.loads(json.dumps(plan_to_dict(plan))))) == plan_hash(plan)
+        assert plan_hash(mw.Plan.from_dict(json.loads(json.dumps(plan_to_file(plan))))) == plan_hash(plan)

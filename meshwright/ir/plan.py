@@ -9,7 +9,6 @@ operators into stages along the mesh axis ``PP``, which no sharding names.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections import Counter
@@ -28,8 +27,8 @@ from meshwright.ir.prediction import Prediction
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.ir.reading.fields import load_json
 from meshwright.ir.reading.plans import read_plan
-from meshwright.ir.serialize import plan_to_dict
 from meshwright.ir.writing.pins import pins_of
+from meshwright.ir.writing.plans import plan_text
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,7 @@ class Plan(Decisions):
         """Write the plan as JSON; the file is complete or not there. The same plan gives the same bytes: how long the search
         took is left out."""
         path = Path(path)
-        certificate = self.certificate and replace(self.certificate, planning_seconds={})
-        text = json.dumps(plan_to_dict(replace(self, certificate=certificate)), separators=(",", ":"))
+        text = plan_text(self)
         handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -94,8 +92,8 @@ class Plan(Decisions):
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """The plan that ``plan_to_dict`` wrote. Raises PlanError with the path of the field if it is none, or
-        of another version, and with the operator's name for a registered rule that is missing here or is another one."""
+        """The plan that ``plan_to_dict`` or ``plan_to_file`` wrote. Raises PlanError with the path of the field if it is none,
+        or of another version, and with the operator's name for a registered rule that is missing here or is another one."""
         return read_plan(data, cls)
 
 

@@ -247,7 +247,8 @@ class Placed:
 
 @dataclass(frozen=True)
 class Local:
-    """What a localizer may know: where one rank stands, and every tensor's global shape and sharding."""
+    """What a localizer may know: where one rank stands, every tensor's global shape and sharding, and the operator's ``name``
+    in pins, which the trace has no part in."""
 
     mesh: Mesh
     coordinates: Mapping[str, int]
@@ -255,6 +256,7 @@ class Local:
     placed: Placed
     operand_shapes: tuple[tuple[int, ...], ...]
     result_shapes: tuple[tuple[int, ...], ...]
+    name: str = field(default="", kw_only=True)
 
     def operand_shape(self, index: int) -> tuple[int, ...]:
         """Local shape of an operand."""

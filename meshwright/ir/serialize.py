@@ -23,6 +23,7 @@ from meshwright.ir.graph import Graph, Ref, map_refs
 from meshwright.ir.program import DRAW, Port, Program, Segment
 from meshwright.ir.reading.fields import VERSION
 from meshwright.ir.sharding import DTYPE_NAMES, format_sharding
+from meshwright.ir.writing.canonical import canonical
 
 
 def graph_to_dict(graph: Graph) -> dict[str, Any]:
@@ -83,7 +84,8 @@ def _decisions(plan: Decisions) -> dict[str, Any]:
 
 
 def plan_hash(plan: Decisions) -> str:
-    """What every rank must agree on: a digest of all decisions and of the graph, not of predictions."""
+    """What every rank must agree on: a digest of all decisions and of the graph, not of predictions or of the trace's names."""
+    plan = canonical(plan)
     return digest({**_decisions(plan), "graph": graph_digest(plan.graph)})
 
 

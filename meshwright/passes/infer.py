@@ -193,11 +193,11 @@ def outcome(
 
 def same_call(
     op: Op, origin: Op, names: Sequence[str], rule: OpRule, assignment: Assignment, site: Site,
-    shapes: Sequence[tuple[tuple[int, ...], ...]],
+    shapes: Sequence[tuple[tuple[int, ...], ...]], called: str = "",
 ) -> None:
     """MismatchError unless ``op`` is ``origin`` on the local values ``names``, its literals rewritten as the rule says.
 
-    ``shapes``: the global ones of the operands and of the results.
+    ``shapes``: the global ones of the operands and of the results; ``called``: the operator's name in pins.
     """
     queue = iter(names)
     renamed = replace(
@@ -210,7 +210,7 @@ def same_call(
     def call(coordinates: Mapping[str, int]) -> tuple[str, Any, Any]:
         if rule.localize is None:
             return _plain_call(renamed.target, renamed.args, renamed.kwargs)
-        return _plain_call(*rule.localize(renamed, Local(site.mesh, coordinates, assignment, placed, *shapes)))
+        return _plain_call(*rule.localize(renamed, Local(site.mesh, coordinates, assignment, placed, *shapes, name=called)))
 
     want, have = call(site.coordinates), _plain_call(op.target, op.args, op.kwargs)
     if have != want:

@@ -26,6 +26,7 @@ from meshwright.ir.program import SEED, SEEDS, Port, Program, Segment, Stored
 from meshwright.ir.reshard import Step, reshard
 from meshwright.ir.rule import Local, Placed, Rules, place
 from meshwright.ir.sharding import Sharding, shared_split
+from meshwright.ir.writing.names import names_of
 from meshwright.passes.bounds import find_bounds
 
 PROLOGUE = -2
@@ -67,7 +68,7 @@ class _Lowering:
         self.prologue = _Draft(PROLOGUE)
         self.cuts: dict[str, int] = {}
         self.cut_names: dict[tuple[str, Sharding, int], str] = {}
-        self.owner = _owners(plan)
+        self.owner, self.called = _owners(plan), names_of(plan.graph).ops
         self.ports: dict[str, Port] = {}
         self.names: set[str] = set(self.graph.values)
         self.origin: dict[str, str] = {}  # local name -> the graph value it is a form of
@@ -179,7 +180,7 @@ class _Lowering:
         local = Local(
             self.timed, {**self.here, TIME: 0}, {**assignment, **({TIME: time} if time else {})}, timed,
             tuple(self.graph.values[name].shape for name in op.inputs),
-            tuple(self.graph.values[name].shape for name in op.outputs),
+            tuple(self.graph.values[name].shape for name in op.outputs), name=self.called[op.name],
         )
         queue = iter(names)
         renamed = replace(

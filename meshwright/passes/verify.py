@@ -30,6 +30,7 @@ from meshwright.ir.plan import TIME
 from meshwright.ir.program import SEED, Port, Program, Segment, Stored
 from meshwright.ir.rule import OpRule
 from meshwright.ir.sharding import Sharding, ShardingError, format_sharding
+from meshwright.ir.writing.names import names_of
 from meshwright.passes.infer import Form, MismatchError, Site, assignments, outcome, same_call, same_parts, without
 from meshwright.passes.transfers import TRANSFERS
 
@@ -68,7 +69,7 @@ class _Verifier:
         here = mesh.coordinates(program.rank)
         mirrored = program.mesh.mirrored.intersection(names)
         self.site = Site(Mesh(names, sizes, mirrored), {axis: here.get(axis, 0) for axis in names})
-        self.ops = {op.name: op for op in graph.ops}
+        self.ops, self.called = {op.name: op for op in graph.ops}, names_of(graph).ops
         self.stored = {item.value: item for item in program.stored}
         self.env: dict[str, Known] = {}
         self.cuts = dict(program.cuts)
@@ -324,7 +325,7 @@ class _Verifier:
         for assignment in assignments(rule, forms, differentiable, shapes, self.site, axes):
             try:
                 way = outcome(rule, assignment, forms, differentiable, self.site.mesh)
-                same_call(op, origin, names, rule, assignment, self.site, sizes)
+                same_call(op, origin, names, rule, assignment, self.site, sizes, self.called[origin.name])
                 if way not in found:
                     found.append(way)
             except MismatchError as error:

@@ -43,7 +43,7 @@ def generate(
     """The segment as a function of ``arguments``. Raises GraphError for an operator that torch does not have."""
     code = fx.Graph()
     params = {param.value for param in graph.params}
-    nodes = {name: code.placeholder(_identifier(name)) for name in arguments}
+    nodes = {name: code.placeholder(f"_{n}_{_identifier(name)}") for n, name in enumerate(arguments)}
     for op in graph.ops:
         function, args, kwargs = _call(op, groups, training, params)
         try:

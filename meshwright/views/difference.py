@@ -15,6 +15,7 @@ from meshwright.cost.cluster import ClusterError
 from meshwright.ir.plan import Plan
 from meshwright.ir.prediction import Prediction
 from meshwright.ir.quantities import bytes_text, seconds_text
+from meshwright.ir.writing.canonical import canonical
 from meshwright.ir.writing.paths import fold_paths
 from meshwright.views.facts import Facts, facts_of
 from meshwright.views.prices import Prices
@@ -26,6 +27,8 @@ _TIMES = ("compute", "collectives", "parameters beside compute")
 
 def diff(old: Plan, new: Plan) -> str:
     """What is different in ``new``; "no differences" if nothing a run depends on is."""
+    if [op.name for op in old.graph.ops] != [op.name for op in new.graph.ops]:  # one comes from a file, or from another trace
+        old, new = canonical(old), canonical(new)
     before, after = facts_of(old), facts_of(new)
     lines = [f"{what}: {a} -> {b}" for what, a, b in _heads(old, new) if a != b]
     theirs = {op.name: (op.target, op.args) for op in old.graph.ops}

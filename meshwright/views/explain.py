@@ -44,8 +44,9 @@ def explain(plan: Plan, name: str | None = None) -> str:
     facts, graph = facts_of(plan), plan.graph
     if name is None:
         return whole(facts)
+    called = names_of(graph).op_of
     for op in graph.ops:
-        if name == op.name or name in op.outputs:
+        if called.get(name, name) == op.name or name in op.outputs:
             return _operator(facts, op)
     for param in graph.params:
         if name in (*param.fqns, param.value):

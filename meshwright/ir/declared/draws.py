@@ -53,7 +53,7 @@ def draw(op: Op, local: Local, drawn: frozenset[Factor] | None = None) -> tuple[
         if factor[:1] not in ("+", "~") and (drawn is None or factor in drawn)
     }
     axes = [axis for axis in local.mesh.axes if axis in apart and axis != TIME]
-    return Ref(SEED), zlib.crc32(f"{op.name}/{local.mesh.index(local.coordinates, axes)}".encode()), TIME in apart
+    return Ref(SEED), zlib.crc32(f"{local.name or op.name}/{local.mesh.index(local.coordinates, axes)}".encode()), TIME in apart
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from meshwright.errors import PlanError
 from meshwright.ir.graph import Ref
 from meshwright.ir.sharding import DTYPES
 
-VERSION = 1
-"""Of the format of plan files."""
+VERSION, FOLDED = 1, 2
+"""Of the format of plans: with every name written out, as processes hand it on; and of files (``reading.unfold``)."""
 _DEEPEST = 200
 """Nesting of a file; real ones stay far below."""
 LARGEST = 1 << 62

@@ -15,9 +15,11 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP, Mesh
 from meshwright.ir.pins import RECOMPUTE
 from meshwright.ir.prediction import Certificate, Prediction
-from meshwright.ir.reading.fields import LARGEST, VERSION, Field, check_depth, unpacked
+from meshwright.ir.reading.fields import FOLDED, LARGEST, VERSION, Field, check_depth, unpacked
 from meshwright.ir.reading.graphs import read_graph
+from meshwright.ir.reading.unfold import unfolded
 from meshwright.ir.schedules import schedules, unknown
+from meshwright.ir.serialize import graph_digest
 from meshwright.ir.sharding import Sharding, format_sharding, parse_sharding
 
 Made = TypeVar("Made", bound=Decisions)
@@ -28,9 +30,18 @@ def read_plan(data: Any, kind: type[Made]) -> Made:
     another version."""
     if not isinstance(data, dict) or "meshwright" not in data:
         raise PlanError("this file holds no meshwright plan; write one with plan.save(path)")
-    if data["meshwright"] != VERSION or type(data["meshwright"]) is not int:
-        raise PlanError(f"the plan is of format {data['meshwright']!r:.40}, this version reads format {VERSION}; make the plan "
-                        "anew")
+    version = data["meshwright"]
+    if type(version) is not int or version not in (VERSION, FOLDED):
+        raise PlanError(f"the plan is of format {version!r:.40}, this version reads formats {VERSION} and {FOLDED}; "
+                        + ("a newer meshwright wrote it: use that one, or make the plan anew"
+                           if type(version) is int and version > FOLDED else "make the plan anew"))
+    if version == FOLDED:
+        found = read_plan(unfolded(data), kind)
+        want, have = data["fingerprint"]["graph"], graph_digest(found.graph)
+        if want != have or data["fingerprint"]["mesh"] != str(found.mesh):
+            raise PlanError("the plan is damaged: fingerprint: its graph or its mesh was altered after it was written "
+                            f"(they are {have} on {found.mesh}); decisions may be edited, the rest is the model's")
+        return found
     check_depth(data)
     top = Field(data, "").record(
         "meshwright mesh cluster precision optimizer groups schedule pipeline assignments copies predicted certificate notes "

@@ -1,0 +1,193 @@
+"""Plan files, version 2: stable, folded, described by a schema; files of old versions load, newer ones say what to do."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright
+import meshwright as mw
+from meshwright.ir.graph import Graph, map_refs
+from meshwright.ir.plan import Plan
+from meshwright.ir.reading.unfold import LARGEST_TEXT, unfolded
+from meshwright.ir.serialize import plan_hash, plan_to_dict
+from meshwright.ir.writing.canonical import canonical
+from meshwright.ir.writing.plans import plan_text, plan_to_file
+from tests.handmade import handmade_plan
+from tests.test_plan_files import EXAMPLE, Net
+
+SAMPLES = Path(__file__).with_name("samples_of_files")
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[Plan]:
+    pins: tuple[dict[str, Any], ...] = ({"dp": 2, "tp": 1, "zero": 3}, {"pp": 2, "microbatches": 2, "schedule": "1f1b"})
+    return [handmade_plan(), *(mw.plan(Net(), "cpu:1x2", EXAMPLE, pins=one) for one in pins)]
+
+
+def renamed(plan: Plan, seed: int) -> Plan:
+    """The plan as another trace would have called everything but its inputs."""
+    numbers = random.Random(seed)
+    graph = plan.graph
+    values = {name: name if name in graph.inputs else f"n{numbers.randrange(1 << 40)}" for name in graph.values}
+    ops = {op.name: f"o{numbers.randrange(1 << 40)}" for op in graph.ops}
+
+    def tree(one: Any) -> Any:
+        return map_refs(one, lambda ref: replace(ref, name=values[ref.name]))
+
+    other = Graph(
+        {values[name]: replace(value, name=values[name]) for name, value in graph.values.items()}, graph.inputs,
+        tuple(replace(param, value=values[param.value]) for param in graph.params),
+        tuple(replace(op, name=ops[op.name], args=tree(op.args), kwargs=tree(op.kwargs),
+                      outputs=tuple(values[name] for name in op.outputs)) for op in graph.ops),
+        tree(graph.output_tree), graph.loss and values[graph.loss],
+        tuple((values[a], values[b]) for a, b in graph.mutations), graph.blocks, graph.signature,
+        {values[name]: one for name, one in graph.constants.items()}, graph.changes,
+    )
+    schedule = replace(plan.schedule, time={ops[name]: one for name, one in plan.schedule.time.items()},
+                       prologue=frozenset(ops[name] for name in plan.schedule.prologue))
+    return replace(plan, graph=other, assignments={ops[name]: one for name, one in plan.assignments.items()},
+                   copies={values[name]: one for name, one in plan.copies.items()}, schedule=schedule)
+
+
+def test_a_file_is_the_same_for_the_same_plan_under_other_names(plans: list[Plan]) -> None:
+    for plan in plans:
+        assert len({plan_text(plan), plan_text(renamed(plan, 1)), plan_text(renamed(plan, 2))}) == 1
+        assert plan_hash(plan) == plan_hash(renamed(plan, 3))
+        read = Plan.from_dict(json.loads(plan_text(plan)))
+        assert plan_text(read) == plan_text(plan)
+        assert plan_hash(read) == plan_hash(plan)
+
+
+def test_nothing_is_lost(plans: list[Plan]) -> None:
+    for plan in plans:
+        want = json.loads(json.dumps(plan_to_dict(canonical(plan))))
+        have = unfolded(json.loads(json.dumps(plan_to_file(plan))))
+        assert sorted(have["graph"].pop("values")) == sorted(want["graph"].pop("values"))
+        assert have == want
+
+
+def test_decisions_may_be_edited_the_graph_may_not(plans: list[Plan]) -> None:
+    data = plan_to_file(plans[0])
+    edited = copy.deepcopy(data)
+    kept = data["decisions"]["blocks"]
+    edited["decisions"]["blocks"] = {name: text.replace("ZeRO 2", "ZeRO 3") for name, text in kept.items()}
+    assert {group.zero for group in Plan.from_dict(edited).groups} == {3}
+    wider = json.loads(json.dumps(data).replace("[8, 32]", "[8, 64]"))
+    with pytest.raises(mw.PlanError, match="its graph or its mesh was altered"):
+        Plan.from_dict(wider)
+
+
+def test_equal_blocks_are_written_once() -> None:
+    few, many = stacked(4), stacked(14)
+    more = [len(text(many)) - len(text(few)) for text in (plan_text, lambda plan: json.dumps(plan_to_dict(plan)))]
+    assert more[0] < 10 * 300
+    assert more[1] > 3 * more[0]
+    assert plan_hash(Plan.from_dict(json.loads(plan_text(many)))) == plan_hash(many)
+
+
+def stacked(count: int) -> Plan:
+    """A model of many equal layers."""
+    layers = (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(count))
+    return mw.plan(nn.Sequential(*layers), "cpu:1x2", (torch.zeros(4, 8),), pins={"dp": 2, "tp": 1, "zero": 0},
+                   loss_fn=torch.Tensor.sum)
+
+
+# ------------------------------------------------------------------------------------------------------------ old and new
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_of_every_version_load(version: int) -> None:
+    for path in sorted(SAMPLES.glob(f"*.v{version}.json")):
+        plan = Plan.load(path)
+        assert plan.mesh.world == 2
+        assert plan_hash(Plan.from_dict(json.loads(plan_text(plan)))) == plan_hash(plan)
+        again = meshwright.reprice(plan)
+        assert again.predicted.step_seconds > 0
+    assert len(list(SAMPLES.glob(f"*.v{version}.json"))) == 2
+
+
+def test_newer_files_say_what_to_do(plans: list[Plan]) -> None:
+    with pytest.raises(mw.PlanError, match=r"of format 3, .* formats 1 and 2; a newer meshwright wrote it"):
+        Plan.from_dict({**plan_to_file(plans[0]), "meshwright": 3})
+
+
+# ------------------------------------------------------------------------------------------------------------------ bombs
+def bomb(data: dict[str, Any], what: str) -> dict[str, Any]:
+    """A small file that stands for a huge one."""
+    data = copy.deepcopy(data)
+    graph, decisions = data["graph"], data["decisions"]
+    block = next(entry for entry in graph["operators"] if isinstance(entry, dict))
+    if what == "rows":
+        block["rows"] *= 3000
+        graph["operators"] += [{"block": f"b{n}", "kind": 0, "like": 0, "outside": block["outside"]} for n in range(3000)]
+    elif what == "name":
+        graph["operators"].append({"block": "x" * 100_000, "kind": 0, "like": 0, "outside": block["outside"]})
+    elif what == "arguments":
+        block["rows"][0][1].append([{"%": "~.x"}] * 20_000)
+        graph["operators"] += [{"block": "b" * 1000 + str(n), "kind": 0, "like": 0, "outside": block["outside"]}
+                               for n in range(500)]
+    elif what == "paths":
+        decisions["operators"] = {"blocks.0..999999999.up:linear": "dp=b0"}
+    elif what == "numbers":
+        decisions["operators"] = {"blocks.0.." + "9" * 4000 + ".up:linear": "dp=b0"}
+    elif what == "many paths":
+        decisions["prologue"] = [", ".join(["blocks.0..1.up:linear"] * 20000)]
+    else:
+        block["rows"][0][1] = {"%": "$" + "9" * 5000}
+    return data
+
+
+@pytest.mark.parametrize("what", ["rows", "name", "arguments", "paths", "numbers", "many paths", "ports"])
+def test_small_files_do_not_become_huge(plans: list[Plan], what: str) -> None:
+    data = bomb(plan_to_file(plans[0]), what)
+    assert len(json.dumps(data)) < LARGEST_TEXT // 8
+    start = time.process_time()
+    with pytest.raises(mw.PlanError, match="the plan is damaged"):
+        Plan.from_dict(data)
+    assert time.process_time() - start < 10
+
+
+# ----------------------------------------------------------------------------------------------------------------- schema
+TYPES: dict[str, Callable[[Any], bool]] = {
+    "object": lambda one: isinstance(one, dict), "array": lambda one: isinstance(one, list),
+    "string": lambda one: isinstance(one, str), "null": lambda one: one is None,
+    "integer": lambda one: isinstance(one, int) and not isinstance(one, bool),
+}
+
+
+def conforms(data: Any, schema: dict[str, Any]) -> bool:
+    """Whether data is as a schema says, as far as its words are used here."""
+    known = {"$schema", "title", "description", "type", "enum", "anyOf", "required", "properties", "additionalProperties",
+             "items", "minItems", "maxItems"}
+    assert set(schema) <= known
+    kinds = schema.get("type", list(TYPES))
+    good = "type" not in schema or any(TYPES[kind](data) for kind in ([kinds] if isinstance(kinds, str) else kinds))
+    good = good and ("enum" not in schema or data in schema["enum"])
+    good = good and ("anyOf" not in schema or any(conforms(data, one) for one in schema["anyOf"]))
+    if good and isinstance(data, dict):
+        own, rest = schema.get("properties", {}), schema.get("additionalProperties", {})
+        good = set(schema.get("required", ())) <= set(data) and (rest is not False or set(data) <= set(own))
+        good = good and all(conforms(item, own.get(key, rest or {})) for key, item in data.items())
+    if good and isinstance(data, list):
+        good = schema.get("minItems", 0) <= len(data) <= schema.get("maxItems", len(data))
+        good = good and all(conforms(item, schema.get("items", {})) for item in data)
+    return good
+
+
+def test_files_are_as_the_schema_says(plans: list[Plan]) -> None:
+    path = Path(meshwright.__file__).parent / "ir/reading/plan.schema.json"
+    schema = json.loads(path.read_text(encoding="utf-8"))
+    for plan in plans:
+        data = json.loads(plan_text(plan))
+        assert conforms(data, schema)
+        assert not conforms({**data, "more": 1}, schema)
+        assert not conforms({**data, "decisions": {**data["decisions"], "microbatches": "2"}}, schema)
