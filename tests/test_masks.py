@@ -10,7 +10,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from meshwright.compiler.capture.capture import capture
-from meshwright.runtime.attention.bands import AHEAD, CAUSAL, blocks_of
+from meshwright.runtime.attention.bands import AHEAD, CAUSAL, runs_of
 
 
 def _windowed(length: int, window: int) -> tuple[str, list[object]]:
@@ -61,9 +61,12 @@ def test_blocks_of_a_band_cover_it_once() -> None:
     """Every size, shift and reach of a few, against the mask itself."""
     for rows, keys, shift, before, after in itertools.product((1, 3, 7), (1, 4, 6), range(-4, 7), (0, 1, 5), (0, 2)):
         seen = torch.zeros(rows, keys, dtype=torch.int64)
-        for q0, q1, k0, k1, _, kind in blocks_of(((0, rows, 0, keys, shift),), before, after):
+        for (q0, q1, k0, k1, _, kind), count, step in runs_of(((0, rows, 0, keys, shift),), before, after):
             away = torch.arange(k1 - k0) - torch.arange(q1 - q0)[:, None]
-            seen[q0:q1, k0:k1] += (away <= 0 if kind == CAUSAL else away >= 0 if kind == AHEAD else away == away).long()
+            assert count == 1 or max(q1 - q0, k1 - k0) <= step
+            for by in range(0, count * step, step):
+                sees = away <= 0 if kind == CAUSAL else away >= 0 if kind == AHEAD else away == away
+                seen[q0 + by : q1 + by, k0 + by : k1 + by] += sees.long()
         away = torch.arange(keys) - torch.arange(rows)[:, None] - shift
         assert torch.equal(seen, ((away >= -before) & (away <= after)).long()), (rows, keys, shift, before, after)
 

@@ -1,9 +1,8 @@
 """Attention whose queries are a piece of the sequence: lists of blocks on keys that are here, or that pass by in a ring.
 
-A *block* is ``(q0, q1, k0, k1, m0, kind)``: rows q0:q1 of this rank's queries look at keys k0:k1 of the keys at hand, which
-are columns m0, m0 + 1, ... of the mask; ``kind``: FULL, or (square) CAUSAL: row i sees keys
-0..i of it, or AHEAD: keys i, i + 1, ... Outputs of blocks on the same
-rows are merged by their log-sum-exp, in fp32:
+A *block* is ``(q0, q1, k0, k1, m0, causal)``: rows q0:q1 of this rank's queries look at keys k0:k1 of the keys at hand, which
+are columns m0, m0 + 1, ... of the mask; ``causal``: it is square, and row i sees keys 0..i of it. Outputs of blocks on
+the same rows are merged by their log-sum-exp, in fp32:
 
     lse = log(exp(lse_1) + exp(lse_2))      out = (exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2) / (the sum of both factors)
 
@@ -27,10 +26,11 @@ from torch.autograd import Function
 
 from meshwright.runtime import collectives as comm
 from meshwright.runtime.attention import kernels
-from meshwright.runtime.attention.bands import Block
 from meshwright.runtime.attention.kernels import Setting
 from meshwright.runtime.collectives import Group
 from meshwright.runtime.draws import Draw, generator_of
+
+Block = tuple[int, int, int, int, int, bool]
 
 
 class Merged:
@@ -46,7 +46,10 @@ class Merged:
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """The output of one more block on some rows."""
-        before, into = self.lse[..., rows], self.out[..., rows, :]
+        self.merge(self.out[..., rows, :], self.lse[..., rows], out, lse)
+
+    def merge(self, into: Tensor, before: Tensor, out: Tensor, lse: Tensor) -> None:
+        """The output of one more block into views of this one's."""
         top = torch.maximum(before, lse)
         top = top.masked_fill(top == float("-inf"), 0.0)
         old, new = (before - top).exp_(), (lse - top).exp_()

@@ -23,8 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.runtime.attention.bands import AHEAD, CAUSAL
-
 _ATEN: Any = torch.ops.aten
 ROWS = 1024
 """Rows of which the scores are formed at a time."""
@@ -45,13 +43,9 @@ Out = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kind: int, number: int, how: Setting) -> Out:
-    """(out in v's dtype, lse) of one block; ``kind``: what its rows see of its keys (``bands``); AHEAD takes no mask.
-    ``number``: of the block, from which dropout draws."""
-    if kind == AHEAD:  # in the reverse order it is causal
-        out, lse = forward(q.flip(-2), k.flip(-2), v.flip(-2), None, CAUSAL, number, how)
-        return out.flip(-2), lse.flip(-1)
-    causal = kind == CAUSAL
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, number: int, how: Setting) -> Out:
+    """(out in v's dtype, lse) of one block; ``causal``: it is square and row i sees keys 0..i. ``number``: of the block, from
+    which dropout draws."""
     if not _flash(q, mask, how):
         return _written(q, k, v, mask, causal, number, how)
     if q.device.type == "cpu":
@@ -64,15 +58,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kind: int, num
 
 
 def backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, kind: int, number: int,
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, causal: bool, number: int,
     how: Setting,
 ) -> Gradients:
     """Gradients of one block's q, k, v and mask; ``out`` and ``lse`` of the whole rows."""
-    if kind == AHEAD:
-        dy, q, k, v, out = (x.flip(-2) for x in (dy, q, k, v, out))
-        dq, dk, dv, _ = backward(dy, q, k, v, out, lse.flip(-1), None, CAUSAL, number, how)
-        return dq.flip(-2), dk.flip(-2), dv.flip(-2), None
-    causal = kind == CAUSAL
     lse = lse.masked_fill(lse == float("-inf"), 0.0)  # such a row looks at nothing: exp(-inf - 0) is 0
     if not _flash(q, mask, how):
         return _written_backward(dy, q, k, v, out, lse, mask, causal, number, how)

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from meshwright.runtime import collectives as comm
-from meshwright.runtime.attention.bands import Band, blocks_of
-from meshwright.runtime.attention.forms import Gradients, Merged, look
+from meshwright.runtime.attention import kernels
+from meshwright.runtime.attention.bands import AHEAD, CAUSAL, Band, Run, runs_of
+from meshwright.runtime.attention.forms import Merged
 from meshwright.runtime.attention.kernels import Setting
 from meshwright.runtime.collectives import Group
 
@@ -70,15 +71,65 @@ def _back(rows: Tensor, like: Tensor) -> Tensor:
     return rows.reshape(len(rows), batch, heads, width).permute(1, 2, 0, 3)
 
 
+def _pieces(x: Tensor, first: int, last: int, count: int, step: int, dim: int = -2) -> Tensor:
+    """Rows first:last along ``dim``, and those 1, 2, .. count - 1 steps behind: a view with the pieces' number in front of
+    their rows. They do not overlap: none is longer than a step."""
+    whole = x.narrow(dim, first, last - first + (count - 1) * step)
+    return whole.unfold(dim, last - first, step).movedim(-1, dim) if dim == -2 else whole.unfold(dim, last - first, step)
+
+
+def _together(x: Tensor, first: int, last: int, run: Run) -> Tensor:
+    """[b, h, s, d] -> the pieces of a run as samples, [b n, h, rows, d]; those of which a row sees what is ahead in reverse."""
+    block, count, step = run
+    pieces = _pieces(x, first, last, count, step).transpose(1, 2).flatten(0, 1)
+    return pieces.flip(-2) if block[5] == AHEAD else pieces
+
+
+def _apart(x: Tensor, run: Run, dim: int = -2) -> Tensor:
+    """The inverse: [b n, h, ...] -> [b, h, n, ...], in order; ``dim``: of the rows."""
+    block, count, _ = run
+    parts: Tensor = (x.flip(dim) if block[5] == AHEAD else x).unflatten(0, (-1, count))
+    return parts.transpose(1, 2)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, runs: Sequence[Run], how: Setting) -> tuple[Tensor, Tensor]:
+    merged = Merged(q, v)
+    for run in runs:
+        (q0, q1, k0, k1, _, kind), count, step = run
+        out, lse = kernels.forward(
+            _together(q, q0, q1, run), _together(k, k0, k1, run), _together(v, k0, k1, run), None, kind in (CAUSAL, AHEAD), 0,
+            how,
+        )
+        into, before = _pieces(merged.out, q0, q1, count, step), _pieces(merged.lse, q0, q1, count, step, -1)
+        merged.merge(into, before, _apart(out, run), _apart(lse, run, -1))
+    return merged.result()
+
+
+def _backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, runs: Sequence[Run], how: Setting
+) -> list[Tensor]:
+    """The gradients of q, k and v in fp32 at least."""
+    sums = [torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device) for x in (q, k, v)]
+    for run in runs:
+        (q0, q1, k0, k1, _, kind), count, step = run
+        over, mine_q, made = (_together(x, q0, q1, run) for x in (dy, q, out))
+        keys, values = (_together(x, k0, k1, run) for x in (k, v))
+        some = _pieces(lse, q0, q1, count, step, -1).transpose(1, 2).flatten(0, 1)
+        some = some.flip(-1) if kind == AHEAD else some
+        found = kernels.backward(over, mine_q, keys, values, made, some, None, kind in (CAUSAL, AHEAD), 0, how)[:3]
+        for total, part, (first, last) in zip(sums, found, ((q0, q1), (k0, k1), (k0, k1)), strict=True):
+            into = _pieces(total, first, last, count, step)
+            into += _apart(part, run)
+    return sums
+
+
 class _Window(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: Setting, bands: tuple[Band, ...], reach: tuple[int, int], halo: _Halo
     ) -> Tensor:
-        merged = Merged(q, v)
         keys, values = halo.fetched(k, v)
-        look(merged, q, keys, values, None, blocks_of(bands, *reach), 0, how)
-        out, lse = merged.result()
+        out, lse = _forward(q, keys, values, runs_of(bands, *reach), how)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.where = how, bands, reach, halo
         return out
@@ -87,11 +138,10 @@ class _Window(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         how, bands, reach, halo = ctx.where
-        found = Gradients(q, None, how)
         keys, values = halo.fetched(k, v)
-        dk, dv = found.look(dy, (q, out, lse, None), keys, values, blocks_of(bands, *reach), 0, how)
+        dq, dk, dv = _backward(dy, q, keys, values, out, lse, runs_of(bands, *reach), how)
         dk, dv = halo.returned(dk, dv, k.shape[-2])
-        return found.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
 def window(

@@ -93,14 +93,17 @@ def _rows(work: Work) -> float:
 
 
 def _space(work: Work) -> tuple[float, float]:
-    """What is fetched (in the backward its gradient too), sums in fp32, and the outputs of one block."""
+    """What is fetched (in the backward its gradient too), sums in fp32, and one kernel's operands and results, which runs of
+    rows are copied into."""
     query, keys = math.prod(work.operands[0]), sum(math.prod(shape) for shape in work.operands[1:3])
     came = sum(work.literal(9, "received", ())) / work.operands[1][-2] * keys
     item, made = work.reads.itemsize, math.prod(work.results[0])
     cast = WIDE if item < WIDE else 0
     extended = (keys + came) * item if came else 0.0
-    forward = made * (WIDE + cast) + extended + came * item
-    backward = extended + (query + keys + came) * WIDE + (keys + came) * WIDE * bool(came) + (query + keys) * cast
+    call = (query + keys + 2 * made) * item
+    forward = made * (WIDE + cast) + extended + max(came * item, call)
+    returned = (keys + came) * WIDE * bool(came)
+    backward = extended + (query + keys + came) * WIDE + max(returned, 2 * call) + (query + keys) * cast
     return float(forward), float(backward)
 
 
