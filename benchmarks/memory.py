@@ -301,10 +301,12 @@ def tracked(plan: Plan, case: Case, rank: int = 0) -> dict[str, float]:
         stages = program.stages
         sharing = [s.holders for s in stages.stored if s.trainable and len(s.holders) > 1] if stages else []
         groups = make_groups(program.mesh, CPU, fused_axes(program), PP if stages else None, sharing)
-        meshes = {} if stages else data_meshes(program.stored, groups)
+        everything = stages.stored if stages else program.stored
+        meshes = data_meshes(everything, groups)
+        names = [(fqn, stored) for stored in everything for fqn in stored.fqns if stored.value not in program.constants]
         with FakeTensorMode(allow_non_fake_inputs=True), real_meshes():
-            engine = Pipeline(program, groups) if stages else assemble(program, groups, meshes)
-            parallel = ParallelModule(program, groups, engine, 0, None)
+            engine = Pipeline(program, groups, meshes) if stages else assemble(program, groups, meshes)
+            parallel = ParallelModule(program, groups, engine, 0, None, names)
             parallel.train()
             optimizer = torch.optim.AdamW(parallel.parameters())
             batch = example(case.batch, case.images)
