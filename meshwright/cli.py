@@ -220,6 +220,9 @@ def simulate_command(
     transfer: Annotated[float, typer.Option(min=0, help="Seconds of a transfer between stages.")] = 0.0,
     tick: Annotated[float | None, typer.Option(help="Seconds of a column (default: the shortest action).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")] = None,
+    what_if: Annotated[list[str] | None, typer.Option(
+        help='Price the plan file again: "bandwidth=0.5", "network=2", "memory=0.5" (factors), "cluster=b200:1x8".',
+    )] = None,
     as_json: Json = False,
 ) -> None:
     """Run a pipeline schedule on stage times: a row per stage, a column per tick of the clock.
@@ -227,6 +230,18 @@ def simulate_command(
     Example: meshwright simulate --schedule zb --pp 4 --microbatches 8
     """
     with _errors(as_json):
+        if what_if:
+            from meshwright.commands.whatif import answers
+
+            if file is None:
+                raise InputError("--what-if prices a plan again: give its file")
+            found = list(answers(_plan(file), what_if))
+            if as_json:
+                _print_json({"what_if": [{"what": one.what, "fits": one.predicted.fits, **one.predicted.as_json()}
+                                         for one in found]})
+            else:
+                typer.echo("\n".join(map(str, found)))
+            return
         from meshwright.cost.timeline import chrome_trace, render, simulate
         from meshwright.ir.schedules import schedule_of, schedule_table
 

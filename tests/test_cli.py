@@ -359,3 +359,25 @@ def test_a_long_step_speaks_where_nobody_looks(capsys: Any, monkeypatch: pytest.
         report("dp=8", 0.25)
         time.sleep(0.05)
     assert capsys.readouterr().err == ""
+
+
+def test_what_if(tmp_path: Path) -> None:
+    from meshwright.cost.cluster import Cluster
+    from meshwright.ir.pins import Pins
+    from meshwright.planner import make_plan
+    from tests.handmade import handmade_graph
+
+    path = tmp_path / "plan.json"
+    make_plan(handmade_graph(), Cluster.parse("h100:2x2"), Pins(dp=2, tp=2)).save(path)
+    result = run("simulate", path, "--what-if", "bandwidth=0.01", "--what-if", "memory=0.02", "--what-if", "network=0.01",
+                 "--json")
+    plain, slow, small, far = json.loads(result.stdout)["what_if"]
+    assert plain["step_seconds"] < far["step_seconds"] <= slow["step_seconds"]
+    assert (plain["fits"], small["step_seconds"]) == (True, plain["step_seconds"])
+    assert small["capacity_bytes"] < plain["capacity_bytes"]
+    assert "as it is: step" in run("simulate", path, "--what-if", "cluster=a100:2x2").stdout
+    for change, words in (("batch=2", "plan again with --batch"), ("memory=-1", "give a factor"),
+                          ("cluster=h100:1x8", "again for")):
+        refused = run("simulate", path, "--what-if", change)
+        assert refused.exit_code == 2
+        assert words in refused.stderr

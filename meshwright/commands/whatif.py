@@ -1,0 +1,65 @@
+"""What a plan would take on other devices: the plan as it is, priced again, nothing searched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.cost.cluster import Cluster
+from meshwright.errors import InputError
+from meshwright.ir.plan import Plan
+from meshwright.ir.prediction import Prediction
+from meshwright.ir.quantities import bytes_text, seconds_text
+from meshwright.planner import reprice
+
+FACTORS = ("bandwidth", "network", "memory")
+"""What may be given as a factor: links within and between nodes, those between nodes alone, memory of a device."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a change does. ``what``: as it was given, "as it is" for none."""
+
+    what: str
+    predicted: Prediction
+
+    def __str__(self) -> str:
+        found = self.predicted
+        room = "fits" if found.fits else "does NOT fit"
+        return (f"{self.what}: step {seconds_text(found.step_seconds)}, {bytes_text(found.bytes_per_rank)} of "
+                f"{bytes_text(found.capacity_bytes)} per device, {room}")
+
+
+def answers(plan: Plan, changes: Sequence[str]) -> Iterator[Answer]:
+    """The plan as it is, then under every change alone ("bandwidth=0.5", "cluster=b200:1x8"). Raises InputError, PlanError,
+    ClusterError."""
+    where = Cluster.parse(plan.cluster)
+    known = [(change, _changed(where, change)) for change in changes]
+    for what, cluster in [("as it is", where), *known]:
+        found = reprice(plan, cluster).predicted
+        assert found is not None
+        yield Answer(what, found)
+
+
+def _changed(cluster: Cluster, change: str) -> Cluster:
+    name, _, value = (word.strip() for word in change.partition("="))
+    if name == "cluster" and value:
+        return Cluster.parse(value)
+    try:
+        factor = float(value)
+    except ValueError:
+        factor = math.nan
+    if name not in FACTORS or not 0 < factor < math.inf:
+        raise InputError(f"--what-if {change!r}: give a factor of {', '.join(FACTORS)}, as in bandwidth=0.5, or cluster=NAME "
+                         "of as many devices; a plan is for one batch, so for another one plan again with --batch")
+    islands = []
+    for island in cluster.islands:
+        device, node = island.device, island.node
+        if name == "memory":
+            device = replace(device, memory_bytes=int(device.memory_bytes * factor))
+        else:
+            inner = factor if name == "bandwidth" else 1.0
+            node = replace(node, link_bandwidth=node.link_bandwidth * inner, nic_bandwidth=node.nic_bandwidth * factor)
+        islands.append(replace(island, device=device, node=node))
+    return Cluster(tuple(islands))
