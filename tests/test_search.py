@@ -81,6 +81,30 @@ def test_no_pins_lead_below_the_bound(mib: int) -> None:
     assert min(map(seconds, found)) >= proof.bound_seconds * (1 - 1e-9)
 
 
+def test_no_pins_lead_below_the_bound_beyond_powers_of_two() -> None:
+    """The same on six devices and twelve samples: shard groups, degrees and micro-batches of 2, 3 and 6, where memory binds."""
+    graph = graph_of(Stack(2, 192), 12, 48, 192)
+    cluster = Cluster.parse("h100:1x6").with_memory(14 * MIB)
+    proof = make_plan(graph, cluster, Pins(), precision="bf16").certificate
+    assert proof is not None
+    assert any("shared by all data ranks" in words for words in proof.assumes)  # of other groups it says nothing
+    names = ("pp", "tp", "zero", "microbatches", "recompute", "shard")
+    sizes = (1, 2, 3, 6)
+    every = [
+        {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        for values in itertools.product(sizes, sizes, (0, 1, 2, 3), sizes, ("none", "full"), (None, 2, 3))
+        if values[0] * values[1] <= 6
+    ]
+    found = []
+    for pins in random.Random(11).sample(every, 60):
+        try:
+            found.append(make_plan(graph, cluster, Pins.of(pins), precision="bf16", gap=0.0))
+        except (PinError, PlanError):
+            continue
+    assert len(found) > 5
+    assert min(map(seconds, found)) >= proof.bound_seconds * (1 - 1e-9)
+
+
 @pytest.mark.parametrize(
     ("pins", "holds"),
     [
