@@ -11,7 +11,10 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
+from meshwright.api import autoparallel
 from meshwright.compiler.capture.capture import capture
 from meshwright.errors import CaptureError
 from tests.drawing import WAYS, trained
@@ -36,7 +39,7 @@ def test_a_run_is_repeated_by_its_seed(pool: Callable[[int], Any]) -> None:
     """The same seed draws the same numbers, recomputed or not; another one draws others."""
     ways = ["drop path, timm", "randn_like", "dropout", "one mask for all samples"]
     pins = [{"dp": 2}, {"dp": 2, "recompute": "full"}]
-    runs = [pool(2).run(trained, ways, pins, seed)[0] for seed in (5, 5, 6)]
+    runs = [pool(2).run(trained, ways, some, seed)[0] for some, seed in ((pins, 5), (pins[:1], 5), (pins[:1], 6))]
     assert [problems for problems, _ in runs] == [[]] * 3
     plain, full = runs[0][1]
     assert all(torch.equal(a, b) for a, b in zip(plain, full, strict=True)), "recomputation changes no number"
@@ -55,6 +58,60 @@ def test_in_pipelines(pool: Callable[[int], Any]) -> None:
 def test_an_operator_without_a_rule(pool: Callable[[int], Any]) -> None:
     """Which draws unseen: every rank draws the same."""
     assert [problems for problems, _ in pool(2).run(trained, ALONE, [{"dp": 2, "recompute": "full"}])] == [[], []]
+
+
+class _Inside(nn.Module):
+    """Operators that drop out inside, where nobody sees the numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True)
+        self.lstm = nn.LSTM(8, 8, num_layers=2, dropout=0.4, batch_first=True)
+        self.gru = nn.GRU(8, 8, num_layers=2, dropout=0.4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.inside(x).chunk(3, -1))
+        h = x + F.scaled_dot_product_attention(q, k, v, dropout_p=0.4, is_causal=True).transpose(1, 2).flatten(2)
+        h = h + self.attention(h, h, h, need_weights=False)[0]
+        h = self.gru(self.lstm(h)[0])[0]
+        return {"loss": self.out(h).square().mean(), "out": h.detach()}
+
+
+def _slopes(rank: int, cases: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
+    """(loss, slope by the gradient, slope by differences) along one direction of all weights, the same numbers drawn."""
+    found = []
+    for pins in cases:
+        torch.manual_seed(3)
+        model, x = _Inside().double(), torch.randn(4, 3, 8, dtype=torch.float64)
+        way = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+        parallel: Any = autoparallel(model, init_device_mesh("cpu", (2,)), ((x,), {}), pins=pins, progress=False)
+
+        def loss(parallel: Any = parallel, x: torch.Tensor = x) -> torch.Tensor:
+            parallel._calls = 0  # draw again what was drawn
+            return parallel(x)["loss"]  # type: ignore[no-any-return]
+
+        first = loss()
+        first.backward()
+        slope = sum(float((p.grad.full_tensor() * way[name]).sum()) for name, p in parallel.named_parameters())
+        state, step, ends = model.state_dict(), 1e-5, []
+        for sign in (1, -1):
+            parallel.load_state_dict({name: p + sign * step * way[name] for name, p in state.items()})
+            ends.append(float(loss().detach()))
+        found.append((float(first.detach()), slope, (ends[0] - ends[1]) / (2 * step)))
+        parallel.load_state_dict(state)
+        assert float(parallel(x)["loss"].detach()) != found[-1][0], "another call draws anew"
+    return found
+
+
+def test_dropout_inside_attention_and_recurrent_layers(pool: Callable[[int], Any]) -> None:
+    """The backward uses what the forward dropped, recomputed or not: the gradient is the slope of the loss at these numbers."""
+    cases = [{"dp": 2, "tp": 1, "microbatches": 2, "recompute": kind} for kind in ("none", "selective", "full")]
+    first, second = pool(2).run(_slopes, [*cases, {"tp": 2, "dp": 1, "recompute": "full"}])
+    assert first == second
+    for _, by_gradient, by_differences in first:
+        assert by_gradient == pytest.approx(by_differences, rel=1e-6)
+    assert len({loss for loss, _, _ in first[:3]}) == 1, "recomputation changes no number"
 
 
 class _Asking(nn.Module):

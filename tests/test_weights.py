@@ -53,9 +53,18 @@ def case() -> tuple[Net, dict[str, Tensor]]:
     return Net(), {"ids": torch.randint(0, 11, (8, 4)), "labels": torch.randint(0, 11, (8, 4))}
 
 
+_PLANS: dict[str, Any] = {}
+"""Plans of ``case``'s model that this process has found."""
+
+
 def parallelize(model: nn.Module, batch: Any, pins: Mapping[str, Any]) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return autoparallel(model, mesh, ((), batch), pins=dict(pins), progress=False)
+    mesh, key = init_device_mesh("cpu", (dist.get_world_size(),)), f"{dist.get_world_size()} {sorted(pins.items())}"
+    if key in _PLANS and all(p.requires_grad for p in model.parameters()):
+        return autoparallel(model, mesh, ((), batch), plan=_PLANS[key], progress=False)
+    parallel: Any = autoparallel(model, mesh, ((), batch), pins=dict(pins), progress=False)
+    if all(p.requires_grad for p in model.parameters()):
+        _PLANS[key] = parallel.plan
+    return parallel
 
 
 def whole(tensor: Any) -> Any:

@@ -155,7 +155,10 @@ def _groups(work: Work) -> Sequence[Product]:
 
 
 def _matrices(work: Work, at: int = 0) -> Sequence[Product]:
-    """Matrices or vectors, with batch dims in front."""
+    """Matrices or vectors, with batch dims in front; of one operand (an einsum that only sums) a row times ones."""
+    if len(work.operands) < at + 2:
+        made = max(math.prod(work.results[0]), 1)
+        return (Product(1, made, 1, max(math.prod(work.operands[at]) // made, 1)),)
     left, right = work.operands[at : at + 2]
     if len(left) <= 1 or len(right) <= 1:
         return (Product(1, math.prod(left[:-1]), 1 if len(right) <= 1 else right[-1], left[-1] if left else 1),)
