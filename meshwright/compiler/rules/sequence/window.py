@@ -100,10 +100,11 @@ def _space(work: Work) -> tuple[float, float]:
     item, made = work.reads.itemsize, math.prod(work.results[0])
     cast = WIDE if item < WIDE else 0
     extended = (keys + came) * item if came else 0.0
-    call = (query + keys + 2 * made) * item
-    forward = made * (WIDE + cast) + extended + max(came * item, call)
+    copied = (query + keys + made) * item
+    forward = made * (WIDE + cast) + extended + max(came * item, copied + made * item)
     returned = (keys + came) * WIDE * bool(came)
-    backward = extended + (query + keys + came) * WIDE + max(returned, 2 * call) + (query + keys) * cast
+    sums = (query + keys + came) * WIDE - (query + keys) * item  # of which the gradients are made at the end
+    backward = extended + sums + max(returned, copied + (made + 2 * query + keys) * item)
     return float(forward), float(backward)
 
 
