@@ -52,6 +52,7 @@ def communicate(rank: int, shape: tuple[int, ...], dim: int, to_dim: int) -> Non
         "mw.slice": (whole, (dim,), {"size": size}, mine(grad), mine(whole), grad),
         "mw.vary": (whole, (), {}, grads[rank], whole, sum(grads)),
         "mw.unvary": (whole, (), {}, grad, whole, grad if rank == 0 else 0 * grad),
+        "mw.term": (whole, (), {}, grad, whole if rank == 0 else 0 * whole, grad),
         "mw.all_gather": (mine(whole), (dim,), {"size": size}, grad, whole, mine(grad)),
         "mw.gather_vary": (mine(whole), (dim,), {"size": size}, grads[rank], whole, mine(sum(grads))),
         "mw.reduce_scatter": (terms[rank], (dim,), {"size": size}, mine(grad), mine(sum(terms)), grad),

@@ -309,7 +309,7 @@ def test_literals_become_those_of_the_piece() -> None:
 
 
 LOCAL_FORMS = (
-    "mw.linear", "mw.fused_linear", "mw.embedding", "mw.mean", "mw.dropout", "mw.sdpa", "mw.cross_entropy", "mw.batch_norm",
+    "mw.fused_linear", "mw.embedding", "mw.mean", "mw.dropout", "mw.sdpa", "mw.cross_entropy", "mw.batch_norm",
 )
 
 

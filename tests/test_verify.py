@@ -30,6 +30,7 @@ SWAPS: Mapping[str, tuple[str, ...]] = {
     "mw.slice": ("mw.reduce_scatter",),
     "mw.vary": ("mw.identity", "mw.all_reduce", "mw.unvary"),
     "mw.unvary": ("mw.identity", "mw.vary"),
+    "mw.term": ("mw.identity", "mw.vary"),
     "mw.all_gather": ("mw.gather_vary",),
     "mw.gather_vary": ("mw.all_gather",),
     "mw.reduce_scatter": ("mw.slice",),
@@ -93,8 +94,8 @@ def large() -> Planned:
 
 
 @lru_cache
-def megatron(fused: bool) -> Program:
-    plan = large().plan("h100:1x4", dp=2, tp=2, sequence_parallel=True)
+def megatron(fused: bool, sequence: bool = True) -> Program:
+    plan = large().plan("h100:1x4", dp=2, tp=2, sequence_parallel=sequence)
     return (rank_program if fused else lower)(plan, large().rules, 3)
 
 
@@ -144,7 +145,8 @@ def test_dropout_and_one_device() -> None:
 
 def test_large_program_uses_every_form() -> None:
     assert large().fails(megatron(True)) == large().fails(megatron(False)) == []
-    used = {op.target for fused in (True, False) for _, _, op in _ops(megatron(fused))}
+    programs = megatron(True), megatron(False), megatron(False, sequence=False)
+    used = {op.target for program in programs for _, _, op in _ops(program)}
     assert used >= {"mw.slice", "mw.vary", "mw.gather_vary", "mw.gather_linear", "mw.reduce_scatter", "mw.all_reduce"}
 
 
@@ -178,9 +180,9 @@ def _wrong(op: Op, ndim: int) -> Iterator[tuple[str, Op]]:
         yield key, replace(op, kwargs=(*op.kwargs[:i], (key, other), *op.kwargs[i + 1 :]))
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_every_wrong_collective_is_caught(fused: bool) -> None:
-    program = megatron(fused)
+@pytest.mark.parametrize(("fused", "sequence"), [(True, True), (False, True), (False, False)])
+def test_every_wrong_collective_is_caught(fused: bool, sequence: bool) -> None:
+    program = megatron(fused, sequence)
     caught: dict[tuple[str, str], set[str]] = {}
     for i, j, op in _ops(program):
         if op.target not in SWAPS:
@@ -196,7 +198,8 @@ def test_every_wrong_collective_is_caught(fused: bool) -> None:
     assert all("verify" in by for by in caught.values())
     # what spmd_types sees by itself: whatever leaves a gradient or a value unreduced where it is then taken as complete
     assert {key for key, by in caught.items() if "typecheck" in by} >= {
-        ("mw.vary", "mw.identity"), ("mw.vary", "axis"), ("mw.all_reduce", "mw.identity"), ("mw.reduce_scatter", "mw.slice"),
+        ("mw.all_reduce", "mw.identity"),
+        *([("mw.reduce_scatter", "mw.slice")] if sequence else [("mw.vary", "mw.identity"), ("mw.vary", "axis")]),
     }
 
 
@@ -229,11 +232,17 @@ def test_dropped_reduce_scatter_under_sequence_parallelism() -> None:
 
 def test_missing_gradient_reduction_of_a_norm_weight() -> None:
     program = megatron(False)
-    i, j, op = _first(program, "mw.vary", "input_layernorm_weight")
-    for name, error in large().errors(_put(program, i, j, replace(op, target="mw.identity"))):
-        assert error is not None, name
+    at = next(i for i, item in enumerate(program.stored) if item.fqns[0] == "model.layers.0.input_layernorm.weight")
+    item = program.stored[at]
+    assert item.late_axes == ("tp",)
+    for wrong in ((), ("dp",), ("dp", "tp")):
+        stored = (*program.stored[:at], replace(item, late_axes=wrong), *program.stored[at + 1 :])
+        errors = dict(large().errors(replace(program, stored=stored)))
+        error = errors["verify"]
+        assert error is not None, wrong
         assert error.module == "model.layers.0.input_layernorm"
         assert str(error).startswith("model.layers.0.input_layernorm: ")
+        assert wrong or errors["typecheck"] is not None
 
 
 def test_wrong_split_dim() -> None:

@@ -35,6 +35,10 @@ on every rank. A call that draws names it in its keyword ``DRAW`` (``meshwright.
 SEEDS = 2
 DRAW = "draw"
 
+JOINED = 1 << 18
+"""Elements up to which a parameter's gradient is summed together with others' (``Stored.late_axes``): to send them takes a
+latency more than a bandwidth, and to copy them next to nothing."""
+
 DEPENDENCY = "dependency"
 """Name of a value without content that crosses between stages where nothing else with a gradient does: the backward of a stage
 begins at what comes back across, and a split backward finds only the weights that hang on something that came in."""
@@ -49,7 +53,9 @@ class Stored:
     ``shard_axes``: the inner ones of ``data_axes`` over which it is also split at rest (ZeRO; the others are replicas: HSDP).
     Inside a segment the value has the ``tensor`` placement. ``fused``: how many equal parts lie one after the other along
     ``fused_dim``, each split on its own (fused qkv: 3; plain: 1). ``holders``: the pipeline ranks
-    that store it (a tied weight: several), in order; empty: all.
+    that store it (a tied weight: several), in order; empty: all. ``late_axes``: further axes over which a small parameter is
+    read differently (``~``), such as a norm's under sequence parallelism: its gradient stays a pending sum over them, which the
+    runtime completes together with others': with one micro-batch those of its segment, with several all of the step at its end.
     """
 
     value: str
@@ -65,6 +71,7 @@ class Stored:
     fused: int = 1
     fused_dim: int = 0
     holders: tuple[int, ...] = ()
+    late_axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,12 @@ Every step names a collective over some axes and its pair in the backward (`y` t
     all_reduce      +  -> ""            all-reduce       nothing
     all_to_all      S(i) -> S(j)        all-to-all       all-to-all
     mirror          S(i) -> S(i)*       all-to-all       all-to-all
+    term            "" -> +          nothing          nothing
 
 (``+ -> ~`` is all_reduce then vary: all-reduce both ways.) Steps come in the order that keeps tensors small: free slices
-and reduce-scatters first, all-to-alls, then gathers, all-reduces last on what is left, ``vary`` at the end.
+and reduce-scatters first, all-to-alls, then gathers, all-reduces last on what is left, ``vary`` and ``term`` at the end. A
+``term`` is the value on the first rank and zeros on the others, so that what is added to a pending sum counts once; the
+gradient of that sum is whole on every rank, and so is the term's.
 
 What is mirrored (``*``) is another split than what is not: gathers, slices and the others put chunks in order, and ``mirror``
 goes from one to the other, either way.
@@ -40,6 +43,7 @@ KINDS: Mapping[str, tuple[str, str]] = {
     "all_reduce": ("all_reduce", ""),
     "all_to_all": ("all_to_all", "all_to_all"),
     "mirror": ("all_to_all", "all_to_all"),
+    "term": ("", ""),
 }
 """{step kind: (collective of the forward, collective of the backward)}; "" is local work."""
 
@@ -77,11 +81,11 @@ def reshard(source: Sharding, target: Sharding) -> tuple[Step, ...]:
     """The steps that turn ``source`` into ``target``; empty when nothing is to be done.
 
     ``source`` carries no ``~`` over an axis that the target wants otherwise (what is read differently cannot be unread), and
-    an axis may become pending only if it was; else ShardingError.
+    an axis may become pending only if it was or is invariant; else ShardingError.
     """
     if source.ndim != target.ndim:
         raise ShardingError(f"cannot reshard {format_sharding(source)} into {format_sharding(target)}: dims differ")
-    if not target.partial <= source.partial:
+    if any(source.kind(axis) not in ("", "+") for axis in target.partial):
         raise ShardingError(f"cannot make {format_sharding(source)} the pending sum {format_sharding(target)}")
     if not source.varying <= target.varying:
         raise ShardingError(f"cannot turn the ~ of {format_sharding(source)} into {format_sharding(target)}")
@@ -174,6 +178,8 @@ def _finish(now: Sharding, target: Sharding) -> Step | None:
         return Step("all_reduce", axis, now, replace(now, partial=now.partial - {axis}))
     for axis in sorted(target.varying - now.varying):
         return Step("vary", axis, now, replace(now, varying=now.varying | {axis}))
+    for axis in sorted(target.partial - now.partial):
+        return Step("term", axis, now, replace(now, partial=now.partial | {axis}))
     return None
 
 

@@ -6,7 +6,8 @@ dim that carries it:
 
 * a factor in the operands and the results passes through (split in, split out);
 * a factor in the operands only is a reduction: every rank holds a term, the result is a pending sum (``+``);
-* a factor in the results only is created (expand, arange): the operands are read differently on each rank (``~``).
+* a factor in the results only is created (expand, arange): the operands are read differently on each rank (``~``);
+* what is *added* to the sum that a reduction makes (the bias of a matrix product) counts once: it is a pending sum there.
 
 * an *internal* factor is communicated inside the operator: results without it are complete on every rank;
 * factors may be split *together* by one axis, written ``t&e``: every operand and result is split along those of them that it
@@ -140,7 +141,8 @@ class OpRule:
     ``dim``: a rank's piece of that dim is its piece of every part. ``ways``: algorithms for splits that are no factor's.
     ``inner``: factors that sequence axes split last, within the pieces of the others, and never in two chunks. ``located``:
     factors whose local call depends on where its piece lies, which must be in one. ``together``: "t&e" and the like, the
-    factors that one axis may split together; their keys in ``internal`` say what that moves.
+    factors that one axis may split together; their keys in ``internal`` say what that moves. ``added``: operand positions that
+    are added to what a reduction sums, and so are pending sums over the axes that split one.
     """
 
     operands: tuple[tuple[Factor | None, ...], ...]
@@ -157,6 +159,7 @@ class OpRule:
     inner: frozenset[Factor] = frozenset()
     located: frozenset[Factor] = frozenset()
     together: tuple[str, ...] = ()
+    added: frozenset[int] = frozenset()
 
     def mirrors(self, factor: Factor, axis: str, mesh: Mesh) -> bool:
         """Whether an axis splits a factor, or what a way splits, in two chunks a rank."""
@@ -173,6 +176,12 @@ class OpRule:
             return self.ways[factor].dim(position, is_result)
         dims = (self.results if is_result else self.operands)[position]
         return next((dims.index(one) for one in factors_of(factor) if one in dims), None)
+
+    def adds(self, position: int, factor: str) -> bool:
+        """Whether an operand is added to the pending sum that a split of the factor makes."""
+        if position not in self.added or factor not in self.sizes or factor in self.internal:
+            return False
+        return not any(factor in dims for dims in (self.operands[position], *self.results))
 
     @property
     def splittable(self) -> tuple[Factor, ...]:
@@ -343,6 +352,8 @@ def place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Sequ
             elif is_result:
                 if factor not in rule.internal and factor not in rule.ways:
                     partial.add(axis)
+            elif rule.adds(position, factor):
+                partial.add(axis)
             elif differentiable[position]:
                 varying.add(axis)
         return Sharding(tuple(split), frozenset(partial), frozenset(varying), frozenset(mirrored))

@@ -3,7 +3,8 @@
 For one axis, with the kinds of the operands (a dim it splits, "+", "~", or "" for invariant):
 
     some operand is split      its factor is split: every operand with that factor likewise, the others "~" if a gradient flows
-                               into them (each rank reads them on other data, so their gradients are terms of a sum)
+                               into them (each rank reads them on other data, so their gradients are terms of a sum), but
+                               for what is added to the sum that a reduction makes, which is pending as well
     some operand is pending    the pending ones are exactly one linear group; the others as above
     otherwise                  the axis is idle, or it splits a factor that only the results have (expand, arange): the
                                result's local shape says which, and several answers are possible
@@ -133,7 +134,10 @@ def _of_operands(rule: OpRule, kinds: Sequence[Kind], differentiable: Sequence[b
     for i, (kind, dim) in enumerate(zip(kinds, wanted, strict=True)):
         if dim is not None and kind != dim:
             raise MismatchError(f"operand {i} split over {axis!r} along dim {dim} like the others", _named(kind, axis))
-        if dim is None and i not in (pending if not split else ()):
+        if dim is None and split and rule.adds(i, what):
+            if kind != "+":
+                raise MismatchError(f"operand {i} a term of the sum (+{axis}) that it is added to", _named(kind, axis))
+        elif dim is None and i not in (pending if not split else ()):
             _read_differently(i, kind, differentiable[i], axis)
     return what
 

@@ -7,22 +7,24 @@ call is then localized by its rule. Runs of operators of one block (and of one p
 between them root segments; operators of the prologue come first, in a segment of their own.
 
 A parameter enters a segment in its tensor placement, read differently (``~``) over the group's data axes: FSDP2 gathers it
-and sums its gradient. Over another axis that wants ``~`` the segment itself varies it (a norm weight under sequence
-parallelism); over a data axis where an operator reads it as invariant, ``unvary`` shares its gradient out.
+and sums its gradient. Over another axis over which all its readers want ``~`` the runtime sums it too, if it is small (a norm
+weight under sequence parallelism; ``Stored.late_axes``); else the segment itself varies it. Over a data axis where an operator
+reads it as invariant, ``unvary`` shares its gradient out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph, Op, Param, Ref, Value, map_refs, refs
-from meshwright.ir.mesh import EXPERT, role_of
+from meshwright.ir.mesh import EXPERT, Mesh, role_of
 from meshwright.ir.plan import TIME, Plan, PlanError
-from meshwright.ir.program import SEED, SEEDS, Port, Program, Segment, Stored
+from meshwright.ir.program import JOINED, SEED, SEEDS, Port, Program, Segment, Stored
 from meshwright.ir.reshard import Step, reshard
 from meshwright.ir.rule import Local, Placed, Rules, place
 from meshwright.ir.sharding import Sharding, shared_split
@@ -139,12 +141,13 @@ class _Lowering:
             if parts > 1 and len(needs[param.value]) > 1:
                 raise PlanError(f"parameter {param.fqn!r} holds {parts} weights in one, so only one operator may read it")
             shard = tuple(axis for axis in group.shard_axes if axis in data) if param.trainable and group.zero else ()
+            late = _late_axes(tensor, value, needs.get(param.value, []), self.mesh, data) if param.trainable else ()
             self.stored[param.value] = Stored(
                 param.value, param.fqns, value.shape, value.dtype, param.trainable, param.buffer, param.persistent,
-                tensor, data, shard, parts, dim,
+                tensor, data, shard, parts, dim, late_axes=late,
             )
             self.values[param.value] = replace(value, shape=tensor.local_shape(value.shape, self.mesh, self.here))
-            self.produced[param.value] = replace(tensor, varying=frozenset(data))
+            self.produced[param.value] = replace(tensor, varying=frozenset((*data, *late)))
         for name in fused.keys() - self.stored.keys():
             raise PlanError(f"%{name} is read part by part, which only a parameter can be: it is laid out for its reader")
 
@@ -403,5 +406,15 @@ def _tensor_placement(param: Param, value: Value, needs: list[Sharding]) -> Shar
     return shared_split(needs) if needs else Sharding.whole(len(value.shape))
 
 
+def _late_axes(
+    tensor: Sharding, value: Value, needs: Sequence[Sharding], mesh: Mesh, data: Sequence[str]
+) -> tuple[str, ...]:
+    """The axes over which a parameter's gradient is summed together with others'."""
+    if not needs or math.prod(tensor.local_shape(value.shape, mesh)) > JOINED:
+        return ()
+    everywhere = frozenset.intersection(*(need.varying for need in needs))
+    return tuple(axis for axis in mesh.axes if axis in everywhere and axis not in data and mesh.size(axis) > 1)
+
+
 def _reachable(source: Sharding, target: Sharding) -> bool:
-    return source.varying <= target.varying and target.partial <= source.partial
+    return source.varying <= target.varying and all(source.kind(axis) in ("", "+") for axis in target.partial)

@@ -3,7 +3,7 @@
     slice           "" -> S(i)      all_gather      S(i) -> ""     reduce_scatter  +  -> S(i)
     vary            "" -> ~         gather_vary     S(i) -> ~      all_reduce      +  -> ""
     unvary          ~  -> ""        all_to_all      S(i) -> S(j)   identity        all as it was
-    mirror          S(i) -> S(i)*, or back
+    mirror          S(i) -> S(i)*, or back                         term            "" -> +
 
 With ``mirrored`` (of what an all-to-all makes: ``to_mirrored``) the split is mirrored.
 
@@ -77,6 +77,11 @@ def _mirror(sharding: Sharding, axis: str, dim: int, mirrored: bool = False) -> 
     return _slice(_all_gather(sharding, axis, dim, not mirrored), axis, dim, mirrored)
 
 
+def _term(sharding: Sharding, axis: str) -> Sharding:
+    _need(sharding, axis, "")
+    return replace(sharding, partial=sharding.partial | {axis})
+
+
 def _identity(sharding: Sharding, axis: str) -> Sharding:
     return sharding
 
@@ -84,6 +89,6 @@ def _identity(sharding: Sharding, axis: str) -> Sharding:
 TRANSFERS: Mapping[str, Callable[..., Sharding]] = {
     "mw.slice": _slice, "mw.vary": _vary, "mw.unvary": _unvary, "mw.all_gather": _all_gather, "mw.gather_vary": _gather_vary,
     "mw.reduce_scatter": _reduce_scatter, "mw.all_reduce": _all_reduce, "mw.all_to_all": _all_to_all, "mw.identity": _identity,
-    "mw.mirror": _mirror,
+    "mw.mirror": _mirror, "mw.term": _term,
 }
 """{target: (sharding, axis, *dims) -> sharding}; MismatchError where the collective is not legal."""

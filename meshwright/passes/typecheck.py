@@ -81,7 +81,7 @@ class _Checker:
                 continue
             value = local[item.value]
             types = self._types(item.tensor, spmd.I if value.differentiable else spmd.R)
-            types |= {self.axes[axis]: spmd.R for axis in item.data_axes if axis in self.axes}
+            types |= {self.axes[axis]: spmd.R for axis in (*item.data_axes, *item.late_axes) if axis in self.axes}
             self.env[item.value] = self._typed(value, types)
 
     def _local_shape(self, sharding: Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -326,6 +326,7 @@ COLLECTIVES: Mapping[str, Callable[[Tensor, Any], Any]] = {
     "mw.all_reduce": lambda x, axis: spmd.rules.all_reduce(x, axis, src=spmd.V, dst=spmd.I),
     "mw.all_to_all": lambda x, axis: spmd.rules.all_to_all(x, axis, src=spmd.V, dst=spmd.V),
     "mw.mirror": lambda x, axis: spmd.rules.all_to_all(x, axis, src=spmd.V, dst=spmd.V),
+    "mw.term": lambda x, axis: spmd.rules.convert(x, axis, src=spmd.I, dst=spmd.V),
     "mw.identity": lambda x, axis: x,
 }
 """The types around each collective; a pending sum is a V until here. Of what these return only the types are used: the V forms

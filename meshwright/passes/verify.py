@@ -102,13 +102,14 @@ class _Verifier:
     def _enter_stored(self, item: Stored, trainable: bool) -> None:
         node, module = f"parameter {item.fqns[0]!r}", _owner(item.fqns[0])
         sharding = self._live(item.tensor, node, module, item.shape, item.value)
-        data = tuple(axis for axis in item.data_axes if axis in self.axes)
-        if sharding.partial or sharding.varying or set(data) & set(sharding.split_axes):
+        data = tuple(axis for axis in (*item.data_axes, *item.late_axes) if axis in self.axes)
+        if sharding.partial or sharding.varying or set(data) & set(sharding.split_axes) or len(set(data)) < len(data):
             raise VerifyError(node, module, "a placement without marks, apart from the data axes",
                               f"{format_sharding(sharding)} with data axes {data}")
-        if not set(item.shard_axes) <= set(item.data_axes) or (item.data_axes and not (trainable and item.trainable)):
+        if not set(item.shard_axes) <= set(item.data_axes) or (data and not (trainable and item.trainable)):
             raise VerifyError(node, module, "shard axes among data axes, and those on trainable parameters only",
-                              f"shard axes {item.shard_axes}, data axes {item.data_axes}, trainable={item.trainable}")
+                              f"shard axes {item.shard_axes}, data axes {item.data_axes}, late axes {item.late_axes}, "
+                              f"trainable={item.trainable}")
         pieces = item.fused * self.program.mesh.size(sharding.dims[item.fused_dim]) if item.shape else 1
         if item.fused != 1 and item.shape[item.fused_dim] % pieces:
             raise VerifyError(node, module, f"parts that the ranks divide along dim {item.fused_dim}", f"fused={item.fused}")

@@ -18,6 +18,7 @@ from meshwright.ir.graph import refs
 from meshwright.ir.plan import PlanError
 from meshwright.ir.program import Program, Segment, Stored
 from meshwright.ir.sharding import ShardingError
+from meshwright.runtime.collectives import Group
 from meshwright.runtime.engine import Engine, Gathered, Runner, Slot, Step
 from meshwright.runtime.groups import DataMesh, Groups, live, make_data_mesh
 from meshwright.runtime.state.layout import box, global_stride, parts, placements, split_dim, under_fsdp
@@ -40,7 +41,7 @@ def use_dtype(stored: Stored, program: Program) -> torch.dtype:
 def fused_axes(program: Program) -> set[tuple[str, ...]]:
     """Sets of axes that the program needs one group over."""
     mesh = program.mesh
-    found = {axes for stored in program.stored for axes in (*stored.tensor.dims, stored.data_axes)}
+    found = {axes for stored in program.stored for axes in (*stored.tensor.dims, stored.data_axes, stored.late_axes)}
     for segment in program.segments:
         for op in segment.graph.ops:
             for name, axes in op.kwargs:
@@ -126,6 +127,7 @@ class _Assembly:
         for stored in self.program.stored if self.lend is None else ():
             tensors[stored.value] = self.slots[stored.value].tensor()
         engine.units = self.units[::-1]
+        engine.late = {s.value: group for s in self.program.stored if (group := self.slots[s.value].late) is not None}
         self._steps(engine, main, runners, calls)
         return engine
 
@@ -136,11 +138,16 @@ class _Assembly:
         """A tensor held as it is, with this rank's memory, or lent."""
         if self.lend is not None:
             use, cut = use_dtype(stored, self.program), parts(stored, self.groups)
-            return Slot(None, "", None, use, cut, None, self.lend(stored))
+            return Slot(None, "", None, use, cut, None, lent=self.lend(stored))
         tensor = self.known[stored.value] if stored.value in self.known else self._allocate(stored)
         data = live(self.mesh, stored.data_axes) if stored.trainable else ()
         group = self.groups.group(data) if data else None
-        return Slot(None, "", tensor, use_dtype(stored, self.program), parts(stored, self.groups), group)
+        return Slot(None, "", tensor, use_dtype(stored, self.program), parts(stored, self.groups), group, self._late(stored))
+
+    def _late(self, stored: Stored) -> Group | None:
+        """Over which its gradient is summed together with others'."""
+        axes = live(self.mesh, stored.late_axes) if stored.trainable else ()
+        return self.groups.group(axes) if axes else None
 
     def _allocate(self, stored: Stored) -> Tensor:
         share = box(stored, self.mesh, self.groups.coordinates)
@@ -204,7 +211,7 @@ class _Assembly:
         sharded.set_force_sum_reduction_for_comms(True)  # the factor alone asks for an operation that gloo lacks
         self.units.append((sharded, zero))
         for name, one in zip(parameters, members, strict=True):
-            self.slots[one.value] = Slot(unit, name, None, in_use, parts(one, self.groups), None)
+            self.slots[one.value] = Slot(unit, name, None, in_use, parts(one, self.groups), None, self._late(one))
         return unit
 
     def _meta_parameter(self, stored: Stored, data_mesh: DataMesh, rest: tuple[str, ...]) -> nn.Parameter:

@@ -39,6 +39,7 @@ from meshwright.runtime.codegen import generate
 from meshwright.runtime.collectives import Group
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.ops import vary
+from meshwright.runtime.state.late import vary_together
 from meshwright.runtime.state.layout import Locals, Parts, local_of, split_parts
 
 
@@ -95,6 +96,7 @@ class Slot:
     dtype: torch.dtype
     parts: Parts | None
     vary: Group | None  # over which a loose parameter's gradient is summed
+    late: Group | None = None  # over which it is summed together with others'
     lent: Callable[[], Tensor] | None = None  # gives what another program holds
 
     def tensor(self) -> Tensor:
@@ -112,16 +114,19 @@ class Slot:
         return local if self.parts is None else split_parts(local, self.parts)
 
 
-def read(slots: Sequence[Slot], apart: bool = False) -> list[Tensor]:
+def read(slots: Sequence[Slot], apart: bool = False, later: bool = False) -> list[Tensor]:
     """The values segments use, as local tensors that autograd follows back to the parameters. ``apart``: to each on its own
-    way, so that gradients of weights can be computed one by one, after those of inputs."""
+    way, so that gradients of weights can be computed one by one, after those of inputs. ``later``: gradients that are summed
+    together are so at the end of the step (``late.sum_late``), not here."""
     tensors = [slot.tensor() for slot in slots]
     if apart and torch.is_grad_enabled():
         locals_ = [Locals.apply(t)[0] if isinstance(t, DTensor) else t for t in tensors]
     elif any(isinstance(t, DTensor) for t in tensors):
         locals_ = Locals.apply(*tensors) if torch.is_grad_enabled() else [local_of(t) for t in tensors]
     else:
-        locals_ = tensors
+        locals_ = list(tensors)
+    if not later and torch.is_grad_enabled():
+        locals_ = vary_together(locals_, [slot.late for slot in slots])
     return [slot.finish(local) for slot, local in zip(slots, locals_, strict=True)]
 
 
@@ -134,7 +139,7 @@ class Runner:
         self.arguments: tuple[str, ...] = ()  # names in the order of the call, those that the slots bring last
         self.slots: Sequence[Slot] = ()
         self.training = True
-        self.apart = False
+        self.apart = self.later = False
         self._code: dict[bool, Callable[..., tuple[Any, ...]]] = {}
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
@@ -155,7 +160,7 @@ class Runner:
     def _run(self, *inputs: Any) -> tuple[Any, ...]:
         if self.training not in self._code:
             self._code[self.training] = generate(self.segment.graph, self.arguments, self.groups, self.training)
-        return self._code[self.training](*inputs, *read(self.slots, self.apart))
+        return self._code[self.training](*inputs, *read(self.slots, self.apart, self.later))
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,8 @@ class Engine:
         self.main: Sequence[Step] = ()
         self.shared: Mapping[str, Slot] = {}  # what the root owns
         self.leaving: Sequence[str] = ()
-        self.apart = False
+        self.late: Mapping[str, Group] = {}  # stored values whose gradients are summed together
+        self.apart = self.later = False
         self.root: Callable[[Environment], dict[str, Any]] = self.body
         self.units: Sequence[tuple[FSDPModule, int]] = ()  # (unit, its ZeRO level), the root first
 
@@ -198,10 +204,16 @@ class Engine:
         for step in self.main:
             step.runner.apart = True
 
+    def sum_later(self, later: bool) -> None:
+        """Whether what is summed together (``late``) is left to whoever runs all micro-batches of a step."""
+        self.later = later
+        for step in self.main:
+            step.runner.later = later
+
     def body(self, environment: Environment) -> dict[str, Any]:
         """One micro-batch, inside the root unit: every value that leaves the program."""
         values = environment.values
-        values.update(zip(self.shared, read(list(self.shared.values()), self.apart), strict=True))
+        values.update(zip(self.shared, read(list(self.shared.values()), self.apart, self.later), strict=True))
         for step in self.main:
             step(values)
         return {name: values[name] for name in self.leaving}

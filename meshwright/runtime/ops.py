@@ -13,9 +13,10 @@ The communication operators turn one kind of sharding over one axis into another
     all_reduce       P -> I    all-reduce       nothing
     all_to_all       S -> S    all-to-all       all-to-all
     mirror           S -> S    all-to-all       all-to-all
+    term             I -> P    zeros but on the first rank; nothing
 
 ``gather_linear`` is gather_vary and the linears that read it in one: it saves the shard instead of the gathered activation
-and gathers again in the backward. The others (embedding, cross_entropy, valid_count, linear, fused_linear, mean, batch_norm,
+and gathers again in the backward. The others (embedding, cross_entropy, valid_count, fused_linear, mean, batch_norm,
 dropout, sdpa, attend, ring, dealt, window) are operators whose local form differs from the ATen one because an operand is
 split.
 
@@ -85,6 +86,16 @@ class _Unvary(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         return dy if ctx.first else torch.zeros_like(dy), None
+
+
+class _Term(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return x.view_as(x) if group.rank == 0 else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return dy, None
 
 
 def _cut(x: Tensor, dim: int, size: int, group: Group, mirrored: bool) -> Tensor:
@@ -180,6 +191,12 @@ def vary(x: Tensor, *, axis: Group, reduce_dtype: torch.dtype | None = None) -> 
 def unvary(x: Tensor, *, axis: Group) -> Tensor:
     """A value whose gradient is summed over the axis elsewhere, used alike on all ranks: the gradient must count once."""
     return x if axis.size == 1 else _Unvary.apply(x, axis)
+
+
+def term(x: Tensor, *, axis: Group) -> Tensor:
+    """A value that is whole and equal on all ranks as a pending sum: the first rank brings it, the others zeros. The gradient
+    of a pending sum is whole on every rank, which is the gradient of the value."""
+    return x if axis.size == 1 else _Term.apply(x, axis)
 
 
 def identity(x: Tensor) -> Tensor:
@@ -354,20 +371,9 @@ def valid_count(labels: Tensor, ignore_index: int) -> Tensor:
     return (labels != ignore_index).sum().float()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, terms: int) -> Tensor:
-    """One of ``terms`` terms of a linear whose inner dim is split: each brings its part of the bias."""
-    return F.linear(x, weight, None if bias is None else bias / terms)
-
-
-def fused_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, transposed: bool, terms: int = 1
-) -> tuple[Tensor, ...]:
-    """The parts of one linear whose weight (``transposed``: [k, parts * n]) holds them one after the other.
-
-    ``terms``: into how many terms a split inner dim makes it; each brings its part of the bias.
-    """
-    share = bias if bias is None or terms == 1 else bias / terms
-    return tuple(_in_parts(F.linear(x, weight.t() if transposed else weight, share), parts))
+def fused_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, transposed: bool) -> tuple[Tensor, ...]:
+    """The parts of one linear whose weight (``transposed``: [k, parts * n]) holds them one after the other."""
+    return tuple(_in_parts(F.linear(x, weight.t() if transposed else weight, bias), parts))
 
 
 def mean(x: Tensor, dims: Sequence[int] | None, keepdim: bool, count: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -438,9 +444,9 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         f"mw.{function.__name__}": function
         for function in (
-            identity, slice, vary, unvary, all_gather, gather_vary, reduce_scatter, all_reduce, all_to_all, mirror,
-            gather_linear, embedding, cross_entropy, valid_count, linear, fused_linear, mean, batch_norm, dropout, sdpa, attend,
-            ring, dealt, window,
+            identity, slice, vary, unvary, term, all_gather, gather_vary, reduce_scatter, all_reduce, all_to_all, mirror,
+            gather_linear, embedding, cross_entropy, valid_count, fused_linear, mean, batch_norm, dropout, sdpa, attend, ring,
+            dealt, window,
         )
     }
 )

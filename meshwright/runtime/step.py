@@ -22,6 +22,7 @@ from meshwright.ir.plan import PlanError
 from meshwright.ir.program import SEED, Program
 from meshwright.runtime.checks.gradients import BEYOND_THE_LOSS, once, refused, whole
 from meshwright.runtime.engine import Engine, Environment
+from meshwright.runtime.state.late import sum_late
 from meshwright.runtime.state.layout import local_of
 
 
@@ -112,13 +113,18 @@ def _forward_backward(
 
     def run() -> Tensor:
         batches = microbatches_of(program, values, seed)
-        for index, batch in enumerate(batches):
-            engine.set_microbatch(last=index == len(batches) - 1)
-            with torch.enable_grad():
-                outputs = engine.root(Environment(batch))
-                torch.autograd.backward(outputs[loss_name])
-            join.add({name: value.detach() for name, value in outputs.items()}, index)
-            outputs.clear()
+        engine.sum_later(True)
+        try:
+            for index, batch in enumerate(batches):
+                engine.set_microbatch(last=index == len(batches) - 1)
+                with torch.enable_grad():
+                    outputs = engine.root(Environment(batch))
+                    torch.autograd.backward(outputs[loss_name])
+                join.add({name: value.detach() for name, value in outputs.items()}, index)
+                outputs.clear()
+        finally:
+            engine.sum_later(False)
+        sum_late(engine.late, engine.tensors)
         loss: Tensor = join.values[loss_name]
         return loss.clone()
 

@@ -24,6 +24,9 @@ from meshwright.ir.writing.paths import fold_paths
 from meshwright.passes.lower import lower
 from meshwright.rules import rules_of_plan
 
+LATE = "late"
+"""The kind of a sum of gradients that is done together with others' (``Stored.late_axes``)."""
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -111,6 +114,7 @@ def facts_of(plan: Plan) -> Facts:
         placed[op.name] = place(rules[op.name], plan.assignments.get(op.name, {}), mesh, differentiable)
     program = lower(plan, rules, 0)
     steps = tuple(_steps(plan, program))
+    steps = (*steps, *_late(program))
     inside = tuple(step for op in graph.ops for step in _internal(plan, op, rules[op.name]))
     return Facts(plan, rules, placed, {item.value: item for item in program.stored}, (*inside, *steps))
 
@@ -143,6 +147,14 @@ def _steps(plan: Plan, program: Program) -> Iterator[Collective]:
             dim = op.args[1] if len(op.args) > 1 and isinstance(op.args[1], int) else None
             differentiable = value in graph.values and graph.values[value].differentiable
             yield Collective(owner, value in makers, value, kind, str(axis), dim, forward, backward if differentiable else "")
+
+
+def _late(program: Program) -> Iterator[Collective]:
+    """The gradients that the runtime sums together, each with the operator that reads the parameter."""
+    for item in program.stored:
+        for axis in item.late_axes:
+            reader = next((op.name for s in program.segments for op in s.graph.ops if item.value in op.inputs), "")
+            yield Collective(reader, False, item.value, LATE, axis, None, "", "all_reduce")
 
 
 def _internal(plan: Plan, op: Op, rule: OpRule) -> Iterator[Collective]:

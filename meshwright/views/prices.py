@@ -156,6 +156,16 @@ class Prices:
                     found[path] += self.graph.values[name].numel
         return {path: float(count) for path, count in found.items()}
 
+    @cached_property
+    def _late(self) -> dict[str, float]:
+        """Elements of every group whose gradients are summed together over axes that are no data axes."""
+        found: dict[str, dict[str, int]] = {}
+        for number, op in enumerate(self.graph.ops):
+            for name in op.inputs:
+                if name in self.facts.stored and self.facts.stored[name].late_axes:
+                    found.setdefault(self.plan.group_of(number).path, {})[name] = self.graph.values[name].numel
+        return {path: float(sum(each.values())) for path, each in found.items()}
+
     def _shared(self) -> Counter[tuple[str, Sharding]]:
         """How many operators read a value in one sharding."""
         found: Counter[tuple[str, Sharding]] = Counter()
@@ -242,8 +252,8 @@ class Prices:
             if name not in self._params:
                 continue
             trainable = self._params[name].trainable
-            elements = self._elements.get(group.path, 1.0)
-            vector = self.costs.parameter(self.graph.values[name], need, trainable, variant, elements)
+            elements, late = self._elements.get(group.path, 1.0), self._late.get(group.path, 0.0)
+            vector = self.costs.parameter(self.graph.values[name], need, trainable, variant, elements, late=late)
             if vector is None:
                 return float("inf"), float("inf"), float("inf")
             gather += float(vector[[GATHER, GATHER_ONCE]].sum())

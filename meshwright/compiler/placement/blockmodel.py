@@ -41,7 +41,9 @@ from meshwright.cost.compute import Fused
 from meshwright.cost.memory.saved import saved_beside, saved_for_backward
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph, Op
+from meshwright.ir.mesh import TENSOR
 from meshwright.ir.plan import Schedule
+from meshwright.ir.program import JOINED
 from meshwright.ir.rule import OpRule, Placed, Rules, place
 from meshwright.ir.sharding import Sharding
 
@@ -199,12 +201,17 @@ class Builder:
             self._edge(model, name, source, have, i, states, saving=saving)
 
     def _edge(
-        self, model: Model, name: str, i: int, have: Sequence[Sharding], j: int, want: Sequence[Sharding], saving: bool
+        self, model: Model, name: str, i: int, have: Sequence[Sharding], j: int, want: Sequence[Sharding], saving: bool,
+        takes: bool = False,
     ) -> None:
+        """``takes``: readers can only take pieces of what is there."""
         sources, targets = tuple(dict.fromkeys(have)), tuple(dict.fromkeys(want))
         rows = {state: number for number, state in enumerate(sources)}
         cols = {state: number for number, state in enumerate(targets)}
         table = self.tables.reshard(name, sources, targets, saving)
+        if takes:
+            inside = np.array([[_inside(target, source) for target in targets] for source in sources])
+            table = np.where(inside[:, :, None], table, np.inf)
         model.edges.append(Edge(i, j, table, np.array([rows[s] for s in have]), np.array([cols[s] for s in want])))
 
     def _output(self, model: Model, name: str, made: Place) -> None:
@@ -226,7 +233,9 @@ class Builder:
             model.parameter_uses.append((i, name, [placed.operands[k] for placed in model.placed[i]]))
 
     def _tied_parameter(self, model: Model, name: str, readers: list[Place]) -> None:
-        """A weight with several readers: a shared variable says how it lies at rest, each reader pays its way from there."""
+        """A weight with several readers: a shared variable says how it lies at rest, each reader pays its way from there. It
+        takes its piece of what lies there, or reads it differently over tensor-parallel ranks: the program does no more, for a
+        weight is split at rest as far as all its readers split it alike."""
         options = [state for state in self.tables.states(name) if not state.partial]
         if name in self.scope.held.rest:
             options = [self.scope.held.rest[name]]
@@ -234,15 +243,19 @@ class Builder:
         model.states[name] = (var, options)
         model.shared.append((name, var))
         for i, k in readers:
-            needs = [placed.operands[k].at_rest() for placed in model.placed[i]]
-            self._edge(model, name, var, options, i, needs, saving=False)
+            needs = [self._read_from_rest(placed.operands[k]) for placed in model.placed[i]]
+            self._edge(model, name, var, options, i, needs, saving=False, takes=True)
         if name not in self._charged:
             self._charged.add(name)
             model.parameter_uses.append((var, name, [self._read_apart(state) for state in options]))
 
+    def _read_from_rest(self, need: Sharding) -> Sharding:
+        """What a reader of a tied weight makes of it itself: FSDP2 or the root sum its gradient over the other axes."""
+        return Sharding(need.dims, need.partial, frozenset(a for a in need.varying if self.scope.roles[a] == TENSOR))
+
     def _read_apart(self, state: Sharding) -> Sharding:
-        """A tied weight's at-rest state, read differently over every axis that does not split it."""
-        rest = frozenset(axis for axis in self.mesh.axes if axis not in state.split_axes)
+        """A tied weight at rest, read differently over every axis that does not split it and that its readers do not pay."""
+        rest = frozenset(a for a in self.mesh.axes if a not in state.split_axes and self.scope.roles[a] != TENSOR)
         return Sharding(state.dims, frozenset(), rest)
 
     def _root_variant(self, model: Model) -> None:
@@ -259,7 +272,21 @@ class Builder:
         """Resources [needs, K] of a use of a parameter when its position is kept as ``variant``."""
         uses = dict.fromkeys(use for _, use, _ in model.parameter_uses if self.tables.trainable[use])
         group = float(sum(self.graph.values[use].numel for use in uses))
-        return self.tables.parameter(name, needs, variant, group, unit)
+        return self.tables.parameter(name, needs, variant, group, unit, self._late(model))
+
+    def _late(self, model: Model) -> float:
+        """Elements of the small parameters of a position that no choice splits, but that some choice reads differently."""
+        found = {
+            name: self.graph.values[name].numel for _, name, needs in model.parameter_uses
+            if self.tables.trainable[name]
+            and not any(need.split_axes for need in needs) and any(need.varying for need in needs)
+        }
+        return float(sum(numel for numel in found.values() if numel <= JOINED))
+
+
+def _inside(piece: Sharding, whole: Sharding) -> bool:
+    """Whether what one sharding holds on a rank is a piece of what the other does."""
+    return all(mine[: len(theirs)] == theirs for mine, theirs in zip(piece.dims, whole.dims, strict=True))
 
 
 def called(

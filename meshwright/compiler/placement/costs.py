@@ -35,6 +35,7 @@ from meshwright.cost.collectives import Network
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Value
 from meshwright.ir.mesh import EXPERT, Mesh, role_of
+from meshwright.ir.program import JOINED
 from meshwright.ir.reshard import KINDS, reshard
 from meshwright.ir.rule import OpRule, Placed, factors_of
 from meshwright.ir.sharding import Sharding, ShardingError
@@ -241,12 +242,15 @@ class Costs:
         return seconds
 
     def parameter(
-        self, value: Value, need: Sharding, trainable: bool, variant: Variant, group: float, unit: Unit = MIDDLE
+        self, value: Value, need: Sharding, trainable: bool, variant: Variant, group: float, unit: Unit = MIDDLE,
+        late: float = 0.0,
     ) -> Vector | None:
         """What one use of a parameter or buffer costs a block kept as ``variant``; None if the variant cannot hold it so.
 
         FSDP2 moves all parameters of a block in one collective, so a parameter pays its share of one over ``group``, the
-        number of the block's trainable elements; software that moves each ``alone`` pays every latency.
+        number of the block's trainable elements; software that moves each ``alone`` pays every latency. Over axes that are no
+        data axes a small parameter's gradient is summed once a step, together with those of the ``late`` elements of the block
+        (``runtime.state.late``; of all blocks, if there are several micro-batches: that is priced as one sum a block).
 
         Follows FSDP2: with ZeRO the parameter lives split over ``shard_axes``, is gathered in the compute dtype (3: before
         every forward and backward of a micro-batch; 1, 2: once per step) and its gradient reduce-scattered (1: once per
@@ -263,8 +267,12 @@ class Costs:
         if variant.zero and any(size % self.mesh.size(axes) for size, axes in zip(value.shape, need.dims, strict=True)):
             return None  # FSDP2 splits what every rank has the same length of
         master, count = numel * _CAST_BYTES, self.microbatches
-        own = tuple(axis for axis in need.varying if axis not in variant.data_axes)
-        vector[SEND_BACK] += count * sum(self.collective("all_reduce", (axis,), master) for axis in sorted(own))
+        own = tuple(axis for axis in self.mesh.axes if axis in need.varying and axis not in variant.data_axes)
+        if own and numel <= JOINED:
+            joined = max(late, numel)
+            vector[SEND_BACK] += self.collective("all_reduce", own, joined * _CAST_BYTES) * numel / joined
+        else:
+            vector[SEND_BACK] += count * sum(self.collective("all_reduce", (axis,), master) for axis in sorted(own))
 
         def share(kind: str, axes: tuple[str, ...], itemsize: float) -> float:
             if self.device.alone:

@@ -44,6 +44,7 @@ from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import HEADS, Mesh, role_of
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import PlanError, Schedule
+from meshwright.ir.program import JOINED
 from meshwright.ir.rule import Placed, Rules
 from meshwright.ir.sharding import Sharding
 
@@ -264,12 +265,15 @@ class _Reader:
         known = {name for name, _ in found}
         for name, (var, options) in model.states.items():
             if name in self.problem.tied and name not in known:
-                rest = frozenset(axis for axis in tables.mesh.axes if axis not in options[chosen[var]].split_axes)
+                split = (*options[chosen[var]].split_axes, TENSOR)
+                rest = frozenset(axis for axis in tables.mesh.axes if axis not in split)
                 found.append((name, Sharding(options[chosen[var]].dims, frozenset(), rest)))
         group = float(sum({n: graph.values[n].numel for n, _ in found if tables.trainable[n]}.values()))
+        small = {name: graph.values[name].numel for name, need in found if tables.trainable[name] and TENSOR in need.varying}
+        late = float(sum(numel for numel in small.values() if numel <= JOINED))
         uses = []
         for name, need in found:
-            uses.append(Use(graph.values[name], need, tables.trainable[name], group, name not in charged))
+            uses.append(Use(graph.values[name], need, tables.trainable[name], group, name not in charged, late))
             if name in self.problem.tied:
                 charged.add(name)
         return tuple(uses)

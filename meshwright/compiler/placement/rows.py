@@ -31,13 +31,14 @@ class Mixture:
 @dataclass(frozen=True)
 class Use:
     """A parameter or buffer as a position reads it. ``group``: trainable elements of its unit; ``first``: the position that a
-    tied weight is charged to where all its readers share a rank."""
+    tied weight is charged to where all its readers share a rank; ``late``: elements whose gradients are summed together."""
 
     value: Value
     need: Sharding
     trainable: bool
     group: float
     first: bool = True
+    late: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -111,14 +111,17 @@ class ResourceTables:
         self._tables[key] = table
         return table
 
-    def parameter(self, name: str, needs: Sequence[Sharding], variant: Variant, group: float, unit: Unit) -> Array:
-        """Resources [needs, K] of reading a parameter so, in a block of ``group`` trainable elements kept as ``variant``."""
+    def parameter(
+        self, name: str, needs: Sequence[Sharding], variant: Variant, group: float, unit: Unit, late: float
+    ) -> Array:
+        """Resources [needs, K] of reading a parameter so, in a block of ``group`` trainable elements kept as ``variant``; the
+        gradients of ``late`` of them may be summed together."""
         value, trainable = self.graph.values[name], self.trainable[name]
-        key = ("parameter", value.shape, value.dtype, tuple(needs), trainable, variant, group, unit)
+        key = ("parameter", value.shape, value.dtype, tuple(needs), trainable, variant, group, unit, late)
         if key not in self._tables:
             seen: dict[Sharding, Array] = {}
             for need in dict.fromkeys(needs):
-                cost = self.costs.parameter(value, need, trainable, variant, group, unit)
+                cost = self.costs.parameter(value, need, trainable, variant, group, unit, late)
                 seen[need] = np.full(RESOURCES, np.inf) if cost is None else cost
             self._tables[key] = np.array([seen[need] for need in needs])
         return self._tables[key]

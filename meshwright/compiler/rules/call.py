@@ -31,7 +31,7 @@ MW_SCHEMAS: Mapping[str, str] = {
     "mw.cross_entropy": "Tensor logits, Tensor labels, ignore_index=-100, label_smoothing=0.0, offset, vocab, axes",
     "mw.batch_norm": "Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, training, momentum, "
     "eps, count, axes",
-    "mw.fused_linear": "Tensor x, Tensor weight, Tensor? bias, parts, transposed, terms=1",
+    "mw.fused_linear": "Tensor x, Tensor weight, Tensor? bias, parts, transposed",
     "mw.window": "Tensor query, Tensor key, Tensor value, scale, before, after, keys",
 }
 """Arguments of meshwright's own operators that a captured graph may hold."""
@@ -95,6 +95,7 @@ class Call:
         ways: Mapping[str, Way] | None = None,
         inner: Sequence[Factor] = (),
         located: Sequence[Factor] = (),
+        added: Sequence[int] = (),
     ) -> OpRule:
         """The rule with these factors, checked against the shapes.
 
@@ -139,6 +140,7 @@ class Call:
             ways=ways or {},
             inner=frozenset(inner),
             located=frozenset(located) & present,
+            added=frozenset(added),
         )
 
     def _passes(self, group: Sequence[int]) -> bool:

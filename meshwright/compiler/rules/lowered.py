@@ -1,7 +1,7 @@
 """Operators that only lowered programs have: collectives, and what lowering puts beside them.
 
 They have no sharding rule: each turns one sharding into another (``ir.reshard``, ``passes.transfers``). The local forms of
-operators of the graph (``mw.linear``, ``mw.embedding``) stand beside these in their own tables.
+operators of the graph (``mw.embedding``, ``mw.mean``) stand beside these in their own tables.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ RULES: Mapping[str, Declaration] = {
     "mw.slice": shown(cost=Cost("view", space=_sliced, passes=lambda work: (), copies=_inner)),
     "mw.vary": shown(cost=Cost("view", passes=lambda work: ())),
     "mw.unvary": shown(cost=Cost("view", passes=_first)),
+    "mw.term": moved(cost=Cost("copy", passes=_first)),
     "mw.identity": shown(cost=Cost("view", passes=_first)),
     "mw.all_gather": moved(cost=Cost("copy", space=_gathered)),
     "mw.gather_vary": moved(cost=Cost("copy", space=_gathered_and_scattered)),

@@ -1,7 +1,7 @@
 """Matrix products: the summed factor leaves a pending sum.
 
-A term added to a product (a bias, ``addmm``'s first operand) must be added once although every rank holds a term of the
-sum: each rank adds its n-th part, which keeps the call, and the gradients, the same on every rank.
+What is added to a product (a bias, ``addmm``'s first operand) must be added once although every rank holds a term of the
+sum: one rank brings it (``OpRule.added``). Its gradient is that of the sum, which every rank has whole: nothing is reduced.
 """
 
 from __future__ import annotations
@@ -13,27 +13,22 @@ from functools import partial
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import (
     Call,
-    Rewritten,
     RuleFunction,
     argument,
     broadcast_dims,
     dims_of,
     numel,
-    rewrite,
 )
 from meshwright.ir.declared.operator import Cost, Linear, Product, Work
 from meshwright.ir.graph import Op
 from meshwright.ir.notation import RuleError, parse_line
-from meshwright.ir.rule import Factor, Local, OpRule, Traffic
+from meshwright.ir.rule import Factor, OpRule, Traffic
 
 
-def _linear(op: Op, local: Local) -> Rewritten:
-    """With k split over n ranks the bias counts for an n-th on each: ``mw.linear(x, weight, bias, n)``."""
-    terms = local.mesh.size(local.axes_of("k"))
-    bias = argument(op, "bias")
-    if terms == 1 or bias is None:
-        return rewrite(op)
-    return "mw.linear", (argument(op, "input"), argument(op, "weight"), bias, terms), ()
+def _linear(call: Call) -> OpRule:
+    """A product and its bias."""
+    bias = call["bias"]
+    return call.line("*b k, n k, n? -> *b n", added=[] if bias is None else [bias.position])
 
 
 def _fused_linear(call: Call) -> OpRule:
@@ -47,24 +42,14 @@ def _fused_linear(call: Call) -> OpRule:
     dim = 1 if call["transposed"] else 0
     fused = {operand.position: (at, parts) for operand, at in ((weight, dim), (bias, 0)) if operand is not None}
     operands: list[list[Factor | None]] = [[*batch, "k"], ["k", "n"] if dim else ["n", "k"], ["n"]]
-    size, itemsize = numel(weight.shape), weight.dtype.itemsize
-    exchanged = tuple(Traffic("all_to_all", size, itemsize, backward, weight.position) for backward in (False, True))
+    exchanged = tuple(
+        Traffic("all_to_all", numel(operand.shape), operand.dtype.itemsize, backward, operand.position)
+        for operand in (weight, bias) if operand is not None for backward in (False, True)
+    )
     return call.rule(
         operands[: len(call.operands)], [[*batch, "n"]] * parts, units={"n": weight.shape[dim] // parts},
-        internal={"n": exchanged}, localize=_fused_terms, fused=fused,
+        internal={"n": exchanged}, fused=fused, added=[] if bias is None else [bias.position],
     )
-
-
-def _fused_terms(op: Op, local: Local) -> Rewritten:
-    """With k split over n ranks the bias counts for an n-th on each."""
-    terms = local.mesh.size(local.axes_of("k"))
-    return rewrite(op) if terms == 1 or argument(op, "bias") is None else rewrite(op, terms=terms)
-
-
-def _scaled_beta(op: Op, local: Local) -> Rewritten:
-    """``beta * self + product``, self's share divided by the number of terms."""
-    terms = local.mesh.size(local.axes_of("k"))
-    return rewrite(op) if terms == 1 else rewrite(op, beta=argument(op, "beta") / terms)
 
 
 def _product_plus(line: str) -> RuleFunction:
@@ -74,7 +59,7 @@ def _product_plus(line: str) -> RuleFunction:
     def rule(call: Call) -> OpRule:
         result: list[Factor | None] = [dim.name for dim in product.results[0].dims]
         factors = [[dim.name for dim in term.dims] for term in product.operands]
-        return call.rule([broadcast_dims(call["self"].shape, call.shape, result), *factors], [result])
+        return call.rule([broadcast_dims(call["self"].shape, call.shape, result), *factors], [result], added=[0])
 
     return rule
 
@@ -178,9 +163,8 @@ def _plain_linear(op: Op) -> Linear:
     return Linear(x, weight, bias)
 
 
-def _linear_of_parts(op: Op) -> Linear | None:
-    """Not one whose bias counts for a part."""
-    return None if "terms" in dict(op.kwargs) else Linear(*op.args[:5])
+def _linear_of_parts(op: Op) -> Linear:
+    return Linear(*op.args[:5])
 
 
 LINEAR = Cost("matmul", products=_rows_by_weight)
@@ -192,8 +176,7 @@ weighted = partial(product, cost=LINEAR, recompute="costly", runs=MM)
 added = partial(declare, cost=SECOND, saves="1:2 2:1")
 
 RULES: Mapping[str, Declaration] = {
-    "aten.linear.default": weighted("*b k, n k, n? -> *b n", _linear, linear=_plain_linear),
-    "mw.linear": weighted(None),
+    "aten.linear.default": weighted(_linear, linear=_plain_linear),
     "mw.fused_linear": weighted(_fused_linear, linear=_linear_of_parts),
     "aten.mm.default": product("m k, k n -> m n", recompute="costly"),
     "aten.bmm.default": product("b m k, b k n -> b m n"),
@@ -203,9 +186,9 @@ RULES: Mapping[str, Declaration] = {
     "aten.dot.default": product("k, k -> ()"),
     "aten.vdot.default": declare("k, k -> ()"),
     "aten.outer.default": declare("m, n -> m n"),
-    "aten.addmm.default": added(_product_plus("m k, k n -> m n"), _scaled_beta, recompute="costly"),
-    "aten.baddbmm.default": added(_product_plus("b m k, b k n -> b m n"), _scaled_beta),
-    "aten.addmv.default": declare(_product_plus("m k, k -> m"), _scaled_beta),
+    "aten.addmm.default": added(_product_plus("m k, k n -> m n"), recompute="costly"),
+    "aten.baddbmm.default": added(_product_plus("b m k, b k n -> b m n")),
+    "aten.addmv.default": declare(_product_plus("m k, k -> m")),
     "aten.matmul.default": product(_matmul),
     "aten.einsum.default": product(_einsum),
     "aten.tensordot.default": product(_tensordot, cost=Cost("matmul", products=_contracted)),

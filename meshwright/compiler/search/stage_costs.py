@@ -211,11 +211,13 @@ class StageCosts:
             if not use.first and degrees.pp == 1:
                 continue
             need = renamed(use.need, degrees)
-            found = costs.parameter(use.value, need, use.trainable, variant, use.group, unit)
+            found = costs.parameter(use.value, need, use.trainable, variant, use.group, unit, use.late)
             total += np.full(RESOURCES, np.inf) if found is None else found
-            if not use.first:  # the gradients of a weight that two stages read are exchanged
+            if not use.first:  # the gradients of a weight that two stages read are exchanged, by every data rank a piece
                 bytes_ = use.value.numel / degrees.mesh.size(need.split_axes) * 4
-                total[SEND_BACK] += 2 * self.crossing(degrees, bytes_)
+                axes = variant.shard_axes if variant.zero else variant.data_axes
+                total[SEND_BACK] += 2 * self.crossing(degrees, bytes_ / degrees.mesh.size(axes))
+                total[SEND_BACK] += 0.0 if variant.zero else costs.collective("all_gather", axes, bytes_)
         return total
 
     def _prices(self, degrees: Degrees, microbatches: int) -> Costs:

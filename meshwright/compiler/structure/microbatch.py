@@ -141,7 +141,8 @@ def _factor(
                 return f"+{index}"
     if not pending and not factors:
         return None
-    if pending or len(factors) != 1 or None in factors or factors & (rule.whole | rule.internal.keys()):
+    added_once = any(rule.adds(position, factor) for position in rule.added for factor in factors if factor is not None)
+    if pending or added_once or len(factors) != 1 or None in factors or factors & (rule.whole | rule.internal.keys()):
         raise PlanError(
             f"{op.target} of {op.module or 'the model'} ({op.source}) needs the whole batch at once, so it cannot be "
             "accumulated over micro-batches; use microbatches=1"

@@ -1,7 +1,8 @@
 """The stages of a rank under torch's pipeline schedules, and what stages do together around them.
 
     step     prologue, once per rank -> the schedule: every micro-batch through every stage and back -> what stages share
-    share    gradients of a weight that several stages read are summed; outputs go from the rank that makes them to the others
+    share    gradients of a weight that several stages read are summed, by every data rank a piece; outputs go from the rank
+             that makes them to the others
     stage    what a schedule moves micro-batches through (``runtime.pipeline.stage``)
 
 The gradients that the schedule computed are handed out by ``step.Release`` when the caller's backward comes.
@@ -26,11 +27,14 @@ from meshwright.ir.graph import Graph, Value
 from meshwright.ir.mesh import PP
 from meshwright.ir.program import DEPENDENCY, SEED, Port, Program
 from meshwright.ir.sharding import Sharding
+from meshwright.runtime import collectives as comm
 from meshwright.runtime.assemble import Meshes, assemble
 from meshwright.runtime.checks.gradients import BEYOND_THE_LOSS, IN_EVAL, refused
-from meshwright.runtime.groups import Groups
+from meshwright.runtime.collectives import Group
+from meshwright.runtime.groups import Groups, live
 from meshwright.runtime.pipeline.ordered import Ordered
 from meshwright.runtime.pipeline.stage import Part, Stage
+from meshwright.runtime.state.late import sum_late
 from meshwright.runtime.state.layout import local_of
 from meshwright.runtime.step import Join, Release, microbatches_of, seed_of
 
@@ -52,10 +56,17 @@ def _move_gradient(pair: Copy) -> None:
         pair.original.grad = grad
 
 
-def _sum(local: Tensor, group: dist.ProcessGroup) -> None:
-    """All-reduce in place."""
-    whole = local.contiguous()
-    dist.all_reduce(whole, group=group)
+def _sum(local: Tensor, group: dist.ProcessGroup, replicas: Group) -> None:
+    """All-reduce in place what the ranks of ``replicas`` have alike: each a piece, which they then gather."""
+    if replicas.size == 1:
+        whole = local.contiguous()
+        dist.all_reduce(whole, group=group)
+    else:
+        start, length = comm.own(local.numel(), replicas)
+        mine = local.flatten().narrow(0, start, length).contiguous()
+        if length:
+            dist.all_reduce(mine, group=group)
+        whole = comm.gather(mine, 0, local.numel(), replicas).view(local.shape)
     if whole is not local:
         local.copy_(whole)
 
@@ -99,6 +110,7 @@ class Pipeline:
             output_tree=(), loss=None, mutations=(),
         )
         engine = assemble(share, self.groups, meshes, self.tensors)
+        engine.sum_later(True)
         if stages.table.split:
             engine.split_backward()
         for stored in share.stored:
@@ -137,6 +149,7 @@ class Pipeline:
             self.schedule.run()
         for pair in self.copies:
             _move_gradient(pair)
+        sum_late({value: group for part in self.parts for value, group in part.engine.late.items()}, self.tensors)
         for stored in self.program.stored:
             parameter = self.tensors[stored.value]
             if parameter.requires_grad and len(stored.holders) > 1:
@@ -144,7 +157,8 @@ class Pipeline:
                     parameter.grad = torch.zeros_like(parameter)
                 group = self.groups.sharing[stored.holders]
                 assert group is not None
-                _sum(local_of(parameter.grad), group)
+                replicas = () if stored.shard_axes else live(self.program.mesh, stored.data_axes)
+                _sum(local_of(parameter.grad), group, self.groups.group(replicas))
         port, last = self.loss, self.parts[-1]
         assert port is not None
         mine = last.results.values[port.name] if last.results is not None and last.stage == self.stages.last else None
