@@ -9,7 +9,9 @@ Imports inside functions count like the others, towards the direction and toward
 from __future__ import annotations
 
 import ast
+import glob
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -213,3 +215,14 @@ def test_public_names_resolve() -> None:
     assert isinstance(meshwright.plan, FunctionType)
     with pytest.raises(AttributeError, match="nothing_like_it"):
         meshwright.nothing_like_it  # noqa: B018 - the access is the test
+
+
+def test_what_is_no_code_is_in_the_wheel() -> None:
+    """Tables, the page's scripts and the schema are named in the package data, or an installed package lacks them."""
+    setup = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = setup["package-data"]["meshwright"]
+    packed = {name for pattern in patterns for name in glob.glob(pattern, root_dir=ROOT, recursive=True)}
+    files = [path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file()]
+    there = {str(path) for path in files if "__pycache__" not in path.parts}
+    assert not {name for name in there - packed if not name.endswith((".py", ".pyc"))}
+    assert "ir/reading/plan.schema.json" in packed
