@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright import PinError
+from meshwright import PinError, load
 from meshwright.api import autoparallel
 from meshwright.compiler.placement.costs import SEND
 from meshwright.compiler.placement.placement import Placements
@@ -35,7 +35,7 @@ from meshwright.ir.reading.graphs import graph_from_dict
 from meshwright.ir.serialize import graph_to_dict, plan_to_dict
 from meshwright.planner import capture_model, make_plan, rules_of
 from meshwright.runtime.interpret import run
-from tests.equality import captured_once, differences
+from tests.equality import EPS, RELATIVE, captured_once, compare, differences, train
 from tests.mixtures import make, mixtral
 
 MIXTURES = ("mixtral", "qwen2", "qwen3", "deepseek", "gpt_oss")
@@ -194,3 +194,37 @@ def test_equality_on_two_processes(name: str, pool: Callable[[int], Any]) -> Non
 @pytest.mark.parametrize("name", FOURS)
 def test_equality_on_four_processes(name: str, pool: Callable[[int], Any]) -> None:
     assert not pool(4).run(_train, name, 4, FOURS[name])[0]
+
+
+def _saved(rank: int, folder: str) -> list[str]:
+    """What differs from one process that was never interrupted: experts split, saved, whole, saved, split again, exported."""
+    model, batch = make("qwen3")
+    single = copy.deepcopy(model)
+    wanted = train(single, batch, 3)
+    before, after = ({**PLAIN, "dp": 2, "ep": 2, "zero": 2}, {**PLAIN, "dp": 2, "zero": 3})
+    found: list[float] = []
+    parallel: Any = None
+    with captured_once("mixture qwen3"):
+        for pins, steps in ((before, 2), (after, 1), (before, 0)):
+            kept = parallel
+            parallel = autoparallel(model, init_device_mesh("cpu", (2,)), ((), batch), pins=pins, progress=False)
+            optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2, eps=EPS)
+            if kept is not None:
+                parallel.load(folder, optimizer)
+            for _ in range(steps):
+                loss = parallel(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+            parallel.save(folder, optimizer)
+    parallel.export(f"{folder}.exported")
+    again = load(f"{folder}.exported", init_device_mesh("cpu", (2,)))
+    state, bits = parallel.full_state_dict(), [one(**batch).loss.item() for one in (parallel, again)]
+    wrong = [f"{a} instead of {b}" for a, b in zip(found, wanted, strict=True) if not abs(a - b) <= RELATIVE * abs(b)]
+    wrong += [] if bits[0] == bits[1] else [f"exported: {bits}"]
+    return wrong + (compare(state, single.state_dict()) if rank == 0 else [])
+
+
+def test_checkpoints_and_exports_of_split_experts(pool: Callable[[int], Any], tmp_path: Path) -> None:
+    assert not pool(2).run(_saved, str(tmp_path / "saved"))[0]
