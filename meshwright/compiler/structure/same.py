@@ -18,6 +18,7 @@ from meshwright.ir.declared.experts import balanced
 from meshwright.ir.graph import Graph, Op, Param, map_refs
 from meshwright.ir.serialize import digest, elements, packed
 from meshwright.ir.sharding import DTYPE_NAMES
+from meshwright.ir.writing.canonical import canonical_inside
 
 _REMEDY = "; plan again for this model, or give the model (and the loss_fn and precision) that the plan was made for"
 _LITERAL = "_constant_"
@@ -71,7 +72,7 @@ class _Known:
             self.ops[op.name] = digest([self.made[name] for name in op.outputs])
 
     def known(self, tree: Any) -> Any:
-        return packed(map_refs(balanced(tree), lambda ref: self.made[ref.name]))
+        return packed(map_refs(canonical_inside(balanced(tree)), lambda ref: self.made[ref.name]))
 
     def kind(self, name: str) -> list[Any]:
         value = self.graph.values[name]

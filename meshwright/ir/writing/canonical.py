@@ -80,5 +80,17 @@ def _tree(one: T, values: Mapping[str, str]) -> T:
     return found  # type: ignore[return-value]
 
 
+def canonical_inside(one: T) -> T:
+    """Arguments in which what operators compute inside is under its own names; names of values stay."""
+    found: object = one
+    if isinstance(one, tuple | list):
+        found = type(one)(canonical_inside(item) for item in one)
+    elif isinstance(one, Mapping):
+        found = {key: canonical_inside(item) for key, item in one.items()}
+    elif isinstance(one, CustomFunction | Experts):
+        found = _tree(one, {})
+    return found  # type: ignore[return-value]
+
+
 def _own(graph: Graph) -> Graph:
     return _renamed(graph, *_names(graph, inner=True))
