@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from meshwright.ir.graph import Graph, Op, Ref
-from meshwright.ir.operators import overload
+from meshwright.ir.operators import find
 from meshwright.ir.program import Bounds, Limit
 
 _FROM_THE_END = frozenset({"index", "index_put", "index_fill", "take", "put"})
@@ -103,10 +103,11 @@ def _limits(op: Op, graph: Graph) -> list[Limit]:
 
 
 def _arguments(op: Op) -> dict[str, Any]:
-    """{name in the schema: what is given}; of meshwright's own operators by position."""
+    """{name in the schema: what is given}; of meshwright's own operators by position; none of what torch does not know here."""
     if op.target.startswith("mw."):
         return dict(zip(("scores", "labels", "ignore_index"), op.args, strict=False)) | dict(op.kwargs)
-    formal = overload(op.target)._schema.arguments
+    found = find(op.target)
+    formal = found._schema.arguments if found is not None else ()
     return {argument.name: value for argument, value in zip(formal, op.args, strict=False)} | dict(op.kwargs)
 
 
@@ -124,7 +125,8 @@ def _from_inputs(name: str, graph: Graph) -> bool:
             any_input = True
         elif current in graph.producers:
             op = graph.ops[graph.producers[current]]
-            if not op.target.startswith("aten.") or torch.Tag.nondeterministic_seeded in overload(op.target).tags:
+            found = find(op.target) if op.target.startswith("aten.") else None
+            if found is None or torch.Tag.nondeterministic_seeded in found.tags:
                 return False
             wanted += op.inputs
         elif current not in graph.constants:
