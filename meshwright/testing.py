@@ -189,9 +189,9 @@ def cut(x: torch.Tensor, sharding: Sharding, mesh: Mesh, at: Coordinates) -> tor
     axes = sorted(sharding.partial)
     if axes:
         count, index = mesh.size(axes), mesh.index(at, axes)
-        torch.manual_seed(x.numel())
+        draw = torch.Generator().manual_seed(x.numel())  # of its own: ranks that communicate are threads
         smooth = x.is_floating_point() or x.is_complex()
-        terms = [torch.randn_like(x) if smooth else torch.full_like(x, i) for i in range(count)]
+        terms = [torch.randn(x.shape, generator=draw, dtype=x.dtype) if smooth else torch.full_like(x, i) for i in range(count)]
         x = terms[index] if index else x - sum(terms[1:])
     for dim, over in enumerate(sharding.dims):
         x = x.narrow(dim, *piece(x.shape[dim], mesh, over, at)) if over else x

@@ -98,7 +98,7 @@ def test_blocks_that_differ_are_pinned_apart() -> None:
     mixed = reprice(replace(plan, groups=groups))
     assert mixed.predicted.step_seconds != reprice(plan).predicted.step_seconds
     pins = as_dict(mixed.to_pins())
-    assert list(pins["blocks"]) == ["model.layers.0", "outside the blocks", "model.layers.1", "model.layers.2"]
+    assert set(pins["blocks"]) == {"model.layers.0", "outside the blocks", "model.layers.1", "model.layers.2"}
     again = make_plan(graph("llama"), where, Pins.of(pins))
     assert plan_hash(again) == plan_hash(mixed)
     assert again.predicted == mixed.predicted

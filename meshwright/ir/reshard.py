@@ -11,7 +11,8 @@ Every step names a collective over some axes and its pair in the backward (`y` t
     all_reduce      +  -> ""            all-reduce       nothing
     all_to_all      S(i) -> S(j)        all-to-all       all-to-all
     mirror          S(i) -> S(i)*       all-to-all       all-to-all
-    term            "" -> +          nothing          nothing
+    unvary          ~  -> ""            nothing          nothing (the first rank's counts), before a term
+    term            "" -> +             nothing          nothing
 
 (``+ -> ~`` is all_reduce then vary: all-reduce both ways.) Steps come in the order that keeps tensors small: free slices
 and reduce-scatters first, all-to-alls, then gathers, all-reduces last on what is left, ``vary`` and ``term`` at the end. A
@@ -43,6 +44,7 @@ KINDS: Mapping[str, tuple[str, str]] = {
     "all_reduce": ("all_reduce", ""),
     "all_to_all": ("all_to_all", "all_to_all"),
     "mirror": ("all_to_all", "all_to_all"),
+    "unvary": ("", ""),
     "term": ("", ""),
 }
 """{step kind: (collective of the forward, collective of the backward)}; "" is local work."""
@@ -80,14 +82,14 @@ class Step:
 def reshard(source: Sharding, target: Sharding) -> tuple[Step, ...]:
     """The steps that turn ``source`` into ``target``; empty when nothing is to be done.
 
-    ``source`` carries no ``~`` over an axis that the target wants otherwise (what is read differently cannot be unread), and
-    an axis may become pending only if it was or is invariant; else ShardingError.
+    ``source`` carries no ``~`` over an axis that the target wants otherwise, unless pending (what is read differently cannot be
+    unread), and an axis may become pending only if it was or splits nothing; else ShardingError.
     """
     if source.ndim != target.ndim:
         raise ShardingError(f"cannot reshard {format_sharding(source)} into {format_sharding(target)}: dims differ")
-    if any(source.kind(axis) not in ("", "+") for axis in target.partial):
+    if any(source.kind(axis) not in ("", "+", "~") for axis in target.partial):
         raise ShardingError(f"cannot make {format_sharding(source)} the pending sum {format_sharding(target)}")
-    if not source.varying <= target.varying:
+    if not source.varying <= target.varying | target.partial:
         raise ShardingError(f"cannot turn the ~ of {format_sharding(source)} into {format_sharding(target)}")
     steps: list[Step] = []
     now = source
@@ -178,6 +180,8 @@ def _finish(now: Sharding, target: Sharding) -> Step | None:
         return Step("all_reduce", axis, now, replace(now, partial=now.partial - {axis}))
     for axis in sorted(target.varying - now.varying):
         return Step("vary", axis, now, replace(now, varying=now.varying | {axis}))
+    for axis in sorted(now.varying - target.varying):  # its gradient is the first rank's: the term's, which all have whole
+        return Step("unvary", axis, now, replace(now, varying=now.varying - {axis}))
     for axis in sorted(target.partial - now.partial):
         return Step("term", axis, now, replace(now, partial=now.partial | {axis}))
     return None

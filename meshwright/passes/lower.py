@@ -417,4 +417,5 @@ def _late_axes(
 
 
 def _reachable(source: Sharding, target: Sharding) -> bool:
-    return source.varying <= target.varying and all(source.kind(axis) in ("", "+") for axis in target.partial)
+    terms = all(source.kind(axis) in ("", "+", "~") for axis in target.partial)
+    return terms and source.varying <= target.varying | target.partial

@@ -32,6 +32,7 @@ from meshwright.compiler.placement.costs import (
     Variant,
     local_shapes,
 )
+from meshwright.compiler.placement.held import NOTHING
 from meshwright.compiler.placement.tables import Array, ResourceTables
 from meshwright.compiler.solver.chain import BlockModel, Edge
 from meshwright.compiler.solver.elimination import prune
@@ -58,7 +59,7 @@ class Model:
     ``copies`` and ``states``: {value: (variable, its shardings)}; ``parameter_uses``: (variable, parameter, the sharding
     that each choice reads it in); ``shared``: (name, variable); ``makers``: the operator that makes each value; ``leaving``:
     where each value is made that the next position is handed; ``asked``: of values with a copy, the shardings that readers ask
-    for.
+    for; ``late``: elements of the parameters whose gradients are summed together (``Costs.parameter``).
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -75,6 +76,7 @@ class Model:
     makers: dict[str, int] = field(default_factory=dict)
     leaving: dict[str, Place] = field(default_factory=dict)
     asked: dict[str, frozenset[Sharding]] = field(default_factory=dict)
+    late: float = 0.0
 
     def add(self, unary: Array) -> int:
         """A new variable."""
@@ -99,9 +101,20 @@ class Builder:
         self.whole, self.tied, self.fused, self.root_variants = whole, tied, fused, root_variants
         self.params = {param.value for param in self.graph.params}
         self._charged: set[str] = set()
+        self._free = self
+        if scope.held != NOTHING:  # what is summed together is priced alike whatever is held
+            self._free = Builder(replace(scope, held=NOTHING), rules, schedule, tables, whole=whole, tied=tied, fused=fused,
+                                 root_variants=root_variants)
 
     def build(self, position: Position) -> Model:
         """The model of one position. A tied weight is charged to the first position built that reads it."""
+        model = self._built(position)
+        model.late = self._late(model if self._free is self else self._free._built(position))
+        if position.block < 0:
+            self._root_variant(model)
+        return pruned(model)
+
+    def _built(self, position: Position) -> Model:
         model = Model()
         ops = position.ops(self.graph)
         for op in ops:
@@ -121,9 +134,7 @@ class Builder:
         model.leaving = {name: made[name] for name in position.exit}
         for name in sorted(set(self.graph.outputs) & made.keys() - model.states.keys()):
             self._output(model, name, made[name])
-        if position.block < 0:
-            self._root_variant(model)
-        return pruned(model)
+        return model
 
     # operators
 
@@ -272,7 +283,7 @@ class Builder:
         """Resources [needs, K] of a use of a parameter when its position is kept as ``variant``."""
         uses = dict.fromkeys(use for _, use, _ in model.parameter_uses if self.tables.trainable[use])
         group = float(sum(self.graph.values[use].numel for use in uses))
-        return self.tables.parameter(name, needs, variant, group, unit, self._late(model))
+        return self.tables.parameter(name, needs, variant, group, unit, model.late)
 
     def _late(self, model: Model) -> float:
         """Elements of the small parameters of a position that no choice splits, but that some choice reads differently."""

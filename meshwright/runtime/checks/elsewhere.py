@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from meshwright.errors import RunError
 from meshwright.ir.graph import Ref
@@ -39,7 +40,8 @@ class Elsewhere(Tensor):
         ranks = [rank for rank in range(mesh.world) if mesh.coordinates(rank)[PP] == at]
         name = _path_of(program.output_tree, port.name) or port.name
         shown = f"{DTYPE_NAMES.get(port.dtype, port.dtype)}{list(port.shape)}"
-        found: Elsewhere = torch.empty(port.shape, dtype=port.dtype, device="meta").as_subclass(cls)
+        with unset_fake_temporarily():  # a fake tensor cannot be of a class of ours
+            found: Elsewhere = torch.empty(port.shape, dtype=port.dtype, device="meta").as_subclass(cls)
         found.words = (
             f"output {name!r} ({shown}) of this training step is made by stage {stage} of the pipeline, on ranks {ranks}; "
             f"rank {program.rank} does not have it: a training step sends only numbers (the loss) to every rank. What to do: "
