@@ -83,12 +83,10 @@ def reshard(source: Sharding, target: Sharding) -> tuple[Step, ...]:
     """The steps that turn ``source`` into ``target``; empty when nothing is to be done.
 
     ``source`` carries no ``~`` over an axis that the target wants otherwise, unless pending (what is read differently cannot be
-    unread), and an axis may become pending only if it was or splits nothing; else ShardingError.
+    unread); else ShardingError. What becomes pending is whole before: a term.
     """
     if source.ndim != target.ndim:
         raise ShardingError(f"cannot reshard {format_sharding(source)} into {format_sharding(target)}: dims differ")
-    if any(source.kind(axis) not in ("", "+", "~") for axis in target.partial):
-        raise ShardingError(f"cannot make {format_sharding(source)} the pending sum {format_sharding(target)}")
     if not source.varying <= target.varying | target.partial:
         raise ShardingError(f"cannot turn the ~ of {format_sharding(source)} into {format_sharding(target)}")
     steps: list[Step] = []

@@ -417,5 +417,4 @@ def _late_axes(
 
 
 def _reachable(source: Sharding, target: Sharding) -> bool:
-    terms = all(source.kind(axis) in ("", "+", "~") for axis in target.partial)
-    return terms and source.varying <= target.varying | target.partial
+    return source.varying <= target.varying | target.partial
