@@ -46,6 +46,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans of par
                   pretty_exceptions_enable=False)
 
 MODEL = 'A transformers config (folder or config.json; no weights needed), "module:callable" or "file.py:callable".'
+Batch = Annotated[int, typer.Option(min=1, help="Global batch in samples (a config only).")]
+Sequence = Annotated[int, typer.Option(min=2, help="Sequence length in tokens (a config only).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of text.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan file, as written by 'plan --out' or plan.save(path).")]
 
@@ -68,8 +70,8 @@ def main(
 def plan_command(
     model: Annotated[str, typer.Argument(help=MODEL)],
     cluster: Annotated[str, typer.Option(help='Devices, as in "h100:8x8" (device:nodes x devices per node), or a .toml file.')],
-    batch: Annotated[int, typer.Option(min=1, help="Global batch in samples (a config only).")] = 8,
-    sequence: Annotated[int, typer.Option(min=2, help="Sequence length in tokens (a config only).")] = 512,
+    batch: Batch = 8,
+    sequence: Sequence = 512,
     precision: Annotated[str, typer.Option(help='"fp32", "tf32", "bf16"; "fp16" and "fp8" are planned only.')] = "bf16",
     optimizer: Annotated[str, typer.Option(help="A name, or the bytes of state per parameter.")] = "adamw",
     dp: Annotated[int | None, typer.Option(help="Pin the data-parallel degree.")] = None,
@@ -318,8 +320,8 @@ def size_command(
     most: Annotated[int, typer.Option(min=2, help="With --longest: tokens to end at.")] = 1 << 24,
     devices: Annotated[str | None, typer.Option(help='How many, as in "8,16,64" (default: one to eight nodes).')] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Price of a device for an hour.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Global batch in samples (a config only).")] = 8,
-    sequence: Annotated[int, typer.Option(min=2, help="Sequence length in tokens (a config only).")] = 512,
+    batch: Batch = 8,
+    sequence: Sequence = 512,
     precision: Annotated[str, typer.Option(help='"fp32" or "bf16".')] = "bf16",
     optimizer: Annotated[str, typer.Option(help="A name, or the bytes of state per parameter.")] = "adamw",
     as_json: Json = False,
@@ -368,8 +370,8 @@ def size_command(
 def profile_command(
     model: Annotated[str, typer.Argument(help=MODEL)],
     out: Annotated[Path, typer.Option(help="The cluster file to write, for --cluster and Cluster.from_toml.")],
-    batch: Annotated[int, typer.Option(min=1, help="Batch in samples (a config only).")] = 8,
-    sequence: Annotated[int, typer.Option(min=2, help="Sequence length in tokens (a config only).")] = 512,
+    batch: Batch = 8,
+    sequence: Sequence = 512,
     precision: Annotated[str, typer.Option(help='"fp32", "tf32" or "bf16".')] = "fp32",
     like: Annotated[str | None, typer.Option(help="The device of the catalogue that has the other numbers.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="About how long to measure.")] = 60.0,

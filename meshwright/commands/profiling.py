@@ -34,11 +34,10 @@ from meshwright.cost.catalogue import Device, device_for
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import InputError
 from meshwright.ir.declared.operator import Operator, Work
-from meshwright.ir.graph import Graph, Op, Ref, map_refs
-from meshwright.ir.operators import find
+from meshwright.ir.graph import Graph, Op
 from meshwright.ir.sharding import DTYPE_NAMES
 from meshwright.rules import rules_of
-from meshwright.runtime.ops import OPS
+from meshwright.runtime.interpret import call
 
 DEGREES = (1, 2, 4, 8)
 """Devices in whose pieces operands are timed beside the whole."""
@@ -116,7 +115,10 @@ def profile(
             report(f"timing {case.table[0]}", index / len(cases))
         try:
             measured = case.run()
-        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):  # a piece whose literals say other sizes
+        except torch.OutOfMemoryError:
+            found.leave_out("for lack of memory")
+            continue
+        except (RuntimeError, TypeError, ValueError, IndexError):  # a piece whose literals say other sizes
             found.leave_out("that cannot run alone or in pieces")
             continue
         width = 2 if case.table[0] == "attentions" else 1
@@ -259,23 +261,16 @@ def _caller(
     """Makes operands of these shapes, and times the call and its backward (0 where there is none)."""
 
     def run() -> tuple[float, ...]:
-        function = OPS.get(op.target) or find(op.target)
-        if function is None:
-            raise NotImplementedError(op.target)
         operands: dict[str, Tensor] = {}
         for name, shape, needs in zip(op.inputs, shapes, work.gradients, strict=True):
             value = _random(shape, graph.values[name].dtype, place)
             operands[name] = value.requires_grad_() if needs and value.is_floating_point() else value
 
-        def read(ref: Ref) -> Tensor:
-            return operands[ref.name]
+        def again() -> Any:
+            return call(op, lambda ref: operands[ref.name])
 
-        def call() -> Any:
-            return function(*(_listed(map_refs(arg, read)) for arg in op.args),
-                            **{key: _listed(map_refs(value, read)) for key, value in op.kwargs})
-
-        forward = _time(call)
-        results = call()
+        forward = _time(again)
+        results = again()
         first = results[0] if isinstance(results, tuple | list) else results
         wanted = [value for value in operands.values() if value.requires_grad]
         if not wanted or not first.requires_grad:
@@ -293,14 +288,10 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> 
     return torch.full(shape, dtype == torch.bool, dtype=dtype, device=place)
 
 
-def _listed(arg: Any) -> Any:
-    return list(arg) if isinstance(arg, tuple) else arg
-
-
-def _time(call: Callable[[], Any]) -> float:
+def _time(timed: Callable[[], Any]) -> float:
     """Median seconds of a call, after one that warms up."""
-    call()
-    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    timed()
+    timer = Timer("timed()", globals={"timed": timed}, num_threads=torch.get_num_threads())
     return float(timer.blocked_autorange(min_run_time=LEAST_SECONDS).median)
 
 

@@ -11,7 +11,7 @@ lists of tensors are tuples of ``Ref``. ``mw.*`` targets are meshwright's own op
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -221,6 +221,15 @@ def map_refs(tree: Any, rename: Any) -> Any:
     if isinstance(tree, Mapping):
         return {key: map_refs(item, rename) for key, item in tree.items()}
     return tree
+
+
+def arguments(op: Op, read: Callable[[Ref], Any]) -> tuple[list[Any], dict[str, Any]]:
+    """What an operator of torch is called with: every Ref is ``read``, and tuples are lists, which its schemas ask for."""
+    def given(arg: Any) -> Any:
+        found = map_refs(arg, read)
+        return list(found) if isinstance(found, tuple) else found
+
+    return [given(arg) for arg in op.args], {key: given(arg) for key, arg in op.kwargs}
 
 
 def _show(arg: Any) -> str:

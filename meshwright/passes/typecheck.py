@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwright.errors import VerifyError
-from meshwright.ir.graph import Op, Ref, Value, map_refs
+from meshwright.ir.graph import Op, Ref, Value, arguments
 from meshwright.ir.operators import overload
 from meshwright.ir.program import DRAW, SEED, SEEDS, Program, Segment
 from meshwright.ir.sharding import Sharding, format_sharding
@@ -168,8 +168,8 @@ class _Checker:
         drawing = op.target.startswith("aten.") and DRAW in dict(op.kwargs)  # which draws what does not matter to the types
         if op.target.startswith("mw.") or drawing:
             return self._opaque(op, inside, declared)
-        args = [_listed(map_refs(arg, lambda ref: inside[ref.name])) for arg in op.args]
-        kwargs = {key: _listed(map_refs(arg, lambda ref: inside[ref.name])) for key, arg in op.kwargs if key != DRAW}
+        args, kwargs = arguments(op, lambda ref: inside[ref.name])
+        kwargs.pop(DRAW, None)
         operator = overload(op.target)
         if not op.inputs and any(argument.name == "device" for argument in operator._schema.arguments):
             kwargs["device"] = torch.device("meta")
@@ -310,10 +310,6 @@ def _local_operator(declared: tuple[Value, ...], *tensors: Tensor) -> tuple[Tens
     return tuple(
         torch.empty(v.shape, dtype=v.dtype, device="meta", requires_grad=grad and v.differentiable) for v in declared
     )
-
-
-def _listed(arg: Any) -> Any:
-    return list(arg) if isinstance(arg, tuple) else arg
 
 
 COLLECTIVES: Mapping[str, Callable[[Tensor, Any], Any]] = {

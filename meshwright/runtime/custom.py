@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from meshwright.ir.gradients.custom import CustomFunction
-from meshwright.ir.graph import Graph, map_refs
+from meshwright.ir.graph import Graph, arguments
 from meshwright.ir.operators import overload
 from meshwright.runtime.ops import OPS
 
@@ -45,17 +45,13 @@ def _run(graph: Graph, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     device = next(iter(given.values())).device
     values: dict[str, Any] = {**{name: tensor.to(device) for name, tensor in graph.constants.items()}, **given}
     for op in graph.ops:
-        args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda ref: values[ref.name])
+        args, kwargs = arguments(op, lambda ref: values[ref.name])
         if op.target in OPS:
             result = OPS[op.target](*args, **kwargs)
         else:
             function = overload(op.target)
             if not op.inputs and any(argument.name == "device" for argument in function._schema.arguments):
                 kwargs["device"] = device
-            result = function(*map(_listed, args), **{key: _listed(value) for key, value in kwargs.items()})
+            result = function(*args, **kwargs)
         values.update(zip(op.outputs, result if isinstance(result, tuple | list) else (result,), strict=False))
     return values
-
-
-def _listed(arg: Any) -> Any:
-    return list(arg) if isinstance(arg, tuple) else arg

@@ -13,7 +13,7 @@ import torch
 
 from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.gradients.custom import CUSTOM
-from meshwright.ir.graph import Graph, Ref, map_refs
+from meshwright.ir.graph import Graph, Op, Ref, arguments
 from meshwright.ir.operators import overload
 from meshwright.runtime.custom import custom_function
 from meshwright.runtime.experts.mixture import experts
@@ -34,13 +34,7 @@ def run(
     last = {name: index for index, op in enumerate(graph.ops) for name in op.inputs}
     values: dict[str, Any] = dict(graph.constants) | dict(env)
     for index, op in enumerate(graph.ops):
-        def read(ref: Ref) -> Any:
-            return values[ref.name]
-
-        args = [_listed(map_refs(arg, read)) for arg in op.args]
-        kwargs = {key: _listed(map_refs(value, read)) for key, value in op.kwargs}
-        function = _OWN.get(op.target) or operators.get(op.target) or overload(op.target)
-        result = function(*args, **kwargs)
+        result = call(op, lambda ref: values[ref.name], operators)
         results = result if isinstance(result, tuple | list) else (result,)
         values.update(zip(op.outputs, results, strict=False))
         for name in op.inputs:
@@ -49,5 +43,8 @@ def run(
     return {name: values[name] for name in wanted}
 
 
-def _listed(arg: Any) -> Any:
-    return list(arg) if isinstance(arg, tuple) else arg
+def call(op: Op, read: Callable[[Ref], Any], operators: Mapping[str, Callable[..., Any]] = OPS) -> Any:
+    """What one operator returns on the tensors that ``read`` gives for its operands. Raises GraphError for an unknown one."""
+    function = _OWN.get(op.target) or operators.get(op.target) or overload(op.target)
+    args, kwargs = arguments(op, read)
+    return function(*args, **kwargs)

@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from meshwright.errors import RunError
 from meshwright.ir.declared.experts import ENDS, GROUPED, IDS, ROWS, WEIGHTS, Experts
-from meshwright.ir.graph import Graph, map_refs
+from meshwright.ir.graph import Graph, arguments
 from meshwright.ir.operators import overload
 from meshwright.runtime.collectives import Group, exchange_rows
 from meshwright.runtime.experts.grouped import grouped_linear
@@ -159,13 +159,9 @@ def _body(
     values: dict[str, Any] = {graph.inputs[at]: value for at, value in given.items()}
     values.update(zip(how.operands, operands, strict=True))
     for op in graph.ops:
-        args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda ref: values[ref.name])
+        args, kwargs = arguments(op, lambda ref: values[ref.name])
         function = grouped_linear if op.target == GROUPED else overload(op.target)
-        made = function(*map(_listed, args) if op.target != GROUPED else args, **kwargs)
+        made = function(*args, **kwargs)
         values.update(zip(op.outputs, made if isinstance(made, tuple | list) else (made,), strict=True))
     answer: Tensor = values[how.output]
     return answer
-
-
-def _listed(arg: Any) -> Any:
-    return list(arg) if isinstance(arg, tuple) else arg
