@@ -7,8 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.pool import Pool
+
+
+@pytest.fixture(autouse=True)
+def _drawn_numbers() -> None:
+    """Every test draws the same numbers in every run, whichever tests ran before it in the same process."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

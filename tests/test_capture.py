@@ -342,7 +342,7 @@ PROJECTIONS = {
 @pytest.mark.parametrize("weight", ["linear", "turned"])
 def test_fused_projections(name, weight):
     parts, read = PROJECTIONS[name]
-    graph = equal(Projections(read, weight=weight), (torch.randn(2, 5, 6),))
+    graph = equal(Projections(read, weight=weight).double(), (torch.randn(2, 5, 6, dtype=torch.float64),))
     (op,) = [op for op in graph.ops if op.target == "mw.fused_linear"]
     assert op.args[3:] == (parts, weight == "turned")
     assert len(op.outputs) == parts
@@ -360,7 +360,7 @@ def test_fused_projections(name, weight):
     (lambda y: torch.mul(*y.chunk(2, 0)), "linear"),
 ], ids=["unequal", "read whole too", "shifted", "interleaved", "flipped", "two readers", "computed weight", "of the batch"])
 def test_other_projections_stay(read, weight):
-    graph = equal(Projections(read, weight=weight), (torch.randn(2, 5, 6),))
+    graph = equal(Projections(read, weight=weight).double(), (torch.randn(2, 5, 6, dtype=torch.float64),))
     assert targets(graph)["aten.linear.default"] == 1
 
 

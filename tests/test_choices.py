@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.compiler.placement.choices import Scope, check_tensor_pins, choices
+from meshwright.compiler.placement.choices import Scope, choices
+from meshwright.compiler.placement.pinned import check_tensor_pins
 from meshwright.compiler.search.blockwise import solve_layout
 from meshwright.compiler.search.candidates import Layout
 from meshwright.compiler.search.task import Task, Timing
