@@ -93,10 +93,14 @@ def check(
     before each optimizer step."""
 
     def build(model: torch.nn.Module, _: Mapping[str, Any], data: Any) -> torch.nn.Module:
-        plan = Plan.from_dict(data)
-        return autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+        return _under(Plan.from_dict(data), model)
 
-    return _differences(rank, name, plans, build, clip, double, calls)
+    with captured_once(name, double):
+        return _differences(rank, name, plans, build, clip, double, calls)
+
+
+def _under(plan: Plan, model: torch.nn.Module) -> torch.nn.Module:
+    return autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
 
 
 def check_searched(
@@ -132,7 +136,7 @@ def largest_walk(rank: int, name: str, data: Mapping[str, Any]) -> int:
     """Of the groups of weights whose gradients a split backward computes in one walk: the most places one starts at."""
     model, batch = make(name)
     plan = Plan.from_dict(data)
-    parallel = autoparallel(model.train(), init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+    parallel = _under(plan, model.train())
     seen: list[int] = []
 
     def joined(groups: Sequence[Mapping[str, Any]], joins: Any = stage._joined) -> Any:
@@ -151,8 +155,8 @@ def most_received(rank: int, name: str, plans: Mapping[str, Mapping[str, Any]]) 
     model, batch = batch_of(name, double=True)
     counts: dict[str, tuple[int, int]] = {}
     for what, data in plans.items():
-        plan = Plan.from_dict(data)
-        parallel = autoparallel(model.train(), init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+        with captured_once(name, double=True):
+            parallel = _under(Plan.from_dict(data), model.train())
         stages = parallel._engine[0].schedule.stages
         seen = [0]
 
@@ -185,7 +189,7 @@ def check_outputs(rank: int, name: str, data: Mapping[str, Any]) -> None:
     torch.set_num_threads(1)
     model, batch = make(name)
     plan = Plan.from_dict(data)
-    parallel = autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+    parallel = _under(plan, model)
     for mode in (False, True):
         model.train(mode)
         parallel.train(mode)
@@ -239,7 +243,7 @@ def check_resumed(rank: int, name: str, folder: str, plans: Mapping[str, Mapping
     model.train()
     found = {what: Plan.from_dict(data) for what, data in plans.items()}
     first = next(iter(found.values()))
-    parallel = autoparallel(model, init_device_mesh("cpu", (first.mesh.world,)), plan=first)
+    parallel = _under(first, model)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2, eps=1e-3)
 
     def go_on(module: torch.nn.Module, how: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -254,7 +258,8 @@ def check_resumed(rank: int, name: str, folder: str, plans: Mapping[str, Mapping
     wanted = go_on(parallel, optimizer)
     assert (rank == 0) == bool(wanted)
     for what, plan in found.items():
-        other = autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+        with captured_once(name):
+            other = _under(plan, model)
         second = torch.optim.AdamW(other.parameters(), lr=1e-2, eps=1e-3)
         other.load(folder, second)
         problems = compare(go_on(other, second), wanted)
@@ -269,7 +274,7 @@ def losses_with_dropout(rank: int, plans: Mapping[str, Mapping[str, Any]]) -> di
     for what, data in plans.items():
         torch.manual_seed(5)
         plan = Plan.from_dict(data)
-        parallel = autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+        parallel = _under(plan, model)
         losses[what] = [parallel(**batch).loss.item() for _ in range(2)]
     return losses
 
@@ -295,8 +300,8 @@ def check_refused(rank: int, name: str, cases: Sequence[tuple[Mapping[str, Any],
     model, _ = make(name)
     for data, message in cases:
         plan = Plan.from_dict(data)
-        with pytest.raises(PlanError, match=message):
-            autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+        with captured_once(name), pytest.raises(PlanError, match=message):
+            _under(plan, model)
 
 
 def fail_in_a_stage(rank: int, name: str, data: Mapping[str, Any], port: int, results: Any) -> None:
@@ -305,7 +310,7 @@ def fail_in_a_stage(rank: int, name: str, data: Mapping[str, Any], port: int, re
     dist.init_process_group("gloo", timeout=timedelta(seconds=100))
     model, batch = make(name)
     plan = Plan.from_dict(data)
-    parallel = autoparallel(model.train(), init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+    parallel = _under(plan, model.train())
     if rank == 1:
         parallel._engine[0].parts[0].forward = _broken
     start = time.monotonic()
@@ -338,8 +343,8 @@ def bf16_losses(rank: int, plans: Mapping[str, Mapping[str, Any]]) -> list[float
     wanted = train(copy.deepcopy(model), batch, 3)
     off = []
     for data in plans.values():
-        plan = Plan.from_dict(data)
-        parallel = autoparallel(model, init_device_mesh("cpu", (plan.mesh.world,)), plan=plan)
+        with captured_once("llama"):
+            parallel = _under(Plan.from_dict(data), model)
         parallel(**batch).loss.backward()
         assert all(parameter.grad.dtype == torch.float32 for parameter in parallel.parameters())
         parallel.zero_grad()
