@@ -45,13 +45,13 @@ from rows import (
     Unpriced,
     batch_of,
     cluster_of,
+    completions_of,
     counted,
     measured_seconds,
     measured_tflops,
     pins_of,
     precision_of,
     text_of,
-    ways_of,
     world_of,
 )
 
@@ -95,7 +95,7 @@ class Prior:
 PRIORS: Mapping[str, Prior] = {
     "matmul_efficiency": Prior(0.72, 0.15), "memory_efficiency": Prior(0.7, 0.25), "depth": Prior(130, 0.7),
     "kernel": Prior(40, 0.7), "contention": Prior(1.15, 0.7, 1.0), "congestion": Prior(0.06, 1.0),
-    "beside": Prior(0.85, 0.7, 1.0), "nic_latency": Prior(20, 0.7), "link_latency": Prior(4, 0.7),
+    "overlapped_bandwidth": Prior(0.85, 0.7, 1.0), "nic_latency": Prior(20, 0.7), "link_latency": Prior(4, 0.7),
 }
 
 
@@ -104,7 +104,7 @@ class Case:
     """A row to fit or to judge, in every way in which it may have run."""
 
     row: Row
-    ways: tuple[Row, ...]
+    completions: tuple[Row, ...]
     source: str
     group: tuple[str, ...]
 
@@ -138,7 +138,7 @@ def cases_of(rows: Sequence[Row]) -> list[Case]:
             if open_ and (pins.cp or 1) * (pins.ep or 1) == 1:
                 precision_of(row)
                 group = (source_of(row), text_of(row, "model_name"), text_of(row, "gpu"))
-                found.append(Case(row, ways_of(row), group[0], group))
+                found.append(Case(row, completions_of(row), group[0], group))
     return found
 
 
@@ -197,14 +197,14 @@ def recast(cluster: Cluster, tables: Mapping[str, Any]) -> Cluster:
     node = read_node(*lookup(island.node.name, tables, "node"), tables["sources"])
     same = {name: getattr(device, name) for name in (
         "matmul_efficiency", "memory_efficiency", "kernel_seconds", "depth", "contention", "attention")}
-    wires = {name: getattr(node, name) for name in ("congestion", "beside", "nic_latency", "link_latency")}
+    wires = {name: getattr(node, name) for name in ("congestion", "overlapped_bandwidth", "nic_latency", "link_latency")}
     return Cluster((replace(island, device=replace(island.device, **same), node=replace(island.node, **wires)),))
 
 
 def uses(cluster: Cluster, tables: Mapping[str, Any], path: Path_) -> bool:
     """Whether a cluster's prices depend on a number."""
     kind, owner, key = path
-    if (key == "congestion" and cluster.nodes <= 2) or (key in ("beside", "contention") and cluster.world == 1):
+    if (key == "congestion" and cluster.nodes <= 2) or (key in ("overlapped_bandwidth", "contention") and cluster.world == 1):
         return False
     return _owner(tables, kind, cluster.device.name if kind == "device" else cluster.node.name, key) == owner
 
@@ -221,20 +221,20 @@ class Pricer:
 
     def errors(self, case: Case, sets: Sequence[Mapping[Path_, float]]) -> list[float]:
         """log(predicted / measured) of a case at each set of constants; the middle of its ways."""
-        ways = [self._way(way) for way in case.ways]
-        every = [[way(patched(self.tables, values)) for way in ways] for values in sets]
+        completions = [self._priced(completion) for completion in case.completions]
+        every = [[completion(patched(self.tables, values)) for completion in completions] for values in sets]
         return [(min(errors) + max(errors)) / 2 for errors in every]
 
     def slopes(
         self, case: Case, base: Mapping[Path_, float], moved: Sequence[Mapping[Path_, float]]
     ) -> tuple[float, list[float]]:
         """The error of a case, and by how much each other set changes that of its first way."""
-        first, *others = [self._way(way) for way in case.ways]
+        first, *others = [self._priced(completion) for completion in case.completions]
         own = first(patched(self.tables, base))
-        errors = [own, *(way(patched(self.tables, base)) for way in others)]
+        errors = [own, *(completion(patched(self.tables, base)) for completion in others)]
         return (min(errors) + max(errors)) / 2, [first(patched(self.tables, values)) - own for values in moved]
 
-    def _way(self, row: Row) -> Callable[[Mapping[str, Any]], float]:
+    def _priced(self, row: Row) -> Callable[[Mapping[str, Any]], float]:
         graph = graph_of(row, self.cache)
         cluster, precision = cluster_of(row), precision_of(row)
         pins = pins_of(row, cluster.world, [block.path for block in graph.blocks])

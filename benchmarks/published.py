@@ -44,6 +44,7 @@ from rows import (
     Unpriced,
     assumed,
     cluster_of,
+    completions_of,
     counted,
     degree,
     kernel_of,
@@ -57,7 +58,6 @@ from rows import (
     shape_of,
     text_of,
     tokens_of,
-    ways_of,
     world_of,
     zero_of,
 )
@@ -191,10 +191,10 @@ def price(row: Row, cache: Path | None = None) -> Result:
 def _priced(row: Row, result: Result, cache: Path | None) -> Result:
     """The result with its predictions, over all ways in which the row may have run that fit, if any does. Raises whatever
     stands in their way."""
-    ways = [_way(way, result, cache) for way in ways_of(row)]
-    ways = [found for found, fits in ways if fits] or [found for found, _ in ways]
-    seconds = sorted(found.predicted_seconds or 0.0 for found in ways)
-    first = min(ways, key=lambda found: found.predicted_seconds or 0.0)
+    completions = [_priced(completion, result, cache) for completion in completions_of(row)]
+    completions = [found for found, fits in completions if fits] or [found for found, _ in completions]
+    seconds = sorted(found.predicted_seconds or 0.0 for found in completions)
+    first = min(completions, key=lambda found: found.predicted_seconds or 0.0)
     middle = math.sqrt(seconds[0] * seconds[-1])
     scale = middle / seconds[0] if seconds[0] else 1.0
     return replace(
@@ -204,7 +204,7 @@ def _priced(row: Row, result: Result, cache: Path | None) -> Result:
     )
 
 
-def _way(row: Row, result: Result, cache: Path | None) -> tuple[Result, bool]:
+def _priced(row: Row, result: Result, cache: Path | None) -> tuple[Result, bool]:
     """The result of one way in which the row may have run, and whether that is predicted to fit."""
     cluster, precision = cluster_of(row), precision_of(row)
     seconds, tflops = result.measured_seconds, measured_tflops(row, cluster.device.flops(torch.bfloat16))

@@ -3,7 +3,7 @@
 Whatever a row says is read by tables that any source shares. Nothing is read from the name of a model or of a source but the
 year that a source bears, which bounds the kernels there were. A blank column takes what the table beside it says and is
 reported (``assumed``); where nothing sensible can be taken the row is Unpriced, with the reason. A row that leaves its
-attention kernel, its recomputation or its stages a rank open is priced in every way there is (``ways_of``): as a range.
+attention kernel, its recomputation or its stages a rank open is priced in every way there is (``completions_of``): as a range.
 
     gpu                       the device of the catalogue (its names and aliases; of several, the one of that memory)
     interconnect              the node: named clouds (``INSTANCES``), else the device's own with the NICs that are stated
@@ -275,7 +275,7 @@ def kernels_of(row: Row) -> tuple[str, ...]:
     return found or (next(iter(there)),)
 
 
-def ways_of(row: Row) -> tuple[Row, ...]:
+def completions_of(row: Row) -> tuple[Row, ...]:
     """The row with what it leaves open filled in, in every way there is: its attention kernel, its recomputation (none, all),
     its stages a rank (as few and as many as its schedule has). What ran is one of them, and nobody knows which."""
     kernels = [{"attention": kernel} for kernel in kernels_of(row)]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.compiler.placement.beside import asks, check_beside
+from meshwright.compiler.placement.pin_conflicts import asks, check_agreement
 from meshwright.compiler.structure.guard import Watch
 from meshwright.compiler.structure.same import aligned
 from meshwright.cost.cluster import Cluster
@@ -112,7 +112,7 @@ def autoparallel(
         graph = _capture_again(given, model, example_inputs, loss_fn)
         if asks(checked):
             known = replace(given, graph=aligned(given.graph, graph))
-            check_beside(known, checked, rules_of_plan(known), degrees_of(known))
+            check_agreement(known, checked, rules_of_plan(known), degrees_of(known))
         return given, graph, checked
 
     with shown(first) as report:
@@ -183,14 +183,14 @@ def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh, loss_fn: Callable[...
     parallel = build(together(lambda: cut_stages(checked_program(plan, rank), plan.pipeline)), model, device=device_of(mesh))
     parallel.plan = plan
 
-    def again(model: nn.Module, args: Any, kwargs: Any, targets: Any, training: bool, functional: bool) -> Graph:
+    def recapture(model: nn.Module, args: Any, kwargs: Any, targets: Any, training: bool, functional: bool) -> Graph:
         return capture_model(model, args, kwargs, targets, loss_fn, plan.precision, training, functional)
 
     def other_mode(graph: Graph) -> Program:
         there = in_mode(plan, graph, rules_of(graph)[0])
         return checked_program(replace(there, registered=registered_of(graph)), rank)
 
-    parallel.watch = Watch(model, plan.graph, again)
+    parallel.watch = Watch(model, plan.graph, recapture)
     parallel.lower_mode = other_mode
     parallel.exporter = Exporter(plan, parallel.watch.unexportable)
     return parallel

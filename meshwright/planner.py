@@ -166,7 +166,7 @@ def check_experts(pins: Pins, graph: Graph, rules: Rules) -> None:
                        "grouped products: in transformers experts_implementation=\"grouped_mm\"); drop the pin")
     for op in mixtures:
         rule = rules[op.name]
-        sizes = {rule.sizes[one] for way in rule.together for one in factors_of(way)[1:]}
+        sizes = {rule.sizes[one] for both in rule.together for one in factors_of(both)[1:]}
         if any(size % ep for size in sizes):
             raise PinError(f"pin ep={ep} does not divide the {max(sizes)} experts of {op.module or 'the model'}")
 

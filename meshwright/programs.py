@@ -83,7 +83,7 @@ def mesh_pins(mesh: DeviceMesh, pins: Pins) -> Pins:
 
 def check_given(plan: Plan, mesh: DeviceMesh, pins: Pins, optimizer: str | float | None, precision: str | None) -> None:
     """Raise PlanError for arguments that contradict the plan beside which they are given; pins of how operators are split, and
-    what is left open in part, are looked at by ``compiler.placement.beside``."""
+    what is left open in part, are looked at by ``compiler.placement.pin_conflicts``."""
     if plan.mesh.world != mesh.size():
         raise PlanError(f"the plan is for {plan.mesh.world} devices ({plan.mesh}), the mesh has {mesh.size()}; plan again, or "
                         f"start {plan.mesh.world} processes")

@@ -9,7 +9,7 @@ number of ranks up to a limit, even and uneven, and for every pair of them on tw
 ``!``, a wrong unit, a linear group that is none or a localizer that gets a size wrong is found and named.
 
 Ranks are threads where an operator communicates inside; a rendezvous stands in for the all-reduce. What an algorithm for a
-sequence in pieces does (``OpRule.ways``) is not tested here.
+sequence in pieces does (``OpRule.algorithms``) is not tested here.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def cases(calibrate, count: int, source: str = "a/a") -> list:
 
 def test_regret_is_what_the_first_choice_costs(calibrate):
     one, two = cases(calibrate, 2)
-    slow = calibrate.Case({**two.row, "step_time_s": "0.012"}, two.ways, two.source, two.group)
+    slow = calibrate.Case({**two.row, "step_time_s": "0.012"}, two.completions, two.source, two.group)
     right = [calibrate.Judged(one, "node", 0.0, 0.0), calibrate.Judged(slow, "node", 0.0, 0.1)]
     wrong = [calibrate.Judged(one, "node", 0.0, 0.3), calibrate.Judged(slow, "node", 0.0, -0.1)]
     assert calibrate.regret_of(right) == {"groups": 1, "first within 5%": 1, "first three within 5%": 1, "worst": 0}

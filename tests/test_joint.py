@@ -350,7 +350,7 @@ def test_what_a_level_cannot_hold_takes_for_ever(cluster: str) -> None:
     """Also where links have engines of their own, and communication slows nothing down."""
     costs = StageCosts(Cluster.parse(cluster), itemsize=2, state_bytes=8)
     moved, nothing = np.array([np.inf, 0.0]), np.zeros(2)
-    for seconds in (costs.beside(np.ones(2), moved, nothing), costs.exposed(moved, np.ones(2))):
+    for seconds in (costs.overlapped(np.ones(2), moved, nothing), costs.exposed(moved, np.ones(2))):
         assert seconds[0] == np.inf
         assert np.isfinite(seconds[1])
 

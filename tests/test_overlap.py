@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.overlap import beside, exposed, gathered_and_reduced, in_pieces, prefetched, reduced, ring, together
+from meshwright.cost.overlap import exposed, gathered_and_reduced, in_pieces, overlapped, prefetched, reduced, ring, together
 
 SECONDS = st.floats(0.01, 10.0)
 BLOCKS = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=8)
@@ -15,7 +15,7 @@ BLOCKS = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=8)
 
 @given(SECONDS, SECONDS, st.floats(1.0, 2.0))
 def test_beside_lies_between_the_longer_and_the_sum(compute, communication, contention):
-    together_ = beside(compute, communication, contention)
+    together_ = overlapped(compute, communication, contention)
     assert max(compute, communication) <= together_ * (1 + 1e-12)
     assert together_ <= (compute + communication) * (1 + 1e-12)
     assert exposed(compute, communication, contention) == pytest.approx(together_ - compute)
@@ -23,7 +23,7 @@ def test_beside_lies_between_the_longer_and_the_sum(compute, communication, cont
 
 def test_beside_by_hand():
     # compute of 10 at speed 1 / 1.25 during the 4 s of the collective: 3.2 done, 6.8 left
-    assert beside(10.0, 4.0, 1.25) == pytest.approx(4 + 6.8)
+    assert overlapped(10.0, 4.0, 1.25) == pytest.approx(4 + 6.8)
 
 
 @given(BLOCKS)
@@ -62,7 +62,7 @@ def test_ring_attention_hides_its_sends_behind_enough_compute():
 
 def test_candidates_as_arrays():
     compute, link = np.array([1.0, 5.0]), np.array([2.0, 2.0])
-    assert beside(compute, link).tolist() == [2.0, 5.0]
+    assert overlapped(compute, link).tolist() == [2.0, 5.0]
     assert reduced([compute, compute], [link, link]).tolist() == [5.0, 12.0]
     assert prefetched([compute, compute], [link, link]).tolist() == [5.0, 12.0]
 

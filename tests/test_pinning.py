@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshwright import PinError, Pins, Plan, PlanError
-from meshwright.compiler.placement.beside import check_beside
+from meshwright.compiler.placement.pin_conflicts import check_agreement
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.serialize import plan_hash
@@ -191,12 +191,12 @@ def test_what_has_no_price_is_said() -> None:
 def test_pins_beside_the_plan_that_they_are_of() -> None:
     plan = make_plan(graph("llama"), Cluster.parse("cpu:1x4"), Pins(dp=2, tp=2, zero=3))
     rules, pins = rules_of(plan.graph)[0], plan.to_pins()
-    check_beside(plan, pins, rules, degrees_of(plan))
+    check_agreement(plan, pins, rules, degrees_of(plan))
     name = "model.layers.0..2.mlp.up_proj:linear"
     for other in ({"axes": {"dp": 4, "tp": 1}}, {"operators": {name: "dp=b0"}},
                   {"blocks": {"model.layers.1": "ZeRO 0, recompute none"}}):
         with pytest.raises(PlanError, match="pinned beside a plan, which has it otherwise"):
-            check_beside(plan, replace(pins, **other), rules, degrees_of(plan))
+            check_agreement(plan, replace(pins, **other), rules, degrees_of(plan))
 
 
 def test_names_are_those_of_modules() -> None:

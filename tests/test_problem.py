@@ -139,7 +139,7 @@ def test_communication_that_overlaps_counts_as_what_stays_exposed() -> None:
     assert time(vector) == time(hidden) == pytest.approx(8.0)
     assert time(exposed) == pytest.approx(7.0 + 11.0)
     for both in (hidden, exposed):  # the same rule as in the pipeline's prices
-        seconds = overlap.beside(3.0, both[GATHER], 1.25) + overlap.beside(5.0, both[REDUCE], 1.25)
+        seconds = overlap.overlapped(3.0, both[GATHER], 1.25) + overlap.overlapped(5.0, both[REDUCE], 1.25)
         assert time(both, 1.25) == pytest.approx(seconds)
     on_the_path = vector.copy()
     on_the_path[SEND], on_the_path[SEND_BACK] = 1.0, 2.0
@@ -193,7 +193,8 @@ def test_parameters_by_level_and_place() -> None:
     assert middle[GATHER] > 0
     assert of(3, Unit(ahead=False))[TRANSIENT] == of(3, Unit(behind=False))[TRANSIENT] == 8 * numel
     assert root[GATHER] == root[REDUCE] == 0  # nothing hides what the root gathers and reduces
-    assert root[SEND] == pytest.approx(middle[GATHER] * NODE.node.beside)  # the same gather, with nothing beside it
+    alone = middle[GATHER] * NODE.node.overlapped_bandwidth
+    assert root[SEND] == pytest.approx(alone)  # the same gather, while nothing computes
     assert root[PARAMETERS] == 3 * numel
     assert of(2, Unit())[PARAMETERS] == 3 * numel
     assert of(2, Unit())[TRANSIENT] == 6 * numel

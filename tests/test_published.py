@@ -140,16 +140,16 @@ def test_a_row_may_have_run_on_the_kernels_of_its_time(rows):
 
 def test_what_a_row_leaves_open_is_priced_every_way(rows):
     said = {**SMALL, "notes": "FlashAttention-2"}
-    assert rows.ways_of(said) == ({**said, "attention": "flash2"},)
-    ways = rows.ways_of({**said, "recompute": ""})
-    assert [way["recompute"] for way in ways] == ["none", "full"]
+    assert rows.completions_of(said) == ({**said, "attention": "flash2"},)
+    completions = rows.completions_of({**said, "recompute": ""})
+    assert [completion["recompute"] for completion in completions] == ["none", "full"]
     piped = {**said, "pp": "2", "tp": "1", "n_layers": "8", "vpp": ""}
     cases = {"1F1B": [("1", "1f1b"), ("4", "interleaved1f1b")], "": [("1", ""), ("4", "interleaved1f1b")],
              "interleaved": [("2", "interleaved1f1b"), ("4", "interleaved1f1b")], "GPipe": [(None, "GPipe")]}
     for schedule, wanted in cases.items():
-        ways = rows.ways_of({**piped, "schedule": schedule})
-        assert [(way.get("vpp") or None, way["schedule"]) for way in ways] == wanted
-    assert len(rows.ways_of({**piped, "vpp": "2"})) == 1
+        completions = rows.completions_of({**piped, "schedule": schedule})
+        assert [(completion.get("vpp") or None, completion["schedule"]) for completion in completions] == wanted
+    assert len(rows.completions_of({**piped, "vpp": "2"})) == 1
 
 
 def test_state_is_split_over_all_data_ranks_unless_the_row_says_otherwise(rows):

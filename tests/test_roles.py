@@ -199,7 +199,7 @@ def test_one_split_by_several_algorithms() -> None:
 
 def test_an_algorithm_that_the_rule_does_not_name_is_refused() -> None:
     rules = rules_of(attention())[0]
-    assert set(rules["y"].ways) == {"ring", "all-gather"}
+    assert set(rules["y"].algorithms) == {"ring", "all-gather"}
     with pytest.raises((VerifyError, PlanError)):
         programs_of(by_form("rings", Mesh.of(cp=2)))
 

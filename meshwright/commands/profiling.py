@@ -266,11 +266,11 @@ def _caller(
             value = _random(shape, graph.values[name].dtype, place)
             operands[name] = value.requires_grad_() if needs and value.is_floating_point() else value
 
-        def again() -> Any:
+        def run() -> Any:
             return call(op, lambda ref: operands[ref.name])
 
-        forward = _time(again)
-        results = again()
+        forward = _time(run)
+        results = run()
         first = results[0] if isinstance(results, tuple | list) else results
         wanted = [value for value in operands.values() if value.requires_grad]
         if not wanted or not first.requires_grad:

@@ -140,13 +140,20 @@ class Device:
 class Node:
     """How the devices of a node reach each other and the network. One direction, per device, unless said otherwise.
 
-    ``link_bandwidth``: bytes/s of one device into the node's fabric (torus: of one link). ``ring_efficiency``: the part a
-    ring collective reaches. ``reduce_efficiency``: the part an in-switch reduction reaches, 0 where there is none.
-    ``nics`` x ``nic_bandwidth``: the node's way out, shared by its devices. ``start_latency``: what any collective costs
-    however small its message and group. A "mesh" has a link between every two devices. ``congestion``: what reaches a group
-    on n nodes of the bandwidth out is (2 / n) to this power; ``ring_hop``, ``ring_out``: latency of a step of a ring, in the
-    node and out of it, which is more than the wire's because the ring hands on whole chunks; ``beside``: the part of its
-    bandwidth that a collective keeps while compute runs beside it.
+    kind: "switch", "ring", "bus", "torus", or "mesh", in which every two devices have a link
+    per_node: devices
+    link_bandwidth: bytes/s of one device into the node's fabric (torus: of one link)
+    link_latency: seconds of a hop within the node
+    ring_efficiency: the part of the bandwidth that a ring collective reaches
+    reduce_efficiency: the part that a reduction in the switch reaches, 0 where there is none
+    nics, nic_bandwidth, nic_latency, nic_efficiency: the links out of the node, which its devices share
+    start_latency: seconds that any collective takes, however small its message and group
+    congestion: a group on n nodes reaches (2 / n)^congestion of the bandwidth out of a node
+    overlapped_bandwidth: the part of its bandwidth that a collective keeps while compute runs at the same time
+    ring_hop, ring_out: seconds of a step of a ring within the node and out of it: more than the wire's, because the ring
+        hands on whole chunks
+    measured: collectives timed on such nodes, which stand before the formulas
+    torus_dims: dims of a torus
     """
 
     name: str
@@ -163,7 +170,7 @@ class Node:
     nic_efficiency: float
     start_latency: float
     congestion: float = 0.0
-    beside: float = 1.0
+    overlapped_bandwidth: float = 1.0
     ring_hop: float = 0.0
     ring_out: float = 0.0
     measured: tuple[MeasuredCollective, ...] = ()
@@ -260,7 +267,7 @@ _STREAMS = ("pointwise", "linear", "reduce", "norm", "gather", "copy", "loss", "
 """Kinds of work (``ir.declared.operator.KINDS``) that are bound by memory."""
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 _NODE_OPTIONAL: Mapping[str, str] = {
-    "congestion": "congestion", "beside": "beside", "ring_hop": "ring_hop", "ring_out": "ring_out",
+    "congestion": "congestion", "overlapped_bandwidth": "overlapped_bandwidth", "ring_hop": "ring_hop", "ring_out": "ring_out",
 }
 
 

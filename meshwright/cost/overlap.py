@@ -1,13 +1,13 @@
 """What communication costs when it runs beside compute: only what stays exposed.
 
 A collective of m seconds beside c seconds of compute slows the compute by the device's ``contention`` k while it runs (it takes
-multiprocessors and memory bandwidth), so together they take (``beside``)
+multiprocessors and memory bandwidth), so together they take (``overlapped``)
 
     max(m, c + m (1 - 1/k))                                   exposed: that minus c
 
 Parameters of blocks 0..n-1 that are gathered before use (ZeRO-3), each while the block before it runs (``prefetched``):
 
-    g_0 + sum_i beside(c_i, g_i+1)                            g_n = 0
+    g_0 + sum_i overlapped(c_i, g_i+1)                            g_n = 0
 
 Gradients reduced as soon as each block's backward is done (``reduced``), one collective at a time on the link:
 
@@ -17,9 +17,9 @@ ZeRO-3's backward gathers the next block and reduces the last one at the same ti
 (``gathered_and_reduced``). Ring attention over P ranks sends the next keys and values beside each of its P steps but the last
 (``ring``). Collectives that overlap each other on one link share it: together they take the sum (``together``).
 
-A planner that prices block by block uses ``beside`` for each block with the collectives that run during it. All functions take
-numbers or arrays of candidates. Sources: Zhao et al. 2023 (FSDP), Liu et al. 2023 (ring attention); k of A100-like devices is
-the 1.1256 that Galvatron measures (``hardware.csv``).
+A planner that prices block by block uses ``overlapped`` for each block with the collectives that run during it. All functions
+take numbers or arrays of candidates. Sources: Zhao et al. 2023 (FSDP), Liu et al. 2023 (ring attention); k of A100-like devices
+is the 1.1256 that Galvatron measures (``hardware.csv``).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from numpy.typing import NDArray
 Seconds = TypeVar("Seconds", float, NDArray[np.float64])
 
 
-def beside(compute: Seconds, communication: Seconds, contention: float = 1.0) -> Seconds:
+def overlapped(compute: Seconds, communication: Seconds, contention: float = 1.0) -> Seconds:
     """Seconds of compute and communication that run at the same time.
 
-    >>> float(beside(10.0, 4.0)), float(beside(10.0, 4.0, 2.0)), float(beside(10.0, 40.0, 2.0))
+    >>> float(overlapped(10.0, 4.0)), float(overlapped(10.0, 4.0, 2.0)), float(overlapped(10.0, 40.0, 2.0))
     (10.0, 12.0, 40.0)
     """
     result: Seconds = np.maximum(communication, compute + communication * (1.0 - 1.0 / contention))
@@ -45,7 +45,7 @@ def beside(compute: Seconds, communication: Seconds, contention: float = 1.0) ->
 
 def exposed(compute: Seconds, communication: Seconds, contention: float = 1.0) -> Seconds:
     """Seconds by which communication beside compute makes it longer."""
-    return beside(compute, communication, contention) - compute
+    return overlapped(compute, communication, contention) - compute
 
 
 def prefetched(compute: Sequence[Seconds], gathers: Sequence[Seconds], contention: float = 1.0) -> Seconds:
@@ -53,7 +53,7 @@ def prefetched(compute: Sequence[Seconds], gathers: Sequence[Seconds], contentio
     total = gathers[0]
     for index, block in enumerate(compute):
         after = gathers[index + 1] if index + 1 < len(gathers) else 0.0 * gathers[0]
-        total = total + beside(block, after, contention)
+        total = total + overlapped(block, after, contention)
     return total
 
 
@@ -84,13 +84,13 @@ def gathered_and_reduced(
             link = link + gathers[index + 1]
         if index:
             link = link + reductions[index - 1]
-        total = total + beside(block, link, contention)
+        total = total + overlapped(block, link, contention)
     return total + reductions[-1]
 
 
 def ring(compute: Seconds, send: Seconds, ranks: int, contention: float = 1.0) -> Seconds:
     """Ring attention: ``compute`` and ``send`` of one of its ``ranks`` steps."""
-    return (ranks - 1) * beside(compute, send, contention) + compute
+    return (ranks - 1) * overlapped(compute, send, contention) + compute
 
 
 def in_pieces(communication: float, pieces: int, contention: float = 1.0) -> float:

@@ -14,8 +14,8 @@ dim that carries it:
   has. The operator moves between the two inside (tokens that travel to their experts).
 
 Some splits are no local call but an algorithm, and there may be several for one dim: attention whose queries are split may
-gather the keys or pass them on. Each is a named ``Way`` of the rule: it says which dim of each operand and result it splits,
-and what passes by. An assignment names the way as it names a factor.
+gather the keys or pass them on. Each is a named ``SequenceAlgorithm`` of the rule: it says which dim of each operand and
+result it splits, and what passes by. An assignment names the algorithm as it names a factor.
 
 ``place`` derives every sharding from the rule and an *assignment* {mesh axis: factor}; nothing else knows operators. How an
 operator's rule is declared as a line is ``meshwright.ir.notation``.
@@ -38,8 +38,8 @@ Factor = str
 Assignment = Mapping[str, str]
 """{mesh axis: factor it splits}, or {axis: "+k"}: the operator passes a pending sum through its k-th linear group, or
 {axis: "~"}: it runs whole on every rank, and what it makes is read differently (its gradient is a pending sum, and so are those
-of its operands), {axis: the name of a way}, or {axis: "t&e"}: it splits factors t and e together. An axis not named is idle:
-everything invariant over it."""
+of its operands), {axis: the name of an algorithm}, or {axis: "t&e"}: it splits factors t and e together. An axis not named is
+idle: everything is invariant over it."""
 VARYING = "~"
 TOGETHER = "&"
 """Between factors that one axis splits together."""
@@ -70,7 +70,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Way:
+class SequenceAlgorithm:
     """An algorithm that runs an operator split over one axis, which must have the role sequence.
 
     ``operands``, ``results``: the dim of each that is split, None where it is whole. ``lengths``: of all these dims.
@@ -138,7 +138,7 @@ class OpRule:
     the call for one rank's shapes; None: the call is right as it stands on local tensors. ``known``: False for an operator
     without a rule, which is replicated. ``even``: factors whose pieces must be equal, because some dim is a multiple of them.
     ``fused``: {operand position: (dim, parts)} of parameters that hold several weights in one, laid one after the other along
-    ``dim``: a rank's piece of that dim is its piece of every part. ``ways``: algorithms for splits that are no factor's.
+    ``dim``: a rank's piece of that dim is its piece of every part. ``algorithms``: algorithms for splits that are no factor's.
     ``inner``: factors that sequence axes split last, within the pieces of the others, and never in two chunks. ``located``:
     factors whose local call depends on where its piece lies, which must be in one. ``together``: "t&e" and the like, the
     factors that one axis may split together; their keys in ``internal`` say what that moves. ``added``: operand positions that
@@ -155,25 +155,25 @@ class OpRule:
     known: bool = True
     even: frozenset[Factor] = frozenset()
     fused: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    ways: Mapping[str, Way] = field(default_factory=dict)
+    algorithms: Mapping[str, SequenceAlgorithm] = field(default_factory=dict)
     inner: frozenset[Factor] = frozenset()
     located: frozenset[Factor] = frozenset()
     together: tuple[str, ...] = ()
     added: frozenset[int] = frozenset()
 
     def mirrors(self, factor: Factor, axis: str, mesh: Mesh) -> bool:
-        """Whether an axis splits a factor, or what a way splits, in two chunks a rank."""
+        """Whether an axis splits a factor, or what an algorithm splits, in two chunks a rank."""
         if axis not in mesh.mirrored or factor in self.inner or mesh.size(axis) == 1 or TOGETHER in factor:
             return False
-        if factor in self.ways and self.ways[factor].dealt:
+        if factor in self.algorithms and self.algorithms[factor].dealt:
             return False
-        lengths = self.ways[factor].lengths if factor in self.ways else (self.sizes[factor],)
+        lengths = self.algorithms[factor].lengths if factor in self.algorithms else (self.sizes[factor],)
         return all(length % (2 * mesh.size(axis)) == 0 for length in lengths)
 
     def dim(self, factor: Factor, position: int, is_result: bool) -> int | None:
-        """The dim of an operand or a result that a factor, several together or a way splits, None if none."""
-        if factor in self.ways:
-            return self.ways[factor].dim(position, is_result)
+        """The dim of an operand or a result that a factor, several together or an algorithm splits, None if none."""
+        if factor in self.algorithms:
+            return self.algorithms[factor].dim(position, is_result)
         dims = (self.results if is_result else self.operands)[position]
         return next((dims.index(one) for one in factors_of(factor) if one in dims), None)
 
@@ -199,7 +199,7 @@ class OpRule:
                 continue
             if factor == VARYING:
                 continue
-            if factor in self.ways:
+            if factor in self.algorithms:
                 if not self._way_is_legal(factor, assignment, mesh.size(axis), even):
                     return False
                 continue
@@ -218,17 +218,18 @@ class OpRule:
         )
 
     def _way_is_legal(self, name: str, assignment: Assignment, ranks: int, even: bool) -> bool:
-        """Whether a way has a piece for each of its ranks, and nothing else splits what it splits."""
-        way = self.ways[name]
-        others = [factor for factor in assignment.values() if factor in self.ways or factor in self.sizes]
+        """Whether an algorithm has a piece for each of its ranks, and nothing else splits what it splits."""
+        algorithm = self.algorithms[name]
+        others = [factor for factor in assignment.values() if factor in self.algorithms or factor in self.sizes]
         others.remove(name)
         for factor in others:
-            dims = [(way.dim(i, False), self.dim(factor, i, False)) for i in range(len(self.operands))]
+            dims = [(algorithm.dim(i, False), self.dim(factor, i, False)) for i in range(len(self.operands))]
             if any(mine is not None and mine == theirs for mine, theirs in dims):
                 return False
-        if way.dealt and (ranks <= way.heads or ranks % way.heads or way.lengths[0] % ranks):
+        if algorithm.dealt and (ranks <= algorithm.heads or ranks % algorithm.heads or algorithm.lengths[0] % ranks):
             return False
-        return ranks == 1 or all(n % ranks == 0 or (not even and n > (ranks - 1) * ceil_div(n, ranks)) for n in way.lengths)
+        fits = (n % ranks == 0 or (not even and n > (ranks - 1) * ceil_div(n, ranks)) for n in algorithm.lengths)
+        return ranks == 1 or all(fits)
 
     def __str__(self) -> str:
         """The rule in the notation of ``meshwright.ir.notation``, every dim written out."""
@@ -350,7 +351,7 @@ def place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Sequ
                 if rule.mirrors(factor, axis, mesh):
                     mirrored.add(axis)
             elif is_result:
-                if factor not in rule.internal and factor not in rule.ways:
+                if factor not in rule.internal and factor not in rule.algorithms:
                     partial.add(axis)
             elif rule.adds(position, factor):
                 partial.add(axis)

@@ -28,7 +28,7 @@ from meshwright.ir.graph import Op, Ref, map_refs
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import TIME
 from meshwright.ir.program import Stored
-from meshwright.ir.rule import VARYING, Assignment, Local, OpRule, Way, factors_of, place
+from meshwright.ir.rule import VARYING, Assignment, Local, OpRule, SequenceAlgorithm, factors_of, place
 from meshwright.ir.sharding import Sharding, format_sharding, piece
 
 Kind = int | str
@@ -90,12 +90,12 @@ def assignments(
     reads = [form for form, takes in zip(forms, differentiable, strict=True) if takes]
     must = {axis for axis in idle for form in reads if form.kind(axis) == "~"}
     apart = {axis for axis in must - {TIME} if all(form.kind(axis) == "~" for form in reads)}
-    ways = [_lengthwise(rule, factor, results, idle, site) for factor in created]
-    for way in itertools.product(*ways):
-        used = [axis for part in way for axis in part]
+    splits = [_lengthwise(rule, factor, results, idle, site) for factor in created]
+    for split in itertools.product(*splits):
+        used = [axis for part in split for axis in part]
         if len(set(used)) == len(used) and must - apart <= set(used):
             through = dict.fromkeys(sorted(apart - set(used)), VARYING)
-            yield {**fixed, **{axis: factor for factor, part in zip(created, way, strict=True) for axis in part}, **through}
+            yield {**fixed, **{axis: factor for factor, part in zip(created, split, strict=True) for axis in part}, **through}
     if must - apart and not created:
         axis = min(must - apart)
         raise MismatchError(f"nothing read differently over {axis!r} (~{axis}), which splits nothing here", _shown(forms))
@@ -106,10 +106,10 @@ def _of_operands(rule: OpRule, kinds: Sequence[Kind], differentiable: Sequence[b
     split = {rule.operands[i][kind]: i for i, kind in enumerate(kinds) if isinstance(kind, int)}
     pending = frozenset(i for i, kind in enumerate(kinds) if kind == "+")
     wanted: list[int | None] = [None] * len(kinds)
-    way = next((name for name, one in rule.ways.items() if _is_way(one, kinds)), None)
-    if way is not None and axis != TIME:
-        wanted = list(rule.ways[way].operands)
-        what = way
+    algorithm = next((name for name, one in rule.algorithms.items() if _is_algorithm(one, kinds)), None)
+    if algorithm is not None and axis != TIME:
+        wanted = list(rule.algorithms[algorithm].operands)
+        what = algorithm
     elif split:
         factor, first = next(iter(split.items()))
         others = [i for i in split.values() if i != first]
@@ -142,9 +142,9 @@ def _of_operands(rule: OpRule, kinds: Sequence[Kind], differentiable: Sequence[b
     return what
 
 
-def _is_way(way: Way, kinds: Sequence[Kind]) -> bool:
-    """Whether what an axis splits of the operands is what a way splits."""
-    return [kind if isinstance(kind, int) else None for kind in kinds] == list(way.operands)
+def _is_algorithm(algorithm: SequenceAlgorithm, kinds: Sequence[Kind]) -> bool:
+    """Whether what an axis splits of the operands is what an algorithm splits."""
+    return [kind if isinstance(kind, int) else None for kind in kinds] == list(algorithm.operands)
 
 
 def _read_differently(position: int, kind: Kind, differentiable: bool, axis: str) -> None:

@@ -301,18 +301,18 @@ class _Verifier:
             if len(dict(choices)) < len(choices) or any(bad <= choices for bad in self.excluded):
                 continue  # two answers to one question, or one that was ruled out
             try:
-                ways = self._ways(op, origin, names, [form for form, _ in combination], local, segment)
+                several = self._outcomes(op, origin, names, [form for form, _ in combination], local, segment)
             except MismatchError as error:
                 failure = failure or error
                 self.excluded.add(choices)
                 continue
-            open_ = len(ways) > 1
-            found += [(way, choices | {(op.name, len(found) + i)} if open_ else choices) for i, way in enumerate(ways)]
+            open_ = len(several) > 1
+            found += [(forms, choices | {(op.name, len(found) + i)} if open_ else choices) for i, forms in enumerate(several)]
         if not found:
             raise failure or MismatchError("operands whose shardings go together", "none that do")
-        return [Known(name, tuple((way[i], choices) for way, choices in found)) for i, name in enumerate(op.outputs)]
+        return [Known(name, tuple((forms[i], choices) for forms, choices in found)) for i, name in enumerate(op.outputs)]
 
-    def _ways(
+    def _outcomes(
         self, op: Op, origin: Op, names: list[str], forms: list[Form], local: list[tuple[int, ...]], segment: Segment
     ) -> list[list[Form]]:
         """The results' forms under every assignment that fits; MismatchError if none does."""
@@ -325,10 +325,10 @@ class _Verifier:
         failure: MismatchError | None = None
         for assignment in assignments(rule, forms, differentiable, shapes, self.site, axes):
             try:
-                way = outcome(rule, assignment, forms, differentiable, self.site.mesh)
+                results = outcome(rule, assignment, forms, differentiable, self.site.mesh)
                 same_call(op, origin, names, rule, assignment, self.site, sizes, self.called[origin.name])
-                if way not in found:
-                    found.append(way)
+                if results not in found:
+                    found.append(results)
             except MismatchError as error:
                 failure = failure or error
         if not found:

@@ -26,11 +26,11 @@ from meshwright.ir.graph import Graph, map_refs
 from meshwright.ir.mesh import PP
 from meshwright.ir.program import Program, Stored
 from meshwright.ir.signature import rebuild_output
-from meshwright.runtime import held
 from meshwright.runtime.assemble import assemble, data_meshes, fused_axes, rest_dtype
 from meshwright.runtime.checks.calls import Agreement, check_bounds, digest_of_input, same_weights
 from meshwright.runtime.checks.gradients import IN_EVALUATION, differentiable, refused
 from meshwright.runtime.checks.ports import Ports
+from meshwright.runtime.checks.tensors import Place, check_tensors, originals
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.groups import Groups, make_groups
 from meshwright.runtime.pipeline.pipeline import Pipeline, run_pipeline
@@ -150,7 +150,7 @@ class ParallelModule(nn.Module):
         self._ports = Ports(groups)
         self._engine = (engine,)  # in a tuple: its units are no submodules of this one
         self._names = list(names)
-        self._places: list[held.Place] = []
+        self._places: list[Place] = []
         for fqn, stored in self._names:
             if stored.value in engine.tensors:  # else it is another stage's
                 tensor = engine.tensors[stored.value]
@@ -164,7 +164,7 @@ class ParallelModule(nn.Module):
             parameter.register_post_accumulate_grad_hook = _no_hook  # type: ignore[method-assign, assignment]
         everything = program.stages.stored if program.stages else ()
         self._shared = [stored for stored in everything if stored.trainable and len(stored.holders) > 1]
-        self._originals = held.originals(model)
+        self._originals = originals(model)
         self._agreement = Agreement()
         self._hooks = None if model is None else HookGuard(model)
         if model is not None:
@@ -491,10 +491,10 @@ class ParallelModule(nn.Module):
         table[key] = tensor
         if not isinstance(tensor, nn.Parameter) and not stored.persistent:
             holder._non_persistent_buffers_set.add(key)
-        self._places.append(held.Place(fqn, stored, tensor, table, key))
+        self._places.append(Place(fqn, stored, tensor, table, key))
 
     def _check(self) -> None:
-        held.check(self._places, self._originals, self._shared, self._groups)
+        check_tensors(self._places, self._originals, self._shared, self._groups)
 
 
 def _attributes(model: nn.Module) -> frozenset[str]:

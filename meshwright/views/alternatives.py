@@ -59,7 +59,7 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Alternative:
     """The whole chain with one choice: its weighted sum, and the assignment of every (kind, variant, entry, exit) used."""
 
     value: float
@@ -102,17 +102,17 @@ class Alternatives:
         kind, model, var = place
         if len(model.op_choices[var]) < 2:
             return []
-        ways = self._ways(kind, var)
-        if ways is None:
+        priced = self._alternatives(kind, var)
+        if priced is None:
             return None
         planned = dict(self.facts.plan.assignments.get(op.name, {}))
         chosen = next((n for n, choice in enumerate(model.op_choices[var]) if choice == planned), None)
-        base = ways[chosen] if chosen is not None else min(ways, key=lambda way: way.value)
+        base = priced[chosen] if chosen is not None else min(priced, key=lambda one: one.value)
         found = []
-        for number, (choice, way) in enumerate(zip(model.op_choices[var], ways, strict=True)):
-            if math.isfinite(way.value):
-                seconds, bytes_ = self._counted(way)
-                why = "" if way is base else self._why(base, way)
+        for number, (choice, one) in enumerate(zip(model.op_choices[var], priced, strict=True)):
+            if math.isfinite(one.value):
+                seconds, bytes_ = self._counted(one)
+                why = "" if one is base else self._why(base, one)
                 found.append(Alternative(choice, seconds, bytes_, why, number == chosen))
         return sorted(found, key=lambda one: (one.seconds, not one.chosen, sorted(one.assignment.items())))
 
@@ -202,26 +202,26 @@ class Alternatives:
             self._plain[key] = shaped, found
         return shaped, found
 
-    def _ways(self, kind: int, var: int) -> list[_Way] | None:
+    def _alternatives(self, kind: int, var: int) -> list[_Alternative] | None:
         """The best chain for every choice of a variable of a kind, in all its positions."""
         one = self.chain.kinds[kind]
         work = Eliminator(one.variants[0], (*one.entry, *one.exit, var), self._tables).plan.work
         if work * len(self._fixed) > WORK:
             return None
-        best: list[_Way] = []
+        best: list[_Alternative] = []
         for number in range(one.variants[0].sizes[var]):
-            ways = (self._way(kind, var, number, fixed) for fixed in self._fixed)
-            best.append(min(ways, key=lambda way: way.value))
+            found = (self._alternative(kind, var, number, fixed) for fixed in self._fixed)
+            best.append(min(found, key=lambda one: one.value))
         return best
 
-    def _way(self, kind: int, var: int, choice: int, fixed: tuple[int, ...]) -> _Way:
+    def _alternative(self, kind: int, var: int, choice: int, fixed: tuple[int, ...]) -> _Alternative:
         steps = []
         for at, variant in self._sequence:
             table = self._with(at, variant, fixed, var)[0][:, :, choice] if at == kind else self._table(at, variant, fixed)[0]
             steps.append(table)
         value, states = _shortest(steps)
         if not math.isfinite(value):
-            return _Way(math.inf, ())
+            return _Alternative(math.inf, ())
         known: dict[object, tuple[int, ...]] = {}
         path = []
         for (at, variant), ends in zip(self._sequence, states, strict=True):
@@ -229,7 +229,7 @@ class Alternatives:
                 held = (var, choice) if at == kind else None
                 known[at, variant, ends] = self._assigned(at, variant, fixed, ends, held)
             path.append((at, variant, known[at, variant, ends]))
-        return _Way(value, tuple(path))
+        return _Alternative(value, tuple(path))
 
     def _with(self, kind: int, variant: int, fixed: tuple[int, ...], var: int) -> tuple[Array, Eliminated]:
         key = (kind, variant, fixed, var)
@@ -262,11 +262,11 @@ class Alternatives:
             choices[var] = fixed[shared]
         return tuple(choices)
 
-    def _counted(self, way: _Way) -> tuple[float, float]:
+    def _counted(self, one: _Alternative) -> tuple[float, float]:
         """(seconds, bytes), exactly, of the mean rank."""
         known: dict[object, tuple[float, float]] = {}
         seconds = bytes_ = 0.0
-        for key in way.path:
+        for key in one.path:
             if key not in known:
                 kind, variant, choices = key
                 cost = self.chain.kinds[kind].variants[variant].cost(choices)
@@ -277,7 +277,7 @@ class Alternatives:
 
     # why
 
-    def _why(self, base: _Way, other: _Way) -> str:
+    def _why(self, base: _Alternative, other: _Alternative) -> str:
         """The part that costs the other way most more than the planned one."""
         more: dict[str, float] = {}
         for (kind, variant, old), (_, _, new) in zip(base.path, other.path, strict=True):

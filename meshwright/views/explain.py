@@ -82,7 +82,7 @@ def _operator(facts: Facts, op: Op) -> str:
         lines.append(f"  no prices: cluster {facts.plan.cluster or '(unnamed)'} is not in the catalogue")
         return _wrapped(lines)
     cost = prices.op(op)
-    parts = [("forward", cost.forward_seconds), ("backward", cost.backward_seconds), ("recomputed", cost.again_seconds),
+    parts = [("forward", cost.forward_seconds), ("backward", cost.backward_seconds), ("recomputed", cost.recompute_seconds),
              ("weights gathered", cost.gather_seconds), ("gradients reduced", cost.reduce_seconds),
              ("optimizer", cost.optimizer_seconds)]
     lines.append("  seconds  " + ", ".join(f"{what} {seconds_text(seconds)}" for what, seconds in parts if seconds))

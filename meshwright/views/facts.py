@@ -166,10 +166,10 @@ def _internal(plan: Plan, op: Op, rule: OpRule) -> Iterator[Collective]:
                 sides = ("", item.kind) if item.backward else (item.kind, "")
                 yield Collective(op.name, True, op.outputs[0], "inside", axis, None, *sides)
     for axis in plan.mesh.axes:
-        way = rule.ways.get(assignment.get(axis, ""))
-        if way is not None and (way.passing or way.fetching) and plan.mesh.size(axis) > 1:
+        algorithm = rule.algorithms.get(assignment.get(axis, ""))
+        if algorithm is not None and (algorithm.passing or algorithm.fetching) and plan.mesh.size(axis) > 1:
             yield Collective(op.name, True, op.outputs[0], "inside", axis, None, "p2p", "p2p")
-        if way is not None and way.dealt and plan.mesh.size(axis) > 1:
+        if algorithm is not None and algorithm.dealt and plan.mesh.size(axis) > 1:
             yield Collective(op.name, True, op.outputs[0], "inside", axis, None, "all_to_all", "all_to_all")
 
 

@@ -82,7 +82,7 @@ def _operator(facts: Facts, number: int, op: Op) -> dict[str, Any]:
 def _priced(price: OpPrice) -> dict[str, Any]:
     return {
         "flops": float(price.flops), "bytes": float(price.bytes_), "forward_seconds": float(price.forward_seconds),
-        "backward_seconds": float(price.backward_seconds), "recompute_seconds": float(price.again_seconds),
+        "backward_seconds": float(price.backward_seconds), "recompute_seconds": float(price.recompute_seconds),
         "collectives": "; ".join(map(str, price.inside)), "collective_seconds": float(sum(m.seconds for m in price.inside)),
         "parameter_seconds": float(price.gather_seconds + price.reduce_seconds),
         "optimizer_seconds": float(price.optimizer_seconds),

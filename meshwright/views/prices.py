@@ -88,14 +88,14 @@ class EdgePrice:
 @dataclass(frozen=True)
 class OpPrice:
     """One operator. ``flops``: of one rank and step, backward included; ``bytes_``: of its results on one rank, of one
-    micro-batch; ``again_seconds``: its forward once more where its block is recomputed; ``inside``: its own collectives;
+    micro-batch; ``recompute_seconds``: its forward once more where its block is recomputed; ``inside``: its own collectives;
     ``gather_seconds``, ``reduce_seconds``: of its parameters, beside compute; ``optimizer_seconds``: of their update."""
 
     flops: float
     bytes_: float
     forward_seconds: float
     backward_seconds: float
-    again_seconds: float
+    recompute_seconds: float
     inside: tuple[Move, ...]
     gather_seconds: float
     reduce_seconds: float
@@ -104,7 +104,7 @@ class OpPrice:
     @property
     def compute_seconds(self) -> float:
         """Of a step, recomputation included."""
-        return self.forward_seconds + self.backward_seconds + self.again_seconds
+        return self.forward_seconds + self.backward_seconds + self.recompute_seconds
 
 
 def costs_of(plan: Plan, mesh: Mesh | None = None) -> Costs:
@@ -194,12 +194,12 @@ class Prices:
         forward, backward, _, _, *sent = priced(op, rule, assignment, operator, work, graph, self.costs, fused, read)
         forward, backward = forward * times, backward * times
         passes = 3 if any(graph.values[name].differentiable for name in op.outputs) else 1
-        again = group.recompute != "none" and bool(group.path) and not operator.keeps_results(group.recompute)
+        recomputed = group.recompute != "none" and bool(group.path) and not operator.keeps_results(group.recompute)
         gather, reduce_, optimizer = self._parameters(op, placed, group)
         return OpPrice(
             flops=passes * compute.flops(operator, work) * times,
             bytes_=sum(self.local_bytes(name, where) for name, where in zip(op.outputs, placed.results, strict=True)),
-            forward_seconds=forward, backward_seconds=backward, again_seconds=forward if again else 0.0,
+            forward_seconds=forward, backward_seconds=backward, recompute_seconds=forward if recomputed else 0.0,
             inside=tuple(self._inside(op, assignment, placed, times, work, sent, shares_of(op, graph, read))),
             gather_seconds=gather, reduce_seconds=reduce_, optimizer_seconds=optimizer,
         )
@@ -221,16 +221,16 @@ class Prices:
         known = self.costs.internal(rule, assignment, shares)
         waits = [max(0.0, all_ - one) * times for all_, one in zip(sent, known, strict=True)]
         for axis, factor in assignment.items():
-            way = rule.ways.get(factor)
-            if way is not None and way.passing and self.plan.mesh.size(axis) > 1:
-                passed = sum(math.prod(work.operands[at]) for at in way.passing) * work.reads.itemsize
+            algorithm = rule.algorithms.get(factor)
+            if algorithm is not None and algorithm.passing and self.plan.mesh.size(axis) > 1:
+                passed = sum(math.prod(work.operands[at]) for at in algorithm.passing) * work.reads.itemsize
                 yield Move(axis, "p2p", "p2p", passed, times * (self.plan.mesh.size(axis) - 1), waits[0], waits[1])
-            if way is not None and way.dealt and self.plan.mesh.size(axis) > 1:
-                dealt = way.deals(work.operands, self.plan.mesh.size(axis)) * work.reads.itemsize
+            if algorithm is not None and algorithm.dealt and self.plan.mesh.size(axis) > 1:
+                dealt = algorithm.deals(work.operands, self.plan.mesh.size(axis)) * work.reads.itemsize
                 yield Move(axis, "all_to_all", "all_to_all", dealt, times, waits[0], waits[1])
-            if way is not None and way.fetching and self.plan.mesh.size(axis) > 1:
+            if algorithm is not None and algorithm.fetching and self.plan.mesh.size(axis) > 1:
                 mirrored = rule.mirrors(factor, axis, self.plan.mesh)
-                fetched = way.fetched(work.operands, self.plan.mesh.size(axis), mirrored) * work.reads.itemsize
+                fetched = algorithm.fetched(work.operands, self.plan.mesh.size(axis), mirrored) * work.reads.itemsize
                 yield Move(axis, "p2p", "p2p", fetched, times, waits[0], waits[1])
         for kind, axes, bytes_, back in self.costs.inside(rule, assignment, shares):
             seconds = self.costs.collective(kind, axes, bytes_) * times

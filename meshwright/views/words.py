@@ -70,12 +70,12 @@ def axis_roles(facts: Facts) -> dict[str, list[str]]:
 
 
 def _attention_forms(facts: Facts, axis: str) -> set[str]:
-    """How attention runs that an axis splits along the sequence: by ways of its rule, or by heads."""
+    """How attention runs that an axis splits along the sequence: by an algorithm of its rule, or by heads."""
     found = set()
     for op in facts.plan.graph.ops:
         factor = facts.plan.assignments.get(op.name, {}).get(axis)
-        if factor is not None and facts.rules[op.name].ways:
-            found.add(factor if factor in facts.rules[op.name].ways else ULYSSES)
+        if factor is not None and facts.rules[op.name].algorithms:
+            found.add(factor if factor in facts.rules[op.name].algorithms else ULYSSES)
     return found
 
 

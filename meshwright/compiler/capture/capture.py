@@ -22,7 +22,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from meshwright.compiler.capture.importer import import_graph
 from meshwright.compiler.capture.normalize import normalize
 from meshwright.compiler.capture.rewrite import mark_differentiable
-from meshwright.compiler.capture.shadow import Held, Traced, failing_frame, fake_inputs, held_tensors, make_shadow, trace
+from meshwright.compiler.capture.shadow import (
+    ModelTensor,
+    Traced,
+    failing_frame,
+    fake_inputs,
+    make_shadow,
+    model_tensors,
+    trace,
+)
 from meshwright.compiler.capture.sharing import check_graph, check_strays, one_memory
 from meshwright.errors import CaptureError, NotKeptError
 from meshwright.ir.gradients.hooks import lost_hooks
@@ -54,32 +62,32 @@ def capture(
                            f"{hook.remedy}")
     signature, leaves = describe(model.forward, args, kwargs, targets)
     named = name_arguments(signature, args, kwargs)
-    held, fixed = one_memory(held_tensors(model))
+    owned, fixed = one_memory(model_tensors(model))
     strays: list[torch.Tensor] = []
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    shadow = make_shadow(model, held, mode, compute_dtype, training, strays)
-    check_strays(model, held, strays)
+    shadow = make_shadow(model, owned, mode, compute_dtype, training, strays)
+    check_strays(model, owned, strays)
     try:
-        traced = trace(shadow, fake_inputs(leaves, mode), signature, named, loss_fn, compute_dtype, held)
+        traced = trace(shadow, fake_inputs(leaves, mode), signature, named, loss_fn, compute_dtype, owned)
     except Exception as error:
         raise _explain(error, model, shadow) from error
     try:
-        graph = import_graph(traced, held, _leaf_names(signature), functional)
+        graph = import_graph(traced, owned, _leaf_names(signature), functional)
     except AssertionError as error:  # torch.export's, which cannot say that one of two names was changed
-        twins = [item.fqns for item in held if item.buffer and len(item.fqns) > 1]
+        twins = [item.fqns for item in owned if item.buffer and len(item.fqns) > 1]
         if not twins:
             raise
         raise CaptureError(f"buffers {', '.join(map(repr, twins[0]))} are one tensor under several names, and the forward "
                            f"changes it: keep it under one name, or make the others a .clone()") from error
-    check_graph(graph, held, fixed)
+    check_graph(graph, owned, fixed)
     graph = _with_loss(graph, traced, loss_fn)
-    _check_attributes(graph, held)
+    _check_attributes(graph, owned)
     return normalize(replace(graph, signature={**signature, "output": traced.type_}, classes=traced.classes))
 
 
-def _check_attributes(graph: Graph, held: Sequence[Held]) -> None:
+def _check_attributes(graph: Graph, owned: Sequence[ModelTensor]) -> None:
     """A tensor that a module keeps as a plain attribute is a constant of the graph, so it must not take a gradient."""
-    learned = {item.fqns for item in held if item.plain and item.tensor.requires_grad}
+    learned = {item.fqns for item in owned if item.plain and item.tensor.requires_grad}
     names = {param.value: param.fqn for param in graph.params if param.fqns in learned}
     for op in graph.ops:
         for name in op.inputs:

@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from meshwright.compiler.capture.functions import uniform
-from meshwright.compiler.capture.shadow import WRAPPED, Held, Leaf, Traced, is_user_file
+from meshwright.compiler.capture.shadow import WRAPPED, Leaf, ModelTensor, Traced, is_user_file
 from meshwright.errors import CaptureError
 from meshwright.ir.gradients.custom import CUSTOM, CustomFunction
 from meshwright.ir.graph import Graph, Op, Param, Ref, Value
@@ -29,14 +29,14 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
-def import_graph(traced: Traced, held: Iterable[Held], inputs: Iterable[str], functional: bool = False) -> Graph:
+def import_graph(traced: Traced, owned: Iterable[ModelTensor], inputs: Iterable[str], functional: bool = False) -> Graph:
     """The graph of the traced program, its outputs in the user's containers. ``inputs``: names for the graph's inputs."""
     program = traced.program
     _inline_regions(program.graph_module)
     if functional or _mutates(program.graph_module):
         program = program.run_decompositions({})
     importer = _Importer(program, traced.functions)
-    return importer.run(traced, list(held), list(inputs))
+    return importer.run(traced, list(owned), list(inputs))
 
 
 # ------------------------------------------------------------------------------------------------------------------ regions
@@ -105,11 +105,11 @@ class _Importer:
     sources: dict[str, str] = field(default_factory=dict)
     random: set[str] = field(default_factory=set)
 
-    def run(self, traced: Traced, held: list[Held], inputs: list[str]) -> Graph:
+    def run(self, traced: Traced, owned: list[ModelTensor], inputs: list[str]) -> Graph:
         nodes = list(self.program.graph.nodes)
-        owned = {_memory(item.tensor): item.fqns[0] for item in held if _memory(item.tensor)}
+        addresses = {_memory(item.tensor): item.fqns[0] for item in owned if _memory(item.tensor)}
         taken = {_identifier(name) for name in inputs}
-        owners = self._hold(held, nodes, taken)
+        owners = self._declare(owned, nodes, taken)
         names = iter(inputs)
         specs = {spec.arg.name: spec for spec in self.program.graph_signature.input_specs}
         graph_inputs = []
@@ -122,7 +122,7 @@ class _Importer:
                     graph_inputs.append(name)
                     self.env[node] = Ref(name)
                 elif spec.kind is InputKind.CONSTANT_TENSOR:
-                    self._constant(node, self.program.constants[spec.target], owned)
+                    self._constant(node, self.program.constants[spec.target], addresses)
                 elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
                     self.env[node] = Ref(owners[spec.target.removeprefix(f"{WRAPPED}.")])
                 elif isinstance(self.program.constants.get(spec.target), torch.Generator):
@@ -137,9 +137,9 @@ class _Importer:
             elif node.op == "call_function":
                 self._call(node)
             elif node.op == "get_attr":
-                held_by_graph = getattr(self.program.graph_module, node.target)
-                if isinstance(held_by_graph, torch.Tensor):  # else a branch of a control flow operator, which is refused
-                    self._constant(node, held_by_graph, owned)
+                attribute = getattr(self.program.graph_module, node.target)
+                if isinstance(attribute, torch.Tensor):  # else a branch of a control flow operator, which is refused
+                    self._constant(node, attribute, addresses)
         outputs = [self.env[arg] if isinstance(arg, fx.Node) else arg for arg in nodes[-1].args[0]]
         mutations, results = self._split_outputs(outputs, owners)
         changed = self._changed(nodes, outputs)
@@ -148,13 +148,13 @@ class _Importer:
                       constants=self.constants)
         return replace(graph, changes=_changes(graph, changed, self.random)) if changed else graph
 
-    def _hold(self, held: list[Held], nodes: list[fx.Node], taken: set[str]) -> dict[str, str]:
+    def _declare(self, owned: list[ModelTensor], nodes: list[fx.Node], taken: set[str]) -> dict[str, str]:
         """Declare what the model holds, used or not; {fully qualified name: value name}."""
         vals = {spec.target.removeprefix(f"{WRAPPED}."): spec.arg.name
                 for spec in self.program.graph_signature.input_specs if spec.target is not None}
         by_name = {node.name: node for node in nodes if node.op == "placeholder"}
         owners: dict[str, str] = {}
-        for item in held:
+        for item in owned:
             name = self._unique(("b_" if item.buffer else "p_") + item.fqns[0], taken)
             placed = next((by_name[vals[fqn]] for fqn in item.fqns if fqn in vals), None)
             self._value(name, placed.meta["val"] if placed is not None else item.tensor)
@@ -165,11 +165,11 @@ class _Importer:
                 self.constants[name] = item.tensor
         return owners
 
-    def _constant(self, node: fx.Node, tensor: torch.Tensor, owned: Mapping[int, str]) -> None:
+    def _constant(self, node: fx.Node, tensor: torch.Tensor, addresses: Mapping[int, str]) -> None:
         """A tensor literal of the model's code: a fill if it has one value, else a buffer that the graph carries."""
-        if _memory(tensor) in owned:
-            raise CaptureError(f"the forward reads {owned[_memory(tensor)]!r} through a reference to the module that is not "
-                               f"'self' (a lambda or closure set as an attribute); make it a method of the module's class")
+        if _memory(tensor) in addresses:
+            raise CaptureError(f"the forward reads {addresses[_memory(tensor)]!r} through a reference to the module that is "
+                               f"not 'self' (a lambda or closure set as an attribute); make it a method of the module's class")
         name = self._unique(node.name)
         self._value(name, tensor)
         self.env[node] = Ref(name)
@@ -271,14 +271,14 @@ class _Importer:
 
 def _changes(graph: Graph, changed: Mapping[str, Ref], random: set[str]) -> Graph:
     """What computes the new values of inputs, cut out of the graph: every process does it on the inputs as they are given."""
-    held = {param.value: param.fqns[0] for param in graph.params if param.value not in graph.constants}
+    owned = {param.value: param.fqns[0] for param in graph.params if param.value not in graph.constants}
     wanted, ops = {*changed, *(ref.name for ref in changed.values())}, []
     for op in reversed(graph.ops):
         if wanted.isdisjoint(op.outputs):
             continue
         ops.append(op)
         wanted.update(op.inputs, op.outputs)
-        reason = next((f"from {held[name]!r}" for name in op.inputs if name in held), "")
+        reason = next((f"from {owned[name]!r}" for name in op.inputs if name in owned), "")
         if op.name in random:
             reason = f"at random ({op.target})"
         if reason:

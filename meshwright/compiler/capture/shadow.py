@@ -38,7 +38,7 @@ WRAPPED = "model"
 
 
 @dataclass(frozen=True)
-class Held:
+class ModelTensor:
     """One tensor that the model holds, under all its names, the canonical one first. ``plain``: a plain attribute; ``also``:
     other tensor objects that are the same memory."""
 
@@ -50,7 +50,7 @@ class Held:
     also: tuple[torch.Tensor, ...] = ()
 
 
-def held_tensors(model: nn.Module) -> list[Held]:
+def model_tensors(model: nn.Module) -> list[ModelTensor]:
     """Parameters, buffers and plain tensor attributes of the model, each once, parameters first."""
     names: dict[int, list[str]] = {}
     first: dict[int, tuple[torch.Tensor, bool, bool, bool]] = {}
@@ -72,18 +72,18 @@ def held_tensors(model: nn.Module) -> list[Held]:
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor):
                 add(prefix + name, value, True, False, True)
-    return [Held(tensor, tuple(names[key]), buffer, persistent, plain)
+    return [ModelTensor(tensor, tuple(names[key]), buffer, persistent, plain)
             for key, (tensor, buffer, persistent, plain) in first.items()]
 
 
 def make_shadow(
-    model: nn.Module, held: Sequence[Held], mode: FakeTensorMode, dtype: torch.dtype | None, training: bool,
+    model: nn.Module, owned: Sequence[ModelTensor], mode: FakeTensorMode, dtype: torch.dtype | None, training: bool,
     strays: list[torch.Tensor] | None = None,
 ) -> nn.Module:
     """The model with fake CPU tensors; floating parameters in ``dtype`` if given. In ``training`` mode or not; a model that
-    already is keeps the modes of its sub-modules. ``strays``: takes the tensors that it holds elsewhere than in ``held``."""
+    already is keeps the modes of its sub-modules. ``strays``: takes the tensors that it holds elsewhere than in ``owned``."""
     memo: dict[int, Any] = {}
-    for item in held:
+    for item in owned:
         tensor = item.tensor
         cast = dtype if dtype is not None and not item.buffer and tensor.is_floating_point() else tensor.dtype
         with mode:
@@ -138,12 +138,12 @@ class _Wrapper(nn.Module):
 
     def __init__(
         self, model: nn.Module, signature: Mapping[str, Any], named: Mapping[str, Any],
-        loss_fn: Callable[..., Any] | None, dtype: torch.dtype | None, held: Sequence[Held],
+        loss_fn: Callable[..., Any] | None, dtype: torch.dtype | None, owned: Sequence[ModelTensor],
     ) -> None:
         super().__init__()
         setattr(self, WRAPPED, model)
         self.call = (signature, named, loss_fn, dtype)
-        self.seen, self.watch = _Seen(), Watch(frozenset(id(item.tensor) for item in held))
+        self.seen, self.watch = _Seen(), Watch(frozenset(id(item.tensor) for item in owned))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with self.watch.over():
@@ -191,11 +191,11 @@ class Traced:
 
 def trace(
     shadow: nn.Module, tensors: Sequence[torch.Tensor], signature: Mapping[str, Any], named: Mapping[str, Any],
-    loss_fn: Callable[..., Any] | None, dtype: torch.dtype | None, held: Sequence[Held],
+    loss_fn: Callable[..., Any] | None, dtype: torch.dtype | None, owned: Sequence[ModelTensor],
 ) -> Traced:
-    """Export the shadow on fake inputs. The process draws afterwards what it would have drawn before. ``held``: what the
+    """Export the shadow on fake inputs. The process draws afterwards what it would have drawn before. ``owned``: what the
     model holds."""
-    wrapper = _Wrapper(shadow, signature, named, loss_fn, dtype, held)
+    wrapper = _Wrapper(shadow, signature, named, loss_fn, dtype, owned)
     with _collector_paused(), _masks_as_given():
         try:
             with generators_unchanged(is_user_file):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from meshwright.compiler.capture.shadow import Held
+from meshwright.compiler.capture.shadow import ModelTensor
 from meshwright.errors import CaptureError
 from meshwright.ir.graph import Graph
 
@@ -49,18 +49,18 @@ def extent(tensor: Tensor) -> Extent | None:
     return Extent(memory, int(start), int(start + reach * tensor.itemsize)) if start or tensor.is_meta else None
 
 
-def one_memory(held: Sequence[Held]) -> tuple[list[Held], frozenset[str]]:
+def one_memory(owned: Sequence[ModelTensor]) -> tuple[list[ModelTensor], frozenset[str]]:
     """The tensors, those that are one joined; and the names of attributes that overlap others, which the forward may not
     change. Raises CaptureError naming two that share memory and cannot be kept one."""
-    joined: dict[int, Held] = dict(enumerate(held))
+    joined: dict[int, ModelTensor] = dict(enumerate(owned))
     fixed: set[str] = set()
-    for pair in _overlaps([extent(item.tensor) for item in held]):
+    for pair in _overlaps([extent(item.tensor) for item in owned]):
         i, j = sorted(pair)
-        a, b = held[i], held[j]
+        a, b = owned[i], owned[j]
         if not _overlap(a.tensor, b.tensor):
             continue
         if a.buffer and b.buffer and _same(a.tensor, b.tensor) and (a.persistent == b.persistent or b.plain):
-            first = next(k for k in sorted(joined) if held[i].fqns[0] in joined[k].fqns)
+            first = next(k for k in sorted(joined) if owned[i].fqns[0] in joined[k].fqns)
             if j in joined and first != j:
                 other = joined.pop(j)
                 whole = joined[first]
@@ -72,21 +72,21 @@ def one_memory(held: Sequence[Held]) -> tuple[list[Held], frozenset[str]]:
     return list(joined.values()), frozenset(fixed)
 
 
-def check_strays(model: nn.Module, held: Sequence[Held], strays: Sequence[Tensor]) -> None:
+def check_strays(model: nn.Module, owned: Sequence[ModelTensor], strays: Sequence[Tensor]) -> None:
     """Raise CaptureError if a tensor that the model keeps in a list, dict or object shares memory with a registered one."""
-    extents = [extent(item.tensor) for item in held]
+    extents = [extent(item.tensor) for item in owned]
     for stray in strays:
         for i, j in _overlaps([*extents, extent(stray)]):
             at = min(i, j)
-            if max(i, j) == len(held) and not held[at].plain and _overlap(held[at].tensor, stray):
-                raise _refusal(_kind(held[at]), held[at].fqns[0], "what is kept in", _home(model, stray), False)
+            if max(i, j) == len(owned) and not owned[at].plain and _overlap(owned[at].tensor, stray):
+                raise _refusal(_kind(owned[at]), owned[at].fqns[0], "what is kept in", _home(model, stray), False)
 
 
-def check_graph(graph: Graph, held: Sequence[Held], fixed: frozenset[str]) -> None:
+def check_graph(graph: Graph, owned: Sequence[ModelTensor], fixed: frozenset[str]) -> None:
     """Raise CaptureError if the forward changes an attribute that overlaps another, or reads a buffer that requires a gradient,
     which would go nowhere."""
     mutated, read = {old for old, _ in graph.mutations}, {name for op in graph.ops for name in op.inputs}
-    needs = {item.fqns[0] for item in held if item.buffer and not item.plain and item.tensor.requires_grad}
+    needs = {item.fqns[0] for item in owned if item.buffer and not item.plain and item.tensor.requires_grad}
     for param in graph.params:
         if param.value in mutated and param.fqn in fixed:
             raise CaptureError(f"the forward changes {param.fqn!r}, which shares memory with another attribute of the model: "
@@ -131,7 +131,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return extent(a) == extent(b) and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
-def _kind(item: Held) -> str:
+def _kind(item: ModelTensor) -> str:
     return "attribute" if item.plain else "buffer" if item.buffer else "parameter"
 
 

@@ -1,8 +1,8 @@
 """Stages as intervals of a sequence: their sums, what each costs at least, and dynamic programs over them.
 
-A stage is an interval [i, j) of n units, run one of several ways (options). With prefix sums every interval's seconds and
-bytes are a difference (``Intervals``). A *stage matrix* [n + 1, n + 1] holds a number for every interval of one stage (inf: not
-allowed); over S of them::
+A stage is an interval [i, j) of n units, run under one of several options (recomputation, ZeRO level). With prefix sums the
+seconds and bytes of every interval are a difference (``Intervals``). A *stage matrix* [n + 1, n + 1] holds a number for every
+interval of one stage (inf: not allowed); over S of them::
 
     smallest_bottleneck     min over cuts of max over stages of matrix[s][i, j]
     narrow_cuts             the cut of smallest sum of squares among those that stay under a bottleneck
@@ -74,9 +74,12 @@ class OutsideSeconds:
 
 @dataclass(frozen=True)
 class Intervals:
-    """``prefix``: sums of forward, backward_input, backward_weight, state, saved, pending before each position,
-    [6, ways, n + 1]; ``transient``: the largest of an interval, [ways, n + 1, n + 1]; ``value``, ``gradient``: seconds to cross
-    a position, [n + 1]."""
+    """Sums over the intervals of n units, each of which runs under one of several options.
+
+    prefix: [6, options, n + 1], sums of forward, backward_input, backward_weight, state, saved, pending before each position
+    transient: [options, n + 1, n + 1], the largest of an interval
+    value, gradient: [n + 1], seconds to cross a position forward and backward
+    """
 
     prefix: np.ndarray
     transient: np.ndarray
@@ -84,7 +87,7 @@ class Intervals:
     gradient: np.ndarray
 
     @classmethod
-    def of(cls, ways: Sequence[Sequence[Unit]], positions: Sequence[int]) -> Intervals:
+    def of(cls, options: Sequence[Sequence[Unit]], positions: Sequence[int]) -> Intervals:
         """``positions``: where cuts are allowed, from 0 to the number of units; what lies between two becomes one unit."""
         per_unit = np.array(
             [
@@ -97,20 +100,20 @@ class Intervals:
                         u.saved,
                         u.saved if u.pending is None else u.pending,
                     )
-                    for u in way
+                    for u in units
                 ]
-                for way in ways
+                for units in options
             ],
             dtype=np.float64,
         ).transpose(2, 0, 1)
-        sums = np.concatenate([np.zeros((6, len(ways), 1)), np.cumsum(per_unit, axis=2)], axis=2)[:, :, positions]
-        peak = np.maximum.reduceat(np.array([[u.transient for u in way] for way in ways]), positions[:-1], axis=1)
+        sums = np.concatenate([np.zeros((6, len(options), 1)), np.cumsum(per_unit, axis=2)], axis=2)[:, :, positions]
+        peak = np.maximum.reduceat(np.array([[u.transient for u in units] for units in options]), positions[:-1], axis=1)
         n = len(positions) - 1
-        transient = np.zeros((len(ways), n + 1, n + 1))
+        transient = np.zeros((len(options), n + 1, n + 1))
         for i in range(n):
             transient[:, i, i + 1 :] = np.maximum.accumulate(peak[:, i:], axis=1)
         crossing = np.zeros((2, n + 1))
-        crossing[:, 1:-1] = [[getattr(ways[0][p - 1], way) for p in positions[1:-1]] for way in ("value", "gradient")]
+        crossing[:, 1:-1] = [[getattr(options[0][p - 1], name) for p in positions[1:-1]] for name in ("value", "gradient")]
         return cls(sums, transient, crossing[0], crossing[1])
 
     @property
@@ -118,7 +121,7 @@ class Intervals:
         return int(self.prefix.shape[2]) - 1
 
     @property
-    def ways(self) -> int:
+    def options(self) -> int:
         return int(self.prefix.shape[1])
 
     def sums(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
@@ -128,11 +131,11 @@ class Intervals:
 
     @functools.cached_property
     def matrices(self) -> np.ndarray:
-        """The six sums of every interval, [6, ways, n + 1, n + 1]."""
+        """The six sums of every interval, [6, options, n + 1, n + 1]."""
         return np.asarray(self.prefix[:, :, None, :] - self.prefix[:, :, :, None])
 
     def cheapest(self) -> np.ndarray:
-        """Prefix sums of the six when every unit runs in the way that is best for that sum: [6, n + 1]."""
+        """Prefix sums of the six when every unit runs under the option that is best for that sum: [6, n + 1]."""
         least = np.diff(self.prefix, axis=2).min(axis=1)
         return np.concatenate([np.zeros((6, 1)), np.cumsum(least, axis=1)], axis=1)
 
@@ -140,8 +143,8 @@ class Intervals:
 def stage_bounds(
     units: Intervals, name: str, pp: int, microbatches: int, outside: OutsideSeconds | None = None
 ) -> Iterator[Matrix]:
-    """Seconds that no run can beat if stage s is [i, j) run in way o, one stage a rank: per stage [ways, n + 1, n + 1]. With
-    ``outside``: no step."""
+    """Seconds that no run can beat if stage s is [i, j) run under option o, one stage a rank: for every stage a table
+    [options, n + 1, n + 1]. With ``outside``: seconds that no step can beat."""
     split, margins = schedule_of(name).split, schedule_of(name).margins(pp, 1, microbatches)
     least = units.cheapest()
     ahead, back = least[0], least[1] if split else least[1] + least[2]
@@ -199,7 +202,7 @@ def _allowed(band: np.ndarray, count: int, stage: int, stages: int) -> np.ndarra
 
 
 def stage_memory(units: Intervals, in_flight: np.ndarray, stage: int, stages: int) -> np.ndarray:
-    """Bytes of every interval as a stage alone: [ways, n + 1, n + 1]. ``in_flight``: int [k, 2], see ``Table.in_flight``."""
+    """Bytes of every interval as a stage alone: [options, n + 1, n + 1]. ``in_flight``: int [k, 2], see ``Table.in_flight``."""
     rows, columns = _band(units.count, stage, stages)
     state, saved, pending = units.matrices[3:, :, rows, columns]
     held = [state + full * saved + (half * pending if half else 0.0) for full, half in in_flight.tolist()]
@@ -208,7 +211,7 @@ def stage_memory(units: Intervals, in_flight: np.ndarray, stage: int, stages: in
 
 
 def stage_work(units: Intervals, stage: int, stages: int) -> np.ndarray:
-    """Seconds per micro-batch of every interval: [ways, n + 1, n + 1]."""
+    """Seconds per micro-batch of every interval: [options, n + 1, n + 1]."""
     rows, columns = _band(units.count, stage, stages)
     return _allowed(units.matrices[:3, :, rows, columns].sum(axis=0), units.count, stage, stages)
 

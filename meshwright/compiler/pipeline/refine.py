@@ -140,10 +140,10 @@ def _moves(problem: Cutting, cuts: np.ndarray, ranks: Sequence[int], wide: bool)
 
 def _flips(problem: Cutting, options: np.ndarray, sources: np.ndarray) -> np.ndarray:
     """Options [K, S] with one source stage changed."""
-    stage, way = np.repeat(sources, problem.units.ways), np.tile(np.arange(problem.units.ways), len(sources))
-    other = options[stage] != way
+    stage, option = np.repeat(sources, problem.units.options), np.tile(np.arange(problem.units.options), len(sources))
+    other = options[stage] != option
     rows = np.tile(options, (int(other.sum()), 1))
-    rows[np.arange(len(rows)), stage[other]] = way[other]
+    rows[np.arange(len(rows)), stage[other]] = option[other]
     return rows
 
 
@@ -171,15 +171,15 @@ def _flipped(
 ) -> np.ndarray | None:
     """Options with the best change of each of these ranks, whose memories are their own affair; None if no change helps."""
     rank_of = np.array(problem.table.stage_rank)
-    ways = _flips(problem, options, np.flatnonzero(np.isin(rank_of, ranks)))
-    gain = _gains(problem, (cuts, options), np.tile(cuts, (len(ways), 1)), ways, excess)
-    changed = ways != options
+    others = _flips(problem, options, np.flatnonzero(np.isin(rank_of, ranks)))
+    gain = _gains(problem, (cuts, options), np.tile(cuts, (len(others), 1)), others, excess)
+    changed = others != options
     found = options.copy()
     for rank in ranks:
         own = np.where(changed[:, rank_of == rank].any(axis=1), gain, 0.0)
         if len(own) and own.max() > 0:
             best = int(own.argmax())
-            found[changed[best]] = ways[best][changed[best]]
+            found[changed[best]] = others[best][changed[best]]
     return None if (found == options).all() else found
 
 

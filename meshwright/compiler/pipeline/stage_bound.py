@@ -83,7 +83,7 @@ def cannot_run_in(
 
 def _most(seconds: np.ndarray, budget: np.ndarray, bytes_: np.ndarray, room: np.ndarray) -> np.ndarray:
     """How many units, some in one way and some in another, fit ``budget`` seconds [..., 1] and ``room`` bytes [...]: one way
-    takes ``seconds`` [ways] and ``bytes_`` [..., ways]. At a vertex one way or two are used."""
+    takes ``seconds`` [options] and ``bytes_`` [..., options]. At a vertex one option or two are used."""
     with np.errstate(divide="ignore", invalid="ignore"):
         most = np.minimum(budget[..., None] / seconds, room[..., None] / bytes_).max(axis=-1)
         for a, b in itertools.combinations(range(len(seconds)), 2):
@@ -177,7 +177,7 @@ class _Program(LinearProgram):
         self.slowed = outside.slowed
         self.classes, self.first, self.members = _classes(units, outside)
         self.scale = float(self.classes[:3].max()) or 1.0
-        self.amounts = self.variables(len(self.chosen), pp, len(self.members), units.ways)
+        self.amounts = self.variables(len(self.chosen), pp, len(self.members), units.options)
         self.seconds = self.variables(len(self.chosen), pp, 3)
         self.gather, self.optimizer = self.variables(2, 1)
         self.left = self.variables(pp, 1)
@@ -261,13 +261,13 @@ class _Program(LinearProgram):
             self.add([(end[rank], 1.0), (tail[rank], -1.0), first], rank * links.up)
             for after in (end, late):
                 self.add([(after[rank], 1.0), (self.left[rank], -1.0)], 0.0)
-            ways: list[tuple[Left, list[Term], float]] = []
+            paths: list[tuple[Left, list[Term], float]] = []
             if turned is not None:
-                ways.append((turned, [(last[rank], -1.0)], links.before(rank, pp) * links.up))
+                paths.append((turned, [(last[rank], -1.0)], links.before(rank, pp) * links.up))
             if drained is not None and warm[mine].sum() < all_forwards:
                 on = (pp - 1 - rank) * links.down + links.sends * links.up
-                ways.append((drained, [(beyond[rank], -1.0), (backwards, -1.0)], on))
-            for left, then, seconds in ways:
+                paths.append((drained, [(beyond[rank], -1.0), (backwards, -1.0)], on))
+            for left, then, seconds in paths:
                 backward = left.backward[mine]
                 self.add([(end[rank], 1.0), *then, (own, np.stack([backward, backward * (not split)], axis=1)), first], seconds)
                 if split:
@@ -347,9 +347,9 @@ class _Program(LinearProgram):
 
 
 def _classes(units: Intervals, outside: OutsideSeconds) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(numbers of each class of equal units [6 as in ``Intervals`` + 3 as in ``OutsideSeconds``, classes, ways], the class of
-    every unit, units per class)."""
-    once = np.array([outside.gather, outside.reduce, outside.optimizer])[:, None].repeat(units.ways, axis=1)
+    """(numbers of each class of equal units [6 as in ``Intervals`` + 3 as in ``OutsideSeconds``, classes, options], the class
+    of every unit, units per class)."""
+    once = np.array([outside.gather, outside.reduce, outside.optimizer])[:, None].repeat(units.options, axis=1)
     numbers = np.concatenate([np.diff(units.prefix, axis=2), once])
     scale = np.abs(numbers).sum(axis=2).max(axis=1)[:, None, None] + 1e-300
     keys = np.round(numbers / scale, 12).transpose(2, 0, 1).reshape(units.count, -1)

@@ -126,18 +126,18 @@ def cut(
 
 
 def step_bound(
-    ways: Sequence[Sequence[Unit]], pp: int, virtual_stages: tuple[int, int], schedule: str, microbatches: int,
+    options: Sequence[Sequence[Unit]], pp: int, virtual_stages: tuple[int, int], schedule: str, microbatches: int,
     capacity: Sequence[float], outside: OutsideSeconds, cutoff: float = 0.0,
 ) -> Bound:
     """Seconds of a step that no cut can beat, with any number of stages a rank from the first to the second of
     ``virtual_stages`` (1 and 1, or both at least 2) at once; inf where it is proven that none fits. Needs no table.
 
-    ``ways``: the same units run otherwise (recomputation, ZeRO), of which every stage takes one.
+    ``options``: the same units run otherwise (recomputation, ZeRO), of which every stage takes one.
     ``outside``: what they add outside the micro-batches.
     ``cutoff``: seconds above which nothing sharper is needed.
     """
-    positions, room = _positions(ways[0]), np.asarray(capacity)
-    units, outside = Intervals.of(ways, positions), outside.at(positions)
+    positions, room = _positions(options[0]), np.asarray(capacity)
+    units, outside = Intervals.of(options, positions), outside.at(positions)
     packed = packing_bound(units, schedule, pp, microbatches) + float(outside.gather[0] + outside.optimizer.sum() / pp)
     if packed >= cutoff > 0:
         return Bound(packed, "packing")
@@ -164,11 +164,11 @@ def _single_bound(
 
 
 def _problem(
-    ways: tuple[tuple[Unit, ...], ...], table: Table, virtual_stages: int, capacity: float | Sequence[float], overlap: bool
+    options: tuple[tuple[Unit, ...], ...], table: Table, virtual_stages: int, capacity: float | Sequence[float], overlap: bool
 ) -> Cutting:
-    units = ways[0]
-    if len({len(way) for way in ways}) != 1:
-        raise StageError(f"every option must list the same {len(units)} units, got {[len(way) for way in ways[1:]]}")
+    units = options[0]
+    if len({len(one) for one in options}) != 1:
+        raise StageError(f"every option must list the same {len(units)} units, got {[len(one) for one in options[1:]]}")
     positions = _positions(units)
     if table.stages > len(positions) - 1:
         raise StageError(
@@ -178,7 +178,7 @@ def _problem(
     room = np.broadcast_to(np.asarray(capacity, dtype=np.float64), (table.pp,))
     if not (room > 0).all():
         raise StageError(f"capacity must be bytes greater than 0 on every rank, got {capacity}")
-    return Cutting(table, virtual_stages, Intervals.of(ways, positions), room, overlap, tuple(positions))
+    return Cutting(table, virtual_stages, Intervals.of(options, positions), room, overlap, tuple(positions))
 
 
 def _positions(units: Sequence[Unit]) -> list[int]:
@@ -210,15 +210,15 @@ def _result(problem: Cutting, found: Found) -> Cuts:
 
 def _count(problem: Cutting) -> int:
     n, stages = problem.units.count, problem.table.stages
-    return math.comb(n - 1, stages - 1) * int(problem.units.ways**stages)
+    return math.comb(n - 1, stages - 1) * int(problem.units.options**stages)
 
 
 def _all_cuts(problem: Cutting) -> Found:
     n, stages = problem.units.count, problem.table.stages
     inner = list(itertools.combinations(range(1, n), stages - 1))
     rows = np.array([(0, *c, n) for c in inner], dtype=np.int64)
-    ways = np.array(list(itertools.product(range(problem.units.ways), repeat=stages)), dtype=np.int64)
-    cuts, options = np.repeat(rows, len(ways), axis=0), np.tile(ways, (len(rows), 1))
+    choices = np.array(list(itertools.product(range(problem.units.options), repeat=stages)), dtype=np.int64)
+    cuts, options = np.repeat(rows, len(choices), axis=0), np.tile(choices, (len(rows), 1))
     excess = problem.excess(cuts, options)
     fits = excess <= 0
     if not fits.any():
@@ -269,8 +269,8 @@ def _search(problem: Cutting, known: float | None, cutoff: float) -> Found:
         rows = (
             np.unique([narrow_cuts(costs, top * (1 + slack)) for slack in _SLACK], axis=0) if math.isfinite(top) else even[None]
         )
-        cuts = np.tile(rows, (units.ways, 1))
-        options = np.repeat(np.arange(units.ways), len(rows))[:, None] + np.zeros((1, table.stages), dtype=np.int64)
+        cuts = np.tile(rows, (units.options, 1))
+        options = np.repeat(np.arange(units.options), len(rows))[:, None] + np.zeros((1, table.stages), dtype=np.int64)
         fitted = [make_fit(problem, c, o) for c, o in zip(cuts, options, strict=True)]
         cuts, options = (np.array(part) for part in zip(*fitted, strict=True))
     if not (problem.excess(cuts, options) <= 0).any():

@@ -32,7 +32,7 @@ from meshwright.compiler.placement.costs import (
     Variant,
     local_shapes,
 )
-from meshwright.compiler.placement.held import NOTHING
+from meshwright.compiler.placement.fixed import NOTHING_FIXED
 from meshwright.compiler.placement.tables import Array, ResourceTables
 from meshwright.compiler.solver.chain import BlockModel, Edge
 from meshwright.compiler.solver.elimination import prune
@@ -102,9 +102,9 @@ class Builder:
         self.params = {param.value for param in self.graph.params}
         self._charged: set[str] = set()
         self._free = self
-        if scope.held != NOTHING:  # what is summed together is priced alike whatever is held
-            self._free = Builder(replace(scope, held=NOTHING), rules, schedule, tables, whole=whole, tied=tied, fused=fused,
-                                 root_variants=root_variants)
+        if scope.fixed != NOTHING_FIXED:  # what is summed together is priced alike whatever is held
+            self._free = Builder(replace(scope, fixed=NOTHING_FIXED), rules, schedule, tables, whole=whole, tied=tied,
+                                 fused=fused, root_variants=root_variants)
 
     def build(self, position: Position) -> Model:
         """The model of one position. A tied weight is charged to the first position built that reads it."""
@@ -201,8 +201,8 @@ class Builder:
             options = list(dict.fromkeys(state for _, states in needs for state in states if not state.partial))
             model.asked[name] = frozenset(options)
             options += [state for state in dict.fromkeys(have) if not state.partial and state not in options]
-            if name in self.scope.held.copies:
-                options = [self.scope.held.copies[name]]
+            if name in self.scope.fixed.copies:
+                options = [self.scope.fixed.copies[name]]
                 model.asked[name] = frozenset(options)
             copy = model.add(np.zeros((len(options), RESOURCES)))
             model.copies[name] = (copy, options)
@@ -248,8 +248,8 @@ class Builder:
         takes its piece of what lies there, or reads it differently over tensor-parallel ranks: the program does no more, for a
         weight is split at rest as far as all its readers split it alike."""
         options = [state for state in self.tables.states(name) if not state.partial]
-        if name in self.scope.held.rest:
-            options = [self.scope.held.rest[name]]
+        if name in self.scope.fixed.rest:
+            options = [self.scope.fixed.rest[name]]
         var = model.add(np.zeros((len(options), RESOURCES)))
         model.states[name] = (var, options)
         model.shared.append((name, var))
@@ -320,12 +320,12 @@ def priced(
 ) -> tuple[float, float, float, float, float, float]:
     """Seconds of a call under an assignment: forward, backward, of the host, and of what it sends inside. ``work``: on local
     shapes; ``read``: shapes of the operands before they are split."""
-    way = next((rule.ways[name] for name in assignment.values() if name in rule.ways), None)
-    counted = work if way is None else Work.of(op, graph, way.work(work.operands, read), list(work.results))
+    algorithm = next((rule.algorithms[name] for name in assignment.values() if name in rule.algorithms), None)
+    counted = work if algorithm is None else Work.of(op, graph, algorithm.work(work.operands, read), list(work.results))
     forward, backward, *host = costs.op(op.target, operator, counted, fused)
     inside = costs.internal(rule, assignment, shares_of(op, graph, read))
-    if way is not None:
-        forward, backward, *waits = costs.way(rule, assignment, work.operands, work.reads.itemsize, (forward, backward))
+    if algorithm is not None:
+        forward, backward, *waits = costs.algorithm(rule, assignment, work.operands, work.reads.itemsize, (forward, backward))
         inside = inside[0] + waits[0], inside[1] + waits[1]
     return forward, backward, host[0], host[1], *inside
 

@@ -2,8 +2,8 @@
 
 An axis has a *role* (``ir.mesh``): "any" (the solver decides), "data" (it splits the batch and nothing else), "expert" (the
 same, and of mixtures the batch and the experts together where it divides these), "sequence" (it splits the sequence where an
-operator can, of attention by a way that the rule names or by heads) or "tensor" (it splits anything but the batch, and splits
-every weight that is contracted where it divides). Roles come from pins; without pins every axis is free.
+operator can, of attention by an algorithm that the rule names or by heads) or "tensor" (it splits anything but the batch, and
+splits every weight that is contracted where it divides). Roles come from pins; without pins every axis is free.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshwright.compiler.placement.held import NOTHING, Held
+from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.pinned import read_pin
 from meshwright.compiler.structure.dims import Dim, DimClasses, sequence_dims
 from meshwright.compiler.structure.positions import several_readers
@@ -40,7 +40,7 @@ class Scope:
     sequence: frozenset[Dim]
     handed_on: frozenset[str]
     microbatches: int
-    held: Held = NOTHING
+    fixed: FixedDecisions = NOTHING_FIXED
 
     @cached_property
     def width(self) -> frozenset[Dim]:
@@ -125,10 +125,10 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
             if role == TENSOR and scope.pins.sequence_parallel is False and (sequence or (factor in kinds["width"] and inner)):
                 continue  # what blocks hand on is whole on every rank
             allowed.append(factor)
-        if role == SEQUENCE and rule.ways:
-            allowed = _ways(rule, ULYSSES if axis == HEADS else scope.pins.attention)
+        if role == SEQUENCE and rule.algorithms:
+            allowed = _algorithms(rule, ULYSSES if axis == HEADS else scope.pins.attention)
         if role == EXPERT:
-            allowed += [way for way in rule.together if kinds["batch"].intersection(factors_of(way))]
+            allowed += [both for both in rule.together if kinds["batch"].intersection(factors_of(both))]
         per_axis.append(allowed if scope.mesh.size(axis) > 1 else [None])
     found = []
     timed = scope.mesh.innermost(TIME, scope.microbatches)
@@ -139,7 +139,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     found = _attending(op, rule, _storable(op, rule, found, scope), scope)
     found = _forced(found, kinds["batch"], scope, *SAMPLED) if on_weights else found
     found = _forced(found, set(rule.together), scope, EXPERT)
-    found = _forced(found, kinds["sequence"] | rule.ways.keys() | rule.inner, scope, SEQUENCE) if on_weights else found
+    found = _forced(found, kinds["sequence"] | rule.algorithms.keys() | rule.inner, scope, SEQUENCE) if on_weights else found
     if weights:
         found = _forced(found, weights, scope, TENSOR)
     elif scope.pins.sequence_parallel and on_weights and kinds["sequence"] & set(rule.splittable):
@@ -152,10 +152,10 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
 
 def _held(op: Op, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:
     """The one choice that is held of an operator; all if none is. Raises PinError if it has no such choice."""
-    want = scope.held.assignment(op.name, scope.mesh)
+    want = scope.fixed.assignment(op.name, scope.mesh)
     if want is None:
         return found
-    kept = [choice for choice in found if scope.held.like(choice, want)]
+    kept = [choice for choice in found if scope.fixed.like(choice, want)]
     if not kept:
         several = "; ".join(repr(choice_text(choice)) for choice in found[:6])
         where = f"{op.target} of {op.module or 'the model'}"
@@ -164,10 +164,10 @@ def _held(op: Op, found: list[dict[str, str]], scope: Scope) -> list[dict[str, s
     return kept
 
 
-def _ways(rule: OpRule, pinned: str | None) -> list[str | None]:
-    """How a sequence axis may split an operator whose rule names ways to: by one of them, or its ``inner`` factors."""
+def _algorithms(rule: OpRule, pinned: str | None) -> list[str | None]:
+    """How a sequence axis may split an operator whose rule names algorithms: by one of them, or its ``inner`` factors."""
     wanted = (pinned, WINDOW) if pinned in (GATHER, RING) else (pinned,)
-    named = [name for name in rule.ways if pinned is None or name in wanted]
+    named = [name for name in rule.algorithms if pinned is None or name in wanted]
     return [None, *named, *(sorted(rule.inner.intersection(rule.splittable)) if pinned in (None, ULYSSES) else ())]
 
 
@@ -184,8 +184,9 @@ def check_sequence(scope: Scope) -> None:
     if not lengths:
         raise PinError(f"pin cp={ranks}: no sequence was found in this model: its blocks hand on nothing with a dim beside "
                        "batch and width, and nothing attends; drop the pin")
-    ways = [way for op in graph.ops for way in scope.classes.rules[op.name].ways.values() if not way.dealt]
-    attended_to = {length for way in ways for length in way.lengths}
+    rules = scope.classes.rules
+    algorithms = [one for op in graph.ops for one in rules[op.name].algorithms.values() if not one.dealt]
+    attended_to = {length for algorithm in algorithms for length in algorithm.lengths}
     if len(axes) > 1 and any(length % ranks for length in attended_to):
         raise PinError(f"pin ulysses={scope.mesh.size(HEADS)}: sequences of {sorted(attended_to)} are split over two axes, so "
                        f"cp={ranks} must divide them; take another cp or length, or drop the pin")
@@ -199,25 +200,25 @@ def check_sequence(scope: Scope) -> None:
 
 def attended(graph: Graph, rules: Mapping[str, OpRule]) -> int:
     """Tokens of the longest sequence of which a rank can have a piece while attention runs on all of it; 0 if there is none."""
-    return max((min(way.lengths) for op in graph.ops for way in rules[op.name].ways.values()), default=0)
+    return max((min(algorithm.lengths) for op in graph.ops for algorithm in rules[op.name].algorithms.values()), default=0)
 
 
 def pays_mirrored(graph: Graph, rules: Mapping[str, OpRule], pins: Pins) -> bool:
     """Whether two chunks of a sequence a rank balance what one would not: attention of which the last rows have most to do."""
-    return pins.attention != ULYSSES and any(way.uneven for op in graph.ops for way in rules[op.name].ways.values())
+    return pins.attention != ULYSSES and any(one.uneven for op in graph.ops for one in rules[op.name].algorithms.values())
 
 
 def _attending(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:
     """Only the assignments in which attention runs as it is pinned."""
     axes = tuple(axis for axis in scope.mesh.axes if scope.roles[axis] == SEQUENCE and scope.mesh.size(axis) > 1)
-    if (scope.pins.attention is None and len(axes) < 2) or not rule.ways or not axes:
+    if (scope.pins.attention is None and len(axes) < 2) or not rule.algorithms or not axes:
         return found
     kept = [assignment for assignment in found if all(axis in assignment for axis in axes)]
     if not kept:
         heads = f"pin ulysses={scope.mesh.size(HEADS)} with " if len(axes) > 1 else "pin "
         ranks, shapes = scope.mesh.size(axes), [list(scope.graph.values[name].shape) for name in op.inputs[:2]]
-        ways = [name for name in _ways(rule, scope.pins.attention) if name is not None]
-        legal = [n for n in range(2, ranks) if any(_legal(rule, {axes[0]: name}, Mesh(axes[:1], (n,))) for name in ways)]
+        algorithms = [name for name in _algorithms(rule, scope.pins.attention) if name is not None]
+        legal = [n for n in range(2, ranks) if any(_legal(rule, {axes[0]: name}, Mesh(axes[:1], (n,))) for name in algorithms)]
         remedy = f"cp={max(legal)}" if legal else "no cp"
         raise PinError(
             f"{heads}attention={scope.pins.attention!r}: {op.target} of {op.module or 'the model'}, queries {shapes[0]} and "
@@ -237,7 +238,7 @@ def _legal(rule: OpRule, assignment: Mapping[str, str], mesh: Mesh) -> bool:
         return False
     split: dict[str, list[str]] = {}
     for axis, factor in assignment.items():
-        for one in () if factor in rule.ways else factors_of(factor):
+        for one in () if factor in rule.algorithms else factors_of(factor):
             split.setdefault(one, []).append(axis)
     return all(
         rule.sizes[factor] % mesh.size(axes) == 0 or (len(axes) == 1 and axes != [TIME]) for factor, axes in split.items()

@@ -49,18 +49,19 @@ MEMORY: Mapping[str, int] = {"parameters": PARAMETERS, "gradients": GRADIENTS, "
 
 
 def time_rows(contention: float, microbatches: int = 1, each: bool = True, once: bool = True) -> NDArray[np.float64]:
-    """[rows, RESOURCES]: a block's seconds are the largest of these sums of its resources (``cost.overlap.beside``, both ways).
+    """[rows, RESOURCES]: a block's seconds are the largest of these sums of its resources: ``cost.overlap.overlapped`` of the
+    forward plus that of the backward.
 
     ``each``, ``once``: whether anything is gathered or reduced in every micro-batch, and once a step; no block does both.
     """
     slowed, rest = 1.0 - 1.0 / contention, 1.0 - 1.0 / microbatches
     # of the compute, of what every micro-batch repeats, of what happens once, of the host
-    ways = [(1.0, slowed, slowed, 0.0), (0.0, slowed, slowed, 1.0)]
-    ways += [(0.0, 1.0, 0.0, 0.0)] if each or (once and microbatches == 1) else []
-    ways += [(rest, 0.0, 1.0, 0.0)] if once and microbatches > 1 else []
-    rows = np.zeros((len(ways) ** 2, RESOURCES))
+    sums = [(1.0, slowed, slowed, 0.0), (0.0, slowed, slowed, 1.0)]
+    sums += [(0.0, 1.0, 0.0, 0.0)] if each or (once and microbatches == 1) else []
+    sums += [(rest, 0.0, 1.0, 0.0)] if once and microbatches > 1 else []
+    rows = np.zeros((len(sums) ** 2, RESOURCES))
     rows[:, [SEND, SEND_BACK]] = 1.0
-    for row, (ahead, back) in zip(rows, itertools.product(ways, ways), strict=True):
+    for row, (ahead, back) in zip(rows, itertools.product(sums, sums), strict=True):
         row[[FORWARD, GATHER, GATHER_ONCE, HOST]] = ahead
         row[[BACKWARD, REDUCE, REDUCE_ONCE, HOST_BACK]] = back
     return rows
@@ -142,7 +143,7 @@ class Costs:
             )
         return self._op[key]
 
-    def way(
+    def algorithm(
         self, rule: OpRule, assignment: Mapping[str, str], local: Sequence[tuple[int, ...]], itemsize: int,
         seconds: tuple[float, float],
     ) -> tuple[float, float, float, float]:
@@ -155,7 +156,7 @@ class Costs:
         forward, backward = seconds
         waits = [0.0, 0.0]
         for axis, name in assignment.items():
-            found, ranks = rule.ways.get(name), self.mesh.size(axis)
+            found, ranks = rule.algorithms.get(name), self.mesh.size(axis)
             if found is None or ranks == 1:
                 continue
             slowest = 1.0 if rule.mirrors(name, axis, self.mesh) else found.slowest(ranks)
@@ -297,7 +298,7 @@ class Costs:
             vector[SEND_BACK] += vector[REDUCE] + vector[REDUCE_ONCE]
             vector[GATHER : REDUCE_ONCE + 1] = 0.0
         else:  # beside compute, which takes multiprocessors and memory from it
-            vector[GATHER : REDUCE_ONCE + 1] /= self.network.cluster.node.beside
+            vector[GATHER : REDUCE_ONCE + 1] /= self.network.cluster.node.overlapped_bandwidth
         self._kept(vector, numel, variant, parts, unit)
         speed = self.device.memory_bandwidth * self.device.memory_efficiency
         optimizer = 3 * (2 * master + numel * self.state_bytes) / parts / speed

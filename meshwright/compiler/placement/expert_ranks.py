@@ -65,10 +65,10 @@ def shared_out(base: Placement, ranks: Ranks, before: Ranks) -> Placement | None
     """The placement on the mesh of ``ranks``, from one on the mesh of ``before``, whose data ranks are as many; None where a
     mixture cannot be split so, placed as it is."""
     into = (DATA, EP) if ranks.costs.mesh.size(DATA) > 1 else (EP,)
-    ways: dict[object, dict[str, str]] = {}
+    splits: dict[object, dict[str, str]] = {}
     rows = []
     for row in base.rows:
-        changed = _row(row, ranks, before, into, ways)
+        changed = _row(row, ranks, before, into, splits)
         if changed is None:
             return None
         rows.append(changed)
@@ -76,7 +76,7 @@ def shared_out(base: Placement, ranks: Ranks, before: Ranks) -> Placement | None
 
     def decode(schedule: Schedule) -> tuple[dict[str, dict[str, str]], dict[str, Sharding]]:
         assignments, copies = base.decode(schedule)
-        split = {name: ways.get(_key(calls.get(name), one)) or _also(one, into) for name, one in assignments.items()}
+        split = {name: splits.get(_key(calls.get(name), one)) or _also(one, into) for name, one in assignments.items()}
         return split, {name: _renamed(one, into) for name, one in copies.items()}
 
     calls = base.calls
@@ -88,21 +88,21 @@ def _key(experts: object, assignment: Mapping[str, str]) -> object:
 
 
 def _row(
-    row: Row, ranks: Ranks, before: Ranks, into: tuple[str, ...], ways: dict[object, dict[str, str]]
+    row: Row, ranks: Ranks, before: Ranks, into: tuple[str, ...], splits: dict[object, dict[str, str]]
 ) -> Row | None:
-    """One row; ``ways`` gathers how mixtures are split, by what they are and how they were."""
+    """One row; ``splits`` gathers how mixtures are split, by what they are and how they were."""
     activations, weight, moved = dict(row.activations), row.weight, dict[str, Sharding]()
     rules = ranks.scope.classes.rules
     for mixture in row.mixtures:
         op, key = mixture.op, _key(mixture.op.args[0], mixture.assignment)
         rule, operator = rules[op.name], rules.operators[op.target]
-        found = ways.get(key) or _best(mixture, rule, operator, ranks, into)
+        found = splits.get(key) or _best(mixture, rule, operator, ranks, into)
         if found is None:
             return None
-        ways[key] = found
+        splits[key] = found
         where, after = ranks.call(mixture, rule, operator, found)
         was, once = before.call(mixture, rule, operator, mixture.assignment)
-        activations = {kind: vector + (after - once) @ mixture.again[kind] for kind, vector in activations.items()}
+        activations = {kind: vector + (after - once) @ mixture.recomputed[kind] for kind, vector in activations.items()}
         weight += ranks.weights(mixture, operator, where) - before.weights(mixture, operator, was)
         moved.update(zip(op.inputs, where.operands, strict=True))
     uses = tuple(replace(use, need=moved.get(use.value.name) or _renamed(use.need, into)) for use in row.uses)

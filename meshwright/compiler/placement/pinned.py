@@ -1,6 +1,6 @@
-"""Pins that name a model's parameters, operators, values and blocks: whether they name any, and what they hold (``Held``).
+"""Pins that name a model's parameters, operators, values and blocks: whether they name any, and what they fix.
 
-What is named is held over the axes of one mesh, so its degrees must be pinned as well.
+What is named becomes ``FixedDecisions`` over the axes of one mesh, so the degrees of that mesh must be pinned as well.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 from meshwright.compiler.placement.costs import Variant
-from meshwright.compiler.placement.held import NOTHING, Held
+from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import ROOT, PinError, Pins
 from meshwright.ir.sharding import Sharding, ShardingError, format_sharding, parse_type
@@ -52,11 +52,11 @@ def read_pin(text: str) -> tuple[Sharding, list[int | None]]:
     return sharding, [None if dim == "_" else int(dim) for dim in dims]
 
 
-def held_by(pins: Pins, graph: Graph) -> Held:
+def fixed_by(pins: Pins, graph: Graph) -> FixedDecisions:
     """What the pins hold of operators, values and blocks. Raises PinError for a name that the model does not have, a text that
     says nothing, or degrees that are open."""
     if not (pins.operators or pins.values or pins.blocks):
-        return NOTHING
+        return NOTHING_FIXED
     if pins.axes is None and None in (pins.dp, pins.tp):
         raise PinError("pins operators, values and blocks name axes of one mesh; pin axes, or the degrees dp and tp, as well")
     names = names_of(graph)
@@ -74,7 +74,7 @@ def held_by(pins: Pins, graph: Graph) -> Held:
     used |= {axis for variant in kept.values() for axis in variant.data_axes}
     if stray := sorted(axis for axis in used if axis not in axes):
         raise PinError(f"pins operators, values or blocks name axis {stray[0]!r}, the mesh has {', '.join(sorted(axes))}")
-    return Held(assignments, copies, kept)
+    return FixedDecisions(assignments, copies, kept)
 
 
 def kept_by(pins: Pins, graph: Graph, names: Names) -> dict[str, Kept]:

@@ -27,7 +27,7 @@ from meshwright.compiler.placement.choices import Scope, check_sequence, pays_mi
 from meshwright.compiler.placement.costs import RESOURCES, SAVED, SECONDS, Costs, Variant, Vector, local_shapes
 from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.expert_ranks import Ranks, shared_out
-from meshwright.compiler.placement.held import NOTHING, Held
+from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.placement.rows import DATA, EP, NONE, Mixture, Placement, Row, Use
 from meshwright.compiler.solver.chain import BlockModel, Chain, Infeasible, Solution
@@ -59,12 +59,12 @@ class Placements:
 
     def __init__(
         self, graph: Graph, cluster: Cluster, rules: Rules, pins: Pins, *, itemsize: int, state_bytes: float,
-        recompute: Sequence[str], held: Held = NOTHING,
+        recompute: Sequence[str], fixed: FixedDecisions = NOTHING_FIXED,
     ) -> None:
         self.graph, self.cluster, self.pins = graph, cluster, pins
         self.itemsize, self.state_bytes, self.recompute = itemsize, state_bytes, tuple(recompute)
-        self.folded: Folded = fold(graph, held.apart)
-        self.held = held.under(self.folded.renamed)
+        self.folded: Folded = fold(graph, fixed.told_apart)
+        self.fixed = fixed.under(self.folded.renamed)
         self.rules = Rules({op.name: rules[op.name] for op in self.folded.graph.ops}, rules.operators)
         self._classes = DimClasses(self.folded.graph, self.rules)
         self._known: dict[tuple[int, int, int, int], Placement] = {}
@@ -75,7 +75,7 @@ class Placements:
         choices fit together."""
         key = (tensor, samples, context, expert)
         if key not in self._known:
-            found = self._shared_out(*key) if expert > 1 and not self.held else None
+            found = self._shared_out(*key) if expert > 1 and not self.fixed else None
             self._known[key] = self._solve(*key) if found is None else found
         return self._known[key]
 
@@ -112,7 +112,7 @@ class Placements:
         axes |= {CONTEXT: context // heads} if context > 1 else {}
         axes |= {**({HEADS: heads} if heads > 1 else {}), TENSOR: tensor}
         both = context > 1 and pays_mirrored(self.folded.graph, self.rules, self.pins)
-        both = context > 1 and self.held.mirrored if self.held.mirrored is not None else both
+        both = context > 1 and self.fixed.mirrored if self.fixed.mirrored is not None else both
         return Mesh(tuple(axes), tuple(axes.values()), frozenset({CONTEXT} if both else ()))
 
     def _schedule(self, count: int) -> Schedule:
@@ -144,7 +144,7 @@ class Placements:
         batch = self._classes.of(batch_inputs(graph).items())
         sequence = sequence_classes(graph, passed, self._classes, batch)
         roles = {axis: role_of(axis) for axis in mesh.axes}
-        scope = Scope(graph, mesh, roles, self.pins, self._classes, batch, sequence, frozenset(passed), count, self.held)
+        scope = Scope(graph, mesh, roles, self.pins, self._classes, batch, sequence, frozenset(passed), count, self.fixed)
         check_sequence(scope)
         return scope
 
@@ -218,13 +218,13 @@ class _Reader:
         for i, op in enumerate(self.problem.positions[first].ops(graph)):
             if op.target != EXPERTS:
                 continue
-            again = {
-                name: self.problem.again(first, i, name if block and 0 < number < variants else NONE)
+            recomputed = {
+                name: self.problem.recomputed(first, i, name if block and 0 < number < variants else NONE)
                 for number, name in enumerate(self.owner.recompute)
             }
             read = operand_shapes(op, graph, self.owner.rules[op.name], tables.schedule)
             shapes = read, [tables.shapes[name] for name in op.outputs]
-            found.append(Mixture(op, model.placed[i][chosen[i]], model.op_choices[i][chosen[i]], again, shapes))
+            found.append(Mixture(op, model.placed[i][chosen[i]], model.op_choices[i][chosen[i]], recomputed, shapes))
         return tuple(found)
 
     def _per_microbatch(self, vector: Vector) -> Vector:

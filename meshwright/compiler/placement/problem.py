@@ -61,7 +61,7 @@ def _later(runs: bool) -> Array:
 
 WIDEST = 1 << 24
 """Entries that the tables between a position's entry and exit may have, over all variants: 128 MiB."""
-AGAIN, SKIPPED = _later(True), _later(False)
+RECOMPUTED, SKIPPED = _later(True), _later(False)
 
 
 class Problem:
@@ -74,9 +74,9 @@ class Problem:
         self, scope: Scope, rules: Rules, schedule: Schedule, costs: Costs,
         block_variants: Sequence[Variant], root_variants: Sequence[Variant],
     ) -> None:
-        self.graph, self.mesh, self.schedule, self.held = scope.graph, scope.mesh, schedule, scope.held
+        self.graph, self.mesh, self.schedule, self.fixed = scope.graph, scope.mesh, schedule, scope.fixed
         self.block_variants = tuple(block_variants)
-        self.root_variants = (self.held.kept[""],) if "" in self.held.kept else tuple(root_variants)
+        self.root_variants = (self.fixed.kept[""],) if "" in self.fixed.kept else tuple(root_variants)
         shapes = body_shapes(self.graph, rules, schedule)
         self.tables = ResourceTables(
             self.graph, scope.mesh, schedule, costs, shapes, saved_values(self.graph, rules.operators), scope.of_parameters,
@@ -96,7 +96,7 @@ class Problem:
         for number, position in enumerate(self.positions):
             key = number if position.block < 0 else alike(position, self.graph, self.tied)
             self._alike.append(plain.setdefault(key, number))
-            first = keys.setdefault((key, self.held.apart(position, self.graph)), number)
+            first = keys.setdefault((key, self.fixed.told_apart(position, self.graph)), number)
             self._serves.append(first)
             if first == number:
                 models[number] = self.builder.build(position)
@@ -154,7 +154,7 @@ class Problem:
 
     def _time_rows(self) -> Array:
         """Rows for the ways that are open to the blocks."""
-        levels = {variant.zero for variant in (*self.block_variants, *self.held.kept.values())}
+        levels = {variant.zero for variant in (*self.block_variants, *self.fixed.kept.values())}
         return time_rows(
             self.tables.costs.device.contention, self.schedule.microbatches, each=max(levels) >= 2, once=min(levels) < 3
         )
@@ -178,8 +178,8 @@ class Problem:
     def _open(self, number: int) -> tuple[Variant, ...]:
         """The ways to keep a position's block: recomputation only where something is saved."""
         first = self.positions[self._serves[number]].ops(self.graph)[0].name
-        if first in self.held.kept:
-            return (self.held.kept[first],)
+        if first in self.fixed.kept:
+            return (self.fixed.kept[first],)
         model = self.model(number)
         if any(table[..., SAVED].any() for table in (*model.unary, *(edge.table for edge in model.edges))):
             return self.block_variants
@@ -201,7 +201,7 @@ class Problem:
         def through(table: Array, skip: bool) -> Array:
             key = (id(table), skip)
             if key not in seen:
-                forbidden, matrix = np.isinf(table), SKIPPED if skip else AGAIN
+                forbidden, matrix = np.isinf(table), SKIPPED if skip else RECOMPUTED
                 seen[key] = np.where(forbidden, np.inf, np.where(forbidden, 0.0, table) @ matrix)
             return seen[key]
 
@@ -220,12 +220,12 @@ class Problem:
             edges.append(Edge(e.i, e.j, table, e.rows, e.cols))
         return changed, edges
 
-    def again(self, number: int, var: int, recompute: str) -> Array:
+    def recomputed(self, number: int, var: int, recompute: str) -> Array:
         """What becomes of the resources of a block's operator under a recomputation, as a matrix."""
         if recompute == "none":
             return np.eye(RESOURCES)
         skipped = var in self._lasting(number, recompute) or var in self._skipped(number)[1]
-        return SKIPPED if skipped else AGAIN
+        return SKIPPED if skipped else RECOMPUTED
 
     def _results(self, number: int, model: Model, var: int) -> list[float]:
         """Bytes of what an operator makes under each of its choices; of a sum that is pending, and of its pieces after it."""

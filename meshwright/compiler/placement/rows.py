@@ -18,13 +18,17 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Mixture:
-    """A call of a row of a placement. ``again``: what becomes of its resources under every recomputation; ``shapes``: of its
-    operands and results in a micro-batch, whole."""
+    """A call of a mixture in a row of a placement.
+
+    op, placed, assignment: the operator, the shardings of its tensors, and the factors that the axes split
+    recomputed: for every recomputation the matrix that turns its resources into those it has then
+    shapes: of its operands and of its results in a micro-batch, whole
+    """
 
     op: Op
     placed: Placed
     assignment: Mapping[str, str]
-    again: Mapping[str, Vector]
+    recomputed: Mapping[str, Vector]
     shapes: tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]
 
 

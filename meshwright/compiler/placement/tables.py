@@ -95,19 +95,19 @@ class ResourceTables:
         key = (self.shapes[name], value.dtype, value.differentiable, kept, shard, by_maker, times, saving, sources, targets)
         if key in self._tables:
             return self._tables[key]
-        whole, ways = self._whole(name), paths(sources, targets)
+        whole, moves = self._whole(name), paths(sources, targets)
         table = np.zeros((len(sources), len(targets), RESOURCES))
-        if ways.steps:
+        if moves.steps:
             seconds = np.array([
                 self.costs.step(kind, axis, whole / self.mesh.size(split), value.differentiable, by_linears=shard)
-                for kind, axis, split in ways.steps
+                for kind, axis, split in moves.steps
             ])
-            table[:, :, [SEND, SEND_BACK]] = ways.counts @ (times * seconds)
+            table[:, :, [SEND, SEND_BACK]] = moves.counts @ (times * seconds)
         if kept:
             parts = [[self.mesh.size(one.split_axes) for one in ends] for ends in (sources, targets)]
-            pieces = np.where(ways.gathered & shard, np.array(parts[0])[:, None], np.array(parts[1])[None, :])
-            table[:, :, SAVED] = np.where(ways.same & (not saving or by_maker), 0.0, whole / pieces)
-        table[ways.impossible] = np.inf
+            pieces = np.where(moves.gathered & shard, np.array(parts[0])[:, None], np.array(parts[1])[None, :])
+            table[:, :, SAVED] = np.where(moves.same & (not saving or by_maker), 0.0, whole / pieces)
+        table[moves.impossible] = np.inf
         self._tables[key] = table
         return table
 

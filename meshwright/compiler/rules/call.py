@@ -19,7 +19,7 @@ from meshwright.ir.declared.operator import Product, Products, Shape, Work
 from meshwright.ir.graph import Graph, GraphError, Op, Ref
 from meshwright.ir.notation import Dim, Line, Term, parse_line
 from meshwright.ir.operators import overload
-from meshwright.ir.rule import Factor, Localize, OpRule, RuleError, Traffic, Way
+from meshwright.ir.rule import Factor, Localize, OpRule, RuleError, SequenceAlgorithm, Traffic
 
 Dims = Sequence[Factor | None]
 RuleFunction = Callable[["Call"], OpRule]
@@ -92,7 +92,7 @@ class Call:
         internal: Mapping[Factor, tuple[Traffic, ...]] | None = None,
         localize: Localize | None = None,
         fused: Mapping[int, tuple[int, int]] | None = None,
-        ways: Mapping[str, Way] | None = None,
+        algorithms: Mapping[str, SequenceAlgorithm] | None = None,
         inner: Sequence[Factor] = (),
         located: Sequence[Factor] = (),
         added: Sequence[int] = (),
@@ -137,7 +137,7 @@ class Call:
             localize,
             even=frozenset(even),
             fused=fused or {},
-            ways=ways or {},
+            algorithms=algorithms or {},
             inner=frozenset(inner),
             located=frozenset(located) & present,
             added=frozenset(added),

@@ -64,7 +64,7 @@ convolved = partial(
     declare, _convolution, cost=Cost("matmul", products=_windows), saves="0:1 1:0", recompute="costly",
     runs="aten.convolution.default",
 )
-largest = partial(declare, saves=Saves.parse("0 r1", beside=lambda work: math.prod(work.results[0]) * 8))
+largest = partial(declare, saves=Saves.parse("0 r1", extra=lambda work: math.prod(work.results[0]) * 8))
 
 
 def _rules() -> dict[str, Declaration]:

@@ -86,11 +86,11 @@ def _tokens(work: Work) -> float:
 
 labelled = partial(declare, cost="loss", saves="1")
 compared = partial(declare, _elementwise_loss, cost="pointwise", saves="0 1")
-PROBABILITIES = Saves.parse("1", beside=lambda work: work.read_bytes())
+PROBABILITIES = Saves.parse("1", extra=lambda work: work.read_bytes())
 
 RULES: Mapping[str, Declaration] = {
     "mw.cross_entropy": declare(
-        _cross_entropy, cost=Cost("loss", space=_exponentials), saves=Saves.parse("0 1", beside=_tokens)
+        _cross_entropy, cost=Cost("loss", space=_exponentials), saves=Saves.parse("0 1", extra=_tokens)
     ),
     "mw.valid_count": declare("*b -> ()", cost="reduce", saves=""),
     "aten.cross_entropy_loss.default": labelled(_class_loss, saves=PROBABILITIES),

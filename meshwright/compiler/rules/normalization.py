@@ -104,9 +104,9 @@ def _channels(work: Work) -> float:
 
 
 softmax = partial(declare, _softmax, cost="reduce", saves="r0")
-layer_norm = partial(declare, _layer_norm, cost="norm", saves=Saves.parse("0 1", beside=_rows(2)))
-group_norm = partial(declare, localize=_group_norm_local, cost="norm", saves=Saves.parse("0 1", beside=_samples))
-batch_norm = partial(declare, cost="norm", saves=Saves.parse("0 1:0", beside=_channels))
+layer_norm = partial(declare, _layer_norm, cost="norm", saves=Saves.parse("0 1", extra=_rows(2)))
+group_norm = partial(declare, localize=_group_norm_local, cost="norm", saves=Saves.parse("0 1", extra=_samples))
+batch_norm = partial(declare, cost="norm", saves=Saves.parse("0 1:0", extra=_channels))
 
 RULES: Mapping[str, Declaration] = {
     "aten.softmax.int": softmax(),
@@ -116,7 +116,7 @@ RULES: Mapping[str, Declaration] = {
     "aten._log_softmax.default": softmax(),
     "aten.layer_norm.default": layer_norm(),
     "aten.native_layer_norm.default": layer_norm(),
-    "aten.rms_norm.default": layer_norm(saves=Saves.parse("0 1", beside=_rows(1))),
+    "aten.rms_norm.default": layer_norm(saves=Saves.parse("0 1", extra=_rows(1))),
     "aten._fused_rms_norm.default": declare(_layer_norm),
     "aten.group_norm.default": group_norm("n c/num_groups *s!, c?, c? -> n c *s!"),
     "aten.native_group_norm.default": group_norm("n c/group *s!, c?, c? -> n c *s!, n c, n c"),

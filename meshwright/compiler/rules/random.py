@@ -60,7 +60,7 @@ def _drawn(work: Work) -> tuple[float, float]:
     return float(work.made_bytes()), 0.0
 
 
-MASKED = Saves.parse("", beside=_mask)
+MASKED = Saves.parse("", extra=_mask)
 made = partial(declare, cost="factory", saves="")
 
 RULES: Mapping[str, Declaration] = {

@@ -122,7 +122,7 @@ def _scope(task: Task, layout: Layout, microbatches: int) -> Scope:
     batch = classes.of(batch_inputs(graph).items())
     sequence = sequence_classes(graph, passed, classes, batch)
     scope = Scope(
-        graph, layout.mesh, layout.roles, task.pins, classes, batch, sequence, frozenset(passed), microbatches, task.held
+        graph, layout.mesh, layout.roles, task.pins, classes, batch, sequence, frozenset(passed), microbatches, task.fixed
     )
     check_sequence(scope)
     return scope

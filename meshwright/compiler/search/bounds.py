@@ -28,7 +28,7 @@ import numpy as np
 from meshwright.compiler.placement.costs import HOST
 from meshwright.compiler.placement.placement import Placements
 from meshwright.compiler.placement.rows import NONE, Placement
-from meshwright.compiler.search.candidates import Candidate, Floors, Work, degrees_of, floor, ways_of
+from meshwright.compiler.search.candidates import Candidate, Floors, Work, degrees_of, floor, variants_of
 from meshwright.compiler.search.evaluate import Evaluator
 from meshwright.compiler.search.stage_costs import StageCosts, Units
 from meshwright.compiler.search.task import Task
@@ -125,7 +125,7 @@ class Bounds:
         kinds = tuple(dict.fromkeys((NONE, *task.recompute)))
         return Placements(
             self.graph, task.cluster, task.rules, task.pins, itemsize=task.itemsize, state_bytes=task.state_bytes,
-            recompute=kinds, held=task.held.collapsed(task.pins.dp),
+            recompute=kinds, fixed=task.fixed.collapsed(task.pins.dp),
         )
 
     @cached_property
@@ -227,17 +227,17 @@ class Bounds:
         """At the level KEPT: the ways to keep parameters that no other beats in time and in memory at once."""
         candidate, placement = node.candidate, self.placement_of(node)
         found: list[tuple[float, float, int, int, Units]] = []
-        for zero, shard in ways_of(candidate, self.task.cluster, self.task.pins):
+        for zero, shard in variants_of(candidate, self.task.cluster, self.task.pins):
             if not self.evaluator.kinds(candidate, zero):
                 continue
             degrees = degrees_of(candidate, shard)
-            self.evaluator.work["way"] += 1
+            self.evaluator.work["variant"] += 1
             units = self.evaluator.units(candidate, degrees, zero, placement, self.evaluator.recompute[0])
             if not np.isfinite(units.state).all():
                 continue
             once = float(units.gather.sum() + units.reduce.sum() + units.optimizer.sum())
             found.append((candidate.microbatches * units.work + once, _held(units), zero, shard, units))
-        found.sort(key=lambda way: way[:4])
+        found.sort(key=lambda variant: variant[:4])
         kept: list[Node] = []
         least, slack = float("inf"), placement.bound / placement.seconds
         for _, held, zero, shard, units in found:
@@ -247,11 +247,11 @@ class Bounds:
             work = _work(placement, units.work, float(units.weight.sum()), units.forward.tolist(), units.backward.tolist())
             run = floor(candidate, work, node.virtual[-1]) / slack
             bound = self.evaluator.step_of(candidate, units, run) * slack
-            way = replace(node.at(Level.KEPT, bound), number=next(self._numbers), zero=zero, shard=shard)
+            variant = replace(node.at(Level.KEPT, bound), number=next(self._numbers), zero=zero, shard=shard)
             if self.evaluator.too_much(candidate, degrees_of(candidate, shard), zero, placement, node.virtual[0] == 1):
-                self._miss(way, units)
+                self._miss(variant, units)
                 continue
-            kept.append(way)
+            kept.append(variant)
         self.counts.considered += max(0, len(kept) - 1) * len(node.virtual)
         self.counts.infeasible += len(node.virtual) * (not kept)
         return kept

@@ -1,7 +1,7 @@
 """What the joint search chooses between, and what each costs at least before anything is solved.
 
     candidate = (pp, virtual stages, schedule) x (data, sequence, tensor ranks of a stage) x micro-batches
-    ways      = ZeRO level x ranks that share the state (``ways_of``)
+    variants  = ZeRO level x ranks that share the state (``variants_of``)
 
 ``candidates`` lists every one that the devices, the batch, the model and the pins allow; none is left out because it looks
 bad. ``floor`` bounds the step from W, seconds of all units for one micro-batch (P = pp, M micro-batches, w the least unit,
@@ -206,7 +206,7 @@ def _near(number: int, wanted: int) -> int:
     return near
 
 
-def ways_of(candidate: Candidate, cluster: Cluster, pins: Pins) -> list[tuple[int, int]]:
+def variants_of(candidate: Candidate, cluster: Cluster, pins: Pins) -> list[tuple[int, int]]:
     """(ZeRO level, data ranks that share the state): all, those of a node, those of 4, 16, ... nodes. All ranks that split the
     sequence share it with them.
 

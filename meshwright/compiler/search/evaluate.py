@@ -8,7 +8,7 @@
     optimizer   of the slowest rank
 
 Beside its units a rank holds what it received, for the micro-batches in flight and a few early ones, and the last stage's
-rank what the step hands back (``_beside``).
+rank what the step hands back (``_boundary_bytes``).
 
 Recomputation: every stage takes one of none, parts of its blocks evenly spread (``_PARTS``), and all of them, chosen with
 the cut; with several stages a rank none or all of them. Without a pipeline there is one rank and nothing to cut: blocks are
@@ -117,8 +117,8 @@ class Evaluator:
                   if one or schedule_of(candidate.schedule).stages != 1]
         if room < 0 or min(counts) <= 1:
             return bool(room < 0)
-        ways = [self.units(candidate, degrees, zero, placement, name) for name in self.kinds(candidate, zero)]
-        return bool(min(counts) * np.min([way.saved for way in ways], axis=0).sum() > room)
+        variants = [self.units(candidate, degrees, zero, placement, name) for name in self.kinds(candidate, zero)]
+        return bool(min(counts) * np.min([variant.saved for variant in variants], axis=0).sum() > room)
 
     def run(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, *, capacity: float | None = None,
@@ -130,15 +130,15 @@ class Evaluator:
         if candidate.pp == 1:
             self.work["alone"] += 1
             return self._alone(candidate, degrees, zero, placement, capacity)
-        ways, marks = self._ways(candidate, degrees, zero, placement)
+        variants, marks = self._variants(candidate, degrees, zero, placement)
         crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
         table = self.table(candidate)
-        cuts = self._cut(candidate, placement, ways, crossing, table, capacity, cutoff)
+        cuts = self._cut(candidate, placement, variants, crossing, table, capacity, cutoff)
         chosen = np.zeros(len(self.names), dtype=int)
         for stage, option in enumerate(cuts.options):
             chosen[cuts.boundaries[stage] : cuts.boundaries[stage + 1]] = option
-        units, recompute = _take(ways, marks, chosen)
-        return self._result(candidate, degrees, zero, placement, units, ways[0], recompute, cuts, crossing, table)
+        units, recompute = _take(variants, marks, chosen)
+        return self._result(candidate, degrees, zero, placement, units, variants[0], recompute, cuts, crossing, table)
 
     def settled(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, starts: Sequence[int],
@@ -170,16 +170,16 @@ class Evaluator:
         sharper is needed."""
         kinds = self.kinds(candidate, zero)
         crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
-        ways = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
-        options = [self._stage_units(way, crossing) for way in ways]
+        variants = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
+        options = [self._stage_units(variant, crossing) for variant in variants]
         several = candidate.virtual_stages, max(candidate.virtual_stages, most)
         schedule, pp, count = candidate.schedule, candidate.pp, candidate.microbatches
         slack = placement.bound / placement.seconds
         slowed = 1.0 if candidate.split else float(self.costs.exposed(np.ones(1), np.full(1, np.inf))[0])
-        outside = OutsideSeconds(ways[0].gather, ways[0].reduce, ways[0].optimizer, slowed)
-        beside = received(schedule, pp, several[0], count) * max(placement.crossing[:-1])
-        beside[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += count * placement.outputs
-        room = np.maximum(self.capacity - beside, 1.0).tolist()
+        outside = OutsideSeconds(variants[0].gather, variants[0].reduce, variants[0].optimizer, slowed)
+        boundary = received(schedule, pp, several[0], count) * max(placement.crossing[:-1])
+        boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += count * placement.outputs
+        room = np.maximum(self.capacity - boundary, 1.0).tolist()
         asked = cutoff / slack
         bound = stages.step_bound(options, pp, several, schedule, count, room, outside, asked)
         self.work["packing"] += 1
@@ -191,9 +191,9 @@ class Evaluator:
 
     def room(self, candidate: Candidate, placement: Placement, capacity: float) -> Array:
         """Bytes of every rank [pp] for its units, of ``capacity`` bytes."""
-        return np.asarray(np.maximum(capacity - self._beside(candidate, placement), 1.0))
+        return np.asarray(np.maximum(capacity - self._boundary_bytes(candidate, placement), 1.0))
 
-    def _beside(self, candidate: Candidate, placement: Placement) -> Array:
+    def _boundary_bytes(self, candidate: Candidate, placement: Placement) -> Array:
         """Bytes of every rank [pp] beside its units: what was received, each value like the widest (what the micro-batches in
         flight entered with, and what waits to be read), and on the last stage's rank what all micro-batches hand back."""
         table = self.table(candidate)
@@ -220,27 +220,27 @@ class Evaluator:
             self._tables[key] = schedule_of(candidate.schedule).table(*key[1:])
         return self._tables[key]
 
-    def _ways(
+    def _variants(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement
     ) -> tuple[list[Units], list[tuple[str, ...]]]:
         """Units under every recomputation a stage may take, and the recomputation of every position in it."""
         plain = self.units(candidate, degrees, zero, placement, self.recompute[0])
         blocks = np.array([placement.rows[row].block for row in placement.sequence])
-        ways, marks = [plain], [(self.recompute[0],) * len(blocks)]
+        variants, marks = [plain], [(self.recompute[0],) * len(blocks)]
         for name in self.kinds(candidate, zero)[1:]:
-            again = self.units(candidate, degrees, zero, placement, name)
+            recomputed = self.units(candidate, degrees, zero, placement, name)
             for part in _PARTS if candidate.virtual_stages == 1 else _PARTS[-1:]:
                 where = blocks & (np.floor((np.arange(len(blocks)) + 1) * part) > np.floor(np.arange(len(blocks)) * part))
-                ways.append(plain.mixed(again, where))
+                variants.append(plain.mixed(recomputed, where))
                 marks.append(tuple(name if there else self.recompute[0] for there in where))
-        return ways, marks
+        return variants, marks
 
     def _cut(
-        self, candidate: Candidate, placement: Placement, ways: Sequence[Units], crossing: Array, table: Table,
+        self, candidate: Candidate, placement: Placement, variants: Sequence[Units], crossing: Array, table: Table,
         capacity: float, cutoff: float,
     ) -> stages.Cuts:
         room = self.room(candidate, placement, capacity)
-        options = [self._stage_units(way, crossing) for way in ways]
+        options = [self._stage_units(variant, crossing) for variant in variants]
         self.work["cut"] += 1
         try:
             cuts = stages.cut(
@@ -252,7 +252,7 @@ class Evaluator:
             return cuts
         except stages.StageError as error:
             self.work["stage that does not fit"] += candidate.stages
-            received = self._beside(candidate, placement).max() / 2**30
+            received = self._boundary_bytes(candidate, placement).max() / 2**30
             words = f"{error} What was received and is handed back takes up to {received:.3g} GiB beside that."
             raise DoesNotFitError(words, capacity + error.excess, error.proven) from None
 
@@ -284,10 +284,10 @@ class Evaluator:
         parts = self._parts(candidate, placement, units, plain, optimizer)
         parts["outside the schedule"] = max(0.0, seconds - float(ends.max()) - optimizer)  # rounding may be below nothing
         parts["pipeline bubble"] = max(0.0, seconds - sum(parts.values()))
-        beside = self._beside(candidate, placement)
-        memory = np.array(cuts.memory) + beside
+        boundary = self._boundary_bytes(candidate, placement)
+        memory = np.array(cuts.memory) + boundary
         fullest = int(np.argmax(memory))
-        state, buffers = float(per_rank(units.state)[fullest]), float(beside[fullest])
+        state, buffers = float(per_rank(units.state)[fullest]), float(boundary[fullest])
         kinds = {"state": state, "activations": float(memory[fullest]) - state - buffers, "received and handed back": buffers}
         slack = placement.bound / placement.seconds
         return Evaluation(
@@ -310,12 +310,12 @@ class Evaluator:
             for kind in (NONE, self.recompute[0])
         )
         computes = [np.maximum(a[:, [FORWARD, BACKWARD]], a[:, [HOST, HOST_BACK]]).sum() for a in (none, pinned)]
-        compute, again = float(computes[0]), float(computes[1] - computes[0])
-        again += float((pinned - none)[:, [SEND, SEND_BACK]].sum())
+        compute, recomputed = float(computes[0]), float(computes[1] - computes[0])
+        recomputed += float((pinned - none)[:, [SEND, SEND_BACK]].sum())
         return {
             "compute": compute * share,
-            "exposed communication": max(0.0, plain.work - again - compute) * share,
-            "recomputation": max(0.0, units.work - plain.work + again) * share,
+            "exposed communication": max(0.0, plain.work - recomputed - compute) * share,
+            "recomputation": max(0.0, units.work - plain.work + recomputed) * share,
             "optimizer": optimizer,
         }
 
@@ -332,11 +332,12 @@ class Evaluator:
         if _memory(plain) <= capacity:
             best = bound = self._step_alone(candidate, placement, plain)
         for name in self.recompute[1:] if not np.isfinite(best) else ():
-            again = self.units(candidate, degrees, zero, placement, name)
-            count = _fewest(plain, again, blocks, capacity)
+            recomputed = self.units(candidate, degrees, zero, placement, name)
+            count = _fewest(plain, recomputed, blocks, capacity)
             if count is None:
                 continue
-            mixed, fewer = (plain.mixed(again, np.isin(np.arange(len(self.names)), blocks[:n])) for n in (count, count - 1))
+            numbers = np.arange(len(self.names))
+            mixed, fewer = (plain.mixed(recomputed, np.isin(numbers, blocks[:n])) for n in (count, count - 1))
             seconds = self._step_alone(candidate, placement, mixed)
             bound = min(bound, self._step_alone(candidate, placement, fewer))
             if seconds < best:
@@ -385,24 +386,24 @@ def _joined(units: Sequence[stages.Unit]) -> stages.Unit:
     )
 
 
-def _take(ways: Sequence[Units], marks: Sequence[tuple[str, ...]], chosen: Array) -> tuple[Units, tuple[str, ...]]:
-    units = ways[0]
-    for number in range(1, len(ways)):
-        units = units.mixed(ways[number], chosen == number)
-    return units, tuple(marks[way][n] for n, way in enumerate(chosen.tolist()))
+def _take(variants: Sequence[Units], marks: Sequence[tuple[str, ...]], chosen: Array) -> tuple[Units, tuple[str, ...]]:
+    units = variants[0]
+    for number in range(1, len(variants)):
+        units = units.mixed(variants[number], chosen == number)
+    return units, tuple(marks[variant][n] for n, variant in enumerate(chosen.tolist()))
 
 
 def _memory(units: Units) -> float:
     return float(units.state.sum() + units.saved.sum() + units.transient.max())
 
 
-def _fewest(plain: Units, again: Units, blocks: Sequence[int], capacity: float) -> int | None:
+def _fewest(plain: Units, recomputed: Units, blocks: Sequence[int], capacity: float) -> int | None:
     """How many of the blocks must recompute for all to fit; None if all of them are not enough."""
     low, high = 0, len(blocks)
 
     def fits(count: int) -> bool:
         where = np.isin(np.arange(len(plain.saved)), blocks[:count])
-        return _memory(plain.mixed(again, where)) <= capacity
+        return _memory(plain.mixed(recomputed, where)) <= capacity
 
     if not fits(high):
         return None

@@ -1,6 +1,6 @@
 """What a plan takes and holds whose every decision is given: one that is read from a file, made of pins, or asked "what if".
 
-Nothing is searched. The same problem is built as for a search, with one choice left of everything (``placement.held``), and
+Nothing is searched. The same problem is built as for a search, with one choice left of everything (``placement.fixed``), and
 priced by the same sums: without a pipeline block by block (``blockwise``), with one, or on more devices than are refined, unit
 by unit (``evaluate``). So a plan of a search comes out with the seconds that the search predicted. ``decided`` makes the plan
 of pins that leave nothing open.
@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from meshwright.compiler.placement.held import Held, variant_of
-from meshwright.compiler.placement.pinned import held_by, kept_by
+from meshwright.compiler.placement.fixed import FixedDecisions, variant_of
+from meshwright.compiler.placement.pinned import fixed_by, kept_by
 from meshwright.compiler.placement.placement import Placements
 from meshwright.compiler.placement.rows import NONE
 from meshwright.compiler.search.blockwise import held_layout
@@ -40,7 +40,7 @@ def settled(task: Task, plan: Plan, fits: Fits) -> Plan:
     if plan.mesh.world != task.cluster.world:
         raise PlanError(f"the plan is for {plan.mesh.world} devices ({plan.mesh}), {task.cluster} has {task.cluster.world}; "
                         "plan again for these")
-    task = replace(task, graph=plan.graph, pins=_near(plan), recompute=RECOMPUTE, held=Held.of(plan, task.rules))
+    task = replace(task, graph=plan.graph, pins=_near(plan), recompute=RECOMPUTE, fixed=FixedDecisions.of(plan, task.rules))
     free = any(role_of(axis) == ANY for axis in plan.mesh.axes)
     try:
         if plan.pipeline is None and (free or task.cluster.world <= REFINED_DEVICES):
@@ -69,10 +69,10 @@ def _of_stages(task: Task, plan: Plan) -> Prediction:
 def _evaluation(task: Task, plan: Plan) -> Evaluation:
     """The candidate that the plan is, evaluated as it is cut and recomputed."""
     degrees, zero = _degrees(plan), _level(plan)
-    held = task.held.collapsed(degrees.data)
+    fixed = task.fixed.collapsed(degrees.data)
     kinds = tuple(dict.fromkeys((NONE, *task.recompute)))
     placements = Placements(plan.graph, task.cluster, task.rules, task.pins, itemsize=task.itemsize,
-                            state_bytes=task.state_bytes, recompute=kinds, held=held)
+                            state_bytes=task.state_bytes, recompute=kinds, fixed=fixed)
     pipeline, count = plan.pipeline, plan.schedule.microbatches
     virtual = 1 if pipeline is None else pipeline.stages // pipeline.degree
     candidate = Candidate(
@@ -130,10 +130,10 @@ def decided(task: Task) -> Plan | None:
         return None
     staged = PP in pins.axes
     graph = find_layers(task.graph) if staged else task.graph
-    held, names = held_by(pins, graph), names_of(graph)
+    fixed, names = fixed_by(pins, graph), names_of(graph)
     kept = kept_by(pins, graph, names)
     starts = [*(graph.ops[block.start].name for block in graph.blocks), ""]
-    if set(held.assignments) != set(names.ops) or set(kept) != set(starts):
+    if set(fixed.assignments) != set(names.ops) or set(kept) != set(starts):
         return None
     pipeline = None
     if staged:
@@ -154,7 +154,7 @@ def decided(task: Task) -> Plan | None:
     axes = {axis.removesuffix("*"): size for axis, size in pins.axes.items()}
     mesh = Mesh(tuple(axes), tuple(axes.values()), frozenset(axis[:-1] for axis in pins.axes if axis.endswith("*")))
     return Plan(
-        graph, mesh, held.assignments, held.copies, tuple(groups),
+        graph, mesh, fixed.assignments, fixed.copies, tuple(groups),
         schedule=split_time(graph, task.rules, pins.microbatches, batch_inputs(graph)), pipeline=pipeline,
         precision=task.precision, cluster=str(task.cluster),
     )

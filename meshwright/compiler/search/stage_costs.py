@@ -143,12 +143,12 @@ class StageCosts:
         own = self.parameters(placement, degrees, zero, microbatches)
         plain, run, weight = self._rows(placement, recompute)
         each, once = own.each, own.once
-        forward = run[:, SEND] + each[:, SEND] + self.beside(run[:, FORWARD], each[:, GATHER], run[:, HOST])
-        again = (run - plain)[:, [BACKWARD, SEND_BACK]].sum(axis=1)
-        backward = run[:, SEND_BACK] + each[:, SEND_BACK] + again * split
-        backward = backward + self.beside(run[:, BACKWARD] + each[:, BACKWARD], each[:, REDUCE], run[:, HOST_BACK])
+        forward = run[:, SEND] + each[:, SEND] + self.overlapped(run[:, FORWARD], each[:, GATHER], run[:, HOST])
+        recomputed = (run - plain)[:, [BACKWARD, SEND_BACK]].sum(axis=1)
+        backward = run[:, SEND_BACK] + each[:, SEND_BACK] + recomputed * split
+        backward = backward + self.overlapped(run[:, BACKWARD] + each[:, BACKWARD], each[:, REDUCE], run[:, HOST_BACK])
         columns = [
-            forward, backward, weight + again * split,
+            forward, backward, weight + recomputed * split,
             once[:, [PARAMETERS, GRADIENTS, OPTIMIZER]].sum(axis=1) + run[:, [PARAMETERS]].sum(axis=1),
             run[:, SAVED], run[:, TRANSIENT] + once[:, TRANSIENT],
             once[:, [GATHER, GATHER_ONCE, SEND]].sum(axis=1), once[:, [REDUCE, REDUCE_ONCE, SEND_BACK]].sum(axis=1),
@@ -165,13 +165,13 @@ class StageCosts:
             self._activations[key] = plain, run, np.array([row.weight for row in placement.rows])
         return self._activations[key]
 
-    def beside(self, compute: Array, moved: Array, host: Array) -> Array:
+    def overlapped(self, compute: Array, moved: Array, host: Array) -> Array:
         """Seconds of compute with parameter communication beside it, started by a host that may take longer."""
         return np.asarray(np.maximum(moved, np.maximum(compute, host) + self._slowed(moved)))
 
     def exposed(self, moved: Array, compute: Array) -> Array:
         """Seconds of parameter communication beside compute that are left: what the compute does not hide, or by how much the
-        communication slows it down, if that is more (``cost.overlap.beside``)."""
+        communication slows it down, if that is more (``cost.overlap.overlapped``)."""
         return np.asarray(np.maximum(moved - compute, self._slowed(moved)))
 
     def _slowed(self, moved: Array) -> Array:

@@ -38,7 +38,7 @@ _ALONE = 0.5
 _ALIKE = 0.75
 """Parts of the limit by which the first dive, the candidates without a pipeline, and the second dive are done."""
 _EFFORT: Mapping[str, float] = {
-    "placement": 0.1, "way": 0.0007, "alone": 0.001, "packing": 0.003, "rank alone": 0.0015, "rank of divided units": 0.003,
+    "placement": 0.1, "variant": 0.0007, "alone": 0.001, "packing": 0.003, "rank alone": 0.0015, "rank of divided units": 0.003,
     "pair of ranks of whole units": 0.0025, "cut": 0.015, "stage cut": 6e-7, "action simulated": 6e-8,
     "stage that does not fit": 0.004,
 }
@@ -259,14 +259,14 @@ class Sweep:
                 left.append(node)
                 continue
             self._report(node, self.effort / self.limit)
-            ways = [way for placed in self.bounds.place(node) for way in self.bounds.keep(placed)]
-            for number, way in enumerate(ways):
-                divided = [] if self._hopeless(way) else self.bounds.divide(way, self._cutoff)
+            variants = [variant for placed in self.bounds.place(node) for variant in self.bounds.keep(placed)]
+            for number, variant in enumerate(variants):
+                divided = [] if self._hopeless(variant) else self.bounds.divide(variant, self._cutoff)
                 if divided and not self._hopeless(divided[0]):
                     self._solve(divided[0])
-                    left += ways[number + 1 :]
+                    left += variants[number + 1 :]
                     break
-                left += divided or ([way] if self._hopeless(way) else [])
+                left += divided or ([variant] if self._hopeless(variant) else [])
         return left
 
     def _hopeless(self, node: Node) -> bool:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from meshwright.compiler.placement.held import NOTHING, Held
-from meshwright.compiler.placement.pinned import held_by
+from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
+from meshwright.compiler.placement.pinned import fixed_by
 from meshwright.compiler.structure.dims import DimClasses
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.precision import PRECISIONS
@@ -51,7 +51,7 @@ class Task:
     state_bytes: float
     gap: float
     recompute: tuple[str, ...] = RECOMPUTE
-    held: Held = NOTHING
+    fixed: FixedDecisions = NOTHING_FIXED
 
     @classmethod
     def of(
@@ -59,7 +59,7 @@ class Task:
         gap: float,
     ) -> Task:
         """A task whose recomputation follows from the pins."""
-        return cls(graph, cluster, rules, pins, precision, state_bytes, gap, _kinds(pins), held_by(pins, graph))
+        return cls(graph, cluster, rules, pins, precision, state_bytes, gap, _kinds(pins), fixed_by(pins, graph))
 
     def under(self, pins: Pins) -> Task:
         """The same under other pins."""
@@ -74,7 +74,7 @@ class Task:
     def experts(self) -> int:
         """The number that the degree of experts divides: the experts of every mixture; 1 where there is none."""
         counts = {
-            rule.sizes[one] for rule in self.rules.values() for way in rule.together for one in factors_of(way)[1:]
+            rule.sizes[one] for rule in self.rules.values() for both in rule.together for one in factors_of(both)[1:]
         }
         return math.gcd(*counts) if counts else 1
 

@@ -352,18 +352,18 @@ class Eliminated:
 
     def _improved(self, out: Indices) -> Indices:
         """Rows in which no variable alone has a better choice: first fewer forbidden pairs, then less cost."""
-        beside: list[list[tuple[int, Array]]] = [[] for _ in range(self.variables)]
+        neighbours: list[list[tuple[int, Array]]] = [[] for _ in range(self.variables)]
         finite = [factor[np.isfinite(factor)] for factor in self.factors[: self.variables + len(self.plan.pairs)]]
         most = 1.0 + sum(float(part.max()) for part in finite if part.size)
         plain = [np.where(np.isfinite(f), f, most) for f in self.factors[: self.variables + len(self.plan.pairs)]]
         for (i, j), factor in zip(self.plan.pairs, plain[self.variables :], strict=True):
             if factor.ndim == 2:
-                beside[i].append((j, factor))
-                beside[j].append((i, factor.T))
+                neighbours[i].append((j, factor))
+                neighbours[j].append((i, factor.T))
         for _ in range(ROUNDS):
             before = out.copy()
             for v in (step.var for step in self.plan.steps):
-                total = plain[v][:, None] + sum((factor[:, out[:, u]] for u, factor in beside[v]), np.zeros((1, len(out))))
+                total = plain[v][:, None] + sum((factor[:, out[:, u]] for u, factor in neighbours[v]), np.zeros((1, len(out))))
                 now = np.take_along_axis(total, out[None, :, v], axis=0)[0]
                 best = total.argmin(axis=0)
                 out[:, v] = np.where(total.min(axis=0) < now, best, out[:, v])
@@ -379,14 +379,14 @@ def prune(block: BlockModel, protect: Sequence[int] = ()) -> tuple[BlockModel, t
     all choices, as their neighbours are not seen here.
     """
     kept = [np.arange(n) for n in block.sizes]
-    again = True
-    while again:
-        again = False
+    improved = True
+    while improved:
+        improved = False
         for v in range(len(block.sizes)):
             if v in protect:
                 continue
             alive = _undominated(block.unary[v][kept[v]], _profile(block, v, kept))
-            again |= len(alive) < len(kept[v])
+            improved |= len(alive) < len(kept[v])
             kept[v] = kept[v][alive]
     edges = []
     for e in block.edges:

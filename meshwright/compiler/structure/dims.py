@@ -91,8 +91,8 @@ def sequence_classes(graph: Graph, passed: Iterable[str], classes: DimClasses, b
     inputs."""
     found = classes.of(sequence_dims(graph, passed, classes, batch).items())
     attended = [
-        (name, dim) for op in graph.ops for way in classes.rules[op.name].ways.values() if not way.dealt
-        for name, dim in zip(op.inputs, way.operands, strict=True) if dim is not None
+        (name, dim) for op in graph.ops for algorithm in classes.rules[op.name].algorithms.values() if not algorithm.dealt
+        for name, dim in zip(op.inputs, algorithm.operands, strict=True) if dim is not None
     ]
     found = (found | classes.of(attended)) - batch
     return found or classes.of((name, 1) for name in graph.inputs if _is_sequence(graph.values[name])) - batch

@@ -59,7 +59,7 @@ class Watch:
         self.graph = replace(graph, constants=constants)
         self.modes_seen: dict[Mode, OtherMode | None] = {(True, True): None}
         self.outside = places(model)
-        self.state, self.beside = _state(model), self._beside()
+        self.state, self.outside_state = _state(model), self._outside_state()
         self.modes = _modes(model) if model.training else None
         self.modules = _modules(model)
 
@@ -105,26 +105,26 @@ class Watch:
             path = next(path for path in modes if modes[path] != self.modes.get(path))
             raise RunError(f"module {path!r} of the model is {'in' if modes[path] else 'out of'} training mode, and was not "
                            f"when the model was captured; set it back, or make the model parallel again")
-        state, beside = _state(model), self._beside()
-        if state == self.state and beside == self.beside:
+        state, outside_state = _state(model), self._outside_state()
+        if state == self.state and outside_state == self.outside_state:
             return
         if self._differs(model, (training, torch.is_grad_enabled()), *call) is not None:
-            what, before, now = next(self._changes(state, beside))
+            what, before, now = next(self._changes(state, outside_state))
             raise RunError(f"{what} was {_shown(before)} when the model was captured and is {_shown(now)}, "
                            f"and its forward computes something else with it; set it back, or make the model parallel again")
-        self.state, self.beside = state, beside
+        self.state, self.outside_state = state, outside_state
 
-    def _beside(self) -> list[Any]:
+    def _outside_state(self) -> list[Any]:
         seen: dict[int, Any] = {}
         return [_frozen(place.read(), seen) for place in self.outside]
 
-    def _changes(self, state: Mapping[str, Any], beside: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
+    def _changes(self, state: Mapping[str, Any], outside_state: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
         """(what has changed, its value before, and now)."""
         for name in dict.fromkeys((*state, *self.state)):
             before, now = self.state.get(name, _MISSING), state.get(name, _MISSING)
             if before != now:
                 yield f"attribute {name!r} of the model", before, now
-        for place, before, now in zip(self.outside, self.beside, beside, strict=True):
+        for place, before, now in zip(self.outside, self.outside_state, outside_state, strict=True):
             if before != now:
                 yield place.what, before, now
 

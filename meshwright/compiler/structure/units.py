@@ -49,8 +49,8 @@ def find_layers(graph: Graph) -> Graph:
     layers = _cut_at(graph, _layers(module_tree(graph)), _SHARED)
     if layers.blocks:
         return layers
-    ways = [_cut_at(graph, _narrow(graph, width), _SHARED) for width in range(1, _SHARED + 1)]
-    return next((way for way in ways if len(way.blocks) >= _ENOUGH), max(ways, key=lambda way: len(way.blocks)))
+    found = [_cut_at(graph, _narrow(graph, width), _SHARED) for width in range(1, _SHARED + 1)]
+    return next((one for one in found if len(one.blocks) >= _ENOUGH), max(found, key=lambda one: len(one.blocks)))
 
 
 def _narrow(graph: Graph, width: int) -> list[tuple[str, int, int]]:

@@ -90,7 +90,7 @@ class Script:
     kept: tuple[tuple[tuple[str, ...], float], ...]  # per op: (values, bytes beside them)
     last: Mapping[int, tuple[str, ...]]  # op -> roots nobody in the segment reads after it
     weights: frozenset[str]  # parameters and what shows their storage
-    again: Mapping[str, frozenset[int]]  # recomputation -> the operators whose results it keeps
+    results_kept: Mapping[str, frozenset[int]]  # recomputation -> the operators whose results it keeps
     gradients: tuple[tuple[tuple[str, float, bool], ...], ...]  # per op: (operand, bytes, whether it is the result's)
     spaces: tuple[tuple[float, float], ...]  # per op: bytes beside what it reads and makes, forward and backward
 
@@ -110,7 +110,7 @@ def script_of(graph: Graph, held: Iterable[str], operators: Operators) -> Script
             going.setdefault(index, []).append(root)
     work = [Work.of(op, graph) for op in graph.ops]
     kept = tuple(_kept(op, one, graph, operators, weights) for op, one in zip(graph.ops, work, strict=True))
-    again = {
+    results_kept = {
         recompute: frozenset(i for i, op in enumerate(graph.ops) if operators[op.target].keeps_results(recompute))
         for recompute in ("selective", "full")
     }
@@ -119,7 +119,8 @@ def script_of(graph: Graph, held: Iterable[str], operators: Operators) -> Script
         for op, one in zip(graph.ops, work, strict=True)
     )
     gradients = tuple(_gradients(op, one, graph, operators) for op, one in zip(graph.ops, work, strict=True))
-    return Script(graph, base, kept, {index: tuple(roots) for index, roots in going.items()}, weights, again, gradients, spaces)
+    last_reads = {index: tuple(roots) for index, roots in going.items()}
+    return Script(graph, base, kept, last_reads, weights, results_kept, gradients, spaces)
 
 
 def _kept(
@@ -169,7 +170,7 @@ def _run(tape: Tape, heap: Heap, keep: bool, stop: int, idle: int = -1) -> dict[
             roots = dict.fromkeys(script.base[name] for name in names)
             tape.kept[index] = [hold(frame[root]) for root in roots if root in frame]
             tape.kept[index] += [heap.new(extra, ACTIVATIONS)] if extra else []
-        if not keep and index in script.again.get(tape.recompute, ()):
+        if not keep and index in script.results_kept.get(tape.recompute, ()):
             tape.results[index] = [hold(frame[name]) for name in op.outputs if script.base[name] == name and name in frame]
         for root in script.last.get(index, ()):
             if root in frame and root not in tape.inputs:

@@ -28,8 +28,8 @@ def saved_for_backward(op: Op, graph: Graph, operators: Operators) -> tuple[tupl
 
 def saved_beside(operator: Operator, work: Work) -> float:
     """Bytes that autograd keeps beside operands and results of a call through which a gradient flows."""
-    beside = operator.saved(work.args).beside
-    return beside(work) if beside is not None else 0.0
+    extra = operator.saved(work.args).extra
+    return extra(work) if extra is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True)

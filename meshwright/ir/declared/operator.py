@@ -155,7 +155,7 @@ class Saves:
 
     ``operands``: (position, positions of the operands for whose gradients it is needed, or () for any).
     ``results``: positions of results.
-    ``beside``: bytes that are neither (masks, statistics), on LOCAL shapes.
+    ``extra``: bytes that are neither (masks, statistics), on LOCAL shapes.
 
     >>> print(Saves.parse("0:1 1:0 r0"), Saves.parse("0:1 1:0 r0").operands)
     0:1 1:0 r0 ((0, (1,)), (1, (0,)))
@@ -163,10 +163,10 @@ class Saves:
 
     operands: tuple[tuple[int, tuple[int, ...]], ...] = ()
     results: tuple[int, ...] = ()
-    beside: Bytes | None = None
+    extra: Bytes | None = None
 
     @classmethod
-    def parse(cls, text: str, beside: Bytes | None = None) -> Saves:
+    def parse(cls, text: str, extra: Bytes | None = None) -> Saves:
         """Read words such as "0:1 r0"; RuleError for any other."""
         operands, results = [], []
         for word in text.split():
@@ -178,7 +178,7 @@ class Saves:
             else:
                 raise RuleError(f"cannot read {word!r} in saves={text!r}: a word is an operand's position, perhaps with the "
                                 'operands whose gradients need it ("0", "0:1", "1:0,2"), or "r" and a result\'s ("r0")')
-        return cls(tuple(operands), tuple(results), beside)
+        return cls(tuple(operands), tuple(results), extra)
 
     def kept(self, needs: Sequence[bool], results: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Positions of the operands and results that a call keeps through which a gradient flows.

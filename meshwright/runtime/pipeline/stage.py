@@ -201,8 +201,8 @@ class Stage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         grads = self._whole(self.part.enters, self.bwd_cache.pop(bwd_chunk_id))
         self._send("B", bwd_chunk_id, [grad for grad in grads if grad is not None], self.stage_index - 1)
-        for way, microbatch in [key for key in self.sent if key[0] == "B" and key[1] != bwd_chunk_id]:
-            self._received(way, microbatch)
+        for direction, microbatch in [key for key in self.sent if key[0] == "B" and key[1] != bwd_chunk_id]:
+            self._received(direction, microbatch)
         return []
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
@@ -222,13 +222,15 @@ class Stage(PipelineStage):
     def _p2p(self, op: Callable[..., Any], tensor: Tensor, stage: int) -> dist.P2POp:
         return dist.P2POp(op, tensor, group=self.group, group_peer=self.stage_index_to_group_rank[stage])
 
-    def _send(self, way: str, microbatch: int, tensors: Iterable[Tensor], stage: int) -> None:
+    def _send(self, direction: str, microbatch: int, tensors: Iterable[Tensor], stage: int) -> None:
         posted = (self._p2p(dist.isend, tensor.detach(), stage) for tensor in tensors)
-        self.sent[way, microbatch] = [post.op(post.tensor, group=post.group, group_dst=post.group_peer) for post in posted]
+        self.sent[direction, microbatch] = [
+            post.op(post.tensor, group=post.group, group_dst=post.group_peer) for post in posted
+        ]
 
-    def _received(self, way: str, microbatch: int) -> None:
+    def _received(self, direction: str, microbatch: int) -> None:
         """Let go of what was sent, when it was received."""
-        for work in self.sent.pop((way, microbatch), ()):
+        for work in self.sent.pop((direction, microbatch), ()):
             work.wait()
 
     def end(self) -> None:

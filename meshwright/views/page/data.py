@@ -129,7 +129,7 @@ class _Page:
         }
         price = self.work.get(op.name)
         if price is not None:
-            info["seconds"] = _rounded([price.forward_seconds, price.backward_seconds, price.again_seconds])
+            info["seconds"] = _rounded([price.forward_seconds, price.backward_seconds, price.recompute_seconds])
             info["flops"], info["bytes"] = _digits(price.flops), _digits(price.bytes_)
             if price.inside:
                 info["inside"] = [_move(move) for move in price.inside]
@@ -163,8 +163,8 @@ class _Page:
         found: dict[tuple[int, int, int, int], int] = {}
         for one in self.shown:
             first, *others = one.copies
-            nexts = self._ways(others[0]) if others else []
-            for number, (name, source, info) in enumerate(self._ways(first)):
+            nexts = self._edges_into(others[0]) if others else []
+            for number, (name, source, info) in enumerate(self._edges_into(first)):
                 count = len(one.copies)
                 place = within.get(source)
                 if others and (place is None or place[0] != one.run) and others[0].inputs[number] != name:
@@ -178,7 +178,7 @@ class _Page:
                     found[key] = found.get(key, 0) + count
         return [[*key[:3], times, key[3]] for key, times in found.items()]
 
-    def _ways(self, op: Op) -> list[tuple[str, str, int]]:
+    def _edges_into(self, op: Op) -> list[tuple[str, str, int]]:
         """(value, where it comes from, info) of every operand."""
         if self.prices is not None:
             return [(edge.value, edge.source, self._edge_info(edge.value, edge.have, edge.need, edge.moves))

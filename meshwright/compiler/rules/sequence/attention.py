@@ -2,13 +2,13 @@
 
 Of attention batch dims and heads pass. Query ``[*b, h, s, d]``, key ``[*b, g, t, d]``, value ``[*b, g, t, e]``, mask
 broadcasting to ``[*b, h, s, t]``. With grouped queries (``enable_gqa``) consecutive query heads share a key head, so heads are
-split in units of key heads. The head dim is whole, and so is the sequence but for its ways, which are algorithms:
+split in units of key heads. The head dim is whole, and so is the sequence, which only these algorithms split:
 
     all-gather   queries, rows of the mask and results are split, keys and values are read whole
     ring         the same, and keys and values are split as well and pass by
     ulysses      is the heads' own split, what is split along the sequence before and after being exchanged by an all-to-all.
-                 Where there are more ranks than key heads it is a way of its own: a rank's queries share one key head, which is
-                 dealt to it whole
+                 Where there are more ranks than key heads it is an algorithm of its own: a rank's queries share one key
+                 head, which is dealt to it whole
 
 Of recurrent layers samples pass, time and features are whole: a step in time reads all that the step before made, so neither
 can be split, and the weights are read whole.
@@ -25,7 +25,7 @@ from meshwright.compiler.rules.call import Call, Operand, Rewritten, argument, b
 from meshwright.ir.declared.operator import Cost, Saves, Work
 from meshwright.ir.graph import Op
 from meshwright.ir.pins import GATHER, RING, ULYSSES
-from meshwright.ir.rule import Factor, Local, OpRule, Way
+from meshwright.ir.rule import Factor, Local, OpRule, SequenceAlgorithm
 from meshwright.ir.sharding import ceil_div
 
 Block = tuple[int, int, int, int, int, bool]
@@ -51,10 +51,10 @@ def _attention(call: Call) -> OpRule:
 
     units: dict[Factor, int] = {"h": key[-1]} if shared else {}
     return call.rule([dims(operand) for operand in call.operands], [dims(call.results[0])], units=units,
-                     ways=_ways(call), inner=["h"] if leading else [])
+                     algorithms=_algorithms(call), inner=["h"] if leading else [])
 
 
-def _ways(call: Call) -> dict[str, Way]:
+def _algorithms(call: Call) -> dict[str, SequenceAlgorithm]:
     """How queries in pieces are served. Keys pass by where they are cut as the queries are, or nothing depends on where."""
     query, key, value, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
     rows, keys = query.shape[-2], key.shape[-2]
@@ -69,15 +69,16 @@ def _ways(call: Call) -> dict[str, Way]:
         by_rows.append(split)
         by_both.append(split)
     result, causal = (query.ndim - 2,), bool(call["is_causal"])
-    ways = {GATHER: Way(tuple(by_rows), result, (rows,), uneven=causal)}
+    algorithms = {GATHER: SequenceAlgorithm(tuple(by_rows), result, (rows,), uneven=causal)}
     if keys > 1 and (rows == keys or not causal):
-        ways[RING] = Way(tuple(by_both), result, (rows, keys), (key.position, value.position), causal)
+        algorithms[RING] = SequenceAlgorithm(tuple(by_both), result, (rows, keys), (key.position, value.position), causal)
     if call["enable_gqa"] and heads[1] < heads[0] and query.ndim == 4 and keys > 1:
         by_heads: list[int | None] = [1, 2, 2]
         if mask is not None:
             by_heads.append(mask.ndim - 3 if mask.ndim > 2 and mask.shape[-3] == heads[0] else None)
-        ways[ULYSSES] = Way(tuple(by_heads), (1,), (heads[0], keys), dealt=(key.position, value.position), heads=heads[1])
-    return ways
+        algorithms[ULYSSES] = SequenceAlgorithm(tuple(by_heads), (1,), (heads[0], keys),
+                                                dealt=(key.position, value.position), heads=heads[1])
+    return algorithms
 
 
 def _local_attention(op: Op, local: Local) -> Rewritten:
@@ -85,7 +86,7 @@ def _local_attention(op: Op, local: Local) -> Rewritten:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     arguments = tuple(argument(op, name) for name in names)
     *tensors, dropout, causal, scale, _ = arguments
-    gathered, passing, dealt = (local.axes_of(way) for way in (GATHER, RING, ULYSSES))
+    gathered, passing, dealt = (local.axes_of(name) for name in (GATHER, RING, ULYSSES))
     last = len(local.operand_shapes[0]) - 2
     if passing:
         return "mw.ring", (*tensors, dropout, scale, *_passing_by(local, passing[0], last, causal)), (("axis", passing[0]),)
@@ -228,15 +229,15 @@ def _dealing(work: Work) -> tuple[float, float]:
     return float(sent + _head(work)), float(sent + 2 * _head(work))
 
 
-attention = partial(declare, cost="attention", saves=Saves.parse("0 1 2 r0", beside=_statistics))
-in_blocks = partial(declare, None, saves=Saves.parse("0 1 2 3 r0", beside=_rows))
+attention = partial(declare, cost="attention", saves=Saves.parse("0 1 2 r0", extra=_statistics))
+in_blocks = partial(declare, None, saves=Saves.parse("0 1 2 3 r0", extra=_rows))
 
 RULES: Mapping[str, Declaration] = {
     "aten.scaled_dot_product_attention.default": attention(_attention, _local_attention),
     "mw.sdpa": attention(None),
     "mw.attend": in_blocks(cost=Cost("attention", space=_merging)),
     "mw.ring": in_blocks(cost=Cost("attention", space=_passing)),
-    "mw.dealt": declare(None, cost=Cost("attention", space=_dealing), saves=Saves.parse("0 3 r0", beside=_dealt)),
+    "mw.dealt": declare(None, cost=Cost("attention", space=_dealing), saves=Saves.parse("0 3 r0", extra=_dealt)),
     **{f"aten.{name}.input": declare(_layers) for name in words("lstm gru rnn_tanh rnn_relu")},
     **{f"aten.{name}.default": declare(_cell) for name in words("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")},
 }

@@ -14,7 +14,7 @@ from meshwright.compiler.rules.call import Call, Rewritten
 from meshwright.ir.declared.operator import Cost, Saves, Work
 from meshwright.ir.graph import Op
 from meshwright.ir.pins import WINDOW
-from meshwright.ir.rule import Factor, Local, OpRule, Way
+from meshwright.ir.rule import Factor, Local, OpRule, SequenceAlgorithm
 
 WIDE = 4
 """Bytes of an element in fp32, in which outputs are merged and gradients summed."""
@@ -28,9 +28,10 @@ def _window(call: Call) -> OpRule:
     narrow: list[Factor | None] = ["b", "h" if shared > 1 else None, None, None]
     full: list[Factor | None] = ["b", "h", None, None]
     rows = call["query"].shape[-2]
-    ways = {WINDOW: Way((2, 2, 2), (2,), (rows, rows), fetching=(1, 2), reach=call["before"] + call["after"])}
+    reach = call["before"] + call["after"]
+    algorithms = {WINDOW: SequenceAlgorithm((2, 2, 2), (2,), (rows, rows), fetching=(1, 2), reach=reach)}
     units = units if shared != heads else {}
-    return call.rule([full, narrow, narrow], [full], units=units, ways=ways if rows > 1 else {}, inner=["h"])
+    return call.rule([full, narrow, narrow], [full], units=units, algorithms=algorithms if rows > 1 else {}, inner=["h"])
 
 
 def _local_window(op: Op, local: Local) -> Rewritten:
@@ -110,6 +111,6 @@ def _space(work: Work) -> tuple[float, float]:
 
 RULES: Mapping[str, Declaration] = {
     "mw.window": declare(
-        _window, _local_window, cost=Cost("attention", space=_space, looked=looked), saves=Saves.parse("0 1 2 r0", beside=_rows)
+        _window, _local_window, cost=Cost("attention", space=_space, looked=looked), saves=Saves.parse("0 1 2 r0", extra=_rows)
     ),
 }

@@ -48,7 +48,7 @@ def originals(model: nn.Module | None) -> list[Original]:
     return [Original(fqn, weakref.ref(parameter), parameter.requires_grad) for fqn, parameter in named]
 
 
-def check(places: Sequence[Place], before: Sequence[Original], shared: Sequence[Stored], groups: Groups) -> None:
+def check_tensors(places: Sequence[Place], before: Sequence[Original], shared: Sequence[Stored], groups: Groups) -> None:
     """Raise RunError, on every rank, if what the module shows is not what the engine reads. In a pipeline all ranks call this.
     ``shared``: the trained weights that several stages hold, the same list on every rank."""
     fault = _fault(places, before)

@@ -21,7 +21,7 @@ _HYBRID = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
-class Held:
+class FixedDecisions:
     """What is held.
 
     assignments: by operator
@@ -40,7 +40,7 @@ class Held:
     mirrored: bool | None = None
 
     @classmethod
-    def of(cls, plan: Plan, rules: Mapping[str, OpRule]) -> Held:
+    def of(cls, plan: Plan, rules: Mapping[str, OpRule]) -> FixedDecisions:
         """Everything that a plan decides. Raises PlanError for what no search decides."""
         starts = [plan.graph.ops[block.start].name for block in plan.graph.blocks]
         return cls(
@@ -63,7 +63,7 @@ class Held:
         alone = self.data == 1 and "dp" not in want
         return {axis: one for axis, one in choice.items() if not (alone and axis == "dp")} == dict(want)
 
-    def apart(self, position: Position, graph: Graph) -> object:
+    def told_apart(self, position: Position, graph: Graph) -> object:
         """Equal for positions of which the same is held."""
         if not self:
             return None
@@ -72,7 +72,7 @@ class Held:
         choices = tuple(tuple(sorted(self.assignments[op.name].items())) if op.name in self.assignments else None for op in ops)
         return choices, tuple(self.copies.get(name) for name in values), self.kept.get(ops[0].name if ops else "")
 
-    def collapsed(self, data: int | None = None) -> Held:
+    def collapsed(self, data: int | None = None) -> FixedDecisions:
         """The same over one data axis, as placements know it (``placement.placement``), on so many data ranks; how parameters
         are kept is no part of a placement."""
         if not self:
@@ -83,7 +83,7 @@ class Held:
             rest={name: _one_data(one) for name, one in self.rest.items()},
         )
 
-    def under(self, renamed: Mapping[str, str]) -> Held:
+    def under(self, renamed: Mapping[str, str]) -> FixedDecisions:
         """The same of a folded graph, in which some values stand for others: {value: what stands for it}."""
         stand = set(renamed.values())
         copies = {name: one for name, one in self.copies.items() if name not in stand}
@@ -127,4 +127,4 @@ def _one_data(sharding: Sharding) -> Sharding:
                    varying=frozenset(one(tuple(sorted(sharding.varying)))))
 
 
-NOTHING = Held()
+NOTHING_FIXED = FixedDecisions()

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.compiler.placement.choices import Scope, choices
-from meshwright.compiler.placement.held import variant_of
-from meshwright.compiler.placement.pinned import check_tensor_pins, held_by
+from meshwright.compiler.placement.fixed import variant_of
+from meshwright.compiler.placement.pinned import check_tensor_pins, fixed_by
 from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_classes
 from meshwright.compiler.structure.units import start_of
 from meshwright.ir.mesh import ANY, HEADS, PP, SEQUENCE, TENSOR, Mesh, role_of
@@ -32,7 +32,7 @@ def asks(pins: Pins) -> bool:
     return any(getattr(pins, name) not in (None, {}) for name in names)
 
 
-def check_beside(plan: Plan, pins: Pins, rules: Rules, degrees: Mapping[str, int]) -> None:
+def check_agreement(plan: Plan, pins: Pins, rules: Rules, degrees: Mapping[str, int]) -> None:
     """Raise PlanError or PinError for pins that ask for another plan than this. ``rules``: of its operators; ``degrees``: its
     own."""
     for what, want, have in _counts(plan, pins):
@@ -59,15 +59,15 @@ def _named(plan: Plan, pins: Pins) -> Iterator[str]:
             yield f"the mesh {dict(pins.axes)}"
     named = Pins(axes=dict(zip(mesh.axes, mesh.sizes, strict=True)), operators=pins.operators, values=pins.values,
                  blocks=pins.blocks)
-    held = held_by(named, graph)
-    for op in held.assignments:
+    fixed = fixed_by(named, graph)
+    for op in fixed.assignments:
         planned = {axis: one for axis, one in plan.assignments.get(op, {}).items() if mesh.size(axis) > 1}
-        if held.assignment(op, mesh) != planned:
+        if fixed.assignment(op, mesh) != planned:
             yield f"operator {op}"
-    yield from (f"value %{name}" for name, one in held.copies.items() if plan.copies.get(name) != one)
+    yield from (f"value %{name}" for name, one in fixed.copies.items() if plan.copies.get(name) != one)
     starts = {graph.ops[block.start].name if block else "": group
               for block, group in zip((*graph.blocks, None), plan.groups, strict=True)}
-    yield from (f"how {starts[name].path or 'the root'} is kept" for name, one in held.kept.items()
+    yield from (f"how {starts[name].path or 'the root'} is kept" for name, one in fixed.kept.items()
                 if variant_of(starts[name]) != one)
 
 
