@@ -39,7 +39,7 @@ def plan(
     model: nn.Module, cluster: Cluster | str, example_inputs: Any = None, *, loss_fn: Callable[..., Any] | None = None,
     optimizer: str | float = "adamw", precision: str = "fp32", pins: Pins | Mapping[str, Any] | str | None = None,
     strict: bool = False, progress: bool = False, timing: Timing | None = None, cache: str | Path | None = None,
-    headroom: float = 0.0, expert_imbalance: float = IMBALANCE,
+    headroom: float | None = None, expert_imbalance: float = IMBALANCE,
 ) -> Plan:
     """Plan ``model`` on ``cluster`` ("h100:8x8", a Cluster): no processes, no GPU, any size; meta parameters are enough.
 
@@ -48,8 +48,9 @@ def plan(
     "loss", or its only scalar with a gradient. ``optimizer``: a name or the bytes of state per parameter. ``strict``: refuse
     operators without a sharding rule instead of replicating them. ``cache``: a folder in which plans are kept and looked for
     (``meshwright.cache``). ``headroom``: the part of a device's memory, beside what its context takes, that a plan leaves free
-    for communicators and the allocator. ``expert_imbalance``: where experts are split over devices, the rows of the device that
-    gets most over the mean, as times and memory count them. Raises InputError, CaptureError, ClusterError, PinError, PlanError.
+    for communicators and the allocator; None: 3%, or nothing on a cluster whose memory you gave (``Cluster.with_memory``).
+    ``expert_imbalance``: where experts are split over devices, the rows of the device that gets most over the mean, as times
+    and memory count them. Raises InputError, CaptureError, ClusterError, PinError, PlanError.
     """
     timing = timing or Timing()
     checked = _check_options(optimizer, precision, pins)
@@ -73,7 +74,7 @@ def autoparallel(
     model: nn.Module, mesh: DeviceMesh | Cluster | str, example_inputs: Any = None, *,
     loss_fn: Callable[..., Any] | None = None, optimizer: str | float | None = None, precision: str | None = None,
     pins: Pins | Mapping[str, Any] | str | None = None, plan: Plan | str | Path | None = None, progress: bool = True,
-    strict: bool = False, cache: str | Path | None = None, headroom: float = 0.0, expert_imbalance: float = IMBALANCE,
+    strict: bool = False, cache: str | Path | None = None, headroom: float | None = None, expert_imbalance: float = IMBALANCE,
 ) -> nn.Module:
     """Parallelize ``model`` over ``mesh``: an ``nn.Module`` whose loss, gradients and steps equal the single device's.
 

@@ -87,7 +87,9 @@ def plan_command(
     recompute: Annotated[str | None, typer.Option(help='Pin "none", "selective" or "full".')] = None,
     tensor: Annotated[list[str] | None, typer.Option(help='Pin parameters: "*.down_proj.weight=[_, _@tp]".')] = None,
     strict: Annotated[bool, typer.Option(help="Refuse operators without a sharding rule.")] = False,
-    headroom: Annotated[float, typer.Option(help="Part of the devices' memory to leave free, such as 0.03.")] = 0.0,
+    headroom: Annotated[float | None, typer.Option(
+        help="Part of the devices' memory to leave free for communicators and the allocator; 0.03 if not given.",
+    )] = None,
     expert_imbalance: Annotated[float, typer.Option(
         help="Where experts are split: rows of the device that gets most over the mean, as it is priced.",
     )] = 1.25,

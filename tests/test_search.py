@@ -143,6 +143,10 @@ def test_headroom_is_left_free_and_printed() -> None:
     assert plan.predicted.capacity_bytes == pytest.approx(0.9 * cluster.capacity_bytes)
     assert plan.predicted.free_bytes == cluster.memory_bytes - plan.predicted.capacity_bytes
     assert "left free" in memory_words(plan.predicted)
+    usual, given = cluster.with_headroom(), cluster.with_memory(2**30)
+    assert usual.capacity_bytes == pytest.approx(0.97 * cluster.capacity_bytes)
+    assert given.with_headroom() == given
+    assert cluster.with_headroom(0) == cluster
     for wrong in (1.0, -0.1, True, "much"):
         with pytest.raises(ClusterError, match="part of the memory"):
             cluster.with_headroom(wrong)  # type: ignore[arg-type]

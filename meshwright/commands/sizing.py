@@ -63,7 +63,7 @@ def sizes(
 ) -> list[Size]:
     """A row for every count of devices, those worth having marked. ``price``: of a device for an hour."""
     rows = []
-    clusters = [Cluster.parse(spec_of(device, count)) for count in sorted(set(counts))]
+    clusters = [Cluster.parse(spec_of(device, count)).with_headroom() for count in sorted(set(counts))]
     for number, cluster in enumerate(clusters):
         report(str(cluster), number / len(clusters))
         rows.append(_size(graph, cluster, tokens, price, pins, optimizer, precision))

@@ -37,6 +37,9 @@ from meshwright.cost.catalogue import (
 
 __all__ = ["Cluster", "ClusterError", "Device", "Island", "Node", "device_for", "known_devices", "known_nodes"]
 
+HEADROOM = 0.03
+"""The part of a device's memory, without the context, that plans leave free unless told otherwise: communicators hold buffers
+of hundreds of megabytes, and the allocator rounds up and cannot use every gap."""
 _SPEC = re.compile(r"([\w.-]+)(?:@([\w.-]+))?(?::(\d+(?:x\d+)*))?")
 
 
@@ -145,20 +148,24 @@ class Cluster:
                 raise ClusterError(f"device {island.device.name} lists no peak for {format_}; known: {known}")
         return Cluster(tuple(replace(island, device=replace(island.device, products=format_)) for island in self.islands))
 
-    def with_headroom(self, part: float) -> Cluster:
+    def with_headroom(self, part: float | None = None) -> Cluster:
         """The same cluster whose plans leave a part of every device's memory free, beside the reserve (the context): for
-        communicators and what the allocator rounds up and cannot use. Raises ClusterError.
+        communicators and what the allocator rounds up and cannot use. None leaves ``HEADROOM`` of devices that the catalogue or
+        a file describes, and nothing where the memory was given as all usable (``with_memory``). Raises ClusterError.
 
         >>> eight = Cluster.parse("h100:1x8")
-        >>> round(eight.with_headroom(0.05).capacity_bytes / eight.capacity_bytes, 2)
-        0.95
+        >>> [round(eight.with_headroom(part).capacity_bytes / eight.capacity_bytes, 2) for part in (None, 0.05, 0)]
+        [0.97, 0.95, 1.0]
+        >>> eight.with_memory(2**30).with_headroom().capacity_bytes == 2**30
+        True
         """
-        if isinstance(part, bool) or not isinstance(part, int | float) or not 0.0 <= part < 1.0:
+        if part is not None and (isinstance(part, bool) or not isinstance(part, int | float) or not 0.0 <= part < 1.0):
             raise ClusterError(f"headroom={part!r} is not a part of the memory: give 0 to below 1, such as 0.03")
         islands = []
         for island in self.islands:
-            free = int(part * (island.device.memory_bytes - island.device.reserve_bytes))
-            islands.append(replace(island, device=replace(island.device, reserve_bytes=island.device.reserve_bytes + free)))
+            there, reserve = island.device.memory_bytes, island.device.reserve_bytes
+            free = int((HEADROOM * (reserve > 0) if part is None else part) * (there - reserve))
+            islands.append(replace(island, device=replace(island.device, reserve_bytes=reserve + free)))
         return Cluster(tuple(islands))
 
     def with_kernels(

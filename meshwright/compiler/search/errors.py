@@ -52,7 +52,7 @@ class OutOfMemoryError(PlanError):
         there = cluster.capacity_bytes
         return cls(
             f"nothing fits {cluster}: the least memory any plan needs on mesh {mesh} with microbatches={microbatches} is "
-            f"{bytes_text(least)} per device, {bytes_text(there)} are there{binding}", least, there, bytes_,
+            f"{bytes_text(least)} per device, {bytes_text(there)} are there{_free(cluster)}{binding}", least, there, bytes_,
         )
 
     @classmethod
@@ -68,8 +68,8 @@ class OutOfMemoryError(PlanError):
         cuts leaves out."""
         least, there = error.least + inputs, cluster.capacity_bytes
         return cls(
-            f"nothing was found that fits {cluster}: the nearest needs {bytes_text(least)} of {bytes_text(there)} per device. "
-            f"{error}", least, there, {},
+            f"nothing was found that fits {cluster}: the nearest needs {bytes_text(least)} of {bytes_text(there)} per device"
+            f"{_free(cluster)}. {error}", least, there, {},
         )
 
     def with_remedy(self, remedy: str) -> OutOfMemoryError:
@@ -92,3 +92,9 @@ class OutOfMemoryError(PlanError):
             return f"{larger} would fit"
         many = max(world + 1, ceil_div(int(world * (self.least - inputs)), int(self.capacity - inputs)))
         return f"about {many} devices of this kind instead of {world}, or {larger}, would fit"
+
+
+def _free(cluster: Cluster) -> str:
+    """What of a device is not used, as the planner was told (``headroom``), in brackets."""
+    free = cluster.memory_bytes - cluster.capacity_bytes
+    return f" ({bytes_text(free)} more are left free for its context and headroom)" if free else ""
