@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from meshwright.ir.schedules import ScheduleError, register_schedule
     from meshwright.ir.sharding import ShardingError
     from meshwright.lengths import longest
-    from meshwright.planner import OutOfMemoryError, reprice
+    from meshwright.planner import OutOfMemoryError, load_plan, reprice
     from meshwright.runtime.checks.elsewhere import Elsewhere
     from meshwright.runtime.state.materialize import MaterializeError
     from meshwright.views.difference import diff
@@ -59,6 +59,7 @@ _LAZY: Mapping[str, str] = {
     "autoparallel": "meshwright.api",
     "plan": "meshwright.api",
     "register_rule": "meshwright.compiler.rules",
+    "load_plan": "meshwright.planner",
     "reprice": "meshwright.planner",
     "Cluster": "meshwright.cost.cluster",
     "ClusterError": "meshwright.cost.cluster",
@@ -94,6 +95,6 @@ __all__ = [
     "CaptureError", "CheckpointError", "Cluster", "ClusterError", "Elsewhere", "ExportError", "GraphError", "InputError",
     "MaterializeError", "MeshError", "MeshwrightError", "MissingCheckpointError", "OutOfMemoryError", "PinError", "Pins",
     "Plan", "PlanError", "RuleError", "RunError", "ScheduleError", "ShardingError", "VerifyError", "autoparallel", "diff",
-    "explain", "export", "load", "longest", "plan", "register_rule", "register_schedule", "reprice", "show", "timeline",
-    "to_networkx",
+    "explain", "export", "load", "load_plan", "longest", "plan", "register_rule", "register_schedule", "reprice", "show",
+    "timeline", "to_networkx",
 ]

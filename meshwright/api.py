@@ -56,7 +56,7 @@ def plan(
     checked = _check_options(optimizer, precision, pins)
     where = (Cluster.parse(cluster) if isinstance(cluster, str) else cluster).with_headroom(headroom)
     check_pins(checked, where)  # before a capture that takes a while
-    args, kwargs, targets = _example(model, example_inputs)
+    args, kwargs, targets = example_call(model, example_inputs)
     with shown(progress) as report:
         report("capturing the model", 0.0)
         graph = with_imbalance(capture_model(model, args, kwargs, targets, loss_fn, precision), expert_imbalance)
@@ -67,7 +67,7 @@ def plan(
 def graph_of(model: nn.Module, example_inputs: Any, *, optimizer: str | float = "adamw", precision: str = "fp32") -> Graph:
     """The captured graph, of which many plans can be made (``planner.make_plan``); options as in ``plan``, checked."""
     _check_options(optimizer, precision, None)
-    return capture_model(model, *_example(model, example_inputs), None, precision)
+    return capture_model(model, *example_call(model, example_inputs), None, precision)
 
 
 def autoparallel(
@@ -106,7 +106,7 @@ def autoparallel(
         checked = mesh_pins(mesh, _check_options(optimizer or "adamw", precision or "fp32", pins))
         _check_runs(precision or "fp32" if given is None else given.precision)
         if given is None:
-            captured = capture_model(model, *_example(model, example_inputs), loss_fn, precision or "fp32")
+            captured = capture_model(model, *example_call(model, example_inputs), loss_fn, precision or "fp32")
             return None, with_imbalance(captured, expert_imbalance), checked
         check_given(given, mesh, checked, optimizer, precision)
         _check_shapes(given.graph, model)
@@ -156,7 +156,7 @@ def _capture_again(plan: Plan, model: nn.Module, example: Any, loss_fn: Callable
     signature = plan.graph.signature
     if example is None and signature is None:
         raise InputError("the plan does not say what a call looks like; give example_inputs")
-    args, kwargs, targets = example_of(signature) if example is None else _example(model, example)
+    args, kwargs, targets = example_of(signature) if example is None else example_call(model, example)
     if example is not None and signature is not None:
         bind(signature, args, kwargs, targets)
     return capture_model(model, tuple(args), kwargs, tuple(targets), loss_fn, plan.precision)
@@ -263,8 +263,8 @@ def _cluster_of(mesh: DeviceMesh) -> Cluster:
     return Cluster.parse(f"{name}:{world // local}x{local}")
 
 
-def _example(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-    """(args, kwargs, targets) from what a user may give."""
+def example_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    """(args, kwargs, targets) from what a user may give as example inputs."""
     if example is None:
         example = getattr(model, "dummy_inputs", None)
         if example is None:

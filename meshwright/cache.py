@@ -1,6 +1,6 @@
 """Plans kept in a folder, so that a second start of the same training script need not search again. Off unless asked for.
 
-    folder/<sha256>.json      {"meshwright_cache": 1, "digest": ..., "order": ..., "plan": as plan.save writes it}
+    folder/<sha256>.json      {"meshwright_cache": 2, "digest": ..., "order": ..., "plan": as plan.save writes it}
 
 The name is a digest of all that a search depends on: the captured graph, the cluster, the pins, the options, the versions and
 the registered rules and schedules. What is found is read like any plan file and must compute what the model's graph does.
@@ -28,11 +28,12 @@ from meshwright.ir.pins import Pins, vars_of
 from meshwright.ir.plan import Plan
 from meshwright.ir.reading.fields import load_json
 from meshwright.ir.schedules import schedules
-from meshwright.ir.serialize import digest, graph_digest, plan_to_dict
+from meshwright.ir.serialize import digest, graph_digest
+from meshwright.ir.writing.plans import plan_text
 from meshwright.ir.writing.versions import versions
 from meshwright.programs import order_of
 
-FORMAT = 1
+FORMAT = 2
 
 
 def cached(
@@ -77,7 +78,7 @@ def _look(path: Path, graph: Graph, cluster: Cluster) -> Plan | None:
 
 def _keep(plan: Plan, path: Path) -> None:
     """Write the entry; a cache that cannot be written is said, and no error."""
-    content = json.loads(json.dumps(plan_to_dict(plan)))
+    content = json.loads(plan_text(plan))
     entry = {"meshwright_cache": FORMAT, "order": order_of(plan), "plan": content}
     entry["digest"] = digest([entry["order"], content])
     try:

@@ -12,9 +12,9 @@ A model is the path of a ``transformers`` config (a folder or its config.json; n
 "module:callable" or "file.py:callable", a function without arguments that returns (model, example_inputs). ``--json`` prints
 one JSON value on stdout, errors included; everything else that is not the answer goes to stderr.
 
-Exit codes: 0 done (``diff``: equal), 1 different (``diff`` only), 2 the command or its input is wrong, 3 no plan fits, 4 an
-error inside meshwright or the model. Errors are one line on stderr; ``meshwright --debug COMMAND`` shows where they come from.
-A long step shows a bar on a terminal, else a line every ten seconds.
+Exit codes: 0 done (``diff`` and ``verify``: equal), 1 different (these two), 2 the command or its input is wrong, 3 no plan
+fits, 4 an error inside meshwright or the model. Errors are one line on stderr; ``meshwright --debug COMMAND`` shows where they
+come from. A long step shows a bar on a terminal, else a line every ten seconds.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 DIFFERENT, WRONG, NOTHING_FITS, BUG = 1, 2, 3, 4
 DEBUG: ContextVar[bool] = ContextVar("meshwright_debug", default=False)
 """Whether errors keep their traceback."""
+IMPORTED: ContextVar[tuple[str, ...]] = ContextVar("meshwright_imported", default=())
+"""The modules of --import: other processes import them too."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans of parallelized PyTorch models.",
                   pretty_exceptions_enable=False)
@@ -61,6 +63,7 @@ def main(
 ) -> None:
     """Plans of parallelized PyTorch models."""
     DEBUG.set(debug)
+    IMPORTED.set(tuple(modules or ()))
     with _errors(as_json=False):
         for name in modules or []:
             imported(name)
@@ -152,17 +155,22 @@ def show(
 @app.command()
 def explain(
     file: PlanFile,
-    name: Annotated[str, typer.Argument(help="An operator, parameter or module.")],
+    name: Annotated[str | None, typer.Argument(help="An operator, parameter or module.")] = None,
+    changes: Annotated[bool, typer.Option(help="Without a name: plan what would help, too.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Say what was chosen for an operator, parameter or module, and what the alternatives would cost.
+    """Say what was chosen for an operator, parameter or module, and what the alternatives would cost; without a name what
+    bounds the step, and which changes of cluster or batch would help.
 
     Example: meshwright explain plan.json model.layers.0.mlp.down_proj.weight
     """
     with _errors(as_json):
+        from meshwright.progress import progress
         from meshwright.views import explain as answers
 
-        text = answers.explain(_plan(file), name)
+        with progress(verb="explaining") as report:
+            report("planning what would help" if name is None and changes else "pricing", 0.0)
+            text = answers.explain(_plan(file), name, changes=changes)
         if as_json:
             _print_json({"name": name, "text": text.splitlines()})
         else:
@@ -191,24 +199,44 @@ def diff(file: PlanFile, other: PlanFile, as_json: Json = False) -> None:
 
 
 @app.command()
-def verify(file: PlanFile, as_json: Json = False) -> None:
-    """Lower the plan for every rank that may differ and check each program: shardings, gradient types, the cut into stages.
+def verify(
+    file: PlanFile,
+    model: Annotated[str | None, typer.Option(help="The model, to run: a config is shrunk; " + MODEL)] = None,
+    processes: Annotated[int, typer.Option(min=1, help="CPU processes at most.")] = 4,
+    programs_only: Annotated[bool, typer.Option("--programs-only", help="Check the programs, run nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check every rank's program, then run: loss and gradients on CPU processes beside a single one; exit code 1 if unequal.
 
-    Example: meshwright verify plan.json
+    Programs are lowered for every rank that may differ, and checked: shardings, gradient types, the cut into stages. A plan of
+    few devices and a small model is run as it is; of another one the degrees are run, made smaller, on the model that --model
+    names, or the shrunken copy of a config.
+
+    Example: meshwright verify plan.json --model config.json
     """
+    equal = True
     with _errors(as_json):
         plan = _plan(file)
-        from meshwright.commands.verifying import distinct_ranks, verify_rank
+        from meshwright.commands.verifying import distinct_ranks, ran, verify_rank
+        from meshwright.progress import progress
 
         ranks = distinct_ranks(plan.mesh)
-        for rank in ranks:
-            verify_rank(plan, rank)
+        with progress(verb="verifying") as report:
+            for number, rank in enumerate(ranks):
+                report(f"the program of rank {rank}", 0.1 * number / len(ranks))
+                verify_rank(plan, rank)
+            found = "--programs-only" if programs_only else ran(plan, model, processes, IMPORTED.get(), report)
+        equal = isinstance(found, str) or found.equal
         if as_json:
-            _print_json({"verified": True, "world": plan.mesh.world, "ranks": ranks, "operators": len(plan.graph.ops)})
+            said = {"not_run": found} if isinstance(found, str) else {"run": found.as_json()}
+            _print_json({"verified": True, "world": plan.mesh.world, "ranks": ranks, "operators": len(plan.graph.ops), **said})
         else:
             same = "" if len(ranks) == plan.mesh.world else "; the others run one of these"
             typer.echo(f"verified: {len(ranks)} of {plan.mesh.world} ranks ({plan.mesh}) compute what the graph's "
                        f"{len(plan.graph.ops)} operators say{same}")
+            typer.echo(f"not run: {found}" if isinstance(found, str) else str(found))
+    if not equal:
+        raise typer.Exit(DIFFERENT)
 
 
 @app.command("simulate")
@@ -471,9 +499,9 @@ def _print_json(value: Mapping[str, Any]) -> None:
 
 
 def _plan(file: Path) -> Plan:
-    from meshwright.ir.plan import Plan
+    from meshwright.planner import load_plan
 
-    return Plan.load(file)
+    return load_plan(file)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Compiled plans as folders: written by ``parallel.export``, run again by ``meshwright.load`` without the model and the solver.
 
     folder/export.json                what is in the folder, with checksums; versions; what order it relies on
-    folder/plan.json                  the plan, as ``plan.save`` writes it
+    folder/plan.json                  the plan, as ``plan.save`` writes it; programs are those of the plan that is read from it
     folder/programs/<sha256>.json     the lowered program of every rank role: ranks whose pieces are of one size have the same
     folder/state/                     a checkpoint of what the module held: all of it, or without weights the buffers
 
@@ -18,7 +18,6 @@ as an ``AttributeTuple``; or as the classes that the caller gives (``classes=[Ca
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -37,8 +36,9 @@ from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Program, Stored
 from meshwright.ir.reading.fields import Field, check_depth, load_json
-from meshwright.ir.serialize import digest, in_lines, plan_to_dict, program_to_dict
+from meshwright.ir.serialize import digest, in_lines, program_to_dict
 from meshwright.ir.signature import classes_by_name
+from meshwright.ir.writing.plans import plan_text
 from meshwright.ir.writing.versions import versions
 from meshwright.passes import cut_stages, rank_program
 from meshwright.programs import check_given, checked_program, device_of, mesh_pins, order_of
@@ -48,7 +48,9 @@ from meshwright.runtime.state.layout import local_of
 from meshwright.runtime.state.storage import put_in_place
 from meshwright.runtime.verdict import together
 
-FORMAT = 2
+FORMAT = 3
+READ = (2, FORMAT)
+"""Formats that are read: up to 2 the plan was written as its trace named everything."""
 INDEX, PLAN, STATE = "export.json", "plan.json", "state"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 FEW, FEW_ALONG = 64, 16
@@ -71,15 +73,16 @@ class Exporter:
         rank = dist.get_rank() if dist.is_initialized() else 0
         target, draft = _places(folder)
         together(lambda: _clear(target, draft) if rank == 0 else None)
-        text = together(lambda: _text_of(self.plan, rank))
+        plan, text = together(lambda: _as_read(self.plan, rank))
         roles = _gathered(_sha(text))
         together(lambda: _write_program(draft, text) if roles.index(_sha(text)) == rank else None)
         parallel.save_contents(draft / STATE, weights)
-        names = [[fqn, stored.value] for fqn, stored in parallel.names]
+        called = {param.value: read.value for param, read in zip(self.plan.graph.params, plan.graph.params, strict=True)}
+        names = [[fqn, called[stored.value]] for fqn, stored in parallel.names]
 
         def finish() -> None:
             if rank == 0:
-                _finish(draft, target, self.plan, roles, names, parallel.training, weights, self.evaluation())
+                _finish(draft, target, plan, roles, names, parallel.training, weights, self.evaluation())
 
         together(finish)
 
@@ -90,6 +93,7 @@ def export(plan: Plan, folder: str | Path) -> None:
     target, draft = _places(Path(folder))
     _clear(target, draft)
     roles = []
+    plan = Plan.from_dict(load_json(plan_text(plan)))
     for rank in _representatives(plan):
         text = _text_of(plan, rank)
         if _sha(text) not in roles:
@@ -125,7 +129,7 @@ def _finish(
     evaluation: str | None,
 ) -> None:
     """The index, last; then the folder takes its place."""
-    text = json.dumps(plan_to_dict(plan))
+    text = plan_text(plan)
     state = draft / STATE / "checkpoint.json"
     data: dict[str, Any] = {
         "meshwright_export": FORMAT, "versions": versions(), "mesh": str(plan.mesh), "plan": _sha(text),
@@ -139,6 +143,12 @@ def _finish(
         put_in_place(draft, target)
     except OSError as error:
         raise ExportError(f"cannot write {target}: {error.strerror or error}") from error
+
+
+def _as_read(plan: Plan, rank: int) -> tuple[Plan, str]:
+    """The plan as ``load`` reads it, under names that the trace has no part in, and this rank's program of it."""
+    read = Plan.from_dict(load_json(plan_text(plan)))
+    return read, _text_of(read, rank)
 
 
 def _text_of(plan: Plan, rank: int) -> str:
@@ -252,9 +262,9 @@ def _checked(folder: Path) -> _Export:
     data = load_json((folder / INDEX).read_text(encoding="utf-8"))
     if not isinstance(data, dict) or "meshwright_export" not in data:
         raise ExportError(f"{folder / INDEX} is no index of an exported program")
-    if data["meshwright_export"] != FORMAT or type(data["meshwright_export"]) is not int:
-        raise ExportError(f"the export {folder} is of format {data['meshwright_export']!r:.40}, this version reads {FORMAT}; "
-                          "export it again")
+    if data["meshwright_export"] not in READ or type(data["meshwright_export"]) is not int:
+        raise ExportError(f"the export {folder} is of format {data['meshwright_export']!r:.40}, this version reads "
+                          f"{' and '.join(map(str, READ))}; export it again")
     check_depth(data)
     part = Field(data, "").record("meshwright_export versions mesh plan programs order names training weights evaluation "
                                   "state digest")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,13 +17,14 @@ from meshwright.compiler.capture.capture import capture
 from meshwright.compiler.placement.pinned import check_tensor_pins
 from meshwright.compiler.search.errors import OutOfMemoryError
 from meshwright.compiler.search.search import REFINED_DEVICES, find_plan
-from meshwright.compiler.search.settled import decided, settled
+from meshwright.compiler.search.settled import decided, settled, stretched
 from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.blocks import find_blocks
 from meshwright.compiler.structure.microbatch import split_counts
 from meshwright.compiler.structure.units import find_units, split_at
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.spread import spread
+from meshwright.errors import MeshwrightError
 from meshwright.footprint import Footprints
 from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.declared.precision import PRECISIONS
@@ -32,6 +34,7 @@ from meshwright.ir.pins import ULYSSES, PinError, Pins
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Certificate
 from meshwright.ir.rule import Rules, factors_of
+from meshwright.ir.writing.versions import prices
 from meshwright.rules import rules_of
 
 __all__ = ["OPTIMIZERS", "OutOfMemoryError", "Timing", "capture_model", "check_pins", "make_plan", "rules_of"]
@@ -128,22 +131,51 @@ def reprice(plan: Plan, cluster: Cluster | str | None = None) -> Plan:
 
     >>> newer = reprice(plan, "b200:1x8")        # doctest: +SKIP
     """
+    task = _task_of(plan, cluster)
+    found = settled(task, plan, Footprints(task.rules, task.state_bytes).fits)
+    return replace(_with_interval(found, task.cluster), certificate=None)
+
+
+def reprice_batches(plan: Plan, times: float) -> Plan:
+    """The plan with what a step takes of ``times`` as large a batch, in as many more micro-batches, on its own cluster; its
+    memory is as the search counts it. Raises PlanError, ClusterError as ``reprice`` does."""
+    return replace(plan, predicted=stretched(_task_of(plan, None), plan, times), certificate=None)
+
+
+def _task_of(plan: Plan, cluster: Cluster | str | None) -> Task:
+    """What prices a plan need."""
     cluster = plan.cluster if cluster is None else cluster
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     where = where.with_products(PRECISIONS[plan.precision].products)
     rules, _ = rules_of(plan.graph)
     state_bytes = OPTIMIZERS[plan.optimizer] if plan.optimizer in OPTIMIZERS else float(plan.optimizer.split()[0])
-    task = Task.of(plan.graph, where, rules, Pins(), precision=plan.precision, state_bytes=state_bytes, gap=GAP)
-    found = settled(task, plan, Footprints(rules, state_bytes).fits)
-    return replace(_with_interval(found, where), certificate=None)
+    return Task.of(plan.graph, where, rules, Pins(), precision=plan.precision, state_bytes=state_bytes, gap=GAP)
+
+
+def load_plan(path: str | Path) -> Plan:
+    """The plan of a file (``Plan.load``), priced again if its predictions were made with other prices than this version's, or
+    of other decisions than the file holds now; a note says so. Where it cannot be priced here, its predictions stay and are
+    marked. Raises PlanError.
+
+    >>> plan = load_plan("plan.json")            # doctest: +SKIP
+    """
+    plan = Plan.load(path)
+    if not plan.stale:
+        return plan
+    try:
+        found = reprice(plan)
+    except MeshwrightError as error:
+        return replace(plan, notes=(*plan.notes, f"not priced again: {error}"))
+    note = "priced when it was read: the file's predictions were of other prices, or of other decisions"
+    return replace(found, notes=(*(one for one in plan.notes if one != note), note))
 
 
 def _with_interval(plan: Plan, cluster: Cluster) -> Plan:
-    """The plan with the interval in which most such runs came out."""
+    """The plan with the interval in which most such runs came out, and by which prices it was made."""
     assert plan.predicted is not None
     likely, step = spread(cluster, plan.mesh), plan.predicted.step_seconds
     return replace(
-        plan, predicted=replace(plan.predicted, low_seconds=likely.low * step, high_seconds=likely.high * step)
+        plan, predicted=replace(plan.predicted, low_seconds=likely.low * step, high_seconds=likely.high * step, prices=prices())
     )
 
 

@@ -16,6 +16,7 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate
 from meshwright.ir.sharding import parse_sharding
+from meshwright.ir.writing.versions import prices
 
 BATCH, HIDDEN, WIDE = 8, 16, 32
 
@@ -62,7 +63,7 @@ def handmade_plan() -> Plan:
         graph=graph, mesh=Mesh.of(dp=2, tp=2), assignments=assignments,
         copies={"x": parse_sharding("[_@dp, _]"), "add0": parse_sharding("[_@dp, _]"), "add1": parse_sharding("[_@dp, _]")},
         groups=(*(replace(group, path=block.path) for block in graph.blocks), group), cluster="cpu@host:1x4",
-        predicted=Prediction(0.0125, 3 * 2**20, 12 * 2**20, tokens_per_second=5120.0,
+        predicted=Prediction(0.0125, 3 * 2**20, 12 * 2**20, tokens_per_second=5120.0, prices=prices(),
                              bytes_by_kind={"parameters": 2**20, "activations": 2 * 2**20}),
         certificate=Certificate(0.0125, 0.0124, "optimal", candidates=(
             SeenCandidate("dp=4 x tp=1", 1, outcome="does not fit"), SeenCandidate("dp=2 x tp=2", 1, 0.0125))),

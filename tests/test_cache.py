@@ -71,8 +71,9 @@ def test_bad_entries_are_planned_again(tmp_path: Path, searches: list[Any]) -> N
     (file,) = tmp_path.iterdir()
     text = file.read_text()
     data = json.loads(text)
-    altered = {**data, "plan": {**data["plan"], "assignments": {}}}
-    forged = {**altered, "plan": {**data["plan"], "mesh": {"dp": 3}}}
+    chosen = data["plan"]["decisions"]
+    altered = {**data, "plan": {**data["plan"], "decisions": {**chosen, "operators": {}}}}
+    forged = {**altered, "plan": {**data["plan"], "decisions": {**chosen, "mesh": {"dp": 3}}}}
     forged["digest"] = digest([forged["order"], forged["plan"]])
     wrong = [json.dumps(one).encode() for one in (altered, forged)]
     for bad in (b"", b"\xff", b"[" * 5000, text[:-200].encode(), b"{}", *wrong):
@@ -81,7 +82,7 @@ def test_bad_entries_are_planned_again(tmp_path: Path, searches: list[Any]) -> N
         with pytest.warns(UserWarning, match="planning again"):
             assert plan_hash(plan(tmp_path)) == plan_hash(good)
         assert len(searches) == before + 1
-        assert json.loads(file.read_text())["plan"]["assignments"] == data["plan"]["assignments"]  # in its place
+        assert json.loads(file.read_text())["plan"]["decisions"] == chosen  # in its place
     file.unlink()
     file.mkdir()
     with pytest.warns(UserWarning, match="planning again"):

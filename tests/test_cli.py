@@ -20,9 +20,12 @@ from meshwright.cli import BUG, DIFFERENT, NOTHING_FITS, WRONG, app
 from meshwright.commands.models import from_config
 from meshwright.commands.sizing import Size, front
 from meshwright.commands.verifying import distinct_ranks
+from meshwright.cost.cluster import Cluster
 from meshwright.errors import VerifyError
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
+from meshwright.planner import make_plan
 from meshwright.views.explain import explain
 from meshwright.views.report import render
 from tests.handmade import handmade_plan
@@ -186,10 +189,10 @@ def test_help_lists_the_commands() -> None:
 def test_verify(saved: Path, tmp_path: Path) -> None:
     path = tmp_path / "made.json"
     assert run("plan", "tests.test_cli:build", "--cluster", "cpu:1x4", "--dp", 2, "--tp", 2, "--out", path).exit_code == 0
-    result = run("verify", path)
+    result = run("verify", path, "--programs-only")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("verified: 4 of 4 ranks")
-    assert json.loads(run("verify", path, "--json").stdout)["ranks"] == [0, 1, 2, 3]
+    assert json.loads(run("verify", path, "--json", "--processes", 2).stdout)["ranks"] == [0, 1, 2, 3]
     assert run("verify", tmp_path / "missing.json").exit_code == WRONG
 
 
@@ -203,9 +206,52 @@ def test_verify_finds_a_wrong_program(tmp_path: Path, monkeypatch: pytest.Monkey
         raise VerifyError("linear", "0", "f32[8@dp, 128]", "f32[8@dp, 128] +tp")
 
     monkeypatch.setattr(checker, "verify", wrong)
-    result = run("verify", path)
+    result = run("verify", path, "--programs-only")
     assert result.exit_code == WRONG
     assert "expected f32[8@dp, 128], found f32[8@dp, 128] +tp" in result.stderr
+
+
+def test_verify_runs_the_degrees_on_processes(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.commands import verifying
+    from meshwright.commands.running import Compared
+
+    path = tmp_path / "large.json"
+    words = ("--cluster", "h100:2x8", "--batch", 32, "--sequence", 32, "--dp", 4, "--tp", 4, "--zero", 2, "--out", path)
+    assert run("plan", llama, *words).exit_code == 0
+    said = run("verify", path)
+    assert said.exit_code == 0
+    assert "not run: the plan is for 16 devices" in said.stdout
+    found = run("verify", path, "--model", llama, "--processes", 2, "--json")
+    assert found.exit_code == 0, found.output
+    answer = json.loads(found.stdout)["run"]
+    assert answer["equal"]
+    assert answer["mesh"] in ("dp=2 x tp=1", "dp=1 x tp=2")
+    assert max(answer["gradients"].values()) < 1e-5
+    assert answer["loss"] == pytest.approx(answer["loss_alone"], rel=1e-5)
+    wrong = Compared(2, "tp=2", 1.0, 1.0, (("a.weight", 0.5), ("b.weight", float("nan"))))
+    monkeypatch.setattr(verifying, "compare", lambda *_: wrong)
+    found = run("verify", path, "--model", llama, "--processes", 2)
+    assert found.exit_code == DIFFERENT
+    assert "NOT EQUAL" in found.stdout
+    assert "a.weight: gradient off by 0.5" in found.stdout
+    assert run("verify", path, "--model", tmp_path / "none", "--processes", 2).exit_code == WRONG
+
+
+def test_degrees_made_small_stay_what_they_are(llama: Path) -> None:
+    from meshwright.commands.shrinking import shrunken, smaller
+    from tests.test_pinning import graph
+
+    asked = Pins(pp=2, dp=2, tp=2, zero=1, microbatches=4, recompute="full")
+    plan = make_plan(graph("llama"), Cluster.parse("h100:1x8"), asked)
+    pins, world = smaller(plan, 8)
+    assert world == 8
+    assert (pins.pp, pins.dp, pins.tp, pins.zero, pins.recompute, pins.microbatches) == (2, 2, 2, 1, "full", 4)
+    assert smaller(plan, 4)[1] == 4
+    assert smaller(plan, 1) == (Pins(pp=1, dp=1, tp=1, cp=1, recompute="full", microbatches=2), 1)
+    model, example = shrunken(llama, pins)
+    assert model.config.num_attention_heads % 2 == 0
+    assert example["input_ids"].shape == (16, 16)
+    assert not any(parameter.is_meta for parameter in model.parameters())
 
 
 def test_ranks_that_may_differ() -> None:

@@ -282,7 +282,8 @@ def refusals(rank: int, folder: str, rules: bool) -> list[str]:
     def with_rule(path: str) -> str:
         """The folder of a run in which somebody had registered a rule."""
         plan = json.loads(Path(folder, "zero", "plan.json").read_text())
-        text = json.dumps({**plan, "registered": {"aten.relu.default": "*b -> *b"}})
+        decisions = {**plan["decisions"], "registered": {"aten.relu.default": "*b -> *b"}}
+        text = json.dumps({**plan, "decisions": decisions})
         altered(path, plan=hashlib.sha256(text.encode()).hexdigest())
         if rank == 0:
             Path(folder, path, "plan.json").write_text(text)

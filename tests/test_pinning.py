@@ -104,6 +104,27 @@ def test_blocks_that_differ_are_pinned_apart() -> None:
     assert again.predicted == mixed.predicted
 
 
+@pytest.mark.parametrize("dp", [{"dp": 2}, {"dp": 4, "shard": 2}])
+def test_blocks_of_a_pipeline_that_are_kept_apart_are_priced_and_pinned(dp: dict[str, int]) -> None:
+    where = Cluster.parse(f"h100:1x{2 * dp['dp']}")
+    plan = make_plan(graph("llama"), where, Pins(pp=2, tp=1, zero=1, microbatches=2, schedule="gpipe", **dp))
+    first, second, third, root = plan.groups
+    ways = [replace(plan, groups=groups) for groups in (
+        (replace(first, zero=3), second, third, root), (first, replace(second, recompute="full", zero=2), third, root),
+        (replace(first, zero=0, shard_axes=()), second, replace(third, zero=3, recompute="selective"), root),
+    )]
+    found = [reprice(one) for one in (plan, *ways)]
+    assert len({one.predicted.step_seconds for one in found}) == len(found)
+    alike = reprice(replace(plan, groups=tuple(replace(group, zero=3) for group in plan.groups)))
+    low, mixed, high = sorted(one.predicted.step_seconds for one in (found[0], found[1], alike))
+    assert found[1].predicted.step_seconds == pytest.approx(mixed, rel=1e-3)  # between none and all, up to latencies
+    assert low < high
+    for one in found[1:]:
+        again = make_plan(graph("llama"), where, Pins.of(as_dict(one.to_pins())))
+        assert plan_hash(again) == plan_hash(one)
+        assert again.predicted == one.predicted
+
+
 def test_what_is_dropped_is_searched_and_the_rest_is_held() -> None:
     where = Cluster.parse("h100:1x4")
     plan = make_plan(graph("llama"), where, Pins(dp=2, tp=2, zero=3))
@@ -179,8 +200,8 @@ def test_pins_that_name_nothing_are_refused(pins: Mapping[str, Any], message: st
 
 def test_what_has_no_price_is_said() -> None:
     plan = make_plan(graph("llama"), Cluster.parse("cpu:1x4"), Pins(pp=2, dp=2, zero=1))
-    with pytest.raises(PlanError, match="keep their parameters alike"):
-        reprice(replace(plan, groups=(replace(plan.groups[0], zero=3), *plan.groups[1:])))
+    with pytest.raises(PlanError, match="nothing outside the blocks is recomputed"):
+        reprice(replace(plan, groups=(*plan.groups[:-1], replace(plan.groups[-1], recompute="full"))))
     with pytest.raises(PlanError, match="plan again for these"):
         reprice(plan, Cluster.parse("cpu:1x8"))
     faster = reprice(plan, Cluster.parse("h100:1x4"))

@@ -115,6 +115,56 @@ def test_files_of_every_version_load(version: int) -> None:
     assert len(list(SAMPLES.glob(f"*.v{version}.json"))) == 2
 
 
+def test_loading_prices_again_what_is_stale(tmp_path: Path) -> None:
+    plan = mw.plan(Net(), "cpu:1x2", EXAMPLE, pins={"dp": 2, "tp": 1, "zero": 3})
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    fresh = mw.load_plan(path)
+    assert not fresh.stale
+    assert fresh.certificate is not None
+    text = path.read_text()
+    data = json.loads(text)
+
+    def loaded(data: Any) -> tuple[Plan, Plan]:
+        path.write_text(json.dumps(data))
+        return Plan.load(path), mw.load_plan(path)
+
+    other = copy.deepcopy(data)
+    other["predictions"]["predicted"] |= {"prices": "of another version", "step_seconds": 100.0}
+    blocks = data["decisions"]["blocks"]
+    kept = {name: words.replace("ZeRO 3", "ZeRO 0").partition(", state")[0] for name, words in blocks.items()}
+    edited = {**data, "decisions": {**data["decisions"], "blocks": kept}}
+    for one in (other, edited):
+        raw, again = loaded(one)
+        assert raw.stale
+        assert "other prices" in str(raw)
+        assert not again.stale
+        assert again.certificate is None
+        assert "priced when it was read" in again.notes[-1]
+        again.save(path)
+        assert mw.load_plan(path).notes == again.notes
+    assert loaded(other)[1].predicted.step_seconds == pytest.approx(plan.predicted.step_seconds)
+    assert loaded(edited)[1].predicted.bytes_per_rank > plan.predicted.bytes_per_rank
+    other["decisions"]["cluster"] = "abacus@desk:1x2"
+    raw, again = loaded(other)
+    assert again.stale
+    assert "not priced again" in again.notes[-1]
+    assert again.predicted.step_seconds == 100.0
+
+
+def test_lists_in_outputs_are_written() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"loss": self.inside(x).sum(), "all": [x, [x * 2]]}
+
+    plan = mw.plan(Listed(), "cpu:1x2", (torch.zeros(4, 4),), pins={"dp": 2})
+    assert plan_hash(Plan.from_dict(json.loads(plan_text(plan)))) == plan_hash(plan)
+
+
 def test_newer_files_say_what_to_do(plans: list[Plan]) -> None:
     with pytest.raises(mw.PlanError, match=r"of format 3, .* formats 1 and 2; a newer meshwright wrote it"):
         Plan.from_dict({**plan_to_file(plans[0]), "meshwright": 3})

@@ -68,23 +68,42 @@ def imported(name: str) -> ModuleType:
 def from_config(path: Path, batch: int, sequence: int) -> tuple[Any, dict[str, Any]]:
     """(model, inputs with labels). The class is the one that the config names, else a causal language model's. Raises
     InputError."""
+    config = config_of(path)
+    import torch
+    import transformers
+
+    try:
+        with torch.device("meta"):
+            model = model_of(config, transformers)
+    except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
+        raise _no_model(path, error) from error
+    return model, example_of(model, batch, sequence)
+
+
+def config_of(path: Path) -> Any:
+    """The config of a folder or file. Raises InputError."""
     try:
         import transformers
     except ImportError as error:
         raise InputError("planning from a config needs transformers: pip install 'meshwright[demo]'") from error
-    import torch
-
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        if hasattr(config, "use_cache"):
-            config.use_cache = False
-        cls = _class_of(config, transformers)
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config) if cls is None else cls(config)
     except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
-        raise InputError(f"cannot build a causal language model, or the architecture that it names, from {path}: {error}; for "
-                         "another kind of model give a 'module:callable'") from error
-    return model, _example(model, batch, sequence)
+        raise _no_model(path, error) from error
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    return config
+
+
+def model_of(config: Any, transformers: Any) -> Any:
+    """A model of the class that the config names, else a causal language model, on the default device."""
+    cls = _class_of(config, transformers)
+    return transformers.AutoModelForCausalLM.from_config(config) if cls is None else cls(config)
+
+
+def _no_model(path: Path, error: Exception) -> InputError:
+    return InputError(f"cannot build a causal language model, or the architecture that it names, from {path}: {error}; for "
+                      "another kind of model give a 'module:callable'")
 
 
 def _class_of(config: Any, transformers: Any) -> Any:
@@ -96,7 +115,8 @@ def _class_of(config: Any, transformers: Any) -> Any:
     return None
 
 
-def _example(model: Any, batch: int, sequence: int) -> dict[str, Any]:
+def example_of(model: Any, batch: int, sequence: int) -> dict[str, Any]:
+    """What a model of transformers is called with, on the meta device. Raises InputError."""
     import torch
 
     name = type(model).__name__

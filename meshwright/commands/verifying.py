@@ -1,7 +1,19 @@
-"""Which ranks' programs are checked, and how: what the command ``verify`` does."""
+"""Which ranks' programs are checked, and how, and what is run: what the command ``verify`` does.
+
+    a plan of few devices and a small model    is run as it is, on as many CPU processes
+    another, with the model given              its degrees are, made smaller, on a plan for the model or its shrunken copy
+    another, without                           is not run, which is said
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from meshwright.commands.running import Compared, compare
+from meshwright.errors import InputError
+from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP, Mesh
 from meshwright.ir.plan import Plan
 from meshwright.passes import cut_stages, rank_program
@@ -11,6 +23,8 @@ from meshwright.rules import rules_of_plan
 
 FEW_RANKS = 16
 """Up to so many ranks every one is checked."""
+MOST_ELEMENTS = 3e7
+"""Of a model whose plan is run as it is: parameters, and the largest value."""
 
 
 def distinct_ranks(mesh: Mesh) -> list[int]:
@@ -29,3 +43,45 @@ def verify_rank(plan: Plan, rank: int) -> None:
     verify(program, plan.graph, rules)
     typecheck(program)
     cut_stages(program, plan.pipeline)
+
+
+def ran(
+    plan: Plan, model: str | None, processes: int, modules: Sequence[str], report: Callable[[str, float], None]
+) -> Compared | str:
+    """What a run found, or why there was none. ``model``: as the command line names it. Raises InputError, PlanError,
+    RunError."""
+    if model is None:
+        size = sum(plan.graph.values[param.value].numel for param in plan.graph.params)
+        if plan.mesh.world <= processes and max(size, _largest(plan.graph)) <= MOST_ELEMENTS:
+            return compare(plan, None, modules, (), report)
+        return (f"the plan is for {plan.mesh.world} devices and {size:,} parameters, too much for {processes} CPU processes: "
+                "give its model (--model config.json, or module:callable), and its degrees run on a small copy")
+    from meshwright.commands.models import load
+    from meshwright.commands.shrinking import shrunken, smaller
+    from meshwright.cost.cluster import Cluster
+    from meshwright.planner import capture_model, make_plan
+
+    pins, world = smaller(plan, processes)
+    if os.path.exists(model):
+        module, example = shrunken(Path(model), pins)
+        args, kwargs, notes = (), example, [f"a shrunken copy of {model}"]
+    else:
+        module, given = load(model, 1, 2)
+        from meshwright.api import example_call
+
+        args, kwargs, targets = example_call(module, given)
+        if targets:
+            raise InputError(f"{model!r} gives targets, and a loss function is not part of it; let the model return its loss")
+        notes = [f"the model that {model} returns"]
+    report("capturing the model", 0.0)
+    graph = capture_model(module, args, kwargs, (), None, "fp32")
+    if _largest(graph) > MOST_ELEMENTS:
+        raise InputError(f"the model that {model!r} returns is too large to run on CPU processes; return a small one")
+    found = make_plan(graph, Cluster.parse(f"cpu:1x{world}"), pins)
+    if str(found.mesh) != str(plan.mesh):
+        notes.append(f"on {found.mesh}, the plan is on {plan.mesh}: every degree within {processes} processes (--processes)")
+    return compare(found, module, modules, notes, report)
+
+
+def _largest(graph: Graph) -> float:
+    return max((value.numel for value in graph.values.values()), default=0)

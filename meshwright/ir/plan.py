@@ -29,6 +29,7 @@ from meshwright.ir.reading.fields import load_json
 from meshwright.ir.reading.plans import read_plan
 from meshwright.ir.writing.pins import pins_of
 from meshwright.ir.writing.plans import plan_text
+from meshwright.ir.writing.versions import prices
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,12 @@ class Plan(Decisions):
     def __repr__(self) -> str:
         return f"<Plan {self.mesh}, {len(self.graph.ops)} operators, {len(self.graph.blocks)} blocks>"
 
+    @property
+    def stale(self) -> bool:
+        """Whether its predictions were made with other prices than this version's, or of other decisions:
+        ``meshwright.reprice`` makes new ones, ``meshwright.load_plan`` does so by itself."""
+        return self.predicted is not None and self.predicted.prices != prices()
+
     def to_pins(self) -> Pins:
         """Every decision as pins: planning the same model with them gives this plan; with some of them dropped, these are
         searched again."""
@@ -80,7 +87,8 @@ class Plan(Decisions):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """The plan that ``save`` wrote. Executes nothing. Raises PlanError if the file is none, or cannot be read, and as
+        """The plan that ``save`` wrote, with the predictions of the file (``stale``; ``meshwright.load_plan`` prices it again
+        where that is needed). Executes nothing. Raises PlanError if the file is none, or cannot be read, and as
         ``from_dict`` does."""
         try:
             data = load_json(Path(path).read_text(encoding="utf-8"))
@@ -103,7 +111,8 @@ def _step(plan: Plan) -> str:
     if plan.pipeline is not None:
         words.append(f"{plan.pipeline.stages} stages on {plan.pipeline.degree} ranks under {plan.pipeline.schedule}")
     if plan.predicted is not None:
-        words.append(f"{seconds_text(plan.predicted.step_seconds)} predicted{_interval(plan.predicted)}")
+        stale = " by other prices than this version's (mw.reprice makes new ones)" if plan.stale else ""
+        words.append(f"{seconds_text(plan.predicted.step_seconds)} predicted{_interval(plan.predicted)}{stale}")
     return ", ".join(words)
 
 

@@ -61,6 +61,7 @@ class Prediction:
     bubble_fraction: idle share of the ranks' time within the schedule, 0 to 1
     bytes_per_pipeline_rank: of every rank of a pipeline at its worst moment
     stages: seconds of every stage of a pipeline
+    prices: a digest of what it was made with (``ir.writing.versions.prices``), "" if that is not known
     """
 
     step_seconds: float
@@ -83,6 +84,7 @@ class Prediction:
     stages: StageSeconds | None = None
     low_seconds: float | None = None
     high_seconds: float | None = None
+    prices: str = ""
 
     @property
     def fits(self) -> bool:
@@ -96,7 +98,9 @@ class Prediction:
     @classmethod
     def of_json(cls, data: Any) -> Prediction:
         """What ``as_json`` wrote. Raises ValueError for anything else."""
-        return cls(**_fields(cls, data, {"bytes_by_kind": _shares, "bytes_per_pipeline_rank": _numbers, "stages": _stages}))
+        return cls(**_fields(cls, data, {
+            "bytes_by_kind": _shares, "bytes_per_pipeline_rank": _numbers, "stages": _stages, "prices": _word,
+        }))
 
 
 @dataclass(frozen=True, slots=True)

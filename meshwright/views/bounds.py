@@ -1,4 +1,4 @@
-"""What bounds a plan's step: where its seconds and its bytes go, from the largest part down (``whole``)."""
+"""What bounds a plan's step: where its seconds and its bytes go, the largest part first, and what would help (``whole``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from meshwright.cost.cluster import ClusterError
-from meshwright.ir.plan import Plan
+from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.views.facts import Facts
 from meshwright.views.page.outline import Shown, shown
@@ -19,8 +19,8 @@ _FULL = 0.9
 """Part of the memory above which it is said to bind: recomputation and micro-batches are what it is bought with."""
 
 
-def whole(facts: Facts) -> str:
-    """What bounds the step, in words."""
+def whole(facts: Facts, changed: bool = True) -> str:
+    """What bounds the step, in words; ``changed``: and what would help."""
     plan = facts.plan
     predicted = plan.predicted
     if predicted is None:
@@ -34,6 +34,7 @@ def whole(facts: Facts) -> str:
     lines.append(f"bound by   {_verdict(plan, parts)}")
     try:
         lines += _most(facts, Prices(facts))
+        lines += _helpful(plan) if changed else []
     except ClusterError:
         lines.append(f"no prices: cluster {plan.cluster or '(unnamed)'} is not in the catalogue")
     wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
@@ -75,6 +76,19 @@ def _most(facts: Facts, prices: Prices) -> Iterator[str]:
         yield f"collectives, likewise{stages}:"
     for seconds, words in there[:_LINES]:
         yield f"{'':10s} {seconds_text(seconds):>8s}  {words}"
+
+
+def _helpful(plan: Plan) -> Iterator[str]:
+    """Changes of the cluster and the batch that gain something, those that gain most a device first."""
+    from meshwright.views.changes import changes
+
+    try:
+        found = changes(plan)
+    except PlanError as error:
+        yield f"changes    cannot be priced: {error}"
+        return
+    yield f"changes    {'that help, tokens per second:' if found else 'of cluster or batch that were planned: none helps'}"
+    yield from (f"{'':10s} {change}" for change in found[:_LINES])
 
 
 def _where(one: Shown) -> str:

@@ -5,7 +5,8 @@ have had stands beside the planned one with what the step would take, everything
 with the part that decided; what it cannot have, with the reason. Collectives and what is kept for the backward are written as
 closed forms with their numbers in (``formulas``).
 
-``explain(plan)``: what bounds the step, and where its time and memory go.
+``explain(plan)``: what bounds the step, where its time and memory go, and which changes of the cluster or the batch would help
+most, each planned or priced (``changes``).
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ from meshwright.views.words import assignment_words
 _SHOWN = 8
 
 
-def explain(plan: Plan, name: str | None = None) -> str:
-    """What was chosen for ``name`` and what the alternatives would cost; without a name what bounds the step. Raises PlanError
-    for an unknown name."""
+def explain(plan: Plan, name: str | None = None, *, changes: bool = True) -> str:
+    """What was chosen for ``name`` and what the alternatives would cost; without a name what bounds the step, and, unless
+    ``changes`` is false, what would help most: that plans a few times, so it takes as long. Raises PlanError for an unknown
+    name."""
     facts, graph = facts_of(plan), plan.graph
     if name is None:
-        return whole(facts)
+        return whole(facts, changes)
     called = names_of(graph).op_of
     for op in graph.ops:
         if called.get(name, name) == op.name or name in op.outputs:

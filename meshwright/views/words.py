@@ -13,6 +13,7 @@ from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.prediction import Prediction
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.ir.rule import VARYING
+from meshwright.ir.writing.versions import prices
 from meshwright.views.facts import Facts
 
 _PARTS = (
@@ -99,7 +100,7 @@ def step_words(plan: Plan) -> str:
 
 
 def predicted_words(predicted: Prediction | None) -> str:
-    """The step, throughput and MFU, as far as they are known."""
+    """The step, throughput and MFU, as far as they are known; whether they were made with other prices."""
     if predicted is None:
         return "unknown"
     words = [f"step {seconds_text(predicted.step_seconds)}"]
@@ -111,6 +112,8 @@ def predicted_words(predicted: Prediction | None) -> str:
         words.append(f"{predicted.tflops_per_device:,.1f} TFLOP/s per device")
     if predicted.mfu is not None:
         words.append(f"MFU {predicted.mfu:.1%}")
+    if predicted.prices != prices():
+        words.append("by other prices than this version's (mw.reprice makes new ones)")
     return ", ".join(words)
 
 

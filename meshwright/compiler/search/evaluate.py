@@ -27,7 +27,7 @@ import numpy as np
 from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import least_in_flight, received
 from meshwright.compiler.pipeline.intervals import OutsideSeconds
-from meshwright.compiler.placement.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK
+from meshwright.compiler.placement.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK, Variant
 from meshwright.compiler.placement.rows import NONE, Placement
 from meshwright.compiler.search.candidates import Candidate
 from meshwright.compiler.search.errors import DoesNotFitError
@@ -142,15 +142,13 @@ class Evaluator:
 
     def settled(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, starts: Sequence[int],
-        recompute: Sequence[str],
+        kept: Sequence[Variant],
     ) -> Evaluation:
-        """A candidate that is cut and recomputed as it is given. ``starts``: positions at which stages start, and their number;
-        ``recompute``: of every position."""
-        units = plain = self.units(candidate, degrees, zero, placement, self.recompute[0])
-        for kind in self.recompute[1:]:
-            where = np.array([one == kind for one in recompute])
-            units = units.mixed(self.units(candidate, degrees, zero, placement, kind), where) if where.any() else units
-        marks = tuple(recompute)
+        """A candidate that is cut, keeps its parameters and recomputes as it is given. ``zero``: the level of the root;
+        ``starts``: positions at which stages start, and their number; ``kept``: of every position."""
+        marks = tuple(one.recompute for one in kept)
+        plain = self._kept(candidate, degrees, zero, placement, [replace(one, recompute=self.recompute[0]) for one in kept])
+        units = self._kept(candidate, degrees, zero, placement, kept)
         if candidate.pp == 1:
             seconds = self._step_alone(candidate, placement, units)
             return self._whole(candidate, degrees, zero, placement, units, plain, marks, seconds, seconds)
@@ -161,6 +159,21 @@ class Evaluator:
                           table=table, bound=0.0)
         cuts = replace(cuts, boundaries=tuple(starts))
         return self._result(candidate, degrees, zero, placement, units, plain, marks, cuts, crossing, table)
+
+    def _kept(
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, kept: Sequence[Variant]
+    ) -> Units:
+        """The units whose positions keep their parameters and recompute each as it is given."""
+        units = self.units(candidate, degrees, zero, placement, self.recompute[0])
+        for one in dict.fromkeys(kept):
+            own = replace(one, recompute=NONE)
+            variant = None if own == degrees.variant(zero) else own
+            if variant is None and one.recompute == self.recompute[0]:
+                continue
+            split = candidate.split
+            other = self.costs.units(placement, degrees, zero, candidate.microbatches, split, one.recompute, variant)
+            units = units.mixed(other, np.array([there == one for there in kept]))
+        return units
 
     def relaxed(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, most: int = 0, cutoff: float = 0.0

@@ -54,6 +54,21 @@ def settled(task: Task, plan: Plan, fits: Fits) -> Plan:
     return replace(found, predicted=fits(found))
 
 
+def stretched(task: Task, plan: Plan, times: float) -> Prediction:
+    """What a step takes of ``times`` as large a batch, in as many micro-batches more or less, so that each is what it is now;
+    as the search counts it, unit by unit. Raises PlanError as ``settled`` does, and where micro-batches would be none or
+    parts."""
+    if (count := times * plan.schedule.microbatches) < 1 or count % 1:
+        raise PlanError(f"{plan.schedule.microbatches} micro-batches times {times:g} are {count:g}")
+    task = replace(task, graph=plan.graph, pins=_near(plan), recompute=RECOMPUTE, fixed=FixedDecisions.of(plan, task.rules))
+    try:
+        made = Plans(task).of(_evaluation(task, plan, times)).predicted
+    except PinError as error:
+        raise PlanError(f"the plan cannot be priced: {error}") from error
+    assert made is not None
+    return made
+
+
 def _near(plan: Plan) -> Pins:
     """What placements need to know of a mesh that degrees do not tell: the near ranks that exchange a sequence for heads."""
     return Pins(ulysses=plan.mesh.size(HEADS)) if HEADS in plan.mesh.axes else Pins()
@@ -66,8 +81,8 @@ def _of_stages(task: Task, plan: Plan) -> Prediction:
     return made
 
 
-def _evaluation(task: Task, plan: Plan) -> Evaluation:
-    """The candidate that the plan is, evaluated as it is cut and recomputed."""
+def _evaluation(task: Task, plan: Plan, times: float = 1.0) -> Evaluation:
+    """The candidate that the plan is, with ``times`` as many micro-batches, evaluated as it is cut and recomputed."""
     degrees, zero = _degrees(plan), _level(plan)
     fixed = task.fixed.collapsed(degrees.data)
     kinds = tuple(dict.fromkeys((NONE, *task.recompute)))
@@ -76,7 +91,8 @@ def _evaluation(task: Task, plan: Plan) -> Evaluation:
     pipeline, count = plan.pipeline, plan.schedule.microbatches
     virtual = 1 if pipeline is None else pipeline.stages // pipeline.degree
     candidate = Candidate(
-        degrees.pp, virtual, "none" if pipeline is None else pipeline.schedule, degrees.data, degrees.tensor, count,
+        degrees.pp, virtual, "none" if pipeline is None else pipeline.schedule, degrees.data, degrees.tensor,
+        round(count * times),
         ceil_div(batch_size(plan.graph), degrees.data * count), None, degrees.context, degrees.mirrored, degrees.expert,
         degrees.heads,
     )
@@ -85,7 +101,8 @@ def _evaluation(task: Task, plan: Plan) -> Evaluation:
     names = [plan.graph.ops[position.start].module or "root" for position in positions]
     costs = StageCosts(task.cluster, itemsize=task.itemsize, state_bytes=task.state_bytes)
     evaluator = Evaluator(costs, positions, names, task.cluster.capacity_bytes - task.input_bytes, kinds)
-    recompute = [plan.groups[p.block].recompute if p.block >= 0 else NONE for p in positions]
+    root = variant_of(plan.groups[-1])
+    kept = [variant_of(plan.groups[p.block]) if p.block >= 0 else root for p in positions]
     begin = [position.start for position in positions]
     cuts = (0, len(plan.graph.ops)) if pipeline is None else pipeline.cuts
     if missing := [at for at in cuts[:-1] if at not in begin]:
@@ -93,7 +110,7 @@ def _evaluation(task: Task, plan: Plan) -> Evaluation:
         raise PlanError(f"a stage starts at {op.target} of {op.module or 'the model'}, within a block; no search cuts there, "
                         "so it has no price")
     return evaluator.settled(
-        candidate, degrees, zero, placement, (*(begin.index(at) for at in cuts[:-1]), len(begin)), recompute
+        candidate, degrees, zero, placement, (*(begin.index(at) for at in cuts[:-1]), len(begin)), kept
     )
 
 
@@ -113,13 +130,18 @@ def _degrees(plan: Plan) -> Degrees:
 
 
 def _level(plan: Plan) -> int:
-    """The one ZeRO level of all blocks. Raises PlanError for several ways to keep parameters."""
-    kept = {replace(variant_of(group), recompute=NONE) for group in plan.groups}
-    first = next(iter(kept))
-    if len(kept) > 1 or first != _degrees(plan).variant(first.zero) or plan.groups[-1].recompute != NONE:
-        raise PlanError("blocks of a pipeline, or on so many devices, are priced only where all keep their parameters alike, "
-                        "and nothing outside of them is recomputed")
-    return first.zero
+    """The ZeRO level of what lies outside the blocks. Raises PlanError for parameters that are kept as no unit of a stage is:
+    gradients are summed over all data ranks, and nothing outside of the blocks is recomputed."""
+    data = _degrees(plan).data_axes
+    for group in plan.groups:
+        one = variant_of(group)
+        whole = tuple(axis for axis in one.data_axes if plan.mesh.size(axis) > 1) == data
+        if not whole or (not group.path and one.recompute != NONE and group is plan.groups[-1]):
+            where = group.path or "what lies outside the blocks"
+            raise PlanError(f"{where} sums gradients over {one.data_axes or 'no axis'} and recomputes {one.recompute}: a "
+                            f"pipeline, or a plan on so many devices, is priced where all gradients are summed over {data}, "
+                            "and nothing outside the blocks is recomputed")
+    return plan.groups[-1].zero
 
 
 def decided(task: Task) -> Plan | None:

@@ -134,13 +134,15 @@ class StageCosts:
         self._costs: dict[tuple[Degrees, int], Costs] = {}
         self._networks: dict[Degrees, Network] = {}
         self._activations: dict[tuple[int, str], tuple[Array, Array, Array]] = {}
-        self._priced: dict[tuple[int, Degrees, int, bool], Priced] = {}
+        self._priced: dict[tuple[int, Degrees, Variant, bool], Priced] = {}
 
     def units(
-        self, placement: Placement, degrees: Degrees, zero: int, microbatches: int, split: bool, recompute: str
+        self, placement: Placement, degrees: Degrees, zero: int, microbatches: int, split: bool, recompute: str,
+        kept: Variant | None = None,
     ) -> Units:
-        """The units of a placement; ``recompute`` applies to blocks; ``split``: the backward is split."""
-        own = self.parameters(placement, degrees, zero, microbatches)
+        """The units of a placement; ``recompute`` applies to blocks; ``split``: the backward is split; ``kept``: how parameters
+        are kept, if not as a search keeps them at this ZeRO level."""
+        own = self.parameters(placement, degrees, zero, microbatches, kept)
         plain, run, weight = self._rows(placement, recompute)
         each, once = own.each, own.once
         forward = run[:, SEND] + each[:, SEND] + self.overlapped(run[:, FORWARD], each[:, GATHER], run[:, HOST])
@@ -180,19 +182,21 @@ class StageCosts:
         share = 1.0 - 1.0 / self.cluster.device.contention
         return moved * share if share else np.zeros_like(moved)
 
-    def parameters(self, placement: Placement, degrees: Degrees, zero: int, microbatches: int) -> Priced:
+    def parameters(
+        self, placement: Placement, degrees: Degrees, zero: int, microbatches: int, kept: Variant | None = None
+    ) -> Priced:
         """What the parameters of every row cost."""
-        key = (id(placement), degrees, zero, microbatches > 1)
+        variant = kept or degrees.variant(zero)
+        key = (id(placement), degrees, variant, microbatches > 1)
         if key not in self._priced:
-            self._priced[key] = self._parameters(placement, degrees, zero, microbatches > 1)
+            self._priced[key] = self._parameters(placement, degrees, variant, microbatches > 1)
         return self._priced[key]
 
     def crossing(self, degrees: Degrees, bytes_: float) -> float:
         """Seconds to send ``bytes_`` of every rank of a stage to the next stage."""
         return float(self._network(degrees).seconds("p2p", PP, bytes_)) if bytes_ and degrees.pp > 1 else 0.0
 
-    def _parameters(self, placement: Placement, degrees: Degrees, zero: int, several: bool) -> Priced:
-        variant = degrees.variant(zero)
+    def _parameters(self, placement: Placement, degrees: Degrees, variant: Variant, several: bool) -> Priced:
         if not several:
             once = np.array([self._row(row, degrees, variant, 1) for row in placement.rows])
             return Priced(np.zeros_like(once), once)

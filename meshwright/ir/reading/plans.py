@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from meshwright.errors import MeshwrightError, PlanError
@@ -19,7 +20,7 @@ from meshwright.ir.reading.fields import FOLDED, LARGEST, VERSION, Field, check_
 from meshwright.ir.reading.graphs import read_graph
 from meshwright.ir.reading.unfold import unfolded
 from meshwright.ir.schedules import schedules, unknown
-from meshwright.ir.serialize import graph_digest
+from meshwright.ir.serialize import graph_digest, plan_hash
 from meshwright.ir.sharding import Sharding, format_sharding, parse_sharding
 
 Made = TypeVar("Made", bound=Decisions)
@@ -41,6 +42,8 @@ def read_plan(data: Any, kind: type[Made]) -> Made:
         if want != have or data["fingerprint"]["mesh"] != str(found.mesh):
             raise PlanError("the plan is damaged: fingerprint: its graph or its mesh was altered after it was written "
                             f"(they are {have} on {found.mesh}); decisions may be edited, the rest is the model's")
+        if found.predicted is not None and data["fingerprint"].get("decisions") != plan_hash(found):
+            found = replace(found, predicted=replace(found.predicted, prices=""))  # decisions were edited: it is of others
         return found
     check_depth(data)
     top = Field(data, "").record(

@@ -69,8 +69,8 @@ def _tree(one: T, values: Mapping[str, str]) -> T:
     found: object = one
     if isinstance(one, Ref):
         found = Ref(values[one.name])
-    elif isinstance(one, tuple):
-        found = tuple(_tree(item, values) for item in one)
+    elif isinstance(one, tuple | list):
+        found = type(one)(_tree(item, values) for item in one)
     elif isinstance(one, Mapping):
         found = {key: _tree(item, values) for key, item in one.items()}
     elif isinstance(one, CustomFunction):

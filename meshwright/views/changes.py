@@ -1,0 +1,168 @@
+"""What would help a plan most: changes of its cluster and its batch, each planned or priced, with what it gains.
+
+    twice the devices      planned at every way to use them: each degree of the plan doubled, the rest as it is; the fastest
+    twice the memory       planned at the same degrees: what recomputation, micro-batches and ZeRO cost
+    faster links, devices  the plan as it is, priced on them
+    another batch          the plan as it is with twice or half as many micro-batches, so the same work in each
+    longer, shorter        the same for sequences cannot be said of a graph, which is of one length: plan the model again
+
+The gain is in tokens per second, or in samples where a model has no tokens; a change that gains nothing is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.cost.cluster import Cluster, ClusterError
+from meshwright.errors import MeshwrightError
+from meshwright.ir.mesh import ANY
+from meshwright.ir.pins import Pins
+from meshwright.ir.plan import Plan
+from meshwright.ir.quantities import bytes_text, seconds_text
+from meshwright.planner import make_plan, reprice, reprice_batches
+from meshwright.programs import degrees_of
+
+LEAST = 0.01
+"""Gains below are not worth a line."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """``what``: the change; ``step_seconds``, ``bytes_per_rank``: of the plan under it; ``gain``: in speed, as a share;
+    ``devices``: as a factor; ``how``: what the plan is then."""
+
+    what: str
+    step_seconds: float
+    bytes_per_rank: float
+    gain: float
+    devices: float = 1.0
+    how: str = ""
+
+    def __str__(self) -> str:
+        each = f", {(1 + self.gain) / self.devices - 1:+.1%} a device" if self.devices != 1 else ""
+        how = f", {self.how}" if self.how else ""
+        return (f"{self.gain:+7.1%}  {self.what}: step {seconds_text(self.step_seconds)}, {bytes_text(self.bytes_per_rank)} a "
+                f"device{each}{how}")
+
+
+def changes(plan: Plan) -> list[Change]:
+    """Those that help, best first. Raises ClusterError, PlanError where the plan itself cannot be priced."""
+    where = Cluster.parse(plan.cluster)
+    now = reprice(plan)
+    assert now.predicted is not None
+    found = [change for change in (*_devices(plan, now, where), *_links(plan, now, where), *_memory(plan, now, where),
+                                   *_batches(plan, where)) if change.gain >= LEAST]
+    return sorted(found, key=lambda change: -((1 + change.gain) / change.devices))
+
+
+def _change(what: str, now: Plan, then: Plan, work: float = 1.0, how: str = "") -> Change:
+    assert now.predicted is not None
+    assert then.predicted is not None
+    gain = work * now.predicted.step_seconds / then.predicted.step_seconds - 1
+    return Change(what, then.predicted.step_seconds, then.predicted.bytes_per_rank, gain, then.mesh.world / now.mesh.world, how)
+
+
+def _devices(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:
+    """Twice as many nodes, the plan's degrees doubled one by one."""
+    degrees = _degrees(plan)
+    if len(where.islands) > 1 or degrees is None:
+        return
+    island = where.islands[0]
+    twice = Cluster((replace(island, nodes=2 * island.nodes),))
+    best: Plan | None = None
+    for name in ("dp", "pp", "tp", *(["cp"] if degrees["cp"] > 1 else [])):
+        then = _planned(plan, twice, Pins(**{**degrees, name: 2 * degrees[name]}))
+        if then is not None and (best is None or _seconds(then) < _seconds(best)):
+            best = then
+    if best is not None:
+        yield _change(f"twice the devices ({twice})", now, best, how=f"mesh {best.mesh}")
+
+
+def _links(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:
+    """Faster links, and the catalogue's devices in nodes of as many."""
+    for what, inner, outer in (("links twice as fast", 2.0, 2.0), ("a network between nodes twice as fast", 1.0, 2.0)):
+        if inner == 1.0 and all(island.nodes == 1 for island in where.islands):
+            continue
+        islands = tuple(replace(island, node=replace(
+            island.node, link_bandwidth=inner * island.node.link_bandwidth, nic_bandwidth=outer * island.node.nic_bandwidth,
+        )) for island in where.islands)
+        then = _priced(plan, Cluster(islands))
+        if then is not None:
+            yield _change(what, now, then)
+    if len(where.islands) > 1 or where.islands[0].device.name == "cpu":
+        return
+    island = where.islands[0]
+    others = []
+    for name in ("h100", "h200", "b200"):
+        try:
+            other = Cluster.parse(f"{name}:{island.nodes}x{where.per_node}")
+        except ClusterError:
+            continue
+        then = _priced(plan, other) if other.islands[0].device != island.device else None
+        if then is not None and then.predicted is not None and then.predicted.fits:
+            others.append((_seconds(then), name, then))
+    if others:
+        _, name, then = min(others, key=lambda one: one[0])
+        yield _change(f"as many {name}", now, then)
+
+
+def _memory(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:
+    """Twice the memory at the same degrees."""
+    degrees = _degrees(plan)
+    if degrees is None:
+        return
+    islands = tuple(replace(island, device=replace(island.device, memory_bytes=2 * island.device.memory_bytes))
+                    for island in where.islands)
+    then = _planned(plan, Cluster(islands), Pins(**degrees))
+    if then is not None:
+        again = sorted({group.recompute for group in then.groups})
+        yield _change("twice the memory of a device", now, then,
+                      how=f"recompute {'/'.join(again)}, {then.schedule.microbatches} micro-batches")
+
+
+def _degrees(plan: Plan) -> dict[str, Any] | None:
+    """The degrees as pins; None where axes that may split anything are neither data nor tensor axes throughout."""
+    found: dict[str, Any] = {"pp": 1 if plan.pipeline is None else plan.pipeline.degree, **degrees_of(plan)}
+    if found["ep"] == 1:
+        del found["ep"]
+    return found if found["pp"] * found["dp"] * found["tp"] * found["cp"] == plan.mesh.world else None
+
+
+def _batches(plan: Plan, where: Cluster) -> Iterator[Change]:
+    """Twice and half the batch."""
+    if plan.mesh.having(ANY):  # stages are priced on meshes whose axes have roles
+        degrees = _degrees(plan)
+        staged = None if degrees is None else _planned(plan, where, Pins(**degrees))
+        if staged is None:
+            return
+        plan = staged
+    for what, factor in (("twice the batch", 2.0), ("half the batch", 0.5)):
+        try:
+            then = reprice_batches(plan, factor)
+            same = reprice_batches(plan, 1.0)
+        except MeshwrightError:
+            continue
+        yield _change(f"{what}, in {round(factor * plan.schedule.microbatches)} micro-batches", same, then, factor)
+
+
+def _planned(plan: Plan, where: Cluster, pins: Pins) -> Plan | None:
+    optimizer = plan.optimizer.removesuffix(" bytes")
+    try:
+        return make_plan(plan.graph, where, pins, optimizer=float(optimizer) if optimizer != plan.optimizer else optimizer,
+                         precision=plan.precision)
+    except MeshwrightError:
+        return None
+
+
+def _priced(plan: Plan, where: Cluster) -> Plan | None:
+    try:
+        return reprice(plan, where)
+    except MeshwrightError:
+        return None
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.step_seconds
