@@ -23,8 +23,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
 
-RANKS = 4
-
 
 def make_model(length: int) -> LlamaForCausalLM:
     """Two layers, eight heads on two of keys and values; the same weights on every process."""
@@ -76,9 +74,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--attention", choices=("all-gather", "ulysses", "ring"), default="ring")
+    parser.add_argument("--processes", type=int, default=4)
     arguments = parser.parse_args()
-    (one, alone), (many, each) = (run(world, arguments.length, arguments.attention) for world in (1, RANKS))
-    print(f"{arguments.length} tokens      one process   {RANKS} processes")
+    length, processes = arguments.length, arguments.processes
+    (one, alone), (many, each) = (run(world, length, arguments.attention) for world in (1, processes))
+    print(f"{length} tokens      one process   {processes} processes")
     for step, (a, b) in enumerate(zip(one, many, strict=True)):
         print(f"loss, step {step}     {a:11.6f}   {b:11.6f}")
     print(f"memory            {alone:7.0f} MiB   {each:7.0f} MiB each")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -111,6 +113,25 @@ def test_attention_of_every_kind(pool: Callable[[int], Any], form: str) -> None:
     are two chunks); outputs come back whole and in order."""
     pins = FORMS[:1] if form in ("written", "windows") else FORMS if form == "documents" else FORMS[::2]
     assert pool(2).run(_forms, form, 2, pins, timeout=200) == [[]] * 2
+
+
+def _proposed(rank: int) -> tuple[str, list[str]]:
+    """(the mesh that the search chooses, what differs) on two nodes of two ranks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
+                         max_position_embeddings=256, use_cache=False)
+    model, ids = LlamaForCausalLM(config), torch.randint(64, (2, 256))
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        parallel = autoparallel(model, init_device_mesh("cpu", (4,)), ((), batch), pins={"cp": 4}, progress=False)
+    return str(parallel.plan.mesh), differences(rank, model, batch, {"proposed": lambda: parallel})
+
+
+def test_the_search_proposes_two_axes(pool: Callable[[int], Any]) -> None:
+    """Sequence for heads within a node, a ring across: where that is faster it is chosen without a pin, and it runs."""
+    assert pool(4).run(_proposed, timeout=200) == [("dp=1 x cp*=2 x up=2 x tp=1", [])] * 4
 
 
 def _dropped(rank: int) -> tuple[float, float, bool]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -201,6 +202,15 @@ def check_sequence(scope: Scope) -> None:
 def attended(graph: Graph, rules: Mapping[str, OpRule]) -> int:
     """Tokens of the longest sequence of which a rank can have a piece while attention runs on all of it; 0 if there is none."""
     return max((min(algorithm.lengths) for op in graph.ops for algorithm in rules[op.name].algorithms.values()), default=0)
+
+
+def exchanged(graph: Graph, rules: Mapping[str, OpRule]) -> tuple[int, int]:
+    """(heads, tokens) that all attention whose sequence can be split over two axes has in common: what is exchanged for the
+    other is a divisor of both. (1, 1) where some attention has none."""
+    found = [rules[op.name] for op in graph.ops if rules[op.name].ways]
+    heads = [rule.sizes[factor] for rule in found for factor in rule.inner] if all(rule.inner for rule in found) else [1]
+    tokens = [length for rule in found for way in rule.ways.values() if not way.dealt for length in way.lengths]
+    return (math.gcd(*heads), math.gcd(*tokens)) if found and tokens else (1, 1)
 
 
 def pays_mirrored(graph: Graph, rules: Mapping[str, OpRule], pins: Pins) -> bool:

@@ -28,6 +28,7 @@ from meshwright.compiler.placement.costs import RESOURCES, SAVED, SECONDS, Costs
 from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.expert_ranks import Ranks, shared_out
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
+from meshwright.compiler.placement.passing import ring_waits
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.placement.rows import DATA, EP, NONE, Mixture, Placement, Row, Use
 from meshwright.compiler.solver.chain import BlockModel, Chain, Infeasible, Solution
@@ -36,6 +37,7 @@ from meshwright.compiler.structure.activations import operand_shapes
 from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_classes
 from meshwright.compiler.structure.folding import Folded, fold
 from meshwright.compiler.structure.microbatch import split_time
+from meshwright.compiler.structure.positions import cut
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.experts import EXPERTS
@@ -67,30 +69,38 @@ class Placements:
         self.fixed = fixed.under(self.folded.renamed)
         self.rules = Rules({op.name: rules[op.name] for op in self.folded.graph.ops}, rules.operators)
         self._classes = DimClasses(self.folded.graph, self.rules)
-        self._known: dict[tuple[int, int, int, int], Placement] = {}
+        self._known: dict[tuple[int, int, int, int, int], Placement] = {}
 
-    def of(self, tensor: int, samples: int, context: int = 1, expert: int = 1) -> Placement:
+    def of(self, tensor: int, samples: int, context: int = 1, expert: int = 1, heads: int = 1) -> Placement:
         """The placement of ``tensor`` x ``context`` ranks that hold ``samples`` of the batch at a time, each a piece of the
-        sequence, experts split over ``expert`` data ranks. Raises PlanError where the batch cannot be cut so, or no operators'
-        choices fit together."""
-        key = (tensor, samples, context, expert)
+        sequence, which the ``heads`` near ones of them exchange for heads, experts split over ``expert`` data ranks. Raises
+        PlanError where the batch cannot be cut so, or no operators' choices fit together."""
+        key = (tensor, samples, context, expert, heads)
         if key not in self._known:
             found = self._shared_out(*key) if expert > 1 and not self.fixed else None
             self._known[key] = self._solve(*key) if found is None else found
         return self._known[key]
+
+    def ring_waits(self, tensor: int, samples: int, context: int) -> float:
+        """Seconds of a micro-batch that all attention waits for in rings over ``context`` ranks; see ``passing``."""
+        folded, mesh = self.folded, self._mesh(1, tensor, context, 1, 1)
+        count = batch_size(folded.graph) // samples
+        positions, _ = cut(folded.graph)
+        ops = [op for at in folded.serves for op in positions[at].ops(folded.graph)]
+        return ring_waits(ops, folded.graph, self.rules, self._costs(mesh, count), self._schedule(count), CONTEXT, TENSOR)
 
     @property
     def count(self) -> int:
         """Placements solved so far."""
         return len(self._known)
 
-    def _shared_out(self, tensor: int, samples: int, context: int, expert: int) -> Placement | None:
+    def _shared_out(self, tensor: int, samples: int, context: int, expert: int, heads: int) -> Placement | None:
         """The placement from that in which every rank has all experts, where that has as many data ranks."""
         data = self._data(tensor, samples, context, 1)
         if data % expert:
             return None
-        base = self.of(tensor, samples, context)
-        meshes = [self._mesh(data, tensor, context, one) for one in (expert, 1)]
+        base = self.of(tensor, samples, context, heads=heads)
+        meshes = [self._mesh(data, tensor, context, one, heads) for one in (expert, 1)]
         count = batch_size(self.folded.graph) // samples // data
         schedule = self._schedule(count)
         there, here = (
@@ -106,9 +116,8 @@ class Placements:
             raise PlanError(f"ep={expert} data ranks do not divide the batch into pieces of {samples}")
         return data
 
-    def _mesh(self, data: int, tensor: int, context: int, expert: int) -> Mesh:
+    def _mesh(self, data: int, tensor: int, context: int, expert: int, heads: int) -> Mesh:
         axes = {DATA: data // expert, **({EP: expert} if expert > 1 else {})}
-        heads = self.pins.near(context)
         axes |= {CONTEXT: context // heads} if context > 1 else {}
         axes |= {**({HEADS: heads} if heads > 1 else {}), TENSOR: tensor}
         both = context > 1 and pays_mirrored(self.folded.graph, self.rules, self.pins)
@@ -122,9 +131,9 @@ class Placements:
     def _costs(self, mesh: Mesh, count: int) -> Costs:
         return Costs(self.cluster, mesh, microbatches=count, itemsize=self.itemsize, state_bytes=self.state_bytes)
 
-    def _solve(self, tensor: int, samples: int, context: int, expert: int) -> Placement:
+    def _solve(self, tensor: int, samples: int, context: int, expert: int, heads: int) -> Placement:
         data = self._data(tensor, samples, context, expert)
-        mesh, count = self._mesh(data, tensor, context, expert), batch_size(self.folded.graph) // samples // data
+        mesh, count = self._mesh(data, tensor, context, expert, heads), batch_size(self.folded.graph) // samples // data
         axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
         schedule, costs = self._schedule(count), self._costs(mesh, count)
         kept = tuple(axis for axis in (DATA, EP, CONTEXT, HEADS) if axes.get(axis, 1) > 1)

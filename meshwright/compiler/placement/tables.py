@@ -16,7 +16,7 @@ from meshwright.compiler.placement.costs import RESOURCES, SAVED, SEND, SEND_BAC
 from meshwright.compiler.placement.paths import paths
 from meshwright.compiler.structure.activations import Saved, Shape
 from meshwright.ir.graph import Graph
-from meshwright.ir.mesh import Mesh
+from meshwright.ir.mesh import HEADS, SEQUENCE, Mesh
 from meshwright.ir.plan import Schedule
 from meshwright.ir.sharding import Sharding, ceil_div
 
@@ -57,9 +57,22 @@ class ResourceTables:
         if key not in self._states:
             states = [Sharding.whole(len(shape))]
             for axis, dims in zip(axes, opened, strict=True):
+                if axis == HEADS:
+                    states = [self._followed(state, shape) for state in states]
+                    continue
                 states = states + [more for state in states for more in self._one_more(state, axis, shape, apart, dims)]
             self._states[key] = states
         return self._states[key]
+
+    def _followed(self, state: Sharding, shape: Shape) -> Sharding:
+        """The state over the near ranks of a sequence too: outside of attention they do what the others of the sequence do."""
+        others = {axis for axis in self.mesh.having(SEQUENCE) if axis != HEADS}
+        partial, varying = (axes if others.isdisjoint(axes) else axes | {HEADS} for axes in (state.partial, state.varying))
+        dims = tuple(
+            axes if others.isdisjoint(axes) or length % self.mesh.size((*axes, HEADS)) else (*axes, HEADS)
+            for axes, length in zip(state.dims, shape, strict=True)
+        )
+        return replace(state, dims=dims, partial=partial, varying=varying)
 
     def _one_more(self, state: Sharding, axis: str, shape: Shape, apart: bool, opened: Sequence[int]) -> list[Sharding]:
         size, found = self.mesh.size(axis), []

@@ -43,6 +43,10 @@ ROUNDING = 0.03
 """The part of its share of a large batch that a sample may save by rounding to whole tiles (assumed)."""
 
 
+Placing = tuple[int, int, int, int, int]
+"""What a placement is solved for: tensor ranks, samples, ranks of the sequence, of the experts, near ones for heads."""
+
+
 class Level(IntEnum):
     """What a node's bound counts; see the head of this file."""
 
@@ -114,8 +118,9 @@ class Bounds:
         self.missed: tuple[float, Node] | None = None
         self.refused: PlanError | None = None
         self._numbers = itertools.count()
-        self._known: dict[tuple[int, int, int, int], Placement | None] = {}
-        self._whole: dict[tuple[int, int], tuple[float, float] | None] = {}
+        self._known: dict[Placing, Placement | None] = {}
+        self._whole: dict[tuple[int, int, int], tuple[float, float] | None] = {}
+        self._rings: dict[tuple[int, int], float] = {}
         self._works: dict[int, Work] = {}
 
     @cached_property
@@ -177,23 +182,32 @@ class Bounds:
         return self.keep(node) if node.level is Level.PLACEMENT else self.divide(node, to_beat)
 
     def tensor(self, node: Node) -> list[Node]:
-        """At the level TENSOR."""
+        """At the level TENSOR. Near ranks that exchange a sequence for heads save at most what it waits for without them."""
         candidate, batch = node.candidate, batch_size(self.task.graph)
-        key = candidate.tensor, candidate.context
+        plain = candidate.mirrored and candidate.heads > 1 and self.task.pins.ulysses is None
+        key = candidate.tensor, candidate.context, 1 if plain else candidate.heads
         if key not in self._whole:
-            whole = self._placement(candidate.tensor, batch, candidate.context)
-            self._whole[key] = None if whole is None else (whole.bound, whole.bound - _weight(whole))
+            whole = self._placement((candidate.tensor, batch, candidate.context, 1, key[-1]))
+            self._whole[key] = None if whole is None else (whole.bound, _weight(whole))
         known = self._whole[key]
         if known is None:
             return [replace(node, level=Level.TENSOR)]
-        share = candidate.samples / batch * (1 - ROUNDING)
-        bound = floor(candidate, Work(known[0] * share, known[1] * share), node.virtual[-1])
+        seconds, share = known[0], candidate.samples / batch * (1 - ROUNDING)
+        if plain:
+            seconds = max(0.0, seconds - self._waits(candidate.tensor, candidate.context))
+        bound = floor(candidate, Work(seconds * share, max(0.0, seconds - known[1]) * share), node.virtual[-1])
         return [replace(node, level=Level.TENSOR, bound=max(node.bound, bound))]
+
+    def _waits(self, tensor: int, context: int) -> float:
+        """Seconds that attention of the whole batch waits for in a ring over all ranks of the sequence."""
+        if (tensor, context) not in self._rings:
+            self._rings[tensor, context] = self.placements.ring_waits(tensor, batch_size(self.task.graph), context)
+        return self._rings[tensor, context]
 
     def place(self, node: Node) -> list[Node]:
         """At the level PLACEMENT."""
         candidate = node.candidate
-        placement = self._placement(candidate.tensor, candidate.samples, candidate.context, candidate.expert)
+        placement = self._placement(_placed(candidate))
         if placement is None:
             self.counts.infeasible += len(node.virtual)
             return []
@@ -206,19 +220,19 @@ class Bounds:
 
     def placement_of(self, node: Node) -> Placement:
         """The placement of a node from the level PLACEMENT on."""
-        one = node.candidate
-        placement = self._known[one.tensor, one.samples, one.context, one.expert]
+        placement = self._known[_placed(node.candidate)]
         assert placement is not None
         return placement
 
-    def _placement(self, tensor: int, samples: int, context: int, expert: int = 1) -> Placement | None:
-        key = (tensor, samples, context, expert)
+    def _placement(self, key: Placing) -> Placement | None:
         if key not in self._known:
             self.evaluator.work["placement"] += 1
             try:
                 self._known[key] = self.placements.of(*key)
-            except PinError:
-                raise
+            except PinError as error:
+                if key[-1] == 1 or self.task.pins.ulysses is not None:
+                    raise
+                self._known[key], self.refused = None, PlanError(str(error))
             except PlanError as error:  # something in the model needs the whole batch at once
                 self._known[key], self.refused = None, error
         return self._known[key]
@@ -296,6 +310,10 @@ def _work(placement: Placement, total: float, weight: float, forward: Sequence[f
     return Work(
         total * slack, (total - weight) * slack, least * slack, min(forward) * slack, longest * slack, sum(forward) * slack
     )
+
+
+def _placed(one: Candidate) -> Placing:
+    return one.tensor, one.samples, one.context, one.expert, one.heads
 
 
 def _weight(placement: Placement) -> float:

@@ -107,17 +107,19 @@ class Candidate:
 
 
 def candidates(
-    graph: Graph, cluster: Cluster, pins: Pins, units: int, tokens: int = 0, mirrored: bool = False, experts: int = 1
+    graph: Graph, cluster: Cluster, pins: Pins, units: int, tokens: int = 0, mirrored: bool = False, experts: int = 1,
+    exchanged: tuple[int, int] = (1, 1),
 ) -> list[Candidate]:
     """All candidates. ``units``: pieces that the model can be cut into; ``tokens``: of its sequence, as far as attention can
     run on pieces of it; ``mirrored``: these are two chunks a rank; ``experts``: the number that the degree of experts divides,
-    1 where there are none. Raises PinError if the pins leave none."""
+    1 where there are none; ``exchanged``: (heads, tokens) that are exchanged. Raises PinError if the pins leave none."""
     batch = batch_size(graph)
     found = [
-        replace(candidate, expert=expert, heads=pins.near(candidate.context))
+        replace(candidate, expert=expert, heads=heads)
         for pp in _degrees("pp", pins, min(cluster.world, units), cluster.world)
         for tensor in _degrees("tp", pins, cluster.world // pp, cluster.world // pp)
         for context in _contexts(pins.cp, cluster.world // pp // tensor, tokens)
+        for heads in near_ranks(context, tensor, cluster, pins, exchanged)
         for candidate in _of_layout(
             pp, cluster.world // pp // tensor // context, tensor, context, mirrored and context > 1, batch, pins, units
         )
@@ -138,6 +140,17 @@ def _contexts(pinned: int | None, of: int, tokens: int) -> list[int]:
     if pinned is not None:
         return [pinned] if of % pinned == 0 else []
     return [n for n in divisors(of) if n & (n - 1) == 0 and n * PIECE <= max(tokens, PIECE)]
+
+
+def near_ranks(context: int, tensor: int, cluster: Cluster, pins: Pins, exchanged: tuple[int, int]) -> list[int]:
+    """Of the ranks that split a sequence, those that exchange it for heads: none, and where they are on several nodes the most
+    that fill one with their tensor ranks."""
+    if pins.ulysses is not None or pins.attention is not None or context * tensor <= cluster.per_node:
+        return [pins.near(context)]
+    heads, tokens = exchanged
+    common = math.gcd(cluster.per_node, heads)
+    near = [n for n in divisors(context) if 1 < n < context and common % (n * tensor) == 0]
+    return [1, *near[-1:]] if tokens % context == 0 else [1]
 
 
 def _of_layout(

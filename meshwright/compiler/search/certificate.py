@@ -52,10 +52,13 @@ def _assumptions(sweep: Sweep, bound: float) -> Iterator[str]:
         yield "an axis of the mesh is for data, for tensors or for stages"
         if pins.cp is None:
             yield f"a rank's piece of a sequence has {PIECE} tokens or more, and their number is a power of two"
+        if cluster.nodes > 1 and pins.attention is None and pins.ulysses is None:
+            yield "ranks of a sequence that exchange it for heads, beside others that do not, are those of a node"
     if sweep.freed and cluster.world > 2 and pins.dp is None and pins.tp is None:
         yield "a mesh whose axes may split anything has at most two, a node's devices together where there are several nodes"
     if sweep.firm < bound * (1 - 1e-12):
-        yield f"rounding to whole tiles saves a sample at most {ROUNDING:.0%} of its share of a large batch"
+        yield (f"rounding to whole tiles saves a sample at most {ROUNDING:.0%} of its share of a large batch, exchanging a "
+               "sequence for heads what it waits for without")
     if sweep.limited:
         yield "memory is what is counted block by block, and micro-batches other than the powers of two tried do not help"
 

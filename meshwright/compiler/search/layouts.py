@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 
 from meshwright.compiler.placement.costs import Variant
-from meshwright.compiler.search.candidates import Candidate, Layout
+from meshwright.compiler.search.candidates import Candidate, Layout, near_ranks
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph
@@ -21,12 +21,12 @@ from meshwright.ir.sharding import ceil_div
 
 
 def free_candidates(
-    graph: Graph, cluster: Cluster, pins: Pins, mirrored: bool = False
+    graph: Graph, cluster: Cluster, pins: Pins, mirrored: bool = False, exchanged: tuple[int, int] = (1, 1)
 ) -> list[tuple[Candidate, tuple[int, ...]]]:
     """(the candidate with the fewest micro-batches, the other counts) of every layout. Raises PinError for a count or a shard
     that the pinned degrees do not allow."""
     batch, found = batch_size(graph), []
-    for layout in layouts(cluster, pins, mirrored):
+    for layout in layouts(cluster, pins, mirrored, exchanged):
         first, *later = microbatch_counts(graph, layout, pins)
         data = layout.data_size
         samples = ceil_div(batch, data * first)
@@ -34,15 +34,17 @@ def free_candidates(
     return found
 
 
-def layouts(cluster: Cluster, pins: Pins, mirrored: bool = False) -> list[Layout]:
+def layouts(
+    cluster: Cluster, pins: Pins, mirrored: bool = False, exchanged: tuple[int, int] = (1, 1)
+) -> list[Layout]:
     """Factorizations of the devices that the pins and the topology suggest, in a fixed order. ``mirrored``: whether sequence
-    axes give every rank two chunks."""
+    axes give every rank two chunks; ``exchanged``: the heads and tokens that near ones of their ranks may exchange."""
     world = cluster.world
     if pins.free_axes:
         given = dict(pins.axes or {})
         return [Layout(Mesh(tuple(given), tuple(given.values())), dict.fromkeys(given, ANY))]
     if (pins.cp or 1) > 1:
-        return _with_sequence(world // (pins.cp or 1), pins, mirrored)
+        return _with_sequence(cluster, pins, mirrored, exchanged)
     if pins.dp is None and pins.tp is None and pins.ep in (None, 1):
         axes = ("x", "y")
         if cluster.nodes > 1:
@@ -54,21 +56,25 @@ def layouts(cluster: Cluster, pins: Pins, mirrored: bool = False) -> list[Layout
     return [_layout(pins.dp if pins.dp is not None else world // tp, 1, tp, pins)]
 
 
-def _with_sequence(rest: int, pins: Pins, mirrored: bool) -> list[Layout]:
-    """The layouts of a pinned cp; ``rest``: devices for the other degrees."""
+def _with_sequence(cluster: Cluster, pins: Pins, mirrored: bool, exchanged: tuple[int, int]) -> list[Layout]:
+    """The layouts of a pinned cp."""
+    cp = pins.cp or 1
+    rest = cluster.world // cp
     tensor = [tp for tp in range(1, rest + 1) if rest % tp == 0 and pins.allows("tp", tp) and pins.allows("dp", rest // tp)]
-    return [_layout(rest // tp, pins.cp or 1, tp, pins, mirrored) for tp in tensor]
+    return [
+        _layout(rest // tp, cp, tp, pins, mirrored, heads)
+        for tp in tensor for heads in near_ranks(cp, tp, cluster, pins, exchanged)
+    ]
 
 
-def _layout(dp: int, cp: int, tp: int, pins: Pins, mirrored: bool = False) -> Layout:
-    """dp x cp x tp, dp in replicas of a ZeRO group where that is pinned."""
+def _layout(dp: int, cp: int, tp: int, pins: Pins, mirrored: bool = False, heads: int = 1) -> Layout:
+    """dp x cp x tp, of cp the ``heads`` near ones apart, dp in replicas of a ZeRO group where that is pinned."""
     shard = pins.shard if pins.shard is not None else dp
     if dp % shard:
         raise PinError(f"pin shard={shard} must divide dp={dp}: it is the ZeRO group within the data ranks")
     sizes = {"dp": dp} if shard in (dp, 1) else {"dp_replicate": dp // shard, "dp_shard": shard}
     if pins.ep not in (None, 1):
         sizes = _with_experts(dp, shard, pins.ep)
-    heads = pins.near(cp)
     sizes |= {"cp": cp // heads} if cp > 1 else {}
     sizes |= {HEADS: heads} if heads > 1 else {}
     sizes["tp"] = tp

@@ -40,7 +40,7 @@ def settled(task: Task, plan: Plan, fits: Fits) -> Plan:
     if plan.mesh.world != task.cluster.world:
         raise PlanError(f"the plan is for {plan.mesh.world} devices ({plan.mesh}), {task.cluster} has {task.cluster.world}; "
                         "plan again for these")
-    task = replace(task, graph=plan.graph, pins=_near(plan), recompute=RECOMPUTE, fixed=FixedDecisions.of(plan, task.rules))
+    task = replace(task, graph=plan.graph, pins=Pins(), recompute=RECOMPUTE, fixed=FixedDecisions.of(plan, task.rules))
     free = any(role_of(axis) == ANY for axis in plan.mesh.axes)
     try:
         if plan.pipeline is None and (free or task.cluster.world <= REFINED_DEVICES):
@@ -60,18 +60,13 @@ def stretched(task: Task, plan: Plan, times: float) -> Prediction:
     parts."""
     if (count := times * plan.schedule.microbatches) < 1 or count % 1:
         raise PlanError(f"{plan.schedule.microbatches} micro-batches times {times:g} are {count:g}")
-    task = replace(task, graph=plan.graph, pins=_near(plan), recompute=RECOMPUTE, fixed=FixedDecisions.of(plan, task.rules))
+    task = replace(task, graph=plan.graph, pins=Pins(), recompute=RECOMPUTE, fixed=FixedDecisions.of(plan, task.rules))
     try:
         made = Plans(task).of(_evaluation(task, plan, times)).predicted
     except PinError as error:
         raise PlanError(f"the plan cannot be priced: {error}") from error
     assert made is not None
     return made
-
-
-def _near(plan: Plan) -> Pins:
-    """What placements need to know of a mesh that degrees do not tell: the near ranks that exchange a sequence for heads."""
-    return Pins(ulysses=plan.mesh.size(HEADS)) if HEADS in plan.mesh.axes else Pins()
 
 
 def _of_stages(task: Task, plan: Plan) -> Prediction:
@@ -96,7 +91,7 @@ def _evaluation(task: Task, plan: Plan, times: float = 1.0) -> Evaluation:
         ceil_div(batch_size(plan.graph), degrees.data * count), None, degrees.context, degrees.mirrored, degrees.expert,
         degrees.heads,
     )
-    placement = placements.of(candidate.tensor, candidate.samples, candidate.context, candidate.expert)
+    placement = placements.of(candidate.tensor, candidate.samples, candidate.context, candidate.expert, candidate.heads)
     positions = placements.folded.positions
     names = [plan.graph.ops[position.start].module or "root" for position in positions]
     costs = StageCosts(task.cluster, itemsize=task.itemsize, state_bytes=task.state_bytes)

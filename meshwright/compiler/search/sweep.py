@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.compiler.placement.choices import attended, pays_mirrored
+from meshwright.compiler.placement.choices import attended, exchanged, pays_mirrored
 from meshwright.compiler.search.bounds import Bounds, Level, Node
 from meshwright.compiler.search.candidates import Candidate, candidates, degrees_of
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
@@ -157,7 +157,7 @@ class Sweep:
             try:
                 task = self.task
                 mirrored = pays_mirrored(task.graph, task.rules, task.pins)
-                listed = free_candidates(task.graph, task.cluster, task.pins, mirrored)
+                listed = free_candidates(task.graph, task.cluster, task.pins, mirrored, exchanged(task.graph, task.rules))
             except PinError as error:
                 self._refused_free.append(error)
                 self._waiting = []
@@ -175,9 +175,10 @@ class Sweep:
                 self._nearest = DoesNotFitError("the inputs alone fill the memory", 0.0)
                 return
             task, graph = self.task, self.bounds.graph
-            tokens, mirrored = attended(graph, task.rules), pays_mirrored(graph, task.rules, task.pins)
+            rules, mirrored = task.rules, pays_mirrored(graph, task.rules, task.pins)
             listed = candidates(
-                graph, task.cluster, task.pins, len(evaluator.names), tokens, mirrored, task.experts
+                graph, task.cluster, task.pins, len(evaluator.names), attended(graph, rules), mirrored, task.experts,
+                exchanged(graph, rules),
             )
             nodes = self._first_dive(self.bounds.start(listed))
             piped = [node for node in nodes if node.candidate.pp > 1]
@@ -365,14 +366,14 @@ class Sweep:
         return self.bounds.later(node, made.seconds) if made.limited and made.seconds < node.fewer else []
 
 
-def _simple(candidate: Candidate) -> tuple[bool, int]:
-    """Orders the schedules by how fast they are bounded and solved: those of one stage a rank that hold few micro-batches
-    first."""
+def _simple(candidate: Candidate) -> tuple[bool, int, int]:
+    """Orders candidates by how fast they are bounded and solved: schedules of one stage a rank that hold few micro-batches
+    first, a sequence split over one axis."""
     schedule = schedule_of(candidate.schedule)
     first = schedule.stages == 1 and schedule.closed is not None and not schedule.closed.forwards_first
-    return not first, candidate.virtual_stages
+    return not first, candidate.virtual_stages, candidate.heads
 
 
 def _pipeline(candidate: Candidate) -> tuple[int, ...]:
     """What the second dive keeps of a candidate."""
-    return candidate.pp, candidate.tensor, candidate.context, candidate.expert, candidate.microbatches
+    return candidate.pp, candidate.tensor, candidate.context, candidate.heads, candidate.expert, candidate.microbatches
