@@ -207,9 +207,9 @@ def attended(graph: Graph, rules: Mapping[str, OpRule]) -> int:
 def exchanged(graph: Graph, rules: Mapping[str, OpRule]) -> tuple[int, int]:
     """(heads, tokens) that all attention whose sequence can be split over two axes has in common: what is exchanged for the
     other is a divisor of both. (1, 1) where some attention has none."""
-    found = [rules[op.name] for op in graph.ops if rules[op.name].ways]
+    found = [rules[op.name] for op in graph.ops if rules[op.name].algorithms]
     heads = [rule.sizes[factor] for rule in found for factor in rule.inner] if all(rule.inner for rule in found) else [1]
-    tokens = [length for rule in found for way in rule.ways.values() if not way.dealt for length in way.lengths]
+    tokens = [length for rule in found for one in rule.algorithms.values() if not one.dealt for length in one.lengths]
     return (math.gcd(*heads), math.gcd(*tokens)) if found and tokens else (1, 1)
 
 

@@ -24,7 +24,7 @@ def ring_waits(
     split over ``tensor``; infinite where one can run neither in a ring nor in a window."""
     shapes, total, known = body_shapes(graph, rules, schedule), 0.0, dict[str, float]()
     for op in ops:
-        if rules[op.name].ways:
+        if rules[op.name].algorithms:
             if op.name not in known:
                 known[op.name] = _waits(op, graph, rules, costs, schedule, shapes, context, tensor)
             total += known[op.name]
@@ -36,11 +36,11 @@ def _waits(
     context: str, tensor: str,
 ) -> float:
     rule = rules[op.name]
-    way = next((name for name in (RING, WINDOW) if name in rule.ways), None)
-    if way is None:
+    algorithm = next((name for name in (RING, WINDOW) if name in rule.algorithms), None)
+    if algorithm is None:
         return float("inf")
     heads = next(iter(rule.inner), None)
-    assignment = {context: way, **({tensor: heads} if heads is not None and costs.mesh.size(tensor) > 1 else {})}
+    assignment = {context: algorithm, **({tensor: heads} if heads is not None and costs.mesh.size(tensor) > 1 else {})}
     where = place(rule, assignment, costs.mesh, [graph.values[name].differentiable for name in op.inputs])
     read, made = operand_shapes(op, graph, rule, schedule), [shapes[name] for name in op.outputs]
     row = called(op, rule, assignment, where, rules.operators[op.target], graph, costs, None, read, made, 1)
