@@ -184,7 +184,7 @@ def in_parts(x: torch.Tensor, sharding: Sharding, mesh: Mesh, fused: tuple[int, 
     return split.transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
-def cut(x: torch.Tensor, sharding: Sharding, mesh: Mesh, at: Coordinates) -> torch.Tensor:
+def local_piece(x: torch.Tensor, sharding: Sharding, mesh: Mesh, at: Coordinates) -> torch.Tensor:
     """This rank's piece of a tensor; of a pending sum, its term: random, the terms adding up."""
     axes = sorted(sharding.partial)
     if axes:
@@ -296,7 +296,7 @@ def one_rank(run: Run, rule: OpRule, assignment: Mapping[str, str], mesh: Mesh, 
     """One rank: its results, and the gradients of its operands."""
     at = mesh.coordinates(rank)
     operands = [
-        cut(in_parts(x, sharding, mesh, rule.fused.get(i)), sharding, mesh, at)
+        local_piece(in_parts(x, sharding, mesh, rule.fused.get(i)), sharding, mesh, at)
         for i, (x, sharding) in enumerate(zip(run.operands, placed.operands, strict=True))
     ]
     for x, differentiable in zip(operands, run.differentiable, strict=True):
@@ -313,7 +313,8 @@ def one_rank(run: Run, rule: OpRule, assignment: Mapping[str, str], mesh: Mesh, 
     for i, result in enumerate(results):
         assert tuple(result.shape) == local.result_shape(i), f"{target} on rank {rank} returns {tuple(result.shape)}"
     outgoing = [
-        None if dy is None else cut(dy, placed.results[i].gradient(), mesh, at) for i, dy in enumerate(run.result_gradients)
+        None if dy is None else local_piece(dy, placed.results[i].gradient(), mesh, at)
+        for i, dy in enumerate(run.result_gradients)
     ]
     gradients = _gradients(results, outgoing, operands)
     filled_in = [

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.collectives import KINDS, Network, P, S, algorithms, expression, traffic
+from meshwright.cost.collectives import COLLECTIVES, Network, P, S, algorithms, expression, traffic
 from meshwright.ir.mesh import Mesh
 
 HARDWARE = Path(__file__).parent.parent / "benchmarks" / "data" / "hardware.csv"
@@ -113,7 +113,8 @@ def test_expressions_print_and_agree_with_the_network():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.permutations(["x", "y", "z"]), st.sampled_from(KINDS), st.floats(1e3, 1e10), st.sampled_from([(2, 4, 2), (4, 2, 2)])
+    st.permutations(["x", "y", "z"]), st.sampled_from(COLLECTIVES), st.floats(1e3, 1e10),
+    st.sampled_from([(2, 4, 2), (4, 2, 2)]),
 )
 def test_names_do_not_matter_and_equal_groups_cost_the_same(names, kind, bytes_, sizes):
     cluster = Cluster.parse("h100:2x8")
@@ -125,7 +126,7 @@ def test_names_do_not_matter_and_equal_groups_cost_the_same(names, kind, bytes_,
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(KINDS), st.floats(0, 1e10), st.floats(0, 1e10), st.sampled_from(["a", "b", "c"]))
+@given(st.sampled_from(COLLECTIVES), st.floats(0, 1e10), st.floats(0, 1e10), st.sampled_from(["a", "b", "c"]))
 def test_prices_grow_with_bytes_and_merging_messages_pays(kind, x, y, axis):
     network = Network(Cluster.parse("a100:4x8"), Mesh.of(a=4, b=4, c=2))
     low, high = sorted((x, y))
@@ -134,7 +135,7 @@ def test_prices_grow_with_bytes_and_merging_messages_pays(kind, x, y, axis):
     assert network.seconds(kind, axis, x + y) <= apart * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COLLECTIVES)
 def test_groups_of_one_are_free_and_arrays_agree_with_numbers(kind):
     network = Network(Cluster.parse("h100:2x8"), Mesh.of(one=1, dp=2, tp=8))
     assert network.seconds(kind, "one", 1e9) == 0.0

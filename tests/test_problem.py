@@ -26,7 +26,7 @@ from meshwright.compiler.placement.costs import (
     SEND_BACK,
     TRANSIENT,
     Costs,
-    Unit,
+    Neighbours,
     Variant,
     time_rows,
 )
@@ -38,7 +38,7 @@ from meshwright.compiler.solver.oracle import brute_force, flow_mip
 from meshwright.compiler.solver.solve import solve
 from meshwright.compiler.structure.dims import DimClasses, batch_inputs
 from meshwright.compiler.structure.microbatch import split_time
-from meshwright.compiler.structure.positions import cut, several_readers
+from meshwright.compiler.structure.positions import positions_of, several_readers
 from meshwright.cost import overlap
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph, Value
@@ -114,7 +114,7 @@ def test_equal_blocks_are_one_kind() -> None:
 
 def test_positions_hand_on_what_the_next_reads() -> None:
     graph = of_models("llama")
-    positions, whole = cut(graph)
+    positions, whole = positions_of(graph)
     assert [position.block for position in positions] == [-1, 0, 1, -1]
     for left, right in pairwise(positions):
         assert left.exit == right.entry
@@ -181,25 +181,25 @@ def test_parameters_by_level_and_place() -> None:
     value, need = Value("w", (1024, 1024), torch.float32), Sharding.whole(2)
     numel = value.numel
 
-    def of(zero: int, unit: Unit) -> np.ndarray:
+    def of(zero: int, unit: Neighbours) -> np.ndarray:
         axes = ("x",) if zero else ()
         found = costs.parameter(value, need, True, Variant(zero, ("x",), axes), numel, unit)
         assert found is not None
         return found
 
-    middle, root = of(3, Unit()), of(3, Unit(root=True))
+    middle, root = of(3, Neighbours()), of(3, Neighbours(root=True))
     assert middle[PARAMETERS] == middle[GRADIENTS] == numel  # 4 bytes over 4 ranks
     assert middle[TRANSIENT] == 10 * numel  # its and the next one's bf16 copy, its gradient, the last one's fp32 buffer
     assert middle[GATHER] > 0
-    assert of(3, Unit(ahead=False))[TRANSIENT] == of(3, Unit(behind=False))[TRANSIENT] == 8 * numel
+    assert of(3, Neighbours(ahead=False))[TRANSIENT] == of(3, Neighbours(behind=False))[TRANSIENT] == 8 * numel
     assert root[GATHER] == root[REDUCE] == 0  # nothing hides what the root gathers and reduces
     alone = middle[GATHER] * NODE.node.overlapped_bandwidth
     assert root[SEND] == pytest.approx(alone)  # the same gather, while nothing computes
     assert root[PARAMETERS] == 3 * numel
-    assert of(2, Unit())[PARAMETERS] == 3 * numel
-    assert of(2, Unit())[TRANSIENT] == 6 * numel
-    assert of(0, Unit())[PARAMETERS] == 6 * numel
-    assert of(0, Unit())[GATHER] == 0
+    assert of(2, Neighbours())[PARAMETERS] == 3 * numel
+    assert of(2, Neighbours())[TRANSIENT] == 6 * numel
+    assert of(0, Neighbours())[PARAMETERS] == 6 * numel
+    assert of(0, Neighbours())[GATHER] == 0
 
 
 def test_gradients_of_micro_batches_are_added_up() -> None:

@@ -25,7 +25,7 @@ _UNITS: Mapping[str, float] = {
     "B": 1.0, "MB": 1e6, "GB": 1e9, "MiB": 2.0**20, "GiB": 2.0**30,
     "Gb/s": 1e9 / 8, "GB/s": 1e9, "TB/s": 1e12, "TFLOP/s": 1e12,
 }
-_KINDS = ("switch", "ring", "bus", "mesh", "torus")
+_FABRICS = ("switch", "ring", "bus", "mesh", "torus")
 
 
 class ClusterError(MeshwrightError, ValueError):
@@ -43,7 +43,7 @@ class MeasuredProducts:
 
 @dataclass(frozen=True)
 class MeasuredStream:
-    """Seconds that a kind of work that is bound by memory (``operator.KINDS``) takes to move so many bytes, in one dtype."""
+    """Seconds that a kind of work that is bound by memory (``operator.KINDS_OF_WORK``) takes to move so many bytes."""
 
     kind: str
     dtype: str
@@ -264,7 +264,7 @@ _NODE_KEYS: Mapping[str, str] = {
     "start": "start_latency",
 }
 _STREAMS = ("pointwise", "linear", "reduce", "norm", "gather", "copy", "loss", "factory")
-"""Kinds of work (``ir.declared.operator.KINDS``) that are bound by memory."""
+"""Kinds of work (``ir.declared.operator.KINDS_OF_WORK``) that are bound by memory."""
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 _NODE_OPTIONAL: Mapping[str, str] = {
     "congestion": "congestion", "overlapped_bandwidth": "overlapped_bandwidth", "ring_hop": "ring_hop", "ring_out": "ring_out",
@@ -392,8 +392,8 @@ def _collectives(name: str, entry: Mapping[str, Any]) -> MeasuredCollective:
 
 def read_node(name: str, table: Mapping[str, Any], texts: Mapping[str, str]) -> Node:
     """A node from its table."""
-    if table.get("kind") not in _KINDS:
-        raise ClusterError(f"node {name!r} is of kind {table.get('kind')!r}; known: {', '.join(_KINDS)}")
+    if table.get("kind") not in _FABRICS:
+        raise ClusterError(f"node {name!r} is of kind {table.get('kind')!r}; known: {', '.join(_FABRICS)}")
     keys = {**_NODE_KEYS, **{key: field_ for key, field_ in _NODE_OPTIONAL.items() if key in table}}
     numbers = _read("node", name, table, keys, texts)
     numbers["nics"] = int(numbers["nics"])

@@ -46,7 +46,7 @@ from meshwright.cost.catalogue import MeasuredCollective
 from meshwright.cost.cluster import Cluster, ClusterError, Island
 from meshwright.ir.mesh import Mesh
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 FILL = 0.18
 TREE = 0.85
 _NEVER = 1e-30  # bytes/s of a way that is not there
@@ -55,7 +55,7 @@ S, P, N, D = sympy.symbols("S P n d", positive=True)
 W, R, X = sympy.symbols("w R X", positive=True)
 A_L, A_X, L0, H_L, H_X = sympy.symbols("a_l a_x l0 h_l h_x", nonnegative=True)
 SYMBOLS = (P, N, D, W, R, X, A_L, A_X, L0, H_L, H_X)
-"""In the order of ``Scope.numbers``."""
+"""In the order of ``GroupLayout.numbers``."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Algorithm:
 
 
 @dataclass(frozen=True)
-class Scope:
+class GroupLayout:
     """Where a group lies: ``ranks`` on ``nodes``, ``per_node`` on each; bandwidths in bytes/s, latencies in seconds."""
 
     ranks: int
@@ -109,7 +109,7 @@ def traffic(kind: str) -> sympy.Expr:
     return {"all_reduce": 2 * once, "broadcast": S, "p2p": S}.get(kind, once)
 
 
-@lru_cache(maxsize=len(KINDS))
+@lru_cache(maxsize=len(COLLECTIVES))
 def algorithms(kind: str) -> tuple[Algorithm, ...]:
     """The ways to run a collective, as sympy expressions."""
     _check(kind)
@@ -136,7 +136,7 @@ def expression(kind: str) -> sympy.Expr:
     return sympy.Min(*(algorithm.seconds for algorithm in algorithms(kind)))
 
 
-@lru_cache(maxsize=len(KINDS))
+@lru_cache(maxsize=len(COLLECTIVES))
 def _numeric(kind: str) -> Callable[..., Any]:
     """(P, n, d, w, R, X, a_l, a_x, l0, h_l, h_x) -> ((seconds per byte, latency) of each algorithm); arrays broadcast."""
     pairs = [(algorithm.per_byte, algorithm.latency) for algorithm in algorithms(kind)]
@@ -193,7 +193,7 @@ class Network:
         tables = [table for table in island.node.measured if table.kind == kind]
         if not tables or self.mesh.size(names) == 1:
             return (), ()
-        own = max(scopes(island, self.mesh, names), key=lambda scope: scope.nodes)
+        own = max(group_layouts(island, self.mesh, names), key=lambda scope: scope.nodes)
 
         def unlike(table: MeasuredCollective) -> tuple[bool, float, float]:
             across = (table.nodes > 1) != (own.nodes > 1)
@@ -220,7 +220,7 @@ class Network:
     def _price(self, kind: str, names: frozenset[str]) -> tuple[tuple[float, float], ...]:
         if self.mesh.size(names) == 1:
             return ((0.0, 0.0),)
-        found = scopes(self.cluster.island, self.mesh, names)
+        found = group_layouts(self.cluster.island, self.mesh, names)
         priced = [tuple((float(b), float(delay)) for b, delay in _numeric(kind)(*scope.numbers)) for scope in found]
         if self.cluster.island.torus and kind == "all_to_all":
             exchange = _torus_exchange(self.cluster.island, self.mesh, names)
@@ -228,11 +228,11 @@ class Network:
         return max(priced, key=lambda terms: min(b * 1e8 + delay for b, delay in terms))
 
 
-def scopes(island: Island, mesh: Mesh, names: frozenset[str]) -> tuple[Scope, ...]:
+def group_layouts(island: Island, mesh: Mesh, names: frozenset[str]) -> tuple[GroupLayout, ...]:
     """Every different way in which the groups of these axes lie on the nodes (usually one)."""
     groups = _groups(mesh, names)
     if island.torus:
-        return (_torus_scope(island, groups),)
+        return (_torus_layout(island, groups),)
     node, used = island.node, min(island.per_node, mesh.world)
     boxes = np.sort(groups // island.per_node, axis=1)
     shares = island.nics * node.nic_bandwidth * node.nic_efficiency / used
@@ -244,7 +244,7 @@ def scopes(island: Island, mesh: Mesh, names: frozenset[str]) -> tuple[Scope, ..
         links = max(1, here - 1) if node.kind == "mesh" else 1
         reached = shares * float(counts.min()) * (2 / len(counts)) ** node.congestion if spread else math.inf
         result.append(
-            Scope(
+            GroupLayout(
                 ranks=len(row), nodes=len(counts), per_node=here,
                 ring=node.link_bandwidth * node.ring_efficiency * links, reduce=reduce or _NEVER,
                 out=max(reached, _NEVER),
@@ -274,14 +274,14 @@ def _extents(island: Island, group: np.ndarray) -> list[tuple[int, int, bool]]:
     return result
 
 
-def _torus_scope(island: Island, groups: np.ndarray) -> Scope:
+def _torus_layout(island: Island, groups: np.ndarray) -> GroupLayout:
     """A torus group as one node: its rings run along all of its dims at once."""
     node, extents = island.node, _extents(island, groups[0])
     lanes = sum((2.0 if closed else 1.0) / gap for _, gap, closed in extents)
     hops = sum(gap * (ranks / 2 if closed else ranks - 1) for ranks, gap, closed in extents)
     size = groups.shape[1]
     latency = node.link_latency * hops / max(size - 1, 1)
-    return Scope(
+    return GroupLayout(
         ranks=size, nodes=1, per_node=size, ring=node.link_bandwidth * node.ring_efficiency * lanes, reduce=_NEVER,
         out=math.inf, link_latency=latency, out_latency=0.0, start=node.start_latency, ring_hop=latency, ring_out=0.0,
     )
@@ -295,5 +295,5 @@ def _torus_exchange(island: Island, mesh: Mesh, names: frozenset[str]) -> float:
 
 
 def _check(kind: str) -> None:
-    if kind not in KINDS:
-        raise ValueError(f"unknown collective {kind!r}; known: {', '.join(KINDS)}")
+    if kind not in COLLECTIVES:
+        raise ValueError(f"unknown collective {kind!r}; known: {', '.join(COLLECTIVES)}")

@@ -35,7 +35,7 @@ from functools import lru_cache
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.sharding import Sharding, ShardingError, format_sharding
 
-KINDS: Mapping[str, tuple[str, str]] = {
+STEPS: Mapping[str, tuple[str, str]] = {
     "slice": ("", "all_gather"),
     "vary": ("", "all_reduce"),
     "all_gather": ("all_gather", ""),

@@ -40,7 +40,7 @@ def padded(x: Tensor, dim: int, length: int) -> Tensor:
     return torch.cat([x, x.new_zeros([*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :]])], dim)
 
 
-def cut(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
+def own_piece(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
     """This rank's piece of a whole tensor, as a view."""
     return x.narrow(dim, *own(size, group))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from meshwright.ir.graph import Op
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Program, Stored
-from meshwright.ir.reshard import KINDS
+from meshwright.ir.reshard import STEPS
 from meshwright.ir.rule import OpRule, Placed, Rules, place
 from meshwright.ir.sharding import format_sharding
 from meshwright.ir.writing.paths import fold_paths
@@ -143,7 +143,7 @@ def _steps(plan: Plan, program: Program) -> Iterator[Collective]:
                 reader = readers.get(reader.outputs[0])
             owner = makers.get(value) or (reader.name if reader is not None else "")
             kind = op.target.removeprefix("mw.")
-            forward, backward = KINDS.get(kind, ("", ""))
+            forward, backward = STEPS.get(kind, ("", ""))
             dim = op.args[1] if len(op.args) > 1 and isinstance(op.args[1], int) else None
             differentiable = value in graph.values and graph.values[value].differentiable
             yield Collective(owner, value in makers, value, kind, str(axis), dim, forward, backward if differentiable else "")

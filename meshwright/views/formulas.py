@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import sympy
 
 from meshwright.compiler.structure.activations import saved_values
-from meshwright.cost.collectives import FILL, SYMBOLS, S, algorithms, scopes, traffic
+from meshwright.cost.collectives import FILL, SYMBOLS, S, algorithms, group_layouts, traffic
 from meshwright.ir.graph import Op
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.views.prices import Move, Prices
@@ -35,7 +35,7 @@ def formulas(prices: Prices, op: Op) -> Iterator[str]:
 def _collective(prices: Prices, move: Move, kind: str, seconds: float) -> str:
     island, mesh = prices.cluster.island, prices.plan.mesh
     names = frozenset(axis for axis in move.axis.split(",") if mesh.size(axis) > 1)
-    scope = max(scopes(island, mesh, names), key=lambda one: one.nodes)
+    scope = max(group_layouts(island, mesh, names), key=lambda one: one.nodes)
     numbers = dict(zip(SYMBOLS, scope.numbers, strict=True))
     best = min(algorithms(kind), key=lambda one: float(_value(one.seconds, {**numbers, S: move.bytes_})))
     sent = float(_value(traffic(kind), {**numbers, S: move.bytes_}))

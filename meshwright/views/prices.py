@@ -29,7 +29,7 @@ from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Op
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import GroupChoice, Plan
-from meshwright.ir.reshard import KINDS, reshard
+from meshwright.ir.reshard import STEPS, reshard
 from meshwright.ir.rule import Placed
 from meshwright.ir.sharding import Sharding, ShardingError
 from meshwright.planner import OPTIMIZERS
@@ -322,7 +322,7 @@ class Prices:
         whole = self.local_bytes(name, Sharding.whole(len(value.shape)))
         for step in steps:
             one = self.costs.reshard(step.before, step.after, whole, value.differentiable, name in self._saved.by_linears)
-            forward, backward = KINDS[step.kind]
+            forward, backward = STEPS[step.kind]
             if one is not None:
                 yield Move(step.axis, forward, backward if value.differentiable else "", step.scale(self.plan.mesh) * whole,
                            times * share, one[0] * times * share, one[1] * times * share)

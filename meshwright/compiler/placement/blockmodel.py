@@ -28,7 +28,7 @@ from meshwright.compiler.placement.costs import (
     SEND_BACK,
     TRANSIENT,
     Costs,
-    Unit,
+    Neighbours,
     Variant,
     local_shapes,
 )
@@ -276,10 +276,10 @@ class Builder:
         var = model.add(np.zeros((len(self.root_variants), RESOURCES)))
         model.shared.append((ROOT, var))
         for i, name, needs in model.parameter_uses:
-            columns = [self.parameter(model, name, needs, variant, Unit(root=True)) for variant in self.root_variants]
+            columns = [self.parameter(model, name, needs, variant, Neighbours(root=True)) for variant in self.root_variants]
             model.edges.append(Edge(i, var, np.stack(columns, axis=1)))
 
-    def parameter(self, model: Model, name: str, needs: Sequence[Sharding], variant: Variant, unit: Unit) -> Array:
+    def parameter(self, model: Model, name: str, needs: Sequence[Sharding], variant: Variant, unit: Neighbours) -> Array:
         """Resources [needs, K] of a use of a parameter when its position is kept as ``variant``."""
         uses = dict.fromkeys(use for _, use, _ in model.parameter_uses if self.tables.trainable[use])
         group = float(sum(self.graph.values[use].numel for use in uses))

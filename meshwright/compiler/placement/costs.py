@@ -36,7 +36,7 @@ from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Value
 from meshwright.ir.mesh import EXPERT, Mesh, role_of
 from meshwright.ir.program import JOINED
-from meshwright.ir.reshard import KINDS, reshard
+from meshwright.ir.reshard import STEPS, reshard
 from meshwright.ir.rule import OpRule, Placed, factors_of
 from meshwright.ir.sharding import Sharding, ShardingError
 
@@ -96,16 +96,20 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Where a unit of parameters stands: whether a block comes ``ahead`` of it in the order of the backward and another
-    ran ``behind`` it, or it is the ``root``, which is around them all."""
+class Neighbours:
+    """What stands beside the parameters of a block, which are gathered and freed together (an FSDP2 unit).
+
+    ahead: whether another block follows in the order of the backward, whose parameters are gathered early
+    behind: whether another block ran before in that order, whose gradients are still being reduced
+    root: whether these are the root's parameters, which are there while every block runs
+    """
 
     ahead: bool = True
     behind: bool = True
     root: bool = False
 
 
-MIDDLE = Unit()
+MIDDLE = Neighbours()
 
 
 class Costs:
@@ -228,7 +232,7 @@ class Costs:
         self, kind: str, axis: str, bytes_: float, differentiable: bool, by_linears: bool = False
     ) -> tuple[float, float]:
         """Seconds (forward, backward) of one step of a reshard; ``bytes_``: of its full buffer on one rank."""
-        ahead, back = KINDS[kind]
+        ahead, back = STEPS[kind]
         forward = self._moved(ahead, axis, bytes_) if ahead else 0.0
         if differentiable and kind == "gather_vary" and by_linears:
             both = self.collective(ahead, (axis,), bytes_) + self.collective(back, (axis,), bytes_)
@@ -243,7 +247,7 @@ class Costs:
         return seconds
 
     def parameter(
-        self, value: Value, need: Sharding, trainable: bool, variant: Variant, group: float, unit: Unit = MIDDLE,
+        self, value: Value, need: Sharding, trainable: bool, variant: Variant, group: float, unit: Neighbours = MIDDLE,
         late: float = 0.0,
     ) -> Vector | None:
         """What one use of a parameter or buffer costs a block kept as ``variant``; None if the variant cannot hold it so.
@@ -317,7 +321,7 @@ class Costs:
             return cast + master + (3 * master / parts if self.microbatches > 1 else 0.0)
         return 0.0 if self.device.accumulates else cast + master * (2 if self.microbatches > 1 else 1)
 
-    def _kept(self, vector: Vector, numel: float, variant: Variant, parts: int, unit: Unit) -> None:
+    def _kept(self, vector: Vector, numel: float, variant: Variant, parts: int, unit: Neighbours) -> None:
         """Bytes of a trainable parameter of ``numel`` local elements, as FSDP2 holds it.
 
         While a block's backward runs there are its gradient in the compute dtype and the fp32 buffer that the block behind it

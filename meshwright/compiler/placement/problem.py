@@ -34,7 +34,7 @@ from meshwright.compiler.placement.costs import (
     TRANSIENT,
     TRANSIENT_ROW,
     Costs,
-    Unit,
+    Neighbours,
     Variant,
     time_rows,
 )
@@ -42,7 +42,7 @@ from meshwright.compiler.placement.reachable import reachable
 from meshwright.compiler.placement.tables import Array, ResourceTables
 from meshwright.compiler.solver.chain import BlockModel, Chain, Edge, Kind, Solution
 from meshwright.compiler.structure.activations import body_shapes, saved_values
-from meshwright.compiler.structure.positions import alike, cut, renaming, several_readers
+from meshwright.compiler.structure.positions import alike, positions_of, renaming, several_readers
 from meshwright.cost.compute import fusion
 from meshwright.cost.memory.saved import saved_for_backward
 from meshwright.ir.plan import GroupChoice, PlanError, Schedule
@@ -82,7 +82,7 @@ class Problem:
             self.graph, scope.mesh, schedule, costs, shapes, saved_values(self.graph, rules.operators), scope.of_parameters,
             scope.splits,
         )
-        self.positions, whole = cut(self.graph)
+        self.positions, whole = positions_of(self.graph)
         self.tied = several_readers(self.graph)
         self.builder = Builder(
             scope, rules, schedule, self.tables, whole=whole, tied=self.tied, root_variants=self.root_variants,
@@ -185,10 +185,10 @@ class Problem:
             return self.block_variants
         return tuple(v for v in self.block_variants if v.recompute == "none") or self.block_variants
 
-    def _unit(self, number: int) -> Unit:
+    def _unit(self, number: int) -> Neighbours:
         """What stands around every position that this one's model serves; the backward comes from the last block."""
         served = [self.positions[n].block for n, first in enumerate(self._alike) if first == self._alike[number]]
-        return Unit(ahead=max(served) > 0, behind=min(served) < len(self.graph.blocks) - 1)
+        return Neighbours(ahead=max(served) > 0, behind=min(served) < len(self.graph.blocks) - 1)
 
     def _recomputed(
         self, number: int, model: Model, unary: Sequence[Array], lasting: frozenset[int]

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.compiler.placement.costs import RESOURCES, SAVED, SEND, SEND_BACK, Costs, Unit, Variant
+from meshwright.compiler.placement.costs import RESOURCES, SAVED, SEND, SEND_BACK, Costs, Neighbours, Variant
 from meshwright.compiler.placement.paths import paths
 from meshwright.compiler.structure.activations import Saved, Shape
 from meshwright.ir.graph import Graph
@@ -125,7 +125,7 @@ class ResourceTables:
         return table
 
     def parameter(
-        self, name: str, needs: Sequence[Sharding], variant: Variant, group: float, unit: Unit, late: float
+        self, name: str, needs: Sequence[Sharding], variant: Variant, group: float, unit: Neighbours, late: float
     ) -> Array:
         """Resources [needs, K] of reading a parameter so, in a block of ``group`` trainable elements kept as ``variant``; the
         gradients of ``late`` of them may be summed together."""

@@ -38,7 +38,7 @@ from meshwright.compiler.placement.costs import (
     SEND_BACK,
     TRANSIENT,
     Costs,
-    Unit,
+    Neighbours,
     Variant,
     Vector,
 )
@@ -209,7 +209,7 @@ class StageCosts:
 
     def _row(self, row: Row, degrees: Degrees, variant: Variant, microbatches: int) -> Vector:
         """Resources of a row's parameters for a whole step."""
-        costs, unit = self._prices(degrees, microbatches), Unit(root=not row.block)
+        costs, unit = self._prices(degrees, microbatches), Neighbours(root=not row.block)
         total = np.zeros(RESOURCES)
         for use in row.uses:
             if not use.first and degrees.pp == 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.compiler.structure.positions import Position, alike, cut, renaming, several_readers
+from meshwright.compiler.structure.positions import Position, alike, positions_of, renaming, several_readers
 from meshwright.ir.graph import Block, Graph, Op, Ref, map_refs
 
 _KEPT = 2
@@ -29,7 +29,7 @@ class Folded:
 
 def fold(graph: Graph, apart: Callable[[Position, Graph], object] = lambda position, graph: None) -> Folded:
     """The graph with two copies of every run of equal blocks; ``apart``: what else must be equal."""
-    positions, _ = cut(graph)
+    positions, _ = positions_of(graph)
     runs = [run for run in _runs(positions, graph, apart) if not any(positions[n].shared_out for n in run)]
     dropped = {n for run in runs for n in run[_KEPT:]}
     if not dropped:

@@ -34,7 +34,7 @@ class Position:
         return graph.ops[self.start : self.stop]
 
 
-def cut(graph: Graph) -> tuple[list[Position], frozenset[str]]:
+def positions_of(graph: Graph) -> tuple[list[Position], frozenset[str]]:
     """(positions, values that leave their position whole)."""
     positions, at = [], 0
     for index, block in enumerate(graph.blocks):

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from meshwright.compiler.structure.blocks import Run, module_tree
-from meshwright.compiler.structure.positions import cut
+from meshwright.compiler.structure.positions import positions_of
 from meshwright.ir.graph import Block, Graph
 from meshwright.ir.writing.names import names_of
 
@@ -109,7 +109,7 @@ def _new(graph: Graph, kinds: Mapping[tuple[int, int, int], int]) -> int:
 def _cut_at(graph: Graph, units: list[tuple[str, int, int]], shared: int) -> Graph:
     """The graph with these blocks if they are several, and no more values than ``shared`` are read across them."""
     found = replace(graph, blocks=tuple(Block(path, kind, start, stop) for kind, (path, start, stop) in enumerate(units)))
-    positions, _ = cut(found)
+    positions, _ = positions_of(found)
     return found if len(units) > 1 and len({name for p in positions for name in p.shared_in}) <= shared else graph
 
 

@@ -30,8 +30,8 @@ _REDUCED = 4  # bytes per element in which gradients are reduced and kept
 
 
 @dataclass
-class Unit:
-    """Parameters gathered together, and what FSDP2 holds of them now."""
+class GatheredUnit:
+    """Parameters that FSDP2 gathers together (one of its units), and what it holds of them now."""
 
     elements: float
     shards: int
@@ -77,7 +77,7 @@ class Part:
 
     # parameters
 
-    def _unit(self, home: int) -> Unit | None:
+    def _unit(self, home: int) -> GatheredUnit | None:
         members = [s for s in self.program.stored if self.homes.get(s.value) == home and gathers(s, self.mesh)]
         if not members:
             return None
@@ -86,7 +86,7 @@ class Part:
         dtype = self.program.compute_dtype or members[0].dtype
         elements = sum(local_elements(s, self.mesh) for s in members)
         shards = self.mesh.size(members[0].shard_axes)
-        return Unit(elements, shards, dtype.itemsize, zero, root, tuple(s.value for s in members))
+        return GatheredUnit(elements, shards, dtype.itemsize, zero, root, tuple(s.value for s in members))
 
     # a micro-batch
 
@@ -170,7 +170,7 @@ class Part:
 
     # what FSDP2 does
 
-    def _gather(self, unit: Unit | None, forward: bool = True) -> None:
+    def _gather(self, unit: GatheredUnit | None, forward: bool = True) -> None:
         if unit is None or unit.whole is not None:
             return
         size = unit.elements * unit.itemsize
@@ -187,7 +187,7 @@ class Part:
         else:
             unit.whole = self.heap.new(size, GATHERED)
 
-    def _start(self, unit: Unit) -> Storage:
+    def _start(self, unit: GatheredUnit) -> Storage:
         """An all-gather begun; its input in the compute dtype is a copy."""
         copy = self.heap.new(unit.elements / unit.shards * unit.itemsize if unit.itemsize < _REDUCED else 0.0, WORK)
         incoming = self.heap.new(unit.elements * unit.itemsize, GATHERED)
@@ -200,7 +200,7 @@ class Part:
         if ahead is not None and ahead.frees and ahead.whole is None and ahead.shards > 1:
             ahead.incoming = self._start(ahead)
 
-    def _free(self, unit: Unit) -> None:
+    def _free(self, unit: GatheredUnit) -> None:
         if unit.whole is not None:
             self.heap.drop(unit.whole)
             unit.whole = None
@@ -210,7 +210,7 @@ class Part:
         if buffer is not None:
             self.heap.drop(buffer)
 
-    def _reduce(self, unit: Unit, last: bool) -> None:
+    def _reduce(self, unit: GatheredUnit, last: bool) -> None:
         """After a unit's backward: its gradients reduced, or kept whole for a later micro-batch."""
         if last or unit.zero == 3:
             self._free(unit)
@@ -231,7 +231,7 @@ class Part:
         else:
             self.heap.drop(piece)
 
-    def _widen(self, unit: Unit) -> None:
+    def _widen(self, unit: GatheredUnit) -> None:
         """A micro-batch's gradients in the compute dtype become fp32, or are added to what is."""
         for name, storage in unit.weights.items():
             if name not in unit.wide and storage.bytes:

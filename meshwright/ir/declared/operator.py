@@ -44,7 +44,7 @@ from meshwright.ir.graph import Graph, Op, Ref
 from meshwright.ir.notation import RuleError
 
 Shape = tuple[int, ...]
-KINDS = ("view", "pointwise", "linear", "reduce", "norm", "gather", "copy", "matmul", "attention", "loss", "factory")
+KINDS_OF_WORK = ("view", "pointwise", "linear", "reduce", "norm", "gather", "copy", "matmul", "attention", "loss", "factory")
 LAYOUTS = ("", "reshape", "contiguous", "first")
 RECOMPUTE = ("allowed", "costly", "forbidden")
 FUSING = ("pointwise", "linear", "reduce", "norm", "factory", "view")
@@ -143,8 +143,8 @@ class Cost:
     moves: Callable[[Work], tuple[float, float]] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise RuleError(f"the kind of work {self.kind!r} is unknown; the kinds are {', '.join(KINDS)}")
+        if self.kind not in KINDS_OF_WORK:
+            raise RuleError(f"the kind of work {self.kind!r} is unknown; the kinds are {', '.join(KINDS_OF_WORK)}")
         if self.layout not in LAYOUTS:
             raise RuleError(f"the layout {self.layout!r} is unknown; the layouts are {', '.join(map(repr, LAYOUTS))}")
 

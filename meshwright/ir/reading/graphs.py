@@ -18,7 +18,7 @@ from meshwright.ir.operators import TARGET
 from meshwright.ir.reading.fields import LARGEST, Field, check_depth, unpacked
 from meshwright.ir.sharding import DTYPES
 
-_KINDS = ("*", "**", "keyword", "positional", "either")
+_PARAMETER_KINDS = ("*", "**", "keyword", "positional", "either")
 """Kinds of parameters in a signature."""
 
 
@@ -222,7 +222,7 @@ def _check_signature(field: Field, graph: Graph) -> None:
     for item in part["parameters"].items():
         parameter = item.record("name kind", "default")
         names.append(parameter["name"].name())
-        parameter["kind"].one_of(_KINDS, "a kind of parameter")
+        parameter["kind"].one_of(_PARAMETER_KINDS, "a kind of parameter")
         if "default" in parameter:
             _check_default(parameter["default"])
     if len(set(names)) != len(names):

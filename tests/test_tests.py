@@ -1,0 +1,69 @@
+"""Promises about the tests themselves: every one can fail, none asserts how long something takes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FAILS = frozenset({"raises", "assert_close", "assert_allclose", "assert_array_equal", "check", "check_rule", "fail",
+                   "typecheck", "verify"})
+"""Calls that raise where something is wrong."""
+CLOCKS = frozenset({"perf_counter", "monotonic", "process_time", "thread_time", "time_ns", "perf_counter_ns", "monotonic_ns"})
+WAITS = frozenset({"browser.py", "pipelines.py", "pool.py"})
+"""Helpers that look at a clock so that what hangs is ended, with an error; no test asserts what they read."""
+TREES: Mapping[str, ast.Module] = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(HERE.glob("*.py"))}
+
+
+def functions(tree: ast.Module) -> dict[str, ast.AST]:
+    """{name: its definition} of the functions, methods and classes of a file."""
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
+    """{name: (file, its name there)} of what a file imports from other files of tests."""
+    return {
+        alias.asname or alias.name: (f"{node.module.rpartition('.')[2]}.py", alias.name)
+        for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tests.")
+        for alias in node.names
+    }
+
+
+DEFINED = {file: functions(tree) for file, tree in TREES.items()}
+IMPORTED = {file: imported(tree) for file, tree in TREES.items()}
+
+
+def names(node: ast.AST) -> Iterator[str]:
+    """What a piece of code names, as a variable or an attribute."""
+    for one in ast.walk(node):
+        if isinstance(one, ast.Name):
+            yield one.id
+        elif isinstance(one, ast.Attribute):
+            yield one.attr
+
+
+def can_fail(file: str, name: str, seen: set[tuple[str, str]]) -> bool:
+    """Whether a function asserts or raises, or names one that does."""
+    if (file, name) in seen or name not in DEFINED.get(file, {}):
+        return False
+    seen.add((file, name))
+    node = DEFINED[file][name]
+    if any(isinstance(one, ast.Assert | ast.Raise) for one in ast.walk(node)):
+        return True
+    used = set(names(node))
+    if used & FAILS:
+        return True
+    return any(can_fail(*IMPORTED[file].get(one, (file, one)), seen) for one in sorted(used))
+
+
+def test_every_test_can_fail() -> None:
+    tests = [(file, name) for file, found in DEFINED.items() for name in found if name.startswith("test_")]
+    assert len(tests) > 500
+    assert [f"{file}::{name}" for file, name in tests if not can_fail(file, name, set())] == []
+
+
+def test_no_test_looks_at_a_clock() -> None:
+    """How long something takes is measured in ``benchmarks/``; how much was done is counted (``effort``)."""
+    looking = {file for file, tree in TREES.items() if CLOCKS.intersection(names(tree))}
+    assert looking <= WAITS | {Path(__file__).name}
