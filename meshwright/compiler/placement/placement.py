@@ -37,7 +37,7 @@ from meshwright.compiler.structure.activations import operand_shapes
 from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_classes
 from meshwright.compiler.structure.folding import Folded, fold
 from meshwright.compiler.structure.microbatch import split_time
-from meshwright.compiler.structure.positions import cut
+from meshwright.compiler.structure.positions import positions_of
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.experts import EXPERTS
@@ -85,7 +85,7 @@ class Placements:
         """Seconds of a micro-batch that all attention waits for in rings over ``context`` ranks; see ``passing``."""
         folded, mesh = self.folded, self._mesh(1, tensor, context, 1, 1)
         count = batch_size(folded.graph) // samples
-        positions, _ = cut(folded.graph)
+        positions, _ = positions_of(folded.graph)
         ops = [op for at in folded.serves for op in positions[at].ops(folded.graph)]
         return ring_waits(ops, folded.graph, self.rules, self._costs(mesh, count), self._schedule(count), CONTEXT, TENSOR)
 
