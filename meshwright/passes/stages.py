@@ -133,11 +133,12 @@ def _pruned(segments: Iterable[Segment], needed: set[str]) -> list[Segment]:
         if not ops:
             continue
         read = {name for op in ops for name in op.inputs}
-        outputs = tuple(Ref(name) for name in graph.outputs if name in wanted and name in {n for op in ops for n in op.outputs})
+        made = {name for op in ops for name in op.outputs}
+        outputs = tuple(Ref(name) for name in graph.outputs if name in wanted and name in made)
         found.append(replace(segment, graph=replace(
             graph, ops=tuple(ops[::-1]), output_tree=outputs, inputs=tuple(name for name in graph.inputs if name in read),
             params=tuple(param for param in graph.params if param.value in read),
-            values={n: v for n, v in graph.values.items() if n in read or any(n in op.outputs for op in ops)},
+            values={name: value for name, value in graph.values.items() if name in read or name in made},
         )))
     return found[::-1]
 

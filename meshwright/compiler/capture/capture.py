@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.compiler.capture.importer import import_graph
+from meshwright.compiler.capture.exported.importer import import_graph
 from meshwright.compiler.capture.normalize import normalize
 from meshwright.compiler.capture.rewrite import mark_differentiable
 from meshwright.compiler.capture.shadow import (

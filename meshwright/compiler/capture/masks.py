@@ -24,6 +24,7 @@ from torch import Tensor
 
 from meshwright.compiler.capture.movement import ATTENTION, EXPAND, WINDOW, is_elementwise
 from meshwright.compiler.capture.rewrite import Edit, eliminate_dead_code, rewrite
+from meshwright.compiler.rules import argument
 from meshwright.ir.graph import Graph, Op, Ref, map_refs
 from meshwright.ir.operators import overload
 
@@ -39,6 +40,8 @@ OTHERS = frozenset({
     "arange", "cumsum", "index", "tril", "triu", "diff", "reshape", "cat", "flip",
     "expand", "unsqueeze", "select", "slice", "transpose", "permute", "t", "squeeze",
 })
+ALONG = frozenset({"cumsum", "diff", "cat"})
+"""Of these, what works along its argument ``dim``: a batch that is the same in all samples stays one."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,18 @@ class _Evaluator:
             return _index(op, [_materialize(operand) for operand in operands], shape)
         if math.prod(_compressed_shape([_materialize(operand) for operand in operands], shape)) > MAX_ELEMENTS >> 3:
             raise _TooLargeError
-        return _collapse(_call(op, [_materialize(operand) for operand in operands]))
+        return _collapse(_on_pieces(op, [_materialize(operand) for operand in operands], shape))
+
+
+def _on_pieces(op: Op, operands: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """The operator on these tensors; where it works along one dim, on one element of every other in which no operand varies."""
+    if op.target.split(".")[1] not in ALONG or any(operand.ndim != len(shape) for operand in operands):
+        return _call(op, operands)
+    along = argument(op, "dim") % len(shape)
+    alike = [dim for dim in range(len(shape)) if dim != along and all(operand.stride(dim) == 0 for operand in operands)]
+    for dim in alike:
+        operands = [operand.narrow(dim, 0, 1) for operand in operands]
+    return _call(op, operands).expand(shape)
 
 
 def _call(op: Op, operands: list[Any]) -> Tensor:

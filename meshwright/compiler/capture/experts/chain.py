@@ -32,6 +32,7 @@ PRODUCTS: Mapping[str, tuple[str, str, str]] = {  # grouped product -> its argum
     "aten._grouped_mm.default": ("self", "mat2", "offs"),
     "transformers.grouped_mm_fallback.default": ("input", "weight", "offs"),
 }
+CHUNK, SPLIT = "aten.chunk.default", "aten.split.Tensor"
 CAST, INDEX, RESHAPE = "aten._to_copy.default", "aten.index.Tensor", "aten.reshape.default"
 
 
@@ -235,9 +236,16 @@ class _Chain:
             args = (op.args[0], (-1, *op.args[1][1:]))
         elif rule.localize is not None and any(arg == self.slots for arg in _numbers((op.args, op.kwargs))):
             raise _NoChainError
+        if op.target == CHUNK:
+            op, args = replace(op, target=SPLIT, kwargs=()), self._as_split(op)
         args, kwargs = map_refs((args, op.kwargs), self._inside)
         self.body.append(replace(op, args=args, kwargs=kwargs))
         self.rows.update({name: name for name in op.outputs})
+
+    def _as_split(self, op: Op) -> tuple[Any, ...]:
+        """A chunk as a split: exports spell it in either way, and bodies in one."""
+        x, count, dim = (argument(op, name) for name in ("self", "chunks", "dim"))
+        return x, -(-self.graph.values[x.name].shape[dim] // count), dim
 
     def _inside(self, ref: Ref) -> Ref:
         return Ref(self.rows[ref.name] if ref.name in self.rows else self._operand(ref.name, False))

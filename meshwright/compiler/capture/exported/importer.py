@@ -1,8 +1,9 @@
 """From the export's IR to a ``Graph``: values, ops and what is mutated, nothing rewritten yet.
 
-torch.export's training IR is functional but for in-place operators. When it has none, it is read as it stands (a second
-trace costs as much as the first); otherwise ``run_decompositions({})`` makes it functional. In both cases regions under
-``torch.no_grad`` are inlined first, with a ``detach`` on every operand: a later trace would forget them.
+torch.export's training IR is functional but for in-place operators. Those that are plain to replace are replaced (``writes``);
+where others are left, ``run_decompositions({})`` makes the program functional, by a second trace that costs more than the
+first. In both cases regions under ``torch.no_grad`` are inlined first, with a ``detach`` on every operand: a later trace would
+forget them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from meshwright.compiler.capture.exported.writes import make_functional
 from meshwright.compiler.capture.functions import uniform
 from meshwright.compiler.capture.shadow import WRAPPED, Leaf, ModelTensor, Traced, is_user_file
 from meshwright.errors import CaptureError
@@ -33,9 +35,11 @@ def import_graph(traced: Traced, owned: Iterable[ModelTensor], inputs: Iterable[
     """The graph of the traced program, its outputs in the user's containers. ``inputs``: names for the graph's inputs."""
     program = traced.program
     _inline_regions(program.graph_module)
-    if functional or _mutates(program.graph_module):
+    graph = None if functional or _hides_writes(program.graph) else make_functional(program.graph)
+    if graph is None:
+        program.graph_module.recompile()
         program = program.run_decompositions({})
-    importer = _Importer(program, traced.functions)
+    importer = _Importer(program, graph or program.graph, traced.functions)
     return importer.run(traced, list(owned), list(inputs))
 
 
@@ -49,7 +53,6 @@ def _inline_regions(module: fx.GraphModule) -> None:
                 continue
             at = 1 if node.target is _SET_GRAD else 4
             _inline(module, node, node.args[at], node.args[at + 1:], switched_off)
-    module.recompile()
 
 
 def _inline(module: fx.GraphModule, call: fx.Node, place: fx.Node, operands: Any, detach: bool) -> None:
@@ -78,16 +81,12 @@ def _inline(module: fx.GraphModule, call: fx.Node, place: fx.Node, operands: Any
         graph.erase_node(place)
 
 
-def _mutates(module: fx.GraphModule) -> bool:
-    for node in module.graph.nodes:
-        target = node.target
-        if node.op == "call_function" and target is _AUTOCAST:
-            return True
-        if isinstance(target, torch._ops.OpOverload):
-            hidden = str(target) == "aten.instance_norm.default" and node.args[3] is not None
-            if hidden or (target._schema.is_mutable and str(target) != "aten.detach_.default"):
-                return True
-    return False
+def _hides_writes(graph: fx.Graph) -> bool:
+    """Whether something is written by operators whose schema does not say so, or in a region that stays one."""
+    return any(
+        node.target is _AUTOCAST or (str(node.target) == "aten.instance_norm.default" and node.args[3] is not None)
+        for node in graph.nodes if node.op == "call_function"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------- import
@@ -96,6 +95,7 @@ class _Importer:
     """Walks the export's nodes once; ``env`` holds what each stands for."""
 
     program: ExportedProgram
+    graph: fx.Graph
     functions: tuple[CustomFunction, ...]
     values: dict[str, Value] = field(default_factory=dict)
     env: dict[fx.Node, Any] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class _Importer:
     random: set[str] = field(default_factory=set)
 
     def run(self, traced: Traced, owned: list[ModelTensor], inputs: list[str]) -> Graph:
-        nodes = list(self.program.graph.nodes)
+        nodes = list(self.graph.nodes)
         addresses = {_memory(item.tensor): item.fqns[0] for item in owned if _memory(item.tensor)}
         taken = {_identifier(name) for name in inputs}
         owners = self._declare(owned, nodes, taken)

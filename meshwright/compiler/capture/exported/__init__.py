@@ -1,0 +1,1 @@
+"""What torch.export gives: made functional, then read."""
