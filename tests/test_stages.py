@@ -12,10 +12,10 @@ import pytest
 from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import received
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
-from meshwright.compiler.pipeline.stage_bound import cannot_run_in, fractional_bound
+from meshwright.compiler.pipeline.stage_bound import cannot_run_in, fractional_bound, link_bound
 from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_bound
 from meshwright.cost.timeline import peak_bytes, simulate
-from meshwright.ir.schedules import ScheduleError, illegal, schedule_of, schedule_table
+from meshwright.ir.schedules import ScheduleError, illegal, schedule_of, schedule_table, schedules
 
 SETTINGS = [
     ("gpipe", 3, 1, 5),
@@ -149,6 +149,33 @@ def test_what_is_held_at_some_moments_is_held_by_the_table(name: str) -> None:
                 assert ((counts[:, 0] >= full).all(axis=1) & (counts.sum(axis=1) >= full + half).all(axis=1)).any()
             come = [stage > 0 for stage in table.stages_of(rank)]
             assert entered[rank] <= counts[:, :, come].sum(axis=(1, 2)).max()
+
+
+@pytest.mark.parametrize("name", list(schedules()))
+def test_the_first_stage_holds_no_more_than_is_said(name: str) -> None:
+    closed = schedule_of(name).closed
+    assert closed is not None
+    assert closed.holds is not None
+    for pp, v, m in itertools.product((2, 3, 4, 8), (1, 2, 3), (1, 2, 4, 6, 8, 9, 16, 24)):
+        if illegal(name, pp, v, m) is None:
+            held = schedule_table(name, pp, v, m).in_flight[0][:, 0, 0].max()
+            assert held <= closed.holds(pp, v, m) <= m
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s)))
+def test_slow_links_bound_every_cut(setting: tuple[str, int, int, int]) -> None:
+    """From links that hardly matter to such as take most of a step; where all crossings are alike the bound is near."""
+    name, pp, v, m = setting
+    for slow in (0.1, 3.0, 100.0):
+        for seed in range(3):
+            units = [replace(u, value=slow * u.value, gradient=slow * u.gradient) for u in random_units(8, seed)]
+            best = brute_force([units], name, pp, v, m, math.inf)[0][2]
+            found = link_bound(Intervals.of([units], range(9)), name, pp, (v, v), m)
+            assert found <= best * (1 + 1e-9)
+    alike = [Unit(str(n), 1.0, 1.0, 1.0, value=50.0, gradient=50.0) for n in range(8)]
+    best = brute_force([alike], name, pp, v, m, math.inf)[0][2]
+    found = link_bound(Intervals.of([alike], range(9)), name, pp, (v, v), m)
+    assert 0.7 * best <= found <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ["interleaved1f1b", "zb"])

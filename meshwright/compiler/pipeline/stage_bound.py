@@ -1,7 +1,8 @@
 """Bounds on the step of any cut when ranks hold several stages: packing, and a linear program.
 
-Both drop the order of the units, so equal units are one number ("how many of this kind in stage s"):
+All drop the order of the units, so equal units are one number ("how many of this kind in stage s"):
 
+- ``link_bound`` counts what is sent between ranks and how far a micro-batch travels, which binds on slow networks.
 - ``packing_bound`` keeps units whole: of the k P + 1 longest, some rank has k + 1.
 - ``cannot_run_in`` asks whether T seconds are too few: of the most frequent class, a rank runs no more units than its
   seconds and its memory at every moment (``in_flight``) leave room for, a program of two rows and so a closed form. If
@@ -48,6 +49,35 @@ def packing_bound(units: Intervals, name: str, pp: int, microbatches: int) -> fl
     longest = max(np.diff(ahead).max(), np.diff(back).max())
     path = ahead[-1] + back[-1] + (microbatches - 1) * longest
     return float(max(microbatches * max(shares), path))
+
+
+def link_bound(units: Intervals, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int) -> float:
+    """Seconds that no run can beat whatever the cut, because of what is sent: on slow links most of a step.
+
+    A link carries one transfer at a time: the first one comes after what its micro-batch did before it, the last one before
+    what is left of its own. And of the micro-batches that the first stage holds at most (``holds``) one must have come back all
+    the way before the next can start. Of crossings the cheapest are assumed.
+    """
+    closed, split = schedule_of(name).closed, schedule_of(name).split
+    down, up = (float(x[1:-1].min()) if units.count > 1 else 0.0 for x in (units.value, units.gradient))
+    if pp == 1 or closed is None or not down + up:
+        return 0.0
+    least = units.cheapest()
+    ahead, back = float(least[0][-1]), float((least[1] if split else least[1] + least[2])[-1])
+    sends, virtual = 2 * pp - 2 if closed.turns else virtual_stages[0] * pp - 1, virtual_stages[0]
+    path = ahead + back + sends * (down + up)
+    both = down + up if closed.forwards_first else max(down, up)
+    found = [path + (microbatches - 1) * both]
+    if closed.turns:
+        found.append(microbatches * (down + up))
+    else:
+        busy = virtual * microbatches
+        found += [busy * down + back + sends * up, ahead + sends * down + busy * up]
+        found += [busy * (down + up)] * closed.forwards_first
+    if closed.holds is not None:
+        most = max(closed.holds(pp, each, microbatches) for each in virtual_stages)
+        found.append(-(-microbatches // most) * path)
+    return max(found)
 
 
 def cannot_run_in(

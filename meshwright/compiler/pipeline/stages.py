@@ -39,7 +39,7 @@ from meshwright.compiler.pipeline.intervals import (
     stage_work,
 )
 from meshwright.compiler.pipeline.refine import BATCH, Cutting, Found, make_fit, refine
-from meshwright.compiler.pipeline.stage_bound import Bound, cannot_run_in, fractional_bound, packing_bound
+from meshwright.compiler.pipeline.stage_bound import Bound, cannot_run_in, fractional_bound, link_bound, packing_bound
 from meshwright.ir.schedules import Table, maximal, schedule_of, schedule_table
 
 __all__ = ["Cuts", "StageError", "Unit", "cut"]
@@ -138,7 +138,9 @@ def step_bound(
     """
     positions, room = _positions(options[0]), np.asarray(capacity)
     units, outside = Intervals.of(options, positions), outside.at(positions)
-    packed = packing_bound(units, schedule, pp, microbatches) + float(outside.gather[0] + outside.optimizer.sum() / pp)
+    packed = packing_bound(units, schedule, pp, microbatches)
+    packed = max(packed, link_bound(units, schedule, pp, virtual_stages, microbatches))
+    packed += float(outside.gather[0] + outside.optimizer.sum() / pp)
     if packed >= cutoff > 0:
         return Bound(packed, "packing")
     for asked in dict.fromkeys((math.inf, cutoff)):

@@ -139,10 +139,17 @@ def _loop_waiting(pp: int, virtual_stages: int, microbatches: int) -> int:
     return 3 if virtual_stages == 1 else max(pp, _round(pp, microbatches)) + 1
 
 
+def _loop_holds(split: bool, pp: int, virtual_stages: int, microbatches: int) -> int:
+    """With several stages two rounds: those of one are forward while those of the other come back."""
+    if virtual_stages == 1:
+        return int(_loop_warm(split, pp, 1, microbatches)[0])
+    return min(microbatches, 2 * _round(pp, microbatches))
+
+
 def _loop_forms(*, split: bool) -> ClosedForms:
     return ClosedForms(
         partial(_loop_warm, split), _loop_waiting, turn=_loop_turn, in_flight=partial(_loop_in_flight, split),
-        alone=partial(_loop_alone, split),
+        alone=partial(_loop_alone, split), holds=partial(_loop_holds, split),
     )
 
 
@@ -235,6 +242,10 @@ def _dualpipev(rank: int, pp: int, virtual_stages: int, microbatches: int) -> It
         yield from make.weight()
 
 
+def _vee_holds(pp: int, virtual_stages: int, microbatches: int) -> int:
+    return min(microbatches, 2 * pp)
+
+
 def _vee_warm(more: int, pp: int, virtual_stages: int, microbatches: int) -> np.ndarray:
     """``more``: forwards of the last rank's first stage that other schedules of this shape do not run."""
     ranks = np.arange(pp)
@@ -261,13 +272,17 @@ BUILTIN = (
     PipelineSchedule(
         "gpipe", _each(_gpipe), early=False,
         closed=ClosedForms(
-            _all_ahead, lambda pp, v, m: 1, turn=_one_turn, alone=partial(_held_ahead, _all_ahead), forwards_first=True
+            _all_ahead, lambda pp, v, m: 1, turn=_one_turn, alone=partial(_held_ahead, _all_ahead), holds=lambda pp, v, m: m,
+            forwards_first=True,
         ),
     ),
     PipelineSchedule(
         "1f1b", _each(_one_f_one_b), early=False,
         refuses=lambda pp, v, m: f"it needs at least pp = {pp} micro-batches" if m < pp else None,
-        closed=ClosedForms(_few_ahead, lambda pp, v, m: 1, turn=_one_turn, alone=partial(_held_ahead, _few_ahead)),
+        closed=ClosedForms(
+            _few_ahead, lambda pp, v, m: 1, turn=_one_turn, alone=partial(_held_ahead, _few_ahead),
+            holds=lambda pp, v, m: min(m, pp),
+        ),
     ),
     PipelineSchedule(
         "interleaved1f1b", _each(partial(_interleaved, split=False)), stages=None, usual=2, refuses=_uneven,
@@ -279,11 +294,15 @@ BUILTIN = (
     ),
     PipelineSchedule(
         "zbv", _each(_zbv), stages=2, usual=2, placement=vee, split=True,
-        closed=ClosedForms(partial(_vee_warm, 0), lambda pp, v, m: 3, in_flight=partial(_vee_in_flight, 0), turns=True),
+        closed=ClosedForms(
+            partial(_vee_warm, 0), lambda pp, v, m: 3, in_flight=partial(_vee_in_flight, 0), holds=_vee_holds, turns=True
+        ),
     ),
     PipelineSchedule(
         "dualpipev", _each(_dualpipev), stages=2, usual=2, placement=vee, split=True,
         refuses=lambda pp, v, m: f"it needs at least one micro-batch a stage, 2 pp = {2 * pp}" if m < 2 * pp else None,
-        closed=ClosedForms(partial(_vee_warm, 1), lambda pp, v, m: 4, in_flight=partial(_vee_in_flight, 1), turns=True),
+        closed=ClosedForms(
+            partial(_vee_warm, 1), lambda pp, v, m: 4, in_flight=partial(_vee_in_flight, 1), holds=_vee_holds, turns=True
+        ),
     ),
 )

@@ -66,6 +66,7 @@ class ClosedForms:
       whatever the number of its stages: of its first stage, of each one between, of its last one;
       [.., 0, :] between F and B (or I), [.., 1, :] between I and W;
     * ``alone(pp, microbatches)``: int [pp, k, 2], the same of ranks that hold one stage;
+    * ``holds(pp, virtual_stages, microbatches)``: micro-batches between F and B (or I) of the first stage at once, at most;
     * ``forwards_first``: every rank runs all forwards before its first backward;
     * ``turns``: the stages lie as a V, so that the last one is on rank 0.
 
@@ -77,6 +78,7 @@ class ClosedForms:
     turn: Callable[[int, int, int], np.ndarray] | None = None
     in_flight: Callable[[int, int], np.ndarray] | None = None
     alone: Callable[[int, int], np.ndarray] | None = None
+    holds: Callable[[int, int, int], int] | None = None
     forwards_first: bool = False
     turns: bool = False
 
