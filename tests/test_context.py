@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
 from meshwright.api import autoparallel
-from meshwright.ir.pins import ATTENTION, PinError
+from meshwright.compiler.search.candidates import near_ranks
+from meshwright.cost.cluster import Cluster
+from meshwright.ir.pins import ATTENTION, PinError, Pins
 from meshwright.ir.serialize import plan_hash
 from meshwright.views.report import render
 from tests.equality import check, differences, loss_of
@@ -132,6 +134,22 @@ def _proposed(rank: int) -> tuple[str, list[str]]:
 def test_the_search_proposes_two_axes(pool: Callable[[int], Any]) -> None:
     """Sequence for heads within a node, a ring across: where that is faster it is chosen without a pin, and it runs."""
     assert pool(4).run(_proposed, timeout=200) == [("dp=1 x cp*=2 x up=2 x tp=1", [])] * 4
+
+
+@pytest.mark.parametrize(
+    ("cp", "tp", "heads", "tokens", "pins", "near"),
+    [
+        (16, 1, 32, 4096, {}, [1, 8]), (16, 2, 32, 4096, {}, [1, 4]),
+        (16, 1, 12, 4096, {}, [1, 4]), (16, 1, 9, 4096, {}, [1]),  # as far as heads allow
+        (8, 1, 32, 4096, {}, [1]), (16, 8, 32, 4096, {}, [1]),  # within a node, and where tensor ranks fill it
+        (16, 1, 32, 4100, {}, [1]),  # pieces of one length only
+        (16, 1, 32, 4096, {"cp": 16, "attention": "ring"}, [1]), (16, 1, 32, 4096, {"cp": 16, "ulysses": 2}, [2]),
+    ],
+)
+def test_two_axes_are_candidates_where_they_can_run(
+    cp: int, tp: int, heads: int, tokens: int, pins: dict[str, Any], near: list[int]
+) -> None:
+    assert near_ranks(cp, tp, Cluster.parse("h100:16x8"), Pins.of(pins), (heads, tokens)) == near
 
 
 def _dropped(rank: int) -> tuple[float, float, bool]:
