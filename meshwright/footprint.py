@@ -15,7 +15,7 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.prediction import Prediction
 from meshwright.ir.program import Program
 from meshwright.ir.rule import Rules
-from meshwright.passes import cut_stages, rank_program
+from meshwright.passes import cut_for_ranks, rank_program
 
 LOOKED_AT = 4
 """Ranks of a pipeline that a plan is judged by: those that hold most by the search's sum, beside the first and the last
@@ -36,7 +36,8 @@ def _peaks(plan: Plan, program: Program, state_bytes: float, ranks: Collection[i
         return {0: peak(program, state_bytes)}
     apart = plan.mesh.world // plan.pipeline.degree
     chosen = range(plan.pipeline.degree) if ranks is None else ranks
-    return {r: peak(cut_stages(replace(program, rank=r * apart), plan.pipeline), state_bytes) for r in chosen}
+    parts = cut_for_ranks(program, plan.pipeline, [r * apart for r in chosen])
+    return {r: peak(part, state_bytes) for r, part in zip(chosen, parts, strict=True)}
 
 
 @dataclass

@@ -13,7 +13,7 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import GroupChoice, Pipeline, Plan
 from meshwright.ir.program import DEPENDENCY, Program
 from meshwright.ir.sharding import parse_sharding
-from meshwright.passes import cut_stages, rank_program
+from meshwright.passes import cut_for_ranks, cut_stages, rank_program
 from meshwright.passes.verify import verify
 
 AT = (0, 1, 1, 0)
@@ -110,6 +110,17 @@ def test_a_rank_without_weights_shares_another_rank_s() -> None:
     found = [{item.value: item.holders for item in part(plan((0, 8, 9), (0, 1), "gpipe"), rank).stored} for rank in (0, 2)]
     shared = {"tied": (0, 1)}
     assert found == [{"w1": (0,), "w2": (0,), "spare": (0,)} | shared, shared]
+
+
+def test_several_ranks_are_cut_as_each_alone() -> None:
+    """With a prologue that one of them needs."""
+    made = plan()
+    made = replace(made, schedule=replace(made.schedule, prologue=frozenset({"mask"})))
+    program = whole(made, 0)
+    assert made.pipeline is not None
+    found = list(cut_for_ranks(program, made.pipeline, (0, 2)))
+    assert found == [cut_stages(replace(program, rank=rank), made.pipeline) for rank in (0, 2)]
+    assert found[0].segments != found[1].segments
 
 
 def test_without_a_pipeline_nothing_is_cut() -> None:

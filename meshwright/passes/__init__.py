@@ -9,7 +9,7 @@ from meshwright.ir.program import Program
 from meshwright.ir.rule import Rules
 from meshwright.passes.fuse import fuse_gathers
 from meshwright.passes.lower import lower
-from meshwright.passes.stages import cut_stages
+from meshwright.passes.stages import cut_for_ranks, cut_stages
 
 PASSES: tuple[Callable[[Program], Program], ...] = (fuse_gathers,)
 """Applied in this order to the lowered program."""
@@ -24,4 +24,4 @@ def rank_program(plan: Plan, rules: Rules, rank: int) -> Program:
     return program
 
 
-__all__ = ["PASSES", "cut_stages", "fuse_gathers", "lower", "rank_program"]
+__all__ = ["PASSES", "cut_for_ranks", "cut_stages", "fuse_gathers", "lower", "rank_program"]

@@ -63,6 +63,7 @@ class _Lowering:
         self.timed = self.mesh.innermost(TIME, count) if count > 1 else self.mesh
         self.here = self.mesh.coordinates(rank)
         self.values: dict[str, Value] = {}
+        self.placed: dict[str, Placed] = {}
         self.produced: dict[str, Sharding] = {}
         self.time_dim: dict[str, int | str | None] = {}
         self.home: dict[str, _Draft] = {}
@@ -163,9 +164,11 @@ class _Lowering:
         return self.drafts[-1]
 
     def _placed(self, op: Op) -> Placed:
-        rule = self.rules[op.name]
-        differentiable = [self._takes_gradient(name) for name in op.inputs]
-        return place(rule, self.plan.assignments.get(op.name, {}), self.mesh, differentiable)
+        if op.name not in self.placed:
+            differentiable = [self._takes_gradient(name) for name in op.inputs]
+            self.placed[op.name] = place(
+                self.rules[op.name], self.plan.assignments.get(op.name, {}), self.mesh, differentiable)
+        return self.placed[op.name]
 
     def _takes_gradient(self, name: str) -> bool:
         return self.graph.values[name].differentiable

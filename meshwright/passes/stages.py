@@ -14,8 +14,9 @@ leaves things out, and says what must be sent instead:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -28,7 +29,13 @@ from meshwright.ir.program import DEPENDENCY, SEED, Program, Segment, Stages
 def cut_stages(program: Program, pipeline: Pipeline | None) -> Program:
     """The part of this rank; the program itself without a pipeline. Raises PlanError for what the schedule cannot run, and for
     a buffer that one stage updates and another rank reads."""
-    return program if pipeline is None else _Cut(program, pipeline).run()
+    return program if pipeline is None else _Cut(program, pipeline).part(program.rank)
+
+
+def cut_for_ranks(program: Program, pipeline: Pipeline, ranks: Iterable[int]) -> Iterator[Program]:
+    """``cut_stages`` at several ranks of the mesh, one after the other; what does not depend on the rank is found once."""
+    cut = _Cut(program, pipeline)
+    return (cut.part(rank) for rank in ranks)
 
 
 class _Cut:
@@ -50,9 +57,10 @@ class _Cut:
         if program.loss in self.made:
             self.reads[-1].add(program.loss)
 
-    def run(self) -> Program:
-        program, rank = self.program, self.program.mesh.coordinates(self.program.rank)[PP]
-        holders = self._holders()
+    def part(self, place: int) -> Program:
+        """The program of the rank at this place of the mesh."""
+        program, rank = replace(self.program, rank=place), self.program.mesh.coordinates(place)[PP]
+        holders = self._holders
         stored = tuple(replace(item, holders=holders[item.value]) for item in program.stored)
         mine = [item for item in stored if rank in item.holders]
         needed = self._needed(rank, {item.value for item in mine})
@@ -64,13 +72,14 @@ class _Cut:
             cuts=tuple((name, dim) for name, dim in program.cuts if name in needed),
             constants={name: tensor for name, tensor in program.constants.items() if name in kept},
             stages=Stages(
-                self.pipeline.table(program.microbatches), self._crossing(),
+                self.pipeline.table(program.microbatches), self._crossing,
                 {name: s for name, s in self.made.items() if name in self.leaving | renewed}, stored,
             ),
         )
         _check(result)
         return result
 
+    @cached_property
     def _crossing(self) -> tuple[tuple[Value, ...], ...]:
         values = {name: s.graph.values[name] for s in self.main for name in s.graph.outputs}
         result = []
@@ -89,6 +98,7 @@ class _Cut:
         renewed = {new for old, new in self.program.mutations if old in held}
         return set().union(*mine) | (self.leaving & prologue) | (renewed & prologue)
 
+    @cached_property
     def _holders(self) -> dict[str, tuple[int, ...]]:
         """{stored value: the ranks along ``PP`` that store it}."""
         at = self.pipeline.stage_rank
