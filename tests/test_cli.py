@@ -21,7 +21,7 @@ from meshwright.commands.models import from_config
 from meshwright.commands.sizing import Size, front
 from meshwright.commands.verifying import distinct_ranks
 from meshwright.cost.cluster import Cluster
-from meshwright.errors import VerifyError
+from meshwright.errors import InputError, VerifyError
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
@@ -214,13 +214,14 @@ def test_verify_finds_a_wrong_program(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_verify_runs_the_degrees_on_processes(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from meshwright.commands import verifying
     from meshwright.commands.running import Compared
+    from tests.test_pinning import graph
 
     path = tmp_path / "large.json"
-    words = ("--cluster", "h100:2x8", "--batch", 32, "--sequence", 32, "--dp", 4, "--tp", 4, "--zero", 2, "--out", path)
-    assert run("plan", llama, *words).exit_code == 0
-    said = run("verify", path)
-    assert said.exit_code == 0
-    assert "not run: the plan is for 16 devices" in said.stdout
+    asked = Pins(dp=2, tp=2, zero=2, recompute="none", microbatches=1, pp=1)
+    plan = make_plan(graph("llama"), Cluster.parse("h100:1x4"), asked)
+    plan.save(path)
+    assert "too much for 2 CPU processes: give its model" in str(verifying.ran(plan, None, 2, (), lambda *_: None))
+    monkeypatch.setattr(verifying, "verify_rank", lambda *_: None)  # other tests look at that
     found = run("verify", path, "--model", llama, "--processes", 2, "--json")
     assert found.exit_code == 0, found.output
     answer = json.loads(found.stdout)["run"]
@@ -229,19 +230,21 @@ def test_verify_runs_the_degrees_on_processes(llama: Path, tmp_path: Path, monke
     assert max(answer["gradients"].values()) < 1e-5
     assert answer["loss"] == pytest.approx(answer["loss_alone"], rel=1e-5)
     wrong = Compared(2, "tp=2", 1.0, 1.0, (("a.weight", 0.5), ("b.weight", float("nan"))))
-    monkeypatch.setattr(verifying, "compare", lambda *_: wrong)
-    found = run("verify", path, "--model", llama, "--processes", 2)
+    monkeypatch.setattr(verifying, "ran", lambda *_: wrong)
+    found = run("verify", path)
     assert found.exit_code == DIFFERENT
     assert "NOT EQUAL" in found.stdout
     assert "a.weight: gradient off by 0.5" in found.stdout
-    assert run("verify", path, "--model", tmp_path / "none", "--processes", 2).exit_code == WRONG
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="is no file or folder"):
+        verifying.ran(plan, str(tmp_path / "none"), 2, (), lambda *_: None)
 
 
 def test_degrees_made_small_stay_what_they_are(llama: Path) -> None:
     from meshwright.commands.shrinking import shrunken, smaller
     from tests.test_pinning import graph
 
-    asked = Pins(pp=2, dp=2, tp=2, zero=1, microbatches=4, recompute="full")
+    asked = Pins(pp=2, dp=2, tp=2, zero=1, microbatches=4, recompute="full", schedule="1f1b")
     plan = make_plan(graph("llama"), Cluster.parse("h100:1x8"), asked)
     pins, world = smaller(plan, 8)
     assert world == 8

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from meshwright.cost.cluster import ClusterError
 from meshwright.ir.graph import Op
-from meshwright.ir.mesh import PP, role_of
+from meshwright.ir.mesh import PP, SAMPLED, SEQUENCE, role_of
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.ir.sharding import format_sharding
@@ -176,15 +176,17 @@ def _closed(facts: Facts, op: Op, found: list[Alternative]) -> Iterator[str]:
     plan, rule = facts.plan, facts.rules[op.name]
     factors = sorted(set(rule.sizes))
     for axis in (axis for axis in plan.mesh.axes if axis != PP and plan.mesh.size(axis) > 1):
-        open_ = {one.assignment.get(axis) for one in found}
+        open_ = {one.assignment.get(axis) for one in found} | {plan.assignments.get(op.name, {}).get(axis)}
         for factor in (factor for factor in factors if factor not in open_):
             size, ranks = rule.sizes[factor], plan.mesh.size(axis)
             if factor not in rule.splittable:
                 why = "the operator needs it whole"
             elif size % ranks:
                 why = f"its size {size} does not divide by {ranks}"
-            elif role_of(axis) == "data":
+            elif role_of(axis) in SAMPLED:
                 why = "a data axis splits the batch and nothing else"
+            elif role_of(axis) == SEQUENCE:
+                why = "an axis of the sequence splits the sequence, and heads where attention exchanges one for the other"
             else:
                 why = "the axis's role, or a choice that is as good in every way, leaves it out"
             yield f"{axis} splits {factor}: {why}"

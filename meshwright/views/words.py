@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshwright.ir.mesh import PP, SEQUENCE, role_of
+from meshwright.ir.mesh import EXPERT, PP, SEQUENCE, role_of
 from meshwright.ir.pins import ATTENTION, ULYSSES, WINDOW
 from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.prediction import Prediction
@@ -54,7 +54,7 @@ def header(facts: Facts) -> list[tuple[str, str]]:
 
 def axis_roles(facts: Facts) -> dict[str, list[str]]:
     """{axis: what it does}: "stages" (of the pipeline), "sequence" (it splits that; how attention runs), "data" (gradients are
-    summed over it), "tensor" (it splits parameters), "zero" (it splits their state at rest)."""
+    summed over it), "tensor" (it splits parameters), "experts" (it splits those), "zero" (it splits their state at rest)."""
     staged = facts.plan.pipeline is not None
     roles: dict[str, list[str]] = {axis: ["stages"] if staged and axis == PP else [] for axis in facts.plan.mesh.axes}
     for axis, found in roles.items():
@@ -64,7 +64,7 @@ def axis_roles(facts: Facts) -> dict[str, list[str]]:
         if any(axis in group.data_axes for group in facts.plan.groups):
             found.append("data")
         if any(axis in stored.tensor.split_axes for stored in facts.stored.values()):
-            found.append("tensor")
+            found.append("experts" if role_of(axis) == EXPERT else "tensor")
         if any(group.zero and axis in group.shard_axes for group in facts.plan.groups):
             found.append("zero")
     return roles
