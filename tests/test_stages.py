@@ -178,6 +178,31 @@ def test_slow_links_bound_every_cut(setting: tuple[str, int, int, int]) -> None:
     assert 0.7 * best <= found <= best * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("setting", [one for one in SETTINGS if one[2] == 1], ids=lambda s: "-".join(map(str, s)))
+def test_what_comes_after_slow_links_bounds_every_step(setting: tuple[str, int, int, int]) -> None:
+    """Gathers, reductions and the optimizer as the search adds them to a schedule whose transfers take long."""
+    name, pp, _, m = setting
+    table, split, n = schedule_table(name, pp, 1, m), schedule_of(name).split, 8
+    for slow, seed in itertools.product((0.1, 3.0, 100.0), range(3)):
+        units = [replace(u, value=slow * u.value, gradient=slow * u.gradient) for u in random_units(n, seed)]
+        units = [replace(u, value=slow, gradient=2 * slow) for u in units] if seed == 0 else units
+        gather, reduce, optimizer = np.random.default_rng(seed).random((3, n)) * [[2], [20 * slow], [1]]
+        best = math.inf
+        for inner in itertools.combinations(range(1, n), pp - 1):
+            parts = [slice(*pair) for pair in itertools.pairwise((0, *inner, n))]
+            seconds = [[sum(getattr(u, k) for u in units[part]) for part in parts]
+                       for k in ("forward", "backward_input", "backward_weight")]
+            run = simulate(table, *seconds, ([units[i - 1].value for i in inner], [units[i - 1].gradient for i in inner]))
+            behind = [0.0 if split else back + weight for _, back, weight in zip(*seconds, strict=True)]
+            ends = [end[-1] + max(0.0, reduce[part].sum() - hidden)
+                    for end, part, hidden in zip(run.end, parts, behind, strict=True)]
+            start = max(max(0.0, gather[part].sum() - first[0]) for part, first in zip(parts, run.start, strict=True))
+            best = min(best, start + max(ends) + max(optimizer[part].sum() for part in parts))
+        found = step_bound([units], pp, (1, 1), name, m, [1e9] * pp, OutsideSeconds(gather, reduce, optimizer, 0.0)).seconds
+        assert found <= best * (1 + 1e-9)
+        assert seed > 0 or found >= 0.6 * best
+
+
 @pytest.mark.parametrize("name", ["interleaved1f1b", "zb"])
 @pytest.mark.parametrize("alike", [False, True], ids=["all different", "of three kinds"])
 def test_one_bound_holds_for_all_numbers_of_stages_a_rank(name: str, alike: bool) -> None:

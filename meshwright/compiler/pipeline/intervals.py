@@ -151,6 +151,7 @@ def stage_bounds(
     last_weight = np.diff(least[2]).min() * split
     cheap = [x[1:-1].min() if units.count > 1 else 0.0 for x in (units.value, units.gradient)]
     warm, left, apart = margins.warm, margins.drained, bool((margins.warm == microbatches).all())
+    through = _through(name, pp, microbatches, cheap, float(ahead[-1] + back[-1]), apart)
     sums = np.zeros(0) if outside is None else outside.sums
     for s in range(pp):
         rows, columns = _band(units.count, s, pp)
@@ -179,10 +180,29 @@ def stage_bounds(
         bound = np.maximum(bound, begin + microbatches * work + (late if split else end))
         if outside is not None:
             gather, reduce, optimizer = sums[:, rows, columns]
-            own = begin + microbatches * work + np.maximum(reduce - inputs - weights, outside.slowed * reduce)
+            home = back[-1] - back[rows, None] + (pp - 1 - s) * cheap[1]  # of the last micro-batch, to the end of this stage
+            sent = ahead[-1] + (pp - 1) * cheap[0] + through[s] + home
+            own = np.maximum(begin + microbatches * work, sent) + np.maximum(reduce - inputs - weights, outside.slowed * reduce)
             begins = outside.gather[0] if s else gather
             bound = np.maximum(bound + outside.slowed * outside.reduce[0], own) + optimizer + begins
         yield _allowed(bound, units.count, s, pp)
+
+
+def _through(name: str, pp: int, microbatches: int, cheap: Sequence[float], work: float, apart: bool) -> list[float]:
+    """By how much later than the first micro-batch the last one comes to the end of every stage: each link carries one transfer
+    at a time, and the first stage holds no more than some micro-batches at once (``holds``)::
+
+        k micro-batches are held: (ceil(M / k) - 1) trips of one through everything      M - 1 transfers wait for each other
+
+    ``cheap``: seconds of the cheapest crossing down and up; ``work``: of one micro-batch; ``apart``: all forwards come first.
+    """
+    if pp == 1:
+        return [0.0]
+    closed, (down, up) = schedule_of(name).closed, cheap
+    most = microbatches if closed is None or closed.holds is None else closed.holds(pp, 1, microbatches)
+    trips = (-(-microbatches // most) - 1) * (work + (pp - 1) * (down + up))
+    waits = [(microbatches - 1) * (down + up if apart else max(down, up)) for _ in range(pp - 1)]
+    return [max(trips, wait) for wait in (*waits, (microbatches - 1) * down)]
 
 
 def _band(count: int, stage: int, stages: int) -> tuple[slice, slice]:
