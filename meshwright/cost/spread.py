@@ -1,4 +1,4 @@
-"""How far off predictions are where nothing was fitted, by what the step depends on.
+"""The interval around a prediction, from how far predictions missed published rows that no constant was fitted to.
 
 A *regime* is what a plan's step depends on most: whether tensor parallelism leaves a node, whether there is a pipeline, how
 many devices exchange gradients, whether they share a node. For each, ``spread.toml`` has two quantiles of measured over

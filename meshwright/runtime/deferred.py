@@ -1,4 +1,4 @@
-"""A parallel module that waits for its example: the first call is it, as with torch.compile."""
+"""A parallel module without an example: its first call is the example, as with torch.compile."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Decisions that are taken and not searched: of a plan that is priced again, or of pins that name operators.
+"""Fixed decisions: what a plan that is priced again, or pins that name operators, values and blocks, leave no choice about.
 
-The problem is built as always; what is held has one choice left where others have several (``choices``, ``blockmodel``,
-``problem``). Positions of which different things are held are not alike, so blocks may differ.
+The placement problem is built as for a search; an operator, value or block whose decision is fixed has one choice in it where
+others have several (``choices``, ``blockmodel``, ``problem``). Two equal blocks with different fixed decisions become different
+kinds of positions, so they may come out differently.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ _HYBRID = ("dp_replicate", "dp_shard")
 
 @dataclass(frozen=True)
 class FixedDecisions:
-    """What is held.
+    """What is decided before the search.
 
-    assignments: by operator
-    copies: by value, the sharding that its readers share
+    assignments: for every operator the factor that each axis splits
+    copies: for every value the sharding that its readers share
     kept: how parameters are kept, by the first operator of the block; "" is the root
-    rest: by parameter with several readers, how it lies at rest
-    data: the data ranks, where these are held
-    mirrored: whether ranks that split the sequence have two chunks each, where that is held
+    rest: for every parameter with several readers, its sharding at rest
+    data: the number of data ranks, None if that is open
+    mirrored: whether ranks that split the sequence have two chunks each, None if that is open
     """
 
     assignments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -53,18 +54,18 @@ class FixedDecisions:
         return bool(self.assignments or self.copies or self.kept)
 
     def assignment(self, op: str, mesh: Mesh) -> dict[str, str] | None:
-        """The choice of an operator over the axes of a mesh that have several ranks; None if none is held."""
+        """The choice of an operator over the axes of a mesh that have several ranks; None if none is fixed."""
         if op not in self.assignments:
             return None
         return {axis: one for axis, one in self.assignments[op].items() if axis in mesh.axes and mesh.size(axis) > 1}
 
     def like(self, choice: Mapping[str, str], want: Mapping[str, str]) -> bool:
-        """Whether a choice is what is held: placements are solved on more data ranks than one where there is one."""
+        """Whether a choice is the fixed one: placements are solved on more data ranks than one where there is one."""
         alone = self.data == 1 and "dp" not in want
         return {axis: one for axis, one in choice.items() if not (alone and axis == "dp")} == dict(want)
 
     def told_apart(self, position: Position, graph: Graph) -> object:
-        """Equal for positions of which the same is held."""
+        """Equal for positions with the same fixed decisions."""
         if not self:
             return None
         ops = position.ops(graph)

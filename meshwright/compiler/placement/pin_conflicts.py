@@ -1,7 +1,8 @@
-"""Pins that are given beside a plan: taken where the plan is as they ask, refused by name where it is not.
+"""Whether pins that are given together with a plan agree with it; a pin that the plan contradicts is refused by name.
 
-What a pin leaves to an operator is what ``choices`` lists, so a plan contradicts a pin where an operator is split as none of
-these: sequence parallelism, attention, and splits of parameters are asked of the very function that planning asks.
+Degrees, micro-batches, cuts and named decisions are compared with the plan's own. Pins about how operators split (sequence
+parallelism, attention, splits of parameters) are checked by the function that planning uses: under the pin ``choices`` lists
+what an operator may do, and a plan contradicts the pin where it splits an operator in none of these ways.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A placement as it is read: what every distinct position of a model takes of time and memory (see ``placement``)."""
+"""The result of a placement: the time and memory that every distinct position of a model takes (see ``placement``)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Operators that draw random numbers: along which dims each number is drawn on its own, so that pieces may be.
+"""Operators that draw random numbers. A dim along which every number is drawn independently of the others may be split.
 
-Everything else about drawing is in ``meshwright.ir.declared.draws``. An operator that is not here is whole: every rank draws
-the same.
+Everything else about drawing is in ``meshwright.ir.declared.draws``. An operator without an entry here is not split: every rank
+draws the same numbers.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What lies above one layout: mesh factorizations, stages, schedules, micro-batches, ZeRO, recomputation."""
+"""The search: candidates (mesh, stages, schedule, micro-batches, ZeRO, recomputation), their bounds, and the plan that fits."""

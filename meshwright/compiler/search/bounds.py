@@ -40,7 +40,9 @@ from meshwright.ir.plan import PlanError
 from meshwright.ir.sharding import ceil_div
 
 ROUNDING = 0.03
-"""The part of its share of a large batch that a sample may save by rounding to whole tiles (assumed)."""
+"""Assumed, not proven: the seconds of one sample are at least 1 - ROUNDING times its share of the seconds of a large batch, for
+rounding to whole tiles can save no more. tests/test_joint.py looks for a sample that saves more and finds none. A certificate
+whose bound rests on this says so (``Node.firm`` is the bound without)."""
 
 
 Placing = tuple[int, int, int, int, int]

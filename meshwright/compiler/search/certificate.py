@@ -1,4 +1,4 @@
-"""What a search knows about how good its plan is: what it looked at, what came second and why, and what it has proven."""
+"""The certificate of a search: the candidates that it looked at, which came second and why, and the proven bound."""
 
 from __future__ import annotations
 

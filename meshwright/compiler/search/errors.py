@@ -1,5 +1,9 @@
-"""What the search says when nothing fits, of one candidate (``DoesNotFitError``) and of all, and when nothing is better
-(``NoBetterError``). Of these only OutOfMemoryError leaves the search."""
+"""The errors of a search.
+
+``DoesNotFitError`` says that one candidate does not fit the memory, ``NoBetterError`` that one has no plan faster than the
+incumbent; both stay inside the search. ``OutOfMemoryError`` says that no candidate fits, what binds, and what would fit; it is
+what a user sees.
+"""
 
 from __future__ import annotations
 

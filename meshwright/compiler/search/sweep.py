@@ -32,7 +32,7 @@ from meshwright.ir.prediction import SeenCandidate
 from meshwright.ir.schedules import schedule_of
 
 _NEAR = 4
-"""So many of the best pipelines are tried under other schedules."""
+"""So many of the best pipelines are tried under other schedules (chosen; no bound rests on it)."""
 _DIVE = 0.35
 _ALONE = 0.5
 _ALIKE = 0.75
@@ -42,7 +42,8 @@ _EFFORT: Mapping[str, float] = {
     "pair of ranks of whole units": 0.0025, "cut": 0.015, "stage cut": 6e-7, "action simulated": 6e-8,
     "stage that does not fit": 0.004,
 }
-"""Seconds of what is done, as ``Evaluator.work`` counts it; measured, on one core."""
+"""Seconds of each kind of work, as ``Evaluator.work`` counts it: measured, on one core. They only decide where a search ends,
+and enter neither a price nor a bound."""
 _INF = float("inf")
 
 

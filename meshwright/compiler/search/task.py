@@ -1,7 +1,7 @@
-"""What is to be planned: one value, the same for every candidate of a search; and what the search is handed from outside.
+"""The task of a search: the graph, cluster, rules and pins that are the same for every candidate.
 
-The search lowers nothing. That a plan's program fits a device is told by ``Fits``, a function that whoever starts the
-search hands in.
+Whoever starts the search hands in two functions: ``Fits``, which lowers a plan and says whether its program has room on a
+device (the search itself imports no pass), and ``Progress``, which hears how far the search is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tables of resources times weights, many at once.
+"""Products of resource tables and weight vectors, all tables of a block at once.
 
-A block is eliminated for hundreds of weight vectors, and most of its tables are small: one product for all of them and one
-gather take a fraction of what a product and two gathers for each do.
+The solver eliminates a block for hundreds of weight vectors, and most of the tables are small. One matrix product and one
+gather for all tables take a fraction of the time of a product and two gathers for each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a graph is before any placement is chosen: shapes within a micro-batch, and what autograd keeps.
+"""Properties of a graph that no placement changes: shapes within a micro-batch, and what autograd keeps.
 
 A value is *saved* if the backward of some operator needs it (``Saves``); views hand their saved result on to what
 they view. What only linears save may be kept as the shard that a gather started from, and gathered again in the backward

@@ -1,1 +1,1 @@
-"""What of a model acts on gradients beside its operators: backwards of their own (``custom``) and hooks (``hooks``)."""
+"""How a model changes gradients other than by its operators: functions with a backward of their own, and hooks."""

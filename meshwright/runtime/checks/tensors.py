@@ -1,9 +1,10 @@
-"""What a parallel module holds, and whether it still is what the engine reads.
+"""Whether the tensors that a parallel module shows still are those that the engine reads.
 
-The engine reads its own tensors, the module shows them. Writing into them is seen by both. A tensor put in the place of one
-(``parallel.weight = nn.Parameter(...)``, a parametrization, a deleted buffer) would be read by nobody, and a parameter that the
-plan knows as frozen has no way for its gradient: both are found at the next call, and raised on every rank. A parameter that is
-frozen after the build takes no gradient, as in one process, and may be thawed again.
+The engine reads its own tensors, and the module shows the same ones as parameters and buffers. Writing into them is seen by
+both. A tensor put in the place of one (``parallel.weight = nn.Parameter(...)``, a parametrization, a deleted buffer) would be
+read by nobody, and for a parameter that the plan knows as frozen the program computes no gradient: both are found at the next
+call, and raised on every rank. A parameter that is frozen after the build takes no gradient, as in one process, and may be
+thawed again.
 """
 
 from __future__ import annotations

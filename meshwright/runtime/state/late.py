@@ -1,4 +1,7 @@
-"""Gradients of small parameters, such as a norm's under sequence parallelism, summed together (``Stored.late_axes``).
+"""Small parameters whose gradients are summed in one all-reduce, such as norms under sequence parallelism.
+
+``Stored.late_axes`` names the axes beside the data axes over which such a gradient is a pending sum. When it is summed depends
+on who runs the backward:
 
     one micro-batch         autograd runs under the caller: those of a segment, when all are there (``vary_together``)
     several, or a pipeline  all of a step, when its last backward is done (``sum_late``)
