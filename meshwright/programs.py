@@ -1,7 +1,8 @@
 """The program of a rank, made from a plan and checked; and whether a plan agrees with where it is run.
 
-``rank_program`` lowers, verifies and type-checks. A plan that is given must agree with the device mesh, with the other
-arguments of the call, and with the order in which this process would run its pipeline schedule; what does not agree is refused by name.
+``checked_program`` lowers, verifies and type-checks. A plan that is given must agree with the device mesh, with the other
+arguments of the call, and with the order in which this process would run its pipeline schedule; what does not agree is refused
+by name.
 """
 
 from __future__ import annotations
