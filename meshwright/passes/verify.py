@@ -3,7 +3,7 @@
 Walk the segments in order with an environment {local name: the graph value it is a form of, its sharding}.
 
     enters      inputs as their ports say, parameters as stored (``~`` over the axes whose ranks FSDP2 sums the gradient of)
-    mw.*        collectives are functions on shardings, each legal on some only (``passes.transfers``)
+    mw.*        collectives are functions on shardings, each legal on some only (``passes.communication``)
     others      the operator of the graph with that name: its rule and what its operands *are* say which factor each axis
                 splits (``passes.infer``), hence what the results are; local shapes and rewritten literals must agree
     leaves      outputs as their ports say, the loss complete (a sum over the micro-batches), new buffers as the old
@@ -31,8 +31,8 @@ from meshwright.ir.program import SEED, Port, Program, Segment, Stored
 from meshwright.ir.rule import OpRule
 from meshwright.ir.sharding import Sharding, ShardingError, format_sharding
 from meshwright.ir.writing.names import names_of
+from meshwright.passes.communication import COMMUNICATION
 from meshwright.passes.infer import Form, MismatchError, Site, assignments, outcome, same_call, same_parts, without
-from meshwright.passes.transfers import TRANSFERS
 
 Choices = frozenset[tuple[str, int]]
 """(operator, which of its options) that a form depends on."""
@@ -212,7 +212,7 @@ class _Verifier:
     # operators
 
     def _op(self, op: Op, inside: Mapping[str, Known], segment: Segment) -> list[Known]:
-        if op.target in TRANSFERS:
+        if op.target in COMMUNICATION:
             return [self._transfer(op, inside[op.inputs[0]], segment)]
         if op.target == "mw.gather_linear":
             return self._gather_linear(op, inside, segment)
@@ -223,7 +223,7 @@ class _Verifier:
 
     def _transfer(self, op: Op, known: Known, segment: Segment) -> Known:
         """A collective, with the sizes it names."""
-        transfer, kwargs = TRANSFERS[op.target], dict(op.kwargs)
+        transfer, kwargs = COMMUNICATION[op.target], dict(op.kwargs)
         axis = kwargs.get("axis")
         if axis in self.dead or op.target == "mw.identity":
             return known
@@ -258,7 +258,7 @@ class _Verifier:
         whole, kwargs = f"{x.name} gathered", dict(op.kwargs)
         shape = list(segment.graph.values[x.name].shape)
         shape[dim] = kwargs["size"]
-        gather, axis = TRANSFERS["mw.gather_vary"], kwargs["axis"]
+        gather, axis = COMMUNICATION["mw.gather_vary"], kwargs["axis"]
         gathered = self._map(inside[x.name], lambda form: replace(form, sharding=gather(form.sharding, axis, dim)))
         env = {**inside, whole: self._shaped(gathered, tuple(shape))}
         found: list[Known] = []

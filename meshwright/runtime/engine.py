@@ -37,10 +37,10 @@ from meshwright.ir.declared.operator import Operators
 from meshwright.ir.program import Program, Segment
 from meshwright.runtime.codegen import generate
 from meshwright.runtime.collectives import Group
+from meshwright.runtime.communication import vary
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.state.late import vary_together
 from meshwright.runtime.state.layout import Locals, Parts, local_of, split_parts
-from meshwright.runtime.transfers import vary
 
 
 class Environment:

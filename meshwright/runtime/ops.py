@@ -1,6 +1,6 @@
 """The ``mw.*`` operators: what a lowered program calls beside ATen, every one with its gradient.
 
-Those that communicate alone are in ``runtime.transfers``, attention is in ``runtime.attention``, what draws in
+Those that communicate alone are in ``runtime.communication``, attention is in ``runtime.attention``, what draws in
 ``runtime.draws``. Here are the operators whose local form differs from the ATen one because an operand is split: ``embedding``
 of a piece of the vocabulary, ``cross_entropy`` of a piece of the classes, ``batch_norm`` of a piece of the batch, ``mean`` and
 ``valid_count`` of a piece of what is counted, ``fused_linear``; and the table ``OPS`` of all.
@@ -25,8 +25,7 @@ from meshwright.runtime.attention.dealt import dealt
 from meshwright.runtime.attention.forms import attend, ring
 from meshwright.runtime.attention.window import window
 from meshwright.runtime.collectives import Group
-from meshwright.runtime.draws import dropout, sdpa
-from meshwright.runtime.transfers import (
+from meshwright.runtime.communication import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -41,6 +40,7 @@ from meshwright.runtime.transfers import (
     unvary,
     vary,
 )
+from meshwright.runtime.draws import dropout, sdpa
 
 
 def embedding(

@@ -51,7 +51,7 @@ class _Fusion:
 def fuse_projections(graph: Graph) -> Graph:
     """Linears that are split into equal parts as ``mw.fused_linear``."""
     graph = rewrite(graph, _gate)
-    search = _Search(graph)
+    search = _FusedProjections(graph)
     found = {op.name: fusion for op in graph.ops if op.target == LINEAR and (fusion := search.fusion(op)) is not None}
     dropped = {graph.ops[at].name for fusion in found.values() for at in (*fusion.between, *fusion.readers)}
 
@@ -100,7 +100,7 @@ def _fused(op: Op, fusion: _Fusion, edit: Edit) -> Iterable[Op]:
     return ops
 
 
-class _Search:
+class _FusedProjections:
     """Finds fusions by following what reads a linear."""
 
     def __init__(self, graph: Graph) -> None:

@@ -1,6 +1,6 @@
 """Operators that only lowered programs have: collectives, and what lowering puts beside them.
 
-They have no sharding rule: each turns one sharding into another (``ir.reshard``, ``passes.transfers``). The local forms of
+They have no sharding rule: each turns one sharding into another (``ir.reshard``, ``passes.communication``). The local forms of
 operators of the graph (``mw.embedding``, ``mw.mean``) stand beside these in their own tables.
 """
 

@@ -16,7 +16,7 @@ Korthikanti et al. 2022, ``spmd_types``):
     term             I -> P    zeros but on the first rank; nothing
 
 ``gather_linear`` is ``gather_vary`` and the linears that read its result in one: it saves the shard instead of the gathered
-activation and gathers again in the backward. ``passes.transfers`` has the same operators as functions on shardings.
+activation and gathers again in the backward. ``passes.communication`` has the same operators as functions on shardings.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _identity(sharding: Sharding, axis: str) -> Sharding:
     return sharding
 
 
-TRANSFERS: Mapping[str, Callable[..., Sharding]] = {
+COMMUNICATION: Mapping[str, Callable[..., Sharding]] = {
     "mw.slice": _slice, "mw.vary": _vary, "mw.unvary": _unvary, "mw.all_gather": _all_gather, "mw.gather_vary": _gather_vary,
     "mw.reduce_scatter": _reduce_scatter, "mw.all_reduce": _all_reduce, "mw.all_to_all": _all_to_all, "mw.identity": _identity,
     "mw.mirror": _mirror, "mw.term": _term,
