@@ -13,7 +13,7 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.reshard import reshard
 from meshwright.ir.sharding import ShardingError, format_sharding, parse_sharding, parse_type
 from meshwright.passes.communication import COMMUNICATION
-from meshwright.runtime import communication
+from meshwright.runtime import communication as comm
 from meshwright.runtime.collectives import Group
 
 MESH = Mesh(("dp", "cp", "tp"), (2, 2, 2), frozenset({"cp"}))
@@ -67,14 +67,14 @@ def _collectives(rank: int) -> bool:
     x = torch.randn(3, 4 * size, 2 * size, dtype=torch.float64)
     mine, plain, heads = _mine(x, rank, size), x.chunk(size, 1)[rank], x.chunk(size, 2)[rank]
     cases: list[tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]] = [
-        (x, mine, lambda t: communication.slice(t, 1, axis=group, size=4 * size, mirrored=True)),
-        (mine, x, lambda t: communication.all_gather(t, 1, axis=group, size=4 * size, mirrored=True)),
-        (mine, x, lambda t: communication.gather_vary(t, 1, axis=group, size=4 * size, mirrored=True)),
-        (x / size, mine, lambda t: communication.reduce_scatter(t, 1, axis=group, size=4 * size, mirrored=True)),
-        (mine, heads, lambda t: communication.all_to_all(t, 1, 2, axis=group, size=4 * size, to_size=2 * size, mirrored=True)),
-        (heads, mine, lambda t: communication.all_to_all(t, 2, 1, axis=group, size=2 * size, to_size=4 * size, to_mirrored=True)),
-        (plain, mine, lambda t: communication.mirror(t, 1, axis=group, mirrored=True)),
-        (mine, plain, lambda t: communication.mirror(t, 1, axis=group)),
+        (x, mine, lambda t: comm.slice(t, 1, axis=group, size=4 * size, mirrored=True)),
+        (mine, x, lambda t: comm.all_gather(t, 1, axis=group, size=4 * size, mirrored=True)),
+        (mine, x, lambda t: comm.gather_vary(t, 1, axis=group, size=4 * size, mirrored=True)),
+        (x / size, mine, lambda t: comm.reduce_scatter(t, 1, axis=group, size=4 * size, mirrored=True)),
+        (mine, heads, lambda t: comm.all_to_all(t, 1, 2, axis=group, size=4 * size, to_size=2 * size, mirrored=True)),
+        (heads, mine, lambda t: comm.all_to_all(t, 2, 1, axis=group, size=2 * size, to_size=4 * size, to_mirrored=True)),
+        (plain, mine, lambda t: comm.mirror(t, 1, axis=group, mirrored=True)),
+        (mine, plain, lambda t: comm.mirror(t, 1, axis=group)),
     ]
     for before, after, function in cases:
         before = before.detach().clone().requires_grad_()
