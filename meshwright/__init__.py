@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import (
+    AbsentError,
     CaptureError,
     CheckpointError,
     ExportError,
@@ -92,9 +93,9 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "CaptureError", "CheckpointError", "Cluster", "ClusterError", "Elsewhere", "ExportError", "GraphError", "InputError",
-    "MaterializeError", "MeshError", "MeshwrightError", "MissingCheckpointError", "OutOfMemoryError", "PinError", "Pins",
-    "Plan", "PlanError", "RuleError", "RunError", "ScheduleError", "ShardingError", "VerifyError", "autoparallel", "diff",
-    "explain", "export", "load", "load_plan", "longest", "plan", "register_rule", "register_schedule", "reprice", "show",
-    "timeline", "to_networkx",
+    "AbsentError", "CaptureError", "CheckpointError", "Cluster", "ClusterError", "Elsewhere", "ExportError", "GraphError",
+    "InputError", "MaterializeError", "MeshError", "MeshwrightError", "MissingCheckpointError", "OutOfMemoryError",
+    "PinError", "Pins", "Plan", "PlanError", "RuleError", "RunError", "ScheduleError", "ShardingError", "VerifyError",
+    "autoparallel", "diff", "explain", "export", "load", "load_plan", "longest", "plan", "register_rule", "register_schedule",
+    "reprice", "show", "timeline", "to_networkx",
 ]

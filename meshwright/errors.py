@@ -75,6 +75,10 @@ class RunError(MeshwrightError, RuntimeError):
     """What a parallel module is asked to do cannot be done in the state it is in."""
 
 
+class AbsentError(RunError, AttributeError):
+    """What a sub-module of the model has, and that of a parallel module has not."""
+
+
 class VerifyError(MeshwrightError):
     """A lowered program that would not compute what the graph says. ``node``: the operator (or port) at fault; ``module``: the
     path of the module it comes from ("" for the root); ``expected`` and ``found``: what should be and what is."""

@@ -45,6 +45,7 @@ from meshwright.programs import check_given, checked_program, device_of, mesh_pi
 from meshwright.rules import rules_of_plan
 from meshwright.runtime.module import ParallelModule, build
 from meshwright.runtime.state.layout import local_of
+from meshwright.runtime.state.names import Kind, Names
 from meshwright.runtime.state.storage import put_in_place
 from meshwright.runtime.verdict import together
 
@@ -82,7 +83,7 @@ class Exporter:
 
         def finish() -> None:
             if rank == 0:
-                _finish(draft, target, plan, roles, names, parallel.training, weights, self.evaluation())
+                _finish(draft, target, plan, roles, names, parallel.training, weights, self.evaluation(), parallel.resting)
 
         together(finish)
 
@@ -126,7 +127,7 @@ def _write_program(draft: Path, text: str) -> None:
 
 def _finish(
     draft: Path, target: Path, plan: Plan, roles: Sequence[str], names: Any, training: bool, weights: bool,
-    evaluation: str | None,
+    evaluation: str | None, resting: Sequence[str] = (),
 ) -> None:
     """The index, last; then the folder takes its place."""
     text = plan_text(plan)
@@ -134,7 +135,7 @@ def _finish(
     data: dict[str, Any] = {
         "meshwright_export": FORMAT, "versions": versions(), "mesh": str(plan.mesh), "plan": _sha(text),
         "programs": sorted(set(roles)), "order": order_of(plan), "names": names,
-        "training": training, "weights": weights, "evaluation": evaluation,
+        "training": training, "weights": weights, "evaluation": evaluation, "resting": list(resting),
         "state": _sha(state.read_text(encoding="utf-8")) if state.is_file() else None,
     }
     try:
@@ -194,7 +195,8 @@ def _representatives(plan: Plan) -> list[int]:
 
 @dataclass(frozen=True)
 class _Export:
-    """An export that this process can run. ``names``: (name, value) in the order of the state dict, if known."""
+    """An export that this process can run. ``names``: (name, value) in the order of the state dict, if known; ``resting``:
+    sub-modules that were in eval() when the model was captured in training."""
 
     plan: Plan
     names: tuple[tuple[str, str], ...] | None
@@ -204,6 +206,7 @@ class _Export:
     state: bool
     programs: frozenset[str]
     digest: str
+    resting: tuple[str, ...] = ()
 
 
 def load(folder: str | Path, mesh: DeviceMesh, *, classes: Iterable[type] = ()) -> ParallelModule:
@@ -234,13 +237,15 @@ def load(folder: str | Path, mesh: DeviceMesh, *, classes: Iterable[type] = ()) 
     if len(set(_gathered(found.digest))) > 1:
         raise ExportError("the ranks read different exports; give every rank the same folder")
     names = together(lambda: _names(found, program, source))
-    parallel = build(program, None, device=device_of(mesh), names=names)
+    kinds = {path: Kind(Names, False) for path in found.resting}
+    parallel = build(program, None, device=device_of(mesh), names=names, kinds=kinds)
     parallel.plan = found.plan
     if found.state:
         parallel.load_contents(source / STATE, found.weights)
     parallel.watch = _Loaded(found, _blank(parallel, found))
     parallel.exporter = Exporter(found.plan, lambda: found.evaluation)
-    parallel.train(found.training)
+    if not found.training:
+        parallel.eval()
     return parallel
 
 
@@ -267,7 +272,7 @@ def _checked(folder: Path) -> _Export:
                           f"{' and '.join(map(str, READ))}; export it again")
     check_depth(data)
     part = Field(data, "").record("meshwright_export versions mesh plan programs order names training weights evaluation "
-                                  "state digest")
+                                  "state digest", optional="resting")
     if part["digest"].text() != digest({key: value for key, value in data.items() if key != "digest"}):
         raise ExportError(f"the export {folder} is damaged: {INDEX} was altered after it was written; export it again")
     made = {name: field.text() for name, field in part["versions"].record("meshwright torch").items()}
@@ -294,7 +299,7 @@ def _checked(folder: Path) -> _Export:
     return _Export(
         plan, names, part["training"].flag(), part["weights"].flag(),
         None if part["evaluation"].value is None else part["evaluation"].text(), state is not None, programs,
-        part["digest"].text(),
+        part["digest"].text(), part["resting"].names() if "resting" in part else (),
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextvars
 import json
+import random
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
-from meshwright import api
-from meshwright.ir.serialize import digest, plan_hash
+from meshwright import api, cache
+from meshwright.cost.cluster import Cluster
+from meshwright.ir.serialize import digest, graph_digest, plan_hash
+from meshwright.planner import capture_model
+from tests.test_plan_files import mutant
 
 EXAMPLE = {"input": torch.zeros(4, 8)}
 
@@ -91,6 +96,27 @@ def test_bad_entries_are_planned_again(tmp_path: Path, searches: list[Any]) -> N
     nowhere.write_text("")
     with pytest.warns(UserWarning, match="cannot be kept"):
         plan(nowhere)
+
+
+def test_forged_entries_are_found_or_planned_again(tmp_path: Path) -> None:
+    """Whatever an entry holds, with its checksum made right: a start finds the plan of its own graph, or none and says so."""
+    plan(tmp_path)
+    (file,) = tmp_path.iterdir()
+    data, generator = json.loads(file.read_text()), random.Random(0)
+    graph = capture_model(net(), (), EXAMPLE, (), loss_of, "fp32")
+    found: Counter[str] = Counter()
+    for number in range(250):
+        entry = mutant(data, generator) if number % 5 == 0 else {**data, "plan": mutant(data["plan"], generator)}
+        if isinstance(entry, dict):
+            entry["digest"] = digest([entry.get("order"), entry.get("plan")])
+        file.write_text(json.dumps(entry))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            one = cache._look(file, graph, Cluster.parse("cpu:1x2"))
+        assert (one is None) == ("planning again" in str([str(warning.message) for warning in said]))
+        found["legal" if one is not None else "refused"] += 1
+        assert one is None or graph_digest(one.graph) == graph_digest(graph)
+    assert found["refused"] > 150
 
 
 def start(rank: int, folder: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -744,3 +745,119 @@ def test_the_loss_is_the_one_scalar_with_a_gradient(pack, found):
     if found:
         assert graph.loss == next(ref.name for ref in refs(graph.output_tree)
                                   if graph.values[ref.name].shape == () and graph.values[ref.name].differentiable)
+
+
+class _Counting(nn.Module):
+    """Changes plain values of its own in the forward: ``how`` is given the module and the activations."""
+
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.inside, self.how = nn.Linear(4, 4), how
+        self.calls, self.ready, self.state, self.seen = 0, False, {"step": [0]}, SimpleNamespace(shape=None, loss=None)
+
+    def forward(self, x):
+        return self.how(self, self.inside(x)).sum()
+
+
+def _counts(m, x):
+    m.calls += 1
+    return x * m.calls
+
+
+def _counts_within(m, x):
+    m.state["step"][0] += 1
+    return x if m.state["step"][0] % 100 else x * 2
+
+
+def _warms_up(m, x):
+    m.calls += 1
+    return x * 2 if m.calls < 1000 else x
+
+
+def _starts(m, x):
+    first, m.ready = not m.ready, True
+    return x * 2 if first else x
+
+
+def _remembers(m, x):
+    m.seen.shape, m.seen.loss, m.ready, m.calls = tuple(x.shape), x, True, m.calls + 1
+    return x
+
+
+@pytest.mark.parametrize(("how", "name"), [(_counts, "calls"), (_counts_within, "state.step.0"), (_starts, "ready"),
+                                           (_warms_up, "calls")])
+def test_what_a_forward_counts_is_refused_by_name(how, name):
+    model = _Counting(how)
+    with pytest.raises(CaptureError, match=rf"the forward changes '{name}' of the model.*register_buffer"):
+        capture(model, (torch.zeros(2, 4),), {})
+    assert (model.calls, model.ready, model.state) == (0, False, {"step": [0]})
+
+
+def test_what_a_forward_remembers_for_nobody_changes_nothing():
+    assert set(targets(capture(_Counting(_remembers), (torch.zeros(2, 4),), {}))) == {"aten.linear.default", "aten.sum.default"}
+
+
+class _Assigning(nn.Module):
+    """Puts tensors in the place of its buffers and attributes: ``how`` is given the module and the activations."""
+
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.inside, self.how, self.plain = nn.Linear(4, 4), how, torch.zeros(4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("other", torch.ones(4))
+
+    def forward(self, x):
+        return self.how(self, self.inside(x)).sum()
+
+
+def _averages(m, x):
+    m.mean = m.mean * 0.5 + x.detach().mean(0)
+    return x * m.mean
+
+
+def _swaps(m, x):
+    m.mean, m.other = m.other, m.mean
+    return x * m.mean
+
+
+def _logs(m, x):
+    m.mean = x.mean(0)
+    return x
+
+
+@pytest.mark.parametrize("how", [_averages, _swaps, _logs])
+def test_a_tensor_put_in_a_buffers_place_is_its_new_value(how):
+    model, x = _Assigning(how), torch.randn(2, 4)
+    graph = capture(model, (x,), {})
+    found = run(graph, {**{p.value: model.get_buffer(p.fqn) if p.buffer else model.get_parameter(p.fqn) for p in graph.params
+                           if p.fqn != "plain"}, **graph.constants, graph.inputs[0]: x})
+    model(x)
+    new = dict(graph.mutations)
+    for param in graph.params:
+        if param.value in new:
+            torch.testing.assert_close(found[new[param.value]], getattr(model, param.fqn), msg=param.fqn)
+    assert new
+
+
+def _keeps_its_graph(m, x):
+    m.mean = m.mean * 0.5 + x.mean(0)
+    return x * m.mean
+
+
+def _keeps_in_an_attribute(m, x):
+    m.plain = m.plain + x.detach().mean(0)
+    return x * m.plain
+
+
+def _grows(m, x):
+    m.mean = x.detach()
+    return x
+
+
+@pytest.mark.parametrize(("how", "words"), [
+    (_keeps_its_graph, r"reads 'mean'.*\.detach\(\)"), (_keeps_in_an_attribute, "reads 'plain'.*register it as a buffer"),
+    (_grows, r"makes buffer 'mean' \(torch.float32\[4\]\) torch.float32\[2, 4\]"),
+])
+def test_what_is_put_in_a_tensors_place_for_the_next_call_and_cannot_be_kept_is_refused(how, words):
+    with pytest.raises(CaptureError, match=words):
+        capture(_Assigning(how), (torch.randn(2, 4),), {})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from meshwright.planner import make_plan
 from meshwright.views.explain import explain
 from meshwright.views.report import render
 from tests.handmade import handmade_plan
+from tests.test_plan_files import mutant, refreshed
 
 
 def build() -> tuple[nn.Module, Any]:
@@ -112,6 +115,25 @@ def test_errors_have_a_message_and_a_code(words: list[str], message: str) -> Non
     as_json = run("plan", *words, "--cluster", "cpu:1x4", "--json")
     assert as_json.exit_code == WRONG
     assert message in json.loads(as_json.stdout)["message"]
+
+
+def test_altered_files_are_answered_in_a_line(saved: Path, tmp_path: Path) -> None:
+    """Whatever a plan file holds: an answer, or one line and the code of a wrong input; never an error inside."""
+    generator, data, file = random.Random(0), json.loads(saved.read_text()), tmp_path / "altered.json"
+    commands = [["show", file], ["show", file, "--json"], ["show", file, "--html", tmp_path / "page.html"], ["verify", file],
+                ["explain", file, "blocks.0.up.weight"], ["diff", file, saved], ["diff", saved, file], ["simulate", file],
+                ["simulate", file, "--what-if", "network=2"]]
+    found: Counter[int] = Counter()
+    raw = [b"", b"\xff\xfe", b"[" * 100_000, b"{}", b"null", b"1e999", b'{"meshwright": 2, "meshwright": 2}',
+           b"[" * 500 + b"]" * 500]
+    for number in range(100):
+        mutated = json.dumps(refreshed(mutant(data, generator))).encode()
+        file.write_bytes(raw[number] if number < len(raw) else mutated)
+        result = run(*generator.choice(commands))
+        assert result.exit_code in (0, DIFFERENT, WRONG, NOTHING_FITS), result.output
+        assert result.exit_code < WRONG or len(result.stderr.splitlines()) == 1, result.output
+        found[result.exit_code] += 1
+    assert found[WRONG] > 60
 
 
 def test_an_unknown_device_names_the_known() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.api import autoparallel
 from meshwright.errors import InputError, RunError
+from meshwright.exported import load
 
 W = 8
 
@@ -112,3 +114,63 @@ def test_another_graph_in_eval(pool: Callable[[int], Any], world: int, pins: lis
     """From weights that ZeRO, tensor parallelism and stages have spread; it updates what evaluation updates, has no gradient,
     follows the weights as they are trained, and copies have it too; a model that one rank changed is refused on all."""
     pool(world).run(_other_graph, pins, timeout=240)
+
+
+class _Normed(nn.Module):
+    """A batch norm that stays in eval(), and a dropout that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(W, W), nn.Sequential(nn.BatchNorm1d(W), nn.Dropout(0.5)), nn.Linear(W, W)])
+        self.layers[1].eval()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean()}
+
+
+def _rest(module: nn.Module) -> nn.Module:
+    """What loops that keep batch norms and dropouts out of training do in every epoch."""
+    module.train()
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm1d | nn.Dropout) or part is module.layers[1]:
+            part.eval()
+    return module
+
+
+def _by_sub_module(rank: int, several: list[dict[str, Any]], folder: str) -> None:
+    mesh, x = init_device_mesh("cpu", (2,)), torch.linspace(-1, 1, 8 * W).view(8, W)
+    for pins in several:
+        torch.manual_seed(0)
+        single = _Normed()
+        parallel = autoparallel(single, mesh, ({"x": x}), pins=pins, progress=False)
+        want = _rest(single)(x)["loss"].item()
+        parallel.export(f"{folder}/{len(pins)}")
+        for found in (parallel, copy.deepcopy(parallel), _rest(parallel)):
+            assert abs(found(x)["loss"].item() - want) < 1e-6
+            assert not found.layers[1].training
+        for other in (parallel, copy.deepcopy(parallel), load(f"{folder}/{len(pins)}", mesh)):
+            other.train()  # as in one process: now the batch norm is in training too
+            with pytest.raises(RunError, match=r"sub-module 'layers.1.*' is in train\(\)"):
+                other(x)
+            other.get_submodule("layers.1").eval()
+            if other is not parallel:
+                other.get_submodule("layers.1.0").train(rank == 0)  # on one rank only
+                with pytest.raises((InputError, RunError), match=r"sub-module 'layers.1.0' is in train\(\)"):
+                    other(x)
+        parallel.eval()
+        for part in parallel.modules():  # draws in evaluation
+            if isinstance(part, nn.Dropout):
+                part.train()
+        with pytest.raises(RunError, match=r"sub-module 'layers.1.1' is in train\(\) while the parallel module is in eval"):
+            parallel(x)
+        with pytest.raises(AttributeError, match="holds the tensors of a BatchNorm1d"):
+            parallel.layers[1][0].reset_running_stats()
+        assert not hasattr(parallel.layers[1], "p")
+        assert isinstance(parallel.layers, nn.ModuleList)
+        assert [len(parallel.layers), len(list(parallel.layers[1]))] == [3, 2]
+
+
+def test_sub_modules_have_modes_of_their_own(pool: Callable[[int], Any], tmp_path: Path) -> None:
+    pool(2).run(_by_sub_module, [{"dp": 2, "zero": 3}, {"pp": 2, "dp": 1, "tp": 1, "microbatches": 1}], str(tmp_path))

@@ -7,6 +7,9 @@ import os
 import pickle
 import random
 import shutil
+import time
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +23,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, state_dict_lo
 from meshwright.errors import CheckpointError
 from meshwright.runtime.state import storage
 from meshwright.runtime.state.storage import Chunk, Entry, Index, Reader, Writer, check_files, read_index, write_index
+from tests.test_plan_files import mutant
 from tests.test_runtime import PLAIN, SHARDED, prepare, whole
 
 TENSORS: dict[str, torch.Tensor] = {
@@ -203,3 +207,86 @@ def test_damaged_checkpoints_are_refused_on_every_rank(pool: Callable, tmp_path:
     assert len(first) > 10
     assert all(other == first for other in others)
     assert not (tmp_path / "executed").exists()
+
+
+TWO: Any = ({"dp": 2}, {"data": ("dp",), "shard": ("dp",), "zero": 3})
+
+
+def forge(folder: Path, generator: random.Random) -> None:
+    """Alter something of a checkpoint, and make its checksums right."""
+    index = json.loads((folder / storage.INDEX).read_text())
+    index.pop("digest")
+    if generator.random() < 0.3:
+        path = folder / generator.choice(sorted(index["files"]))
+        data = path.read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        text = json.dumps(mutant(json.loads(data[8:8 + size]), generator)).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size:])
+        index["files"][path.name] = [path.stat().st_size, zlib.crc32(path.read_bytes())]
+    else:
+        part = generator.choice((*index, "values", "tensors", ""))
+        if isinstance(index.get(part), dict):
+            index[part] = mutant(index[part], generator)
+        else:
+            index = mutant(index, generator)
+    (folder / storage.INDEX).write_text(json.dumps({**index, "digest": storage._digest(index)}))
+
+
+def forged(rank: int, folder: str, count: int) -> Counter[str]:
+    """What two ranks say of forged checkpoints: refused by both, or loaded by both, after which the module runs."""
+    _, parallel, batch = prepare(rank, *TWO)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1, foreach=False)
+    parallel(**batch)[0].backward()
+    optimizer.step()
+    good, bad = Path(folder) / "good", Path(folder) / "bad"
+    parallel.save(good, optimizer)
+    generator, found = random.Random(0), Counter[str]()
+    for _ in range(count):
+        if rank == 0:
+            shutil.rmtree(bad, ignore_errors=True)
+            shutil.copytree(good, bad)
+            forge(bad, generator)
+        torch.distributed.barrier()
+        try:
+            parallel.load(bad, optimizer)
+        except CheckpointError:
+            found["refused"] += 1
+        else:
+            parallel(**batch)
+            found["loaded"] += 1
+    parallel.load(good, optimizer)
+    return found
+
+
+def test_forged_checkpoints_are_refused_or_loaded_on_every_rank(pool: Callable, tmp_path: Path) -> None:
+    first, *others = pool(2).run(forged, str(tmp_path), 100)
+    assert first["refused"] > 50
+    assert all(other == first for other in others)
+
+
+def one_sided(rank: int, folder: str) -> list[str]:
+    """A checkpoint of which one rank alone lacks a file, or sees it cut short."""
+    _, parallel, _ = prepare(rank, *TWO)
+    good, said = Path(folder) / "good", []
+    parallel.save(good)
+    mine = Path(folder) / f"of-rank-{rank}"  # as on disks of their own
+    shutil.copytree(good, mine)
+    file = sorted(mine.glob("*.safetensors"))[-1]
+    content = file.read_bytes()
+    for damage in (file.unlink, lambda: file.write_bytes(content[:-1]), lambda: file.write_bytes(content[:-1] + b"\x7f"),
+                   (mine / storage.INDEX).unlink):
+        if rank == 1:
+            damage()
+        start = time.monotonic()
+        with pytest.raises(CheckpointError) as caught:
+            parallel.load(mine)
+        said.append(str(caught.value))
+        assert time.monotonic() - start < 10
+        file.write_bytes(content)
+    return said
+
+
+def test_what_one_rank_lacks_every_rank_raises(pool: Callable, tmp_path: Path) -> None:
+    first, *others = pool(2).run(one_sided, str(tmp_path))
+    assert all(other == first for other in others)
+    assert ["missing" in first[0], "bytes" in first[1], "contents" in first[2], "no checkpoint" in first[3]] == [True] * 4

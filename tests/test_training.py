@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import meshwright
 from meshwright.api import autoparallel
 from meshwright.errors import CaptureError, InputError
-from tests.equality import RELATIVE, compare, loss_of, train
+from tests.equality import RELATIVE, compare, differences, loss_of, train
 from tests.models import make
 
 
@@ -234,6 +235,38 @@ def test_inputs_changed_in_place_are_changed_for_the_caller(
 ) -> None:
     """On every rank, by statistics of the global batch, whatever the plan splits."""
     assert pool(4).run(_changed, pins, precision) == [[], [], [], []]
+
+
+class _Iterating(nn.Module):
+    """A power iteration on buffers, without gradients, behind a copy: what a recomputation must not take a second step of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inside, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = torch.tanh(self.first(x))
+        with torch.no_grad():
+            self.mean = self.mean * 0.5 + h.mean(0)
+            scale = 1 + self.mean.abs()
+        return {"loss": self.out(torch.tanh(self.inside(h) * scale)).square().mean()}
+
+
+def _iterated(rank: int) -> list[str]:
+    torch.manual_seed(3)
+    model, mesh, batch = _Iterating(), init_device_mesh("cpu", (2,)), {"x": torch.randn(8, 6)}
+
+    def build(pins: dict[str, Any]) -> nn.Module:
+        return autoparallel(model, mesh, ((), batch), pins=pins, progress=False)
+
+    return differences(rank, model, batch, {
+        str(pins): partial(build, pins) for pins in ({"tp": 2, "recompute": "full"}, {"dp": 2, "zero": 3, "recompute": "full"})
+    })
+
+
+def test_recomputation_sees_the_buffers_of_its_forward(pool: Callable[[int], Any]) -> None:
+    assert pool(2).run(_iterated) == [[], []]
 
 
 class _Twins(nn.Module):

@@ -28,7 +28,7 @@ from meshwright.ir.program import Program, Stored
 from meshwright.ir.signature import rebuild_output
 from meshwright.runtime.assemble import assemble, data_meshes, fused_axes, rest_dtype
 from meshwright.runtime.checks.calls import Agreement, check_bounds, digest_of_input, same_weights
-from meshwright.runtime.checks.gradients import IN_EVALUATION, differentiable, refused
+from meshwright.runtime.checks.gradients import IN_EVALUATION, differentiable, refuse_checkpoint, refused
 from meshwright.runtime.checks.ports import Ports
 from meshwright.runtime.checks.tensors import Place, check_tensors, originals
 from meshwright.runtime.engine import Engine
@@ -38,24 +38,26 @@ from meshwright.runtime.state import checkpoint
 from meshwright.runtime.state.layout import local_of, owner
 from meshwright.runtime.state.lending import Lender
 from meshwright.runtime.state.materialize import MaterializeError, Source, fill
+from meshwright.runtime.state.names import Kind, Modes, held_elsewhere, holder, kinds_of, no_hook, refuse_attribute
 from meshwright.runtime.step import run_step
 from meshwright.runtime.verdict import together
-from meshwright.runtime.whole import Role, adopt, cut_as, let_optimizers_know
+from meshwright.runtime.whole import Role, adopt, cut_as, let_anomalies_be_found, let_optimizers_know
 
 T = TypeVar("T")
 
 
 def build(
     program: Program, source: nn.Module | Source | None, *, device: torch.device | None = None,
-    names: Sequence[tuple[str, Stored]] | None = None,
+    names: Sequence[tuple[str, Stored]] | None = None, kinds: Mapping[str, Kind] | None = None,
 ) -> ParallelModule:
     """The parallel module of this rank. Every rank calls this, each with its own program.
 
     ``source``: the model, whose weights are copied (or, on the meta device, initialized, share by share); or a function
     (stored, box) -> that box of the tensor; or None, and the caller sees to the contents. ``device``: where to compute;
     default: this rank's GPU if the process group has NCCL, else the CPU. ``names``: (name, stored) in the
-    order of the state dict, where the source is no model. Raises MeshError if the program's mesh is not the world's; what one
-    rank alone cannot do (no memory, an initialization that fails there), all ranks raise as MaterializeError.
+    order of the state dict, and ``kinds`` what the sub-modules are, where the source is no model. Raises MeshError if the
+    program's mesh is not the world's; what one rank alone cannot do (no memory, an initialization that fails there), all ranks
+    raise as MaterializeError.
     """
     device = device or _default_device()
     stages = program.stages
@@ -68,6 +70,7 @@ def build(
         dist.broadcast(base, 0)
     seed = int(base)
     let_optimizers_know()
+    let_anomalies_be_found()
     model = source if isinstance(source, nn.Module) else None
     meshes = data_meshes(stages.stored if stages else program.stored, groups)
 
@@ -79,7 +82,7 @@ def build(
     if model is not None:
         same_weights({**dict(model.named_parameters()), **dict(model.named_buffers())})
     together(lambda: _of_this_rank(lambda: fill(program, engine.tensors, groups, source, seed), "fill"))
-    return ParallelModule(program, groups, engine, seed, model, named)
+    return ParallelModule(program, groups, engine, seed, model, named, kinds)
 
 
 def _of_this_rank(step: Callable[[], T], what: str) -> T:
@@ -100,37 +103,6 @@ def _default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _no_hook(*_: Any, **__: Any) -> Any:
-    raise RunError("a hook here would not be called: the parallel module runs a graph, and gathers and reduces its parameters "
-                   "by itself. Change gradients between loss.backward() and optimizer.step(), or those of activations by a "
-                   "torch.autograd.Function in the model, before autoparallel")
-
-
-def _refuse_attribute(name: str, where: str) -> None:
-    raise RunError(f"attribute {name!r} is set on {where}, which runs a graph and does not read it: set it on the model, "
-                   f"before autoparallel")
-
-
-class Names(nn.Module):
-    """A sub-module of the model by name: it holds parameters, and runs nothing."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Tensors only (``held`` says what becomes of those): nothing reads other attributes."""
-        if name != "training" and not isinstance(value, Tensor | nn.Module | None) and name not in self.__dict__:
-            _refuse_attribute(name, "a sub-module of a parallel module")
-        super().__setattr__(name, value)
-
-    register_forward_hook: Any = _no_hook
-    register_forward_pre_hook: Any = _no_hook
-    register_backward_hook: Any = _no_hook
-    register_full_backward_hook: Any = _no_hook
-    register_full_backward_pre_hook: Any = _no_hook
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises RunError."""
-        raise RunError("sub-modules of a parallel module hold its parameters under their names; only the whole can be called")
-
-
 class ParallelModule(nn.Module):
     """See the file's head. Made by ``build``; ``plan`` is whatever the caller puts there; ``watch`` is called at every call,
     with (training, args, kwargs, targets), and may raise, or give the (difference, graph) of another mode, which
@@ -138,9 +110,10 @@ class ParallelModule(nn.Module):
 
     def __init__(
         self, program: Program, groups: Groups, engine: Engine | Pipeline, seed: int, model: nn.Module | None,
-        names: Sequence[tuple[str, Stored]],
+        names: Sequence[tuple[str, Stored]], kinds: Mapping[str, Kind] | None = None,
     ) -> None:
         super().__init__()
+        self._kinds = kinds_of(model) if kinds is None else kinds
         self.plan: Any = None
         self.watch: Callable[[bool, tuple[Any, ...], dict[str, Any], tuple[Any, ...]], Any] | None = None
         self.lower_mode: Callable[[Graph], Program] | None = None
@@ -151,24 +124,30 @@ class ParallelModule(nn.Module):
         self._engine = (engine,)  # in a tuple: its units are no submodules of this one
         self._names = list(names)
         self._places: list[Place] = []
+        for path in self._kinds:
+            holder(self, path.split("."), self._kinds)
         for fqn, stored in self._names:
-            if stored.value in engine.tensors:  # else it is another stage's
+            if stored.value in engine.tensors:
                 tensor = engine.tensors[stored.value]
                 adopt(tensor, Role(stored.fqns[0], program.stages is not None, id(tensor)))
                 self._register(fqn, stored, tensor)
+            else:
+                *above, key = fqn.split(".")
+                holder(self, above, self._kinds).__dict__.setdefault("_elsewhere", set()).add(key)
+        self._modes = Modes.of(self, self._kinds)
         for tensor in self.parameters():
             if isinstance(tensor, DTensor) and tensor.requires_grad:
                 tensor.register_hook(cut_as(tensor))
         for _, parameter in self.named_parameters():  # after the hooks of our own
-            parameter.register_hook = _no_hook  # type: ignore[method-assign, assignment]
-            parameter.register_post_accumulate_grad_hook = _no_hook  # type: ignore[method-assign, assignment]
+            parameter.register_hook = no_hook  # type: ignore[method-assign, assignment]
+            parameter.register_post_accumulate_grad_hook = no_hook  # type: ignore[method-assign, assignment]
         everything = program.stages.stored if program.stages else ()
         self._shared = [stored for stored in everything if stored.trainable and len(stored.holders) > 1]
         self._originals = originals(model)
         self._agreement = Agreement()
         self._hooks = None if model is None else HookGuard(model)
-        if model is not None:
-            self.train(model.training)
+        if model is not None and not model.training:
+            self.eval()
         self._model: Callable[[], nn.Module | None] = (lambda: None) if model is None else weakref.ref(model)
         self._of_model = frozenset() if model is None else _attributes(model) - vars(self).keys() - set(dir(type(self)))
 
@@ -177,14 +156,24 @@ class ParallelModule(nn.Module):
         if name in self.__dict__.get("_of_model", ()):
             model = self._model()
             if model is None or getattr(model, name, None) is not value:
-                _refuse_attribute(name, "the parallel module")
+                refuse_attribute(name, "the parallel module")
         super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """As of any module; what other stages of a pipeline hold is said."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in self.__dict__.get("_elsewhere", ()):
+                raise held_elsewhere(name) from None
+            raise
 
     # --- the call -----------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes and returns what the model does. Raises InputError on every rank, changing nothing, if the call of one rank is
-        not as planned, or not that of the others."""
+        """Takes and returns what the model does; a torch.compile around it runs it as it is. Raises InputError on every rank,
+        changing nothing, if the call of one rank is not as planned, or not that of the others."""
         if torch.is_inference_mode_enabled():  # what is gathered in it could not be trained afterwards
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
@@ -252,6 +241,8 @@ class ParallelModule(nn.Module):
         return (engine, *self._ports.bind(engine.program, given))
 
     def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._modes.check(self.training)
+        refuse_checkpoint()
         if self.watch is None:
             return None
         targets = kwargs.get("targets", ()) if self._program.signature and self._program.signature.get("targets") else ()
@@ -390,6 +381,11 @@ class ParallelModule(nn.Module):
         self.exporter(self, Path(folder), weights)
 
     @property
+    def resting(self) -> list[str]:
+        """Paths of the sub-modules that were in eval() when the model was captured in training."""
+        return [path for path, _, training in self._modes.modules if not training]
+
+    @property
     def names(self) -> list[tuple[str, Stored]]:
         """(name, what is stored under it) in the order of the state dict, those of all stages."""
         return list(self._names)
@@ -428,13 +424,18 @@ class ParallelModule(nn.Module):
                        "Linear, no LayerNorm. Apply it to the model before autoparallel, or loop over "
                        "parallel.named_parameters()")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: a pickle would hold process groups."""
+        raise RunError("a parallel module holds process groups and cannot be pickled: write parallel.save(folder, optimizer), "
+                       "which any plan reads, parallel.export(folder), which needs no model, or its state_dict()")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A parallel module of its own under the same plan (a moving average of the weights). Every rank calls this."""
         self._check()
         program, groups = self._program, self._groups
         meshes = data_meshes(program.stages.stored if program.stages else program.stored, groups)
         engine = Pipeline(program, groups, meshes) if program.stages else assemble(program, groups, meshes)
-        twin = ParallelModule(program, groups, engine, self._seed, None, self._names)
+        twin = ParallelModule(program, groups, engine, self._seed, None, self._names, self._kinds)
         twin.plan, twin._calls, twin._originals, twin.exporter = self.plan, self._calls, self._originals, self.exporter
         twin.watch, twin.lower_mode, twin._of_model = self.watch, self.lower_mode, self._of_model
         twin._model = self._model
@@ -449,7 +450,10 @@ class ParallelModule(nn.Module):
                 new.requires_grad_(old.requires_grad)
                 if old.grad is not None:
                     new.grad = old.grad.clone()
-        return twin.train(self.training)
+        twin.train(self.training)
+        for (_, mine, _), (_, its, _) in zip(self._modes.modules, twin._modes.modules, strict=True):
+            its.training = mine.training
+        return twin
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
         """``.to()`` and its kin: only what changes nothing; the plan settled device and dtype."""
@@ -478,19 +482,13 @@ class ParallelModule(nn.Module):
         return {fqn: (stored, tensors.get(stored.value)) for fqn, stored in kept}
 
     def _register(self, fqn: str, stored: Stored, tensor: Tensor) -> None:
-        """Put a tensor under its name. The dicts are written directly: a model may have names that are methods here."""
+        """Put a tensor under its name."""
         *path, key = fqn.split(".")
-        holder: nn.Module = self
-        for name in path:
-            if name not in holder._modules:
-                holder._modules[name] = Names()
-            child = holder._modules[name]
-            assert child is not None
-            holder = child
-        table: dict[str, Any] = holder._parameters if isinstance(tensor, nn.Parameter) else holder._buffers
+        module = holder(self, path, self._kinds)
+        table: dict[str, Any] = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
         table[key] = tensor
         if not isinstance(tensor, nn.Parameter) and not stored.persistent:
-            holder._non_persistent_buffers_set.add(key)
+            module._non_persistent_buffers_set.add(key)
         self._places.append(Place(fqn, stored, tensor, table, key))
 
     def _check(self) -> None:

@@ -19,14 +19,16 @@ one on every stage: there what joins tensors of different parameters is refused 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _fast_in_optimizers
 from torch.utils import _pytree as pytree
@@ -117,6 +119,11 @@ def let_optimizers_know() -> None:
             known.append(Whole)
 
 
+def let_anomalies_be_found() -> None:
+    """``torch.autograd.detect_anomaly`` asks whether a gradient is NaN anywhere, which DTensor cannot say of pieces."""
+    register_sharding(torch.ops.aten._is_any_true.default)(lambda x: [([Replicate()], [Replicate()])])
+
+
 def plain(tensor: Tensor) -> Tensor:
     """The whole tensor, as a plain one on every rank."""
     return _whole(tensor) if isinstance(tensor, DTensor) else tensor
@@ -152,7 +159,8 @@ def role_of(tensor: Tensor) -> Role | None:
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """One operator. Its way follows from shapes and placements alone, so that all ranks take the same."""
-    tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
+    tensors: list[Tensor] = []
+    _over(tensors.append, args, kwargs)
     written, name = _written(func, args, kwargs), func.overloadpacket.__name__
     by_item = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
     role = _role_of_result(func, name, tensors, kwargs, by_item)
@@ -171,12 +179,17 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     elif name in _NATIVE or _is_view(func):
         result = _native(func, args, kwargs, tensors)
     elif (torch.Tag.pointwise in func.tags or name in _POINTWISE) and (lead := _lead(tensors, written)) is not None:
-        pieces = pytree.tree_map_only(Tensor, lambda x: _piece_like(x, lead), (args, kwargs))
-        result = pytree.tree_map_only(Tensor, lambda x: _wrap(x, lead), func(*pieces[0], **pieces[1]))
+        pieces = _over(lambda x: _piece_like(x, lead), args, kwargs)
+        result = func(*pieces[0], **pieces[1])
+        if not written:
+            result = _wrap(result, lead) if isinstance(result, Tensor) else pytree.tree_map_only(
+                Tensor, lambda x: _wrap(x, lead), result)
     else:
         result = _gathered(func, args, kwargs, tensors, written)
     if written:
         return {0: None, 1: written[0]}.get(len(func._schema.returns), tuple(written))
+    if type(result) is Whole and not by_item:
+        return adopt(result, role)
     return pytree.tree_map_only(DTensor, lambda x: x if by_item else adopt(x, role), result)
 
 
@@ -206,13 +219,28 @@ def _role_of_result(func: Any, name: str, tensors: Sequence[Tensor], kwargs: Any
     return Role(first, True)
 
 
+def _over(fn: Callable[[Tensor], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """(args, kwargs) with ``fn`` of every tensor; without a tree walk where there is no tree, which is nearly always."""
+    if any(isinstance(arg, list | tuple | dict) for arg in (*args, *kwargs.values())):
+        found: tuple[Any, Any] = pytree.tree_map_only(Tensor, fn, (args, kwargs))
+        return found
+    return (tuple(fn(arg) if isinstance(arg, Tensor) else arg for arg in args),
+            {key: fn(arg) if isinstance(arg, Tensor) else arg for key, arg in kwargs.items()})
+
+
+@cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """(place, name) of the operands that an operator changes."""
+    return tuple((place, argument.name) for place, argument in enumerate(func._schema.arguments)
+                 if argument.alias_info is not None and argument.alias_info.is_write)
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The operands that the operator changes."""
     found: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+    for place, name in _writes(func):
+        given = args[place] if place < len(args) else kwargs.get(name)
+        found += [x for x in (given if isinstance(given, list | tuple) else (given,)) if isinstance(x, Tensor)]
     return found
 
 
@@ -333,6 +361,8 @@ def _is_view(func: Any) -> bool:
 def _native(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
     """As DTensor does it, or on the whole where it cannot. A view whose cut is undone for it is a copy, and marked as one."""
     of = next(x for x in tensors if isinstance(x, DTensor))
+    if func is torch.ops.aten.view_as_real.default:  # of a piece: another dim at the end
+        return _dtensor(func(_local(of)), of.device_mesh, of.placements, (*of.shape, 2))
     plain = pytree.tree_map_only(DTensor, _plain, (args, kwargs))
     try:
         result, copied = func(*plain[0], **plain[1]), False

@@ -1,8 +1,9 @@
 """Buffers that the model updates: what reads one reads what it held before the call.
 
 After the forward the new value is written over the old one, in place. Autograd may have kept the old one for the backward by
-then, itself or a view of it, and a recomputed block reads it once more; and another buffer's new value may be a view of it. So
-``keep_old_values`` has such readers read a copy, made where the forward begins and outside of every block.
+then, itself or a view of it, and a recomputed block computes once more what it makes of it (a power iteration); and another
+buffer's new value may be a view of it. So ``keep_old_values`` has such readers read a copy, made where the forward begins and
+outside of every block.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ READ_AT_ONCE = frozenset({"mw.batch_norm"})
 
 
 def keep_old_values(graph: Graph) -> Graph:
-    """The graph with a copy of every updated buffer that is read for longer than an operator runs."""
+    """The graph with a copy of every updated buffer that something with a gradient is computed from."""
     updated, operators = _updated(graph), default_rules().operators
     roots = {name: name for name in updated}  # value -> the buffer that it is, or is a view of
+    made_of = {name: frozenset({name}) for name in updated}  # value -> the buffers that it is computed from
     kept: set[str] = set()
     for op in graph.ops:
-        read = [name for name in op.inputs if name in roots]
+        read = [name for name in op.inputs if name in made_of]
         if not read or op.target in READ_AT_ONCE:
             continue
+        sources = frozenset().union(*(made_of[name] for name in read))
         if any(graph.values[name].differentiable for name in op.outputs):
-            kept.update(roots[name] for name in read)
-        elif operators[op.target].kind == "view":
-            roots.update(dict.fromkeys(op.outputs, roots[read[0]]))
+            kept.update(sources)
+            continue
+        made_of.update(dict.fromkeys(op.outputs, sources))
+        if operators[op.target].kind == "view" and (viewed := [name for name in read if name in roots]):
+            roots.update(dict.fromkeys(op.outputs, roots[viewed[0]]))
     kept.update(roots[new] for old, new in graph.mutations if new in roots and new != old)
     return _copied(graph, [name for name in updated if name in kept]) if kept else graph
 

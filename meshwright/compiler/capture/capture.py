@@ -24,17 +24,20 @@ from meshwright.compiler.capture.normalize import normalize
 from meshwright.compiler.capture.rewrite import mark_differentiable
 from meshwright.compiler.capture.shadow import (
     ModelTensor,
+    Numbers,
     Traced,
     failing_frame,
     fake_inputs,
     make_shadow,
     model_tensors,
+    move,
     trace,
 )
 from meshwright.compiler.capture.sharing import check_graph, check_strays, one_memory
 from meshwright.errors import CaptureError, NotKeptError
 from meshwright.ir.gradients.hooks import lost_hooks
 from meshwright.ir.graph import Graph, Ref
+from meshwright.ir.serialize import graph_digest
 from meshwright.ir.signature import describe, name_arguments
 
 
@@ -63,26 +66,55 @@ def capture(
     signature, leaves = describe(model.forward, args, kwargs, targets)
     named = name_arguments(signature, args, kwargs)
     owned, fixed = one_memory(model_tensors(model))
-    strays: list[torch.Tensor] = []
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    shadow = make_shadow(model, owned, mode, compute_dtype, training, strays)
-    check_strays(model, owned, strays)
+
+    def once(moved: Numbers) -> tuple[Graph, Numbers]:
+        strays: list[torch.Tensor] = []
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        shadow = move(make_shadow(model, owned, mode, compute_dtype, training, strays), moved)
+        check_strays(model, owned, strays)
+        try:
+            traced = trace(shadow, fake_inputs(leaves, mode), signature, named, loss_fn, compute_dtype, owned)
+        except Exception as error:
+            raise _explain(error, model, shadow) from error
+        graph = _imported(traced, owned, _leaf_names(signature), functional)
+        check_graph(graph, owned, fixed)
+        graph = _with_loss(graph, traced, loss_fn)
+        _check_attributes(graph, owned)
+        _check_assigned(graph, traced.assigned)
+        found = replace(graph, signature={**signature, "output": traced.type_}, classes=traced.classes)
+        return normalize(found), traced.moved
+
+    graph, moved = once({})
+    state, digest = moved, graph_digest(graph)
+    while state:
+        later, again = once(state)
+        if graph_digest(later) != digest:
+            what, now = next(iter(moved.items()))
+            name = ".".join(str(part) for part in what if part != "")
+            raise CaptureError(
+                f"the forward changes {name!r} of the model (to {now!r:.40}), which is no tensor, and computes something else "
+                f"afterwards: a graph would compute what it does now forever. What to do: keep it in a buffer "
+                f"(register_buffer), which the graph changes too, or change it outside of the forward", module=what[0])
+        state = _far(state, again) if state is moved else {}
+    return graph
+
+
+def _far(one: Numbers, two: Numbers) -> Numbers:
+    """What counts on from one call to the next, as it would be after a million calls; nothing if nothing does."""
+    steps = {path: two[path] - value for path, value in one.items()
+             if type(value) in (int, float) and type(two.get(path)) is type(value)}
+    return {**one, **{path: one[path] + 1_000_000 * step for path, step in steps.items()}} if any(steps.values()) else {}
+
+
+def _imported(traced: Traced, owned: Sequence[ModelTensor], names: Sequence[str], functional: bool) -> Graph:
     try:
-        traced = trace(shadow, fake_inputs(leaves, mode), signature, named, loss_fn, compute_dtype, owned)
-    except Exception as error:
-        raise _explain(error, model, shadow) from error
-    try:
-        graph = import_graph(traced, owned, _leaf_names(signature), functional)
+        return import_graph(traced, owned, names, functional)
     except AssertionError as error:  # torch.export's, which cannot say that one of two names was changed
         twins = [item.fqns for item in owned if item.buffer and len(item.fqns) > 1]
         if not twins:
             raise
         raise CaptureError(f"buffers {', '.join(map(repr, twins[0]))} are one tensor under several names, and the forward "
                            f"changes it: keep it under one name, or make the others a .clone()") from error
-    check_graph(graph, owned, fixed)
-    graph = _with_loss(graph, traced, loss_fn)
-    _check_attributes(graph, owned)
-    return normalize(replace(graph, signature={**signature, "output": traced.type_}, classes=traced.classes))
 
 
 def _check_attributes(graph: Graph, owned: Sequence[ModelTensor]) -> None:
@@ -96,6 +128,20 @@ def _check_attributes(graph: Graph, owned: Sequence[ModelTensor]) -> None:
                     f"module {op.module or '(root)'!r} reads its attribute {names[name]!r}, a tensor that takes gradients and "
                     f"is no parameter: it would be a constant of the graph. What to do: make it an nn.Parameter, or compute it "
                     f"in the forward", module=op.module, source=op.source)
+
+
+def _check_assigned(graph: Graph, assigned: frozenset[str]) -> None:
+    """What the forward puts in a tensor's place is the next call's, so it must be a buffer's, and have no gradient."""
+    names = {param.value: fqn for param in graph.params for fqn in param.fqns if fqn in assigned}
+    for op in graph.ops:
+        for name in op.inputs:
+            if name in names and op.target == "aten.detach.default":  # which the export puts where something is written
+                names.update(dict.fromkeys(op.outputs, names[name]))
+            elif name in names and not op.target.startswith("aten.copy"):
+                raise CaptureError(
+                    f"module {op.module or '(root)'!r} reads {names[name]!r}, and the forward puts a tensor in its place that "
+                    f"has a gradient, or is no buffer, for its next call. What to do: register it as a buffer, and .detach() "
+                    f"what is assigned to it", module=op.module, source=op.source)
 
 
 def _leaf_names(signature: Mapping[str, Any]) -> list[str]:

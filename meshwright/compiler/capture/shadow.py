@@ -16,7 +16,7 @@ import copy
 import gc
 import random
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,8 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.compiler.capture.chance import ChanceError, generators_unchanged, raised_where_drawn
 from meshwright.compiler.capture.watch import Watch
-from meshwright.errors import CaptureError
+from meshwright.compiler.structure.outside import PLAIN
+from meshwright.errors import CaptureError, NotKeptError
 from meshwright.ir.gradients.custom import CustomFunction
 from meshwright.ir.signature import flatten_output, rebuild_arguments, split_arguments
 
@@ -123,11 +124,70 @@ def fake_inputs(leaves: Sequence[torch.Tensor], mode: FakeTensorMode) -> list[to
         return [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in leaves]
 
 
+Numbers = Mapping[tuple[Any, ...], Any]
+"""{path of module, attribute, keys: a plain value} that modules hold: numbers, texts, switches."""
+
+
+def _numbers(model: nn.Module) -> dict[tuple[Any, ...], tuple[Any, Any]]:
+    """{path: (what holds it, under which key)} of the plain values in the attributes of modules, and in what these hold."""
+    found: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+    seen: set[int] = set()
+
+    def look(path: tuple[Any, ...], table: Any, items: Iterable[tuple[Any, Any]]) -> None:
+        for key, value in items:
+            if type(value) in PLAIN or (type(value) is tuple and all(type(item) in PLAIN for item in value)):
+                found[*path, key] = table, key
+            elif id(value) not in seen:
+                seen.add(id(value))
+                if isinstance(value, dict):
+                    look((*path, key), value, list(value.items()))
+                elif isinstance(value, list):
+                    look((*path, key), value, list(enumerate(value)))
+                elif hasattr(value, "__dict__") and not callable(value) and not isinstance(value, torch.Tensor):
+                    look((*path, key), vars(value), list(vars(value).items()))
+
+    for path, module in model.named_modules():
+        look((path,), vars(module), [(name, value) for name, value in vars(module).items() if name not in _INTERNAL])
+    return found
+
+
+def _buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, torch.Tensor]]:
+    """{name: (the module that has it, its name there, the buffer)}."""
+    return {f"{path}.{name}" if path else name: (module, name, buffer)
+            for path, module in model.named_modules() for name, buffer in module._buffers.items() if buffer is not None}
+
+
+def _values(model: nn.Module) -> Numbers:
+    return {path: table[key] for path, (table, key) in _numbers(model).items()}
+
+
+def move(shadow: nn.Module, moved: Numbers) -> nn.Module:
+    """The shadow with these values, as a forward left them."""
+    modules = dict(shadow.named_modules())
+    for path, value in moved.items():
+        table: Any = vars(modules[path[0]])
+        for key in path[1:-1]:
+            table = table[key] if isinstance(table, dict | list) else vars(table)[key]
+        if isinstance(table, list) and path[-1] >= len(table):
+            table.append(value)
+        elif isinstance(table, dict | list):
+            table[path[-1]] = value
+        else:
+            vars(table)[path[-1]] = value
+    return shadow
+
+
+_INTERNAL = frozenset(vars(nn.Module()))
+
+
 @dataclass
 class _Seen:
-    """What the wrapper saw of the output, in Python, while it was traced."""
+    """What the wrapper saw of the output, in Python, while it was traced; ``moved``: what the forward changed in the model;
+    ``assigned``: tensors put in another's place there that have a gradient, or are no buffers."""
 
     tree: Any = None
+    moved: Numbers | None = None
+    assigned: set[str] = field(default_factory=set)
     type_: Any = None
     tensors: list[torch.Tensor] = field(default_factory=list)
     classes: dict[str, type] = field(default_factory=dict)
@@ -143,6 +203,7 @@ class _Wrapper(nn.Module):
         super().__init__()
         setattr(self, WRAPPED, model)
         self.call = (signature, named, loss_fn, dtype)
+        self.plain = frozenset(name for item in owned if item.plain for name in item.fqns)
         self.seen, self.watch = _Seen(), Watch(frozenset(id(item.tensor) for item in owned))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -155,7 +216,13 @@ class _Wrapper(nn.Module):
         count = len(tensors) - len(signature["targets"])
         inputs = [t.to(dtype) if dtype is not None and t.is_floating_point() else t for t in tensors[:count]]
         args, kwargs = split_arguments(signature, rebuild_arguments(signature, inputs, named))
-        output = getattr(self, WRAPPED)(*args, **kwargs)
+        model = getattr(self, WRAPPED)
+        before, buffers = _values(model), _buffers(model)
+        output = model(*args, **kwargs)
+        self._write_assigned(buffers)
+        if self.seen.moved is None:
+            self.seen.moved = {path: value for path, value in _values(model).items()
+                               if path not in before or not _same(before[path], value)}
         for given, cast in zip(tensors, inputs, strict=False):
             if cast is not given and cast._version:  # the forward changed it in place, which the caller is to see
                 given.copy_(cast)
@@ -165,9 +232,34 @@ class _Wrapper(nn.Module):
         self.seen.tree, self.seen.type_ = flatten_output(output, self._leaf, self.seen.classes)
         return tuple(self.seen.tensors)
 
+    @torch.no_grad()
+    def _write_assigned(self, buffers: Mapping[str, tuple[nn.Module, str, torch.Tensor]]) -> None:
+        """``self.mean = new``: the export would undo that, so the new value is written into the buffer that was there."""
+        found = []
+        for fqn, (module, name, old) in buffers.items():
+            new = module._buffers.get(name)
+            if new is old:
+                continue
+            if fqn in self.plain or (new is not None and new.requires_grad):
+                self.seen.assigned.add(fqn)
+            if fqn in self.plain:
+                continue
+            if new is None or new.shape != old.shape or new.dtype != old.dtype:
+                now = "nothing" if new is None else f"{new.dtype}{list(new.shape)}"
+                raise NotKeptError(f"the forward makes buffer {fqn!r} ({old.dtype}{list(old.shape)}) {now}",
+                                   "keep the shape and dtype of buffers, or what is not kept out of them")
+            found.append((module, name, old, new.detach().clone()))
+        for module, name, old, new in found:
+            old.copy_(new)
+            module._buffers[name] = old
+
     def _leaf(self, tensor: torch.Tensor) -> Leaf:
         self.seen.tensors.append(tensor)
         return Leaf(len(self.seen.tensors) - 1)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (one == other or one != one)
 
 
 @dataclass(frozen=True)
@@ -180,13 +272,16 @@ class Leaf:
 @dataclass(frozen=True)
 class Traced:
     """``program``'s outputs are the leaves of ``tree``; its state names start with ``WRAPPED``. ``classes``: those of the
-    output's containers, by name; ``functions``: those that it calls with a backward of their own."""
+    output's containers, by name; ``functions``: those that it calls with a backward of their own; ``moved``: plain values of
+    the model that the forward changes, as it leaves them; ``assigned``: see ``_Seen``."""
 
     program: ExportedProgram
     tree: Any
     type_: Any
     classes: Mapping[str, type]
     functions: tuple[CustomFunction, ...] = ()
+    moved: Numbers = field(default_factory=dict)
+    assigned: frozenset[str] = frozenset()
 
 
 def trace(
@@ -205,7 +300,8 @@ def trace(
                 torch.export.export(wrapper, tuple(tensors), strict=False)
             raise
     functions = tuple(wrapper.watch.functions.found)
-    return Traced(program, wrapper.seen.tree, wrapper.seen.type_, wrapper.seen.classes, functions)
+    return Traced(program, wrapper.seen.tree, wrapper.seen.type_, wrapper.seen.classes, functions, wrapper.seen.moved or {},
+                  frozenset(wrapper.seen.assigned))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
     with one micro-batch      every output has its gradient, as in the model
     with several, pipelines   the gradients of the loss are known when the forward returns; the others are gone: asking raises
+    torch.utils.checkpoint    around a call: it would be made twice, with other random numbers: raises
     create_graph=True         the gradients have no graph of their own: raises
     torch.autograd.grad       of parameters that FSDP2 gathers, with one micro-batch: raises, for autograd knows their gathered
                               copies only; backward() is right
@@ -39,6 +40,18 @@ def once() -> None:
     if torch.is_grad_enabled():
         raise RunError("create_graph=True asks for gradients that can be differentiated again; a parallel module computes "
                        "plain gradients only. Leave create_graph out")
+
+
+def refuse_checkpoint() -> None:
+    """Raise RunError in a call that torch.utils.checkpoint would make again in the backward: it would draw other random
+    numbers, and wait for ranks that are elsewhere in a pipeline."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    first = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    again = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+    if first or again:
+        raise RunError("the parallel module is called under torch.utils.checkpoint, or within a backward: a call that is made "
+                       "again there draws other random numbers, and changes buffers twice. Take the call out of it, and let "
+                       "the plan recompute: pins={'recompute': 'full'}")
 
 
 def whole(grad: Tensor) -> Tensor:

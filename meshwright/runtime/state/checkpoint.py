@@ -183,6 +183,9 @@ def load(
     def look() -> tuple[Index, dict[Tensor, Stored]]:
         index = read_index(source)
         _compare(entries, index, source)
+        counts = index.values.get(COUNTERS, {})
+        if not isinstance(counts, dict) or not all(type(n) is int and 0 <= n < 1 << 62 for n in counts.values()):
+            raise CheckpointError(f"checkpoint {source} is damaged: its {COUNTERS} are no counts; take another one")
         return index, optim.named(_parameters(entries), optimizer) if optimizer is not None else {}
 
     with _on_disk(f"cannot read checkpoint {source}"):

@@ -21,10 +21,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.errors import CheckpointError
 from meshwright.ir.program import Stored
+from meshwright.ir.sharding import DTYPES
 from meshwright.runtime.whole import adopt, made_from
 
 GROUPS = "optimizer.groups"
 _TENSOR = "a tensor"
+DTYPES_OF_TORCH: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 Named = Mapping[Tensor, Stored]
 """The optimizer's parameters, and what is stored in them."""
@@ -99,11 +101,34 @@ def of_all_ranks(mine: list[dict[str, Any]], same: bool = True) -> list[dict[str
     ]
 
 
+def _checked(saved: Any) -> list[Mapping[str, Any]]:
+    """The groups of a checkpoint. Raises CheckpointError for what ``describe`` does not write."""
+
+    def group(one: Any) -> bool:
+        return (isinstance(one, dict) and one.keys() == {"names", "options"} and isinstance(one["names"], list)
+                and all(isinstance(name, str) for name in one["names"]) and isinstance(one["options"], dict)
+                and all(isinstance(key, str) for key in one["options"]) and option(one["options"]))
+
+    def option(value: Any) -> bool:
+        if isinstance(value, dict) and _TENSOR in value:
+            return value.keys() == {_TENSOR, "dtype"} and value["dtype"] in DTYPES_OF_TORCH and numbers(value[_TENSOR])
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        return all(option(item) for item in items)
+
+    def numbers(value: Any) -> bool:
+        return isinstance(value, bool | int | float) or (isinstance(value, list) and all(map(numbers, value)))
+
+    if not isinstance(saved, list) or not all(map(group, saved)):
+        raise CheckpointError(f"the checkpoint is damaged: {GROUPS} are no parameter groups; take another one")
+    return saved
+
+
 def match(saved: Any, present: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The saved group of every present one, known by the names in it. Raises CheckpointError naming what is in none."""
+    """The saved group of every present one, known by the names in it, whose options are of the kinds that the present ones
+    have. Raises CheckpointError naming what is in none."""
     if saved is None:
         raise CheckpointError("the checkpoint was saved without an optimizer: load it without one, or save(folder, optimizer)")
-    free = list(saved)
+    free = list(_checked(saved))
     found: list[Mapping[str, Any]] = []
     for i, group in enumerate(present):
         twin = next((other for other in free if other["names"] == group["names"]), None)
@@ -118,12 +143,28 @@ def match(saved: Any, present: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
             raise CheckpointError(f"parameter group {i} of the optimizer ({group['names'][:3]}...: {len(group['names'])} in "
                                   f"all) is not one of the {len(saved)} saved ones: {reason}{also}. Make the groups as in "
                                   f"that run")
+        odd = [key for key, value in twin["options"].items() if not _alike(value, group["options"].get(key))]
+        if odd:
+            raise CheckpointError(f"the checkpoint has {odd[0]}={twin['options'][odd[0]]!r:.60} for parameter group {i}, whose "
+                                  f"optimizer has {group['options'][odd[0]]!r:.60}: it was saved by another optimizer")
         free.remove(twin)
         found.append(twin)
     if free:
         raise CheckpointError(f"the saved run had {len(saved)} parameter groups, this optimizer has {len(present)}: none has "
                               f"{free[0]['names'][:3]}. Make the groups as in that run")
     return found
+
+
+def _alike(value: Any, old: Any) -> bool:
+    """Whether an option may take the other's place: numbers for numbers, and as many; anything for None and the reverse."""
+    if value is None or old is None:
+        return True
+    if isinstance(value, list | tuple) or isinstance(old, list | tuple):
+        return type(value) is type(old) and len(value) == len(old) and all(map(_alike, value, old))
+    if any(isinstance(one, dict) and _TENSOR in one for one in (value, old)):  # a learning rate may be a number or a tensor
+        return not isinstance(value, str) and not isinstance(old, str)
+    number = isinstance(old, int | float) and not isinstance(old, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) if number else type(value) is type(old)
 
 
 def restore(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -147,7 +188,7 @@ def _plain(value: Any, old: Any) -> Any:
     """What was packed; into the tensor that is there, if there is one."""
     if isinstance(value, dict) and _TENSOR in value:
         if not isinstance(old, Tensor):
-            return torch.tensor(value[_TENSOR], dtype=getattr(torch, value["dtype"]))
+            return torch.tensor(value[_TENSOR], dtype=DTYPES_OF_TORCH[value["dtype"]])
         value = value[_TENSOR]
     if isinstance(old, Tensor) and isinstance(value, bool | int | float | list):
         with torch.no_grad():

@@ -163,6 +163,7 @@ def _check(index: Index) -> None:
     for name in index.files:
         if not _FILE.fullmatch(name):
             raise CheckpointError(f"a checkpoint's index names the file {name!r}; files are called rank-00000.safetensors")
+    room = {name: size for name, (size, _) in index.files.items()}
     for name, entry in index.tensors.items():
         numbers = [*entry.shape, *(n for chunk in entry.chunks for n in (*chunk.offsets, *chunk.lengths))]
         if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
@@ -173,10 +174,14 @@ def _check(index: Index) -> None:
             )
             if not inside or chunk.file not in index.files:
                 raise CheckpointError(f"tensor {name!r} of a checkpoint has a chunk outside it, or in no file: {chunk}")
+            room[chunk.file] -= math.prod(chunk.lengths) * entry.dtype.itemsize
         held = sum(math.prod(chunk.lengths) for chunk in entry.chunks)
         if held != math.prod(entry.shape) or _overlap(entry.chunks):
             raise CheckpointError(f"tensor {name!r} of a checkpoint has {math.prod(entry.shape)} elements, of which its chunks "
                                   f"hold {held}, or some twice")
+    short = [name for name, left in room.items() if left < 0]
+    if short:
+        raise CheckpointError(f"a checkpoint's index says that {short[0]} holds more tensors than it has bytes")
 
 
 def _overlap(chunks: Sequence[Chunk]) -> bool:

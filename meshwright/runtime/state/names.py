@@ -1,0 +1,175 @@
+"""The sub-modules of a parallel module: they bear the model's names, hold its tensors, and run nothing.
+
+A loop over modules finds what it looks for, because ``isinstance`` answers for the module that a name stands for (its
+``kind``). What the loop then does is right, or refused with the name:
+
+    parameters, buffers        those that run
+    train(), eval()            as the model's; modes in which it was not captured are refused at the next call (``Modes``)
+    hooks, attributes, calls   refused: nothing would read them
+    what a kind can beside     refused (``reset_running_stats`` of a batch norm)
+    tensors of other stages    of a pipeline: refused, where they are is said
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.errors import AbsentError, RunError
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a sub-module of the model is: its class, and whether it was in training mode when the model was captured."""
+
+    type: type
+    training: bool
+
+
+def kinds_of(model: nn.Module | None) -> dict[str, Kind]:
+    """{path: what is there}. A model in eval() is captured in training mode throughout."""
+    if model is None:
+        return {}
+    return {path: Kind(type(module), module.training or not model.training)
+            for path, module in model.named_modules(remove_duplicate=False) if path}
+
+
+def no_hook(*_: Any, **__: Any) -> Any:
+    """Raises RunError, in the place of every way to register a hook."""
+    raise RunError("a hook here would not be called: the parallel module runs a graph, and gathers and reduces its parameters "
+                   "by itself. Change gradients between loss.backward() and optimizer.step(), or those of activations by a "
+                   "torch.autograd.Function in the model, before autoparallel")
+
+
+def refuse_attribute(name: str, where: str) -> None:
+    """Raises RunError."""
+    raise RunError(f"attribute {name!r} is set on {where}, which runs a graph and does not read it: set it on the model, "
+                   f"before autoparallel")
+
+
+def held_elsewhere(fqn: str) -> AbsentError:
+    """The error that says so."""
+    return AbsentError(f"{fqn!r} is held by another stage of the pipeline, not by this rank; loop over "
+                       f"parallel.named_parameters() and named_buffers(), which give the rank's own")
+
+
+class Names(nn.Module):
+    """See the file's head. ``path``: of the module that it stands for; ``elsewhere``: tensors of it on other ranks."""
+
+    def __init__(self, path: str, kind: Kind) -> None:
+        super().__init__()
+        self.__dict__.update(_path=path, _kind=kind.type, _elsewhere=set(), training=kind.training)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # type: ignore[override]
+        """The class of the module that this stands for, so that ``isinstance`` finds it."""
+        return self.__dict__.get("_kind", Names)  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            pass
+        if name in self.__dict__["_elsewhere"]:
+            raise held_elsewhere(f"{self.__dict__['_path']}.{name}")
+        raise AbsentError(f"sub-module {self.__dict__['_path']!r} of a parallel module has no attribute {name!r}: it holds "
+                          f"the tensors of a {self.__dict__['_kind'].__name__} under their names, and nothing else; ask the "
+                          f"model that was parallelized")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Tensors only (``held`` says what becomes of those): nothing reads other attributes."""
+        if name != "training" and not isinstance(value, Tensor | nn.Module | None) and name not in self.__dict__:
+            refuse_attribute(name, "a sub-module of a parallel module")
+        nn.Module.__setattr__(self, name, value)
+
+    register_forward_hook: Any = no_hook
+    register_forward_pre_hook: Any = no_hook
+    register_backward_hook: Any = no_hook
+    register_full_backward_hook: Any = no_hook
+    register_full_backward_pre_hook: Any = no_hook
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises RunError."""
+        raise RunError("sub-modules of a parallel module hold its parameters under their names; only the whole can be called")
+
+
+class Several(Names):
+    """Of a container: its parts by number or name, as the model's."""
+
+    def _parts(self) -> dict[str, Any]:
+        return {**self._modules, **self._parameters}
+
+    def __len__(self) -> int:
+        return len(self._parts())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._parts() if issubclass(self.__class__, nn.ModuleDict | nn.ParameterDict) else self._parts().values())
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._parts()
+
+    def __getitem__(self, key: Any) -> Any:
+        return getattr(self, key) if isinstance(key, str) else list(self._parts().values())[key]
+
+    def keys(self) -> Any:
+        """As of a dict."""
+        return self._parts().keys()
+
+    def values(self) -> Any:
+        """As of a dict."""
+        return self._parts().values()
+
+    def items(self) -> Any:
+        """As of a dict."""
+        return self._parts().items()
+
+
+_SEVERAL = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def holder(root: nn.Module, path: Sequence[str], kinds: Mapping[str, Kind]) -> nn.Module:
+    """The sub-module of this path, made if it is not there. The dicts are written directly: a model may have names that are
+    methods here."""
+    found = root
+    for depth, name in enumerate(path, 1):
+        if found._modules.get(name) is None:
+            at = ".".join(path[:depth])
+            kind = kinds.get(at, Kind(Names, True))
+            found._modules[name] = (Several if issubclass(kind.type, _SEVERAL) else Names)(at, kind)
+        child = found._modules[name]
+        assert child is not None
+        found = child
+    return found
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The sub-modules, and whether each was in training mode when the model was captured."""
+
+    modules: tuple[tuple[str, nn.Module, bool], ...]
+
+    @staticmethod
+    def of(root: nn.Module, kinds: Mapping[str, Kind]) -> Modes:
+        """Those of a parallel module as it is built."""
+        return Modes(tuple((path, module, kinds[path].training if path in kinds else True)
+                           for path, module in root.named_modules() if path))
+
+    def check(self, training: bool) -> None:
+        """Raise RunError if a sub-module is in another mode than the graph knows: all of them are out of training mode in
+        eval(), and as they were captured in train()."""
+        for path, module, captured in self.modules:
+            if module.training == (training and captured):
+                continue
+            now = "train" if module.training else "eval"
+            if training and module.training:
+                remedy = f"call parallel.get_submodule({path!r}).eval() after parallel.train(), as for the model"
+            elif training:
+                remedy = f"call {now}() on that module of the model before autoparallel, or parallel.train() here"
+            else:
+                remedy = "call parallel.eval(), which sets all of them: what draws or counts in train() does not in eval()"
+            whole = "train" if training else "eval"
+            raise RunError(f"sub-module {path!r} is in {now}() while the parallel module is in {whole}(), and the model was "
+                           f"not captured so; {remedy}")
