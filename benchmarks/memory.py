@@ -39,8 +39,9 @@ from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
 from meshwright.passes import cut_stages, rank_program
 from meshwright.planner import OPTIMIZERS, capture_model, make_plan, rules_of
-from meshwright.runtime import draws, held
+from meshwright.runtime import draws
 from meshwright.runtime.assemble import assemble, data_meshes, fused_axes
+from meshwright.runtime.checks import tensors
 from meshwright.runtime.experts import mixture
 from meshwright.runtime.groups import make_groups
 from meshwright.runtime.module import ParallelModule
@@ -326,7 +327,7 @@ def tracked(plan: Plan, case: Case, rank: int = 0) -> dict[str, float]:
                 tracker.track_external(parallel, optimizer, *batch.values())
                 with (
                     tracker, tracker.unseen_trials(), patch.object(ParallelModule, "_agreed", unread),
-                    patch.object(held, "_of_all_stages", lambda places, fault, *_: fault),  # fake ranks have nothing to say
+                    patch.object(tensors, "_of_all_stages", lambda places, fault, *_: fault),  # fake ranks have nothing to say
                     patch.object(draws, "seed_of", lambda draw: 0),  # nor has a fake seed a value
                     patch.object(mixture, "read_counts", balanced),
                 ):

@@ -191,7 +191,7 @@ def price(row: Row, cache: Path | None = None) -> Result:
 def _priced(row: Row, result: Result, cache: Path | None) -> Result:
     """The result with its predictions, over all ways in which the row may have run that fit, if any does. Raises whatever
     stands in their way."""
-    completions = [_priced(completion, result, cache) for completion in completions_of(row)]
+    completions = [_completed(completion, result, cache) for completion in completions_of(row)]
     completions = [found for found, fits in completions if fits] or [found for found, _ in completions]
     seconds = sorted(found.predicted_seconds or 0.0 for found in completions)
     first = min(completions, key=lambda found: found.predicted_seconds or 0.0)
@@ -204,7 +204,7 @@ def _priced(row: Row, result: Result, cache: Path | None) -> Result:
     )
 
 
-def _priced(row: Row, result: Result, cache: Path | None) -> tuple[Result, bool]:
+def _completed(row: Row, result: Result, cache: Path | None) -> tuple[Result, bool]:
     """The result of one way in which the row may have run, and whether that is predicted to fit."""
     cluster, precision = cluster_of(row), precision_of(row)
     seconds, tflops = result.measured_seconds, measured_tflops(row, cluster.device.flops(torch.bfloat16))

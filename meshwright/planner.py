@@ -6,7 +6,9 @@ plan, so it is a function that this door hands in (``footprint``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,8 +150,19 @@ def _task_of(plan: Plan, cluster: Cluster | str | None) -> Task:
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     where = where.with_products(PRECISIONS[plan.precision].products)
     rules, _ = rules_of(plan.graph)
-    state_bytes = OPTIMIZERS[plan.optimizer] if plan.optimizer in OPTIMIZERS else float(plan.optimizer.split()[0])
-    return Task.of(plan.graph, where, rules, Pins(), precision=plan.precision, state_bytes=state_bytes, gap=GAP)
+    return Task.of(plan.graph, where, rules, Pins(), precision=plan.precision, state_bytes=state_bytes(plan), gap=GAP)
+
+
+def state_bytes(plan: Plan) -> float:
+    """Bytes of optimizer state per parameter. Raises PlanError."""
+    if plan.optimizer in OPTIMIZERS:
+        return OPTIMIZERS[plan.optimizer]
+    number, _, unit = plan.optimizer.partition(" ")
+    with suppress(ValueError):
+        if unit == "bytes" and 0 <= float(number) < math.inf:
+            return float(number)
+    raise PlanError(f"the plan's optimizer {plan.optimizer!r} is none of {', '.join(OPTIMIZERS)}, and no number of bytes of "
+                    f'state per parameter, such as "8 bytes"')
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -119,7 +119,7 @@ def test_experts_shared_out_are_placed_as_a_solution_of_the_whole_would() -> Non
     )
     sent = []
     for key in ((1, 1, 1, 2), (2, 2, 1, 4), (1, 2, 1, 2)):
-        derived, solved = placements.of(*key), placements._solve(*key)
+        derived, solved = placements.of(*key), placements._solve(*key, 1)
         assert derived.decode(Schedule()) == solved.decode(Schedule())
         for mine, other in zip(derived.sequence, solved.sequence, strict=True):
             row, want = derived.rows[mine], solved.rows[other]

@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import shutil
-import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -277,16 +276,14 @@ def one_sided(rank: int, folder: str) -> list[str]:
                    (mine / storage.INDEX).unlink):
         if rank == 1:
             damage()
-        start = time.monotonic()
         with pytest.raises(CheckpointError) as caught:
             parallel.load(mine)
         said.append(str(caught.value))
-        assert time.monotonic() - start < 10
         file.write_bytes(content)
     return said
 
 
 def test_what_one_rank_lacks_every_rank_raises(pool: Callable, tmp_path: Path) -> None:
-    first, *others = pool(2).run(one_sided, str(tmp_path))
+    first, *others = pool(2).run(one_sided, str(tmp_path), timeout=60)  # none waits for one that raised
     assert all(other == first for other in others)
     assert ["missing" in first[0], "bytes" in first[1], "contents" in first[2], "no checkpoint" in first[3]] == [True] * 4

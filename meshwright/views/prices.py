@@ -32,7 +32,7 @@ from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.reshard import STEPS, reshard
 from meshwright.ir.rule import Placed
 from meshwright.ir.sharding import Sharding, ShardingError
-from meshwright.planner import OPTIMIZERS
+from meshwright.planner import state_bytes
 from meshwright.views.facts import Collective, Facts
 
 
@@ -114,11 +114,6 @@ def costs_of(plan: Plan, mesh: Mesh | None = None) -> Costs:
     cluster = Cluster.parse(plan.cluster).with_products(precision.products)
     return Costs(cluster, mesh or plan.mesh, microbatches=plan.schedule.microbatches, itemsize=precision.itemsize,
                  state_bytes=state_bytes(plan))
-
-
-def state_bytes(plan: Plan) -> float:
-    """Bytes of optimizer state per parameter."""
-    return OPTIMIZERS[plan.optimizer] if plan.optimizer in OPTIMIZERS else float(plan.optimizer.split()[0])
 
 
 class Prices:

@@ -67,11 +67,14 @@ def capture(
     named = name_arguments(signature, args, kwargs)
     owned, fixed = one_memory(model_tensors(model))
 
+    strays: list[torch.Tensor] = []
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shadow = make_shadow(model, owned, mode, compute_dtype, training, strays)
+    check_strays(model, owned, strays)
+
     def once(moved: Numbers) -> tuple[Graph, Numbers]:
-        strays: list[torch.Tensor] = []
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        shadow = move(make_shadow(model, owned, mode, compute_dtype, training, strays), moved)
-        check_strays(model, owned, strays)
+        """The graph of the next call of the shadow: a call's hooks stay on it, its plain values are what an export undoes."""
+        move(shadow, moved)
         try:
             traced = trace(shadow, fake_inputs(leaves, mode), signature, named, loss_fn, compute_dtype, owned)
         except Exception as error:
@@ -100,10 +103,10 @@ def capture(
 
 
 def _far(one: Numbers, two: Numbers) -> Numbers:
-    """What counts on from one call to the next, as it would be after a million calls; nothing if nothing does."""
+    """What counts on from one call to the next, as the millionth call would find it; nothing if nothing does."""
     steps = {path: two[path] - value for path, value in one.items()
              if type(value) in (int, float) and type(two.get(path)) is type(value)}
-    return {**one, **{path: one[path] + 1_000_000 * step for path, step in steps.items()}} if any(steps.values()) else {}
+    return {**one, **{path: one[path] + 999_998 * step for path, step in steps.items()}} if any(steps.values()) else {}
 
 
 def _imported(traced: Traced, owned: Sequence[ModelTensor], names: Sequence[str], functional: bool) -> Graph:

@@ -43,7 +43,7 @@ from meshwright.cost.memory.saved import saved_beside, saved_for_backward
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import TENSOR
-from meshwright.ir.plan import Schedule
+from meshwright.ir.plan import PlanError, Schedule
 from meshwright.ir.program import JOINED
 from meshwright.ir.rule import OpRule, Placed, Rules, place
 from meshwright.ir.sharding import Sharding
@@ -107,12 +107,23 @@ class Builder:
                                  fused=fused, root_variants=root_variants)
 
     def build(self, position: Position) -> Model:
-        """The model of one position. A tied weight is charged to the first position built that reads it."""
+        """The model of one position. A tied weight is charged to the first position built that reads it. Raises PlanError
+        where an operator or value has no choice at all: a file may hold decisions that contradict each other."""
         model = self._built(position)
         model.late = self._late(model if self._free is self else self._free._built(position))
         if position.block < 0:
             self._root_variant(model)
+        self._check_choices(position, model)
         return pruned(model)
+
+    def _check_choices(self, position: Position, model: Model) -> None:
+        empty = next((var for var, size in enumerate(model.sizes) if not size), None)
+        if empty is None:
+            return
+        ops = position.ops(self.graph)
+        what = f"{ops[empty].target} of {ops[empty].module or 'the model'}" if empty < len(ops) else "a value between blocks"
+        raise PlanError(f"nothing runs on {self.mesh} with microbatches={self.schedule.microbatches}: {what} has no placement "
+                        f"left")
 
     def _built(self, position: Position) -> Model:
         model = Model()

@@ -25,9 +25,10 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.ir.sharding import Sharding, format_sharding
 from meshwright.ir.writing.paths import fold_paths
+from meshwright.planner import state_bytes
 from meshwright.views.facts import Facts, facts_of
 from meshwright.views.page.outline import Node, Shown, keys, outline, shown
-from meshwright.views.prices import Move, OpPrice, Prices, state_bytes
+from meshwright.views.prices import Move, OpPrice, Prices
 from meshwright.views.words import assignment_words, header, kept_words, time_parts
 
 HOT = 12
