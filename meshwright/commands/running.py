@@ -1,9 +1,9 @@
 """A plan run on CPU processes, its loss and gradients compared with a single process: what ``verify`` does after the checks.
 
 The single process runs the given model itself, or, without one that has contents and a loss, the plan's graph operator by
-operator. Both compute in fp32, whatever the
-plan's precision is, so that what differs is the order of sums and nothing else; dropout is off, since pieces draw apart.
-Contents are the given model's, or random; indices are drawn from the range that the model can look up.
+operator. Both compute in fp32, whatever the plan's precision is, so that what differs is the order of sums and nothing else;
+dropout is off, since pieces draw apart. Contents are the given model's, or random; indices are drawn from the range that the
+model can look up.
 """
 
 from __future__ import annotations
@@ -181,16 +181,10 @@ def _inputs(graph: Graph) -> dict[str, Tensor]:
     """A batch of random numbers; whole numbers within what is looked up with them, ones where nothing is."""
     random, bounds = torch.Generator().manual_seed(1), find_bounds(graph)
     size: dict[str, int] = {}
-    for limit in () if bounds is None else bounds.limits:
-        needed, left = set[str](), [limit.value]
-        while left:
-            name = left.pop()
-            if name not in needed:
-                needed.add(name)
-                maker = bounds.graph.producers.get(name) if bounds is not None else None
-                left += [] if maker is None or bounds is None else bounds.graph.ops[maker].inputs
-        for name in needed.intersection(graph.inputs):
-            size[name] = min(size.get(name, limit.high), limit.high)
+    if bounds is not None:
+        for limit in bounds.limits:
+            for name in _makers(bounds.graph, limit.value).intersection(graph.inputs):
+                size[name] = min(size.get(name, limit.high), limit.high)
     found = {}
     for name in graph.inputs:
         value = graph.values[name]
@@ -201,6 +195,18 @@ def _inputs(graph: Graph) -> dict[str, Tensor]:
         else:
             found[name] = torch.ones(value.shape, dtype=value.dtype)
     return found
+
+
+def _makers(graph: Graph, value: str) -> set[str]:
+    """The values that this one is made of, itself among them."""
+    needed, left = set[str](), [value]
+    while left:
+        name = left.pop()
+        if name not in needed:
+            needed.add(name)
+            maker = graph.producers.get(name)
+            left += graph.ops[maker].inputs if maker is not None else ()
+    return needed
 
 
 def _single(graph: Graph, contents: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:

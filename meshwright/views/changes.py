@@ -12,16 +12,19 @@ The gain is in tokens per second, or in samples where a model has no tokens; a c
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.cost.cluster import Cluster, ClusterError
+import torch
+
+from meshwright.cost.cluster import Cluster, ClusterError, known_devices
 from meshwright.errors import MeshwrightError
 from meshwright.ir.mesh import ANY
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
 from meshwright.ir.quantities import bytes_text, seconds_text
-from meshwright.planner import make_plan, reprice, reprice_batches
+from meshwright.planner import make_plan, reprice, reprice_batches, state_bytes
 from meshwright.programs import degrees_of
 
 LEAST = 0.01
@@ -81,7 +84,7 @@ def _devices(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:
 
 
 def _links(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:
-    """Faster links, and the catalogue's devices in nodes of as many."""
+    """Faster links, and the catalogue's best devices in nodes of as many."""
     for what, inner, outer in (("links twice as fast", 2.0, 2.0), ("a network between nodes twice as fast", 1.0, 2.0)):
         if inner == 1.0 and all(island.nodes == 1 for island in where.islands):
             continue
@@ -91,21 +94,29 @@ def _links(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:
         then = _priced(plan, Cluster(islands))
         if then is not None:
             yield _change(what, now, then)
-    if len(where.islands) > 1 or where.islands[0].device.name == "cpu":
+    if len(where.islands) > 1:
         return
     island = where.islands[0]
     others = []
-    for name in ("h100", "h200", "b200"):
-        try:
-            other = Cluster.parse(f"{name}:{island.nodes}x{where.per_node}")
-        except ClusterError:
-            continue
+    for other in _best_devices(island.nodes, where.per_node):
         then = _priced(plan, other) if other.islands[0].device != island.device else None
         if then is not None and then.predicted is not None and then.predicted.fits:
-            others.append((_seconds(then), name, then))
+            others.append((_seconds(then), other.islands[0].device.name, then))
     if others:
         _, name, then = min(others, key=lambda one: one[0])
         yield _change(f"as many {name}", now, then)
+
+
+def _best_devices(nodes: int, per_node: int) -> list[Cluster]:
+    """The catalogue's devices that no other beats in compute, memory and its bandwidth at once, in nodes of so many."""
+    found: dict[tuple[float, ...], Cluster] = {}
+    for name in known_devices():
+        with suppress(ClusterError):
+            cluster = Cluster.parse(f"{name}:{nodes}x{per_node}")
+            device = cluster.islands[0].device
+            found.setdefault((device.flops(torch.bfloat16), device.memory_bandwidth, device.memory_bytes), cluster)
+    return [cluster for one, cluster in found.items()
+            if not any(other != one and all(a >= b for a, b in zip(other, one, strict=True)) for other in found)]
 
 
 def _memory(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:
@@ -148,10 +159,8 @@ def _batches(plan: Plan, where: Cluster) -> Iterator[Change]:
 
 
 def _planned(plan: Plan, where: Cluster, pins: Pins) -> Plan | None:
-    optimizer = plan.optimizer.removesuffix(" bytes")
     try:
-        return make_plan(plan.graph, where, pins, optimizer=float(optimizer) if optimizer != plan.optimizer else optimizer,
-                         precision=plan.precision)
+        return make_plan(plan.graph, where, pins, optimizer=state_bytes(plan), precision=plan.precision)
     except MeshwrightError:
         return None
 

@@ -80,7 +80,7 @@ class Names(nn.Module):
                           f"model that was parallelized")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Tensors only (``held`` says what becomes of those): nothing reads other attributes."""
+        """Tensors only (``checks.tensors`` says what becomes of those): nothing reads other attributes."""
         if name != "training" and not isinstance(value, Tensor | nn.Module | None) and name not in self.__dict__:
             refuse_attribute(name, "a sub-module of a parallel module")
         nn.Module.__setattr__(self, name, value)
