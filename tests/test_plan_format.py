@@ -16,12 +16,15 @@ from torch import nn
 
 import meshwright
 import meshwright as mw
+from meshwright.compiler.rules.book import builtin_rules
+from meshwright.ir import rule
 from meshwright.ir.graph import Graph, map_refs
 from meshwright.ir.plan import Plan
 from meshwright.ir.reading.unfold import LARGEST_TEXT, unfolded
 from meshwright.ir.serialize import plan_hash, plan_to_dict
 from meshwright.ir.writing.canonical import canonical
 from meshwright.ir.writing.plans import plan_text, plan_to_file
+from meshwright.programs import checked_program
 from tests.handmade import handmade_plan
 from tests.test_plan_files import EXAMPLE, Net
 
@@ -103,6 +106,21 @@ def stacked(count: int) -> Plan:
 
 
 # ------------------------------------------------------------------------------------------------------------ old and new
+def test_equal_blocks_are_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed: list[Any] = []
+    real = rule._place
+    monkeypatch.setattr(rule, "_place", lambda *given: placed.append(given) or real(*given))
+
+    def times(count: int) -> int:
+        plan = Plan.from_dict(json.loads(plan_text(stacked(count))))
+        builtin_rules.cache_clear()
+        placed.clear()
+        checked_program(plan, 0)
+        return len(placed)
+
+    assert 0 < times(6) <= times(3)
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_files_of_every_version_load(version: int) -> None:
     for path in sorted(SAMPLES.glob(f"*.v{version}.json")):

@@ -43,6 +43,8 @@ idle: everything is invariant over it."""
 VARYING = "~"
 TOGETHER = "&"
 """Between factors that one axis splits together."""
+REMEMBERED = 64
+"""Placements that a rule remembers."""
 
 
 def factors_of(assigned: str) -> tuple[Factor, ...]:
@@ -160,6 +162,7 @@ class OpRule:
     located: frozenset[Factor] = frozenset()
     together: tuple[str, ...] = ()
     added: frozenset[int] = frozenset()
+    _placed: dict[Any, Placed] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def mirrors(self, factor: Factor, axis: str, mesh: Mesh) -> bool:
         """Whether an axis splits a factor, or what an algorithm splits, in two chunks a rank."""
@@ -328,9 +331,19 @@ def place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Sequ
     """Derive the shardings of operands and results.
 
     Several axes on one factor split it in mesh order, major first (``OpRule.inner``: sequence axes last). ``differentiable``:
-    for each operand whether a gradient flows into it; one that takes none is read as invariant instead of ``~``.
+    for each operand whether a gradient flows into it; one that takes none is read as invariant instead of ``~``. A rule
+    remembers a few of its answers: equal operators share one rule, and lowering and verifying ask the same of each.
     """
+    key = (frozenset(assignment.items()), mesh, tuple(differentiable))
+    found = rule._placed.get(key)
+    if found is None:
+        if len(rule._placed) >= REMEMBERED:
+            rule._placed.clear()
+        found = rule._placed[key] = _place(rule, assignment, mesh, differentiable)
+    return found
 
+
+def _place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Sequence[bool]) -> Placed:
     def sharding(dims: tuple[Factor | None, ...], is_result: bool, position: int) -> Sharding:
         split: list[tuple[str, ...]] = [()] * len(dims)
         partial, varying, mirrored = set(), set(), set()

@@ -86,7 +86,12 @@ def _decisions(plan: Decisions) -> dict[str, Any]:
 def plan_hash(plan: Decisions) -> str:
     """What every rank must agree on: a digest of all decisions and of the graph, not of predictions or of the trace's names."""
     plan = canonical(plan)
-    return digest({**_decisions(plan), "graph": graph_digest(plan.graph)})
+    return hash_as_named(plan, graph_digest(plan.graph))
+
+
+def hash_as_named(plan: Decisions, graph: str) -> str:
+    """``plan_hash`` of a plan whose names are those of ``canonical``, as in a file; ``graph``: the digest of its graph."""
+    return digest({**_decisions(plan), "graph": graph})
 
 
 def graph_digest(graph: Graph) -> str:

@@ -219,12 +219,16 @@ def same_call(
     want, have = call(site.coordinates), _plain_call(op.target, op.args, op.kwargs)
     if have != want:
         raise MismatchError(f"{want[0]}{want[1]} {want[2] or ''}".rstrip(), f"{have[0]}{have[1]} {have[2] or ''}".rstrip())
-    read, made = ({f for dims in side for f in dims} for side in (rule.operands, rule.results))
-    if TIME in assignment and assignment[TIME] in made - read:
+    if TIME in assignment and _only_made(rule, assignment[TIME]):
         # every micro-batch runs the same call, so what it makes must be the same for all pieces
         last = {**site.coordinates, TIME: site.mesh.size(TIME) - 1}
         if not names or call(last) != want:
             raise MismatchError("the same call in every micro-batch", f"a split over micro-batches made by {op.target}")
+
+
+def _only_made(rule: OpRule, factor: str) -> bool:
+    """Whether a factor is one that the results alone have."""
+    return any(factor in dims for dims in rule.results) and not any(factor in dims for dims in rule.operands)
 
 
 def same_parts(rule: OpRule, operands: Sequence[Stored | None]) -> None:

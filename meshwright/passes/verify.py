@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwright.errors import VerifyError
 from meshwright.ir.declared.operator import Linear
@@ -32,10 +33,12 @@ from meshwright.ir.rule import OpRule
 from meshwright.ir.sharding import Sharding, ShardingError, format_sharding
 from meshwright.ir.writing.names import names_of
 from meshwright.passes.communication import COMMUNICATION
-from meshwright.passes.infer import Form, MismatchError, Site, assignments, outcome, same_call, same_parts, without
+from meshwright.passes.infer import Form, Lengths, MismatchError, Site, assignments, outcome, same_call, same_parts, without
 
 Choices = frozenset[tuple[str, int]]
 """(operator, which of its options) that a form depends on."""
+Possible = tuple[list[tuple[Mapping[str, str], list[Form]]], MismatchError | None]
+"""(assignment, the results' forms) that fit some operands, and why another assignment does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class _Verifier:
         self.cuts = dict(program.cuts)
         self.uncut: set[str] = set()  # values of the prologue, which micro-batches share
         self.excluded: set[Choices] = set()
+        self.possible: dict[Any, Possible] = {}
 
     def run(self) -> None:
         self._enter()
@@ -317,15 +321,13 @@ class _Verifier:
     ) -> list[list[Form]]:
         """The results' forms under every assignment that fits; MismatchError if none does."""
         rule = self.rules[origin.name]
-        differentiable = [self.graph.values[name].differentiable for name in origin.inputs]
-        shapes = [(self.graph.values[name].shape, shape) for name, shape in zip(op.outputs, local, strict=True)]
+        shapes = tuple((self.graph.values[name].shape, shape) for name, shape in zip(op.outputs, local, strict=True))
         sizes = [tuple(self.graph.values[name].shape for name in values) for values in (origin.inputs, origin.outputs)]
-        axes = self.axes if segment.prologue or self.count == 1 else self.site.mesh.axes
+        differentiable = tuple(self.graph.values[name].differentiable for name in origin.inputs)
+        possible, failure = self._possible(rule, tuple(forms), differentiable, shapes, segment.prologue)
         found: list[list[Form]] = []
-        failure: MismatchError | None = None
-        for assignment in assignments(rule, forms, differentiable, shapes, self.site, axes):
+        for assignment, results in possible:
             try:
-                results = outcome(rule, assignment, forms, differentiable, self.site.mesh)
                 same_call(op, origin, names, rule, assignment, self.site, sizes, self.called[origin.name])
                 if results not in found:
                     found.append(results)
@@ -335,6 +337,24 @@ class _Verifier:
             shown = ", ".join(str(list(shape)) for shape in local)
             raise failure or MismatchError("a result of its operands' shardings", f"local shapes {shown}")
         return found
+
+    def _possible(
+        self, rule: OpRule, forms: tuple[Form, ...], differentiable: tuple[bool, ...], shapes: Lengths, prologue: bool
+    ) -> Possible:
+        """(assignment, the results' forms) that fit operands like these, and why another does not; found once for all
+        operators that share a rule, as those of equal blocks do."""
+        key = (id(rule), forms, differentiable, shapes, prologue)
+        if key not in self.possible:
+            axes = self.axes if prologue or self.count == 1 else self.site.mesh.axes
+            found: list[tuple[Mapping[str, str], list[Form]]] = []
+            failure: MismatchError | None = None
+            for assignment in assignments(rule, forms, differentiable, shapes, self.site, axes):
+                try:
+                    found.append((assignment, outcome(rule, assignment, forms, differentiable, self.site.mesh)))
+                except MismatchError as error:
+                    failure = failure or error
+            self.possible[key] = found, failure
+        return self.possible[key]
 
     # what leaves
 

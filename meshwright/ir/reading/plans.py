@@ -20,7 +20,7 @@ from meshwright.ir.reading.fields import FOLDED, LARGEST, VERSION, Field, check_
 from meshwright.ir.reading.graphs import read_graph
 from meshwright.ir.reading.unfold import unfolded
 from meshwright.ir.schedules import schedules, unknown
-from meshwright.ir.serialize import graph_digest, plan_hash
+from meshwright.ir.serialize import graph_digest, hash_as_named
 from meshwright.ir.sharding import Sharding, format_sharding, parse_sharding
 
 Made = TypeVar("Made", bound=Decisions)
@@ -42,7 +42,7 @@ def read_plan(data: Any, kind: type[Made]) -> Made:
         if want != have or data["fingerprint"]["mesh"] != str(found.mesh):
             raise PlanError("the plan is damaged: fingerprint: its graph or its mesh was altered after it was written "
                             f"(they are {have} on {found.mesh}); decisions may be edited, the rest is the model's")
-        if found.predicted is not None and data["fingerprint"].get("decisions") != plan_hash(found):
+        if found.predicted is not None and data["fingerprint"].get("decisions") != hash_as_named(found, have):
             found = replace(found, predicted=replace(found.predicted, prices=""))  # decisions were edited: it is of others
         return found
     check_depth(data)
