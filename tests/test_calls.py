@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.api import autoparallel
 from meshwright.compiler.capture.capture import capture
@@ -150,6 +154,47 @@ def backwards(rank: int) -> list[str]:
 
 def test_backwards(pool: Callable[[int], Any]) -> None:
     assert pool(2).run(backwards, timeout=300) == [[]] * 2
+
+
+def around(rank: int) -> list[str]:
+    """What people put around a module: the same numbers, or said why not."""
+    problems = []
+    for pins in ({"dp": 2, "zero": 3}, {"pp": 2}):
+        parallel, model, batch = parallel_of("masked_mean", 2, **pins)
+        for reentrant in (False, True):
+            told = said(lambda parallel=parallel, batch=batch, reentrant=reentrant: checkpoint(
+                lambda _: parallel(**batch)["loss"], torch.ones(1, requires_grad=True), use_reentrant=reentrant).backward())
+            problems += [] if "torch.utils.checkpoint" in told else [f"{pins}: checkpoint {reentrant}: {told}"]
+        for write in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+            told = said(lambda parallel=parallel, write=write: write(parallel))
+            problems += [] if "save(" in told else [f"{pins}: pickle: {told}"]
+        copied = copy.deepcopy(parallel) if "dp" in pins else None
+        for again in (parallel, parallel, *([copied] if copied is not None else [])):
+            model.zero_grad()
+            model(**batch)["loss"].backward()
+            again.zero_grad()
+            called = torch.compile(again, backend="eager")
+            with torch.autograd.detect_anomaly(check_nan=True):
+                called(**batch)["loss"].backward()
+            wanted = {name: p.grad for name, p in model.named_parameters()}
+            for name, p in again.named_parameters():
+                grad, want = p.grad, wanted[name]
+                same = (grad is None) == (want is None)
+                same = same and (want is None or torch.allclose(grad.full_tensor(), want, rtol=1e-4, atol=1e-6))
+                problems += [] if same else [f"{pins}: gradient of {name}"]
+        if copied is not None:
+            before = {name: p.full_tensor().clone() for name, p in parallel.named_parameters()}
+            torch.optim.SGD(copied.parameters(), 0.1).step()
+            same = all(torch.equal(before[name], p.full_tensor()) for name, p in parallel.named_parameters())
+            moved = any(not torch.equal(before[name], p.full_tensor()) for name, p in copied.named_parameters())
+            problems += [] if same and moved else [f"{pins}: a copy shares parameters"]
+    return problems
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_around_a_call(pool: Callable[[int], Any]) -> None:
+    """torch.utils.checkpoint and pickle are refused; torch.compile, detect_anomaly and copy.deepcopy change nothing."""
+    assert pool(2).run(around, timeout=300) == [[]] * 2
 
 
 class _Lookups(nn.Module):
