@@ -21,11 +21,14 @@ from meshwright.ir import rule
 from meshwright.ir.graph import Graph, map_refs
 from meshwright.ir.plan import Plan
 from meshwright.ir.reading.unfold import LARGEST_TEXT, unfolded
-from meshwright.ir.serialize import plan_hash, plan_to_dict
+from meshwright.ir.serialize import plan_hash, plan_to_dict, program_to_dict
 from meshwright.ir.writing.canonical import canonical
 from meshwright.ir.writing.plans import plan_text, plan_to_file
 from meshwright.programs import checked_program
+from tests.backwards import CASES
+from tests.backwards import make as custom
 from tests.handmade import handmade_plan
+from tests.mixtures import make as mixture
 from tests.test_plan_files import EXAMPLE, Net
 
 SAMPLES = Path(__file__).with_name("samples_of_files")
@@ -263,3 +266,16 @@ def test_files_are_as_the_schema_says(plans: list[Plan]) -> None:
         assert conforms(data, schema)
         assert not conforms({**data, "more": 1}, schema)
         assert not conforms({**data, "decisions": {**data["decisions"], "microbatches": "2"}}, schema)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2", "steps", "activations rounded"])
+def test_what_was_captured_before_does_not_show_in_programs(name: str) -> None:
+    """The operators of a plan that was read are equal to captured ones, which have graphs under other names inside."""
+    model, batch = (custom if name in CASES else mixture)(name)
+    pins = {"tp": 2} if name in CASES else {"dp": 2, "ep": 2, "tp": 2}
+    plan = mw.plan(model, f"cpu:1x{2 if name in CASES else 4}", ((), batch), pins=pins)
+    checked_program(plan, 0)
+    read = Plan.from_dict(json.loads(plan_text(plan)))
+    warm = program_to_dict(checked_program(read, 1))
+    builtin_rules.cache_clear()
+    assert program_to_dict(checked_program(read, 1)) == warm

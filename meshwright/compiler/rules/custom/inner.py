@@ -52,9 +52,14 @@ class Inner:
     shares: frozenset[tuple[str, int]]
 
 
-@lru_cache(maxsize=1024)
 def inner(experts: Experts) -> Inner | None:
-    """How the inner width of these experts splits; None if it cannot."""
+    """How the inner width of these experts splits, in the names of their graph; None if it cannot."""
+    return _inner(experts, tuple(experts.graph.values), tuple(op.name for op in experts.graph.ops))
+
+
+@lru_cache(maxsize=1024)
+def _inner(experts: Experts, *names: tuple[str, ...]) -> Inner | None:
+    """``names``: those of values and operators; experts that compute the same are equal under any."""
     parts: dict[str, int] = {}
     while True:
         walk = _Walk(experts, parts)

@@ -71,11 +71,22 @@ def _custom(call: Call) -> OpRule:
         dims(function.forward.values[ref.name].shape, [split.ahead[ref.name] for split in splits]) for ref in function.results
     ]
 
+    known = {_named(function): splits}
+
     def localize(op: Op, local: Local) -> Rewritten:
-        by_axis = {axis: splits[int(factor[1:])] for axis, factor in local.assignment.items() if factor.startswith("f")}
-        return CUSTOM, (_localized(function, by_axis, local), *op.args[1:]), op.kwargs
+        mine: CustomFunction = op.args[0]  # equal to the function, perhaps under other names
+        if (names := _named(mine)) not in known:
+            known[names] = _splits(mine)
+        by_axis = {axis: known[names][int(factor[1:])] for axis, factor in local.assignment.items() if factor.startswith("f")}
+        return CUSTOM, (_localized(mine, by_axis, local), *op.args[1:]), op.kwargs
 
     return call.rule(operands, results, localize=localize)
+
+
+def _named(function: CustomFunction) -> tuple[tuple[str, ...], ...]:
+    """The names of values and operators: of functions that compute the same, only these differ."""
+    return tuple(names for one in (function.forward, function.backward)
+                 for names in (tuple(one.values), tuple(op.name for op in one.ops)))
 
 
 def _splits(function: CustomFunction) -> list[_Split]:
