@@ -324,9 +324,9 @@ def zoo_command(
             if not published:
                 typer.echo(f"{number}/{len(chosen)} {system.name} ...", err=True)
             try:
-                rows.append(zoo.Row(system) if published else zoo.price(system, search))
+                rows.append(zoo.Comparison(system) if published else zoo.price(system, search))
             except KeyboardInterrupt:  # what is priced is printed all the same
-                rows += [zoo.Row(left, reason="interrupted") for left in chosen[number - 1:]]
+                rows += [zoo.Comparison(left, reason="interrupted") for left in chosen[number - 1:]]
                 break
             if not published:
                 typer.echo(f"    {zoo.brief(rows[-1])}", err=True)

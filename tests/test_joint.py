@@ -23,7 +23,7 @@ from meshwright.compiler.placement.costs import Costs, Variant
 from meshwright.compiler.placement.placement import TENSOR, Placements
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.placement.rows import DATA
-from meshwright.compiler.search.candidates import Candidate, Floors, Work, candidates, degrees_of, floor
+from meshwright.compiler.search.candidates import Candidate, Floors, MicrobatchSeconds, candidates, degrees_of, floor
 from meshwright.compiler.search.errors import DoesNotFitError
 from meshwright.compiler.search.fitting import Fitted
 from meshwright.compiler.search.search import SECONDS
@@ -178,7 +178,7 @@ def test_closed_forms_are_below_the_simulated_pipeline() -> None:
             continue
         seconds = simulate(schedule_table(name, pp, v, m), 1.0, 1.2, 0.8).makespan
         n = pp * v
-        bound = floor(Candidate(pp, v, name, 1, 1, m, 1), Work(3.0 * n, 2.2 * n, 3.0, 1.0, 1.0))
+        bound = floor(Candidate(pp, v, name, 1, 1, m, 1), MicrobatchSeconds(3.0 * n, 2.2 * n, 3.0, 1.0, 1.0))
         assert m * 3.0 * v - 1e-9 <= bound <= seconds * (1 + 1e-9)
 
 

@@ -17,7 +17,7 @@ from meshwright.cost.spread import spreads
 from meshwright.errors import InputError
 from meshwright.published import zoo
 from meshwright.published.architectures import FAMILIES, Architecture, build
-from meshwright.published.zoo import Published, Row, System
+from meshwright.published.zoo import Comparison, Published, System
 
 SYSTEMS = zoo.systems()
 NAMES = (
@@ -182,7 +182,7 @@ def test_bad_entries_are_refused(tmp_path: Path) -> None:
 
 
 def test_rows_are_jsonable_and_notes_are_gathered() -> None:
-    rows = [Row(system) for system in SYSTEMS]
+    rows = [Comparison(system) for system in SYSTEMS]
     assert len(json.loads(json.dumps([row.as_dict() for row in rows]))) == len(NAMES)
     assert sum("fp16, priced as bf16" in note for note in zoo.notes(rows)) == 1
     assert "Kimi K2" in _text(rows)
@@ -193,7 +193,7 @@ def test_the_file_has_no_unknown_tables() -> None:
     assert set(data) == {"system"}
 
 
-def _text(rows: list[Row], search: bool = False) -> str:
+def _text(rows: list[Comparison], search: bool = False) -> str:
     from rich.console import Console
 
     console = Console(width=300, emoji=False)

@@ -158,7 +158,7 @@ class Priced:
 
 
 @dataclass(frozen=True)
-class Row:
+class Comparison:
     """A system beside its prices. ``parameters``: counted in the model built, 1e9. ``reason``: why ``predicted`` is None;
     ``within``: the same degrees within the memory, where ``predicted`` is not; ``best``: the planner's own plan,
     ``best_reason`` why there is none."""
@@ -220,10 +220,10 @@ def systems(path: str | Path | None = None, name: str = "") -> tuple[System, ...
     return chosen
 
 
-def price(system: System, search: bool = False) -> Row:
+def price(system: System, search: bool = False) -> Comparison:
     """Plan the published degrees, and with ``search`` the model without any. Whatever goes wrong becomes a reason."""
     start = time.perf_counter()
-    row = Row(system, reason="; ".join(system.obstacles()), best_reason="; ".join(system.unknowns()) if search else "")
+    row = Comparison(system, reason="; ".join(system.obstacles()), best_reason="; ".join(system.unknowns()) if search else "")
     if not row.reason or (search and not row.best_reason):
         try:
             row = _priced(row, search)
@@ -233,7 +233,7 @@ def price(system: System, search: bool = False) -> Row:
     return replace(row, planning_seconds=time.perf_counter() - start)
 
 
-def _priced(row: Row, search: bool) -> Row:
+def _priced(row: Comparison, search: bool) -> Comparison:
     system = row.system
     assert system.model is not None
     assert system.cluster is not None
@@ -257,7 +257,7 @@ def _priced(row: Row, search: bool) -> Row:
     return row
 
 
-def _published(row: Row, graph: Graph, cluster: Cluster) -> Row:
+def _published(row: Comparison, graph: Graph, cluster: Cluster) -> Comparison:
     """The row with the plan of the published degrees, and what of it fits."""
     system, pins = row.system, row.system.pins()
     if pins.recompute is None:
@@ -309,7 +309,7 @@ def layout_of(plan: Plan) -> str:
     return " ".join([*words, f"{plan.schedule.microbatches} micro-batches", *(f"{kind} recompute" for kind in kinds)])
 
 
-def table(rows: Iterable[Row], search: bool = False) -> Table:
+def table(rows: Iterable[Comparison], search: bool = False) -> Table:
     """The rows for people. Blank: not published, or not asked for."""
     columns = ("system", "devices", "published degrees", "parameters", "published", "predicted", "ratio", "planned as", "GiB")
     found = Table(*columns, *(["planner's own best"] if search else []), show_lines=True)
@@ -327,7 +327,7 @@ def table(rows: Iterable[Row], search: bool = False) -> Table:
     return found
 
 
-def notes(rows: Iterable[Row]) -> list[str]:
+def notes(rows: Iterable[Comparison]) -> list[str]:
     """What stands below the table: a line for each note, with the systems it is about."""
     found: dict[str, list[str]] = {}
     for row in rows:
@@ -335,7 +335,7 @@ def notes(rows: Iterable[Row]) -> list[str]:
     return [f"{'; '.join(names)}: {note}" for note, names in found.items() if note]
 
 
-def _faster(row: Row) -> str:
+def _faster(row: Comparison) -> str:
     """The planner's own plan beside the published one."""
     assert row.best is not None
     times = f", {row.predicted.step_seconds / row.best.step_seconds:.2f} times as fast" if row.predicted is not None else ""
@@ -355,14 +355,14 @@ def _speed(tflops: float | None, mfu: float | None, tokens: float | None) -> str
     return ", ".join([*words, *([f"{tokens:,.{0 if tokens >= 1000 else 1}f} tokens/s"] if tokens is not None else [])])
 
 
-def _parameters(row: Row) -> str:
+def _parameters(row: Comparison) -> str:
     published = row.system.published
     stated = [f"{published.parameters:g}B"] if published.parameters is not None else []
     stated += [f"{published.active:g}B active"] if published.active is not None else []
     return ", ".join([*stated, *([f"built {row.parameters:.1f}B"] if row.parameters is not None else [])])
 
 
-def _memory(row: Row) -> str:
+def _memory(row: Comparison) -> str:
     priced, within, there = row.predicted, row.within, row.capacity_bytes
     if priced is None or there is None:
         return ""
@@ -373,7 +373,7 @@ def _memory(row: Row) -> str:
     return f"does not fit: {need}{best}"
 
 
-def brief(row: Row) -> str:
+def brief(row: Comparison) -> str:
     """One line of progress."""
     words: Sequence[str] = [row.reason] if row.predicted is None else [_of(row.predicted, row.system.published)]
     return f"{row.system.name}: {words[0]} ({row.planning_seconds:.0f} s)"

@@ -2,7 +2,7 @@
 
     Facts       the rule and the shardings of every operator, the parameters at rest, the collectives between operators
     Section     one distinct block (equal blocks together), or what runs between blocks: rows in the order of execution
-    Row         one module's turn: its weights, its result, the collectives around it
+    TableRow    one module's turn: its weights, its result, the collectives around it
 
 The collectives are read off the lowered program of rank 0, so what is shown is what runs: a step belongs to the operator that
 produced its value, or, where that lies outside the segment (parameters, what another block hands on), to the one that reads it.
@@ -78,7 +78,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """Consecutive operators of one module. ``module`` is relative to the block ("." is the block itself); ``steps``: its
     collectives, where the rows of equal blocks stand first."""
 
@@ -94,7 +94,7 @@ class Section:
     """Equal blocks (``paths``), or, without a path, what runs between blocks."""
 
     paths: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
 
     @property
     def title(self) -> str:
@@ -195,7 +195,7 @@ def sections(facts: Facts) -> list[Section]:
     return list(found.values())
 
 
-def _rows(facts: Facts, ops: Sequence[Op], path: str, by_op: Mapping[str, list[Collective]]) -> tuple[Row, ...]:
+def _rows(facts: Facts, ops: Sequence[Op], path: str, by_op: Mapping[str, list[Collective]]) -> tuple[TableRow, ...]:
     """One row per run of operators of a module that has weights, collectives, or a result that gradients flow through."""
     graph = facts.plan.graph
     names = {param.value: param for param in graph.params}
@@ -210,7 +210,7 @@ def _rows(facts: Facts, ops: Sequence[Op], path: str, by_op: Mapping[str, list[C
             continue
         weights = tuple(f"{names[name].fqn.rsplit('.', 1)[-1]} {facts.type_of(name)}" for name in owned)
         result = facts.type_of(last or turn[-1].outputs[0])
-        rows.append(Row(_relative(module, path), weights, result, tuple(steps), moved))
+        rows.append(TableRow(_relative(module, path), weights, result, tuple(steps), moved))
     return tuple(rows)
 
 

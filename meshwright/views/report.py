@@ -32,7 +32,7 @@ from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.prediction import SeenCandidate
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.ir.writing.paths import fold_paths
-from meshwright.views.facts import Facts, Row, Section, facts_of, sections
+from meshwright.views.facts import Facts, Section, TableRow, facts_of, sections
 from meshwright.views.prices import Prices
 from meshwright.views.words import header
 
@@ -117,7 +117,7 @@ def _section(section: Section, prices: Prices | None) -> Table:
     return table
 
 
-def _priced(row: Row, prices: Prices | None) -> list[str]:
+def _priced(row: TableRow, prices: Prices | None) -> list[str]:
     """The collectives of a row, equal ones once, each with what it moves and takes."""
     if prices is None:
         return list(row.collectives)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from meshwright.compiler.placement.blockmodel import called
 from meshwright.compiler.placement.choices import Scope, choices
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, SAVED, SEND, SEND_BACK, Costs, local_shapes
-from meshwright.compiler.placement.rows import DATA, EP, NONE, Mixture, Placement, Row
+from meshwright.compiler.placement.rows import DATA, EP, NONE, Mixture, PlacedPosition, Placement
 from meshwright.cost import compute
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph
@@ -88,8 +88,8 @@ def _key(experts: object, assignment: Mapping[str, str]) -> object:
 
 
 def _row(
-    row: Row, ranks: Ranks, before: Ranks, into: tuple[str, ...], splits: dict[object, dict[str, str]]
-) -> Row | None:
+    row: PlacedPosition, ranks: Ranks, before: Ranks, into: tuple[str, ...], splits: dict[object, dict[str, str]]
+) -> PlacedPosition | None:
     """One row; ``splits`` gathers how mixtures are split, by what they are and how they were."""
     activations, weight, moved = dict(row.activations), row.weight, dict[str, Sharding]()
     rules = ranks.scope.classes.rules

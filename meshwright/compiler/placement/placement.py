@@ -5,11 +5,14 @@ they save depends only on the tensor degree, on the ranks that split the sequenc
 samples a data rank has at a time - not on pp, dp, ZeRO or the schedule. So it is solved once for each such combination
 (``Placements.of``), on the folded graph, with memory unlimited, and read off per position:
 
-    Row.activations[r]     resources of one micro-batch under recomputation r, without anything about parameters
-    Row.weight             the part of its backward seconds that makes gradients of weights (zero-bubble schedules run it apart)
-    Row.uses               the parameters it reads and how; ``parameter_costs`` prices them for a mesh and a ZeRO level
-    Placement.crossing     local bytes of what a stage boundary behind each position sends
-    Placement.outputs      local bytes of what a micro-batch hands back to the caller, who gets that of all micro-batches
+    PlacedPosition.activations[r]   resources of one micro-batch under recomputation r, without anything about parameters
+    PlacedPosition.weight           the part of its backward seconds that makes gradients of weights, which zero-bubble
+                                    schedules run apart
+    PlacedPosition.uses             the parameters it reads and how; ``parameter_costs`` prices them for a mesh and a ZeRO
+                                    level
+    Placement.crossing              local bytes of what a stage boundary behind each position sends
+    Placement.outputs               local bytes of what a micro-batch hands back to the caller, who gets that of all
+                                    micro-batches
 
 ``time_of`` and ``bound`` are seconds of all positions for one micro-batch: no pipeline of P ranks does M of them in less than
 M bound / P.
@@ -30,7 +33,7 @@ from meshwright.compiler.placement.expert_ranks import Ranks, shared_out
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.passing import ring_waits
 from meshwright.compiler.placement.problem import Problem
-from meshwright.compiler.placement.rows import DATA, EP, NONE, Mixture, Placement, Row, Use
+from meshwright.compiler.placement.rows import DATA, EP, NONE, Mixture, PlacedPosition, Placement, Use
 from meshwright.compiler.solver.chain import BlockModel, Chain, Infeasible, Solution
 from meshwright.compiler.solver.solve import solve
 from meshwright.compiler.structure.activations import operand_shapes
@@ -181,7 +184,7 @@ class _Reader:
 
     def placement(self, tensor: int, samples: int) -> Placement:
         folded, numbers = self.owner.folded, dict[tuple[int, tuple[int, ...]], int]()
-        rows: list[Row] = []
+        rows: list[PlacedPosition] = []
         sequence: list[int] = []
         charged: set[str] = set()
         for n, at in enumerate(folded.serves):
@@ -200,7 +203,7 @@ class _Reader:
 
     # one position
 
-    def _row(self, at: int, chosen: Sequence[int], charged: set[str]) -> Row:
+    def _row(self, at: int, chosen: Sequence[int], charged: set[str]) -> PlacedPosition:
         model, kind = self.problem.model(at), self.chain.kinds[self.chain.sequence[at]]
         position = self.problem.positions[at]
         roots = {var for name, var in model.shared if name == ROOT}
@@ -216,7 +219,7 @@ class _Reader:
             if block and 0 < number < len(kind.variants):
                 more = kind.variants[number].cost(chosen) - kind.variants[0].cost(chosen)
             activations[name] = self._per_microbatch(plain + more)
-        return Row(
+        return PlacedPosition(
             activations, self._weight(at, chosen), self._uses(at, chosen, charged), block, self._mixtures(at, chosen, block)
         )
 

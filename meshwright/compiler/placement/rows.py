@@ -34,8 +34,14 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Use:
-    """A parameter or buffer as a position reads it. ``group``: trainable elements of its unit; ``first``: the position that a
-    tied weight is charged to where all its readers share a rank; ``late``: elements whose gradients are summed together."""
+    """A parameter or buffer as a position reads it.
+
+    value, need: the parameter, and the sharding in which it is read
+    trainable: whether it takes a gradient
+    group: trainable elements of its unit
+    first: whether a tied weight is charged here where all its readers share a rank
+    late: elements whose gradients are summed together with others'
+    """
 
     value: Value
     need: Sharding
@@ -46,8 +52,15 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One distinct position of a placement: see ``placement``."""
+class PlacedPosition:
+    """One distinct position of a placement; see ``placement``.
+
+    activations: by recomputation, the resources of a micro-batch
+    weight: the part of its backward seconds that makes gradients of weights
+    uses: the parameters that it reads
+    block: whether it is a block
+    mixtures: calls of mixtures in it
+    """
 
     activations: Mapping[str, Vector]
     weight: float
@@ -58,13 +71,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Placement:
-    """The solved placement. ``rows``; ``sequence``: the row of every position of the whole graph; ``crossing``: bytes behind
-    each; ``outputs``: bytes; ``bound <= least seconds of a micro-batch <= seconds``; ``time``: seconds of a row's resources;
-    ``calls``: the experts of every mixture of the whole graph."""
+    """The solved placement of one tensor degree and one number of samples.
+
+    tensor, samples: the ranks that split tensors, the samples that a rank has at a time
+    rows: the distinct positions
+    sequence: for every position of the whole graph, which of the rows it is
+    crossing: bytes that a stage boundary behind each position sends
+    outputs: bytes that a micro-batch hands back to the caller
+    seconds, bound: of a micro-batch through all positions; no placement takes less than ``bound``
+    decode: the assignments, and the shardings of values with several readers, of a plan with such micro-batches
+    time: the seconds of a row's resources
+    calls: the experts of every mixture of the whole graph
+    """
 
     tensor: int
     samples: int
-    rows: tuple[Row, ...]
+    rows: tuple[PlacedPosition, ...]
     sequence: tuple[int, ...]
     crossing: tuple[float, ...]
     outputs: float

@@ -11,7 +11,7 @@ first, then for its halves. Candidates with a free layout are bounded by FLOPS a
 
 A sample alone takes no less than its share of a large batch: kernels fill the device worse and collectives have latency.
 Rounding to whole tiles can break this; the level TENSOR assumes by at most ``ROUNDING`` (not proven; tests/test_joint.py
-looks for more). ``Node.firm`` is what a bound is without this assumption. From PLACEMENT on, bounds hold for the placements
+looks for more). ``Branch.firm`` is what a bound is without this assumption. From PLACEMENT on, bounds hold for the placements
 that are best with memory unlimited.
 """
 
@@ -28,7 +28,7 @@ import numpy as np
 from meshwright.compiler.placement.costs import HOST
 from meshwright.compiler.placement.placement import Placements
 from meshwright.compiler.placement.rows import NONE, Placement
-from meshwright.compiler.search.candidates import Candidate, Floors, Work, degrees_of, floor, variants_of
+from meshwright.compiler.search.candidates import Candidate, Floors, MicrobatchSeconds, degrees_of, floor, variants_of
 from meshwright.compiler.search.evaluate import Evaluator
 from meshwright.compiler.search.stage_costs import StageCosts, Units
 from meshwright.compiler.search.task import Task
@@ -42,7 +42,7 @@ from meshwright.ir.sharding import ceil_div
 ROUNDING = 0.03
 """Assumed, not proven: the seconds of one sample are at least 1 - ROUNDING times its share of the seconds of a large batch, for
 rounding to whole tiles can save no more. tests/test_joint.py looks for a sample that saves more and finds none. A certificate
-whose bound rests on this says so (``Node.firm`` is the bound without)."""
+whose bound rests on this says so (``Branch.firm`` is the bound without)."""
 
 
 Placing = tuple[int, int, int, int, int]
@@ -50,7 +50,7 @@ Placing = tuple[int, int, int, int, int]
 
 
 class Level(IntEnum):
-    """What a node's bound counts; see the head of this file."""
+    """What a branch's bound counts; see the head of this file."""
 
     FLOPS = 0
     TENSOR = 1
@@ -60,7 +60,7 @@ class Level(IntEnum):
 
 
 @dataclass(order=True)
-class Node:
+class Branch:
     """Candidates and the seconds of a step that none of them can beat.
 
     bound: these seconds
@@ -85,11 +85,11 @@ class Node:
     later: tuple[int, ...] = field(compare=False, default=())
     fewer: float = field(compare=False, default=float("inf"))
 
-    def at(self, level: Level, bound: float) -> Node:
+    def at(self, level: Level, bound: float) -> Branch:
         """The node at another level, whose bound rests on no assumption."""
         return replace(self, level=level, bound=max(self.bound, bound), firm=max(self.firm, bound))
 
-    def part(self, virtual: Sequence[int], bound: float, number: int) -> Node:
+    def part(self, virtual: Sequence[int], bound: float, number: int) -> Branch:
         """Some of the candidates; ``bound`` rests on no assumption."""
         first = replace(self.candidate, virtual_stages=virtual[0])
         raised = self.at(self.level, bound)
@@ -117,13 +117,13 @@ class Bounds:
         self.graph = find_layers(task.graph) if task.pins.needs_stages(task.cluster.world) else task.graph
         self.floors = Floors(task.graph, task.rules, task.cluster.device)
         self.counts = Counts()
-        self.missed: tuple[float, Node] | None = None
+        self.missed: tuple[float, Branch] | None = None
         self.refused: PlanError | None = None
         self._numbers = itertools.count()
         self._known: dict[Placing, Placement | None] = {}
         self._whole: dict[tuple[int, int, int], tuple[float, float] | None] = {}
         self._rings: dict[tuple[int, int], float] = {}
-        self._works: dict[int, Work] = {}
+        self._works: dict[int, MicrobatchSeconds] = {}
 
     @cached_property
     def placements(self) -> Placements:
@@ -144,7 +144,7 @@ class Bounds:
         forced = _forced(graph, task.pins, names, [position.start for position in positions])
         return Evaluator(costs, positions, names, task.cluster.capacity_bytes - task.input_bytes, task.recompute, forced)
 
-    def start(self, listed: Sequence[Candidate]) -> list[Node]:
+    def start(self, listed: Sequence[Candidate]) -> list[Branch]:
         """The nodes of all candidates, at the level FLOPS."""
         self.counts.considered += len(listed)
         alike: dict[Candidate, list[int]] = {}
@@ -154,19 +154,19 @@ class Bounds:
         for one, virtual in alike.items():
             first = replace(one, virtual_stages=virtual[0])
             bound = floor(first, self.floors.work(first), virtual[-1])
-            nodes.append(Node(bound, Level.FLOPS, next(self._numbers), first, tuple(virtual), bound))
+            nodes.append(Branch(bound, Level.FLOPS, next(self._numbers), first, tuple(virtual), bound))
         return nodes
 
-    def split(self, node: Node, at: int, bound: float = 0.0) -> list[Node]:
+    def split(self, node: Branch, at: int, bound: float = 0.0) -> list[Branch]:
         """The node as two: its first candidates and the others, if there are any."""
         return [self.part(node, part, bound) for part in (node.virtual[:at], node.virtual[at:]) if part]
 
-    def part(self, node: Node, virtual: Sequence[int], bound: float = 0.0) -> Node:
+    def part(self, node: Branch, virtual: Sequence[int], bound: float = 0.0) -> Branch:
         """Some of the candidates of a node."""
         return node.part(virtual, bound, next(self._numbers))
 
-    def later(self, node: Node, fewer: float) -> list[Node]:
-        """The candidate of a free layout with the next count of micro-batches, if there is one; ``fewer``: see ``Node``."""
+    def later(self, node: Branch, fewer: float) -> list[Branch]:
+        """The candidate of a free layout with the next count of micro-batches, if there is one; ``fewer``: see ``Branch``."""
         if not node.later:
             return []
         count, one = node.later[0], node.candidate
@@ -174,7 +174,7 @@ class Bounds:
         self.counts.considered += 1
         return [replace(node, number=next(self._numbers), candidate=more, later=node.later[1:], fewer=fewer)]
 
-    def sharper(self, node: Node, to_beat: float) -> list[Node]:
+    def sharper(self, node: Branch, to_beat: float) -> list[Branch]:
         """The candidates at the next level, as several nodes where these differ; none if they cannot be. ``to_beat``: seconds
         above which no bound need be sharper."""
         if node.level is Level.FLOPS:
@@ -183,7 +183,7 @@ class Bounds:
             return self.place(node)
         return self.keep(node) if node.level is Level.PLACEMENT else self.divide(node, to_beat)
 
-    def tensor(self, node: Node) -> list[Node]:
+    def tensor(self, node: Branch) -> list[Branch]:
         """At the level TENSOR. Near ranks that exchange a sequence for heads save at most what it waits for without them."""
         candidate, batch = node.candidate, batch_size(self.task.graph)
         plain = candidate.mirrored and candidate.heads > 1 and self.task.pins.ulysses is None
@@ -197,7 +197,7 @@ class Bounds:
         seconds, share = known[0], candidate.samples / batch * (1 - ROUNDING)
         if plain:
             seconds = max(0.0, seconds - self._waits(candidate.tensor, candidate.context))
-        bound = floor(candidate, Work(seconds * share, max(0.0, seconds - known[1]) * share), node.virtual[-1])
+        bound = floor(candidate, MicrobatchSeconds(seconds * share, max(0.0, seconds - known[1]) * share), node.virtual[-1])
         return [replace(node, level=Level.TENSOR, bound=max(node.bound, bound))]
 
     def _waits(self, tensor: int, context: int) -> float:
@@ -206,7 +206,7 @@ class Bounds:
             self._rings[tensor, context] = self.placements.ring_waits(tensor, batch_size(self.task.graph), context)
         return self._rings[tensor, context]
 
-    def place(self, node: Node) -> list[Node]:
+    def place(self, node: Branch) -> list[Branch]:
         """At the level PLACEMENT."""
         candidate = node.candidate
         placement = self._placement(_placed(candidate))
@@ -220,7 +220,7 @@ class Bounds:
             work = self._works[id(placement)] = _work(placement, placement.seconds, _weight(placement), ahead, back)
         return [node.at(Level.PLACEMENT, floor(candidate, work, node.virtual[-1]))]
 
-    def placement_of(self, node: Node) -> Placement:
+    def placement_of(self, node: Branch) -> Placement:
         """The placement of a node from the level PLACEMENT on."""
         placement = self._known[_placed(node.candidate)]
         assert placement is not None
@@ -239,7 +239,7 @@ class Bounds:
                 self._known[key], self.refused = None, error
         return self._known[key]
 
-    def keep(self, node: Node) -> list[Node]:
+    def keep(self, node: Branch) -> list[Branch]:
         """At the level KEPT: the ways to keep parameters that no other beats in time and in memory at once."""
         candidate, placement = node.candidate, self.placement_of(node)
         found: list[tuple[float, float, int, int, Units]] = []
@@ -254,7 +254,7 @@ class Bounds:
             once = float(units.gather.sum() + units.reduce.sum() + units.optimizer.sum())
             found.append((candidate.microbatches * units.work + once, _held(units), zero, shard, units))
         found.sort(key=lambda variant: variant[:4])
-        kept: list[Node] = []
+        kept: list[Branch] = []
         least, slack = float("inf"), placement.bound / placement.seconds
         for _, held, zero, shard, units in found:
             if held >= least:
@@ -272,7 +272,7 @@ class Bounds:
         self.counts.infeasible += len(node.virtual) * (not kept)
         return kept
 
-    def divide(self, node: Node, to_beat: float) -> list[Node]:
+    def divide(self, node: Branch, to_beat: float) -> list[Branch]:
         """At the level DIVIDED; a bound of several candidates together comes first, and then they part."""
         candidate, placement = node.candidate, self.placement_of(node)
         if node.virtual[0] == 1 < len(node.virtual):
@@ -287,7 +287,7 @@ class Bounds:
             return self.split(node, len(node.virtual) // 2, bound)
         return [node.at(Level.DIVIDED, bound)]
 
-    def _miss(self, node: Node, units: Units) -> None:
+    def _miss(self, node: Branch, units: Units) -> None:
         single = node.part(node.virtual[:1], 0.0, node.number)
         self.missed = min(self.missed or (np.inf, single), (_held(units) / node.candidate.pp, single))
 
@@ -304,12 +304,14 @@ def _forced(graph: Graph, pins: Pins, names: Sequence[str], starts: Sequence[int
     return tuple(starts.index(at) for at in found if at is not None)
 
 
-def _work(placement: Placement, total: float, weight: float, forward: Sequence[float], backward: Sequence[float]) -> Work:
+def _work(
+    placement: Placement, total: float, weight: float, forward: Sequence[float], backward: Sequence[float]
+) -> MicrobatchSeconds:
     """What ``floor`` reads, of units whose placement is ``slack`` below its seconds at best."""
     slack = placement.bound / placement.seconds
     least = min(f + b for f, b in zip(forward, backward, strict=True))
     longest = max(max(forward), 0.5 * max(backward))
-    return Work(
+    return MicrobatchSeconds(
         total * slack, (total - weight) * slack, least * slack, min(forward) * slack, longest * slack, sum(forward) * slack
     )
 

@@ -30,8 +30,7 @@ from meshwright.compiler.search.stage_costs import Degrees
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster, Device
-from meshwright.ir.declared.operator import Operator
-from meshwright.ir.declared.operator import Work as Call
+from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import SAMPLED, Mesh
 from meshwright.ir.pins import NO_STAGES, PinError, Pins
@@ -256,9 +255,15 @@ def degrees_of(candidate: Candidate, shard: int) -> Degrees:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Seconds of one micro-batch: ``total`` of all units, ``path`` of them without gradients of weights, the ``least`` unit,
-    its ``least_forward``, the ``longest`` forward or backward of a unit, and all ``forward`` (0: not known)."""
+class MicrobatchSeconds:
+    """What one micro-batch takes.
+
+    total: seconds of all units, forward and backward
+    path: the same without gradients of weights
+    least, least_forward: the unit that takes least, and its forward
+    longest: the longest forward or backward of a unit
+    forward: of all units (0: not known)
+    """
 
     total: float
     path: float
@@ -268,7 +273,7 @@ class Work:
     forward: float = 0.0
 
 
-def floor(candidate: Candidate, work: Work, most: int = 0) -> float:
+def floor(candidate: Candidate, work: MicrobatchSeconds, most: int = 0) -> float:
     """Seconds that no cut can beat, with up to ``most`` stages a rank if that is more; see the head of this file."""
     p, m, w = candidate.pp, candidate.microbatches, work.total
     if p == 1:
@@ -293,16 +298,16 @@ class Floors:
         seconds = 0.0
         for op in graph.ops:
             operator = rules.operators[op.target]
-            flops = compute.flops(operator, Call.of(op, graph))
+            flops = compute.flops(operator, Work.of(op, graph))
             if flops:
                 passes = 1.0 + sum(graph.values[name].differentiable for name in op.inputs[:2]) if op.inputs else 1.0
                 seconds += _fastest(operator, flops, passes, graph.values[op.inputs[0]].dtype, device)
         self.sample = seconds / batch_size(graph)
 
-    def work(self, candidate: Candidate) -> Work:
+    def work(self, candidate: Candidate) -> MicrobatchSeconds:
         """One micro-batch through all units."""
         seconds = self.sample * candidate.samples / (candidate.tensor * candidate.context)
-        return Work(seconds, 2 / 3 * seconds)
+        return MicrobatchSeconds(seconds, 2 / 3 * seconds)
 
 
 def _fastest(operator: Operator, flops: float, passes: float, dtype: torch.dtype, device: Device) -> float:

@@ -43,7 +43,7 @@ from meshwright.compiler.placement.costs import (
     Vector,
 )
 from meshwright.compiler.placement.placement import CONTEXT, TENSOR
-from meshwright.compiler.placement.rows import DATA, EP, NONE, Placement, Row
+from meshwright.compiler.placement.rows import DATA, EP, NONE, PlacedPosition, Placement
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
 from meshwright.ir.mesh import HEADS, PP, Mesh
@@ -207,7 +207,7 @@ class StageCosts:
         once[:, PARAMETERS:], each[:, PARAMETERS:] = two[:, PARAMETERS:], 0.0
         return Priced(each, np.maximum(once, 0.0))
 
-    def _row(self, row: Row, degrees: Degrees, variant: Variant, microbatches: int) -> Vector:
+    def _row(self, row: PlacedPosition, degrees: Degrees, variant: Variant, microbatches: int) -> Vector:
         """Resources of a row's parameters for a whole step."""
         costs, unit = self._prices(degrees, microbatches), Neighbours(root=not row.block)
         total = np.zeros(RESOURCES)

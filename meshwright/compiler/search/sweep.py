@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.compiler.placement.choices import attended, exchanged, pays_mirrored
-from meshwright.compiler.search.bounds import Bounds, Level, Node
+from meshwright.compiler.search.bounds import Bounds, Branch, Level
 from meshwright.compiler.search.candidates import Candidate, candidates, degrees_of
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.evaluate import Evaluation
@@ -96,12 +96,12 @@ class Sweep:
         self.limited = False
         self.freed = False
         self._free = free
-        self._waiting: list[Node] | None = None
+        self._waiting: list[Branch] | None = None
         self._limited_too = True
         self._closed = _INF
         self._alone: dict[tuple[Mesh, int], float] = {}
         self._refined: dict[tuple[Mesh, int], float] = {}
-        self._left: list[Node] = []
+        self._left: list[Branch] = []
         self._nearest: DoesNotFitError | None = None
         self._refused_free: list[PinError | PlanError] = []
         self._refused: PinError | PlanError | None = None
@@ -224,7 +224,7 @@ class Sweep:
         found = next((error for error in unclear if error is not None), None)
         return found or PlanError(f"no layout of {self.task.cluster} runs this model at this batch")
 
-    def _first_dive(self, nodes: list[Node]) -> list[Node]:
+    def _first_dive(self, nodes: list[Branch]) -> list[Branch]:
         """Solve the candidate of least bound of every (pp, tensor, context, expert) under the simplest schedule, best first."""
         piped = [node for node in nodes if node.candidate.pp > 1]
         simple = min((_simple(node.candidate) for node in piped), default=None)
@@ -232,7 +232,7 @@ class Sweep:
         split = [self.bounds.split(node, 1) for node in piped if _simple(node.candidate) == simple]
         chosen = [parts[0] for parts in split]
         left += [part for parts in split for part in parts[1:]]
-        layouts: dict[tuple[int, int, int, int], list[Node]] = {}
+        layouts: dict[tuple[int, int, int, int], list[Branch]] = {}
         for node in chosen:
             one = node.candidate
             layouts.setdefault((one.pp, one.tensor, one.context, one.expert), []).extend(self.bounds.tensor(node))
@@ -240,7 +240,7 @@ class Sweep:
         rest = [node for group in layouts.values() for node in sorted(group)[1:]]
         return left + rest + self._dive(first, _DIVE * self.limit)
 
-    def _second_dive(self, nodes: list[Node]) -> list[Node]:
+    def _second_dive(self, nodes: list[Branch]) -> list[Branch]:
         """Solve the best pipelines under the other schedules, each with 1, 2, 4, ... stages a rank."""
         best = dict.fromkeys(_pipeline(e.candidate) for e in self.solved if e.candidate.pp > 1)
         order = {pipeline: number for number, pipeline in enumerate([*best][:_NEAR])}
@@ -253,9 +253,9 @@ class Sweep:
         chosen.sort(key=lambda node: (order[_pipeline(node.candidate)], -node.candidate.virtual_stages, node.number))
         return [node for node in nodes if node.number not in taken] + left + self._dive(chosen, _ALIKE * self.limit)
 
-    def _dive(self, nodes: Sequence[Node], deadline: float) -> list[Node]:
+    def _dive(self, nodes: Sequence[Branch], deadline: float) -> list[Branch]:
         """Solve each of some candidates at once, in one of its ways to keep parameters; what is left of them all."""
-        left: list[Node] = []
+        left: list[Branch] = []
         for node in nodes:
             if self.effort > deadline or self._hopeless(node):
                 left.append(node)
@@ -271,11 +271,11 @@ class Sweep:
                 left += divided or ([variant] if self._hopeless(variant) else [])
         return left
 
-    def _hopeless(self, node: Node) -> bool:
+    def _hopeless(self, node: Branch) -> bool:
         """Whether nothing better than the incumbent, by more than the gap, can come of it."""
         return node.bound >= self._cutoff
 
-    def _sweep(self, nodes: list[Node], deadline: float) -> list[Node]:
+    def _sweep(self, nodes: list[Branch], deadline: float) -> list[Branch]:
         """Best first through some of the candidates; what is left of them, proven no better or out of time."""
         total = max(1, len(nodes))
         ready = [node for node in nodes if node.level is Level.DIVIDED]
@@ -305,11 +305,11 @@ class Sweep:
                 heapq.heappush(ready if child.level is Level.DIVIDED else heap, child)
         return heap + ready
 
-    def _report(self, node: Node, done: float) -> None:
+    def _report(self, node: Branch, done: float) -> None:
         if self.progress is not None:
             self.progress(str(node.candidate), max(0.0, done))
 
-    def _solve(self, node: Node) -> None:
+    def _solve(self, node: Branch) -> None:
         """Cut and simulate; of what was found, or of what was not, the bound is closed."""
         evaluator = self.bounds.evaluator
         degrees, placement = degrees_of(node.candidate, node.shard), self.bounds.placement_of(node)
@@ -331,7 +331,7 @@ class Sweep:
         else:
             self._closed = min(self._closed, proven)
 
-    def _solve_free(self, node: Node) -> list[Node]:
+    def _solve_free(self, node: Branch) -> list[Branch]:
         """Solve a candidate with a free layout; the one with more micro-batches, where memory binds and they may help."""
         candidate = node.candidate
         assert candidate.layout is not None

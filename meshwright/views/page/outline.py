@@ -1,10 +1,10 @@
 """The operators that a page shows, and the modules that they lie in: repeated blocks folded.
 
     Shown      an operator that stands for equal ones of other blocks, or for itself
-    Node       a module, a run of equal blocks that follow each other on one stage, or an operator
+    Entry      a module, a run of equal blocks that follow each other on one stage, or an operator
 
 Of a run of blocks with the same choices the first stands for all. A module whose only content is one operator is that operator.
-What is made of inputs and constants alone (masks, position tables) is gathered in a node of its own beside the module's other
+What is made of inputs and constants alone (masks, position tables) is gathered in an entry of its own beside the module's other
 operators, because nobody looks for it there.
 """
 
@@ -24,8 +24,13 @@ MOST_RUNS = 12
 
 @dataclass(frozen=True)
 class Shown:
-    """``op`` stands for ``copies`` (itself among them). ``run``: the first of the blocks it stands in, -1 outside; ``stages``:
-    of the first copy and of the last."""
+    """An operator that stands for equal ones.
+
+    op: the first of them
+    copies: all of them, itself among them
+    run: the first of the blocks that it stands in, -1 outside of blocks
+    stages: those of the first copy and of the last
+    """
 
     op: Op
     copies: tuple[Op, ...]
@@ -34,9 +39,17 @@ class Shown:
 
 
 @dataclass
-class Node:
-    """``kind``: "module", "run" or "op"; ``label``; ``path``: of the module; ``times``, ``run``: blocks that a
-    run stands for, and the first of them; ``shown``: of an operator; ``parent``: its index, -1 for the root's."""
+class Entry:
+    """One line of the outline.
+
+    kind: "module", "run" or "op"
+    label: what it is called there
+    path: of the module
+    parent: the index of the entry that it lies in, -1 for the root's
+    times, run: of a run, how many blocks it stands for, and the first of them
+    shown: of an operator
+    children: indices of the entries that lie in it
+    """
 
     kind: str
     label: str
@@ -107,47 +120,47 @@ def _equal(plan: Plan, fine: Sequence[str]) -> Iterator[list[int]]:
         yield run
 
 
-def outline(plan: Plan, ops: Sequence[Shown]) -> list[Node]:
+def outline(plan: Plan, ops: Sequence[Shown]) -> list[Entry]:
     """The nodes in the order of the operators, parents before their children; the first is the model."""
-    nodes = [Node("module", "the model", "", -1)]
+    nodes = [Entry("module", "the model", "", -1)]
     at: dict[tuple[str, int], int] = {("", -1): 0}
     free = plan.graph.parameter_free
     runs = {one.run: len(one.copies) for one in ops if one.run >= 0}
     for one in ops:
         parent = _home(plan, one, nodes, at, runs)
         if one.run < 0 and one.op.name in free:
-            parent = _child(nodes, at, (f"{one.op.module}\0", -1), Node("module", GLUE, one.op.module, parent))
-        nodes.append(Node("op", short(one.op), one.op.module, parent, shown=one))
+            parent = _child(nodes, at, (f"{one.op.module}\0", -1), Entry("module", GLUE, one.op.module, parent))
+        nodes.append(Entry("op", short(one.op), one.op.module, parent, shown=one))
     for number, node in enumerate(nodes):
         if node.parent >= 0:
             nodes[node.parent].children.append(number)
     return _merged(nodes)
 
 
-def _home(plan: Plan, one: Shown, nodes: list[Node], at: dict[tuple[str, int], int], runs: Mapping[int, int]) -> int:
+def _home(plan: Plan, one: Shown, nodes: list[Entry], at: dict[tuple[str, int], int], runs: Mapping[int, int]) -> int:
     """The node of an operator's module, made with all around it where it is new."""
     block = plan.graph.blocks[one.run] if one.run >= 0 else None
     parent, path = 0, ""
     for part in one.op.module.split(".") if one.op.module else []:
         path = f"{path}.{part}" if path else part
         inside = block is not None and (path == block.path or path.startswith(f"{block.path}."))
-        made = Node("module", part, path, parent)
+        made = Entry("module", part, path, parent)
         if block is not None and path == block.path:
             blocks = plan.graph.blocks[one.run : one.run + runs[one.run]]
             folded = fold_paths([b.path for b in blocks])
-            made = Node("run", folded.removeprefix(path.removesuffix(part)), path, parent, times=len(blocks), run=one.run)
+            made = Entry("run", folded.removeprefix(path.removesuffix(part)), path, parent, times=len(blocks), run=one.run)
         parent = _child(nodes, at, (path, one.run if inside else -1), made)
     return parent
 
 
-def _child(nodes: list[Node], at: dict[tuple[str, int], int], key: tuple[str, int], node: Node) -> int:
+def _child(nodes: list[Entry], at: dict[tuple[str, int], int], key: tuple[str, int], node: Entry) -> int:
     if key not in at:
         at[key] = len(nodes)
         nodes.append(node)
     return at[key]
 
 
-def _merged(nodes: list[Node]) -> list[Node]:
+def _merged(nodes: list[Entry]) -> list[Entry]:
     """The nodes without modules that hold one operator and nothing else: it takes their name."""
     gone: set[int] = set()
     for number, node in enumerate(nodes):
