@@ -12,7 +12,7 @@ before. What of these is fastest is taken to be what a solution of the whole wou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +21,17 @@ from numpy.typing import NDArray
 from meshwright.compiler.placement.blockmodel import called
 from meshwright.compiler.placement.choices import Scope, choices
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, SAVED, SEND, SEND_BACK, Costs, local_shapes
-from meshwright.compiler.placement.rows import DATA, EP, NONE, Mixture, PlacedPosition, Placement
+from meshwright.compiler.placement.rows import (
+    DATA,
+    EP,
+    NONE,
+    Mixture,
+    PlacedPosition,
+    Placement,
+    SharedExperts,
+    call_key,
+    over_all,
+)
 from meshwright.cost import compute
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph
@@ -72,19 +82,10 @@ def shared_out(base: Placement, ranks: Ranks, before: Ranks) -> Placement | None
         if changed is None:
             return None
         rows.append(changed)
-    seconds = float(sum(base.time(rows[number].activations[NONE]) for number in base.sequence))
-
-    def decode(schedule: Schedule) -> tuple[dict[str, dict[str, str]], dict[str, Sharding]]:
-        assignments, copies = base.decode(schedule)
-        split = {name: splits.get(_key(calls.get(name), one)) or _also(one, into) for name, one in assignments.items()}
-        return split, {name: _renamed(one, into) for name, one in copies.items()}
-
-    calls = base.calls
-    return replace(base, rows=tuple(rows), seconds=seconds, bound=seconds * base.bound / base.seconds, decode=decode)
-
-
-def _key(experts: object, assignment: Mapping[str, str]) -> object:
-    return experts, frozenset(assignment.items())
+    seconds = float(sum((base.time_rows @ rows[number].activations[NONE]).max() for number in base.sequence))
+    return replace(
+        base, rows=tuple(rows), seconds=seconds, bound=seconds * base.bound / base.seconds, shared=SharedExperts(into, splits),
+    )
 
 
 def _row(
@@ -94,7 +95,7 @@ def _row(
     activations, weight, moved = dict(row.activations), row.weight, dict[str, Sharding]()
     rules = ranks.scope.classes.rules
     for mixture in row.mixtures:
-        op, key = mixture.op, _key(mixture.op.args[0], mixture.assignment)
+        op, key = mixture.op, call_key(mixture.op.args[0], mixture.assignment)
         rule, operator = rules[op.name], rules.operators[op.target]
         found = splits.get(key) or _best(mixture, rule, operator, ranks, into)
         if found is None:
@@ -105,7 +106,7 @@ def _row(
         activations = {kind: vector + (after - once) @ mixture.recomputed[kind] for kind, vector in activations.items()}
         weight += ranks.weights(mixture, operator, where) - before.weights(mixture, operator, was)
         moved.update(zip(op.inputs, where.operands, strict=True))
-    uses = tuple(replace(use, need=moved.get(use.value.name) or _renamed(use.need, into)) for use in row.uses)
+    uses = tuple(replace(use, need=moved.get(use.value.name) or over_all(use.need, into)) for use in row.uses)
     return replace(row, activations=activations, weight=weight, uses=uses)
 
 
@@ -118,7 +119,7 @@ def _best(
     def ends(placed: Placed) -> list[Sharding]:
         return [*placed.operands[:tokens], *placed.results]
 
-    wanted = [_renamed(one, into) for one in ends(mixture.placed)]
+    wanted = [over_all(one, into) for one in ends(mixture.placed)]
     best: tuple[float, dict[str, str]] | None = None
     for assignment in choices(op, rule, ranks.scope, ranks.schedule.time.get(op.name)):
         where, vector = ranks.call(mixture, rule, operator, assignment)
@@ -127,23 +128,3 @@ def _best(
         if splits and ends(where) == wanted and (best is None or seconds < best[0]):
             best = seconds, assignment
     return None if best is None else best[1]
-
-
-def _also(assignment: Mapping[str, str], into: tuple[str, ...]) -> dict[str, str]:
-    """What the data axis splits, all axes in its place."""
-    found: dict[str, str] = {}
-    for axis, factor in assignment.items():
-        found.update(dict.fromkeys(into if axis == DATA else (axis,), factor))
-    return found
-
-
-def _renamed(sharding: Sharding, into: tuple[str, ...]) -> Sharding:
-    """With all axes in place of the data axis."""
-
-    def all_of(axes: Sequence[str]) -> tuple[str, ...]:
-        return tuple(new for axis in axes for new in (into if axis == DATA else (axis,)))
-
-    return replace(
-        sharding, dims=tuple(map(all_of, sharding.dims)), partial=frozenset(all_of(sorted(sharding.partial))),
-        varying=frozenset(all_of(sorted(sharding.varying))),
-    )

@@ -33,7 +33,7 @@ from meshwright.compiler.placement.expert_ranks import Ranks, shared_out
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.passing import ring_waits
 from meshwright.compiler.placement.problem import Problem
-from meshwright.compiler.placement.rows import DATA, EP, NONE, Mixture, PlacedPosition, Placement, Use
+from meshwright.compiler.placement.rows import DATA, EP, NONE, Mixture, PlacedPosition, Placement, Solved, Use
 from meshwright.compiler.solver.chain import BlockModel, Chain, Infeasible, Solution
 from meshwright.compiler.solver.solve import solve
 from meshwright.compiler.structure.activations import operand_shapes
@@ -198,7 +198,7 @@ class _Reader:
         slack = max(0.0, 1.0 - self.solution.gap - _LIGHT * 2)
         return Placement(
             tensor, samples, tuple(rows), tuple(sequence), tuple(self._crossing()), self._outputs(), seconds, seconds * slack,
-            self.decode, self.chain.time, {op.name: op.args[0] for op in self.owner.graph.ops if op.target == EXPERTS},
+            self.chain.time_rows, Solved(folded, self.problem, self.solution.choices),
         )
 
     # one position
@@ -326,31 +326,3 @@ class _Reader:
     def _bytes(self, model: Model, name: str, chosen: Sequence[int]) -> float:
         var, options = model.states[name]
         return self.problem.tables.bytes(name, options[chosen[var]])
-
-    # the plan
-
-    def decode(self, schedule: Schedule) -> tuple[dict[str, dict[str, str]], dict[str, Sharding]]:
-        """(assignments by op, copies by value) of the whole graph, in the axes dp, ep and tp."""
-        graph, folded, problem = self.owner.graph, self.owner.folded, self.problem
-        assignments: dict[str, dict[str, str]] = {}
-        copies: dict[str, Sharding] = {}
-        elsewhere = {name for position in folded.positions for name in position.shared_in}
-        for n, at in enumerate(folded.serves):
-            position, model, chosen = folded.positions[n], problem.model(at), self.solution.choices[n]
-            serving = problem.positions[problem.serves(at)]
-            names = _renamed(serving.ops(folded.graph), position.ops(graph))
-            for i, op in enumerate(position.ops(graph)):
-                assignments[op.name] = model.op_choices[i][chosen[i]]
-            for name, (var, options) in model.copies.items():
-                if names[name] not in elsewhere:
-                    copies[names[name]] = options[chosen[var]]
-        return assignments, copies
-
-
-def _renamed(first: Sequence[Op], other: Sequence[Op]) -> dict[str, str]:
-    """Values of some operators -> those of others that are alike."""
-    names: dict[str, str] = {}
-    for a, b in zip(first, other, strict=True):
-        names.update(zip(a.inputs, b.inputs, strict=True))
-        names.update(zip(a.outputs, b.outputs, strict=True))
-    return names

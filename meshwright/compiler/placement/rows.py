@@ -1,14 +1,16 @@
-"""The result of a placement: the time and memory that every distinct position of a model takes (see ``placement``)."""
+"""The result of a placement: the time and memory that every distinct position of a model takes (see ``placement``), and the
+choices of every position, which ``decisions`` writes out for the operators of the whole graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from meshwright.compiler.placement.costs import Vector
-from meshwright.ir.declared.experts import Experts
-from meshwright.ir.graph import Op, Value
-from meshwright.ir.plan import Schedule
+from meshwright.compiler.placement.problem import Problem
+from meshwright.compiler.structure.folding import Folded
+from meshwright.ir.declared.experts import EXPERTS
+from meshwright.ir.graph import Graph, Op, Value
 from meshwright.ir.rule import Placed
 from meshwright.ir.sharding import Sharding
 
@@ -70,6 +72,28 @@ class PlacedPosition:
 
 
 @dataclass(frozen=True)
+class Solved:
+    """A solution of a problem on the graph without copies of repeated layers: ``choices`` of every position of the whole
+    graph, as indices into those of the problem's models."""
+
+    folded: Folded
+    problem: Problem
+    choices: Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class SharedExperts:
+    """How a placement whose data ranks share out the experts differs from one in which every rank has them all.
+
+    axes: what stands in place of the data axis
+    splits: by the experts of a mixture and what its axes split there, what they split here
+    """
+
+    axes: tuple[str, ...]
+    splits: Mapping[object, Mapping[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Placement:
     """The solved placement of one tensor degree and one number of samples.
 
@@ -79,9 +103,9 @@ class Placement:
     crossing: bytes that a stage boundary behind each position sends
     outputs: bytes that a micro-batch hands back to the caller
     seconds, bound: of a micro-batch through all positions; no placement takes less than ``bound``
-    decode: the assignments, and the shardings of values with several readers, of a plan with such micro-batches
-    time: the seconds of a row's resources
-    calls: the experts of every mixture of the whole graph
+    time_rows: what of a position's resources follows each other; its seconds are the most of them
+    solved: the choices of every position
+    shared: where data ranks share out the experts, how
     """
 
     tensor: int
@@ -92,6 +116,65 @@ class Placement:
     outputs: float
     seconds: float
     bound: float
-    decode: Callable[[Schedule], tuple[dict[str, dict[str, str]], dict[str, Sharding]]]
-    time: Callable[[Vector], float]
-    calls: Mapping[str, Experts]
+    time_rows: Vector
+    solved: Solved
+    shared: SharedExperts | None = None
+
+
+def decisions(placement: Placement, graph: Graph) -> tuple[dict[str, dict[str, str]], dict[str, Sharding]]:
+    """(assignments by operator, shardings of values with several readers) of the whole graph, in the axes of the placement."""
+    folded, problem, shared = placement.solved.folded, placement.solved.problem, placement.shared
+    assignments: dict[str, dict[str, str]] = {}
+    copies: dict[str, Sharding] = {}
+    elsewhere = {name for position in folded.positions for name in position.shared_in}
+    for n, at in enumerate(folded.serves):
+        position, model, chosen = folded.positions[n], problem.model(at), placement.solved.choices[n]
+        serving = problem.positions[problem.serves(at)]
+        names = _names(serving.ops(folded.graph), position.ops(graph))
+        for i, op in enumerate(position.ops(graph)):
+            assignments[op.name] = model.op_choices[i][chosen[i]]
+        for name, (var, options) in model.copies.items():
+            if names[name] not in elsewhere:
+                copies[names[name]] = options[chosen[var]]
+    if shared is None:
+        return assignments, copies
+    calls = {op.name: op.args[0] for op in graph.ops if op.target == EXPERTS}
+    split = {
+        name: dict(shared.splits.get(call_key(calls.get(name), one)) or _also(one, shared.axes))
+        for name, one in assignments.items()
+    }
+    return split, {name: over_all(one, shared.axes) for name, one in copies.items()}
+
+
+def _names(first: Sequence[Op], other: Sequence[Op]) -> dict[str, str]:
+    """Values of some operators -> those of others that are alike."""
+    names: dict[str, str] = {}
+    for a, b in zip(first, other, strict=True):
+        names.update(zip(a.inputs, b.inputs, strict=True))
+        names.update(zip(a.outputs, b.outputs, strict=True))
+    return names
+
+
+def call_key(experts: object, assignment: Mapping[str, str]) -> object:
+    """What calls of mixtures that are split alike have alike."""
+    return experts, frozenset(assignment.items())
+
+
+def _also(assignment: Mapping[str, str], axes: tuple[str, ...]) -> dict[str, str]:
+    """What the data axis splits, all ``axes`` in its place."""
+    found: dict[str, str] = {}
+    for axis, factor in assignment.items():
+        found.update(dict.fromkeys(axes if axis == DATA else (axis,), factor))
+    return found
+
+
+def over_all(sharding: Sharding, axes: tuple[str, ...]) -> Sharding:
+    """With all ``axes`` in place of the data axis."""
+
+    def all_of(some: Sequence[str]) -> tuple[str, ...]:
+        return tuple(new for axis in some for new in (axes if axis == DATA else (axis,)))
+
+    return replace(
+        sharding, dims=tuple(map(all_of, sharding.dims)), partial=frozenset(all_of(sorted(sharding.partial))),
+        varying=frozenset(all_of(sorted(sharding.varying))),
+    )

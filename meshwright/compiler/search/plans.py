@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from meshwright.compiler.placement.rows import decisions
 from meshwright.compiler.search.evaluate import Evaluation
 from meshwright.compiler.search.prediction import of_stages, step_flops
 from meshwright.compiler.search.stage_costs import Degrees, renamed, renamed_assignment
@@ -45,7 +46,7 @@ class Plans:
         """What does not depend on the cuts, how parameters are kept, and recomputation."""
         task, degrees, graph = self.task, found.degrees, self._layers if found.run is not None else self.task.graph
         schedule = split_time(graph, task.rules, found.candidate.microbatches, batch_inputs(graph))
-        assignments, copies = found.placement.decode(schedule)
+        assignments, copies = decisions(found.placement, graph)
         return Plan(
             graph, degrees.mesh, {name: renamed_assignment(a, degrees) for name, a in assignments.items()},
             {name: renamed(sharding, degrees) for name, sharding in copies.items()}, groups_of(found, graph), schedule=schedule,
