@@ -18,6 +18,7 @@ from meshwright.api import autoparallel
 from meshwright.ir.graph import Graph
 from meshwright.planner import capture_model
 from tests.models import make
+from tests.pool import once
 
 STEPS = 2
 RELATIVE = 1e-4
@@ -73,14 +74,18 @@ def _known(name: str, double: bool) -> dict[tuple[Any, ...], Graph]:
 
 @contextmanager
 def captured_once(name: str, double: bool = False) -> Iterator[None]:
-    """Within, only this model is captured, and by every process only once for each loss function, precision and mode: half of
-    the time of a small plan, and three quarters of that of starting one that is given."""
+    """Within, only this model is captured, once for each loss function, precision and mode, by one process of a pool for all:
+    half of the time of a small plan, and three quarters of that of starting one that is given."""
     known = _known(name, double)
 
-    def capture(model: nn.Module, args: Any, kwargs: Any, targets: Any, *how: Any) -> Graph:
-        key = (model.training, *how)
+    def capture(model: nn.Module, args: Any, kwargs: Any, targets: Any, loss_fn: Any, *how: Any) -> Graph:
+        def make() -> Graph:
+            return capture_model(model, args, kwargs, targets, loss_fn, *how)
+
+        key = (model.training, loss_fn, *how)
         if key not in known:
-            known[key] = capture_model(model, args, kwargs, targets, *how)
+            called = "-".join(str(part) for part in (name, double, model.training, *how))
+            known[key] = make() if loss_fn is not None else once(called, make)
         return known[key]
 
     with mock.patch.object(api, "capture_model", capture):

@@ -1,8 +1,10 @@
 """A pool of worker processes for distributed tests, started once per pytest session.
 
-Starting a process and importing torch costs seconds, a process group some hundredths of one: so the processes live on, and
-every job gets a fresh default process group (gloo, a store of its own) over the first ``world`` of them. A job is a
-module-level function, called as ``fn(rank, *args)`` on each rank; it, its arguments and its result travel pickled.
+Starting a process and importing torch costs seconds, a process group some hundredths of one: so the processes are forked from
+one that has imported everything (``tests.warm``), they live on, and every job gets a fresh default process group (gloo, a store
+of its own) over the first ``world`` of them. A job is a module-level function, called as ``fn(rank, *args)`` on each rank; it,
+its arguments and its result travel pickled. What the first process that needs it makes for all, such as the graph of a model,
+the others read from a folder (``once``).
 
 A rank that raises ends the job: the first error comes back with its traceback. A job that does not end in time, and one of
 which some ranks failed while the others may still wait for them, is cut by replacing the processes.
@@ -10,16 +12,19 @@ which some ranks failed while the others may still wait for them, is cut by repl
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import gc
 import os
+import pickle
 import queue
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -28,16 +33,37 @@ from torch.distributed.tensor import debug
 LARGEST = 4
 TIMEOUT = 120.0
 START_TIMEOUT = 300.0
+T = TypeVar("T")
 
 
 class WorkerError(RuntimeError):
     """A job failed on a rank; the message holds the rank's traceback."""
 
 
-def _serve(rank: int, jobs: Any, results: Any) -> None:
-    import torch
-    import torch._dynamo  # FSDP2 imports it when first used: seconds that belong to the start, not to a job
+_FOLDER: list[Path] = []
+"""In a worker process: where what is made once for all of them lies."""
 
+
+def once(name: str, make: Callable[[], T]) -> T:
+    """What ``make`` returns, made by the first worker process of the pool that asks for this name; a process that belongs to no
+    pool makes its own."""
+    if not _FOLDER:
+        return make()
+    path = _FOLDER[0] / name
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            made = make()
+            path.write_bytes(pickle.dumps(made))
+            return made
+    found: T = pickle.loads(path.read_bytes())
+    return found
+
+
+def _serve(rank: int, jobs: Any, results: Any, folder: str) -> None:
+    import torch
+
+    _FOLDER.append(Path(folder))
     torch.set_num_threads(1)
     results.put((0, rank, None, None))
     while (job := jobs.get()) is not None:
@@ -68,7 +94,8 @@ class Pool:
     """Worker processes, one per rank, started when first needed."""
 
     def __init__(self) -> None:
-        self._context = mp.get_context("spawn")
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.warm"])
         self._workers: list[tuple[Any, Any]] = []
         self._results: Any = None
         self._number = 0
@@ -126,7 +153,8 @@ class Pool:
         starting = 0
         while len(self._workers) < max(world, LARGEST):
             jobs = self._context.Queue()
-            process = self._context.Process(target=_serve, args=(len(self._workers), jobs, self._results), daemon=True)
+            given = len(self._workers), jobs, self._results, self._folder.name
+            process = self._context.Process(target=_serve, args=given, daemon=True)
             process.start()
             self._workers.append((process, jobs))
             starting += 1

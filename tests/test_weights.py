@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from meshwright.api import autoparallel
 from meshwright.errors import RunError
-from tests.equality import compare, loss_of
+from tests.equality import captured_once, compare, loss_of
 
 TWO: Mapping[str, Mapping[str, Any]] = {
     "ZeRO-0": {"dp": 2, "zero": 0}, "ZeRO-3": {"dp": 2, "zero": 3}, "accumulated": {"dp": 2, "zero": 1, "microbatches": 2},
@@ -59,11 +59,13 @@ _PLANS: dict[str, Any] = {}
 
 def parallelize(model: nn.Module, batch: Any, pins: Mapping[str, Any]) -> Any:
     mesh, key = init_device_mesh("cpu", (dist.get_world_size(),)), f"{dist.get_world_size()} {sorted(pins.items())}"
-    if key in _PLANS and all(p.requires_grad for p in model.parameters()):
-        return autoparallel(model, mesh, ((), batch), plan=_PLANS[key], progress=False)
-    parallel: Any = autoparallel(model, mesh, ((), batch), pins=dict(pins), progress=False)
-    if all(p.requires_grad for p in model.parameters()):
-        _PLANS[key] = parallel.plan
+    if not all(p.requires_grad for p in model.parameters()):
+        return autoparallel(model, mesh, ((), batch), pins=dict(pins), progress=False)
+    with captured_once("weights"):
+        if key in _PLANS:
+            return autoparallel(model, mesh, ((), batch), plan=_PLANS[key], progress=False)
+        parallel: Any = autoparallel(model, mesh, ((), batch), pins=dict(pins), progress=False)
+    _PLANS[key] = parallel.plan
     return parallel
 
 
