@@ -49,15 +49,16 @@ class _Layer(nn.Module):
     def bound(self) -> float:
         return 100 * self.gamma
 
-    def __init__(self) -> None:
+    def __init__(self, counts: bool) -> None:
         super().__init__()
+        self.counts = counts
         self.inside, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
         self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
         self.beta, self.sizes, self.calls, self.shift = 0.5, [1, {"a": 2.0}], 0, torch.zeros(8)
         self.add = _adding(0.25)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.calls += self.counts
         h = self.drop(self.norm(self.inside(x))) * self.beta * self.sizes[1]["a"] + self.shift
         h = _Doubled.apply(self.add(_scaled(h)).clamp(max=self.bound))[:, None]
         h = self.attention(h, h, h)[0][:, 0]
@@ -65,25 +66,28 @@ class _Layer(nn.Module):
 
 
 class _Model(nn.Module):
-    def __init__(self) -> None:
+    """``counts``: its calls, which makes every capture look at three of them."""
+
+    def __init__(self, counts: bool = True) -> None:
         super().__init__()
-        self.layer, self.eps = _Layer(), 1.0
+        self.layer, self.eps = _Layer(counts), 1.0
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         y = self.layer(x)
         return {"loss": y.square().mean(), "y": y}
 
 
-def _build() -> tuple[nn.Module, nn.Module, torch.Tensor]:
+def _build(counts: bool) -> tuple[nn.Module, nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    model, x = _Model(), torch.randn(4, 8)
+    model, x = _Model(counts), torch.randn(4, 8)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     return model, autoparallel(model, mesh, ((x,), {}), pins={"dp": 2}, progress=False), x
 
 
 def _evaluated(rank: int) -> None:
-    _, parallel, x = _build()
+    model, parallel, x = _build(counts=True)
     parallel(x)["loss"].backward()
+    model.layer.calls = 7  # which changes nothing that is computed
     state = parallel.full_state_dict()
     parallel.eval()
     with torch.inference_mode():
@@ -104,10 +108,10 @@ def test_evaluation_is_the_models_own(pool: Callable[[int], Any]) -> None:
 
 
 def _changed(rank: int) -> None:
-    model, parallel, x = _build()
+    model, parallel, x = _build(counts=False)
     parallel(x)
     layer: Any = model.layer
-    layer.calls = 7  # which changes nothing that is computed
+    layer.calls = 7
     model.unread = 1
     parallel(x)
 

@@ -10,7 +10,10 @@ file. Which namespaces a graph from a file may use is decided by who reads it
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -18,6 +21,24 @@ from meshwright.ir.graph import GraphError
 
 TARGET = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.[A-Za-z_]\w*|mw\.[a-z]\w*", re.ASCII)
 """The form of a target: namespace, operator and overload, or an operator of meshwright's own."""
+
+IN_EVALUATION: Mapping[str, Any] = MappingProxyType({"train": False, "training": False, "dropout_p": 0.0})
+"""{argument name: its value in ``eval()``}, whatever the operator."""
+
+
+def evaluated(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call as it is in ``eval()``; ``names``: of the operator's arguments, in order.
+
+    >>> evaluated(("input", "p", "train"), ("x", 0.5, True), {})
+    (('x', 0.5, False), {})
+    """
+    given = [IN_EVALUATION.get(name, arg) for name, arg in zip(names, args, strict=False)]
+    return (*given, *args[len(given):]), {name: IN_EVALUATION.get(name, arg) for name, arg in kwargs.items()}
+
+
+def argument_names(operator: torch._ops.OpOverload) -> tuple[str, ...]:
+    """Of its schema, in order."""
+    return tuple(argument.name for argument in operator._schema.arguments)
 
 
 def namespace(target: str) -> str:

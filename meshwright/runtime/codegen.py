@@ -7,7 +7,7 @@
 Three things depend on the run, not on the plan, and are settled here:
 
 * the device: factories (arange, zeros) make their tensor on this rank's device;
-* the mode: in ``eval`` dropout and batch statistics are off (``_EVAL``: the arguments that every such operator has);
+* the mode: in ``eval`` dropout and batch statistics are off (``ir.operators.evaluated``, by the names of arguments);
 * the precision: a parameter's gradient is all-reduced (``mw.vary``) in fp32 whatever the compute dtype.
 
 FX drops every value after its last use.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -25,16 +26,13 @@ from torch import fx
 from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.gradients.custom import CUSTOM
 from meshwright.ir.graph import Graph, GraphError, Op, map_refs
-from meshwright.ir.operators import overload
+from meshwright.ir.operators import argument_names, evaluated, overload
 from meshwright.ir.program import DRAW
 from meshwright.runtime.custom import custom_function
 from meshwright.runtime.draws import drawing
 from meshwright.runtime.experts.mixture import experts
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.ops import OPS
-
-_EVAL: Mapping[str, Any] = {"train": False, "training": False, "dropout_p": 0.0}
-"""{argument name: its value in eval mode}."""
 
 
 def generate(
@@ -69,7 +67,7 @@ def _returns_many(op: Op) -> bool:
     if op.target == EXPERTS:
         return False
     if op.target in OPS:
-        return op.target == "mw.gather_linear"
+        return str(signature(OPS[op.target]).return_annotation).startswith("tuple")
     returns = overload(op.target)._schema.returns
     return len(returns) > 1 or isinstance(returns[0].type, torch.ListType)
 
@@ -85,25 +83,19 @@ def _call(op: Op, groups: Groups, training: bool, params: set[str]) -> tuple[Any
         return _named(functools.partial(experts, args[0], axis=group, **kwargs), "experts"), args[1:], {}
     if op.target in OPS:
         fixed = {name: groups.group(kwargs.pop(name)) for name in ("axis", "axes") if kwargs.get(name) is not None}
-        if not training and op.target == "mw.dropout":
-            args = (args[0], 0.0, *args[2:])
-        if not training and op.target in ("mw.sdpa", "mw.attend", "mw.ring", "mw.dealt"):
-            args = (*args[:4], 0.0, *args[5:])
-        if not training and op.target == "mw.batch_norm":
-            args = (*args[:5], False, *args[6:])
-        if op.target == "mw.vary" and op.inputs[0] in params:
+        names = tuple(signature(OPS[op.target]).parameters)
+        if not training:
+            args, kwargs = evaluated(names, args, kwargs)
+        if "reduce_dtype" in names and op.inputs[0] in params:
             kwargs["reduce_dtype"] = torch.float32
         return _bound(OPS[op.target], fixed), args, kwargs
     function = overload(op.target)
-    schema = {argument.name: index for index, argument in enumerate(function._schema.arguments)}
+    names = argument_names(function)
     kwargs.pop("pin_memory", None)
-    if "device" in schema and (not op.inputs or kwargs.get("device") is not None):
+    if "device" in names and (not op.inputs or kwargs.get("device") is not None):
         kwargs["device"] = groups.device
-    for name, value in {} if training else _EVAL.items():
-        if name in schema and schema[name] < len(args):
-            args = (*args[: schema[name]], value, *args[schema[name] + 1 :])
-        elif name in kwargs:
-            kwargs[name] = value
+    if not training:
+        args, kwargs = evaluated(names, args, kwargs)
     return drawing(function, groups.device) if DRAW in kwargs else function, args, kwargs
 
 

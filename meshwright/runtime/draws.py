@@ -77,15 +77,15 @@ class _Overwritten(Function):
         return torch.zeros_like(dy), None, None, None
 
 
-def dropout(x: Tensor, p: float, *, draw: Draw) -> Tensor:
+def dropout(x: Tensor, dropout_p: float, *, draw: Draw) -> Tensor:
     """Inverted dropout by a generator of its own."""
-    if p == 0:
+    if dropout_p == 0:
         return x
-    if p == 1:
+    if dropout_p == 1:
         return x * 0
     generator = torch.Generator(x.device).manual_seed(seed_of(draw))
-    keep = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p, generator=generator)
-    return x * keep.div_(1 - p)
+    keep = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - dropout_p, generator=generator)
+    return x * keep.div_(1 - dropout_p)
 
 
 def sdpa(

@@ -12,10 +12,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from meshwright.compiler.rules import default_rules
+from meshwright.ir.declared.operator import Operators
 from meshwright.ir.graph import Graph, Op, Ref, map_refs
-
-READ_AT_ONCE = frozenset({"mw.batch_norm"})
-"""Operators whose results in training do not depend on the buffers that they update."""
 
 
 def keep_old_values(graph: Graph) -> Graph:
@@ -26,7 +24,7 @@ def keep_old_values(graph: Graph) -> Graph:
     kept: set[str] = set()
     for op in graph.ops:
         read = [name for name in op.inputs if name in made_of]
-        if not read or op.target in READ_AT_ONCE:
+        if not read or operators[op.target].updates:
             continue
         sources = frozenset().union(*(made_of[name] for name in read))
         if any(graph.values[name].differentiable for name in op.outputs):
@@ -36,14 +34,14 @@ def keep_old_values(graph: Graph) -> Graph:
         if operators[op.target].kind == "view" and (viewed := [name for name in read if name in roots]):
             roots.update(dict.fromkeys(op.outputs, roots[viewed[0]]))
     kept.update(roots[new] for old, new in graph.mutations if new in roots and new != old)
-    return _copied(graph, [name for name in updated if name in kept]) if kept else graph
+    return _copied(graph, [name for name in updated if name in kept], operators) if kept else graph
 
 
 def _updated(graph: Graph) -> list[str]:
     return list(dict.fromkeys(old for old, _ in graph.mutations))
 
 
-def _copied(graph: Graph, buffers: Iterable[str]) -> Graph:
+def _copied(graph: Graph, buffers: Iterable[str], operators: Operators) -> Graph:
     copies = {name: f"{name}_before" for name in buffers}
     values = {**graph.values, **{copy: replace(graph.values[name], name=copy) for name, copy in copies.items()}}
 
@@ -51,10 +49,10 @@ def _copied(graph: Graph, buffers: Iterable[str]) -> Graph:
         return Ref(copies.get(ref.name, ref.name))
 
     ops = [Op(copy, "aten.clone.default", (Ref(name),), (), (copy,), "", "") for name, copy in copies.items()]
-    ops += [
-        op if op.target in READ_AT_ONCE else replace(op, args=map_refs(op.args, renamed), kwargs=map_refs(op.kwargs, renamed))
-        for op in graph.ops
-    ]
+    for op in graph.ops:
+        if not operators[op.target].updates:
+            op = replace(op, args=map_refs(op.args, renamed), kwargs=map_refs(op.kwargs, renamed))
+        ops.append(op)
     mutations = tuple((old, copies.get(new, new)) for old, new in graph.mutations)
     tree = map_refs(graph.output_tree, renamed)
     return replace(graph, ops=tuple(ops), values=values, output_tree=tree, mutations=mutations)

@@ -66,6 +66,7 @@ def declare(
     rule: str | RuleFunction | None, localize: Localize | None = None, *, cost: str | Cost = "copy", saves: str | Saves = "0",
     recompute: str = "allowed", runs: str = "", gradient: bool = True, elementwise: bool = False,
     saves_of: Callable[[tuple[Any, ...]], Saves] | None = None, linear: Callable[[Op], Linear | None] | None = None,
+    updates: tuple[int, ...] = (),
 ) -> Declaration:
     """A declaration from a line's text or from a function; see ``ir.declared`` for the rest.
 
@@ -80,7 +81,7 @@ def declare(
                             'give cost=Cost("matmul", products=...)')
         price = replace(price, products=products_of(line))
     kept = Saves.parse(saves) if isinstance(saves, str) else saves
-    operator = Operator(price, kept, recompute, tuple(runs.split()), gradient, elementwise, saves_of, linear)
+    operator = Operator(price, kept, recompute, tuple(runs.split()), gradient, elementwise, saves_of, linear, updates)
     return Declaration(line, localize, operator)
 
 
@@ -209,7 +210,8 @@ def register_rule(
                    recompute=before.recompute if recompute is None else recompute)
     same = recompute in (None, before.recompute)
     operator = replace(line.operator, runs=before.runs if same else (), gradient=before.gradient,
-                       elementwise=before.elementwise, linear=before.linear)
+                       elementwise=before.elementwise, linear=before.linear,
+                       updates=before.updates)
     declaration = replace(line, operator=operator, located=localize is not None or callable(rule))
     _registered.set(book.adding(name, declaration))
     remember(name, _in_words(declaration))

@@ -123,5 +123,5 @@ RULES: Mapping[str, Declaration] = {
     "aten.instance_norm.default": declare(_instance_norm, cost="norm", saves="0 1:0"),
     "aten._weight_norm.default": declare(_weight_norm),
     "aten.batch_norm.default": batch_norm(_fixed_batch_norm),
-    "mw.batch_norm": batch_norm(_batch_norm),
+    "mw.batch_norm": batch_norm(_batch_norm, updates=(3, 4)),
 }

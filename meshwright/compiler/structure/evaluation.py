@@ -15,26 +15,29 @@ from meshwright.compiler.capture.rewrite import Edit, eliminate_dead_code, rewri
 from meshwright.ir.declared.draws import draws
 from meshwright.ir.gradients.custom import CustomFunction
 from meshwright.ir.graph import Graph, Op, Ref, map_refs
+from meshwright.ir.operators import argument_names, evaluated, find
 
-DROPOUTS = frozenset({
-    "aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default", "aten.feature_alpha_dropout.default",
-})
+DROPOUT = ("input", "p", "train")
+"""The arguments of every operator of torch that is a dropout and nothing else."""
 COPIES = frozenset({"aten.clone.default", "mw.identity"})
-ATTENTION, BATCH_NORM = "aten.scaled_dot_product_attention.default", "aten.batch_norm.default"
+NORMAL, BATCH_NORM = "mw.batch_norm", "aten.batch_norm.default"
+"""What the capture makes of a batch norm that updates statistics (``normalize``), and torch's own."""
 
 
 def in_evaluation(graph: Graph) -> Graph:
     """Without dropout, with the running statistics, updating no buffer."""
 
     def step(op: Op, edit: Edit) -> Iterable[Op] | None:
-        if op.target in DROPOUTS:
+        if op.target == NORMAL:
+            return (replace(op, target=BATCH_NORM, args=(*op.args[:5], False, *op.args[6:8], False), outputs=op.outputs[:1]),)
+        operator = find(op.target)
+        names = () if operator is None else argument_names(operator)
+        if names == DROPOUT and len(op.outputs) == 1:
             edit.replace(op.outputs[0], op.args[0].name)
             return ()
-        if op.target == ATTENTION and len(op.args) > 4:
-            return (replace(op, args=(*op.args[:4], 0.0, *op.args[5:])),)
-        if op.target == "mw.batch_norm":
-            return (replace(op, target=BATCH_NORM, args=(*op.args[:5], False, *op.args[6:8], False), outputs=op.outputs[:1]),)
-        return None
+        args, kwargs = evaluated(names, op.args, dict(op.kwargs))
+        other = replace(op, args=args, kwargs=tuple(kwargs.items()))
+        return None if other == op else (other,)
 
     return eliminate_dead_code(rewrite(replace(graph, mutations=()), step))
 

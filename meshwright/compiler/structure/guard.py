@@ -108,7 +108,8 @@ class Watch:
         state, outside_state = _state(model), self._outside_state()
         if state == self.state and outside_state == self.outside_state:
             return
-        if self._differs(model, (training, torch.is_grad_enabled()), *call) is not None:
+        mode = training, torch.is_grad_enabled()  # of one that was not seen yet there is no graph that it could differ from
+        if self._differs(model, mode if mode in self.modes_seen else (True, True), *call) is not None:
             what, before, now = next(self._changes(state, outside_state))
             raise RunError(f"{what} was {_shown(before)} when the model was captured and is {_shown(now)}, "
                            f"and its forward computes something else with it; set it back, or make the model parallel again")

@@ -218,6 +218,8 @@ class Operator:
     ``gradient``: False where no gradient flows through it (detach, and what only lends a shape).
     ``elementwise``: whether the result at an index depends on the operands there alone (which may broadcast).
     ``saves_of``: what autograd keeps of a call with these arguments, where calls differ.
+    ``updates``: positions of the operands that are a buffer of which the call makes the new value; in training no other result
+    depends on them.
     ``linear``: reads a call as a linear, or says None. A gather that feeds linears alone runs within them
     (``passes.fuse``), so that only the shard is kept.
     """
@@ -230,6 +232,7 @@ class Operator:
     elementwise: bool = False
     saves_of: Callable[[tuple[Any, ...]], Saves] | None = None
     linear: Callable[[Op], Linear | None] | None = None
+    updates: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
