@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.compiler.rules import builtin_rules
+from meshwright.compiler.search.prediction import step_flops
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.compute import (
@@ -19,10 +20,11 @@ from meshwright.cost.compute import (
     matmul_efficiency,
     memory_speed,
     mfu,
-    model_flops,
 )
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.graph import Graph, Op, Param, Ref, Value
+from meshwright.planner import capture_model
+from tests.models import make
 
 H100 = Cluster.parse("h100:1x8").device
 A100 = Cluster.parse("a100:1x8").device
@@ -278,12 +280,13 @@ def test_a_value_read_twice_by_one_kernel_is_read_once():
 
 
 def test_model_flops_and_mfu():
-    # GPT-3 175B of Narayanan et al.: 96 B s L h^2 (1 + s/6h + V/16Lh) counts the forward twice (full recomputation)
-    batch, seq, layers, hidden, vocab = 1536, 2048, 96, 12288, 51200
-    formula = 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
-    ours = model_flops(12 * layers * hidden**2, batch * seq, layers, hidden, seq)
-    head = 6 * vocab * hidden * batch * seq
-    assert ours * 4 / 3 + head == pytest.approx(formula, rel=1e-9)
+    """6 N + 12 L h s / 2 per token: of a GPT-2 whose head is a matrix product of the embedding."""
+    model, batch = make("gpt2")
+    graph = capture_model(model.train(), (), batch, (), None, "fp32")
+    config, seq = model.config, batch["input_ids"].shape[1]
+    weights = 12 * config.n_layer * config.n_embd**2 + config.vocab_size * config.n_embd
+    per_token = 6 * weights + 12 * config.n_layer * config.n_embd * seq / 2
+    assert step_flops(graph, OPERATORS) == pytest.approx(batch["input_ids"].numel() * per_token)
     assert mfu(H100.flops(BF16) * 8 * 0.5, 1.0, 8, H100, BF16) == pytest.approx(0.5)
 
 

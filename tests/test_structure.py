@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import glob
+import re
 import sys
 import tomllib
 from collections import Counter
@@ -228,3 +229,10 @@ def test_what_is_no_code_is_in_the_wheel() -> None:
     there = {str(path) for path in files if "__pycache__" not in path.parts}
     assert not {name for name in there - packed if not name.endswith((".py", ".pyc"))}
     assert "ir/reading/plan.schema.json" in packed
+
+
+def test_every_dependency_is_imported() -> None:
+    """What the package declares it needs, it uses."""
+    declared = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.match(r"[\w-]+", one)[0].replace("-", "_") for one in declared}  # type: ignore[index]
+    assert names - {found.target.split(".")[0] for found in all_imports()} == set()

@@ -36,17 +36,17 @@ def smaller(plan: Plan, processes: int) -> tuple[Pins, int]:
     """(the plan's degrees as pins, as small as the processes ask for; how many processes they take)."""
     mesh = plan.mesh
     recompute = Counter(group.recompute for group in plan.groups if group.path).most_common(1)
-    again = recompute[0][0] if recompute else None
+    kind = recompute[0][0] if recompute else None
     if mesh.having(ANY):
         axes = dict(zip(mesh.axes, _within(list(mesh.sizes), processes), strict=True))
-        return Pins(axes=axes, recompute=again, microbatches=min(2, plan.schedule.microbatches)), math.prod(axes.values())
+        return Pins(axes=axes, recompute=kind, microbatches=min(2, plan.schedule.microbatches)), math.prod(axes.values())
     pipeline, known = plan.pipeline, degrees_of(plan)
     names = ("pp", "cp", "tp", "dp")
     sizes = [1 if pipeline is None else pipeline.degree, known["cp"], known["tp"], known["dp"]]
     pp, cp, tp, dp = _within(sizes, processes)
     zero = max((group.zero for group in plan.groups if mesh.size(group.data_axes) > 1), default=None)
     found: dict[str, Any] = dict(zip(names, (pp, cp, tp, dp), strict=True))
-    found |= {"ep": math.gcd(known["ep"], dp) if known["ep"] > 1 else None, "recompute": again,
+    found |= {"ep": math.gcd(known["ep"], dp) if known["ep"] > 1 else None, "recompute": kind,
               "zero": zero if dp * cp > 1 else None, "microbatches": min(2, plan.schedule.microbatches)}
     if SHARD in mesh.axes and dp > 3 and not dp % 2 and zero:
         found["shard"] = 2

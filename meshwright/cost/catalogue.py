@@ -252,7 +252,7 @@ def _source(entry: Mapping[str, Any], texts: Mapping[str, str]) -> str:
 
 
 _IDLE = 0.1
-"""Part of a board's power that its clocks do not change."""
+"""Assumed: the part of a board's power that its clocks do not change."""
 _DEVICE_KEYS: Mapping[str, str] = {
     "memory": "memory_bytes", "reserve": "reserve_bytes", "memory_bandwidth": "memory_bandwidth",
     "matmul_efficiency": "matmul_efficiency", "memory_efficiency": "memory_efficiency",

@@ -47,8 +47,8 @@ from meshwright.cost.cluster import Cluster, ClusterError, Island
 from meshwright.ir.mesh import Mesh
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
-FILL = 0.18
-TREE = 0.85
+FILL, TREE = 0.18, 0.85
+"""Both measured, see above: of the pipeline of chunks, and of what a tree reaches between nodes."""
 _NEVER = 1e-30  # bytes/s of a way that is not there
 
 S, P, N, D = sympy.symbols("S P n d", positive=True)

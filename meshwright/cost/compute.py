@@ -15,9 +15,10 @@
   used inside one kernel is neither written nor read; a value that enters a kernel is read once. Two operators share a kernel
   if one feeds the other (through views) and no other kind of operator lies on a way between them.
 
-Model FLOPs by the field's definition (``model_flops``): 6 N per token for N parameters that take part in matrix products,
-plus 12 L h s per token for attention (half of that counts where causal); recomputation is not part of it, and MFU =
-model FLOPs / (seconds x peak). HFU counts the forward that full recomputation repeats: 4/3 of it.
+Model FLOPs by the field's definition are 6 N per token for N parameters that take part in matrix products, plus 12 L h s per
+token for attention (half of that counts where causal); recomputation is not part of them, and MFU = model FLOPs / (seconds x
+peak). They are counted operator by operator (``search.prediction.step_flops``). HFU counts the forward that full recomputation
+repeats: 4/3 of it.
 
 Sources: Narayanan et al. 2021 (FLOPs of a step), Chowdhery et al. 2022 appendix B (MFU), Dao 2022 and 2023 (flash
 attention), calibration and known error in docs/costs.md.
@@ -96,12 +97,6 @@ def flops(operator: Operator, work: Work) -> float:
     if operator.kind == "matmul":
         return sum(2.0 * batch * m * n * k for batch, m, n, k in products(operator, work))
     return attention_flops(work, operator) if operator.kind == "attention" else 0.0
-
-
-def model_flops(parameters: float, tokens: float, layers: int, hidden: int, seq_len: int, causal: bool = False) -> float:
-    """Model FLOPs of one training step, forward and backward, without recomputation: tokens x (6 N + 12 L h s), with half the
-    attention term where only the causal half counts. ``parameters``: those in matrix products (head, not embedding)."""
-    return tokens * (6.0 * parameters + 12.0 * layers * hidden * seq_len * (0.5 if causal else 1.0))
 
 
 def mfu(model_flops_: float, seconds_: float, devices: int, device: Device, dtype: torch.dtype) -> float:

@@ -223,19 +223,3 @@ def to_placements(sharding: Sharding, mesh: Mesh, axes: Iterable[str] | None = N
         kind = sharding.kind(axis)
         result.append(Shard(kind) if isinstance(kind, int) else Partial() if kind == "+" else Replicate())
     return tuple(result)
-
-
-def from_placements(placements: Sequence[Placement], axes: Sequence[str], ndim: int) -> Sharding:
-    """The sharding that DTensor placements over ``axes`` mean. Only plain Shard, Replicate and sum Partial are known."""
-    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
-
-    dims: list[tuple[str, ...]] = [()] * ndim
-    partial = set()
-    for placement, axis in zip(placements, axes, strict=True):
-        if type(placement) is Shard:
-            dims[placement.dim % ndim] += (axis,)
-        elif isinstance(placement, Partial) and placement.reduce_op == "sum":
-            partial.add(axis)
-        elif not isinstance(placement, Replicate):
-            raise ShardingError(f"placement {placement} has no counterpart; known are Shard, Replicate and a sum Partial")
-    return Sharding(tuple(dims), frozenset(partial))

@@ -46,9 +46,9 @@ def _verdict(plan: Plan, parts: list[tuple[str, float]]) -> str:
     assert predicted is not None
     name = parts[0][0] if parts else "nothing that is known"
     words = [name]
-    again = sum(seconds for part, seconds in parts if part == "recomputation")
+    recomputed = sum(seconds for part, seconds in parts if part == "recomputation")
     if predicted.bytes_per_rank > _FULL * predicted.capacity_bytes:
-        more = f", which recomputation of {seconds_text(again)} pays for" if again else ""
+        more = f", which recomputation of {seconds_text(recomputed)} pays for" if recomputed else ""
         words.append(f"memory ({bytes_text(predicted.bytes_per_rank)} of {bytes_text(predicted.capacity_bytes)}){more}")
     return "; and ".join(words)
 

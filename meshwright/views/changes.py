@@ -128,9 +128,9 @@ def _memory(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:
                     for island in where.islands)
     then = _planned(plan, Cluster(islands), Pins(**degrees))
     if then is not None:
-        again = sorted({group.recompute for group in then.groups})
+        kinds = sorted({group.recompute for group in then.groups})
         yield _change("twice the memory of a device", now, then,
-                      how=f"recompute {'/'.join(again)}, {then.schedule.microbatches} micro-batches")
+                      how=f"recompute {'/'.join(kinds)}, {then.schedule.microbatches} micro-batches")
 
 
 def _degrees(plan: Plan) -> dict[str, Any] | None:

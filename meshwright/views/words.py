@@ -93,9 +93,9 @@ def step_words(plan: Plan) -> str:
     if pipeline is not None:
         words.append(f"{pipeline.stages} stages on {pipeline.degree} ranks under {pipeline.schedule}")
     words.append("ZeRO " + "/".join(map(str, sorted({group.zero for group in plan.groups}))))
-    again = sorted({group.recompute for group in plan.groups} - {"none"})
+    kinds = sorted({group.recompute for group in plan.groups} - {"none"})
     count = sum(group.recompute != "none" for group in plan.groups)
-    words += [f"{'/'.join(again)} recomputation of {count} blocks"] if again else []
+    words += [f"{'/'.join(kinds)} recomputation of {count} blocks"] if kinds else []
     return ", ".join([*words, f"precision {plan.precision}", f"optimizer {plan.optimizer}"])
 
 

@@ -90,7 +90,7 @@ def capture(
     graph, moved = once({})
     state, digest = moved, graph_digest(graph)
     while state:
-        later, again = once(state)
+        later, moved_then = once(state)
         if graph_digest(later) != digest:
             what, now = next(iter(moved.items()))
             name = ".".join(str(part) for part in what if part != "")
@@ -98,7 +98,7 @@ def capture(
                 f"the forward changes {name!r} of the model (to {now!r:.40}), which is no tensor, and computes something else "
                 f"afterwards: a graph would compute what it does now forever. What to do: keep it in a buffer "
                 f"(register_buffer), which the graph changes too, or change it outside of the forward", module=what[0])
-        state = _far(state, again) if state is moved else {}
+        state = _far(state, moved_then) if state is moved else {}
     return graph
 
 

@@ -82,8 +82,8 @@ class Functions:
             filled = list(leaves)
             for place, tensor in zip(places, tensors, strict=True):
                 filled[place] = tensor
-            again, named = pytree.tree_unflatten(filled, spec)
-            return _apply(cls, *again, **named)
+            operands, named = pytree.tree_unflatten(filled, spec)
+            return _apply(cls, *operands, **named)
 
         with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
             function, output = _joint(call, [leaves[i] for i in places], needs, name)

@@ -108,8 +108,8 @@ def refine(problem: Cutting, cuts: np.ndarray, options: np.ndarray, bound: float
         if not pool or best[0] <= bound or idle >= _PATIENCE or priced >= _PRICED:
             row = np.frombuffer(best[1], dtype=np.int64)
             return Found(row[: stages + 1], row[stages + 1 :], best[0], bound, priced, looked)
-        again = best if idle == 1 else heapq.heappop(pool)
-        row = np.frombuffer(again[1], dtype=np.int64)
+        start = best if idle == 1 else heapq.heappop(pool)
+        row = np.frombuffer(start[1], dtype=np.int64)
         cuts, options = _neighbours(problem, row[: stages + 1], row[stages + 1 :], wide=idle == 1)
 
 

@@ -73,7 +73,8 @@ TRANSIENT_ROW[TRANSIENT] = 1.0
 
 Vector = NDArray[np.float64]
 
-_CAST_BYTES = 4  # gradients and master weights are fp32
+_CAST_BYTES = 4
+"""Of an element of a gradient or a master weight, which are fp32."""
 
 
 @dataclass(frozen=True)

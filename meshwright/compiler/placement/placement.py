@@ -55,6 +55,7 @@ from meshwright.ir.sharding import Sharding
 
 CONTEXT, TENSOR = "cp", "tp"
 GAP = 1e-4
+"""Chosen: the relative distance from its bound at which a placement is taken as solved; bounds count it."""
 _LIGHT = 1e-3
 """Seconds that all saved bytes of a placement may weigh, as a part of its time: of equals the one that saves less."""
 

@@ -1,4 +1,4 @@
-"""What the joint search chooses between, and what each costs at least before anything is solved.
+"""What the search chooses between, and what each costs at least before anything is solved.
 
     candidate = (pp, virtual stages, schedule) x (data, sequence, tensor ranks of a stage) x micro-batches
     variants  = ZeRO level x ranks that share the state (``variants_of``)

@@ -14,6 +14,7 @@ from meshwright.compiler.structure.positions import Position, alike, positions_o
 from meshwright.ir.graph import Block, Graph, Op, Ref, map_refs
 
 _KEPT = 2
+"""Copies of a layer that stay, so that there still is an edge from one to the next."""
 
 
 @dataclass(frozen=True)

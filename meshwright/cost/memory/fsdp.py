@@ -26,7 +26,8 @@ from meshwright.ir.program import Program, Segment, Stored
 from meshwright.ir.sharding import ceil_div
 
 GATHERED = "gathered"
-_REDUCED = 4  # bytes per element in which gradients are reduced and kept
+_REDUCED = 4
+"""Bytes of an element in which gradients are reduced and kept."""
 
 
 @dataclass

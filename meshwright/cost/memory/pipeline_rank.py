@@ -37,9 +37,9 @@ class PipelineRank:
         mine = [stage for stage, at in enumerate(self.stages.stage_rank) if at == self.rank]
         self.parts = {stage: self._part(stage, first=stage == mine[0]) for stage in mine}
         for stored in program.stored:  # a weight of two stages that FSDP2 takes is there twice
-            again = sum(stored.value in part.stored for part in self.parts.values()) - 1
-            if again > 0 and gathers(stored, program.mesh):
-                self.heap.new(again * at_rest(stored, program.mesh) * rest_itemsize(stored, program), "parameters")
+            more = sum(stored.value in part.stored for part in self.parts.values()) - 1
+            if more > 0 and gathers(stored, program.mesh):
+                self.heap.new(more * at_rest(stored, program.mesh) * rest_itemsize(stored, program), "parameters")
         self.env: Mapping[str, Storage] = {}
         self.batches: dict[tuple[int, int], Batch] = {}
         self.held: dict[tuple[int, int], list[Storage]] = {}  # from F to the end of the backward

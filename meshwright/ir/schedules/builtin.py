@@ -122,9 +122,9 @@ def _loop_in_flight(split: bool, pp: int, microbatches: int) -> np.ndarray:
     ranks, in_turn = np.arange(pp)[:, None], _round(pp, microbatches)
     done = np.concatenate(np.broadcast_arrays(0 * ranks, np.minimum(ranks, in_turn), in_turn // 2, in_turn), axis=1)
     forwards = (1 if split else 2) * (pp - 1 - ranks) + 1 + done  # since the last stage ran its first
-    again = np.clip(forwards - in_turn, 0, in_turn) * (in_turn < microbatches)
+    second_turn = np.clip(forwards - in_turn, 0, in_turn) * (in_turn < microbatches)
     between, last = np.full_like(done, in_turn), np.minimum(forwards, in_turn) - done
-    full = np.stack([in_turn + again, between, last], axis=-1)
+    full = np.stack([in_turn + second_turn, between, last], axis=-1)
     half = np.stack([0 * done, 0 * done, np.minimum(done, ranks) * split], axis=-1)
     return np.stack([full, half], axis=2)
 

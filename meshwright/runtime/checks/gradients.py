@@ -46,9 +46,9 @@ def refuse_checkpoint() -> None:
     """Raise RunError in a call that torch.utils.checkpoint would make again in the backward: it would draw other random
     numbers, and wait for ranks that are elsewhere in a pipeline."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    first = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
-    again = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
-    if first or again:
+    checkpointed = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    in_backward = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+    if checkpointed or in_backward:
         raise RunError("the parallel module is called under torch.utils.checkpoint, or within a backward: a call that is made "
                        "again there draws other random numbers, and changes buffers twice. Take the call out of it, and let "
                        "the plan recompute: pins={'recompute': 'full'}")

@@ -170,9 +170,9 @@ class _Page:
                 place = within.get(source)
                 if others and (place is None or place[0] != one.run) and others[0].inputs[number] != name:
                     count = 1  # the first of the run reads what came before it, each other the one before
-                    _, theirs, again = nexts[number]
+                    _, theirs, kind = nexts[number]
                     if theirs in at:
-                        found[at[theirs], at[first.name], again, 1] = len(others)
+                        found[at[theirs], at[first.name], kind, 1] = len(others)
                 start = inputs.get(source, at.get(source, -1))
                 if start >= 0:
                     key = (start, at[first.name], info, 0)
