@@ -35,10 +35,11 @@ from meshwright.runtime.engine import Engine
 from meshwright.runtime.groups import Groups, make_groups
 from meshwright.runtime.pipeline.pipeline import Pipeline, run_pipeline
 from meshwright.runtime.state import checkpoint
-from meshwright.runtime.state.layout import local_of, owner
+from meshwright.runtime.state.layout import local_of
 from meshwright.runtime.state.lending import Lender
 from meshwright.runtime.state.materialize import MaterializeError, Source, fill
 from meshwright.runtime.state.names import Kind, Modes, held_elsewhere, holder, kinds_of, no_hook, refuse_attribute
+from meshwright.runtime.state.norms import clip
 from meshwright.runtime.step import run_step
 from meshwright.runtime.verdict import together
 from meshwright.runtime.whole import Role, adopt, cut_as, let_anomalies_be_found, let_optimizers_know
@@ -329,27 +330,9 @@ class ParallelModule(nn.Module):
         """
         self._check()
         everything = self._program.stages.stored if self._program.stages else self._program.stored
-        tensors, coordinates = self._engine[0].tensors, self._groups.coordinates
-        norm_type, grads, norms = float(norm_type), [], []
-        for stored in everything:
-            grad = _cut_as(tensors[stored.value]) if stored.value in tensors else None
-            if grad is not None:
-                grads.append(grad)
-            mine = grad if grad is not None and grad.numel() and owner(stored, self._program.mesh, coordinates) else None
-            norms.append(_power_sum(mine, norm_type, self._groups.device))
-        total = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=self._groups.device)
-        if dist.is_initialized():
-            how = {float("inf"): dist.ReduceOp.MAX, float("-inf"): dist.ReduceOp.MIN}
-            dist.all_reduce(total, how.get(norm_type, dist.ReduceOp.SUM))
-        each = total if norm_type in (0.0, float("inf"), float("-inf")) else total.pow(1 / norm_type)
-        double = any(stored.dtype == torch.float64 for stored in everything)
-        norm = torch.linalg.vector_norm(each, norm_type).to(torch.float64 if double else torch.float32)
-        if error_if_nonfinite and not norm.isfinite():
-            raise RunError(f"the norm of the gradients is {norm.item()}; they were not clipped")
-        if grads:
-            torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-        result: Tensor = norm
-        return result
+        tensors = self._engine[0].tensors
+        pieces = [(stored, tensors.get(stored.value)) for stored in everything]
+        return clip(pieces, self._groups, self._program.mesh, max_norm, float(norm_type), error_if_nonfinite)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The single process's state dict: plain CPU tensors on rank 0, an empty dict elsewhere. Every rank calls this."""
@@ -517,22 +500,3 @@ def _ordered(program: Program, model: nn.Module | None) -> list[tuple[str, Store
     if strangers:
         raise InputError(f"the model has {strangers[0]!r}, the program does not: it was planned for another model")
     return [(name, by_name[name]) for name in names if name in by_name]
-
-
-def _cut_as(parameter: Tensor) -> Tensor | None:
-    """The local part of a parameter's gradient, which is brought to the parameter's own placements if it has others."""
-    if parameter.grad is None:
-        return None
-    parameter.grad = parameter.grad  # the setter sees to it
-    return local_of(parameter.grad)
-
-
-def _power_sum(grad: Tensor | None, power: float, device: torch.device) -> Tensor:
-    """The sum of the powers of a gradient's elements (the largest, the smallest, the count of those not zero); of nothing, what
-    changes no sum."""
-    nothing = {float("inf"): 0.0, float("-inf"): float("inf")}.get(power, 0.0)
-    if grad is None:
-        return torch.full((), nothing, dtype=torch.float64, device=device)
-    norm = torch.linalg.vector_norm(grad, power, dtype=torch.promote_types(grad.dtype, torch.float32)).double()
-    result: Tensor = norm if power in (0.0, float("inf"), float("-inf")) else norm.pow(power)
-    return result
