@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import namedtuple
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
 
-from meshwright.errors import InputError
+from meshwright.errors import InputError, NotKeptError
 from meshwright.ir.graph import Ref
 from meshwright.ir.signature import (
     AttributeDict,
@@ -32,6 +34,19 @@ X, Y = torch.zeros(2, 3), torch.ones(4, dtype=torch.int64)
 class Batch:
     tokens: torch.Tensor
     weight: float = 1.0
+
+
+@dataclasses.dataclass
+class Halved:
+    """One field is changed by ``__init__``, another is none of its arguments."""
+
+    x: torch.Tensor
+    weight: float
+    half: float = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.weight /= 2
+        self.half = self.weight / 2
 
 
 def forward(x: Any, y: Any = None, *, flag: bool = True, mode: Any = str, **rest: Any) -> Any:
@@ -143,6 +158,25 @@ class TestOutput:
         assert again.logits is X
         assert again[1] is X
         assert again.past_key_values is None
+
+    def test_what_max_gives_keeps_its_names(self):
+        again = self.roundtrip({"best": X.max(0)})["best"]
+        assert torch.equal(again.values, X.max(0).values)
+        assert torch.equal(again[1], again.indices)
+
+    def test_dataclasses_are_as_the_model_left_them(self):
+        again = self.roundtrip(Halved(X, 4.0))
+        assert type(again) is Halved
+        assert (again.x is X, again.weight, again.half) == (True, 2.0, 1.0)
+
+    @pytest.mark.parametrize(("output", "words"), [
+        ({"levels": {0: X}}, ".levels is a dict with keys that are no strings"), ({"pair": (X, {X})}, ".pair[1] is a set"),
+        ([X, 1j], "[1] is a complex"), ([X, b"a"], "[1] is a bytes"), ((x for x in [X]), "the output is a generator"),
+        ([X, np.float64(0.5)], "[1] is a float64"), (hf.DynamicCache(), "the output is a DynamicCache"),
+    ], ids=range(7))
+    def test_what_would_be_lost_is_refused(self, output, words):
+        with pytest.raises(NotKeptError, match=re.escape(words)):
+            self.roundtrip(output)
 
     @pytest.mark.parametrize("path", ["no_such_module:Output", "subprocess:Popen", "builtins:eval"])
     def test_classes_that_the_capture_did_not_meet_become_attribute_dicts(self, path):

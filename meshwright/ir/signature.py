@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from numbers import Number
 from typing import Any
 
 import torch
 
-from meshwright.errors import InputError
+from meshwright.errors import InputError, NotKeptError
 from meshwright.ir.sharding import DTYPE_NAMES, DTYPES
 
 Spec = Mapping[str, Any]
@@ -303,12 +304,16 @@ def _show_value(value: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------------- output
-def flatten_output(output: Any, leaf: Callable[[torch.Tensor], Any], classes: dict[str, type]) -> tuple[Any, Any]:
+def flatten_output(
+    output: Any, leaf: Callable[[torch.Tensor], Any], classes: dict[str, type], path: str = ""
+) -> tuple[Any, Any]:
     """(tree, type): the tree of tuples, lists and dicts with ``leaf(tensor)`` at its tensors, and how to rebuild it.
 
-    Numbers, strings and None stay; any other object (a key/value cache) cannot be an output of a graph and becomes None.
-    ``classes`` gets the dataclasses and named tuples by the names that they have in the type.
+    Numbers, strings and None stay; an object that is no container (a key/value cache) cannot be an output of a graph and
+    becomes None. ``classes`` gets the dataclasses and named tuples by the names that they have in the type. Raises NotKeptError
+    for what would be lost: the output as a whole, a set, keys that are no strings, numbers that are not Python's.
     """
+    names = _names_of_items(output)
     if not isinstance(output, torch.Tensor) and (dataclasses.is_dataclass(output) or hasattr(output, "_fields")):
         classes[_class_path(type(output))] = type(output)
     if isinstance(output, torch.Tensor):
@@ -316,22 +321,34 @@ def flatten_output(output: Any, leaf: Callable[[torch.Tensor], Any], classes: di
     if type(output) in _CONSTANTS:
         return output, "leaf"
     if isinstance(output, tuple | list):
-        pairs = [flatten_output(item, leaf, classes) for item in output]
+        pairs = [flatten_output(item, leaf, classes, f"{path}[{index}]") for index, item in enumerate(output)]
         tree = tuple(pair[0] for pair in pairs) if isinstance(output, tuple) else [pair[0] for pair in pairs]
-        named = hasattr(output, "_fields")
-        kind = "namedtuple" if named else "tuple" if isinstance(output, tuple) else "list"
+        kind = "namedtuple" if names else "tuple" if isinstance(output, tuple) else "list"
         kind_of: dict[str, Any] = {"kind": kind, "class": "", "items": [pair[1] for pair in pairs]}
-        if named:
-            kind_of |= {"class": _class_path(type(output)), "fields": list(getattr(output, "_fields", ()))}
+        if names:
+            kind_of |= {"class": _class_path(type(output)), "fields": list(names)}
         return tree, kind_of
     if (isinstance(output, Mapping) and all(isinstance(key, str) for key in output)) or dataclasses.is_dataclass(output):
         fields = output if isinstance(output, Mapping) else _fields(output) or {}
-        items = {key: flatten_output(item, leaf, classes) for key, item in fields.items()}
+        items = {key: flatten_output(item, leaf, classes, f"{path}.{key}") for key, item in fields.items()}
         plain = type(output) is dict
         type_ = {"kind": "dict" if plain else "object", "class": "" if plain else _class_path(type(output)),
                  "items": {key: pair[1] for key, pair in items.items()}}
         return {key: pair[0] for key, pair in items.items()}, type_
+    if not path or isinstance(output, Mapping | Set | Number | str | bytes | Iterator):
+        keys = " with keys that are no strings" if isinstance(output, Mapping) else ""
+        what = f"the output{f' {path}' if path else ''} is a {type(output).__name__}{keys}"
+        raise NotKeptError(f"{what}, which the parallel module could "
+                           f"not give back", "let the forward return tensors, None, bool, int, float, str, and lists, tuples, "
+                           "named tuples, dicts with strings as keys, and dataclasses of these")
     return None, "leaf"
+
+
+def _names_of_items(output: Any) -> Sequence[str]:
+    """What the items of a tuple are called too: those of a named tuple, and of what ``x.max(0)`` gives."""
+    if isinstance(output, tuple) and hasattr(type(output), "n_sequence_fields"):
+        return tuple(getattr(type(output), "__match_args__", ()))
+    return tuple(getattr(output, "_fields", ())) if isinstance(output, tuple | list) else ()
 
 
 def rebuild_output(output_tree: Any, output_type: Any, values: Mapping[str, Any], classes: Mapping[str, type]) -> Any:
@@ -348,7 +365,18 @@ def rebuild_output(output_tree: Any, output_type: Any, values: Mapping[str, Any]
         return parts if kind == "list" else cls(*parts) if cls else tuple(parts)
     fields = {key: rebuild_output(output_tree[key], type_, values, classes) for key, type_ in items.items()}
     cls = classes.get(output_type["class"])
-    return fields if kind == "dict" else cls(**fields) if cls else AttributeDict(fields)
+    return fields if kind == "dict" else _made(cls, fields) if cls else AttributeDict(fields)
+
+
+def _made(cls: type, fields: Mapping[str, Any]) -> Any:
+    """An object of the class with these fields. A dataclass is not initialized again: its fields are what the model left there,
+    which its ``__init__`` may not take, or make others of."""
+    if issubclass(cls, Mapping):
+        return cls(**fields)
+    made = object.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
 def classes_by_name(output_type: Any, given: Iterable[type]) -> dict[str, type]:
