@@ -1,10 +1,13 @@
 """A pool of worker processes for distributed tests, started once per pytest session.
 
-Starting a process and importing torch costs seconds, a process group some hundredths of one: so the processes are forked from
-one that has imported everything (``tests.warm``), they live on, and every job gets a fresh default process group (gloo, a store
-of its own) over the first ``world`` of them. A job is a module-level function, called as ``fn(rank, *args)`` on each rank; it,
-its arguments and its result travel pickled. What the first process that needs it makes for all, such as the graph of a model,
-the others read from a folder (``once``).
+Starting a process and importing torch costs seconds, a process group some hundredths of one: so all processes but the first are
+forked from one that has imported everything (``tests.warm``), they live on, and every job gets a fresh default process group
+(gloo, a store of its own) over the first ``world`` of them. A job is a module-level function, called as ``fn(rank, *args)`` on
+each rank; it, its arguments and its result travel pickled. What one of the forked processes makes for all of them, such as the
+graph of a model, the others read from a folder (``once``).
+
+The first process is started anew, and makes everything itself: it hashes otherwise than the others, so that what depends on
+the order of a set differs between ranks here too, and is found.
 
 A rank that raises ends the job: the first error comes back with its traceback. A job that does not end in time, and one of
 which some ranks failed while the others may still wait for them, is cut by replacing the processes.
@@ -41,12 +44,12 @@ class WorkerError(RuntimeError):
 
 
 _FOLDER: list[Path] = []
-"""In a worker process: where what is made once for all of them lies."""
+"""In a forked process: where what is made once for all of them lies."""
 
 
 def once(name: str, make: Callable[[], T]) -> T:
-    """What ``make`` returns, made by the first worker process of the pool that asks for this name; a process that belongs to no
-    pool makes its own."""
+    """What ``make`` returns, made by the first of the forked processes that asks for this name; rank 0, and a process that
+    belongs to no pool, make their own."""
     if not _FOLDER:
         return make()
     path = _FOLDER[0] / name
@@ -62,8 +65,10 @@ def once(name: str, make: Callable[[], T]) -> T:
 
 def _serve(rank: int, jobs: Any, results: Any, folder: str) -> None:
     import torch
+    import torch._dynamo  # FSDP2 imports it when first used: seconds that belong to the start, not to a job
 
-    _FOLDER.append(Path(folder))
+    if rank:
+        _FOLDER.append(Path(folder))
     torch.set_num_threads(1)
     results.put((0, rank, None, None))
     while (job := jobs.get()) is not None:
@@ -94,8 +99,8 @@ class Pool:
     """Worker processes, one per rank, started when first needed."""
 
     def __init__(self) -> None:
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.warm"])
+        self._context, self._forking = mp.get_context("spawn"), mp.get_context("forkserver")
+        self._forking.set_forkserver_preload(["tests.warm"])
         self._workers: list[tuple[Any, Any]] = []
         self._results: Any = None
         self._number = 0
@@ -154,7 +159,8 @@ class Pool:
         while len(self._workers) < max(world, LARGEST):
             jobs = self._context.Queue()
             given = len(self._workers), jobs, self._results, self._folder.name
-            process = self._context.Process(target=_serve, args=given, daemon=True)
+            context: Any = self._forking if self._workers else self._context
+            process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             self._workers.append((process, jobs))
             starting += 1
