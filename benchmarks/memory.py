@@ -37,6 +37,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
+from meshwright.lengths import loss_alone
 from meshwright.passes import cut_stages, rank_program
 from meshwright.planner import OPTIMIZERS, capture_model, make_plan, rules_of
 from meshwright.runtime import draws
@@ -106,6 +107,7 @@ class Case:
     pins: Mapping[str, Any]
     precision: str = "fp32"
     images: bool = field(default=False)
+    loss_fn: Callable[..., Any] | None = None
 
 
 def example(batch: tuple[int, ...], images: bool) -> dict[str, torch.Tensor]:
@@ -164,6 +166,12 @@ CASES: Mapping[str, Case] = {
         llama_small, (2, 4096), 4, {"cp": 4, "dp": 1, "tp": 1, "zero": 1, "attention": "all-gather"}),
     "llama-110m cp 2 ulysses": Case(
         llama_small, (2, 4096), 2, {"cp": 2, "dp": 1, "tp": 1, "zero": 2, "attention": "ulysses"}, "bf16"),
+    "llama-110m cp 2 loss in pieces": Case(
+        llama_small, (1, 16384), 2,
+        {"cp": 2, "dp": 1, "tp": 1, "zero": 3, "attention": "ring", "recompute": "full", "loss_rows": 1024}, "bf16",
+        loss_fn=loss_alone),
+    "llama-110m tp 2 loss in pieces": Case(
+        llama_small, (4, 4096), 2, {"dp": 1, "tp": 2, "zero": 0, "recompute": "full", "loss_rows": 1024}, loss_fn=loss_alone),
     "mixtral zero 2": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 2}),
     "mixtral zero 3 bf16": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 3}, "bf16"),
     "mixtral tp 2 selective": Case(mixtral, (16, 512), 4, {"dp": 2, "tp": 2, "zero": 1, "recompute": "selective"}),
@@ -193,16 +201,19 @@ CASES: Mapping[str, Case] = {
 
 
 @cache
-def graph_of(make: Callable[[], nn.Module], batch: tuple[int, ...], images: bool, precision: str) -> Graph:
+def graph_of(
+    make: Callable[[], nn.Module], batch: tuple[int, ...], images: bool, precision: str,
+    loss_fn: Callable[..., Any] | None = None,
+) -> Graph:
     """The graph of a model at a global batch: parameters on the meta device. Programs that differ in pins share it."""
     with torch.device("meta"):
         model = make()
-    return capture_model(model.train(), (), example(batch, images), (), None, precision)
+    return capture_model(model.train(), (), example(batch, images), (), loss_fn, precision)
 
 
 def plan_of(case: Case) -> Plan:
     """The case's plan, memory of no concern."""
-    graph = graph_of(case.model, case.batch, case.images, case.precision)
+    graph = graph_of(case.model, case.batch, case.images, case.precision, case.loss_fn)
     return make_plan(graph, Cluster.parse(f"b200:1x{case.world}"), Pins(**case.pins), precision=case.precision)
 
 
@@ -314,7 +325,7 @@ def tracked(plan: Plan, case: Case, rank: int = 0) -> dict[str, float]:
 
             def step() -> None:
                 output = parallel.forward(**batch)
-                output["loss"].backward()
+                (output["loss"] if case.loss_fn is None else output).backward()
                 del output
                 optimizer.step()
                 optimizer.zero_grad()

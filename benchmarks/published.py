@@ -156,7 +156,9 @@ def _read(path: Path) -> Graph:
 
 def planned(graph: Graph, cluster: Cluster, pins: Pins, precision: str) -> tuple[Plan, bool]:
     """The plan of a published run, and whether it is predicted to fit. It ran, so it is priced all the same, with memory
-    unlimited; only what the row leaves open (ZeRO, micro-batches) is chosen so that it fits, if it can."""
+    unlimited; only what the row leaves open (ZeRO, micro-batches) is chosen so that it fits, if it can. All of them made all
+    logits at once."""
+    pins = replace(pins, loss_rows=0)
     plan = make_plan(graph, cluster.with_memory(_UNBOUNDED), pins, precision=precision)
     if plan.predicted.bytes_per_rank <= cluster.capacity_bytes:
         return plan, True

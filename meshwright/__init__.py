@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from meshwright.ir.plan import Plan
     from meshwright.ir.schedules import ScheduleError, register_schedule
     from meshwright.ir.sharding import ShardingError
-    from meshwright.lengths import longest
+    from meshwright.lengths import longest, loss_alone
     from meshwright.planner import OutOfMemoryError, load_plan, reprice
     from meshwright.runtime.checks.elsewhere import Elsewhere
     from meshwright.runtime.state.materialize import MaterializeError
@@ -72,6 +72,7 @@ _LAZY: Mapping[str, str] = {
     "export": "meshwright.exported",
     "load": "meshwright.exported",
     "longest": "meshwright.lengths",
+    "loss_alone": "meshwright.lengths",
     "explain": "meshwright.views.explain",
     "diff": "meshwright.views.difference",
     "show": "meshwright.views.report",
@@ -96,6 +97,6 @@ __all__ = [
     "AbsentError", "CaptureError", "CheckpointError", "Cluster", "ClusterError", "Elsewhere", "ExportError", "GraphError",
     "InputError", "MaterializeError", "MeshError", "MeshwrightError", "MissingCheckpointError", "OutOfMemoryError",
     "PinError", "Pins", "Plan", "PlanError", "RuleError", "RunError", "ScheduleError", "ShardingError", "VerifyError",
-    "autoparallel", "diff", "explain", "export", "load", "load_plan", "longest", "plan", "register_rule", "register_schedule",
-    "reprice", "show", "timeline", "to_networkx",
+    "autoparallel", "diff", "explain", "export", "load", "load_plan", "longest", "loss_alone", "plan", "register_rule",
+    "register_schedule", "reprice", "show", "timeline", "to_networkx",
 ]

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.compiler.placement.pin_conflicts import asks, check_agreement
 from meshwright.compiler.structure.guard import Watch
+from meshwright.compiler.structure.pieces import as_in
 from meshwright.compiler.structure.same import aligned
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError, RunError
@@ -159,7 +160,7 @@ def _capture_again(plan: Plan, model: nn.Module, example: Any, loss_fn: Callable
     args, kwargs, targets = example_of(signature) if example is None else example_call(model, example)
     if example is not None and signature is not None:
         bind(signature, args, kwargs, targets)
-    return capture_model(model, tuple(args), kwargs, tuple(targets), loss_fn, plan.precision)
+    return as_in(capture_model(model, tuple(args), kwargs, tuple(targets), loss_fn, plan.precision), plan.graph)
 
 
 def _check_shapes(graph: Graph, model: nn.Module) -> None:
@@ -185,7 +186,7 @@ def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh, loss_fn: Callable[...
     parallel.plan = plan
 
     def recapture(model: nn.Module, args: Any, kwargs: Any, targets: Any, training: bool, functional: bool) -> Graph:
-        return capture_model(model, args, kwargs, targets, loss_fn, plan.precision, training, functional)
+        return as_in(capture_model(model, args, kwargs, targets, loss_fn, plan.precision, training, functional), plan.graph)
 
     def other_mode(graph: Graph) -> Program:
         there = in_mode(plan, graph, rules_of(graph)[0])
@@ -202,7 +203,7 @@ def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
     rank captured another graph, or orders the pipeline's schedule otherwise, saying what differs."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         found = search()
-        return replace(found, graph=aligned(found.graph, graph))
+        return replace(found, graph=aligned(found.graph, as_in(graph, found.graph)))
     message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -217,7 +218,7 @@ def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
 
     def read() -> Plan:
         found = Plan.from_dict(content)
-        return replace(found, graph=aligned(found.graph, graph))
+        return replace(found, graph=aligned(found.graph, as_in(graph, found.graph)))
 
     found = together(read)
     mine = together(lambda: (plan_hash(found), order_of(found)))

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.compiler.structure.pieces import as_in
 from meshwright.compiler.structure.same import aligned
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import MeshwrightError, PlanError
@@ -68,7 +69,7 @@ def _look(path: Path, graph: Graph, cluster: Cluster) -> Plan | None:
         plan = Plan.from_dict(data["plan"])
         if plan.mesh.world != cluster.world or data["order"] != order_of(plan):
             raise PlanError("it is for other devices, or relies on another order of its schedule")
-        return replace(plan, graph=aligned(plan.graph, graph))
+        return replace(plan, graph=aligned(plan.graph, as_in(graph, plan.graph)))
     except FileNotFoundError:
         return None
     except (MeshwrightError, OSError, ValueError) as error:

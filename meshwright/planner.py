@@ -7,9 +7,10 @@ plan, so it is a function that this door hands in (``footprint``).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from torch import nn
 from meshwright.compiler.capture.capture import capture
 from meshwright.compiler.placement.pinned import check_tensor_pins
 from meshwright.compiler.search.errors import OutOfMemoryError
-from meshwright.compiler.search.search import REFINED_DEVICES, find_plan
+from meshwright.compiler.search.search import REFINED_DEVICES, SECONDS, best_plan, find_plan
 from meshwright.compiler.search.settled import decided, settled, stretched
 from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.blocks import find_blocks
 from meshwright.compiler.structure.microbatch import split_counts
+from meshwright.compiler.structure.pieces import ROWS, in_pieces, losses, rows_of
 from meshwright.compiler.structure.units import find_units, split_at
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.spread import spread
@@ -32,7 +34,7 @@ from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.declared.registered import registered_of
 from meshwright.ir.graph import Graph
-from meshwright.ir.pins import ULYSSES, PinError, Pins
+from meshwright.ir.pins import RECOMPUTE, ULYSSES, PinError, Pins
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Certificate
 from meshwright.ir.rule import Rules, factors_of
@@ -62,10 +64,80 @@ def make_plan(
     graph: Graph, cluster: Cluster, pins: Pins, *, optimizer: str | float = "adamw", precision: str = "fp32",
     strict: bool = False, timing: Timing | None = None, progress: Progress | None = None, gap: float = GAP,
 ) -> Plan:
-    """The plan of least time that fits. Raises PinError, OutOfMemoryError, PlanError."""
+    """The plan of least time that fits. Raises PinError, OutOfMemoryError, PlanError.
+
+    Where it can be, the loss in pieces is looked at if with all logits nothing fits, or blocks recompute and logits are many.
+    """
     timing = timing or Timing()
     check_pins(pins, cluster)
     cluster = cluster.with_products(PRECISIONS[precision].products)
+    rows = rows_of(graph)
+
+    def made(graph: Graph, search: Search = find_plan) -> Plan:
+        return _made(graph, cluster, pins, optimizer, precision, strict, timing, progress, gap, search)
+
+    if pins.loss_rows is not None:
+        return made(_with_loss(graph, pins.loss_rows))
+    if rows != 0:
+        return made(graph)
+    try:
+        whole = made(graph, partial(best_plan, limit=SECONDS))
+    except OutOfMemoryError as error:
+        try:
+            return made(in_pieces(graph, ROWS))
+        except PinError:  # of an operator that is in no piece
+            raise error from None
+    recomputes = len(_kinds(pins)) > 1 and any(group.recompute != RECOMPUTE[0] for group in whole.groups)
+    if not recomputes or _logits_bytes(whole) < _FEW * cluster.capacity_bytes:
+        return whole
+    with suppress(OutOfMemoryError, PinError):
+        pieces = made(in_pieces(graph, ROWS), partial(best_plan, limit=SECONDS))
+        return pieces if _seconds(pieces) < _seconds(whole) else whole
+    return whole
+
+
+_FEW = 0.02
+"""Logits that take less than this part of a device's memory decide nothing about recomputation."""
+
+
+def _logits_bytes(plan: Plan) -> float:
+    """Of the logits on a device that a loss in pieces would not hold, in fp32 with their gradient and as they are made."""
+    found, names = 0.0, losses(plan.graph)
+    for op in (op for op in plan.graph.ops if op.name in names):
+        split = [axis for axis, factor in plan.assignments.get(op.name, {}).items() if factors_of(factor)]
+        parts = plan.mesh.size(split) * (plan.schedule.microbatches if op.name in plan.schedule.time else 1)
+        found += plan.graph.values[op.inputs[0]].numel / parts * (4 + 4 + PRECISIONS[plan.precision].itemsize)
+    return found
+
+
+Search = Callable[..., Plan]
+"""``find_plan``, or without a look at what else would fit."""
+
+
+def _kinds(pins: Pins) -> list[str]:
+    """The recomputations that pins leave open."""
+    return [kind for kind in RECOMPUTE if pins.allows("recompute", kind)]
+
+
+def _seconds(plan: Plan) -> float:
+    return math.inf if plan.predicted is None else plan.predicted.step_seconds
+
+
+def _with_loss(graph: Graph, rows: int) -> Graph:
+    """The graph with its loss as pinned. Raises PinError where it cannot be."""
+    known = rows_of(graph)
+    if known is None and rows:
+        raise PinError(f"pin loss_rows={rows}: no linear makes logits that a mean or sum of cross entropies over class indices "
+                       "alone reads; if the model returns the logits beside the loss, give loss_fn=mw.loss_alone, or pin "
+                       "loss_rows=0")
+    return in_pieces(graph, rows) if rows else graph
+
+
+def _made(
+    graph: Graph, cluster: Cluster, pins: Pins, optimizer: str | float, precision: str, strict: bool, timing: Timing,
+    progress: Progress | None, gap: float, search: Search,
+) -> Plan:
+    """The plan for the loss as it stands in the graph. Raises what ``make_plan`` does."""
     graph = split_at(graph, pins.stage_cuts or ())
     rules, notes = rules_of(graph, strict)
     check_experts(pins.by_degrees(), graph, rules)
@@ -82,7 +154,7 @@ def make_plan(
         check_held(pins, cluster)
         by_degrees = pins.by_degrees()
         task = Task.of(graph, cluster, rules, by_degrees, precision=precision, state_bytes=state_bytes, gap=gap)
-        plan = find_plan(task, fits, timing=timing, progress=progress)
+        plan = search(task, fits, timing=timing, progress=progress)
         check_mesh(pins, plan)
     assert plan.certificate is not None
     return replace(

@@ -180,6 +180,11 @@ def _loss() -> dict[str, Maker]:
             s(n(8, 8), i(8, 8), 3, 0.0),
             s(n(2, 6, 7), i(7, 2, 6), -1, 0.2),
         ],
+        "mw.linear_cross_entropy": lambda: [
+            s(n(2, 6, 5), n(8, 5), None, labels, -100, 0.0, 4),
+            s(n(2, 6, 5), n(8, 5), n(8), labels, -100, 0.1, 100),
+            s(n(8, 5), n(7, 5), None, i(7, 8), 3, 0.0, 4),  # as many pieces on every rank of the simulation
+        ],
         "cross_entropy_loss.default": lambda: [
             s(n(4, 8), i(8, 4)),
             s(n(4, 8, 2), i(8, 4, 2), None, 0, 3, 0.1),

@@ -132,6 +132,7 @@ EXPECTED = {
     "aten.arange.default": "-> dim0",
     "aten.dropout.default": "dim0 dim1 -> dim0 dim1",
     "mw.cross_entropy": "b0 b1 v, b0 b1 -> (), ()",
+    "mw.linear_cross_entropy": "b0 b1 k!, v k!, b0 b1 -> (), ()",
     "mw.batch_norm": "n c ., c, c, c, c -> n c ., c, c",
 }
 
@@ -310,6 +311,7 @@ def test_literals_become_those_of_the_piece() -> None:
 
 LOCAL_FORMS = (
     "mw.fused_linear", "mw.embedding", "mw.mean", "mw.dropout", "mw.sdpa", "mw.cross_entropy", "mw.batch_norm",
+    "mw.linear_cross_entropy",
 )
 
 

@@ -43,7 +43,8 @@ class Pins:
     ``ep`` those of the data ranks over which experts are split; ``zero`` 0 to 3; ``sequence_parallel`` (Megatron's: activations
     between blocks split over tp along the sequence); ``attention`` under cp: "all-gather", "ulysses" or "ring"; ``ulysses``: of
     the cp ranks the near ones (axis ``up``) that exchange sequence for heads, while attention runs over the others as it does;
-    ``microbatches``; ``recompute``; ``tensors``: {pattern of a parameter name: sharding in the notation}, as a table prints it
+    ``microbatches``; ``recompute``; ``loss_rows``: the loss in pieces, the logits of so many of a rank's tokens at a time (0:
+    all at once); ``tensors``: {pattern of a parameter name: sharding in the notation}, as a table prints it
     ("f32[14336@tp, 4096]") or without what does not matter ("[_@tp, _]").
 
     What ``Plan.to_pins`` writes (``ir.writing``): ``axes``: {axis: size} of the mesh, instead of the degrees; ``operators``:
@@ -81,6 +82,7 @@ class Pins:
     axes: Mapping[str, int] | None = None
     micro_batch: int | None = None
     stages: int | None = None
+    loss_rows: int | None = None
     among: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     most: Mapping[str, int] = field(default_factory=dict)
 
@@ -91,6 +93,8 @@ class Pins:
                 raise PinError(f"pin {name}={value!r} is not a positive integer")
         if self.zero is not None and (isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3)):
             raise PinError(f"pin zero={self.zero!r}: the levels are 0 (replicas), 1, 2 and 3")
+        if self.loss_rows is not None and (type(self.loss_rows) is not int or self.loss_rows < 0):
+            raise PinError(f"pin loss_rows={self.loss_rows!r}: give the tokens whose logits are there at a time, or 0 for all")
         if self.schedule is not None and self.schedule not in tuple(schedules()):
             raise PinError(f"pin {unknown(self.schedule)}")
         for name, known in (("recompute", RECOMPUTE), ("attention", ATTENTION)):

@@ -22,6 +22,7 @@ from meshwright.ir.decisions import Decisions
 from meshwright.ir.decisions import GroupChoice as GroupChoice
 from meshwright.ir.decisions import Pipeline as Pipeline
 from meshwright.ir.decisions import Schedule as Schedule
+from meshwright.ir.declared.operator import PIECES
 from meshwright.ir.pins import Pins
 from meshwright.ir.prediction import Prediction
 from meshwright.ir.quantities import bytes_text, seconds_text
@@ -54,6 +55,8 @@ class Plan(Decisions):
         kept = Counter((replace(group, path="") if group.path else group) for group in self.groups[:-1])
         lines += [f"{count} block{'s' if count > 1 else ''}".ljust(11) + _kept(group) for group, count in kept.items()]
         lines += ["the rest".ljust(11) + _kept(group) for group in self.groups[-1:]]
+        lines += [f"the loss   in pieces of {op.args[6]} tokens, made again in the backward" for op in self.graph.ops
+                  if op.target == PIECES]
         return "\n".join(lines + [f"note       {note}" for note in self.notes])
 
     def __repr__(self) -> str:

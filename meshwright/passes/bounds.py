@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from meshwright.ir.declared.operator import PIECES
 from meshwright.ir.graph import Graph, Op, Ref
 from meshwright.ir.operators import find
 from meshwright.ir.program import Bounds, Limit
@@ -73,6 +74,8 @@ def _limits(op: Op, graph: Graph) -> list[Limit]:
         least = -size if name in _FROM_THE_END else least
         return [Limit(index.name, least, size, ignored, what, "")] if integer else []
 
+    if op.target == PIECES:
+        return limit(given["labels"], shape_of(given["weight"])[0], 0, int(given["ignore_index"]))
     if name in _CLASSES and library in ("aten", "mw"):
         (dim, least), (scores, labels) = _CLASSES[name], op.args[:2]
         shape = shape_of(scores)
@@ -104,6 +107,8 @@ def _limits(op: Op, graph: Graph) -> list[Limit]:
 
 def _arguments(op: Op) -> dict[str, Any]:
     """{name in the schema: what is given}; of meshwright's own operators by position; none of what torch does not know here."""
+    if op.target == PIECES:
+        return dict(zip(("x", "weight", "bias", "labels", "ignore_index"), op.args, strict=False))
     if op.target.startswith("mw."):
         return dict(zip(("scores", "labels", "ignore_index"), op.args, strict=False)) | dict(op.kwargs)
     found = find(op.target)

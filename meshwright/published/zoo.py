@@ -132,9 +132,9 @@ class System:
         return [f"not disclosed: {', '.join(missing)}"] if missing else []
 
     def pins(self) -> Pins:
-        """The published degrees (of ZeRO see ``zero_of_stages``)."""
+        """The published degrees (of ZeRO see ``zero_of_stages``), all logits at once."""
         pins = Pins(**{name: self.degrees[name] for name in PINNED if name in self.degrees})
-        return replace(pins, zero=zero_of_stages(pins.zero, pins.pp or 1))
+        return replace(pins, zero=zero_of_stages(pins.zero, pins.pp or 1), loss_rows=0)
 
 
 def zero_of_stages(level: int | None, pp: int) -> int | None:

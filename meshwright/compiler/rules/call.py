@@ -29,6 +29,8 @@ Rewritten = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]
 MW_SCHEMAS: Mapping[str, str] = {
     "mw.valid_count": "Tensor labels, ignore_index=-100",
     "mw.cross_entropy": "Tensor logits, Tensor labels, ignore_index=-100, label_smoothing=0.0, offset, vocab, axes",
+    "mw.linear_cross_entropy": "Tensor x, Tensor weight, Tensor? bias, Tensor labels, ignore_index=-100, label_smoothing=0.0, "
+    "rows=1, offset, vocab, axes",
     "mw.batch_norm": "Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, training, momentum, "
     "eps, count, axes",
     "mw.fused_linear": "Tensor x, Tensor weight, Tensor? bias, parts, transposed",

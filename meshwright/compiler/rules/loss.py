@@ -1,20 +1,21 @@
 """Losses: sums over the batch, which leave pending sums; a count beside each, never a mean of means.
 
 Cross entropy with a split vocabulary runs the split form of ``mw.cross_entropy``: the maximum, the sum of exponentials and the
-label's logit are all-reduced inside, and its results are complete on every rank of the vocabulary's axes.
+label's logit are all-reduced inside, and its results are complete on every rank of the vocabulary's axes. So does the loss in
+pieces, ``mw.linear_cross_entropy``, which makes the logits of a few rows at a time itself (``compiler.structure.pieces``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Rewritten, broadcast_dims, dims_of, numel, rewrite, words
-from meshwright.ir.declared.operator import Cost, Saves, Work
+from meshwright.ir.declared.operator import PIECES, Cost, Product, Saves, Work
 from meshwright.ir.graph import Op
 from meshwright.ir.rule import Factor, Local, OpRule, Traffic
 
@@ -35,6 +36,21 @@ def _cross_entropy_local(op: Op, local: Local) -> Rewritten:
         return rewrite(op)
     dim = len(local.operand_shapes[0]) - 1
     return rewrite(op, offset=local.operand_piece(0, dim)[0], vocab=local.operand_shapes[0][dim], axes=axes)
+
+
+def _linear_cross_entropy(call: Call) -> OpRule:
+    """The vocabulary split as in ``_cross_entropy``; the width of a row, whose split would sum into the logits, stays whole."""
+    tokens = numel(call["labels"].shape)
+    smoothed = bool(call["label_smoothing"])
+    traffic = Traffic("all_reduce", tokens, 4), Traffic("all_reduce", (3 if smoothed else 2) * tokens, 4)
+    return call.line("*b k!, v k!, v?, *b -> (), ()", internal={"v": traffic}, localize=_linear_cross_entropy_local)
+
+
+def _linear_cross_entropy_local(op: Op, local: Local) -> Rewritten:
+    axes = local.axes_of("v")
+    if not axes:
+        return rewrite(op)
+    return rewrite(op, offset=local.operand_piece(1, 0)[0], vocab=local.operand_shapes[1][0], axes=axes)
 
 
 def _elementwise_loss(call: Call) -> OpRule:
@@ -79,6 +95,45 @@ def _exponentials(work: Work) -> tuple[float, float]:
     return _wide(work) * (1 + narrow), _wide(work) if narrow else 0.0
 
 
+def _logits(work: Work) -> Sequence[Product]:
+    return (Product(1, math.prod(work.operands[0][:-1]), *work.operands[1]),)
+
+
+def _rows(work: Work) -> int:
+    """Rows whose logits there are at a time."""
+    return min(int(work.literal(6, "rows", 1)), math.prod(work.operands[0][:-1]))
+
+
+def _piece(work: Work) -> tuple[float, float]:
+    """Of one piece the logits, in fp32 where they are not, and their exponentials; in the backward their gradient, and where
+    the weight is narrower than fp32 its gradient in fp32, and that of one piece."""
+    size, narrow = work.reads.itemsize, work.reads.itemsize < 4
+    elements, weight = _rows(work) * work.operands[1][0], math.prod(work.operands[1])
+    wide = max(4, size)
+    forward = elements * (wide * (1 + narrow) + size)
+    made = elements * (size + wide) if narrow else elements * wide
+    summed = weight * wide if narrow else 0
+    # the weight's gradient as it is handed on is counted beside this
+    return float(forward), float(max(made, elements * size + weight * size * narrow) + summed - weight * size * narrow)
+
+
+def _passes(work: Work) -> tuple[float, float]:
+    """Bytes that the passes over the logits move: as of a cross entropy whose kernels run one by one, with the cast; in the
+    backward, too, the weight's gradient of every piece is added to that of those before."""
+    wide, narrow = max(4, work.reads.itemsize), work.reads.itemsize < 4
+    tokens = math.prod(work.operands[0][:-1])
+    once = tokens * work.operands[1][0] * wide
+    cast = (1 + work.reads.itemsize / wide) * once if narrow else 0.0
+    pieces = math.ceil(tokens / max(1, _rows(work)))
+    summed = pieces * math.prod(work.operands[1]) * (2 * wide + narrow * work.reads.itemsize)
+    return 6.0 * once + cast, 8.0 * once + 2 * cast + summed
+
+
+def _marks(work: Work) -> float:
+    """For every token the sum of its exponentials, its label, and two masks."""
+    return math.prod(work.operands[0][:-1]) * (4 + 8 + 1 + 1)
+
+
 def _tokens(work: Work) -> float:
     """For every token its maximum, its label, and two masks."""
     return math.prod(work.operands[0][:-1]) * (4 + 8 + 1 + 1)
@@ -91,6 +146,10 @@ PROBABILITIES = Saves.parse("1", extra=lambda work: work.read_bytes())
 RULES: Mapping[str, Declaration] = {
     "mw.cross_entropy": declare(
         _cross_entropy, cost=Cost("loss", space=_exponentials), saves=Saves.parse("0 1", extra=_tokens)
+    ),
+    PIECES: declare(
+        _linear_cross_entropy, saves=Saves.parse("0 1", extra=_marks),
+        cost=Cost("matmul", products=_logits, space=_piece, moves=_passes, again=True),
     ),
     "mw.valid_count": declare("*b -> ()", cost="reduce", saves=""),
     "aten.cross_entropy_loss.default": labelled(_class_loss, saves=PROBABILITIES),
