@@ -292,8 +292,6 @@ def check_pins(pins: Pins, cluster: Cluster) -> None:
     """Raise PinError for what no model can have on this cluster, or in this version."""
     pins = pins.by_degrees()
     pins.check_world(cluster.world)
-    if (pins.ep or 1) > 1 and (pins.cp or 1) > 1:
-        raise PinError(f"pins ep={pins.ep} and cp={pins.cp}: this version splits experts or the sequence, not both; drop one")
     near = pins.ulysses or 1
     if near > 1 and ((pins.cp or 1) % near or pins.cp == near or pins.attention == ULYSSES):
         raise PinError(f"pin ulysses={near} needs a pin cp that is a multiple of it, and another attention over the rest, "

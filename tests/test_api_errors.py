@@ -63,7 +63,7 @@ def test_pins(pins: dict[str, Any], words: list[str]) -> None:
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize("pins", [{"ep": 2, "cp": 2}, {"attention": "ring"}, {"cp": 2, "pp": 2}, {"dp": 2, "tp": 2}])
+@pytest.mark.parametrize("pins", [{"attention": "ring"}, {"cp": 2, "pp": 2}, {"dp": 2, "tp": 2}])
 def test_pins_that_no_model_can_have_are_refused_before_the_capture(pins: dict[str, int]) -> None:
     with mock.patch.object(api, "capture_model", side_effect=AssertionError("captured")), pytest.raises(PinError):
         plan(pins=pins)

@@ -182,9 +182,14 @@ PAIRS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "loop": ({"dp": 2, "zero": 3}, {"dp": 1, "tp": 2}),
 }
 FOURS: Mapping[str, Sequence[Mapping[str, Any]]] = {
-    "mixtral": ({"dp": 4, "ep": 2, "zero": 3}, {"dp": 2, "ep": 2, "tp": 2, "zero": 1, "microbatches": 2}),
+    "mixtral": (
+        {"dp": 4, "ep": 2, "zero": 3}, {"dp": 2, "ep": 2, "tp": 2, "zero": 1, "microbatches": 2},
+        {"dp": 2, "ep": 2, "cp": 2, "zero": 3, "microbatches": 2},
+    ),
     "qwen3": ({"dp": 4, "ep": 4, "zero": 2}, {"dp": 4, "ep": 2, "shard": 2, "zero": 3}),
-    "deepseek": ({"pp": 2, "dp": 2, "ep": 2, "microbatches": 2, "schedule": "1f1b", "zero": 1},),
+    "deepseek": (
+        {"pp": 2, "dp": 2, "ep": 2, "microbatches": 2, "schedule": "1f1b", "zero": 1}, {"dp": 2, "ep": 2, "cp": 2, "zero": 1},
+    ),
 }
 
 

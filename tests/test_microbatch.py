@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from meshwright.api import autoparallel
 from meshwright.compiler.structure.microbatch import split_counts, split_time
-from meshwright.ir.graph import Graph
+from meshwright.ir.graph import FILL, Graph
 from meshwright.ir.plan import PlanError, Schedule
 from meshwright.planner import capture_model, rules_of
+from tests.equality import differences
 
 
 class Normed(nn.Module):
@@ -50,3 +57,46 @@ def test_one_micro_batch_splits_nothing() -> None:
 def test_a_batch_that_does_not_divide() -> None:
     with pytest.raises(PlanError, match=r"microbatches=3 does not divide the batch 8 of input 'x'"):
         split(nn.LayerNorm(8), 3)
+
+
+class Carried(nn.Module):
+    """Every layer writes into zeros that the layer before it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList((nn.Linear(8, 8), nn.Linear(8, 8))) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y, made, target = x, torch.zeros_like(x), x * 2
+        for first, second in self.layers:
+            made = made.clone()
+            made[:, :4] = first(y)[:, :4]
+            y, made = y + second(torch.relu(made)), torch.zeros_like(y)
+        return {"loss": nn.functional.mse_loss(y, target), "zeros": made}
+
+
+def test_a_fill_is_made_where_it_is_read_a_piece_at_a_time() -> None:
+    """Zeros that one operator of the micro-batches reads are as large as a micro-batch; what leaves the model is whole."""
+    graph = split_counts(capture_model(Carried(), (torch.randn(8, 8),), {}, (), None, "fp32"))
+    schedule = split_time(graph, dict(rules_of(graph)[0]), 2, {"x": 0})
+    *read, last = (op.name for op in graph.ops if op.target == FILL)
+    assert len(read) == 3
+    assert all(schedule.time[name] == "dim0" for name in read)
+    assert last in schedule.prologue
+    assert schedule.prologue.isdisjoint(read)
+
+
+def _carried(rank: int) -> list[str]:
+    torch.manual_seed(0)
+    model, batch = Carried(), {"x": torch.randn(8, 8)}
+
+    def build(pins: dict[str, Any]) -> nn.Module:
+        pins = {"tp": 1, "microbatches": 2, "recompute": "none", **pins}
+        return autoparallel(model, init_device_mesh("cpu", (2,)), ((), batch), pins=pins, progress=False)
+
+    cases: list[dict[str, Any]] = [{"pp": 2, "schedule": "1f1b"}, {"dp": 2, "zero": 1}]
+    return differences(rank, model, batch, {str(pins): partial(build, pins) for pins in cases})
+
+
+def test_a_fill_that_a_later_stage_reads(pool: Callable[[int], Any]) -> None:
+    assert pool(2).run(_carried) == [[], []]

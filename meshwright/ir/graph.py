@@ -21,6 +21,9 @@ import torch
 from meshwright.errors import MeshwrightError
 from meshwright.ir.sharding import DTYPE_NAMES
 
+FILL = "aten.full.default"
+"""One number everywhere, so that any piece is like any other; the only spelling of a fill in a graph."""
+
 
 class GraphError(MeshwrightError, ValueError):
     """A graph that is not well formed."""

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from meshwright.compiler.capture.normalize import clean
 from meshwright.errors import NotKeptError
 from meshwright.ir.gradients.custom import CustomFunction, split_joint
-from meshwright.ir.graph import Graph, Op, Param, Ref, Value
+from meshwright.ir.graph import FILL, Graph, Op, Param, Ref, Value
 from meshwright.ir.sharding import DTYPE_NAMES, DTYPES
 
 _AS_OPERATOR = ("register it as an operator: torch.library.custom_op with register_fake and register_autograd (and "
@@ -237,7 +237,7 @@ def _graph(module: fx.GraphModule, name: str) -> Graph:
                     constants[node.name] = held.detach()
             else:
                 dtype = (("dtype", held.dtype),)
-                ops.append(Op(node.name, "aten.full.default", (tuple(held.shape), number), dtype, (node.name,)))
+                ops.append(Op(node.name, FILL, (tuple(held.shape), number), dtype, (node.name,)))
         elif node.op == "call_function" and node.target is not operator.getitem:
             if not isinstance(node.target, torch._ops.OpOverload):
                 raise NotKeptError(f"autograd.Function {name} uses {node.target}, which is no plain tensor operator",

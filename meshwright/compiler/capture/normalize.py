@@ -44,7 +44,7 @@ from meshwright.compiler.capture.patterns import (
 )
 from meshwright.compiler.capture.projections import fuse_projections
 from meshwright.compiler.capture.rewrite import Edit, eliminate_dead_code, mark_differentiable, rewrite
-from meshwright.ir.graph import Graph, Op, Ref
+from meshwright.ir.graph import FILL, Graph, Op, Ref
 from meshwright.ir.operators import overload
 
 Pass = Callable[[Graph], Graph]
@@ -115,7 +115,7 @@ def _clean_op(op: Op, edit: Edit) -> Iterable[Op] | None:
     out = edit.values[op.outputs[0]]
     if target in FILLS:  # the operand lends its shape and dtype alone
         value = FILLS[target] if FILLS[target] is not None else op.args[1 if target.endswith("_like.default") else 2]
-        op = replace(op, target="aten.full.default", args=(out.shape, value), kwargs=(("dtype", out.dtype),))
+        op = replace(op, target=FILL, args=(out.shape, value), kwargs=(("dtype", out.dtype),))
     elif target in RESHAPES:
         op = replace(op, target="aten.reshape.default", args=(op.args[0], out.shape), kwargs=())
     elif target in EXPANDS:

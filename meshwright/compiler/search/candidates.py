@@ -69,7 +69,7 @@ class Candidate:
     layout: other axes than these, which may split what their roles say; without a pipeline only
     context: ranks that split the sequence
     mirrored: whether each of these has two chunks of it
-    expert: of the data ranks, those over which experts are split; 1 beside a split sequence
+    expert: of the data ranks, those over which experts are split
     heads: of the ranks that split the sequence, the near ones that exchange it for heads while attention runs
     """
 
@@ -122,7 +122,7 @@ def candidates(
         for candidate in _of_layout(
             pp, cluster.world // pp // tensor // context, tensor, context, mirrored and context > 1, batch, pins, units
         )
-        for expert in _degrees("ep", pins, candidate.data, math.gcd(candidate.data, experts) if context == 1 else 1)
+        for expert in _degrees("ep", pins, candidate.data, math.gcd(candidate.data, experts))
         if pins.shard in (None, 1, candidate.data) or pins.shard % expert == 0
     ]
     if not found:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from meshwright.ir.graph import Graph, Op, Ref, Value, map_refs
+from meshwright.ir.graph import FILL, Graph, Op, Ref, Value, map_refs
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import TIME, PlanError, Schedule
 from meshwright.ir.rule import OpRule, place
@@ -65,7 +65,7 @@ def split_time(graph: Graph, rules: Mapping[str, OpRule], microbatches: int, bat
         if graph.values[name].shape[dim] % microbatches:
             raise PlanError(f"microbatches={microbatches} does not divide the batch {graph.values[name].shape[dim]} of input "
                             f"{name!r}; choose a divisor")
-    free = graph.parameter_free
+    free = _prologue(graph)
     state: dict[str, int | str | None] = {}  # value -> dim split over time, "+" or None (the same in every micro-batch)
     state.update(batch_inputs)
     time: dict[str, str] = {}
@@ -94,6 +94,21 @@ def split_time(graph: Graph, rules: Mapping[str, OpRule], microbatches: int, bat
     if graph.mutations:
         raise PlanError("a model that updates buffers from the whole batch (batch norm) needs microbatches=1")
     return Schedule(microbatches, time, free)
+
+
+def _prologue(graph: Graph) -> frozenset[str]:
+    """What runs once a step.
+
+    A fill that one operator of the micro-batches reads is made there, as large as it reads it: made before, it would be whole,
+    for every micro-batch at once.
+    """
+    free, readers = graph.parameter_free, graph.consumers()
+
+    def read_there(op: Op) -> bool:
+        found = [graph.ops[index] for name in op.outputs for index in readers[name]]
+        return len(found) == 1 and found[0].name not in free and not set(op.outputs) & set(graph.outputs)
+
+    return frozenset(op.name for op in graph.ops if op.name in free and not (op.target == FILL and read_there(op)))
 
 
 def _batch_of_prologue(

@@ -24,7 +24,7 @@ from meshwright.compiler.capture.functions import uniform
 from meshwright.compiler.capture.shadow import WRAPPED, Leaf, ModelTensor, Traced, is_user_file
 from meshwright.errors import CaptureError
 from meshwright.ir.gradients.custom import CUSTOM, CustomFunction
-from meshwright.ir.graph import Graph, Op, Param, Ref, Value
+from meshwright.ir.graph import FILL, Graph, Op, Param, Ref, Value
 
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
@@ -179,7 +179,7 @@ class _Importer:
         number = uniform(tensor)
         if number is not None:
             dtype = (("dtype", tensor.dtype),)
-            self.ops.append(Op(name, "aten.full.default", (tuple(tensor.shape), number), dtype, (name,)))
+            self.ops.append(Op(name, FILL, (tuple(tensor.shape), number), dtype, (name,)))
         else:
             self.params.append(Param(name, (f"_constant_{name}",), False, buffer=True, persistent=False))
             self.constants[name] = tensor.detach()
