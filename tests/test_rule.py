@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.compiler.rules.call import Call, Operand
+from meshwright.errors import PlanError
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.notation import Dim, Line, RuleError, Term, parse_line
 from meshwright.ir.rule import OpRule, Traffic, place
@@ -193,3 +194,12 @@ def test_legal_counts_units_and_pieces() -> None:
     uneven = call_of([(8,)], [(8,)]).line("a -> a")
     assert uneven.legal({"a": "a"}, three, even=False)
     assert not uneven.legal({"a": "a"}, three)
+
+
+@pytest.mark.parametrize("factor", ["+1", "+-1", "+x"])
+def test_a_pending_sum_of_operands_that_the_rule_does_not_name_is_refused(factor: str) -> None:
+    """As a plan file may say it."""
+    rule = OpRule((("b",), ("b",)), (("b",),), {"b": 4}, linear=(frozenset({0}),))
+    assert place(rule, {"x": "+0"}, Mesh.of(x=2), [True, True]).operands[0].partial == {"x"}
+    with pytest.raises(PlanError, match="is no choice of the operator"):
+        place(rule, {"x": factor}, Mesh.of(x=2), [True, True])

@@ -24,10 +24,11 @@ operator's rule is declared as a line is ``meshwright.ir.notation``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.errors import PlanError
 from meshwright.ir.declared.operator import Operators
 from meshwright.ir.graph import Op
 from meshwright.ir.mesh import SEQUENCE, Mesh, role_of
@@ -343,6 +344,15 @@ def place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Sequ
     return found
 
 
+def _addends(rule: OpRule, factor: Factor) -> Collection[int]:
+    """The operands of which a choice such as ``+1`` takes pending sums. Raises PlanError if the rule has no such choice."""
+    number = factor[1:] or "0"
+    if not number.isdecimal() or int(number) >= len(rule.linear):
+        raise PlanError(f"{factor!r} is no choice of the operator: its rule is {rule}. The plan is damaged, or of another "
+                        f"rule: plan again")
+    return rule.linear[int(number)]
+
+
 def _place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Sequence[bool]) -> Placed:
     def sharding(dims: tuple[Factor | None, ...], is_result: bool, position: int) -> Sharding:
         split: list[tuple[str, ...]] = [()] * len(dims)
@@ -355,7 +365,7 @@ def _place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Seq
                 if any(differentiable) if is_result else differentiable[position]:
                     varying.add(axis)
             elif factor.startswith("+"):
-                if is_result or position in rule.linear[int(factor[1:] or 0)]:
+                if is_result or position in _addends(rule, factor):
                     partial.add(axis)
                 elif differentiable[position]:
                     varying.add(axis)

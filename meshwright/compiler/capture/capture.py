@@ -194,7 +194,7 @@ _REMEDIES = (
      "it branches on, or takes a number from, the contents of a tensor; use torch.where, or make it a Python argument. A loop "
      "over experts that asks which tokens are theirs: of a transformers model set experts_implementation=\"grouped_mm\" "
      "(from_pretrained and from_config take it); of your own, sort the tokens by expert and use torch._grouped_mm, or compute "
-     "every expert on all tokens"),
+     "every expert on all tokens. A torch.distributions object that looks at its arguments wants validate_args=False"),
     (("dtype", "same type"), "the dtypes of an operation's operands differ under this precision; cast them in the model"),
     (("mat1 and mat2", "size of tensor", "shape", "must match", "reduction dim", "size mismatch"),
      "the shapes do not fit: check the example inputs"),
