@@ -15,7 +15,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -37,7 +37,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
-from meshwright.lengths import loss_alone
+from meshwright.lengths import longest, loss_alone
 from meshwright.passes import cut_stages, rank_program
 from meshwright.planner import OPTIMIZERS, capture_model, make_plan, rules_of
 from meshwright.runtime import draws
@@ -362,13 +362,40 @@ def rows_of(name: str) -> Iterator[dict[str, Any]]:
                "error": one.bytes / kinds["total"] - 1, "kinds": dict(one.kinds), "tracked kinds": kinds}
 
 
+def confirmed() -> dict[str, Any]:
+    """The longest sequence of a small Llama on two devices of 48 MiB, run: what its plan was predicted to hold and held, and
+    what the shortest length found not to fit holds under the same layout."""
+
+    def model() -> nn.Module:
+        return llama(2, 64, 4, 2, 192, 512)
+
+    with torch.device("meta"):
+        made = model()
+    cluster = Cluster.parse("b200:1x2").with_memory(48 * 2**20)
+    found = longest(made, cluster, 1, shortest=8192, most=1 << 16, pins={"cp": 2, "zero": 3, "recompute": "full"})
+    sizes = {axis: found.plan.mesh.size(axis) for axis in ("cp", "tp") if axis in found.plan.mesh.axes}
+    kept = {"dp": 1, "pp": 1, "zero": found.plan.groups[0].zero, "recompute": found.plan.groups[0].recompute}
+    over = {**sizes, **kept, "loss_rows": found.plan.to_pins().loss_rows or 0}
+    assert found.too_long is not None
+    rows: dict[str, Any] = {"capacity": cluster.capacity_bytes, "layout": f"{found.plan.mesh}, {over}"}
+    too_long = Case(model, (1, found.too_long), 2, over, "bf16", loss_fn=loss_alone)
+    for what, plan, tokens in (("longest", found.plan, found.tokens), ("too long", plan_of(too_long), found.too_long)):
+        held = tracked(plan, replace(too_long, batch=(1, tokens)))["total"]
+        rows[what] = {"tokens": tokens, "predicted": plan.predicted.bytes_per_rank, "tracked": held}
+    return rows
+
+
 def main() -> int:
     """Print the table; 1 if a prediction is out of bounds."""
     parser = argparse.ArgumentParser(description="Predicted peak memory against MemTracker.")
     parser.add_argument("names", nargs="*", help="programs (default: all)")
     parser.add_argument("--list", action="store_true", help="name the programs")
     parser.add_argument("--json", action="store_true", help="print one JSON value")
+    parser.add_argument("--longest", action="store_true", help="run the longest sequence that fits, and one that does not")
     options = parser.parse_args()
+    if options.longest:
+        print(json.dumps(confirmed()))
+        return 0
     if options.list:
         print("\n".join(CASES))
         return 0

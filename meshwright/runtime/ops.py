@@ -191,12 +191,13 @@ class _LinearCrossEntropy(Function):
             grad = ctx.scoring.gradient_(logits, found, dsum).to(x.dtype)
             del logits
             if dx is not None:
-                torch.mm(grad, weight, out=dx[start : start + len(some)])
+                dx[start : start + len(some)] = grad @ weight
             if dweight is not None:
                 dweight.addmm_(grad.t(), some) if wide == some.dtype else dweight.add_(grad.t() @ some)
             if dbias is not None:
                 dbias.add_(grad.sum(0, dtype=wide))
             start += len(some)
+            del grad  # before the next piece is made
         return (
             None if dx is None else dx.view(x.shape), None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(bias.dtype), None, None, None,
