@@ -34,6 +34,8 @@ import typer
 from meshwright.commands.models import imported, load
 from meshwright.commands.options import cluster_of, one_or_all, optimizer_of, seconds_of, tensor_pins, whole_numbers
 from meshwright.errors import InputError, MeshwrightError
+from meshwright.progress import Report
+from meshwright.progress import progress as shown
 
 if TYPE_CHECKING:
     from meshwright.ir.plan import Plan
@@ -80,6 +82,8 @@ def plan_command(
     dp: Annotated[int | None, typer.Option(help="Pin the data-parallel degree.")] = None,
     shard: Annotated[int | None, typer.Option(help="Pin the ZeRO group within dp (HSDP).")] = None,
     tp: Annotated[int | None, typer.Option(help="Pin the tensor-parallel degree.")] = None,
+    cp: Annotated[int | None, typer.Option(help="Pin the ranks over which the sequence is split.")] = None,
+    attention: Annotated[str | None, typer.Option(help='With --cp: pin "ring", "ulysses" or "all-gather".')] = None,
     ep: Annotated[int | None, typer.Option(help="Pin the data ranks over which experts are split.")] = None,
     pp: Annotated[int | None, typer.Option(help="Pin the pipeline degree.")] = None,
     schedule: Annotated[str | None, typer.Option(help="Pin the pipeline schedule.")] = None,
@@ -108,22 +112,25 @@ def plan_command(
     with _errors(as_json):
         from meshwright.ir.pins import Pins
 
-        pins = Pins(dp=dp, shard=shard, tp=tp, ep=ep, pp=pp, zero=zero, sequence_parallel=sequence_parallel, schedule=schedule,
-                    virtual_stages=virtual_stages, microbatches=microbatches, recompute=recompute,
-                    tensors=tensor_pins(tensor or []))
-        module, example = load(model, batch, sequence)
-        from meshwright.api import plan
-        from meshwright.views import report
+        pins = Pins(dp=dp, shard=shard, tp=tp, cp=cp, attention=attention, ep=ep, pp=pp, zero=zero, schedule=schedule,
+                    sequence_parallel=sequence_parallel, virtual_stages=virtual_stages, microbatches=microbatches,
+                    recompute=recompute, tensors=tensor_pins(tensor or []))
+        with shown(progress) as report:
+            report("reading the model", 0.0)
+            module, example = load(model, batch, sequence)
+            from meshwright.api import plan
 
-        found = plan(module, cluster_of(cluster), example, optimizer=optimizer_of(optimizer), precision=precision, pins=pins,
-                     strict=strict, progress=progress, cache=cache, headroom=headroom,
-                     expert_imbalance=expert_imbalance)
+            found = plan(module, cluster_of(cluster), example, optimizer=optimizer_of(optimizer), precision=precision,
+                         pins=pins, strict=strict, progress=progress, cache=cache, headroom=headroom,
+                         expert_imbalance=expert_imbalance)
         if out is not None:
             found.save(out)
         if as_json:
             _print_json({**summary(found), "file": str(out) if out is not None else None})
         else:
-            report.show(found)
+            from meshwright.views.report import show as printed
+
+            printed(found)
             if out is not None:
                 typer.echo(f"plan written to {out}", err=True)
 
@@ -139,17 +146,19 @@ def show(
     Example: meshwright show plan.json --html plan.html
     """
     with _errors(as_json):
-        from meshwright.views import report
+        with shown(verb="reading") as report:
+            plan = _plan(file, report)
+            from meshwright.views.report import show as printed
 
-        plan = _plan(file)
-        if html is not None:
-            report.show(plan, html)
+            if html is not None:
+                report("writing the page", 0.0)
+                printed(plan, html)
         if as_json:
             _print_json({**summary(plan), "file": str(file)})
         elif html is not None:
             typer.echo(f"report written to {html}", err=True)
         else:
-            report.show(plan)
+            printed(plan)
 
 
 @app.command()
@@ -160,17 +169,17 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Say what was chosen for an operator, parameter or module, and what the alternatives would cost; without a name what
-    bounds the step, and which changes of cluster or batch would help.
+    bounds the step, and which changes of cluster, batch or sequence would help.
 
     Example: meshwright explain plan.json model.layers.0.mlp.down_proj.weight
     """
     with _errors(as_json):
-        from meshwright.progress import progress
-        from meshwright.views import explain as answers
+        with shown(verb="explaining") as report:
+            plan = _plan(file, report)
+            from meshwright.views import explain as answers
 
-        with progress(verb="explaining") as report:
             report("planning what would help" if name is None and changes else "pricing", 0.0)
-            text = answers.explain(_plan(file), name, changes=changes)
+            text = answers.explain(plan, name, changes=changes)
         if as_json:
             _print_json({"name": name, "text": text.splitlines()})
         else:
@@ -184,12 +193,14 @@ def diff(file: PlanFile, other: PlanFile, as_json: Json = False) -> None:
     Example: meshwright diff plan.json other.json
     """
     with _errors(as_json):
-        old, new = _plan(file), _plan(other)
-        from meshwright.ir.serialize import plan_hash
-        from meshwright.views import difference as answers
+        with shown(verb="comparing") as report:
+            old, new = _plan(file, report), _plan(other, report)
+            from meshwright.ir.serialize import plan_hash
+            from meshwright.views import difference as answers
 
-        same = plan_hash(old) == plan_hash(new)
-        text = answers.diff(old, new)
+            report("pricing", 0.0)
+            same = plan_hash(old) == plan_hash(new)
+            text = answers.diff(old, new)
         if as_json:
             _print_json({"equal": same, "differences": [] if text == "no differences" else text.splitlines()})
         else:
@@ -216,12 +227,11 @@ def verify(
     """
     equal = True
     with _errors(as_json):
-        plan = _plan(file)
-        from meshwright.commands.verifying import distinct_ranks, ran, verify_rank
-        from meshwright.progress import progress
+        with shown(verb="verifying") as report:
+            plan = _plan(file, report)
+            from meshwright.commands.verifying import distinct_ranks, ran, verify_rank
 
-        ranks = distinct_ranks(plan.mesh)
-        with progress(verb="verifying") as report:
+            ranks = distinct_ranks(plan.mesh)
             for number, rank in enumerate(ranks):
                 report(f"the program of rank {rank}", 0.1 * number / len(ranks))
                 verify_rank(plan, rank)
@@ -253,7 +263,7 @@ def simulate_command(
     tick: Annotated[float | None, typer.Option(help="Seconds of a column (default: the shortest action).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")] = None,
     what_if: Annotated[list[str] | None, typer.Option(
-        help='Price the plan file again: "bandwidth=0.5", "network=2", "memory=0.5" (factors), "cluster=b200:1x8".',
+        help='Price the plan file again: "bandwidth=0.5", "network=2", "memory=0.5", "batch=2" (factors), "cluster=b200:1x8".',
     )] = None,
     as_json: Json = False,
 ) -> None:
@@ -267,7 +277,8 @@ def simulate_command(
 
             if file is None:
                 raise InputError("--what-if prices a plan again: give its file")
-            found = list(answers(_plan(file), what_if))
+            with shown(verb="pricing") as report:
+                found = list(answers(_plan(file, report), what_if, report))
             if as_json:
                 _print_json({"what_if": [{"what": one.what, "fits": one.predicted.fits, **one.predicted.as_json()}
                                          for one in found]})
@@ -278,9 +289,11 @@ def simulate_command(
         from meshwright.ir.schedules import schedule_of, schedule_table
 
         if file is not None:
-            from meshwright.compiler.search.plans import simulation_of
+            with shown(verb="simulating") as report:
+                plan = _plan(file, report)
+                from meshwright.compiler.search.plans import simulation_of
 
-            run = simulation_of(_plan(file))
+                run = simulation_of(plan)
         elif pp is None or microbatches is None:
             raise InputError("give a plan file, or --pp and --microbatches")
         else:
@@ -365,13 +378,10 @@ def size_command(
     Example: meshwright size config.json --device h100 --tokens 1e12 --batch 512 --sequence 4096 --price 2.5
     """
     with _errors(as_json):
-        from meshwright.api import graph_of
-        from meshwright.commands import sizing
-        from meshwright.ir.pins import Pins
-        from meshwright.progress import progress
-
         if longest == (tokens is not None):
             raise InputError("give --tokens to size clusters for, or --longest for the longest sequence, one of the two")
+        from meshwright.commands import sizing
+
         counts = sizing.default_counts(device) if devices is None else whole_numbers(devices, "--devices")
         if longest:
             reached = _reached(model, device, counts, batch, sequence, most, precision, optimizer)
@@ -380,9 +390,13 @@ def size_command(
                 raise typer.Exit(NOTHING_FITS)
             return
         assert tokens is not None
-        with progress(True, "sizing") as report:
-            report("capturing the model", 0.0)
+        with shown(verb="sizing") as report:
+            report("reading the model", 0.0)
             module, example = load(model, batch, sequence)
+            from meshwright.api import graph_of
+            from meshwright.ir.pins import Pins
+
+            report("capturing the model", 0.0)
             graph = graph_of(module, example, optimizer=optimizer_of(optimizer), precision=precision)
             rows = sizing.sizes(graph, device, counts, tokens, price, pins=Pins(), optimizer=optimizer_of(optimizer),
                                 precision=precision, report=report)
@@ -414,12 +428,12 @@ def profile_command(
     Example: meshwright profile config.json --batch 4 --out mine.toml
     """
     with _errors(as_json):
-        from meshwright.api import graph_of
-        from meshwright.commands.profiling import write
-        from meshwright.progress import progress
+        with shown(verb="profiling") as report:
+            report("reading the model", 0.0)
+            module, example = load(model, batch, sequence)
+            from meshwright.api import graph_of
+            from meshwright.commands.profiling import write
 
-        module, example = load(model, batch, sequence)
-        with progress(verb="profiling") as report:
             report("capturing the model", 0.0)
             graph = graph_of(module, example, precision=precision)
             found = write(out, graph, like=like, name=name, nodes=nodes, seconds=seconds, report=report)
@@ -433,12 +447,12 @@ def profile_command(
 def _reached(
     model: str, device: str, counts: list[int], batch: int, sequence: int, most: int, precision: str, optimizer: str
 ) -> list[Any]:
-    from meshwright.commands import reach
-    from meshwright.progress import progress
+    with shown(verb="sizing") as report:
+        report("reading the model", 0.0)
+        from meshwright.commands import reach
 
-    module, _ = load(model, batch, sequence)
-    lengths = (lambda tokens: load(model, batch, tokens)[1]) if os.path.exists(model) else None
-    with progress(True, "sizing") as report:
+        module, _ = load(model, batch, sequence)
+        lengths = (lambda tokens: load(model, batch, tokens)[1]) if os.path.exists(model) else None
         return reach.reaches(module, device, counts, batch, inputs=lengths, optimizer=optimizer_of(optimizer),
                              precision=precision, shortest=sequence, most=most, report=report)
 
@@ -498,7 +512,8 @@ def _print_json(value: Mapping[str, Any]) -> None:
     typer.echo(json.dumps(value, indent=2, default=str))
 
 
-def _plan(file: Path) -> Plan:
+def _plan(file: Path, report: Report) -> Plan:
+    report(f"reading {file}", 0.0)
     from meshwright.planner import load_plan
 
     return load_plan(file)

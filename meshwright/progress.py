@@ -7,24 +7,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 Report = Callable[[str, float], None]
 """(what is looked at now, share that is done): called as often as there is something to say."""
 SECONDS = 10.0
 """Between two lines where stderr is no terminal."""
+_outer: ContextVar[Report | None] = ContextVar("meshwright_progress", default=None)
 
 
 @contextmanager
 def progress(on: bool = True, verb: str = "planning") -> Iterator[Report]:
-    """What reports within; it is shown from the first second on, unless not ``on``."""
-    if not on:
-        yield lambda what, done: None
-    elif sys.stderr.isatty():
-        with _bar(verb) as report:
+    """What reports within; it is shown from the first second on, unless not ``on``. One within another is part of that one."""
+    outer = _outer.get()
+    if not on or outer is not None:
+        yield outer if on and outer is not None else lambda what, done: None
+        return
+    with (_bar if sys.stderr.isatty() else _lines)(verb) as report:
+        token = _outer.set(report)
+        try:
             yield report
-    else:
-        with _lines(verb) as report:
-            yield report
+        finally:
+            _outer.reset(token)
 
 
 @contextmanager

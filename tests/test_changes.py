@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
 from meshwright import Pins
 from meshwright.cost.cluster import Cluster
-from meshwright.planner import make_plan, reprice, reprice_batches
+from meshwright.errors import PlanError
+from meshwright.ir.graph import Graph
+from meshwright.planner import capture_model, make_plan, reprice, reprice_batches
+from meshwright.resized import of_length
 from meshwright.views.changes import changes
 from meshwright.views.explain import explain
+from tests.mixtures import make as mixture
+from tests.models import make
 from tests.test_pinning import graph
 
 
@@ -44,3 +50,31 @@ def test_they_stand_in_the_answer() -> None:
     assert any(" as many " in line for line in lines[at + 1:])
     assert max(map(len, lines)) <= 120
     assert "changes " not in explain(plan, changes=False)
+
+
+def captured(name: str) -> Graph:
+    model, batch = (mixture if name == "mixtral" else make)(name)
+    return capture_model(model, (), batch, (), None, "fp32")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("factor", [Fraction(2), Fraction(1, 2)], ids=str)
+def test_a_graph_of_another_length_is_the_one_captured_at_it(name: str, factor: Fraction) -> None:
+    model, batch = make(name)
+    longer = {key: x.new_zeros(x.shape[0], int(x.shape[1] * factor)) for key, x in batch.items()}
+    found, wanted = of_length(captured(name), factor), capture_model(model, (), longer, (), None, "fp32")
+    assert [value.shape for value in found.values.values()] == [value.shape for value in wanted.values.values()]
+    literals = [[arg for arg in op.args if isinstance(arg, tuple | list)] for op in found.ops]  # sizes
+    assert literals == [[arg for arg in op.args if isinstance(arg, tuple | list)] for op in wanted.ops]
+
+
+@pytest.mark.parametrize(("name", "says"), [("vit", "no input"), ("mixtral", "graph inside"), ("t5", "another length")])
+def test_what_does_not_follow_at_another_length_is_refused(name: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        of_length(captured(name), Fraction(2))
+
+
+def test_a_table_of_positions_is_not_read_beyond_its_end() -> None:
+    twice = of_length(captured("gpt2"), Fraction(2))
+    with pytest.raises(PlanError, match="positions"):
+        of_length(twice, Fraction(8))

@@ -448,7 +448,8 @@ def test_what_if(tmp_path: Path) -> None:
     assert (plain["fits"], small["step_seconds"]) == (True, plain["step_seconds"])
     assert small["capacity_bytes"] < plain["capacity_bytes"]
     assert "as it is: step" in run("simulate", path, "--what-if", "cluster=a100:2x2").stdout
-    for change, words in (("batch=2", "plan again with --batch"), ("memory=-1", "give a factor"),
+    assert "batch=2: step" in run("simulate", path, "--what-if", "batch=2").stdout
+    for change, words in (("batch=0.3", "makes them whole"), ("memory=-1", "give a factor"),
                           ("cluster=h100:1x8", "again for")):
         refused = run("simulate", path, "--what-if", change)
         assert refused.exit_code == 2

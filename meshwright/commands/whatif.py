@@ -12,9 +12,12 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.prediction import Prediction
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.planner import reprice
+from meshwright.progress import Report
+from meshwright.views.changes import rebatched
 
-FACTORS = ("bandwidth", "network", "memory")
-"""What may be given as a factor: links within and between nodes, those between nodes alone, memory of a device."""
+FACTORS = ("bandwidth", "network", "memory", "batch")
+"""What may be given as a factor: links within and between nodes, those between nodes alone, memory of a device, the batch in as
+many more micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +34,20 @@ class Answer:
                 f"{bytes_text(found.capacity_bytes)} per device, {room}")
 
 
-def answers(plan: Plan, changes: Sequence[str]) -> Iterator[Answer]:
-    """The plan as it is, then under every change alone ("bandwidth=0.5", "cluster=b200:1x8"). Raises InputError, PlanError,
-    ClusterError."""
+def answers(plan: Plan, changes: Sequence[str], report: Report) -> Iterator[Answer]:
+    """The plan as it is, then under every change alone ("bandwidth=0.5", "batch=2", "cluster=b200:1x8"). Raises InputError,
+    PlanError, ClusterError."""
     where = Cluster.parse(plan.cluster)
     known = [(change, _changed(where, change)) for change in changes]
-    for what, cluster in [("as it is", where), *known]:
-        found = reprice(plan, cluster).predicted
-        assert found is not None
-        yield Answer(what, found)
+    for number, (what, changed) in enumerate([("as it is", where), *known]):
+        report(what, number / (1 + len(known)))
+        then = rebatched(plan, where, changed) if isinstance(changed, float) else reprice(plan, changed)
+        assert then.predicted is not None
+        yield Answer(what, then.predicted)
 
 
-def _changed(cluster: Cluster, change: str) -> Cluster:
+def _changed(cluster: Cluster, change: str) -> Cluster | float:
+    """The cluster that a change makes, or the factor of the batch."""
     name, _, value = (word.strip() for word in change.partition("="))
     if name == "cluster" and value:
         return Cluster.parse(value)
@@ -52,7 +57,9 @@ def _changed(cluster: Cluster, change: str) -> Cluster:
         factor = math.nan
     if name not in FACTORS or not 0 < factor < math.inf:
         raise InputError(f"--what-if {change!r}: give a factor of {', '.join(FACTORS)}, as in bandwidth=0.5, or cluster=NAME "
-                         "of as many devices; a plan is for one batch, so for another one plan again with --batch")
+                         "of as many devices")
+    if name == "batch":
+        return factor
     islands = []
     for island in cluster.islands:
         device, node = island.device, island.node

@@ -4,7 +4,8 @@
     twice the memory       planned at the same degrees: what recomputation, micro-batches and ZeRO cost
     faster links, devices  the plan as it is, priced on them
     another batch          the plan as it is with twice or half as many micro-batches, so the same work in each
-    longer, shorter        the same for sequences cannot be said of a graph, which is of one length: plan the model again
+    another length         planned at the same degrees on the graph of sequences twice or half as long, as many of them, where
+                           that graph follows from the plan's (``resized``)
 
 The gain is in tokens per second, or in samples where a model has no tokens; a change that gains nothing is left out.
 """
@@ -14,18 +15,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
 
 from meshwright.cost.cluster import Cluster, ClusterError, known_devices
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, PlanError
 from meshwright.ir.mesh import ANY
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.planner import make_plan, reprice, reprice_batches, state_bytes
 from meshwright.programs import degrees_of
+from meshwright.resized import of_length
 
 LEAST = 0.01
 """Gains below are not worth a line."""
@@ -56,7 +59,7 @@ def changes(plan: Plan) -> list[Change]:
     now = reprice(plan)
     assert now.predicted is not None
     found = [change for change in (*_devices(plan, now, where), *_links(plan, now, where), *_memory(plan, now, where),
-                                   *_batches(plan, where)) if change.gain >= LEAST]
+                                   *_batches(plan, where), *_lengths(plan, now, where)) if change.gain >= LEAST]
     return sorted(found, key=lambda change: -((1 + change.gain) / change.devices))
 
 
@@ -128,9 +131,7 @@ def _memory(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:
                     for island in where.islands)
     then = _planned(plan, Cluster(islands), Pins(**degrees))
     if then is not None:
-        kinds = sorted({group.recompute for group in then.groups})
-        yield _change("twice the memory of a device", now, then,
-                      how=f"recompute {'/'.join(kinds)}, {then.schedule.microbatches} micro-batches")
+        yield _change("twice the memory of a device", now, then, how=_kept(then))
 
 
 def _degrees(plan: Plan) -> dict[str, Any] | None:
@@ -143,19 +144,43 @@ def _degrees(plan: Plan) -> dict[str, Any] | None:
 
 def _batches(plan: Plan, where: Cluster) -> Iterator[Change]:
     """Twice and half the batch."""
+    with suppress(MeshwrightError):
+        same = rebatched(plan, where, 1.0)
+        for what, factor in (("twice the batch", 2.0), ("half the batch", 0.5)):
+            with suppress(MeshwrightError):
+                then = rebatched(plan, where, factor)
+                count = round(factor * same.schedule.microbatches)
+                yield _change(f"{what}, in {count} micro-batches", same, then, factor)
+
+
+def rebatched(plan: Plan, where: Cluster, factor: float) -> Plan:
+    """The plan with what a step takes of ``factor`` times the batch, in as many more micro-batches; a mesh whose axes may split
+    anything is planned at its degrees first. Raises PlanError, ClusterError."""
     if plan.mesh.having(ANY):  # stages are priced on meshes whose axes have roles
         degrees = _degrees(plan)
         staged = None if degrees is None else _planned(plan, where, Pins(**degrees))
         if staged is None:
-            return
+            raise PlanError(f"another batch on {plan.mesh} cannot be priced: its axes are neither data nor tensor axes "
+                            "throughout; plan again at that batch")
         plan = staged
-    for what, factor in (("twice the batch", 2.0), ("half the batch", 0.5)):
-        try:
-            then = reprice_batches(plan, factor)
-            same = reprice_batches(plan, 1.0)
-        except MeshwrightError:
-            continue
-        yield _change(f"{what}, in {round(factor * plan.schedule.microbatches)} micro-batches", same, then, factor)
+    return reprice_batches(plan, factor)
+
+
+def _lengths(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:
+    """Sequences twice and half as long, at the same degrees."""
+    degrees = _degrees(plan)
+    if degrees is None:
+        return
+    for what, factor in (("sequences twice as long", Fraction(2)), ("sequences half as long", Fraction(1, 2))):
+        with suppress(MeshwrightError):
+            then = _planned(replace(plan, graph=of_length(plan.graph, factor)), where, Pins(**degrees))
+            if then is not None:
+                yield _change(f"{what}, as many of them", now, then, float(factor), _kept(then))
+
+
+def _kept(plan: Plan) -> str:
+    kinds = sorted({group.recompute for group in plan.groups})
+    return f"recompute {'/'.join(kinds)}, {plan.schedule.microbatches} micro-batches"
 
 
 def _planned(plan: Plan, where: Cluster, pins: Pins) -> Plan | None:

@@ -59,7 +59,8 @@ def stretched(task: Task, plan: Plan, times: float) -> Prediction:
     as the search counts it, unit by unit. Raises PlanError as ``settled`` does, and where micro-batches would be none or
     parts."""
     if (count := times * plan.schedule.microbatches) < 1 or count % 1:
-        raise PlanError(f"{plan.schedule.microbatches} micro-batches times {times:g} are {count:g}")
+        raise PlanError(f"{times:g} times the batch is {plan.schedule.microbatches} x {times:g} = {count:g} micro-batches of "
+                        "the same size; give a factor that makes them whole, or plan that batch")
     task = replace(task, graph=plan.graph, pins=Pins(), recompute=RECOMPUTE, fixed=FixedDecisions.of(plan, task.rules))
     try:
         made = Plans(task).of(_evaluation(task, plan, times)).predicted

@@ -1,0 +1,198 @@
+"""A captured graph as it were of another sequence length, for prices: no model is at hand, only its plan.
+
+    lengths    dims of the inputs that are a sequence, by where they lead (``structure.dims``), times the factor
+    literals   that depend on the length follow from the rules: what an operator is called with on half of the sequence, its
+               localizer says, and literals are a constant and a multiple of the length
+    values     have the shapes that the operators make of these, run on tensors without contents
+
+What does not follow so is refused: parameters as long as the sequence, mixtures and functions with graphs inside, tables of
+positions that are too short, operators that would communicate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from meshwright.compiler.structure.dims import Dim, DimClasses, batch_inputs, handed_on, sequence_classes
+from meshwright.errors import MeshwrightError, PlanError
+from meshwright.ir.declared.experts import EXPERTS
+from meshwright.ir.gradients.custom import CUSTOM
+from meshwright.ir.graph import Graph, Op, Ref, Value
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.operators import overload
+from meshwright.ir.rule import Local, OpRule, place
+from meshwright.rules import rules_of
+from meshwright.runtime.interpret import call
+
+EMBEDDING, SLICE = "aten.embedding.default", "aten.slice.Tensor"
+MOST_INDICES = 1 << 22
+"""Of a table of positions, whose rows are looked at."""
+
+
+def of_length(graph: Graph, factor: Fraction) -> Graph:
+    """The graph for sequences ``factor`` times as long, as many of them. Raises PlanError where that does not follow."""
+    rules, _ = rules_of(graph)
+    classes = DimClasses(graph, rules)
+    batch = classes.of(batch_inputs(graph).items())
+    sequence = sequence_classes(graph, handed_on(graph), classes, batch)
+    lengths = {size for name in graph.inputs for dim, size in enumerate(graph.values[name].shape)
+               if classes.find((name, dim)) in sequence}
+    alike = {(name, dim) for name in graph.inputs for dim, size in enumerate(graph.values[name].shape)
+             if size in lengths and classes.find((name, dim)) not in batch}  # labels, which are shifted before they are read
+    sequence |= classes.of(alike)
+    shapes = {name: _scaled(name, graph.values[name], sequence, classes, factor) for name in graph.inputs}
+    if all(shapes[name] == graph.values[name].shape for name in graph.inputs):
+        raise PlanError("no input of the model has a sequence")
+    held = {param.value for param in graph.params}
+    for name in held:
+        if any(size > 1 and classes.find((name, dim)) in sequence for dim, size in enumerate(graph.values[name].shape)):
+            raise PlanError(f"%{name} is as long as the sequence")
+    ops = tuple(_resized(op, rules[op.name], graph, sequence, classes, factor) for op in graph.ops)
+    scaled = {op.outputs[0] for op in graph.ops if op.target == SLICE and classes.find((op.outputs[0], op.args[1])) in sequence}
+    values = dict(graph.values) | {name: replace(graph.values[name], shape=shapes[name]) for name in graph.inputs}
+    try:
+        ops = _run(graph, ops, values, held, scaled, factor)
+    except MeshwrightError:
+        raise
+    except Exception as error:  # torch refuses a call of another length in its own ways
+        raise PlanError(f"not every operator runs at another length ({type(error).__name__})") from error
+    return replace(graph, ops=ops, values=values)
+
+
+def _scaled(
+    name: str, value: Value, sequence: frozenset[Dim], classes: DimClasses, factor: Fraction
+) -> tuple[int, ...]:
+    found = [size * factor if size > 1 and classes.find((name, dim)) in sequence else Fraction(size)
+             for dim, size in enumerate(value.shape)]
+    if any(size.denominator > 1 for size in found):
+        raise PlanError(f"{factor} times the sequence of %{name} is no whole number")
+    return tuple(map(int, found))
+
+
+def _resized(
+    op: Op, rule: OpRule, graph: Graph, sequence: frozenset[Dim], classes: DimClasses, factor: Fraction
+) -> Op:
+    """The operator with its literals for the other length."""
+    if op.target in (EXPERTS, CUSTOM):
+        raise PlanError(f"{op.target} has a graph inside")
+    if rule.algorithms:
+        lengths = {size for algorithm in rule.algorithms.values() for size in algorithm.lengths}
+        if any(type(arg) is int and arg > 1 and arg in lengths for arg in op.args):
+            raise PlanError(f"{op.target} is called with its length")
+        return op
+    if rule.localize is None:
+        return op
+    pairs = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
+    factors = {one: None for name, dims in pairs for dim, one in enumerate(dims)
+               if one is not None and one not in rule.whole and rule.sizes[one] > 1 and classes.find((name, dim)) in sequence}
+    if not factors:
+        return op
+    assignment = {f"s{number}": one for number, one in enumerate(factors)}
+
+    def part(ranks: int) -> Any:
+        mesh = Mesh(tuple(assignment), (ranks,) * len(assignment))
+        if not rule.legal(assignment, mesh):
+            raise PlanError(f"{op.target} cannot be halved")
+        local = Local(
+            mesh, dict.fromkeys(assignment, 0), assignment, place(rule, assignment, mesh, [True] * len(op.inputs)),
+            tuple(graph.values[name].shape for name in op.inputs), tuple(graph.values[name].shape for name in op.outputs),
+        )
+        assert rule.localize is not None
+        return rule.localize(op, local)
+
+    whole, half = part(1), part(2)
+    if whole[0] != half[0]:
+        raise PlanError(f"{op.target} is another operator on a part of the sequence")
+    return replace(op, target=whole[0], args=_between(whole[1], half[1], factor), kwargs=_between(whole[2], half[2], factor))
+
+
+def _between(whole: Any, half: Any, factor: Fraction) -> Any:
+    """The literals at ``factor`` times the length, from those at the whole and at half of it."""
+    if isinstance(whole, tuple | list):
+        if not isinstance(half, tuple | list) or len(whole) != len(half):
+            raise PlanError("arguments differ in number on a part of the sequence")
+        return type(whole)(_between(one, other, factor) for one, other in zip(whole, half, strict=True))
+    if type(whole) is int and type(half) is int and whole != half:
+        found = whole + 2 * (factor - 1) * (whole - half)
+        if found.denominator > 1:
+            raise PlanError(f"{found} is no whole number")
+        return int(found)
+    if whole != half:
+        raise PlanError("arguments differ in kind on a part of the sequence")
+    return whole
+
+
+def _sliced(op: Op, old: Mapping[str, Value], new: Mapping[str, Value], scaled: bool, factor: Fraction) -> Op:
+    """A slice that ended where its operand does still does; one of so many positions of a table has as many more.
+    ``scaled``: what it makes is a sequence."""
+    if op.target != SLICE or len(op.args) < 4:
+        return op
+    _, dim, start, end = op.args[:4]
+    before, after = (values[op.inputs[0]].shape[dim] for values in (old, new))
+    if end >= before and before != after:
+        end = after
+    elif scaled and before == after:
+        end = start + math.ceil((end - start) * factor)
+    return replace(op, args=(*op.args[:3], end, *op.args[4:]))
+
+
+def _run(
+    graph: Graph, ops: tuple[Op, ...], values: dict[str, Value], held: set[str], scaled: set[str], factor: Fraction
+) -> tuple[Op, ...]:
+    """The operators, the shapes of what they make filled in. Raises PlanError for one that is neither as it was nor ``factor``
+    times it."""
+    known, found = set[str](), list[Op]()  # known: made of nothing, as positions are
+    env = {name: torch.empty(values[name].shape, dtype=values[name].dtype, device="meta") for name in (*graph.inputs, *held)}
+    with torch.no_grad():
+        for op in ops:
+            op = _sliced(op, graph.values, values, op.outputs[0] in scaled, factor)
+            found.append(op)
+            made = call(_on_meta(op), lambda ref: env[ref.name])
+            results = made if isinstance(made, tuple | list) else (made,)
+            for name, result in zip(op.outputs, results, strict=False):
+                old, new = values[name], tuple(result.shape)
+                fits = len(new) == len(old.shape) and all(b in (a, a * factor) for a, b in zip(old.shape, new, strict=True))
+                if result.dtype != old.dtype or not (fits or name in graph.parameter_free_values):
+                    raise PlanError(f"{op} makes {list(new)} of {list(old.shape)}")
+                values[name] = replace(old, shape=new)
+                env[name] = result
+            if known.issuperset(op.inputs):
+                known.update(op.outputs)
+    for op in found:
+        if op.target == EMBEDDING and op.inputs[1] in known and factor > 1:
+            rows = values[op.inputs[0]].shape[0]
+            if math.prod(values[op.inputs[1]].shape) > MOST_INDICES or _largest(found, op.inputs[1]) >= rows:
+                raise PlanError(f"the table of {op.module or 'the model'} has {rows} positions")
+    return tuple(found)
+
+
+def _on_meta(op: Op) -> Op:
+    """What an operator without operands makes has a device of its own."""
+    if op.inputs or not any(argument.name == "device" for argument in overload(op.target)._schema.arguments):
+        return op
+    return replace(op, kwargs=(*((key, one) for key, one in op.kwargs if key != "device"), ("device", torch.device("meta"))))
+
+
+def _largest(ops: list[Op], name: str) -> int:
+    """The largest element of what is made of nothing."""
+    makers: Mapping[str, Op] = {out: op for op in ops for out in op.outputs}
+    env: dict[str, torch.Tensor] = {}
+
+    def read(ref: Ref) -> torch.Tensor:
+        if ref.name not in env:
+            op = makers[ref.name]
+            made = call(op, read)
+            env.update(zip(op.outputs, made if isinstance(made, tuple | list) else (made,), strict=False))
+        return env[ref.name]
+
+    found = read(Ref(name))
+    return int(found.max()) if found.numel() else 0
+
+
+__all__ = ["of_length"]
