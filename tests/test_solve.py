@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from meshwright.compiler.solver import search
 from meshwright.compiler.solver.chain import BlockModel, Chain, Edge, Infeasible, Kind, evaluate
 from meshwright.compiler.solver.oracle import brute_force, flow_mip
-from meshwright.compiler.solver.pricing import Pricer
-from meshwright.compiler.solver.solve import solve
+from meshwright.compiler.solver.pricing import Column, Pricer
+from meshwright.compiler.solver.rounding import rounded
+from meshwright.compiler.solver.solve import Hint, solve
 from tests.chains import RESOURCES, random_block, random_chain
 
 EXACT = 1e-9
@@ -90,6 +91,33 @@ def test_infeasible_names_the_least_memory(seed, shared, share):
         (error.solution.bytes_, error.solution.transient)
     )
     assert error.solution.bytes_ + error.solution.transient == pytest.approx(error.least)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_hint_changes_no_certificate(seed):
+    """What another limit, or another chain of the same shape, left behind may be far off, and is a bound all the same."""
+    chain, other = (random_chain(s, rows=2, transient=True, sequence=(0, 1, 1, 2)) for s in (seed, seed + 100))
+    hint = Hint()
+    for one, share in ((other, 0.3), (chain, 0.7), (chain, 0.2)):
+        limited = tight(one, share)
+        want, got = brute_force(limited), solve(limited, hint=hint)
+        assert hint.at is not None
+        assert got.bound <= want.time * (1 + EXACT)
+        assert want.time * (1 - EXACT) <= got.time <= want.time * 1.005
+
+
+def test_of_many_copies_only_the_last_is_rounded():
+    """Copies that are fast and large or slow and small: as many as must be are small, though no integer program is asked."""
+    fast, slow = np.array([1.0, 0, 4, 0]), np.array([3.0, 0, 1, 0])
+    block = BlockModel((1, 1, 2), (np.zeros((1, 4)), np.zeros((1, 4)), np.array([fast, slow])), ())
+    kind = Kind((block,), (np.zeros(RESOURCES),), (0,), (1,))
+    rows = np.array([[1.0, 1, 0, 0]])
+    chain = Chain((kind,), (0,) * 33, (), rows, np.array([0, 0, 1.0, 0]), np.zeros(4), capacity=100.0)
+    known = [Column(0, 0, (0, 0, at), 0, 0, cost, float(cost[0]), float(cost[2]), 0.0) for at, cost in enumerate((fast, slow))]
+    found = rounded(chain, [(0, 0)] * 33, known)
+    assert found is not None
+    assert Counter(column.choices[2] for column in found) == {0: 22, 1: 11}  # 22 x 4 + 11 x 1 = 99 bytes
+    assert rounded(replace(chain, capacity=32.0), [(0, 0)] * 33, known) is None
 
 
 def test_forbidden_everywhere_is_infeasible():

@@ -70,10 +70,10 @@ class Sharding:
     mirrored: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        if not self.mirrored.issubset(axis for dim in self.dims for axis in dim):
+        if self.mirrored and not self.mirrored.issubset(self.split_axes):
             raise ShardingError(f"what splits no dim cannot be mirrored: {', '.join(sorted(self.mirrored))}")
-        used = [axis for dim in self.dims for axis in dim] + list(self.partial) + list(self.varying)
-        if len(set(used)) != len(used):
+        used = [*itertools.chain.from_iterable(self.dims), *self.partial, *self.varying]
+        if len(used) > 1 and len(set(used)) != len(used):
             raise ShardingError(f"an axis is used twice in {format_sharding(self)}")
 
     @classmethod

@@ -8,7 +8,7 @@ pay, so the unlimited optimum comes first, and only what does not fit is solved 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from meshwright.compiler.placement.choices import Scope, check_sequence
@@ -22,7 +22,7 @@ from meshwright.compiler.search.layouts import variants
 from meshwright.compiler.search.prediction import of_blocks
 from meshwright.compiler.search.task import Fits, Task, Timing
 from meshwright.compiler.solver.chain import Beaten, Chain, Infeasible, Solution
-from meshwright.compiler.solver.solve import solve
+from meshwright.compiler.solver.solve import Hint, solve
 from meshwright.compiler.structure.dims import batch_inputs, handed_on, sequence_classes
 from meshwright.compiler.structure.microbatch import split_time
 from meshwright.ir.pins import PinError, vars_of
@@ -31,10 +31,35 @@ from meshwright.ir.prediction import Prediction
 
 SOLVE_SECONDS = 3.0
 """Limit of one solve, in nominal seconds: what was done is counted, not a clock."""
+TIE = 1e-3
+"""A layout is left once it is known that nothing on it is faster than the best plan by more than this part."""
+FAR = 1.15
+"""What is counted so many times above the memory does not fit: its program is not replayed to know."""
 
 
-Known = dict[tuple[Layout, int], tuple[Problem, Chain, Solution]]
-"""Of a layout with so many micro-batches the problem, its chain without a limit of memory, and the best of that."""
+@dataclass
+class Looked:
+    """What was found of a layout with so many micro-batches: the problem, the best without a limit of memory, that as a plan,
+    and its prediction with the memory of its program, once that was replayed."""
+
+    problem: Problem
+    unlimited: Solution
+    first: Counted
+    replayed: Prediction | None = None
+
+
+@dataclass
+class Known:
+    """What earlier looks at layouts found, for later ones to start from.
+
+    looked: by layout and micro-batches, until the memory is looked at
+    hints: of a layout, for chains within a limit of memory
+    shares: of a layout, the bytes of a program beside what was counted of its plan, without a limit
+    """
+
+    looked: dict[tuple[Layout, int], Looked] = field(default_factory=dict)
+    hints: dict[Layout, Hint] = field(default_factory=dict)
+    shares: dict[Layout, float] = field(default_factory=dict)
 
 
 def solve_layout(
@@ -45,28 +70,25 @@ def solve_layout(
     also where the fastest of all does not fit; ``known``: what earlier looks found, which this one starts from. Raises
     OutOfMemoryError; NoBetterError if none is faster than what is known, or none was looked for; PinError or PlanError if
     nothing runs on it."""
-    to_beat /= 1.0 - task.gap  # the solver ends where nothing is faster by more than the gap
-    found = None if known is None else known.get((layout, microbatches))
-    if found is None:
-        problem = _problem(task, layout, microbatches)
-        chain = _chain(problem, task, math.inf, timing)
-        try:
-            unlimited = _solved(chain, task, timing, to_beat)
-        except Infeasible:
-            raise _nothing_runs(problem, task) from None
-        except Beaten as beaten:
-            raise NoBetterError(beaten.bound, limited=False) from None
-        if known is not None:
-            known[layout, microbatches] = problem, chain, unlimited
-    else:
-        problem, chain, unlimited = found
-        if unlimited.bound >= to_beat * (1.0 - task.gap):
-            raise NoBetterError(unlimited.bound, limited=False)
-    counted = unlimited.bytes_ + unlimited.transient
-    first = Counted(
-        _plan(problem, chain, unlimited, task), counted, False, unlimited.bound, unlimited.status, settled=True
-    )
-    if not limited_too and not fits(first.plan).fits:
+    cutoff = to_beat * (1.0 - TIE) / (1.0 - task.gap)  # the solver ends where nothing is faster by more than the gap
+    known = Known() if known is None else known
+    looked = known.looked.pop((layout, microbatches), None)
+    if looked is None:
+        looked = _look(task, layout, microbatches, timing, cutoff)
+    elif looked.unlimited.bound >= to_beat:
+        raise NoBetterError(looked.unlimited.bound, limited=False)
+    problem, unlimited, first = looked.problem, looked.unlimited, looked.first
+    capacity = task.cluster.capacity_bytes
+
+    def judge(plan: Plan) -> Prediction:
+        if plan is not first.plan:
+            return fits(plan)
+        looked.replayed = looked.replayed or fits(plan)
+        known.shares[layout] = looked.replayed.bytes_per_rank / first.limit_bytes
+        return looked.replayed
+
+    if not limited_too and not judge(first.plan).fits:
+        known.looked[layout, microbatches] = looked
         raise NoBetterError(unlimited.bound, limited=True)
     if task.pins.recompute is None:
         limited = problem.with_variants(variants(layout, task.pins, microbatches, task.recompute))
@@ -80,7 +102,7 @@ def solve_layout(
     def within(bytes_: float) -> Counted:
         chain = replace(unbounded(), capacity=bytes_)
         try:
-            found = _solved(chain, task, timing, to_beat)
+            found = _solved(chain, task, timing, cutoff, known.hints.setdefault(layout, Hint()))
         except Beaten as beaten:
             raise NoBetterError(max(unlimited.bound, beaten.bound), limited=True) from None
         except Infeasible as error:
@@ -90,7 +112,28 @@ def solve_layout(
             return Counted(plan, least, True, unlimited.bound, "gap", settled=False)
         return Counted(_plan(limited, chain, found, task), bytes_, True, found.bound, found.status, settled=True)
 
-    return fitted(first, within, fits, task.cluster)
+    share = known.shares.get(layout)
+    if share is None or first.limit_bytes * share <= capacity * FAR:
+        return fitted(first, within, judge, task.cluster)
+    asked = capacity / share  # the first is not replayed to learn that it does not fit
+    counted = within(asked)
+    if counted.limit_bytes > asked * FAR:
+        raise OutOfMemoryError.of_layout(counted.limit_bytes * share, {}, problem.mesh, microbatches, task.cluster)
+    return fitted(counted, within, judge, task.cluster, asked)
+
+
+def _look(task: Task, layout: Layout, microbatches: int, timing: Timing, cutoff: float) -> Looked:
+    """The best without a limit of memory. Raises NoBetterError, PinError or PlanError if nothing runs on the layout."""
+    problem = _problem(task, layout, microbatches)
+    chain = _chain(problem, task, math.inf, timing)
+    try:
+        found = _solved(chain, task, timing, cutoff)
+    except Infeasible:
+        raise _nothing_runs(problem, task) from None
+    except Beaten as beaten:
+        raise NoBetterError(beaten.bound, limited=False) from None
+    plan = _plan(problem, chain, found, task)
+    return Looked(problem, found, Counted(plan, found.bytes_ + found.transient, False, found.bound, found.status, settled=True))
 
 
 def held_layout(task: Task, layout: Layout, microbatches: int) -> Prediction:
@@ -135,10 +178,10 @@ def _chain(problem: Problem, task: Task, limit: float, timing: Timing) -> Chain:
     return chain
 
 
-def _solved(chain: Chain, task: Task, timing: Timing, to_beat: float) -> Solution:
-    """The best of a chain. Raises Infeasible; Beaten if it is no better than ``to_beat`` seconds."""
+def _solved(chain: Chain, task: Task, timing: Timing, cutoff: float, hint: Hint | None = None) -> Solution:
+    """The best of a chain. Raises Infeasible; Beaten if nothing is faster than ``cutoff`` seconds by more than the gap."""
     try:
-        return solve(chain, gap=task.gap, limit=SOLVE_SECONDS, cutoff=to_beat)
+        return solve(chain, gap=task.gap, limit=SOLVE_SECONDS, cutoff=cutoff, hint=hint)
     finally:
         timing.mark("solve")
 

@@ -74,14 +74,18 @@ def prediction_of(plan: Plan) -> Prediction:
     return plan.predicted
 
 
-def fitted(first: Counted, within: Callable[[float], Counted], fits: Fits, cluster: Cluster) -> Fitted:
+def fitted(
+    first: Counted, within: Callable[[float], Counted], fits: Fits, cluster: Cluster, asked: float | None = None
+) -> Fitted:
     """The fastest plan found that fits.
 
-    ``within``: the fastest plan within so many counted bytes. Where there is none it returns the leanest, whose ``limit_bytes``
-    are more than it was asked for, or raises DoesNotFitError. Raises OutOfMemoryError, or what ``within`` raised.
+    ``asked``: the limit that the first was to stay within, if it may not; ``within``: the fastest plan within so many counted
+    bytes. Where there is none it returns the leanest, whose ``limit_bytes`` are more than it was asked for, or raises
+    DoesNotFitError. Raises OutOfMemoryError, or what ``within`` raised.
     """
     best: Fitted | None = None
-    counted, asked, rounds = first, first.limit_bytes if first.limited else math.inf, 0
+    counted, rounds = first, 0
+    asked = asked if asked is not None else first.limit_bytes if first.limited else math.inf
     while True:
         leanest = counted.limit_bytes > asked
         if leanest and best is not None:

@@ -58,7 +58,7 @@ def best_plan(task: Task, fits: Fits, limit: float, *, timing: Timing, progress:
     """The plan of least time that fits, within ``limit`` nominal seconds. Raises OutOfMemoryError, PinError, PlanError."""
     _check_combination(task)
 
-    known: Known = {}
+    known = Known()
 
     def free(candidate: Candidate, to_beat: float, limited_too: bool) -> Fitted:
         assert candidate.layout is not None

@@ -4,6 +4,7 @@
     relax (master.py)      linear program over known columns         -> next multipliers (Kelley's cutting planes on the dual)
     choose (master.py)     integer program over known columns        -> incumbent, memory exact, copies free to differ,
                                                                         all positions agree on the shared variables
+    round (rounding.py)    a knapsack between the path's states      -> incumbent, where copies are many
 
 ``Search.run`` alternates the first two until the bound meets the linear program or the demanded gap, asks the third for
 incumbents, and takes up all columns whose slack is within the remaining gap before it gives up. If the unconstrained optimum
@@ -25,6 +26,7 @@ import numpy as np
 from meshwright.compiler.solver.chain import Array, Beaten, Chain, Infeasible, Solution, evaluate
 from meshwright.compiler.solver.master import Scale, choose, relax
 from meshwright.compiler.solver.pricing import Column, Group, Multipliers, Priced, Pricer
+from meshwright.compiler.solver.rounding import rounded
 
 ROUNDS = 40
 """Most cutting-plane rounds; the linear program meets the bound in 5 to 15."""
@@ -148,6 +150,11 @@ class Search:
         if time < self.time and agree(self.chain, columns):
             self.time, self.incumbent = time, list(columns)
 
+    def _round(self, priced: Priced) -> None:
+        """Offer what fits between the states of the priced path."""
+        if np.isfinite(self.chain.capacity):
+            self._offer(rounded(self.chain, priced.path, self._listed()))
+
     def _add(self, priced: Priced, limit: float, many: int, everyone: bool = False) -> tuple[int, list[Column] | None]:
         """Take up the path's columns, up to ``many`` per kind within ``limit`` of slack, with ``everyone`` each group's best.
 
@@ -207,6 +214,7 @@ class Search:
         if self.start is not None:
             bound, priced = self.price(self.start)
             self._offer(self._add(priced, 0.0, FEW)[1])
+            self._round(priced)
             if bound > self.bound:
                 self.bound, self.best = bound, self.start
         self._report("start")
@@ -253,6 +261,7 @@ class Search:
             if bound > self.bound:
                 self.bound, self.best = bound, at
             self._offer(path)
+            self._round(priced)
             near = self.bound >= value - self.gap * abs(value)
             if new and not self.done and (near or round_ % 4 == 3) and self._may_improve(value):
                 self._choose()
@@ -272,7 +281,8 @@ class Search:
             return
         bound, priced = self.price(self.best, everyone=True)
         new, _ = self._add(priced, self.loose_time - bound, MANY, everyone=True)
-        if new:
+        self._round(priced)
+        if new and not self.done:
             self._choose()
         self._report("enrich")
 

@@ -17,7 +17,7 @@ import time as clock
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from meshwright.compiler.solver.oracle import flow_mip, flow_size
 from meshwright.compiler.solver.pricing import Multipliers, Pricer
 from meshwright.compiler.solver.search import Progress, Search, infeasible, shared_states
 
-__all__ = ["Beaten", "BlockModel", "Chain", "Edge", "Infeasible", "Kind", "Solution", "evaluate", "prune", "solve"]
+__all__ = ["Beaten", "BlockModel", "Chain", "Edge", "Hint", "Infeasible", "Kind", "Solution", "evaluate", "prune", "solve"]
 
 SMALL, NODES = 5_000, 20
 """Variables of the flow program up to which it may close a remaining gap, and the nodes that it may visit: most that it closes
@@ -37,23 +37,46 @@ BRANCHED = 2.0
 """With a solution at hand, branching may take so many times what the relaxation took: it only proves, or improves a little."""
 
 
+@dataclass
+class Hint:
+    """The best multipliers of a solve, which the next chain like it tries at once: where they are as good there, they prove
+    that nothing is faster than its cutoff, and nothing else need be solved."""
+
+    at: Multipliers | None = None
+
+    def for_(self, pricer: Pricer) -> Multipliers | None:
+        """The multipliers, if they are a point of this chain's dual."""
+        at, chain = self.at, pricer.chain
+        if at is None or at.alpha.keys() != set(pricer.groups) or len(at.transient) != len(chain.kinds):
+            return None
+        same = all(len(alpha) == len(chain.time_rows) for alpha in at.alpha.values())
+        held = sum(copies * nu for copies, nu in zip(pricer.copies, at.transient, strict=True))
+        return at if same and held <= at.memory else None
+
+
 def solve(
-    chain: Chain, *, gap: float = 0.005, limit: float = 30.0, progress: Progress | None = None, cutoff: float = np.inf
+    chain: Chain, *, gap: float = 0.005, limit: float = 30.0, progress: Progress | None = None, cutoff: float = np.inf,
+    hint: Hint | None = None,
 ) -> Solution:
     """The least time of a chain within its capacity, within ``gap`` of the certified bound where ``limit`` (nominal seconds,
     see effort.py) allows.
 
     ``progress`` is called with (incumbent time, bound, phase). Deterministic. Raises ``Infeasible`` with the least memory if
     nothing fits, and ``Beaten`` with the bound once it is known that nothing is faster than ``cutoff`` by more than the gap.
+    ``hint``: what an earlier solve of a chain like this one found, and the place for what this one finds.
     """
-    start = clock.monotonic()
+    began = clock.monotonic()
     pricer = Pricer(chain, Effort(limit))
-    seconds = {"plan": clock.monotonic() - start}
-    root = Search(chain, pricer, gap, progress, cutoff=cutoff, strict=cutoff < np.inf, seconds=seconds)
+    seconds = {"plan": clock.monotonic() - began}
+    start = None if hint is None else hint.for_(pricer)
+    root = Search(chain, pricer, gap, progress, cutoff=cutoff, strict=cutoff < np.inf, start=start, seconds=seconds)
     try:
         best, bound = _shared(root.run())
     except Infeasible as error:
         return _last_resort(root, error, gap)
+    finally:
+        if hint is not None:
+            hint.at = root.best or hint.at
     assert best.incumbent is not None
     status = "optimal" if best.time - bound <= gap * best.time else "time_limit" if best.late else "gap"
     solution = best.solution(best.incumbent, bound, status)
