@@ -67,6 +67,23 @@ def gpt_oss(**more: Any) -> nn.Module:
     return model
 
 
+def ernie(**more: Any) -> nn.Module:
+    """Softmax routing chosen with a corrected bias, and shared experts."""
+    from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+
+    sizes = {**_SIZES, "num_hidden_layers": 1, "moe_num_experts": EXPERTS, "moe_k": 2, "moe_num_shared_experts": 1,
+             "moe_intermediate_size": 8, "moe_layer_start_index": 0, "moe_layer_end_index": -1, **more}
+    return Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**sizes))
+
+
+def granite(**more: Any) -> nn.Module:
+    """The best are chosen by their logits, and weighed by a softmax over these alone."""
+    from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
+
+    sizes = {**_SIZES, "num_hidden_layers": 1, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, **more}
+    return GraniteMoeForCausalLM(GraniteMoeConfig(**sizes))
+
+
 class Gshard(nn.Module):
     """Experts by einsum over everything: tokens are dispatched to places, of which an expert has a few in every sequence, and
     combined from there; what comes too late is dropped (Lepikhin et al. 2020)."""
@@ -125,7 +142,8 @@ def skewed(model: nn.Module) -> nn.Module:
 
 
 MAKERS: Mapping[str, Callable[..., nn.Module]] = {
-    "mixtral": mixtral, "qwen2": qwen2, "qwen3": qwen3, "deepseek": deepseek, "gpt_oss": gpt_oss,
+    "mixtral": mixtral, "qwen2": qwen2, "qwen3": qwen3, "deepseek": deepseek, "gpt_oss": gpt_oss, "ernie": ernie,
+    "granite": granite,
     "mixtral balanced": lambda **more: mixtral(
         num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=0.5, **more
     ),

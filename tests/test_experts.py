@@ -39,7 +39,7 @@ from meshwright.runtime.interpret import run
 from tests.equality import EPS, RELATIVE, captured_once, compare, differences, train
 from tests.mixtures import make, mixtral
 
-MIXTURES = ("mixtral", "qwen2", "qwen3", "deepseek", "gpt_oss")
+MIXTURES = ("mixtral", "qwen2", "qwen3", "deepseek", "gpt_oss", "ernie", "granite")
 
 
 def captured(model: nn.Module, batch: Mapping[str, torch.Tensor], precision: str = "fp32") -> Graph:
@@ -178,6 +178,7 @@ PAIRS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "qwen2": ({"dp": 2, "ep": 2, "zero": 3}, {"dp": 1, "tp": 2}),
     "deepseek skewed": ({"dp": 2, "ep": 2, "zero": 1, "recompute": "full", "microbatches": 2},),
     "gpt_oss": ({"dp": 2, "ep": 2, "zero": 2}, {"dp": 1, "tp": 2}),
+    "ernie": ({"dp": 2, "ep": 2, "zero": 2, "microbatches": 2},),
     "einsum": ({"dp": 2, "zero": 2, "microbatches": 2}, {"dp": 1, "tp": 2}),
     "loop": ({"dp": 2, "zero": 3}, {"dp": 1, "tp": 2}),
 }

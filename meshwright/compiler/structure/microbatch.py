@@ -102,11 +102,11 @@ def _prologue(graph: Graph) -> frozenset[str]:
     A fill that one operator of the micro-batches reads is made there, as large as it reads it: made before, it would be whole,
     for every micro-batch at once.
     """
-    free, readers = graph.parameter_free, graph.consumers()
+    free, readers, leaving = graph.parameter_free, graph.consumers(), frozenset(graph.outputs)
 
     def read_there(op: Op) -> bool:
         found = [graph.ops[index] for name in op.outputs for index in readers[name]]
-        return len(found) == 1 and found[0].name not in free and not set(op.outputs) & set(graph.outputs)
+        return len(found) == 1 and found[0].name not in free and leaving.isdisjoint(op.outputs)
 
     return frozenset(op.name for op in graph.ops if op.name in free and not (op.target == FILL and read_there(op)))
 
