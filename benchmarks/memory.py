@@ -46,7 +46,7 @@ from meshwright.runtime.checks import tensors
 from meshwright.runtime.experts import mixture
 from meshwright.runtime.groups import make_groups
 from meshwright.runtime.module import ParallelModule
-from meshwright.runtime.pipeline.pipeline import Pipeline
+from meshwright.runtime.pipeline.pipeline import PipelineStages
 
 CPU = torch.device("cpu")
 
@@ -317,7 +317,7 @@ def tracked(plan: Plan, case: Case, rank: int = 0) -> dict[str, float]:
         meshes = data_meshes(everything, groups)
         names = [(fqn, stored) for stored in everything for fqn in stored.fqns if stored.value not in program.constants]
         with FakeTensorMode(allow_non_fake_inputs=True), real_meshes():
-            engine = Pipeline(program, groups, meshes) if stages else assemble(program, groups, meshes)
+            engine = PipelineStages(program, groups, meshes) if stages else assemble(program, groups, meshes)
             parallel = ParallelModule(program, groups, engine, 0, None, names)
             parallel.train()
             optimizer = torch.optim.AdamW(parallel.parameters())

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.compiler.placement.pin_conflicts import asks, check_agreement
-from meshwright.compiler.structure.guard import Watch
+from meshwright.compiler.structure.guard import CallWatch
 from meshwright.compiler.structure.pieces import as_in
 from meshwright.compiler.structure.same import aligned
 from meshwright.cost.cluster import Cluster
@@ -192,7 +192,7 @@ def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh, loss_fn: Callable[...
         there = in_mode(plan, graph, rules_of(graph)[0])
         return checked_program(replace(there, registered=registered_of(graph)), rank)
 
-    parallel.watch = Watch(model, plan.graph, recapture)
+    parallel.watch = CallWatch(model, plan.graph, recapture)
     parallel.lower_mode = other_mode
     parallel.exporter = Exporter(plan, parallel.watch.unexportable)
     return parallel

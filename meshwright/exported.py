@@ -45,7 +45,7 @@ from meshwright.programs import check_given, checked_program, device_of, mesh_pi
 from meshwright.rules import rules_of_plan
 from meshwright.runtime.module import ParallelModule, build
 from meshwright.runtime.state.layout import local_of
-from meshwright.runtime.state.names import Kind, Names
+from meshwright.runtime.state.names import ModuleKind, NamedModule
 from meshwright.runtime.state.storage import put_in_place
 from meshwright.runtime.verdict import together
 
@@ -237,7 +237,7 @@ def load(folder: str | Path, mesh: DeviceMesh, *, classes: Iterable[type] = ()) 
     if len(set(_gathered(found.digest))) > 1:
         raise ExportError("the ranks read different exports; give every rank the same folder")
     names = together(lambda: _names(found, program, source))
-    kinds = {path: Kind(Names, False) for path in found.resting}
+    kinds = {path: ModuleKind(NamedModule, False) for path in found.resting}
     parallel = build(program, None, device=device_of(mesh), names=names, kinds=kinds)
     parallel.plan = found.plan
     if found.state:

@@ -91,7 +91,7 @@ def check_rule(op: Any, sample: Sample | Sequence[Any], *, most: int = MOST, boo
 
 
 @dataclass(frozen=True)
-class Run:
+class OperatorRun:
     """One operator run whole: the op in a graph of its own, its operands, results and gradients."""
 
     op: Op
@@ -118,7 +118,7 @@ def call(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[t
     return tuple(found) if isinstance(found, tuple | list) else (found,)
 
 
-def whole_run(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], fixed: Sequence[int] = ()) -> Run:
+def whole_run(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], fixed: Sequence[int] = ()) -> OperatorRun:
     """Run ``target`` on these arguments. Float operands that the result depends on are differentiated, except ``fixed``."""
     operands: list[torch.Tensor] = []
 
@@ -141,7 +141,7 @@ def whole_run(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], fixed
     values = {f"x{i}": Value(f"x{i}", tuple(x.shape), x.dtype) for i, x in enumerate(operands)}
     values |= {f"y{i}": Value(f"y{i}", tuple(y.shape), y.dtype) for i, y in enumerate(results)}
     graph = Graph(values, tuple(names), (), (op,), None)
-    return Run(
+    return OperatorRun(
         op, graph, tuple(x.detach() for x in operands), tuple(y.detach() for y in results),
         tuple(g is not None for g in gradients), outgoing, gradients,
     )
@@ -250,7 +250,7 @@ class Rendezvous:
         return stacked.amax(0) if op == "max" else stacked.sum(0)
 
 
-def check(run: Run, rule: OpRule, assignment: Mapping[str, str], mesh: Mesh, values: bool = True) -> None:
+def check(run: OperatorRun, rule: OpRule, assignment: Mapping[str, str], mesh: Mesh, values: bool = True) -> None:
     """Assert that the operator sharded by ``assignment`` equals the whole run, results and gradients (else shapes alone)."""
     placed = place(rule, assignment, mesh, run.differentiable)
     communicates = any(factor in rule.internal for factor in assignment.values())
@@ -292,7 +292,7 @@ def _on_ranks(work: Callable[[int], Any], world: int, together: bool) -> list[An
     return found
 
 
-def one_rank(run: Run, rule: OpRule, assignment: Mapping[str, str], mesh: Mesh, placed: Placed, rank: int) -> Any:
+def one_rank(run: OperatorRun, rule: OpRule, assignment: Mapping[str, str], mesh: Mesh, placed: Placed, rank: int) -> Any:
     """One rank: its results, and the gradients of its operands."""
     at = mesh.coordinates(rank)
     operands = [

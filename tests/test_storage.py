@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, state_dict_lo
 
 from meshwright.errors import CheckpointError
 from meshwright.runtime.state import storage
-from meshwright.runtime.state.storage import Chunk, Entry, Index, Reader, Writer, check_files, read_index, write_index
+from meshwright.runtime.state.storage import Chunk, Index, Reader, TensorEntry, Writer, check_files, read_index, write_index
 from tests.test_plan_files import mutant
 from tests.test_runtime import PLAIN, SHARDED, prepare, whole
 
@@ -82,7 +82,7 @@ CHUNK = Chunk((0, 0), (2, 3), "rank-00000.safetensors")
     ((2, True), [CHUNK]), ((-2, -3), [CHUNK]), ((2.0, 3), [CHUNK]), ((), [CHUNK, CHUNK]),
 ], ids=str)
 def test_chunks_that_do_not_make_up_their_tensor(tmp_path: Path, shape: Any, chunks: list[Chunk]) -> None:
-    write_index(tmp_path, Index({CHUNK.file: (10, 1)}, {"x": Entry(torch.float32, shape, tuple(chunks))}, {}))
+    write_index(tmp_path, Index({CHUNK.file: (10, 1)}, {"x": TensorEntry(torch.float32, shape, tuple(chunks))}, {}))
     with pytest.raises(CheckpointError, match="tensor 'x'"):
         read_index(tmp_path)
 

@@ -200,6 +200,14 @@ def test_files_and_functions_stay_readable() -> None:
     assert not wrong
 
 
+def test_a_class_name_is_one_class() -> None:
+    """Two classes of one name would be two things under one word."""
+    names = Counter(
+        node.name for tree in TREES.values() for node in tree.body if isinstance(node, ast.ClassDef)
+    )
+    assert not [name for name, count in names.items() if count > 1 and not name.startswith("_")]
+
+
 def test_modules_and_public_names_are_documented() -> None:
     wrong = []
     for name, tree in TREES.items():

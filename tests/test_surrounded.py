@@ -24,7 +24,7 @@ from meshwright.ir.mesh import Mesh, role_of
 from meshwright.ir.pins import Pins
 from meshwright.ir.rule import Rules
 from meshwright.planner import rules_of
-from meshwright.testing import Run, whole_run
+from meshwright.testing import OperatorRun, whole_run
 from tests.rule_samples import SAMPLES
 
 LAYOUTS: Mapping[str, tuple[Mesh, Pins, bool]] = {
@@ -37,7 +37,7 @@ Sizes of samples are 2, 4, 6 and 8: three ranks split them unevenly, or not at a
 CLUSTER = Cluster.parse("cpu:1x16")
 
 
-def surrounded(run: Run, weights: bool) -> Graph:
+def surrounded(run: OperatorRun, weights: bool) -> Graph:
     """The operator between others: operands are made from inputs by a trained number, or, ``weights``, are parameters but for
     the first; results go into a loss."""
     values, inputs, params = dict[str, Value](), list[str](), [Param("gain", ("gain",), True)]

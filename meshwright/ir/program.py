@@ -140,7 +140,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class InputRanges:
     """What inputs must be for look-ups to be within their tables: ``graph`` makes the indices from the inputs, ``limits`` are
     their ranges."""
 
@@ -179,4 +179,4 @@ class Program:
     stages: Stages | None = None
     changes: Graph | None = None
     classes: Mapping[str, type] = field(default_factory=dict)
-    bounds: Bounds | None = None
+    bounds: InputRanges | None = None

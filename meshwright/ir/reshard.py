@@ -51,7 +51,7 @@ STEPS: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReshardStep:
     """One collective over ``axis``: ``dim`` is the dim split or joined, ``to_dim`` where an all-to-all leads.
 
     ``before`` and ``after`` are the value's shardings around it, which say what is mirrored.
@@ -79,7 +79,7 @@ class Step:
 
 
 @lru_cache(maxsize=1 << 18)
-def reshard(source: Sharding, target: Sharding) -> tuple[Step, ...]:
+def reshard(source: Sharding, target: Sharding) -> tuple[ReshardStep, ...]:
     """The steps that turn ``source`` into ``target``; empty when nothing is to be done.
 
     ``source`` carries no ``~`` over an axis that the target wants otherwise, unless pending (what is read differently cannot be
@@ -89,7 +89,7 @@ def reshard(source: Sharding, target: Sharding) -> tuple[Step, ...]:
         raise ShardingError(f"cannot reshard {format_sharding(source)} into {format_sharding(target)}: dims differ")
     if not source.varying <= target.varying | target.partial:
         raise ShardingError(f"cannot turn the ~ of {format_sharding(source)} into {format_sharding(target)}")
-    steps: list[Step] = []
+    steps: list[ReshardStep] = []
     now = source
     while True:
         step = _next(now, target)
@@ -102,7 +102,7 @@ def reshard(source: Sharding, target: Sharding) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _next(now: Sharding, target: Sharding) -> Step | None:
+def _next(now: Sharding, target: Sharding) -> ReshardStep | None:
     """The next step, by priority, or None when ``now`` is the target."""
     return _add(now, target) or _move(now, target) or _mirror(now, target) or _remove(now, target) or _finish(now, target)
 
@@ -120,7 +120,7 @@ def _marked(sharding: Sharding, dim: int) -> tuple[tuple[str, bool], ...]:
     return tuple((axis, axis in sharding.mirrored) for axis in sharding.dims[dim])
 
 
-def _add(now: Sharding, target: Sharding) -> Step | None:
+def _add(now: Sharding, target: Sharding) -> ReshardStep | None:
     """An axis that becomes a dim's innermost split, from pending (reduce-scatter) or from invariant (slice)."""
     for dim, (have, want) in enumerate(zip(now.dims, target.dims, strict=True)):
         if len(have) >= len(want) or not _stays(now, target, dim):
@@ -128,13 +128,13 @@ def _add(now: Sharding, target: Sharding) -> Step | None:
         axis = want[len(have)]
         if axis in now.partial:
             after = _set(replace(now, partial=now.partial - {axis}), dim, (*have, axis), target)
-            return Step("reduce_scatter", axis, now, after, dim)
+            return ReshardStep("reduce_scatter", axis, now, after, dim)
         if now.kind(axis) == "":
-            return Step("slice", axis, now, _set(now, dim, (*have, axis), target), dim)
+            return ReshardStep("slice", axis, now, _set(now, dim, (*have, axis), target), dim)
     return None
 
 
-def _move(now: Sharding, target: Sharding) -> Step | None:
+def _move(now: Sharding, target: Sharding) -> ReshardStep | None:
     """An innermost axis that goes straight to where it belongs in another dim."""
     for dim, have in enumerate(now.dims):
         if not have or _stays(now, target, dim):
@@ -144,22 +144,22 @@ def _move(now: Sharding, target: Sharding) -> Step | None:
             there = now.dims[to_dim]
             if to_dim != dim and axis in want and _stays(now, target, to_dim) and want[len(there)] == axis:
                 after = _set(_set(now, dim, have[:-1]), to_dim, (*there, axis), target)
-                return Step("all_to_all", axis, now, after, dim, to_dim)
+                return ReshardStep("all_to_all", axis, now, after, dim, to_dim)
     return None
 
 
-def _mirror(now: Sharding, target: Sharding) -> Step | None:
+def _mirror(now: Sharding, target: Sharding) -> ReshardStep | None:
     """An innermost axis that splits its dim in both, but is mirrored in one of them only."""
     for dim, have in enumerate(now.dims):
         want = target.dims[dim]
         if have and have == want[: len(have)] and _marked(now, dim)[:-1] == _marked(target, dim)[: len(have) - 1]:
             axis = have[-1]
             if (axis in now.mirrored) != (axis in target.mirrored):
-                return Step("mirror", axis, now, replace(now, mirrored=now.mirrored ^ {axis}), dim)
+                return ReshardStep("mirror", axis, now, replace(now, mirrored=now.mirrored ^ {axis}), dim)
     return None
 
 
-def _remove(now: Sharding, target: Sharding) -> Step | None:
+def _remove(now: Sharding, target: Sharding) -> ReshardStep | None:
     """An innermost axis that must leave its dim."""
     for dim, have in enumerate(now.dims):
         if not have or _stays(now, target, dim):
@@ -167,21 +167,21 @@ def _remove(now: Sharding, target: Sharding) -> Step | None:
         axis = have[-1]
         after = _set(now, dim, have[:-1])
         if axis in target.varying:
-            return Step("gather_vary", axis, now, replace(after, varying=now.varying | {axis}), dim)
-        return Step("all_gather", axis, now, after, dim)
+            return ReshardStep("gather_vary", axis, now, replace(after, varying=now.varying | {axis}), dim)
+        return ReshardStep("all_gather", axis, now, after, dim)
     return None
 
 
-def _finish(now: Sharding, target: Sharding) -> Step | None:
+def _finish(now: Sharding, target: Sharding) -> ReshardStep | None:
     """Pending sums that must be whole, then the ``~`` marks."""
     for axis in sorted(now.partial - target.partial):
-        return Step("all_reduce", axis, now, replace(now, partial=now.partial - {axis}))
+        return ReshardStep("all_reduce", axis, now, replace(now, partial=now.partial - {axis}))
     for axis in sorted(target.varying - now.varying):
-        return Step("vary", axis, now, replace(now, varying=now.varying | {axis}))
+        return ReshardStep("vary", axis, now, replace(now, varying=now.varying | {axis}))
     for axis in sorted(now.varying - target.varying):  # its gradient is the first rank's: the term's, which all have whole
-        return Step("unvary", axis, now, replace(now, varying=now.varying - {axis}))
+        return ReshardStep("unvary", axis, now, replace(now, varying=now.varying - {axis}))
     for axis in sorted(target.partial - now.partial):
-        return Step("term", axis, now, replace(now, partial=now.partial | {axis}))
+        return ReshardStep("term", axis, now, replace(now, partial=now.partial | {axis}))
     return None
 
 

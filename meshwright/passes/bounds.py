@@ -22,7 +22,7 @@ import torch
 from meshwright.ir.declared.operator import PIECES
 from meshwright.ir.graph import Graph, Op, Ref
 from meshwright.ir.operators import find
-from meshwright.ir.program import Bounds, Limit
+from meshwright.ir.program import InputRanges, Limit
 
 _FROM_THE_END = frozenset({"index", "index_put", "index_fill", "take", "put"})
 """Operators whose negative indices count from the end."""
@@ -39,7 +39,7 @@ _CLASSES: Mapping[str, tuple[int, int]] = {
 """{loss of (scores, labels, ...): (dim of the classes, the least label)}; scores of one sample have one dim."""
 
 
-def find_bounds(graph: Graph) -> Bounds | None:
+def find_bounds(graph: Graph) -> InputRanges | None:
     """What to check before a step; None if there is nothing."""
     limits = [limit for op in graph.ops for limit in _limits(op, graph) if _from_inputs(limit.value, graph)]
     limits = list(dict.fromkeys(limits))
@@ -56,7 +56,7 @@ def find_bounds(graph: Graph) -> Bounds | None:
     params = tuple(param for param in graph.params if param.value in constants)
     inputs = tuple(name for name in graph.inputs if name in needed)
     cut = Graph(values, inputs, params, tuple(ops[::-1]), tree, constants=constants)
-    return Bounds(cut, tuple(replace(limit, source=_source(limit.value, cut)) for limit in limits))
+    return InputRanges(cut, tuple(replace(limit, source=_source(limit.value, cut)) for limit in limits))
 
 
 def _limits(op: Op, graph: Graph) -> list[Limit]:

@@ -25,7 +25,7 @@ from meshwright.ir.graph import Graph, Op, Param, Ref, Value, map_refs, refs
 from meshwright.ir.mesh import EXPERT, Mesh, role_of
 from meshwright.ir.plan import TIME, Plan, PlanError
 from meshwright.ir.program import JOINED, SEED, SEEDS, Port, Program, Segment, Stored
-from meshwright.ir.reshard import Step, reshard
+from meshwright.ir.reshard import ReshardStep, reshard
 from meshwright.ir.rule import Local, Placed, Rules, place
 from meshwright.ir.sharding import Sharding, shared_split
 from meshwright.ir.writing.names import names_of
@@ -289,7 +289,7 @@ class _Lowering:
             local = self._step(local, step, draft, front)
         return local
 
-    def _step(self, local: str, step: Step, draft: _Draft, front: bool) -> str:
+    def _step(self, local: str, step: ReshardStep, draft: _Draft, front: bool) -> str:
         shape = list(self.values[local].shape)
         after = step.after.local_shape(self.whole[local], self.mesh, self.here)
         kwargs: dict[str, object] = {"axis": step.axis}

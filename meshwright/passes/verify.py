@@ -42,7 +42,7 @@ Possible = tuple[list[tuple[Mapping[str, str], list[Form]]], MismatchError | Non
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownForms:
     """A local value: the graph value it is a form of, and the forms it may have (one, unless a created split is open)."""
 
     origin: str
@@ -74,7 +74,7 @@ class _Verifier:
         self.site = Site(Mesh(names, sizes, mirrored), {axis: here.get(axis, 0) for axis in names})
         self.ops, self.called = {op.name: op for op in graph.ops}, names_of(graph).ops
         self.stored = {item.value: item for item in program.stored}
-        self.env: dict[str, Known] = {}
+        self.env: dict[str, KnownForms] = {}
         self.cuts = dict(program.cuts)
         self.uncut: set[str] = set()  # values of the prologue, which micro-batches share
         self.excluded: set[Choices] = set()
@@ -96,7 +96,7 @@ class _Verifier:
             sharding = self._live(port.sharding, f"input {port.name!r}", "", port.shape, port.name)
             if sharding.partial or sharding.varying:
                 raise VerifyError(f"input {port.name!r}", "", "a value without marks", format_sharding(sharding))
-            self.env[port.name] = Known(port.name, ((Form(sharding), frozenset()),))
+            self.env[port.name] = KnownForms(port.name, ((Form(sharding), frozenset()),))
         self.uncut.update(names)
         for param in self.graph.params:
             if param.value not in self.stored:
@@ -119,7 +119,7 @@ class _Verifier:
             raise VerifyError(node, module, f"parts that the ranks divide along dim {item.fused_dim}", f"fused={item.fused}")
         if self.graph.values[item.value].differentiable:
             sharding = replace(sharding, varying=frozenset(data))
-        self.env[item.value] = Known(item.value, ((Form(sharding), frozenset()),))
+        self.env[item.value] = KnownForms(item.value, ((Form(sharding), frozenset()),))
 
     def _live(self, sharding: Sharding, node: str, module: str, shape: tuple[int, ...], origin: str) -> Sharding:
         """A declared sharding without the axes of one rank, its shape checked against the graph's."""
@@ -134,7 +134,7 @@ class _Verifier:
     # segments
 
     def _segment(self, segment: Segment) -> None:
-        inside: dict[str, Known] = {}
+        inside: dict[str, KnownForms] = {}
         for name in (*segment.graph.inputs, *(param.value for param in segment.graph.params)):
             if name == SEED:
                 continue
@@ -158,7 +158,7 @@ class _Verifier:
             if segment.prologue:
                 self.uncut.add(name)
 
-    def _result(self, name: str, known: Known, segment: Segment) -> Known:
+    def _result(self, name: str, known: KnownForms, segment: Segment) -> KnownForms:
         """What an operator made, its local shape and place checked."""
         if segment.prologue and self.graph.values[known.origin].differentiable:
             raise MismatchError("no gradient in the prologue", f"%{name} takes one")
@@ -168,13 +168,13 @@ class _Verifier:
             return known
         return self._shaped(known, shape)
 
-    def _cut(self, name: str, known: Known) -> Known:
+    def _cut(self, name: str, known: KnownForms) -> KnownForms:
         """The piece that one micro-batch reads of a prologue value."""
         dim = self.cuts[name]
         forms = tuple((replace(f, time=dim, frame=f.sharding.dims[dim]), choices) for f, choices in self._alive(known))
-        return Known(known.origin, forms)
+        return KnownForms(known.origin, forms)
 
-    def _shaped(self, known: Known, shape: tuple[int, ...]) -> Known:
+    def _shaped(self, known: KnownForms, shape: tuple[int, ...]) -> KnownForms:
         """Only the options with this local shape."""
         whole = self.graph.values[known.origin].shape
 
@@ -196,10 +196,10 @@ class _Verifier:
 
     # options
 
-    def _alive(self, known: Known) -> list[tuple[Form, Choices]]:
+    def _alive(self, known: KnownForms) -> list[tuple[Form, Choices]]:
         return [(form, choices) for form, choices in known.options if not any(bad <= choices for bad in self.excluded)]
 
-    def _map(self, known: Known, function: Callable[[Form], Form]) -> Known:
+    def _map(self, known: KnownForms, function: Callable[[Form], Form]) -> KnownForms:
         """The value after a function of its form; options on which it raises MismatchError are excluded for good."""
         found: list[tuple[Form, Choices]] = []
         failure: MismatchError | None = None
@@ -211,11 +211,11 @@ class _Verifier:
                 self.excluded.add(choices)
         if not found:
             raise failure or MismatchError("a value with one of its possible shardings", "none of them possible")
-        return Known(known.origin, tuple(found))
+        return KnownForms(known.origin, tuple(found))
 
     # operators
 
-    def _op(self, op: Op, inside: Mapping[str, Known], segment: Segment) -> list[Known]:
+    def _op(self, op: Op, inside: Mapping[str, KnownForms], segment: Segment) -> list[KnownForms]:
         if op.target in COMMUNICATION:
             return [self._transfer(op, inside[op.inputs[0]], segment)]
         if op.target == "mw.gather_linear":
@@ -225,7 +225,7 @@ class _Verifier:
             raise MismatchError("an operator of the graph or a collective", "neither")
         return self._apply(op, origin, [name for name in op.inputs if name != SEED], inside, segment)
 
-    def _transfer(self, op: Op, known: Known, segment: Segment) -> Known:
+    def _transfer(self, op: Op, known: KnownForms, segment: Segment) -> KnownForms:
         """A collective, with the sizes it names."""
         transfer, kwargs = COMMUNICATION[op.target], dict(op.kwargs)
         axis = kwargs.get("axis")
@@ -256,7 +256,7 @@ class _Verifier:
                 raise MismatchError(f"{key}={size}", f"{key}={kwargs.get(key)}")
         return found
 
-    def _gather_linear(self, op: Op, inside: Mapping[str, Known], segment: Segment) -> list[Known]:
+    def _gather_linear(self, op: Op, inside: Mapping[str, KnownForms], segment: Segment) -> list[KnownForms]:
         """``gather_vary`` and the linears that read its result, in one."""
         x, weights, biases, dim = op.args
         whole, kwargs = f"{x.name} gathered", dict(op.kwargs)
@@ -265,7 +265,7 @@ class _Verifier:
         gather, axis = COMMUNICATION["mw.gather_vary"], kwargs["axis"]
         gathered = self._map(inside[x.name], lambda form: replace(form, sharding=gather(form.sharding, axis, dim)))
         env = {**inside, whole: self._shaped(gathered, tuple(shape))}
-        found: list[Known] = []
+        found: list[KnownForms] = []
         forms = kwargs.get("parts", ((1, False),) * len(weights))
         for weight, bias, (parts, turned) in zip(weights, biases, forms, strict=True):
             outputs = op.outputs[len(found) : len(found) + parts]
@@ -290,8 +290,8 @@ class _Verifier:
         return None if read is None else read(origin)
 
     def _apply(
-        self, op: Op, origin: Op, names: list[str], inside: Mapping[str, Known], segment: Segment
-    ) -> list[Known]:
+        self, op: Op, origin: Op, names: list[str], inside: Mapping[str, KnownForms], segment: Segment
+    ) -> list[KnownForms]:
         """An operator of the graph on these local operands."""
         operands = [inside[name] for name in names]
         same_parts(self.rules[origin.name], [self.stored.get(known.origin) for known in operands])
@@ -314,7 +314,7 @@ class _Verifier:
             found += [(forms, choices | {(op.name, len(found) + i)} if open_ else choices) for i, forms in enumerate(several)]
         if not found:
             raise failure or MismatchError("operands whose shardings go together", "none that do")
-        return [Known(name, tuple((forms[i], choices) for forms, choices in found)) for i, name in enumerate(op.outputs)]
+        return [KnownForms(name, tuple((forms[i], choices) for forms, choices in found)) for i, name in enumerate(op.outputs)]
 
     def _outcomes(
         self, op: Op, origin: Op, names: list[str], forms: list[Form], local: list[tuple[int, ...]], segment: Segment

@@ -145,7 +145,7 @@ def zero_of_stages(level: int | None, pp: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedSystem:
     """Predictions of one plan: seconds of a step, per device TFLOP/s (as the source counts), MFU and tokens/s; bytes."""
 
     layout: str
@@ -166,10 +166,10 @@ class Comparison:
     system: System
     parameters: float | None = None
     capacity_bytes: float | None = None
-    predicted: Priced | None = None
+    predicted: PricedSystem | None = None
     reason: str = ""
-    within: Priced | None = None
-    best: Priced | None = None
+    within: PricedSystem | None = None
+    best: PricedSystem | None = None
     best_reason: str = ""
     planning_seconds: float = 0.0
 
@@ -276,7 +276,7 @@ def _said(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def _planned(system: System, graph: Graph, cluster: Cluster, pins: Pins) -> Priced:
+def _planned(system: System, graph: Graph, cluster: Cluster, pins: Pins) -> PricedSystem:
     """One plan's predictions. Raises OutOfMemoryError, PinError, PlanError."""
     plan = make_plan(graph, cluster, pins, precision="bf16", optimizer=system.optimizer)
     predicted, peak = plan.predicted, cluster.device.flops(torch.bfloat16)
@@ -285,7 +285,7 @@ def _planned(system: System, graph: Graph, cluster: Cluster, pins: Pins) -> Pric
     if system.published.counts == "recompute" and all(group.recompute == "full" for group in plan.groups if group.path):
         tflops = recompute_flops(system) / seconds / cluster.world / 1e12
     tokens = (predicted.tokens_per_second or 0.0) / cluster.world
-    return Priced(layout_of(plan), seconds, tflops, tflops * 1e12 / peak, tokens, predicted.bytes_per_rank)
+    return PricedSystem(layout_of(plan), seconds, tflops, tflops * 1e12 / peak, tokens, predicted.bytes_per_rank)
 
 
 def recompute_flops(system: System) -> float:
@@ -342,7 +342,7 @@ def _faster(row: Comparison) -> str:
     return f"{_speed(None, None, row.best.tokens_per_second)}{times}"
 
 
-def _of(priced: Priced, published: Published) -> str:
+def _of(priced: PricedSystem, published: Published) -> str:
     """The figures that were published, as predicted; TFLOP/s and MFU where none was."""
     names = ("tflops", "mfu", "tokens_per_second")
     shown = [name for name in names if getattr(published, name) is not None] or names[:2]

@@ -19,7 +19,7 @@ from meshwright.ir.plan import PlanError
 from meshwright.ir.program import Program, Segment, Stored
 from meshwright.ir.sharding import ShardingError
 from meshwright.runtime.collectives import Group
-from meshwright.runtime.engine import Engine, Gathered, Runner, Slot, Step
+from meshwright.runtime.engine import Engine, Gathered, Runner, SegmentStep, Slot
 from meshwright.runtime.groups import DataMesh, Groups, live, make_data_mesh
 from meshwright.runtime.state.layout import box, global_stride, parts, placements, split_dim, under_fsdp
 
@@ -237,9 +237,9 @@ class _Assembly:
             if gathered:
                 raise PlanError(f"the prologue reads parameters {gathered}, which are gathered per micro-batch; it may read "
                                 f"inputs, buffers and frozen parameters")
-        engine.prologue = [Step(runners[id(s)], runners[id(s)], s.graph.inputs, s.graph.outputs) for s in prologue]
+        engine.prologue = [SegmentStep(runners[id(s)], runners[id(s)], s.graph.inputs, s.graph.outputs) for s in prologue]
         engine.shared = {name: self.slots[name] for name, home in self.homes.items() if home == ROOT}
-        steps: list[Step] = []
+        steps: list[SegmentStep] = []
         engine.leaving = tuple(dict.fromkeys(_leaving(self.program)))
         needed = set(engine.leaving)
         for index in reversed(range(len(main))):
@@ -250,7 +250,7 @@ class _Assembly:
             runner.arguments, runner.slots = (*inputs, *own), [self.slots[name] for name in own]
             drops = {*inputs, *segment.graph.outputs} - needed
             needed |= set(inputs)
-            steps.append(Step(runner, calls[index], inputs, segment.graph.outputs, tuple(sorted(drops))))  # type: ignore[arg-type]
+            steps.append(SegmentStep(runner, calls[index], inputs, segment.graph.outputs, tuple(sorted(drops))))  # type: ignore[arg-type]
         engine.main = steps[::-1]
 
 

@@ -164,7 +164,7 @@ class Runner:
 
 
 @dataclass(frozen=True)
-class Step:
+class SegmentStep:
     """A segment in its place: what it reads from the environment and adds to it, what nobody reads afterwards."""
 
     runner: Runner
@@ -184,8 +184,8 @@ class Engine:
 
     def __init__(self, program: Program, tensors: Mapping[str, Tensor]) -> None:
         self.program, self.tensors = program, tensors
-        self.prologue: Sequence[Step] = ()
-        self.main: Sequence[Step] = ()
+        self.prologue: Sequence[SegmentStep] = ()
+        self.main: Sequence[SegmentStep] = ()
         self.shared: Mapping[str, Slot] = {}  # what the root owns
         self.leaving: Sequence[str] = ()
         self.late: Mapping[str, Group] = {}  # stored values whose gradients are summed together

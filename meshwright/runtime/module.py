@@ -30,15 +30,15 @@ from meshwright.runtime.assemble import assemble, data_meshes, fused_axes, rest_
 from meshwright.runtime.checks.calls import Agreement, check_bounds, digest_of_input, same_weights
 from meshwright.runtime.checks.gradients import IN_EVALUATION, differentiable, refuse_checkpoint, refused
 from meshwright.runtime.checks.ports import Ports
-from meshwright.runtime.checks.tensors import Place, check_tensors, originals
+from meshwright.runtime.checks.tensors import TensorPlace, check_tensors, originals
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.groups import Groups, make_groups
-from meshwright.runtime.pipeline.pipeline import Pipeline, run_pipeline
+from meshwright.runtime.pipeline.pipeline import PipelineStages, run_pipeline
 from meshwright.runtime.state import checkpoint
 from meshwright.runtime.state.layout import local_of
 from meshwright.runtime.state.lending import Lender
 from meshwright.runtime.state.materialize import MaterializeError, Source, fill
-from meshwright.runtime.state.names import Kind, Modes, held_elsewhere, holder, kinds_of, no_hook, refuse_attribute
+from meshwright.runtime.state.names import Modes, ModuleKind, held_elsewhere, holder, kinds_of, no_hook, refuse_attribute
 from meshwright.runtime.state.norms import clip
 from meshwright.runtime.step import run_step
 from meshwright.runtime.verdict import together
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 def build(
     program: Program, source: nn.Module | Source | None, *, device: torch.device | None = None,
-    names: Sequence[tuple[str, Stored]] | None = None, kinds: Mapping[str, Kind] | None = None,
+    names: Sequence[tuple[str, Stored]] | None = None, kinds: Mapping[str, ModuleKind] | None = None,
 ) -> ParallelModule:
     """The parallel module of this rank. Every rank calls this, each with its own program.
 
@@ -75,8 +75,8 @@ def build(
     model = source if isinstance(source, nn.Module) else None
     meshes = data_meshes(stages.stored if stages else program.stored, groups)
 
-    def make() -> Engine | Pipeline:
-        return Pipeline(program, groups, meshes) if stages else assemble(program, groups, meshes)
+    def make() -> Engine | PipelineStages:
+        return PipelineStages(program, groups, meshes) if stages else assemble(program, groups, meshes)
 
     engine = together(lambda: _of_this_rank(make, "make room for"))
     named = together(lambda: _ordered(program, model) if names is None else list(names))
@@ -110,8 +110,8 @@ class ParallelModule(nn.Module):
     ``lower_mode`` makes this rank's program of; ``exporter`` is what ``export`` calls."""
 
     def __init__(
-        self, program: Program, groups: Groups, engine: Engine | Pipeline, seed: int, model: nn.Module | None,
-        names: Sequence[tuple[str, Stored]], kinds: Mapping[str, Kind] | None = None,
+        self, program: Program, groups: Groups, engine: Engine | PipelineStages, seed: int, model: nn.Module | None,
+        names: Sequence[tuple[str, Stored]], kinds: Mapping[str, ModuleKind] | None = None,
     ) -> None:
         super().__init__()
         self._kinds = kinds_of(model) if kinds is None else kinds
@@ -124,7 +124,7 @@ class ParallelModule(nn.Module):
         self._ports = Ports(groups)
         self._engine = (engine,)  # in a tuple: its units are no submodules of this one
         self._names = list(names)
-        self._places: list[Place] = []
+        self._places: list[TensorPlace] = []
         for path in self._kinds:
             holder(self, path.split("."), self._kinds)
         for fqn, stored in self._names:
@@ -185,7 +185,7 @@ class ParallelModule(nn.Module):
         program = engine.program
         self._calls += 1
         seed = self._seed, self._calls
-        if isinstance(engine, Pipeline):
+        if isinstance(engine, PipelineStages):
             values = run_pipeline(engine, inputs, self._trainable, seed, self.training)
         elif engine is not self._engine[0]:
             with torch.no_grad():
@@ -215,7 +215,7 @@ class ParallelModule(nn.Module):
 
     def _agreed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Engine | Pipeline, dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+    ) -> tuple[Engine | PipelineStages, dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
         """What runs, and the call's inputs, once every rank has found them in order and the same (see
         ``runtime.checks.calls``)."""
         given: dict[str, Tensor] = {}
@@ -284,7 +284,7 @@ class ParallelModule(nn.Module):
                 raise InputError(f"input {name!r} is on the meta device, so it has no contents; give a real tensor")
 
     @torch.no_grad()
-    def _mutate(self, engine: Engine | Pipeline, values: Mapping[str, Tensor]) -> None:
+    def _mutate(self, engine: Engine | PipelineStages, values: Mapping[str, Tensor]) -> None:
         """Buffers get what the forward made them. The training graph without what eval() switches off changes none."""
         if engine is self._engine[0]:
             for old, new in engine.program.mutations if self.training else ():
@@ -417,7 +417,7 @@ class ParallelModule(nn.Module):
         self._check()
         program, groups = self._program, self._groups
         meshes = data_meshes(program.stages.stored if program.stages else program.stored, groups)
-        engine = Pipeline(program, groups, meshes) if program.stages else assemble(program, groups, meshes)
+        engine = PipelineStages(program, groups, meshes) if program.stages else assemble(program, groups, meshes)
         twin = ParallelModule(program, groups, engine, self._seed, None, self._names, self._kinds)
         twin.plan, twin._calls, twin._originals, twin.exporter = self.plan, self._calls, self._originals, self.exporter
         twin.watch, twin.lower_mode, twin._of_model = self.watch, self.lower_mode, self._of_model
@@ -472,7 +472,7 @@ class ParallelModule(nn.Module):
         table[key] = tensor
         if not isinstance(tensor, nn.Parameter) and not stored.persistent:
             module._non_persistent_buffers_set.add(key)
-        self._places.append(Place(fqn, stored, tensor, table, key))
+        self._places.append(TensorPlace(fqn, stored, tensor, table, key))
 
     def _check(self) -> None:
         check_tensors(self._places, self._originals, self._shared, self._groups)

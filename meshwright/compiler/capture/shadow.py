@@ -28,7 +28,7 @@ from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
 from meshwright.compiler.capture.chance import ChanceError, generators_unchanged, raised_where_drawn
-from meshwright.compiler.capture.watch import Watch
+from meshwright.compiler.capture.watch import CaptureWatch
 from meshwright.compiler.structure.outside import PLAIN
 from meshwright.errors import CaptureError, NotKeptError
 from meshwright.ir.gradients.custom import CustomFunction
@@ -204,7 +204,7 @@ class _Wrapper(nn.Module):
         setattr(self, WRAPPED, model)
         self.call = (signature, named, loss_fn, dtype)
         self.plain = frozenset(name for item in owned if item.plain for name in item.fqns)
-        self.seen, self.watch = _Seen(), Watch(frozenset(id(item.tensor) for item in owned))
+        self.seen, self.watch = _Seen(), CaptureWatch(frozenset(id(item.tensor) for item in owned))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with self.watch.over():

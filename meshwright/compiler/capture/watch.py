@@ -1,6 +1,6 @@
 """What a forward does to gradients besides computing: kept in the graph, or refused with its name.
 
-A trace sees operators only. Within ``Watch`` (around the traced forward and loss function) these are seen as well:
+A trace sees operators only. Within ``CaptureWatch`` (around the traced forward and loss function) these are seen as well:
 
     autograd.Function                              an operator of its own                        (``functions``)
     x.data                                         x.detach()
@@ -49,7 +49,7 @@ _GRAD_FN, _DATA = _Attributes.grad_fn.__get__, _Attributes.data.__get__
 _SWITCHES = (Tensor.requires_grad_, _Attributes.requires_grad.__set__)
 
 
-class Watch(TorchFunctionMode):
+class CaptureWatch(TorchFunctionMode):
     """See the file's head. ``owned``: ids of the model's real tensors (``importer`` tells how these are reached);
     ``functions``: the custom functions that were called; ``refused``: the first refusal."""
 
@@ -140,7 +140,7 @@ def _replaced(holder: Any, name: str, function: Callable[..., Any]) -> Iterator[
 class _Node:
     """A tensor's ``grad_fn``, without its hooks."""
 
-    def __init__(self, node: Any, watch: Watch) -> None:
+    def __init__(self, node: Any, watch: CaptureWatch) -> None:
         self._node, self._watch = node, watch
 
     def __getattr__(self, name: str) -> Any:

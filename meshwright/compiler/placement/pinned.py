@@ -16,7 +16,7 @@ from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import ROOT, PinError, Pins
 from meshwright.ir.sharding import Sharding, ShardingError, format_sharding, parse_type
-from meshwright.ir.writing.names import Kept, Names, choice_of, kept_of, names_of
+from meshwright.ir.writing.names import CanonicalNames, Kept, choice_of, kept_of, names_of
 from meshwright.ir.writing.paths import unfold_paths
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ def fixed_by(pins: Pins, graph: Graph) -> FixedDecisions:
     return FixedDecisions(assignments, copies, kept)
 
 
-def kept_by(pins: Pins, graph: Graph, names: Names) -> dict[str, Kept]:
+def kept_by(pins: Pins, graph: Graph, names: CanonicalNames) -> dict[str, Kept]:
     """How parameters are kept, by the first operator of the block; "" is what lies outside of the blocks."""
     known = {name: graph.ops[block.start].name for name, block in zip(names.blocks, graph.blocks, strict=True)}
     found = _read("blocks", pins.blocks, {**known, ROOT: ""}, kept_of)

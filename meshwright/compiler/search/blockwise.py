@@ -49,7 +49,7 @@ class Looked:
 
 
 @dataclass
-class Known:
+class LayoutMemory:
     """What earlier looks at layouts found, for later ones to start from.
 
     looked: by layout and micro-batches, until the memory is looked at
@@ -64,14 +64,14 @@ class Known:
 
 def solve_layout(
     task: Task, layout: Layout, microbatches: int, fits: Fits, timing: Timing, to_beat: float = math.inf,
-    limited_too: bool = True, known: Known | None = None,
+    limited_too: bool = True, known: LayoutMemory | None = None,
 ) -> Fitted:
     """The fastest plan found on a layout that fits. ``to_beat``: seconds of a plan that is known; ``limited_too``: look for one
     also where the fastest of all does not fit; ``known``: what earlier looks found, which this one starts from. Raises
     OutOfMemoryError; NoBetterError if none is faster than what is known, or none was looked for; PinError or PlanError if
     nothing runs on it."""
     cutoff = to_beat * (1.0 - TIE) / (1.0 - task.gap)  # the solver ends where nothing is faster by more than the gap
-    known = Known() if known is None else known
+    known = LayoutMemory() if known is None else known
     looked = known.looked.pop((layout, microbatches), None)
     if looked is None:
         looked = _look(task, layout, microbatches, timing, cutoff)

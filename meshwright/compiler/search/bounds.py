@@ -104,7 +104,7 @@ class Counts:
     infeasible: int = 0
 
 
-class Bounds:
+class CandidateBounds:
     """Bounds of the candidates of one task; remembers the placements that these rest on.
 
     graph: of the task, cut between its layers if only a pipeline can serve the pins and no two layers are alike

@@ -267,6 +267,10 @@ class Evaluator:
             self.work["stage that does not fit"] += candidate.stages
             received = self._boundary_bytes(candidate, placement).max() / 2**30
             words = f"{error} What was received and is handed back takes up to {received:.3g} GiB beside that."
+            outputs = candidate.microbatches * placement.outputs / 2**30
+            if outputs > received / 2:
+                words += (f" {outputs:.3g} GiB of it are what the model returns for all micro-batches: if only the loss is "
+                          "needed (no logits), give loss_fn=mw.loss_alone.")
             raise DoesNotFitError(words, capacity + error.excess, error.proven) from None
 
     def _stage_units(self, units: Units, crossing: Array) -> list[stages.Unit]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from meshwright.compiler.search.blockwise import Known, solve_layout
+from meshwright.compiler.search.blockwise import LayoutMemory, solve_layout
 from meshwright.compiler.search.candidates import Candidate, Layout
 from meshwright.compiler.search.certificate import certificate
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
@@ -58,7 +58,7 @@ def best_plan(task: Task, fits: Fits, limit: float, *, timing: Timing, progress:
     """The plan of least time that fits, within ``limit`` nominal seconds. Raises OutOfMemoryError, PinError, PlanError."""
     _check_combination(task)
 
-    known = Known()
+    known = LayoutMemory()
 
     def free(candidate: Candidate, to_beat: float, limited_too: bool) -> Fitted:
         assert candidate.layout is not None

@@ -119,7 +119,7 @@ class Units:
 
 
 @dataclass(frozen=True)
-class Priced:
+class StoredCosts:
     """Parameters of a placement's rows [rows, K]: of every micro-batch (seconds), of the step (seconds and bytes)."""
 
     each: Array
@@ -134,7 +134,7 @@ class StageCosts:
         self._costs: dict[tuple[Degrees, int], Costs] = {}
         self._networks: dict[Degrees, Network] = {}
         self._activations: dict[tuple[int, str], tuple[Array, Array, Array]] = {}
-        self._priced: dict[tuple[int, Degrees, Variant, bool], Priced] = {}
+        self._priced: dict[tuple[int, Degrees, Variant, bool], StoredCosts] = {}
 
     def units(
         self, placement: Placement, degrees: Degrees, zero: int, microbatches: int, split: bool, recompute: str,
@@ -184,7 +184,7 @@ class StageCosts:
 
     def parameters(
         self, placement: Placement, degrees: Degrees, zero: int, microbatches: int, kept: Variant | None = None
-    ) -> Priced:
+    ) -> StoredCosts:
         """What the parameters of every row cost."""
         variant = kept or degrees.variant(zero)
         key = (id(placement), degrees, variant, microbatches > 1)
@@ -196,16 +196,16 @@ class StageCosts:
         """Seconds to send ``bytes_`` of every rank of a stage to the next stage."""
         return float(self._network(degrees).seconds("p2p", PP, bytes_)) if bytes_ and degrees.pp > 1 else 0.0
 
-    def _parameters(self, placement: Placement, degrees: Degrees, variant: Variant, several: bool) -> Priced:
+    def _parameters(self, placement: Placement, degrees: Degrees, variant: Variant, several: bool) -> StoredCosts:
         if not several:
             once = np.array([self._row(row, degrees, variant, 1) for row in placement.rows])
-            return Priced(np.zeros_like(once), once)
+            return StoredCosts(np.zeros_like(once), once)
         two, three = (np.array([self._row(row, degrees, variant, m) for row in placement.rows]) for m in (2, 3))
         with np.errstate(invalid="ignore"):  # what a level cannot hold is inf at both
             each = np.where(np.isinf(two), np.inf, three - two)
             once = np.where(np.isinf(two), np.inf, two - 2 * each)
         once[:, PARAMETERS:], each[:, PARAMETERS:] = two[:, PARAMETERS:], 0.0
-        return Priced(each, np.maximum(once, 0.0))
+        return StoredCosts(each, np.maximum(once, 0.0))
 
     def _row(self, row: PlacedPosition, degrees: Degrees, variant: Variant, microbatches: int) -> Vector:
         """Resources of a row's parameters for a whole step."""

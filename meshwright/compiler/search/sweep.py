@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.compiler.placement.choices import attended, exchanged, pays_mirrored
-from meshwright.compiler.search.bounds import Bounds, Branch, Level
+from meshwright.compiler.search.bounds import Branch, CandidateBounds, Level
 from meshwright.compiler.search.candidates import Candidate, candidates, degrees_of
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.evaluate import Evaluation
@@ -87,7 +87,7 @@ class Sweep:
         progress: Progress | None = None,
     ) -> None:
         self.task, self.limit, self.progress = task, limit, progress
-        self.bounds = Bounds(task)
+        self.bounds = CandidateBounds(task)
         self.solved: list[Evaluation] = []
         self.open: list[Evaluation] = []
         self.results: list[Result] = []

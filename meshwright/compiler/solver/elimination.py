@@ -52,7 +52,7 @@ Brief = tuple[int, tuple[int, ...] | None, tuple[slice | None, ...] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Elimination:
     """Eliminate ``var``: each bucket of parts becomes a factor over its scope, ``min_var sum of the parts``.
 
     One bucket is exact. Several bound the exact table from below, as each may choose another minimizer (mini-buckets).
@@ -66,7 +66,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EliminationPlan:
     """An elimination order made concrete. ``pairs`` are the edge factors (after the unary ones), ``rest`` the factors left.
 
     ``largest`` is the number of entries of the largest table with the variable still in it, ``work`` their sum. Weighted costs
@@ -75,7 +75,7 @@ class Plan:
 
     keep: tuple[int, ...]
     pairs: tuple[tuple[int, int], ...]
-    steps: tuple[Step, ...]
+    steps: tuple[Elimination, ...]
     rest: tuple[tuple[int, tuple[slice | None, ...]], ...]
     largest: int
     work: int
@@ -122,7 +122,7 @@ def _spread(scope: tuple[int, ...], onto: tuple[int, ...]) -> tuple[slice | None
 
 def _symbolic(
     sizes: Sequence[int], pairs: tuple[tuple[int, int], ...], keep: tuple[int, ...], order: list[int], wide: int
-) -> Plan:
+) -> EliminationPlan:
     scopes = [tuple(v for v in scope if sizes[v] > 1) for scope in (*((v,) for v in range(len(sizes))), *pairs)]
     live = dict.fromkeys(range(len(scopes)))
     readers: list[dict[int, None]] = [{} for _ in sizes]
@@ -155,9 +155,9 @@ def _symbolic(
         if len(found) == 1 and _entries((v, *buckets[0][0]), sizes) <= CHUNK:
             order_ = sorted(buckets[0][1], key=lambda part: _entries(scopes[part[0]], sizes))
             small = tuple(_brief(part) for part in order_)
-        steps.append(Step(v, tuple(buckets), small))
+        steps.append(Elimination(v, tuple(buckets), small))
     rest = tuple((f, _spread(scopes[f], keep)) for f in live)
-    return Plan(keep, pairs, tuple(steps), rest, largest, work, rounding)
+    return EliminationPlan(keep, pairs, tuple(steps), rest, largest, work, rounding)
 
 
 def _brief(part: Part) -> Brief:
@@ -185,7 +185,7 @@ def _buckets(ids: list[int], scopes: Sequence[tuple[int, ...]], sizes: Sequence[
     return [members for _, members in buckets]
 
 
-def plan(block: BlockModel, keep: Sequence[int] = ()) -> Plan:
+def plan(block: BlockModel, keep: Sequence[int] = ()) -> EliminationPlan:
     """The cheaper of the min-fill and the min-size order, keeping the variables ``keep``; of inexact ones, which no widths
     avoid within ``WORK``, the one with fewer buckets."""
     return _plan(*_question(block, keep))
@@ -196,7 +196,7 @@ def _question(block: BlockModel, keep: Sequence[int]) -> tuple[tuple[int, ...], 
     return block.sizes, tuple(sorted({(min(e.i, e.j), max(e.i, e.j)) for e in block.edges})), tuple(sorted(set(keep)))
 
 
-def _plan(sizes: tuple[int, ...], pairs: tuple[tuple[int, int], ...], kept: tuple[int, ...]) -> Plan:
+def _plan(sizes: tuple[int, ...], pairs: tuple[tuple[int, int], ...], kept: tuple[int, ...]) -> EliminationPlan:
     orders = [_order(sizes, pairs, kept, fill) for fill in (True, False)]
     for wide in WIDTHS:
         found = min((_symbolic(sizes, pairs, kept, order, wide) for order in orders), key=_preferred)
@@ -205,7 +205,7 @@ def _plan(sizes: tuple[int, ...], pairs: tuple[tuple[int, int], ...], kept: tupl
     return found
 
 
-def _preferred(plan: Plan) -> tuple[bool, int, int]:
+def _preferred(plan: EliminationPlan) -> tuple[bool, int, int]:
     return plan.work > WORK, sum(len(step.buckets) - 1 for step in plan.steps), plan.work
 
 
@@ -214,9 +214,9 @@ class Tables:
 
     def __init__(self) -> None:
         self._stacked: dict[object, tuple[tuple[Edge, ...], Stacked]] = {}
-        self._plans: dict[object, Plan] = {}
+        self._plans: dict[object, EliminationPlan] = {}
 
-    def plan(self, block: BlockModel, keep: Sequence[int]) -> Plan:
+    def plan(self, block: BlockModel, keep: Sequence[int]) -> EliminationPlan:
         """``plan``, made once for all variants of a block."""
         question = _question(block, keep)
         if question not in self._plans:
@@ -322,7 +322,7 @@ def _least(factors: Sequence[Array], parts: Sequence[Brief]) -> Array:
 class Eliminated:
     """The result for one weight vector: ``table`` over the kept variables, and what is needed to find minimizers."""
 
-    plan: Plan
+    plan: EliminationPlan
     table: Array
     factors: tuple[Array, ...]
     variables: int

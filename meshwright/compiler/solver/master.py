@@ -33,14 +33,14 @@ LEVELS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class RepeatedKinds:
     """``unit`` of kinds, ``repeats`` times."""
 
     unit: tuple[int, ...]
     repeats: int
 
 
-def segments(sequence: Sequence[int]) -> tuple[Segment, ...]:
+def segments(sequence: Sequence[int]) -> tuple[RepeatedKinds, ...]:
     """Cut a sequence of kinds into repeated units, greedily by most positions saved, shorter units first.
 
     >>> segments((0, 1, 1, 1, 2))
@@ -57,7 +57,7 @@ def segments(sequence: Sequence[int]) -> tuple[Segment, ...]:
                 repeats += 1
             if (repeats - 1) * unit > saved:
                 best, saved = (unit, repeats), (repeats - 1) * unit
-        out.append(Segment(tuple(sequence[at : at + best[0]]), best[1]))
+        out.append(RepeatedKinds(tuple(sequence[at : at + best[0]]), best[1]))
         at += best[0] * best[1]
     return tuple(out)
 
@@ -69,10 +69,10 @@ class Flow:
     model: mathopt.Model
     counts: dict[Arc, mathopt.Variable]
     borders: list[dict[int, mathopt.Variable]]
-    parts: tuple[Segment, ...]
+    parts: tuple[RepeatedKinds, ...]
 
 
-def _flow(parts: tuple[Segment, ...], columns: Sequence[Column], integer: bool) -> Flow:
+def _flow(parts: tuple[RepeatedKinds, ...], columns: Sequence[Column], integer: bool) -> Flow:
     model = mathopt.Model()
     counts: dict[Arc, mathopt.Variable] = {}
     borders: list[dict[int, mathopt.Variable]] = [{} for _ in range(len(parts) + 1)]
@@ -242,7 +242,7 @@ def _peak(flow: Flow, columns: Sequence[Column], scale: Scale) -> mathopt.Linear
     return mathopt.fast_sum([size / scale.memory * u for size, u in zip(sizes, levels, strict=True)])
 
 
-def _nodes(part: Segment, j: int, column: Column) -> tuple[tuple[int, int], tuple[int, int]]:
+def _nodes(part: RepeatedKinds, j: int, column: Column) -> tuple[tuple[int, int], tuple[int, int]]:
     layer = j + 1 if j + 1 < len(part.unit) or part.repeats == 1 else 0
     return (j, column.entry), (layer, column.exit)
 

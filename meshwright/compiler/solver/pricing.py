@@ -70,7 +70,7 @@ class Multipliers:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Priced:
+class Pricing:
     """What pricing found: the chain's least weighted cost ``value``, per kind the tables of its variants, and slacks.
 
     ``tables[k]`` is [variants, entry, exit]; ``slack[k]`` of the same shape is how much a copy of the kind in that variant and
@@ -119,7 +119,7 @@ class Pricer:
         """Table entries that one pricing goes through."""
         return sum(self._blocks[g].plan.work for g in self.groups)
 
-    def price(self, at: Multipliers, fixed: Mapping[int, int], everyone: bool = False) -> Priced:
+    def price(self, at: Multipliers, fixed: Mapping[int, int], everyone: bool = False) -> Pricing:
         """Minimum of the weighted chain; ``fixed`` holds shared variables at a choice, the others are each position's own.
 
         Expensive groups are evaluated only if a shortest path would use them at a lower bound from earlier weights; with
@@ -216,7 +216,7 @@ class Pricer:
                 out = out + share * t
         return out
 
-    def _chain(self, tables: list[Array], results: dict[Group, Eliminated]) -> Priced:
+    def _chain(self, tables: list[Array], results: dict[Group, Eliminated]) -> Pricing:
         sequence = self.chain.sequence
         best = [t.min(axis=0) for t in tables]
         n = len(sequence)
@@ -243,9 +243,9 @@ class Pricer:
             leave = int((best[sequence[p]][state] + backward[p + 1]).argmin())
             path.append((state, leave))
             state = leave
-        return Priced(value, tuple(tables), slack, tuple(path), results)
+        return Pricing(value, tuple(tables), slack, tuple(path), results)
 
-    def columns(self, priced: Priced, wanted: Mapping[Group, list[tuple[int, int]]]) -> list[Column]:
+    def columns(self, priced: Pricing, wanted: Mapping[Group, list[tuple[int, int]]]) -> list[Column]:
         """The minimizers of groups between (entry, exit) states, with their true resources."""
         out = []
         for (k, v), pairs in sorted(wanted.items()):

@@ -25,7 +25,7 @@ import numpy as np
 
 from meshwright.compiler.solver.chain import Array, Beaten, Chain, Infeasible, Solution, evaluate
 from meshwright.compiler.solver.master import Scale, choose, relax
-from meshwright.compiler.solver.pricing import Column, Group, Multipliers, Priced, Pricer
+from meshwright.compiler.solver.pricing import Column, Group, Multipliers, Pricer, Pricing
 from meshwright.compiler.solver.rounding import rounded
 
 ROUNDS = 40
@@ -104,7 +104,7 @@ class Search:
         """Whether nothing is faster than so many seconds by more than the demanded gap."""
         return time - self.bound <= self.gap * abs(time)
 
-    def price(self, at: Multipliers, everyone: bool = False) -> tuple[float, Priced]:
+    def price(self, at: Multipliers, everyone: bool = False) -> tuple[float, Pricing]:
         """Lower bound at multipliers (of the time for rho 1, of the memory for rho 0), and what pricing found."""
         self.iterations += 1
         with self._phase("price"):
@@ -150,12 +150,12 @@ class Search:
         if time < self.time and agree(self.chain, columns):
             self.time, self.incumbent = time, list(columns)
 
-    def _round(self, priced: Priced) -> None:
+    def _round(self, priced: Pricing) -> None:
         """Offer what fits between the states of the priced path."""
         if np.isfinite(self.chain.capacity):
             self._offer(rounded(self.chain, priced.path, self._listed()))
 
-    def _add(self, priced: Priced, limit: float, many: int, everyone: bool = False) -> tuple[int, list[Column] | None]:
+    def _add(self, priced: Pricing, limit: float, many: int, everyone: bool = False) -> tuple[int, list[Column] | None]:
         """Take up the path's columns, up to ``many`` per kind within ``limit`` of slack, with ``everyone`` each group's best.
 
         Returns how many are new, and the path's columns (None if a heuristic minimizer of a wide block is forbidden).
@@ -313,7 +313,7 @@ def infeasible(chain: Chain, bound: float, least: float, solution: Solution | No
 
 
 def _near(
-    priced: Priced, groups: Sequence[Group], limit: float, many: int, everyone: bool
+    priced: Pricing, groups: Sequence[Group], limit: float, many: int, everyone: bool
 ) -> Iterator[tuple[Group, tuple[int, int]]]:
     """Groups and state pairs of least slack: per kind the first ``many`` in ``limit``, with ``everyone`` each group's."""
     for k, v in groups if everyone else ():

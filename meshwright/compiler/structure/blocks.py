@@ -26,7 +26,7 @@ from meshwright.ir.graph import Block, Graph, Op, Ref, map_refs
 
 
 @dataclass
-class Run:
+class ModuleRun:
     """A node of the module tree with the ops made under it."""
 
     path: str
@@ -35,7 +35,7 @@ class Run:
     count: int = 0
     contractions: int = 0
     repeated: bool = False
-    children: dict[str, Run] = field(default_factory=dict)
+    children: dict[str, ModuleRun] = field(default_factory=dict)
 
     @property
     def is_candidate(self) -> bool:
@@ -45,7 +45,7 @@ class Run:
 def find_blocks(graph: Graph) -> Graph:
     """The graph with ``blocks``, in the order of their ops."""
     signatures = _Signatures(graph)
-    found: list[tuple[Run, tuple[Any, Any]]] = []
+    found: list[tuple[ModuleRun, tuple[Any, Any]]] = []
     stack = [module_tree(graph)]
     while stack:
         run = stack.pop()
@@ -62,11 +62,11 @@ def find_blocks(graph: Graph) -> Graph:
     return replace(graph, blocks=blocks)
 
 
-def module_tree(graph: Graph) -> Run:
+def module_tree(graph: Graph) -> ModuleRun:
     """The tree of the modules that made ops, each with its run."""
     weights = {param.value for param in graph.params if not param.buffer}
     weights |= {op.outputs[0] for op in graph.ops if op.target == TURN and op.inputs[0] in weights}
-    root, operators = Run(""), default_rules().operators
+    root, operators = ModuleRun(""), default_rules().operators
     for index, op in enumerate(graph.ops):
         contracts = operators[op.target].kind == "matmul" and any(name in weights for name in op.inputs)
         for run in _ancestors(root, op.module):
@@ -77,14 +77,14 @@ def module_tree(graph: Graph) -> Run:
     return root
 
 
-def _ancestors(root: Run, module: str) -> Iterator[Run]:
+def _ancestors(root: ModuleRun, module: str) -> Iterator[ModuleRun]:
     """The runs that an op of this module belongs to; a later call of a module ("name@1") marks it as repeated."""
     run, path = root, ""
     yield run
     for part in module.split(".") if module else ():
         name, _, call = part.partition("@")
         path = f"{path}.{name}" if path else name
-        run = run.children.setdefault(name, Run(path))
+        run = run.children.setdefault(name, ModuleRun(path))
         run.repeated = run.repeated or bool(call)
         yield run
 
@@ -104,7 +104,7 @@ class _Signatures:
             self.last_reader[name] = len(graph.ops)
         self.mutated = dict(graph.mutations)
 
-    def of(self, run: Run) -> tuple[Any, Any]:
+    def of(self, run: ModuleRun) -> tuple[Any, Any]:
         """(the run in its own numbering: values in order of appearance, then the results that others read; what of these takes
         a gradient)."""
         numbers: dict[str, int] = {}

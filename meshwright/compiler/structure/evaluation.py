@@ -45,7 +45,7 @@ def in_evaluation(graph: Graph) -> Graph:
 def difference(one: Graph, other: Graph, gradients: bool = True) -> str | None:
     """The first thing of ``other`` that ``one`` does not have, in words; None if they compute the same. Without ``gradients``
     what only stops them is nothing."""
-    known = _Known(COPIES if gradients else COPIES | {"aten.detach.default"})
+    known = _KnownValue(COPIES if gradients else COPIES | {"aten.detach.default"})
     mine, theirs = known.of(one), known.of(other)
     for op in other.ops:
         if any(theirs[name] not in mine.values() for name in op.outputs):
@@ -63,7 +63,7 @@ def difference(one: Graph, other: Graph, gradients: bool = True) -> str | None:
 
 
 @dataclass
-class _Known:
+class _KnownValue:
     """Numbers of values, the same for what is the same in several graphs."""
 
     copies: frozenset[str]

@@ -50,7 +50,7 @@ class OtherMode:
     graph: Graph
 
 
-class Watch:
+class CallWatch:
     """See the file's head. Called at the beginning of every call of the parallel module."""
 
     def __init__(self, model: nn.Module, graph: Graph, capture: Capture) -> None:

@@ -29,7 +29,7 @@ _MOST = 10_000
 
 
 @dataclass(frozen=True)
-class Place:
+class OutsidePlace:
     """``name`` in a namespace, or the contents of a closure's cell; ``what``: the same in words."""
 
     what: str
@@ -46,7 +46,7 @@ class Place:
             return MeshwrightError
 
 
-def places(model: nn.Module) -> list[Place]:
+def places(model: nn.Module) -> list[OutsidePlace]:
     """Everything that a forward of the model may read outside of it."""
     walk = _Walk(frozenset(_top(type(module).__module__) for module in model.modules()))
     for module in model.modules():
@@ -69,7 +69,7 @@ class _Walk:
     packages: frozenset[str]
     seen: set[tuple[int, int]] = field(default_factory=set)
     waiting: list[tuple[FunctionType, type | None]] = field(default_factory=list)
-    found: list[Place] = field(default_factory=list)
+    found: list[OutsidePlace] = field(default_factory=list)
     known: set[tuple[int, str]] = field(default_factory=set)
     entered: set[tuple[int, str]] = field(default_factory=set)
 
@@ -93,7 +93,7 @@ class _Walk:
         for kind in owner.__mro__:
             if name in vars(kind):
                 if self.enters(kind.__module__):
-                    self.value(Place(f"{name!r} of class {kind.__qualname__}", vars(kind), name), id(kind), owner)
+                    self.value(OutsidePlace(f"{name!r} of class {kind.__qualname__}", vars(kind), name), id(kind), owner)
                 return
 
     def code(self, function: FunctionType, owner: type | None) -> None:
@@ -101,16 +101,17 @@ class _Walk:
         names, known = frozenset(_names(function.__code__)), function.__globals__
         for name in sorted(names):
             if name in known and not name.startswith("__"):
-                self.value(Place(f"global {name!r} of {function.__module__}", known, name), id(known), None, names)
+                self.value(OutsidePlace(f"global {name!r} of {function.__module__}", known, name), id(known), None, names)
             if owner is not None:
                 self.method(owner, name)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self.value(Place(f"{name!r}, which {function.__qualname__} closes over,", cell, name), id(cell), owner, names)
+            place = OutsidePlace(f"{name!r}, which {function.__qualname__} closes over,", cell, name)
+            self.value(place, id(cell), owner, names)
         wrapped = getattr(function, "__wrapped__", None)
         if isinstance(wrapped, FunctionType):
             self.function(wrapped, owner)
 
-    def value(self, place: Place, key: int, owner: type | None, names: frozenset[str] = frozenset()) -> None:
+    def value(self, place: OutsidePlace, key: int, owner: type | None, names: frozenset[str] = frozenset()) -> None:
         """One thing that is named: code is entered, values are kept, of modules and classes those that ``names`` has too.
         ``key``: of what holds it."""
         if (key, place.name) in self.known:
@@ -138,7 +139,7 @@ class _Walk:
         for name in sorted(vars(value) if every else names & vars(value).keys()):
             if not name.startswith("__") and (id(value), name) not in self.entered:
                 self.entered.add((id(value), name))
-                self.value(Place(f"{name!r} of {shown}", vars(value), name), id(value), None, names)
+                self.value(OutsidePlace(f"{name!r} of {shown}", vars(value), name), id(value), None, names)
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -28,7 +28,7 @@ _LITERAL = "_constant_"
 def aligned(planned: Graph, captured: Graph) -> Graph:
     """The plan's graph, with what a file cannot be trusted with (contents of constants, classes of the output, where operators
     come from) taken from the captured one. Raises PlanError naming the first difference."""
-    theirs, ours = _Known(planned), _Known(captured)
+    theirs, ours = _KnownSame(planned), _KnownSame(captured)
     for difference in (*_inputs(planned, captured), *_params(planned, captured)):
         raise PlanError(f"the plan was made for another model: {difference}{_REMEDY}")
     theirs.walk()
@@ -53,7 +53,7 @@ def aligned(planned: Graph, captured: Graph) -> Graph:
 
 
 @dataclass
-class _Known:
+class _KnownSame:
     """What every value of a graph is computed from, as digests."""
 
     graph: Graph
@@ -130,7 +130,7 @@ def _kind(param: Param) -> str:
     return ("buffer" if param.persistent else "buffer that is not saved") if param.buffer else "parameter"
 
 
-def _operators(theirs: _Known, ours: _Known) -> str:
+def _operators(theirs: _KnownSame, ours: _KnownSame) -> str:
     """The first operator that has no counterpart though its operands have."""
     there, here = set(ours.ops.values()), set(theirs.ops.values())
     left = [op for op in theirs.graph.ops if theirs.ops[op.name] not in there]

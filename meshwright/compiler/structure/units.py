@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from meshwright.compiler.structure.blocks import Run, module_tree
+from meshwright.compiler.structure.blocks import ModuleRun, module_tree
 from meshwright.compiler.structure.positions import positions_of
 from meshwright.ir.graph import Block, Graph
 from meshwright.ir.writing.names import names_of
@@ -138,12 +138,12 @@ def _runs(graph: Graph) -> list[tuple[str, int, int]]:
     return runs
 
 
-def _layers(tree: Run) -> list[tuple[str, int, int]]:
+def _layers(tree: ModuleRun) -> list[tuple[str, int, int]]:
     """(module, start, stop) of the innermost layers, in the order of their operators."""
     return sorted(((run.path, run.start, run.stop) for run in _innermost(tree)), key=lambda unit: unit[1])
 
 
-def _innermost(run: Run) -> Iterable[Run]:
+def _innermost(run: ModuleRun) -> Iterable[ModuleRun]:
     children = run.children.values()
     alone = sum(child.is_candidate for child in children) < 2
     for child in children:

@@ -61,7 +61,7 @@ class Batch:
     outputs: dict[str, Storage]
 
 
-class Part:
+class RootUnit:
     """Segments that one root unit holds together: a program, or a stage of it. ``leaving``: the values that it hands back."""
 
     def __init__(self, program: Program, main: Sequence[Segment], leaving: Sequence[str], heap: Heap) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.cost.memory.fsdp import Part, at_rest, rest_itemsize
+from meshwright.cost.memory.fsdp import RootUnit, at_rest, rest_itemsize
 from meshwright.cost.memory.pipeline_rank import PipelineRank
 from meshwright.cost.memory.replay import ACTIVATIONS, WORK, Heap, Storage, forward, hold, script_of
 from meshwright.ir.graph import refs
@@ -53,7 +53,7 @@ def peak(program: Program, state_bytes: float) -> Peak:
 
 def _alone(program: Program, heap: Heap, joined: _Joined) -> None:
     """A step of a program without a pipeline."""
-    part = Part(program, [s for s in program.segments if not s.prologue], _leaving(program), heap)
+    part = RootUnit(program, [s for s in program.segments if not s.prologue], _leaving(program), heap)
     env, count = _prologue(program, heap), program.microbatches
     for index in sorted({0, count - 1}):
         batch = part.forward({name: hold(storage) if count > 1 else storage for name, storage in env.items()})

@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from meshwright.cost.memory.fsdp import Batch, Part, at_rest, gathers, rest_itemsize
+from meshwright.cost.memory.fsdp import Batch, RootUnit, at_rest, gathers, rest_itemsize
 from meshwright.cost.memory.replay import ACTIVATIONS, WORK, Heap, Storage, hold
 from meshwright.ir.graph import Graph, Value
 from meshwright.ir.mesh import PP
@@ -45,7 +45,7 @@ class PipelineRank:
         self.held: dict[tuple[int, int], list[Storage]] = {}  # from F to the end of the backward
         self.handed: dict[tuple[int, int, bool], dict[str, Storage]] = {}  # to a stage of this rank; True: gradients
 
-    def _part(self, stage: int, first: bool) -> Part:
+    def _part(self, stage: int, first: bool) -> RootUnit:
         """As ``runtime.pipeline.pipeline`` shares a program out."""
         program, stages = self.program, self.stages
         main = [s for s in program.segments if not s.prologue and s.stage == stage]
@@ -58,7 +58,7 @@ class PipelineRank:
             read |= {name for s in program.segments if s.prologue for name in _reads(s)}
             read |= {s.value for s in program.stored} - everywhere
         share = replace(program, stored=tuple(s for s in program.stored if s.value in read))
-        return Part(share, main, leaving, self.heap)
+        return RootUnit(share, main, leaving, self.heap)
 
     def run(self, env: Mapping[str, Storage]) -> None:
         """``env``: what every micro-batch finds, storages by value."""

@@ -29,7 +29,7 @@ _KEPT = re.compile(
 
 
 @dataclass(frozen=True)
-class Names:
+class CanonicalNames:
     """Those of one graph: ``ops`` and ``values`` by their names in the graph, ``blocks`` in order; and the way back."""
 
     ops: Mapping[str, str]
@@ -39,7 +39,7 @@ class Names:
     value_of: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
-def names_of(graph: Graph) -> Names:
+def names_of(graph: Graph) -> CanonicalNames:
     """The names of everything in a graph."""
     count: Counter[str] = Counter()
     ops: dict[str, str] = {}
@@ -54,7 +54,8 @@ def names_of(graph: Graph) -> Names:
         block.path if block.path and paths[block.path] == 1 and block.path not in ops else ops[graph.ops[block.start].name]
         for block in graph.blocks
     )
-    return Names(ops, values, blocks, {key: name for name, key in ops.items()}, {key: name for name, key in values.items()})
+    back = [{key: name for name, key in names.items()} for names in (ops, values)]
+    return CanonicalNames(ops, values, blocks, *back)
 
 
 def key_of(module: str, target: str, count: Counter[str]) -> str:

@@ -10,7 +10,7 @@ from meshwright.ir.decisions import Decisions
 from meshwright.ir.declared.operator import PIECES
 from meshwright.ir.pins import ROOT, Pins
 from meshwright.ir.sharding import format_sharding
-from meshwright.ir.writing.names import Kept, Names, choice_text, kept_text, names_of
+from meshwright.ir.writing.names import CanonicalNames, Kept, choice_text, kept_text, names_of
 from meshwright.ir.writing.paths import fold_paths
 
 
@@ -35,7 +35,7 @@ def pins_of(plan: Decisions) -> Pins:
     return Pins(**found)
 
 
-def _blocks(plan: Decisions, names: Names) -> dict[str, str]:
+def _blocks(plan: Decisions, names: CanonicalNames) -> dict[str, str]:
     """{paths: how their parameters are kept}."""
     kept: dict[str, list[str]] = {}
     for name, group in zip((*names.blocks, ROOT), plan.groups, strict=True):
@@ -49,7 +49,7 @@ def parts(paths: Sequence[str]) -> Iterator[str]:
     yield from fold_paths(paths).split(", ") if len(paths) > 1 else paths
 
 
-def folded_names(plan: Decisions, texts: Mapping[str, str], names: Names | None = None) -> dict[str, str]:
+def folded_names(plan: Decisions, texts: Mapping[str, str], names: CanonicalNames | None = None) -> dict[str, str]:
     """{name: text}, the names of equal blocks that say the same as one, in the order of the graph."""
     graph, names = plan.graph, names or names_of(plan.graph)
     alike: dict[tuple[int, int, int, str], list[str]] = {}

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.errors import InputError
 from meshwright.ir.graph import Ref
-from meshwright.ir.program import Bounds, Limit
+from meshwright.ir.program import InputRanges, Limit
 from meshwright.runtime.interpret import run
 from meshwright.runtime.verdict import together
 
@@ -48,7 +48,7 @@ def digest_of_input(tensor: Tensor, first: bool) -> int:
     return digest(tensor, first)
 
 
-def check_bounds(bounds: Bounds, given: Mapping[str, Tensor]) -> None:
+def check_bounds(bounds: InputRanges, given: Mapping[str, Tensor]) -> None:
     """Raise InputError, naming input and look-up, for an index that is out of range."""
     inputs: dict[str, Tensor] = {}
     for name in bounds.graph.inputs:

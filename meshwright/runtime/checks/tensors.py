@@ -24,7 +24,7 @@ from meshwright.runtime.groups import Groups
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where the module shows a tensor of the engine: under ``key`` of one of a sub-module's dicts."""
 
     fqn: str
@@ -49,7 +49,7 @@ def originals(model: nn.Module | None) -> list[Original]:
     return [Original(fqn, weakref.ref(parameter), parameter.requires_grad) for fqn, parameter in named]
 
 
-def check_tensors(places: Sequence[Place], before: Sequence[Original], shared: Sequence[Stored], groups: Groups) -> None:
+def check_tensors(places: Sequence[TensorPlace], before: Sequence[Original], shared: Sequence[Stored], groups: Groups) -> None:
     """Raise RunError, on every rank, if what the module shows is not what the engine reads. In a pipeline all ranks call this.
     ``shared``: the trained weights that several stages hold, the same list on every rank."""
     fault = _fault(places, before)
@@ -59,7 +59,7 @@ def check_tensors(places: Sequence[Place], before: Sequence[Original], shared: S
         raise RunError(fault)
 
 
-def _fault(places: Sequence[Place], before: Sequence[Original]) -> str | None:
+def _fault(places: Sequence[TensorPlace], before: Sequence[Original]) -> str | None:
     for place in places:
         shown = place.table.get(place.key)
         if shown is not place.tensor:
@@ -84,7 +84,7 @@ def _fault(places: Sequence[Place], before: Sequence[Original]) -> str | None:
     return None
 
 
-def _of_all_stages(places: Sequence[Place], fault: str | None, shared: Sequence[Stored], groups: Groups) -> str | None:
+def _of_all_stages(places: Sequence[TensorPlace], fault: str | None, shared: Sequence[Stored], groups: Groups) -> str | None:
     """The first stage's fault, on all of them; it is one too if they disagree whether a weight that they share is frozen."""
     trained = {place.stored.value: place.tensor.requires_grad for place in places}
     frozen = [int(trained.get(stored.value) is False) for stored in shared]

@@ -33,7 +33,7 @@ from meshwright.runtime.checks.gradients import BEYOND_THE_LOSS, IN_EVAL, refuse
 from meshwright.runtime.collectives import Group
 from meshwright.runtime.groups import Groups, live
 from meshwright.runtime.pipeline.ordered import Ordered
-from meshwright.runtime.pipeline.stage import Part, Stage
+from meshwright.runtime.pipeline.stage import Stage, StageModule
 from meshwright.runtime.state.late import sum_late
 from meshwright.runtime.state.layout import local_of
 from meshwright.runtime.step import Join, Release, microbatches_of, seed_of
@@ -71,7 +71,7 @@ def _sum(local: Tensor, group: dist.ProcessGroup, replicas: Group) -> None:
         local.copy_(whole)
 
 
-class Pipeline:
+class PipelineStages:
     """All stages of this rank. ``meshes``: of ``data_meshes``, for the tensors of all stages. ``tensors``: every stored tensor
     of the rank at rest, by value name."""
 
@@ -87,7 +87,7 @@ class Pipeline:
         self.parts = [self._part(stage, meshes, first=stage == mine[0]) for stage in mine]
         self.schedule = Ordered([Stage(part, self.stages, self.group) for part in self.parts], self.stages.table)
 
-    def _part(self, stage: int, meshes: Meshes, first: bool) -> Part:
+    def _part(self, stage: int, meshes: Meshes, first: bool) -> StageModule:
         """A stage's share of the program, assembled. The rank's first also runs the prologue, and keeps what nobody reads."""
         program, stages = self.program, self.stages
         segments = tuple(s for s in program.segments if (first if s.prologue else s.stage == stage))
@@ -117,7 +117,7 @@ class Pipeline:
             known = self.tensors.setdefault(stored.value, engine.tensors[stored.value])
             if known is not engine.tensors[stored.value]:
                 self.copies.append(Copy(known, engine.tensors[stored.value]))
-        return Part(stage, engine, enters, leaves, aside, self.groups.device)
+        return StageModule(stage, engine, enters, leaves, aside, self.groups.device)
 
     def train(self, mode: bool) -> None:
         """Dropout and batch statistics on or off."""
@@ -195,7 +195,7 @@ class Pipeline:
         for work, _ in sent:
             work.wait()
 
-    def _receive(self, part: Part) -> tuple[Tensor, ...]:
+    def _receive(self, part: StageModule) -> tuple[Tensor, ...]:
         buffers = tuple(torch.empty(value.shape, dtype=value.dtype, device=part.device) for value in part.enters)
         source = self.stages.stage_rank[part.stage - 1]
         for work in [dist.irecv(buffer, group=self.group, group_src=source) for buffer in buffers]:
@@ -203,7 +203,7 @@ class Pipeline:
             work.wait()
         return buffers
 
-    def _send(self, part: Part, waiting: list[tuple[Tensor, ...]]) -> list[tuple[Any, Tensor]]:
+    def _send(self, part: StageModule, waiting: list[tuple[Tensor, ...]]) -> list[tuple[Any, Tensor]]:
         """Send what waits; the tensors live until the returned work is done."""
         to = self.stages.stage_rank[part.stage + 1] if waiting else 0
         works = [(dist.isend(x, group=self.group, group_dst=to), x) for leaving in waiting for x in leaving]
@@ -240,7 +240,7 @@ def _reads(graph: Graph) -> set[str]:
 
 
 def run_pipeline(
-    pipeline: Pipeline, inputs: Mapping[str, Tensor], parameters: Callable[[], Sequence[Tensor]], seed: tuple[int, int],
+    pipeline: PipelineStages, inputs: Mapping[str, Tensor], parameters: Callable[[], Sequence[Tensor]], seed: tuple[int, int],
     training: bool,
 ) -> dict[str, Tensor]:
     """As ``step.run_step``; outputs that this rank does not have are left out."""
@@ -264,7 +264,7 @@ def run_pipeline(
     return {**found, program.loss: loss}
 
 
-def _refusing(values: Mapping[str, Tensor], pipeline: Pipeline, why: str) -> dict[str, Tensor]:
+def _refusing(values: Mapping[str, Tensor], pipeline: PipelineStages, why: str) -> dict[str, Tensor]:
     """Outputs that stages make raise when somebody goes back through them."""
     outputs = {port.name for port in pipeline.program.outputs} & pipeline.stages.made.keys()
     return {name: refused(value, why) if name in outputs else value for name, value in values.items()}

@@ -15,9 +15,10 @@ What torch asks of a stage, and where it is seen to (silently wrong otherwise, o
 * what crosses without a gradient gets none: torch 2.11 knows gradients of all or none (``Stage``).
 
 FSDP2: torch would take over the units of a stage that is one, and then never reduces before the last micro-batch and never
-frees what was gathered. So torch sees a plain module (``Part``), and the units are told what to do before every backward as
-without a pipeline (``Engine.set_microbatch``): every ZeRO level, where the backward is whole. Where it is split in two, torch
-calls autograd in ways on which FSDP2's hooks do not count: nothing is reduced or freed until torch's own reduction at the end.
+frees what was gathered. So torch sees a plain module (``StageModule``), and the units are told what to do before every backward
+as without a pipeline (``Engine.set_microbatch``): every ZeRO level, where the backward is whole. Where it is split in two,
+torch calls autograd in ways on which FSDP2's hooks do not count: nothing is reduced or freed until torch's own reduction at the
+end.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class _Leave(Function):
         return (None, *grads, *(None,) * ctx.entered)
 
 
-class Part(nn.Module):
+class StageModule(nn.Module):
     """The inside of one stage. ``enters``, ``leaves``: what crosses (the last stage: the loss leaves); ``aside``: outputs that
     are kept here, put together in ``results``."""
 
@@ -138,7 +139,7 @@ class Stage(PipelineStage):
     a gradient until the next one goes. Torch would hold all of a step until its end.
     """
 
-    def __init__(self, part: Part, stages: Stages, group: dist.ProcessGroup) -> None:
+    def __init__(self, part: StageModule, stages: Stages, group: dist.ProcessGroup) -> None:
         inputs, outputs = (tuple(_example(value, part.device) for value in values) for values in (part.enters, part.leaves))
         super().__init__(
             part, part.stage, stages.last + 1, part.device, input_args=inputs, output_args=outputs, group=group

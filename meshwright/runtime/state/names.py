@@ -22,18 +22,18 @@ from meshwright.errors import AbsentError, RunError
 
 
 @dataclass(frozen=True)
-class Kind:
+class ModuleKind:
     """What a sub-module of the model is: its class, and whether it was in training mode when the model was captured."""
 
     type: type
     training: bool
 
 
-def kinds_of(model: nn.Module | None) -> dict[str, Kind]:
+def kinds_of(model: nn.Module | None) -> dict[str, ModuleKind]:
     """{path: what is there}. A model in eval() is captured in training mode throughout."""
     if model is None:
         return {}
-    return {path: Kind(type(module), module.training or not model.training)
+    return {path: ModuleKind(type(module), module.training or not model.training)
             for path, module in model.named_modules(remove_duplicate=False) if path}
 
 
@@ -56,17 +56,17 @@ def held_elsewhere(fqn: str) -> AbsentError:
                        f"parallel.named_parameters() and named_buffers(), which give the rank's own")
 
 
-class Names(nn.Module):
+class NamedModule(nn.Module):
     """See the file's head. ``path``: of the module that it stands for; ``elsewhere``: tensors of it on other ranks."""
 
-    def __init__(self, path: str, kind: Kind) -> None:
+    def __init__(self, path: str, kind: ModuleKind) -> None:
         super().__init__()
         self.__dict__.update(_path=path, _kind=kind.type, _elsewhere=set(), training=kind.training)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # type: ignore[override]
         """The class of the module that this stands for, so that ``isinstance`` finds it."""
-        return self.__dict__.get("_kind", Names)  # type: ignore[no-any-return]
+        return self.__dict__.get("_kind", NamedModule)  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -96,7 +96,7 @@ class Names(nn.Module):
         raise RunError("sub-modules of a parallel module hold its parameters under their names; only the whole can be called")
 
 
-class Several(Names):
+class Several(NamedModule):
     """Of a container: its parts by number or name, as the model's."""
 
     def _parts(self) -> dict[str, Any]:
@@ -130,15 +130,15 @@ class Several(Names):
 _SEVERAL = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def holder(root: nn.Module, path: Sequence[str], kinds: Mapping[str, Kind]) -> nn.Module:
+def holder(root: nn.Module, path: Sequence[str], kinds: Mapping[str, ModuleKind]) -> nn.Module:
     """The sub-module of this path, made if it is not there. The dicts are written directly: a model may have names that are
     methods here."""
     found = root
     for depth, name in enumerate(path, 1):
         if found._modules.get(name) is None:
             at = ".".join(path[:depth])
-            kind = kinds.get(at, Kind(Names, True))
-            found._modules[name] = (Several if issubclass(kind.type, _SEVERAL) else Names)(at, kind)
+            kind = kinds.get(at, ModuleKind(NamedModule, True))
+            found._modules[name] = (Several if issubclass(kind.type, _SEVERAL) else NamedModule)(at, kind)
         child = found._modules[name]
         assert child is not None
         found = child
@@ -152,7 +152,7 @@ class Modes:
     modules: tuple[tuple[str, nn.Module, bool], ...]
 
     @staticmethod
-    def of(root: nn.Module, kinds: Mapping[str, Kind]) -> Modes:
+    def of(root: nn.Module, kinds: Mapping[str, ModuleKind]) -> Modes:
         """Those of a parallel module as it is built."""
         return Modes(tuple((path, module, kinds[path].training if path in kinds else True)
                            for path, module in root.named_modules() if path))

@@ -71,7 +71,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor of a checkpoint: GLOBAL shape, and the boxes that make it up."""
 
     dtype: torch.dtype
@@ -84,7 +84,7 @@ class Index:
     """What a checkpoint holds. ``files``: {name: (bytes, CRC-32)}."""
 
     files: Mapping[str, tuple[int, int]]
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, TensorEntry]
     values: Mapping[str, Any]
 
 
@@ -153,9 +153,9 @@ def _digest(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
-def _entry(data: Mapping[str, Any]) -> Entry:
+def _entry(data: Mapping[str, Any]) -> TensorEntry:
     chunks = tuple(Chunk(tuple(offsets), tuple(lengths), file) for offsets, lengths, file in data["chunks"])
-    return Entry(DTYPES[data["dtype"]], tuple(data["shape"]), chunks)
+    return TensorEntry(DTYPES[data["dtype"]], tuple(data["shape"]), chunks)
 
 
 def _check(index: Index) -> None:
@@ -270,7 +270,7 @@ class Writer(StorageWriter):
         tensors = {}
         for name, found in metadata.state_dict_metadata.items():
             assert isinstance(found, TensorStorageMetadata)
-            tensors[name] = Entry(found.properties.dtype, tuple(found.size), tuple(chunks[name]))
+            tensors[name] = TensorEntry(found.properties.dtype, tuple(found.size), tuple(chunks[name]))
         index = Index(files, tensors, self.everything)
         _check(index)
         write_index(self.folder, index)

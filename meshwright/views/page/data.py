@@ -27,7 +27,7 @@ from meshwright.ir.sharding import Sharding, format_sharding
 from meshwright.ir.writing.paths import fold_paths
 from meshwright.planner import state_bytes
 from meshwright.views.facts import Facts, facts_of
-from meshwright.views.page.outline import Entry, Shown, keys, outline, shown
+from meshwright.views.page.outline import OutlineEntry, Shown, keys, outline, shown
 from meshwright.views.prices import Move, OpPrice, Prices
 from meshwright.views.words import assignment_words, header, kept_words, time_parts
 
@@ -91,7 +91,7 @@ class _Page:
 
     # the graph
 
-    def _node(self, node: Entry) -> list[Any]:
+    def _node(self, node: OutlineEntry) -> list[Any]:
         one = node.shown
         if one is not None:
             info = self._info(self._operator(one))

@@ -39,7 +39,7 @@ class Shown:
 
 
 @dataclass
-class Entry:
+class OutlineEntry:
     """One line of the outline.
 
     kind: "module", "run" or "op"
@@ -120,47 +120,48 @@ def _equal(plan: Plan, fine: Sequence[str]) -> Iterator[list[int]]:
         yield run
 
 
-def outline(plan: Plan, ops: Sequence[Shown]) -> list[Entry]:
+def outline(plan: Plan, ops: Sequence[Shown]) -> list[OutlineEntry]:
     """The nodes in the order of the operators, parents before their children; the first is the model."""
-    nodes = [Entry("module", "the model", "", -1)]
+    nodes = [OutlineEntry("module", "the model", "", -1)]
     at: dict[tuple[str, int], int] = {("", -1): 0}
     free = plan.graph.parameter_free
     runs = {one.run: len(one.copies) for one in ops if one.run >= 0}
     for one in ops:
         parent = _home(plan, one, nodes, at, runs)
         if one.run < 0 and one.op.name in free:
-            parent = _child(nodes, at, (f"{one.op.module}\0", -1), Entry("module", GLUE, one.op.module, parent))
-        nodes.append(Entry("op", short(one.op), one.op.module, parent, shown=one))
+            parent = _child(nodes, at, (f"{one.op.module}\0", -1), OutlineEntry("module", GLUE, one.op.module, parent))
+        nodes.append(OutlineEntry("op", short(one.op), one.op.module, parent, shown=one))
     for number, node in enumerate(nodes):
         if node.parent >= 0:
             nodes[node.parent].children.append(number)
     return _merged(nodes)
 
 
-def _home(plan: Plan, one: Shown, nodes: list[Entry], at: dict[tuple[str, int], int], runs: Mapping[int, int]) -> int:
+def _home(plan: Plan, one: Shown, nodes: list[OutlineEntry], at: dict[tuple[str, int], int], runs: Mapping[int, int]) -> int:
     """The node of an operator's module, made with all around it where it is new."""
     block = plan.graph.blocks[one.run] if one.run >= 0 else None
     parent, path = 0, ""
     for part in one.op.module.split(".") if one.op.module else []:
         path = f"{path}.{part}" if path else part
         inside = block is not None and (path == block.path or path.startswith(f"{block.path}."))
-        made = Entry("module", part, path, parent)
+        made = OutlineEntry("module", part, path, parent)
         if block is not None and path == block.path:
             blocks = plan.graph.blocks[one.run : one.run + runs[one.run]]
             folded = fold_paths([b.path for b in blocks])
-            made = Entry("run", folded.removeprefix(path.removesuffix(part)), path, parent, times=len(blocks), run=one.run)
+            label = folded.removeprefix(path.removesuffix(part))
+            made = OutlineEntry("run", label, path, parent, times=len(blocks), run=one.run)
         parent = _child(nodes, at, (path, one.run if inside else -1), made)
     return parent
 
 
-def _child(nodes: list[Entry], at: dict[tuple[str, int], int], key: tuple[str, int], node: Entry) -> int:
+def _child(nodes: list[OutlineEntry], at: dict[tuple[str, int], int], key: tuple[str, int], node: OutlineEntry) -> int:
     if key not in at:
         at[key] = len(nodes)
         nodes.append(node)
     return at[key]
 
 
-def _merged(nodes: list[Entry]) -> list[Entry]:
+def _merged(nodes: list[OutlineEntry]) -> list[OutlineEntry]:
     """The nodes without modules that hold one operator and nothing else: it takes their name."""
     gone: set[int] = set()
     for number, node in enumerate(nodes):

@@ -62,7 +62,7 @@ def _inner(experts: Experts, *names: tuple[str, ...]) -> Inner | None:
     """``names``: those of values and operators; experts that compute the same are equal under any."""
     parts: dict[str, int] = {}
     while True:
-        walk = _Walk(experts, parts)
+        walk = _InnerWalk(experts, parts)
         try:
             return walk.run()
         except _WholeError:
@@ -73,7 +73,7 @@ def _inner(experts: Experts, *names: tuple[str, ...]) -> Inner | None:
             parts[error.name] = error.parts
 
 
-class _Walk:
+class _InnerWalk:
     """One walk, with so many parts in every product that makes the split."""
 
     def __init__(self, experts: Experts, parts: Mapping[str, int]) -> None:
