@@ -112,7 +112,7 @@ def by_heads(
 ) -> Longest | None:
     """The longest sequence, by the same prices, of what long sequences are trained with by hand: all-to-all attention alone,
     over as many ranks as the heads allow, ZeRO-3 over all, full recomputation, all logits at once; the outputs of the model are
-    held as it returns them. None where no such layout can be or fits.
+    held as it returns them, unless ``loss_fn`` drops them. None where no such layout can be or fits.
 
     ``most``, ``shortest``: tokens to end at and to begin with; ``options``: those of ``longest``.
     """

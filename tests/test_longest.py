@@ -76,6 +76,7 @@ def test_the_command_prints_it_beside(tmp_path: Path) -> None:
     assert run.exit_code == 0, run.output
     (row,) = json.loads(run.stdout)["longest"]
     assert (row["tokens"], row["alone"], row["times"], row["too_long"]) == (16, 16, 1.0, None)
+    assert (row["alone_loss_only"], row["times_loss_only"]) == (16, 1.0)
     assert CliRunner().invoke(app, [*words, "--longest", "--tokens", "9"]).exit_code == 2
 
 

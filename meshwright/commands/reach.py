@@ -10,13 +10,14 @@ from torch import nn
 
 from meshwright.commands.sizing import spec_of
 from meshwright.errors import MeshwrightError
-from meshwright.lengths import by_heads, longest
+from meshwright.lengths import by_heads, longest, loss_alone
 
 
 @dataclass(frozen=True)
 class Reach:
     """One cluster. ``tokens``: of the longest sequence found to fit; ``alone``: with ZeRO-3, all-to-all attention and full
-    recomputation, and nothing else; ``reason``: why there is none, and the numbers are then None."""
+    recomputation, and nothing else, of the model as it is; ``alone_loss_only``: likewise, where its outputs beside the loss are
+    dropped; ``reason``: why there is none, and the numbers are then None."""
 
     devices: int
     cluster: str
@@ -26,16 +27,22 @@ class Reach:
     step_seconds: float | None = None
     bytes_per_rank: float | None = None
     alone: int | None = None
+    alone_loss_only: int | None = None
     reason: str = ""
 
     @property
     def times(self) -> float | None:
-        """Of the sequence that all-to-all alone reaches."""
+        """Of the sequence that all-to-all alone reaches with the model as it is."""
         return None if self.tokens is None or not self.alone else self.tokens / self.alone
+
+    @property
+    def times_loss_only(self) -> float | None:
+        """Of the sequence that all-to-all alone reaches if the loss alone is kept."""
+        return None if self.tokens is None or not self.alone_loss_only else self.tokens / self.alone_loss_only
 
     def as_json(self) -> dict[str, Any]:
         """The fields."""
-        return {**asdict(self), "times": self.times}
+        return {**asdict(self), "times": self.times, "times_loss_only": self.times_loss_only}
 
 
 def reaches(
@@ -53,14 +60,15 @@ def reaches(
         }
         try:
             found = longest(model, cluster, batch, **options)
-            alone = by_heads(model, cluster, batch, **options)
+            alone, loss_only = (by_heads(model, cluster, batch, loss_fn=kept, **options) for kept in (None, loss_alone))
         except MeshwrightError as error:
             rows.append(replace(row, reason=str(error)))
             continue
         said = found.plan.predicted
         rows.append(replace(
             row, tokens=found.tokens, too_long=found.too_long, mesh=str(found.plan.mesh),
-            alone=None if alone is None else alone.tokens, step_seconds=None if said is None else said.step_seconds,
+            alone=None if alone is None else alone.tokens, alone_loss_only=None if loss_only is None else loss_only.tokens,
+            step_seconds=None if said is None else said.step_seconds,
             bytes_per_rank=None if said is None else said.bytes_per_rank,
         ))
     return rows
@@ -71,7 +79,8 @@ def table(rows: Sequence[Reach]) -> Any:
     from rich.table import Table
 
     shown = Table(box=None, pad_edge=False)
-    for title in ("devices", "longest", "mesh", "s a step", "GiB a device", "all-to-all alone", "times"):
+    beside = ("all-to-all alone", "times", "its loss only", "times")
+    for title in ("devices", "longest", "mesh", "s a step", "GiB a device", *beside):
         shown.add_column(title, justify="left" if title == "mesh" else "right")
     for row in rows:
         if row.tokens is None:
@@ -80,6 +89,7 @@ def table(rows: Sequence[Reach]) -> Any:
         shown.add_row(
             str(row.devices), f"{row.tokens:,}" + ("+" if row.too_long is None else ""), row.mesh,
             f"{row.step_seconds or 0:.3g}", f"{(row.bytes_per_rank or 0) / 2**30:.1f}",
-            f"{row.alone:,}" if row.alone else "does not fit", f"{row.times:.2f}" if row.times else "",
+            *(text for tokens, times in ((row.alone, row.times), (row.alone_loss_only, row.times_loss_only))
+              for text in (f"{tokens:,}" if tokens else "does not fit", f"{times:.2f}" if times else "")),
         )
     return shown
