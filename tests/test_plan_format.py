@@ -25,6 +25,7 @@ from meshwright.ir.serialize import plan_hash, plan_to_dict, program_to_dict
 from meshwright.ir.writing.canonical import canonical
 from meshwright.ir.writing.plans import plan_text, plan_to_file
 from meshwright.programs import checked_program
+from meshwright.rules import rules_of
 from tests.backwards import CASES
 from tests.backwards import make as custom
 from tests.handmade import handmade_plan
@@ -116,7 +117,8 @@ def test_equal_blocks_are_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def times(count: int) -> int:
         plan = Plan.from_dict(json.loads(plan_text(stacked(count))))
-        builtin_rules.cache_clear()
+        for one in rules_of(plan.graph)[0].values():
+            one._placed.clear()
         placed.clear()
         checked_program(plan, 0)
         return len(placed)
