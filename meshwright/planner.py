@@ -25,7 +25,7 @@ from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.blocks import find_blocks
 from meshwright.compiler.structure.microbatch import split_counts
 from meshwright.compiler.structure.pieces import ROWS, in_pieces, losses, rows_of
-from meshwright.compiler.structure.units import find_units, split_at
+from meshwright.compiler.structure.units import find_layers, find_units, split_at
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.spread import spread
 from meshwright.errors import MeshwrightError
@@ -138,7 +138,8 @@ def _made(
     progress: Progress | None, gap: float, search: Search,
 ) -> Plan:
     """The plan for the loss as it stands in the graph. Raises what ``make_plan`` does."""
-    graph = split_at(graph, pins.stage_cuts or ())
+    if pins.stage_cuts:  # layers first, as a search for stages cuts them: stages cut what is there further
+        graph = split_at(find_layers(graph), pins.stage_cuts)
     rules, notes = rules_of(graph, strict)
     check_experts(pins.by_degrees(), graph, rules)
     check_tensor_pins(pins, graph)

@@ -36,6 +36,8 @@ def graph(name: str) -> Graph:
         MixtralConfig,
         MixtralForCausalLM,
         PreTrainedModel,
+        T5Config,
+        T5ForConditionalGeneration,
     )
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
@@ -44,8 +46,11 @@ def graph(name: str) -> Graph:
     if name == "gpt2":
         model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=96, n_positions=16, use_cache=False,
                                            bos_token_id=1, eos_token_id=1))
-    elif name == "llama":
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **sizes))
+    elif name in ("llama", "shallow"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3 if name == "llama" else 1, **sizes))
+    elif name == "t5":
+        model = T5ForConditionalGeneration(T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=96,
+                                                    use_cache=False, decoder_start_token_id=0, pad_token_id=0))
     else:
         model = MixtralForCausalLM(MixtralConfig(num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2,
                                                  experts_implementation="grouped_mm", **sizes))
@@ -89,6 +94,27 @@ def test_a_plan_made_from_its_pins_is_that_plan(model: str, cluster: str, pins: 
     near = 1e-9 if model != "gpt2" else 0.03  # a search may count a tied weight split otherwise than lowering stores it
     assert again.predicted.step_seconds == pytest.approx(first.predicted.step_seconds, rel=near)
     assert again.predicted.bytes_per_rank == first.predicted.bytes_per_rank
+
+
+UNLIKE: list[tuple[str, Mapping[str, Any]]] = [
+    ("t5", {"schedule": "1f1b"}),
+    ("shallow", {"schedule": "interleaved1f1b", "virtual_stages": 2}),
+    ("shallow", {"schedule": "gpipe", "stage_cuts": ("model.layers.0.mlp.down_proj",)}),
+]
+
+
+@pytest.mark.parametrize(("model", "pins"), UNLIKE, ids=lambda case: str(case)[:60])
+def test_layers_that_only_a_pipeline_is_cut_between_are_pinned(model: str, pins: Mapping[str, Any]) -> None:
+    assert not graph(model).blocks
+    where = Cluster.parse("cpu:1x2")
+    first = make_plan(graph(model), where, Pins(pp=2, dp=1, tp=1, microbatches=2, **pins))
+    again = make_plan(graph(model), where, Pins.of(as_dict(first.to_pins())))
+    assert [block.path for block in again.graph.blocks] == [block.path for block in first.graph.blocks]
+    assert len(first.groups) > 2
+    assert plan_hash(again) == plan_hash(first)
+    assert again.predicted == first.predicted
+    assert again.certificate is not None
+    assert again.certificate.considered == 1
 
 
 def test_blocks_that_differ_are_pinned_apart() -> None:
