@@ -64,12 +64,16 @@ def _pointwise() -> dict[str, Maker]:
         "to.dtype": lambda: [s(n(4, 8), F32)],
         "to.device": lambda: [s(n(4, 8), torch.device("cpu"), F32)],
         "to.dtype_layout": lambda: [s(n(4, 8), dtype=F32)],
-        "add.Tensor": lambda: [s(n(4, 8), n(4, 8)), s(n(2, 4, 8), n(8), alpha=2), s(n(4, 8), 1.0), s(n(4, 8), i(5, 4, 8))],
-        "sub.Tensor": lambda: [s(n(4, 8), n(4, 8)), s(n(4, 1), n(2, 1, 8)), s(i(9, 4, 8), 1), s(i(9, 4), i(9, 4))],
-        "mul.Tensor": lambda: [s(n(4, 8), n(4, 8)), s(n(4, 8), n(4, 1)), s(n(4, 8), 0.5), s(n(4, 8), b(4, 8)), s(n(4), n())],
-        "multiply.Tensor": lambda: [s(n(4, 8), n(4, 8))],
+        "add.Tensor": lambda: [s(n(4, 8), n(4, 8)), s(n(2, 4, 8), n(8), alpha=2), s(n(4, 8), 1.0), s(n(4, 8), i(5, 4, 8)),
+                               s(0.3333, n(4, 8), alpha=0.6667)],
+        "sub.Tensor": lambda: [s(n(4, 8), n(4, 8)), s(n(4, 1), n(2, 1, 8)), s(i(9, 4, 8), 1), s(i(9, 4), i(9, 4)),
+                               s(2.0, n(4, 8), alpha=0.5)],
+        "mul.Tensor": lambda: [s(n(4, 8), n(4, 8)), s(n(4, 8), n(4, 1)), s(n(4, 8), 0.5), s(n(4, 8), b(4, 8)), s(n(4), n()),
+                               s(0.5, n(4, 8))],
+        "multiply.Tensor": lambda: [s(n(4, 8), n(4, 8)), s(0.5, n(4, 8))],
+        "floor_divide.default": lambda: [s(n(4, 8), r(8), fixed=(0, 1)), s(7, i(5, 4, 8) + 1)],
         **{
-            f"{name}.Tensor": lambda: [s(n(4, 8), r(4, 8)), s(n(4, 8), r(8)), s(n(4), 2.0), s(n(), r())]
+            f"{name}.Tensor": lambda: [s(n(4, 8), r(4, 8)), s(n(4, 8), r(8)), s(n(4), 2.0), s(n(), r()), s(2.0, r(4, 8))]
             for name in ("div", "true_divide", "divide")
         },
         "mul.Scalar": lambda: [s(n(4, 8), 0.5)],

@@ -31,6 +31,7 @@ from meshwright.compiler.rules import (
 from meshwright.compiler.rules.call import schema
 from meshwright.ir.declared.draws import Seeded, draws
 from meshwright.ir.declared.experts import EXPERTS
+from meshwright.ir.declared.operator import Work
 from meshwright.ir.gradients.custom import CUSTOM
 from meshwright.ir.graph import Graph, Op, Ref, Value
 from meshwright.ir.mesh import Mesh
@@ -180,6 +181,18 @@ def test_an_affine_operator_is_not_linear() -> None:
     assert rule_of("aten.masked_fill.Scalar", x, x > 0, 0).linear == (frozenset({0}),)
     assert rule_of("aten.mul.Tensor", x, x > 0).linear == (frozenset({0}),)
     assert rule_of("aten._to_copy.default", x, dtype=torch.int64).linear == ()
+
+
+def test_a_number_may_come_first() -> None:
+    """Of sums, products and quotients torch keeps ``torch.add(2.0, x)`` as it was called."""
+    x = torch.ones(4)
+    linear = {name: rule_of(f"aten.{name}.Tensor", 2.0, x).linear for name in ("add", "sub", "mul", "div")}
+    assert linear == {"add": (), "sub": (), "mul": (frozenset({0}),), "div": ()}
+    saved = {name: str(builtin_rules().operators[f"aten.{name}.Tensor"].saved((2.0, Ref("x")))) for name in ("mul", "div")}
+    assert saved == {"mul": "0:1 1:0", "div": "0"}  # of a product by a number nothing: there is no operand 1
+    passes = builtin_rules().operators["aten.sub.Tensor"].cost.passes
+    assert passes is not None
+    assert [list(passes(Work(((4,),), ((4,),), args=args))) for args in ((Ref("x"), 2.0), (2.0, Ref("x")))] == [[0], []]
 
 
 def test_an_operand_used_twice_is_two_operands() -> None:

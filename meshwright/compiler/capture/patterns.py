@@ -159,7 +159,7 @@ def normalize_dropout(graph: Graph) -> Graph:
             return (replace(op, target="aten.dropout.default", args=args, outputs=op.outputs[:1]),)
         scaled = edit.made_by(op.args[1], "aten.div.Scalar") if op.target == "aten.mul.Tensor" else None
         kept = edit.made_by(scaled.args[0], "aten.bernoulli.p") if scaled else None
-        if kept is None or scaled is None or not (once(scaled) and once(kept)):
+        if kept is None or scaled is None or not (once(scaled) and once(kept)) or not isinstance(op.args[0], Ref):
             return None
         rate, out = kept.args[1], edit.values[op.outputs[0]]
         if scaled.args[1] != rate or edit.shape(op.args[1]) != out.shape or edit.values[op.args[0].name].shape != out.shape:

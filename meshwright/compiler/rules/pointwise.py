@@ -2,17 +2,20 @@
 
 Every dim passes through; a dim of size 1 that broadcasts is free. Pending sums pass where the operator is linear: through
 one operand of a product, through both of a sum together, through the numerator of a quotient, through casts between
-floating types. An operator with a second number instead of a tensor is linear only if it scales: ``x + 1`` is not.
+floating types. An operator with a number instead of a tensor is linear only if it scales: ``x + 1`` is not. Of sums, products
+and quotients the number may come first (``torch.add(1, x)``): torch keeps it there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Operand, words
-from meshwright.ir.declared.operator import Cost, Work
+from meshwright.ir.declared.operator import Cost, Saves, Work
+from meshwright.ir.graph import Ref
 from meshwright.ir.rule import Factor, OpRule
 
 elementwise = partial(declare, elementwise=True)
@@ -42,11 +45,13 @@ BINARY = words(
 COMPARED = words(
     "bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor bitwise_xor.Scalar eq.Tensor "
     "eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar gt.Tensor gt.Scalar ge.Tensor ge.Scalar "
-    "floor_divide.default floor_divide.Scalar logical_and.default logical_or.default logical_xor.default remainder.Tensor "
+    "floor_divide.Scalar logical_and.default logical_or.default logical_xor.default remainder.Tensor "
     "remainder.Scalar rsub.Scalar"
 )
 """The gradient needs nothing, or there is none."""
 IN_PLACE = words("sub_.Tensor mul_.Tensor div_.Tensor mul_.Scalar div_.Scalar pow_.Scalar fill_.Scalar")
+EITHER = "...?, ...? -> ..."
+"""Two tensors, or a tensor and a number on either side."""
 IN_PLACE_UNARY = words("relu silu sigmoid exp neg clamp clamp_min zero")
 
 
@@ -56,7 +61,17 @@ def _alike(work: Work) -> Collection[int]:
 
 
 def _first_alike(work: Work) -> Collection[int]:
-    return [0] if work.operands[0] == work.results[0] else ()
+    return [0] if work.operands[0] == work.results[0] and not _number_first(work.args) else ()
+
+
+def _number_first(args: Sequence[Any]) -> bool:
+    """Whether the first of two operands is a plain number, so that the tensor at position 0 is the second one."""
+    return bool(args) and not isinstance(args[0], Ref)
+
+
+def _quotient_saves(args: tuple[Any, ...]) -> Saves:
+    """The divisor; the numerator too where the divisor takes a gradient."""
+    return Saves.parse("0" if _number_first(args) else "0:1 1:0,1")
 
 
 def _one_more(work: Work) -> tuple[float, float]:
@@ -73,8 +88,8 @@ QUOTIENT, POWER = Cost("pointwise", space=_one_more), Cost("pointwise", space=_t
 
 def _sum_of_two(call: Call) -> OpRule:
     """``x + alpha * y``: linear in both together, if both are tensors."""
-    both = isinstance(call["other"], Operand)
-    return call.line("..., ...? -> ... ; +0,1" if both else "..., ...? -> ...")
+    both = all(isinstance(call[side], Operand) for side in ("self", "other"))
+    return call.line("..., ... -> ... ; +0,1" if both else EITHER)
 
 
 def _where(call: Call) -> OpRule:
@@ -165,7 +180,7 @@ def _unary() -> dict[str, Declaration]:
 
 
 def _binary() -> dict[str, Declaration]:
-    two, first = "..., ...? -> ...", "..., ...? -> ... ; +0"
+    two, quotient = "..., ...? -> ...", f"{EITHER} ; +0"
     rules = {f"aten.{name}": elementwise(_line(name)) for name in BINARY}
     rules |= {f"aten.{name}": elementwise(_line(name), cost="linear", saves="") for name in COMPARED}
     rules |= {f"aten.{name}.default": elementwise(two, cost="pointwise", saves="0 1") for name in ("maximum", "minimum")}
@@ -179,17 +194,19 @@ def _binary() -> dict[str, Declaration]:
         rules[f"aten.{name}.Scalar"] = elementwise("... -> ...", cost=cost, saves="")
     for name in ("Tensor", "Scalar"):
         rules[f"aten.mul.{name}"] = elementwise(
-            "..., ...? -> ... ; +0 +1" if name == "Tensor" else "... -> ... ; +0", cost="pointwise", saves="0:1 1:0"
+            f"{EITHER} ; +0 +1" if name == "Tensor" else "... -> ... ; +0", cost="pointwise", saves="0:1 1:0"
         )
         rules[f"aten.div.{name}"] = elementwise(
-            first if name == "Tensor" else "... -> ... ; +0", cost=QUOTIENT, saves="0:1 1:0,1"
+            quotient if name == "Tensor" else "... -> ... ; +0", cost=QUOTIENT, saves="0:1 1:0,1", saves_of=_quotient_saves
         )
-        rules[f"aten.div.{name}_mode"] = elementwise(_line(f"{name}_mode"), cost=QUOTIENT, saves="0:1 1:0,1")
+        line = EITHER if name == "Tensor" else "... -> ..."
+        rules[f"aten.div.{name}_mode"] = elementwise(line, cost=QUOTIENT, saves="0:1 1:0,1", saves_of=_quotient_saves)
         rules[f"aten.masked_fill.{name}"] = elementwise(_masked_fill, cost="linear", saves="1")
     return rules | {
-        "aten.multiply.Tensor": elementwise("..., ...? -> ... ; +0 +1"),
-        "aten.true_divide.Tensor": elementwise(first),
-        "aten.divide.Tensor": elementwise(first),
+        "aten.multiply.Tensor": elementwise(f"{EITHER} ; +0 +1"),
+        "aten.true_divide.Tensor": elementwise(quotient),
+        "aten.divide.Tensor": elementwise(quotient),
+        "aten.floor_divide.default": elementwise(EITHER, cost="linear", saves=""),
     }
 
 
