@@ -44,9 +44,9 @@ def segments(sequence: Sequence[int]) -> tuple[RepeatedKinds, ...]:
     """Cut a sequence of kinds into repeated units, greedily by most positions saved, shorter units first.
 
     >>> segments((0, 1, 1, 1, 2))
-    (Segment(unit=(0,), repeats=1), Segment(unit=(1,), repeats=3), Segment(unit=(2,), repeats=1))
+    (RepeatedKinds(unit=(0,), repeats=1), RepeatedKinds(unit=(1,), repeats=3), RepeatedKinds(unit=(2,), repeats=1))
     >>> segments((1, 1, 2, 1, 1, 2, 3))
-    (Segment(unit=(1, 1, 2), repeats=2), Segment(unit=(3,), repeats=1))
+    (RepeatedKinds(unit=(1, 1, 2), repeats=2), RepeatedKinds(unit=(3,), repeats=1))
     """
     out, at = [], 0
     while at < len(sequence):
