@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.commands.models import imported, load
-from meshwright.commands.options import cluster_of, one_or_all, optimizer_of, seconds_of, tensor_pins, whole_numbers
+from meshwright.commands.options import cluster_of, one_or_all, optimizer_of, pin_of, seconds_of, tensor_pins, whole_numbers
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.progress import Report
 from meshwright.progress import progress as shown
@@ -49,6 +49,7 @@ IMPORTED: ContextVar[tuple[str, ...]] = ContextVar("meshwright_imported", defaul
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans of parallelized PyTorch models.",
                   pretty_exceptions_enable=False)
 
+OPEN = 'one ("4"), several ("1,2,4") or up to a bound ("<=4")'
 MODEL = 'A transformers config (folder or config.json; no weights needed), "module:callable" or "file.py:callable".'
 Batch = Annotated[int, typer.Option(min=1, help="Global batch in samples (a config only).")]
 Sequence = Annotated[int, typer.Option(min=2, help="Sequence length in tokens (a config only).")]
@@ -79,19 +80,21 @@ def plan_command(
     sequence: Sequence = 512,
     precision: Annotated[str, typer.Option(help='"fp32", "tf32", "bf16"; "fp16" and "fp8" are planned only.')] = "bf16",
     optimizer: Annotated[str, typer.Option(help="A name, or the bytes of state per parameter.")] = "adamw",
-    dp: Annotated[int | None, typer.Option(help="Pin the data-parallel degree.")] = None,
-    shard: Annotated[int | None, typer.Option(help="Pin the ZeRO group within dp (HSDP).")] = None,
-    tp: Annotated[int | None, typer.Option(help="Pin the tensor-parallel degree.")] = None,
-    cp: Annotated[int | None, typer.Option(help="Pin the ranks over which the sequence is split.")] = None,
+    dp: Annotated[str | None, typer.Option(help=f"Pin the data-parallel degree: {OPEN}.")] = None,
+    shard: Annotated[str | None, typer.Option(help="Pin the ZeRO group within dp (HSDP).")] = None,
+    tp: Annotated[str | None, typer.Option(help=f"Pin the tensor-parallel degree: {OPEN}.")] = None,
+    cp: Annotated[str | None, typer.Option(help="Pin the ranks over which the sequence is split.")] = None,
     attention: Annotated[str | None, typer.Option(help='With --cp: pin "ring", "ulysses" or "all-gather".')] = None,
-    ep: Annotated[int | None, typer.Option(help="Pin the data ranks over which experts are split.")] = None,
-    pp: Annotated[int | None, typer.Option(help="Pin the pipeline degree.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="Pin the pipeline schedule.")] = None,
-    virtual_stages: Annotated[int | None, typer.Option(help="Pin the stages a pipeline rank runs.")] = None,
-    zero: Annotated[int | None, typer.Option(help="Pin the ZeRO level, 0 to 3.")] = None,
+    ep: Annotated[str | None, typer.Option(help="Pin the data ranks over which experts are split.")] = None,
+    pp: Annotated[str | None, typer.Option(help=f"Pin the pipeline degree: {OPEN}.")] = None,
+    schedule: Annotated[str | None, typer.Option(help='Pin the pipeline schedule, or several: "none,1f1b".')] = None,
+    virtual_stages: Annotated[str | None, typer.Option(help="Pin the stages a pipeline rank runs.")] = None,
+    stages: Annotated[str | None, typer.Option(help="Pin the stages of the pipeline in all.")] = None,
+    zero: Annotated[str | None, typer.Option(help='Pin the ZeRO level, 0 to 3, several ("2,3") or a bound ("<=1").')] = None,
     sequence_parallel: Annotated[bool | None, typer.Option(help="Pin Megatron's sequence parallelism on or off.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Pin the number of micro-batches.")] = None,
-    recompute: Annotated[str | None, typer.Option(help='Pin "none", "selective" or "full".')] = None,
+    microbatches: Annotated[str | None, typer.Option(help="Pin the number of micro-batches.")] = None,
+    micro_batch: Annotated[str | None, typer.Option(help='Pin the samples of a data rank\'s micro-batch, as in "<=4".')] = None,
+    recompute: Annotated[str | None, typer.Option(help='Pin "none", "selective", "full", or several.')] = None,
     tensor: Annotated[list[str] | None, typer.Option(help='Pin parameters: "*.down_proj.weight=[_, _@tp]".')] = None,
     strict: Annotated[bool, typer.Option(help="Refuse operators without a sharding rule.")] = False,
     headroom: Annotated[float | None, typer.Option(
@@ -107,14 +110,18 @@ def plan_command(
 ) -> None:
     """Plan a model on a cluster: no processes, no GPU, any size.
 
-    Example: meshwright plan config.json --cluster h100:1x8 --batch 16 --sequence 4096 --tp 8 --out plan.json
+    Pins may leave several values open ("1,2,4") or be bounds ("<=4").
+
+    Example: meshwright plan config.json --cluster h100:1x8 --batch 16 --sequence 4096 --tp 1,2,4 --out plan.json
     """
     with _errors(as_json):
         from meshwright.ir.pins import Pins
 
-        pins = Pins(dp=dp, shard=shard, tp=tp, cp=cp, attention=attention, ep=ep, pp=pp, zero=zero, schedule=schedule,
-                    sequence_parallel=sequence_parallel, virtual_stages=virtual_stages, microbatches=microbatches,
-                    recompute=recompute, tensors=tensor_pins(tensor or []))
+        words = {"dp": dp, "shard": shard, "tp": tp, "cp": cp, "attention": attention, "ep": ep, "pp": pp, "zero": zero,
+                 "schedule": schedule, "virtual_stages": virtual_stages, "stages": stages, "microbatches": microbatches,
+                 "micro_batch": micro_batch, "recompute": recompute}
+        pins = Pins.of({**{name: pin_of(word) for name, word in words.items()}, "sequence_parallel": sequence_parallel,
+                        "tensors": tensor_pins(tensor or [])})
         with shown(progress) as report:
             report("reading the model", 0.0)
             module, example = load(model, batch, sequence)

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.compiler.capture.capture import capture
+from meshwright.compiler.placement.pin_conflicts import idle_pins
 from meshwright.compiler.placement.pinned import check_tensor_pins
 from meshwright.compiler.search.errors import OutOfMemoryError
 from meshwright.compiler.search.search import REFINED_DEVICES, SECONDS, best_plan, find_plan
@@ -160,7 +161,7 @@ def _made(
     assert plan.certificate is not None
     return replace(
         _with_interval(plan, cluster), optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes",
-        notes=(*notes, *_imbalance(plan), *plan.notes), registered=registered_of(graph),
+        notes=(*notes, *_imbalance(plan), *idle_pins(plan, pins.by_degrees()), *plan.notes), registered=registered_of(graph),
         certificate=replace(plan.certificate, planning_seconds=dict(timing.phases)),
     )
 
@@ -298,5 +299,5 @@ def check_pins(pins: Pins, cluster: Cluster) -> None:
         raise PinError(f"pin ulysses={near} needs a pin cp that is a multiple of it, and another attention over the rest, "
                        f"found cp={pins.cp}, attention={pins.attention!r}; if all cp ranks are to exchange sequence for "
                        f"heads, pin attention={ULYSSES!r} alone")
-    if pins.attention is not None and pins.cp is None:
-        raise PinError(f"pin attention={pins.attention!r} needs pin cp: it says how attention runs whose sequence is split")
+    if pins.says("attention") and not pins.says("cp"):
+        raise PinError(f"pin {pins.shown('attention')} needs pin cp: it says how attention runs whose sequence is split")

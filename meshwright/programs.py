@@ -78,10 +78,9 @@ def mesh_pins(mesh: DeviceMesh, pins: Pins) -> Pins:
         degrees["dp"] = degrees.get("dp", 1) * degrees["ep"]
     known = pins.by_degrees()
     for name, size in degrees.items():
-        pinned = getattr(known, name)
-        if pinned not in (None, size):
-            raise PinError(f"pin {name}={pinned} contradicts the mesh, whose axis {name!r} has size {size}; change one")
-        pins = pins if pins.axes is not None else Pins.of({**vars_of(pins), name: size})
+        if not known.allows(name, size):
+            raise PinError(f"pin {known.shown(name)} contradicts the mesh, whose axis {name!r} has size {size}; change one")
+        pins = pins if pins.axes is not None else Pins.of({**vars_of(pins.without(name)), name: size})
     return pins
 
 

@@ -92,6 +92,10 @@ def test_plan_from_a_function(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "weight f32[128@tp, 64]" in result.stdout
     assert "tp=4 (tensor)" in result.stdout
+    result = run("plan", "tests.test_cli:build", "--cluster", "cpu:1x4", "--tp", "2,4", "--schedule", "none,1f1b",
+                 "--zero", "<=1", "--micro-batch", "<=1")
+    assert result.exit_code == 0, result.output
+    assert "tp=2 (tensor)" in result.stdout or "tp=4 (tensor)" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -101,6 +105,9 @@ def test_plan_from_a_function(tmp_path: Path) -> None:
         (["tests.test_cli:missing"], "cannot import"),
         (["tests.test_cli:returns_nothing"], "must return (model, example_inputs)"),
         (["tests.test_cli:build", "--dp", "3"], "does not divide the 4"),
+        (["tests.test_cli:build", "--tp", "3,8"], "tp among 3, 8 leaves nothing"),
+        (["tests.test_cli:build", "--tp", "few"], "tp='few' is not a positive integer"),
+        (["tests.test_cli:build", "--schedule", "none,fast"], "'fast' is unknown"),
         (["tests.test_cli:build", "--tensor", "no sharding"], "is not PATTERN=SHARDING"),
         (["tests.test_cli:build", "--tensor", "0.weight=[_@tp"], "cannot read '[_@tp'"),
         (["tests.test_cli:build", "--optimizer", "magic"], "optimizer 'magic' is unknown"),

@@ -246,6 +246,26 @@ def test_pins_beside_the_plan_that_they_are_of() -> None:
             check_agreement(plan, replace(pins, **other), rules, degrees_of(plan))
 
 
+def test_pins_that_leave_values_open_beside_a_plan() -> None:
+    plan = make_plan(graph("llama"), Cluster.parse("cpu:1x4"), Pins(dp=2, tp=2, zero=3))
+    rules = rules_of(plan.graph)[0]
+    for pins in ({"tp": [1, 2]}, {"shard": "<=2", "zero": [2, 3]}, {"cp": [1, 2], "schedule": ["none", "1f1b"]},
+                 {"sequence_parallel": [True, False], "stages": "<=1"}):
+        check_agreement(plan, Pins.of(pins), rules, degrees_of(plan))
+    for pins, words in (({"tp": [1, 4]}, "tp among 1, 4 contradicts"), ({"zero": "<=2"}, "zero <= 2 contradicts"),
+                        ({"shard": [4, 8]}, "shard among 4, 8"), ({"schedule": ["gpipe", "1f1b"]}, "schedule=none"),
+                        ({"cp": [2, 4], "attention": ["ring", "ulysses"]}, "contradict|nothing to split so")):
+        with pytest.raises(PlanError, match=words):
+            check_agreement(plan, Pins.of(pins), rules, degrees_of(plan))
+
+
+def test_a_pin_that_decides_nothing_is_noted() -> None:
+    plan = make_plan(graph("llama"), Cluster.parse("cpu:1x2"), Pins(dp=1, tp=2, zero=3))
+    assert [note for note in plan.notes if "zero=3 decides nothing" in note]
+    plan = make_plan(graph("llama"), Cluster.parse("cpu:1x2"), Pins(dp=2, tp=1, zero=3, shard=2))
+    assert not [note for note in plan.notes if "decides nothing" in note]
+
+
 def test_names_are_those_of_modules() -> None:
     names = names_of(handmade_graph())
     assert (names.ops["down0"], names.ops["add1"], names.ops["loss"]) == ("blocks.0.down:linear", "blocks.1:add", ":sum")

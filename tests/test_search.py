@@ -114,8 +114,10 @@ def test_no_pins_lead_below_the_bound_beyond_powers_of_two() -> None:
         ({"schedule": ["1f1b", "gpipe"]}, lambda plan: plan.pipeline.schedule in ("1f1b", "gpipe")),
         ({"stages": 2}, lambda plan: plan.pipeline.stages == 2),
         ({"zero": (2, 3), "dp": 4}, lambda plan: {group.zero for group in plan.groups} <= {2, 3}),
+        ({"shard": "<=2", "dp": 4, "tp": 1, "zero": [2, 3]}, lambda plan: plan.mesh.size("dp_shard") == 2),
+        ({"schedule": "none", "dp": "<=2", "cp": 1}, lambda plan: plan.pipeline is None and plan.mesh.size("tp") >= 2),
     ],
-    ids=["tp", "samples", "schedule or none", "schedules", "stages", "zero"],
+    ids=["tp", "samples", "schedule or none", "schedules", "stages", "zero", "shard", "no pipeline"],
 )
 def test_pins_may_leave_several_values_open(pins: dict[str, Any], holds: Callable[[Plan], bool]) -> None:
     graph = graph_of(Stack(3, 256), 16, 64, 256)
@@ -125,12 +127,25 @@ def test_pins_may_leave_several_values_open(pins: dict[str, Any], holds: Callabl
 
 def test_pins_that_leave_nothing_say_which() -> None:
     graph = graph_of(Stack(1, 64), 6, 8, 64)
-    with pytest.raises(PinError, match="tp among 3, 5"):
-        make_plan(graph, Cluster.parse("h100:1x4"), Pins.of({"tp": [3, 5]}))
+    for pins, words in [
+        ({"tp": [3, 5]}, r"tp among 3, 5 leaves nothing.*tp = 1, 2, 4"),
+        ({"micro_batch": 4, "tp": 2, "pp": 1}, "micro_batch = 1, 3"),
+        ({"dp": 4, "micro_batch": 1}, r"dp=4 does not divide the batch of 6 samples; nearest: dp=2"),
+        ({"stages": 2, "tp": 4}, "tp=4 leaves nothing.*stages=2.*tp = 1, 2"),
+        ({"stages": 5, "microbatches": 4}, "drop two"),
+    ]:
+        with pytest.raises(PinError, match=words):
+            make_plan(graph, Cluster.parse("h100:1x4"), Pins.of(pins))
     for wrong, words in [({"tp": []}, "leaves nothing"), ({"tp": [1, 0]}, "tp=0"), ({"schedule": ["none", "fast"]}, "fast"),
-                         ({"zero": "<=2"}, "zero"), ({"micro_batch": "<4"}, "micro_batch")]:
+                         ({"recompute": "<=2"}, "recompute"), ({"micro_batch": "<4"}, "micro_batch"),
+                         ({"tp": "<=0"}, "least is 1"),
+                         ({"pp": 2, "schedule": "none"}, "contradict"), ({"zero": 2, "shard": 1, "dp": 4}, "contradict"),
+                         ({"sequence_parallel": 1}, "True or False"), ({"stage_cuts": "layers.2"}, "in a list"),
+                         ({"axes": {"dp": 4}, "tp": [1, 2]}, "axes and tp contradict"), ({"zero": [1, 4]}, "zero=4")]:
         with pytest.raises(PinError, match=words):
             Pins.of(wrong)
+    assert Pins(tp=[2, 4], cp="<=2") == Pins.of({"tp": (2, 4), "cp": "<= 2"})  # type: ignore[arg-type]
+    assert str(Pins.of({"schedule": "none", "sequence_parallel": [True, False]})) == "pp=1"
     assert str(Pins.of({"tp": [2]})) == "tp=2"
     assert str(NoBetterError(0.25, limited=False)) == "takes at least 0.25 s"
 

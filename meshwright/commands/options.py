@@ -18,6 +18,20 @@ def whole_numbers(text: str, option: str) -> list[int]:
     return found
 
 
+def pin_of(text: str | None) -> Any:
+    """A pin as it is written on the command line: a value ("4", "1f1b"), a list ("1,2,4", "none,1f1b") or a bound ("<=4"). What
+    it may be, ``ir.pins`` says.
+
+    >>> pin_of("4"), pin_of("1,2,4"), pin_of("<=4"), pin_of("none,1f1b"), pin_of(None)
+    (4, [1, 2, 4], '<=4', ['none', '1f1b'], None)
+    """
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    values = [int(word) if word.isascii() and word.isdigit() else word for word in words]
+    return values[0] if len(values) == 1 else values
+
+
 def seconds_of(text: str, option: str) -> list[float]:
     """ "1,1.5,2" as numbers."""
     try:

@@ -24,9 +24,11 @@ WINDOW = "window"
 """How attention within a window runs then, whether gathering or passing by is asked for: what the window reaches is fetched."""
 NO_STAGES = "none"
 """The name of having no pipeline among schedules."""
-_COUNTS = ("dp", "tp", "pp", "ep", "virtual_stages", "stages", "microbatches", "micro_batch")
-OPEN = (*_COUNTS, "zero", "schedule", "recompute")
-"""Pins that may be lists of values; those that are counts may also be bounds, such as "<=4"."""
+_COUNTS = ("dp", "shard", "tp", "cp", "pp", "ep", "virtual_stages", "stages", "microbatches", "micro_batch")
+BOUNDED = (*_COUNTS, "zero")
+"""Pins that may be bounds, such as "<=4"."""
+OPEN = (*BOUNDED, "schedule", "recompute", "attention", "sequence_parallel")
+"""Pins that may be lists of values."""
 _NAMED = ("tensors", "operators", "values", "blocks")
 _BOUND = re.compile(r"<=\s*(\d+)")
 
@@ -51,13 +53,16 @@ class Pins:
     {name or pattern: choice}; ``values``: {name: the sharding that its readers share}; ``blocks``: {path: how its parameters
     are kept}. In a dict a name with ":" or "." may stand beside the other keys; text is read as lines of a printed plan.
 
-    Some may be left open in part (``OPEN``): to a list of values, or up to a bound. ``stages``: of a pipeline in all;
-    ``micro_batch``: samples of a data rank's micro-batch; ``among`` and ``most`` hold what ``of`` reads from lists and bounds.
+    Some may be left open in part: to a list of values (``OPEN``), or up to a bound (``BOUNDED``). ``stages``: of a pipeline in
+    all; ``micro_batch``: samples of a data rank's micro-batch; the schedule "none" is no pipeline. ``among`` and ``most`` hold
+    what was read from lists and bounds, of a dict (``of``) or of arguments.
 
     >>> Pins(dp=2, tp=2).degrees()
     {'dp': 2, 'tp': 2}
     >>> print(Pins.of({"tp": [1, 2, 4], "micro_batch": "<=4", "schedule": ["none", "1f1b"]}))
     tp among 1, 2, 4; schedule among none, 1f1b; micro_batch <= 4
+    >>> print(Pins.of({"schedule": "none"}))
+    pp=1
     """
 
     dp: int | None = None
@@ -87,12 +92,18 @@ class Pins:
     most: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in (*_COUNTS, "shard", "cp", "ulysses"):
+        self._read_open()
+        for name in (*_COUNTS, "ulysses"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise PinError(f"pin {name}={value!r} is not a positive integer")
         if self.zero is not None and (isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3)):
             raise PinError(f"pin zero={self.zero!r}: the levels are 0 (replicas), 1, 2 and 3")
+        if type(self.sequence_parallel) not in (bool, type(None)):
+            raise PinError(f"pin sequence_parallel={self.sequence_parallel!r}: it is True or False")
+        cuts: Any = self.stage_cuts
+        if cuts is not None and not (isinstance(cuts, list | tuple) and cuts and all(isinstance(name, str) for name in cuts)):
+            raise PinError(f"pin stage_cuts={cuts!r}: name the modules or operators at which stages start, in a list")
         if self.loss_rows is not None and (type(self.loss_rows) is not int or self.loss_rows < 0):
             raise PinError(f"pin loss_rows={self.loss_rows!r}: give the tokens whose logits are there at a time, or 0 for all")
         if self.schedule is not None and self.schedule not in tuple(schedules()):
@@ -104,6 +115,8 @@ class Pins:
         if self.shard is not None:
             if self.dp is not None and self.dp % self.shard:
                 raise PinError(f"pin shard={self.shard} must divide dp={self.dp}: it is the ZeRO group within the data ranks")
+            if self.zero and self.shard == 1 and self.dp != 1 and not self.says("cp"):
+                raise PinError(f"pins shard=1 and zero={self.zero} contradict: a group of one rank splits nothing; drop one")
             if self.zero == 0 and self.shard > 1:
                 raise PinError(f"pins shard={self.shard} and zero=0 contradict: zero=0 keeps whole replicas; drop one")
         for name in ("schedule", "stage_cuts", "virtual_stages"):
@@ -115,8 +128,8 @@ class Pins:
                     raise PinError(f"pin {name}: {key!r}: {text!r} must be two texts, a name and what is pinned for it")
         if self.axes is not None:
             _check_axes(self)
-        if self.attention is not None and self.cp == 1:
-            raise PinError(f"pin attention={self.attention!r} needs cp > 1: it says how attention runs whose sequence is split")
+        if self.says("attention") and self.cp == 1:
+            raise PinError(f"pin {self.shown('attention')} needs cp > 1: it says how attention runs whose sequence is split")
         if self.sequence_parallel and self.tp == 1:
             raise PinError("pin sequence_parallel=True needs tp > 1: the sequence is split over the tensor-parallel ranks")
 
@@ -144,24 +157,50 @@ class Pins:
                 near = difflib.get_close_matches(str(key), known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise PinError(f"unknown pin {key!r}{hint} Known pins: {', '.join(known)}")
-        given = {key: value for key, value in pins.items() if key not in ("among", "most")}
-        among, most = dict(pins.get("among", {})), dict(pins.get("most", {}))
+        return cls(**pins)
+
+    def _read_open(self) -> None:
+        """Lists and bounds among the arguments become ``among`` and ``most``; no pipeline as a schedule becomes pp=1."""
+        among, most = dict(self.among), dict(self.most)
         for key in OPEN:
-            value = given.get(key)
-            if isinstance(value, str) and key in _COUNTS and (bound := _BOUND.fullmatch(value.strip())):
+            value = getattr(self, key)
+            if isinstance(value, str) and key in BOUNDED and (bound := _BOUND.fullmatch(value.strip())):
+                if not int(bound[1]) and key != "zero":
+                    raise PinError(f"pin {key}={value!r} leaves nothing; the least is 1")
                 most[key] = int(bound[1])
-                del given[key]
             elif isinstance(value, list | tuple | set | frozenset | range):
-                options = tuple(dict.fromkeys(value))
-                if not options:
+                if not value:
                     raise PinError(f"pin {key}={value!r} leaves nothing; name at least one value, or drop the pin")
-                for option in options:
-                    if (key, option) != ("schedule", NO_STAGES):
-                        cls(**{key: option})
-                among[key] = options
-                del given[key]
-        one = {key: options[0] for key, options in among.items() if len(options) == 1 and options[0] != NO_STAGES}
-        return cls(**{**given, **one}, among={k: options for k, options in among.items() if k not in one}, most=most)
+                for option in value:
+                    alone: dict[str, Any] = {key: option}
+                    Pins(**alone)
+                among[key] = tuple(dict.fromkeys(value))
+            else:
+                continue
+            object.__setattr__(self, key, None)
+        for key in [key for key, options in among.items() if len(options) == 1]:
+            object.__setattr__(self, key, among.pop(key)[0])
+        if set(among.get("sequence_parallel", ())) == {True, False}:
+            del among["sequence_parallel"]
+        object.__setattr__(self, "among", among)
+        object.__setattr__(self, "most", most)
+        if self.schedule == NO_STAGES:
+            if not self.allows("pp", 1):
+                raise PinError(f"pins {self.shown('pp')} and schedule={NO_STAGES!r} contradict: without a pipeline pp is 1; "
+                               "drop one")
+            object.__setattr__(self, "schedule", None)
+            object.__setattr__(self, "pp", 1)
+            among.pop("pp", None)
+            most.pop("pp", None)
+
+    def says(self, name: str) -> bool:
+        """Whether something is said of this pin, be it a list or a bound."""
+        return getattr(self, name) not in (None, {}) or name in self.among or name in self.most
+
+    @property
+    def attentions(self) -> tuple[str, ...]:
+        """The ways that are open in which attention may run whose sequence is split."""
+        return tuple(one for one in ATTENTION if self.allows("attention", one))
 
     def allows(self, name: str, value: Any) -> bool:
         """Whether a value of what may be left open in part is open.
@@ -204,7 +243,7 @@ class Pins:
     @property
     def partly(self) -> bool:
         """Whether the search may choose among some candidates only, which layouts whose axes may split anything do not tell."""
-        told = {*self.among, *self.most} - {"zero", "recompute"}
+        told = {*self.among, *self.most} - {"zero", "recompute", "attention"}
         return bool(told) or self.micro_batch is not None or self.stages is not None
 
     def without(self, name: str) -> Pins:
@@ -233,7 +272,7 @@ class Pins:
         asked = self.schedule is not None or self.stage_cuts is not None or (self.virtual_stages or 1) > 1
         asked = asked or (self.stages or 1) > 1 or not (self.allows("pp", 1) and self.allows("schedule", NO_STAGES))
         known = (self.dp or 0) * (self.tp or 0) * (self.cp or 1)
-        rest = self.pp is None and 0 < known < world
+        rest = self.pp is None and "cp" not in {*self.among, *self.most} and 0 < known < world
         return (self.pp or 1) > 1 or asked or rest
 
     def check_world(self, world: int) -> None:
@@ -245,7 +284,7 @@ class Pins:
         shown = " x ".join(f"{name}={size}" for name, size in degrees.items())
         if world % product:
             raise PinError(f"pins {shown} make {product} devices, which does not divide the {world} there are")
-        if product != world and None not in (self.dp, self.tp, self.pp):
+        if product != world and None not in (self.dp, self.tp, self.pp) and "cp" not in {*self.among, *self.most}:
             raise PinError(f"pins {shown} make {product} devices but there are {world}; change one or leave one to the search")
 
 
@@ -257,7 +296,7 @@ def _check_axes(pins: Pins) -> None:
         if not good or isinstance(size, bool):
             raise PinError(f"pin axes={axes!r}: give {{name: size}}, such as {{'dp': 2, 'tp': 4}} or {{'x': 8}}")
     for name in ("dp", "tp", "cp", "ep", "pp", "shard", "ulysses"):
-        if getattr(pins, name) is not None:
+        if pins.says(name):
             raise PinError(f"pins axes and {name} contradict: the axes have their sizes; drop one")
     roles = {role_of(axis.removesuffix("*")) == ANY for axis in axes}
     if len(roles) > 1:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +21,7 @@ from meshwright.compiler.structure.dims import Dim, DimClasses, sequence_dims
 from meshwright.compiler.structure.positions import several_readers
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import EXPERT, HEADS, SAMPLED, SEQUENCE, SHARED, TENSOR, Mesh
-from meshwright.ir.pins import GATHER, RING, ULYSSES, WINDOW, PinError, Pins
+from meshwright.ir.pins import ATTENTION, GATHER, RING, ULYSSES, WINDOW, PinError, Pins
 from meshwright.ir.plan import TIME
 from meshwright.ir.rule import VARYING, OpRule, factors_of
 from meshwright.ir.sharding import ceil_div
@@ -127,7 +127,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
                 continue  # what blocks hand on is whole on every rank
             allowed.append(factor)
         if role == SEQUENCE and rule.algorithms:
-            allowed = _algorithms(rule, ULYSSES if axis == HEADS else scope.pins.attention)
+            allowed = _algorithms(rule, (ULYSSES,) if axis == HEADS else scope.pins.attentions)
         if role == EXPERT:
             allowed += [both for both in rule.together if kinds["batch"].intersection(factors_of(both))]
         per_axis.append(allowed if scope.mesh.size(axis) > 1 else [None])
@@ -165,11 +165,12 @@ def _held(op: Op, found: list[dict[str, str]], scope: Scope) -> list[dict[str, s
     return kept
 
 
-def _algorithms(rule: OpRule, pinned: str | None) -> list[str | None]:
-    """How a sequence axis may split an operator whose rule names algorithms: by one of them, or its ``inner`` factors."""
-    wanted = (pinned, WINDOW) if pinned in (GATHER, RING) else (pinned,)
-    named = [name for name in rule.algorithms if pinned is None or name in wanted]
-    return [None, *named, *(sorted(rule.inner.intersection(rule.splittable)) if pinned in (None, ULYSSES) else ())]
+def _algorithms(rule: OpRule, wanted: Sequence[str]) -> list[str | None]:
+    """How a sequence axis may split an operator whose rule names algorithms, of the ``wanted`` attentions: by one of them, or
+    by its ``inner`` factors."""
+    passing, every = {GATHER, RING}.intersection(wanted), set(ATTENTION) <= set(wanted)
+    named = [name for name in rule.algorithms if every or name in wanted or (passing and name == WINDOW)]
+    return [None, *named, *(sorted(rule.inner.intersection(rule.splittable)) if ULYSSES in wanted else ())]
 
 
 def check_sequence(scope: Scope) -> None:
@@ -215,23 +216,23 @@ def exchanged(graph: Graph, rules: Mapping[str, OpRule]) -> tuple[int, int]:
 
 def pays_mirrored(graph: Graph, rules: Mapping[str, OpRule], pins: Pins) -> bool:
     """Whether two chunks of a sequence a rank balance what one would not: attention of which the last rows have most to do."""
-    return pins.attention != ULYSSES and any(one.uneven for op in graph.ops for one in rules[op.name].algorithms.values())
+    return pins.attentions != (ULYSSES,) and any(one.uneven for op in graph.ops for one in rules[op.name].algorithms.values())
 
 
 def _attending(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:
     """Only the assignments in which attention runs as it is pinned."""
     axes = tuple(axis for axis in scope.mesh.axes if scope.roles[axis] == SEQUENCE and scope.mesh.size(axis) > 1)
-    if (scope.pins.attention is None and len(axes) < 2) or not rule.algorithms or not axes:
+    if (not scope.pins.says("attention") and len(axes) < 2) or not rule.algorithms or not axes:
         return found
     kept = [assignment for assignment in found if all(axis in assignment for axis in axes)]
     if not kept:
         heads = f"pin ulysses={scope.mesh.size(HEADS)} with " if len(axes) > 1 else "pin "
         ranks, shapes = scope.mesh.size(axes), [list(scope.graph.values[name].shape) for name in op.inputs[:2]]
-        algorithms = [name for name in _algorithms(rule, scope.pins.attention) if name is not None]
+        algorithms = [name for name in _algorithms(rule, scope.pins.attentions) if name is not None]
         legal = [n for n in range(2, ranks) if any(_legal(rule, {axes[0]: name}, Mesh(axes[:1], (n,))) for name in algorithms)]
         remedy = f"cp={max(legal)}" if legal else "no cp"
         raise PinError(
-            f"{heads}attention={scope.pins.attention!r}: {op.target} of {op.module or 'the model'}, queries {shapes[0]} and "
+            f"{heads}{scope.pins.shown('attention')}: {op.target} of {op.module or 'the model'}, queries {shapes[0]} and "
             f"keys {shapes[1]}, cannot run so over cp={ranks}; take {remedy}, or another attention"
         )
     return kept

@@ -39,16 +39,32 @@ def check_agreement(plan: Plan, pins: Pins, rules: Rules, degrees: Mapping[str, 
     for what, want, have in _counts(plan, pins):
         if want != have:
             raise PlanError(f"{what}={want!r} contradicts the plan, which has {what}={have!r}{_REMEDY}")
-    for name in {*pins.among, *pins.most}:
+    for name in {*pins.among, *pins.most} - set(_SPLITS):
         have = [degrees[name]] if name in degrees else _values(plan, name)
         if not all(pins.allows(name, value) for value in have):
             raise PlanError(f"pin {pins.shown(name)} contradicts the plan, which has {name}="
                             f"{', '.join(sorted({str(value) for value in have}))}{_REMEDY}")
-    asked = [name for name in _SPLITS if getattr(pins, name) not in (None, {})]
+    asked = [name for name in _SPLITS if pins.says(name)]
     if asked:
-        _check_splits(plan, {name: Pins(**{name: getattr(pins, name)}) for name in asked}, rules)
+        _check_splits(plan, {name: Pins(**{name: pins.among.get(name, getattr(pins, name))}) for name in asked}, rules)
     for what in _named(plan, pins):
         raise PlanError(f"{what} is pinned beside a plan, which has it otherwise{_REMEDY}")
+
+
+def idle_pins(plan: Plan, pins: Pins) -> Iterator[str]:
+    """In words, the pins that decide nothing of a plan, because it has nothing that they are about."""
+    mesh = plan.mesh
+    several = any(mesh.size(group.data_axes) > 1 for group in plan.groups)
+    absent = {
+        "zero": None if several else "no two ranks have the same parameters for other data",
+        "shard": None if any(group.zero for group in plan.groups) else "no state is split (ZeRO 0; pin zero too)",
+        "sequence_parallel": None if mesh.size(mesh.having(TENSOR, ANY)) > 1 else "tp is 1",
+        "attention": None if mesh.size(mesh.having(SEQUENCE)) > 1 else "cp is 1",
+    }
+    for name, why in absent.items():
+        trivial = getattr(pins, name) in (0, 1) and name != "attention"  # what is pinned away is away
+        if why is not None and pins.says(name) and not trivial:
+            yield f"pin {pins.shown(name)} decides nothing here: {why}"
 
 
 def _named(plan: Plan, pins: Pins) -> Iterator[str]:
@@ -98,6 +114,7 @@ def _values(plan: Plan, name: str) -> list[Any]:
         "virtual_stages": [1 if pipeline is None else pipeline.stages // pipeline.degree],
         "schedule": [NO_STAGES if pipeline is None else pipeline.schedule], "microbatches": [plan.schedule.microbatches],
         "micro_batch": [batch_size(plan.graph) // plan.schedule.microbatches // ranks],
+        "shard": [mesh.size([axis for axis in group.shard_axes if role_of(axis) != SEQUENCE]) for group in kept if group.zero],
         "zero": [group.zero for group in kept], "recompute": [group.recompute for group in plan.groups if group.path],
     }
     return known[name]

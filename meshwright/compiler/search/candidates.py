@@ -20,7 +20,7 @@ w_f its forward, u the longest forward or backward of a unit, w_b all forwards o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -113,38 +113,51 @@ def candidates(
     run on pieces of it; ``mirrored``: these are two chunks a rank; ``experts``: the number that the degree of experts divides,
     1 where there are none; ``exchanged``: (heads, tokens) that are exchanged. Raises PinError if the pins leave none."""
     batch = batch_size(graph)
-    found = [
+    found = _under(pins, batch, cluster, units, tokens, mirrored, experts, exchanged)
+    if not found:
+        raise _nothing(batch, cluster, pins, units,
+                       lambda other: _under(other, batch, cluster, units, tokens, mirrored, experts, exchanged))
+    return found
+
+
+def _under(
+    pins: Pins, batch: int, cluster: Cluster, units: int, tokens: int, mirrored: bool, experts: int, exchanged: tuple[int, int]
+) -> list[Candidate]:
+    """Every candidate under some pins."""
+    return [
         replace(candidate, expert=expert, heads=heads)
         for pp in _degrees("pp", pins, min(cluster.world, units), cluster.world)
         for tensor in _degrees("tp", pins, cluster.world // pp, cluster.world // pp)
-        for context in _contexts(pins.cp, cluster.world // pp // tensor, tokens)
+        for context in _contexts(pins, cluster.world // pp // tensor, tokens)
         for heads in near_ranks(context, tensor, cluster, pins, exchanged)
         for candidate in _of_layout(
             pp, cluster.world // pp // tensor // context, tensor, context, mirrored and context > 1, batch, pins, units
         )
         for expert in _degrees("ep", pins, candidate.data, math.gcd(candidate.data, experts))
-        if pins.shard in (None, 1, candidate.data) or pins.shard % expert == 0
+        if any(n in (1, candidate.data) or n % expert == 0 for n in _shards(candidate.data, pins))
     ]
-    if not found:
-        raise _nothing(batch, cluster, pins, units)
-    return found
 
 
 def _degrees(name: str, pins: Pins, most: int, of: int) -> list[int]:
     return [n for n in divisors(of) if n <= most and pins.allows(name, n)]
 
 
-def _contexts(pinned: int | None, of: int, tokens: int) -> list[int]:
-    """Ranks that may split a sequence: 1, and powers of two that leave each a piece worth its collectives."""
-    if pinned is not None:
-        return [pinned] if of % pinned == 0 else []
+def _shards(data: int, pins: Pins) -> list[int]:
+    """Ranks that may share the state of ``data`` ranks."""
+    return [n for n in divisors(data) if pins.allows("shard", n)]
+
+
+def _contexts(pins: Pins, of: int, tokens: int) -> list[int]:
+    """Ranks that may split a sequence: 1, and powers of two that leave each a piece worth its collectives; what pins say."""
+    if pins.says("cp"):
+        return [n for n in divisors(of) if pins.allows("cp", n)]
     return [n for n in divisors(of) if n & (n - 1) == 0 and n * PIECE <= max(tokens, PIECE)]
 
 
 def near_ranks(context: int, tensor: int, cluster: Cluster, pins: Pins, exchanged: tuple[int, int]) -> list[int]:
     """Of the ranks that split a sequence, those that exchange it for heads: none, and where they are on several nodes the most
     that fill one with their tensor ranks."""
-    if pins.ulysses is not None or pins.attention is not None or context * tensor <= cluster.per_node:
+    if pins.ulysses is not None or pins.says("attention") or context * tensor <= cluster.per_node:
         return [pins.near(context)]
     heads, tokens = exchanged
     common = math.gcd(cluster.per_node, heads)
@@ -155,7 +168,7 @@ def near_ranks(context: int, tensor: int, cluster: Cluster, pins: Pins, exchange
 def _of_layout(
     pp: int, data: int, tensor: int, context: int, mirrored: bool, batch: int, pins: Pins, units: int
 ) -> Iterator[Candidate]:
-    if not pins.allows("dp", data) or batch % data or (pins.shard is not None and data % pins.shard):
+    if not pins.allows("dp", data) or batch % data or not _shards(data, pins):
         return
     for count in divisors(batch // data):
         if pins.allows("microbatches", count) and pins.allows("micro_batch", batch // data // count):
@@ -181,8 +194,19 @@ def _schedules(pp: int, count: int, pins: Pins, units: int) -> Iterator[tuple[st
                 yield schedule.name, virtual
 
 
-def _nothing(batch: int, cluster: Cluster, pins: Pins, units: int) -> PinError:
-    """Which pin leaves no candidate, and the nearest that does."""
+_VALUES: Mapping[str, Callable[[Candidate], int | str]] = {
+    "dp": lambda one: one.data, "tp": lambda one: one.tensor, "cp": lambda one: one.context, "pp": lambda one: one.pp,
+    "ep": lambda one: one.expert, "stages": lambda one: one.stages, "virtual_stages": lambda one: one.virtual_stages,
+    "microbatches": lambda one: one.microbatches, "micro_batch": lambda one: one.samples, "schedule": lambda one: one.schedule,
+}
+"""What a candidate has of a pin, in the order in which an error tries to do without."""
+_LISTED = 12
+
+
+def _nothing(
+    batch: int, cluster: Cluster, pins: Pins, units: int, under: Callable[[Pins], list[Candidate]]
+) -> PinError:
+    """Which pin leaves no candidate, and what does. ``under``: the candidates under other pins."""
     pp, usual = pins.pp or 1, 1 if pins.schedule is None else schedule_of(pins.schedule).usual
     virtual = pins.virtual_stages or usual
     if pins.stage_cuts is not None and pins.pp is not None and (len(pins.stage_cuts) + 1) % pins.pp:
@@ -196,11 +220,12 @@ def _nothing(batch: int, cluster: Cluster, pins: Pins, units: int) -> PinError:
         return PinError("pins schedule, stage_cuts or virtual_stages ask for a pipeline, but there is one device; drop them")
     data = pins.dp or cluster.world // (pp * (pins.tp or 1) * (pins.cp or 1))
     if pins.dp is not None and batch % pins.dp:
-        return PinError(f"pin dp={pins.dp} does not divide the batch of {batch} samples; nearest: dp={_near(batch, pins.dp)}")
+        near = _near(math.gcd(batch, cluster.world), pins.dp)
+        return PinError(f"pin dp={pins.dp} does not divide the batch of {batch} samples; nearest: dp={near}")
     if pins.microbatches is not None and pp == 1 and pins.tp is not None and batch % (data * pins.microbatches):
         return PinError(f"the batch of {batch} samples does not divide into dp={data} ranks x "
                         f"microbatches={pins.microbatches}; pin counts whose product divides it")
-    if pins.microbatches is not None and batch % (data * pins.microbatches):
+    if pins.microbatches is not None and pins.dp is not None and batch % (data * pins.microbatches):
         near = _near(batch // data, pins.microbatches) if batch % data == 0 else batch
         return PinError(f"pin microbatches={pins.microbatches}: the batch of {batch} samples does not divide into "
                         f"{data} data ranks x {pins.microbatches} micro-batches; nearest: microbatches={near}")
@@ -209,8 +234,17 @@ def _nothing(batch: int, cluster: Cluster, pins: Pins, units: int) -> PinError:
         reasons = [illegal(pins.schedule, pp, virtual, count) for count in counts]
         if all(reasons):
             return PinError(str(reasons[0]))
-    return PinError(f"no layout of {cluster.world} devices serves the batch of {batch} samples under the pins ({pins}): data "
-                    f"ranks x micro-batches must divide it; take a batch that {cluster.world} divides, or other degrees")
+    where = f"{cluster.world} devices, a batch of {batch} samples and a model that is cut into up to {units} pieces"
+    for name, value in _VALUES.items():
+        there = under(pins.without(name)) if pins.says(name) else []
+        if there:
+            known = sorted({value(one) for one in there}, key=lambda one: (isinstance(one, str), one))
+            shown = ", ".join(map(str, known[:_LISTED])) + (", ..." if len(known) > _LISTED else "")
+            others = str(pins.without(name))
+            beside = "" if others == "none" else f" beside the pins ({others})"
+            return PinError(f"pin {pins.shown(name)} leaves nothing of {where}{beside}; there is {name} = {shown}")
+    return PinError(f"the pins ({pins}) leave nothing of {where}, whichever of them is dropped: degrees multiply to the "
+                    "devices, data ranks x micro-batches divide the batch; drop two of them")
 
 
 def _near(number: int, wanted: int) -> int:
@@ -240,7 +274,7 @@ def variants_of(candidate: Candidate, cluster: Cluster, pins: Pins) -> list[tupl
         if group % stage == 0 and data % (group // stage) == 0:
             shards.add(group // stage)
         group *= 4
-    wanted = sorted(shards - {1}, reverse=True) or [1] if pins.shard is None else [pins.shard]
+    wanted = _shards(data, pins)[::-1] if pins.says("shard") else sorted(shards - {1}, reverse=True) or [1]
     wanted = [n for n in wanted if n % candidate.expert == 0]  # those that share the experts share the state of the rest
     several = [n for n in wanted if n * candidate.context > 1]
     return [(0, data)] * (0 in levels) + [(level, n) for level in levels if level for n in several]

@@ -46,13 +46,13 @@ def _assumptions(sweep: Sweep, bound: float) -> Iterator[str]:
     if sweep.solved[1:] or sweep.pruned:
         yield "data ranks and micro-batches divide the batch; of what was not made into a plan, blocks keep parameters alike"
     pins, cluster = sweep.task.pins, sweep.task.cluster
-    if pins.shard is None and cluster.world > 2 and (sweep.solved or sweep.pruned):
+    if not pins.says("shard") and cluster.world > 2 and (sweep.solved or sweep.pruned):
         yield "the state of a parameter is shared by all data ranks, by those of a node or by those of 4, 16, ... nodes"
     if not sweep.freed and cluster.world > 1:
         yield "an axis of the mesh is for data, for tensors or for stages"
-        if pins.cp is None:
+        if not pins.says("cp"):
             yield f"a rank's piece of a sequence has {PIECE} tokens or more, and their number is a power of two"
-        if cluster.nodes > 1 and pins.attention is None and pins.ulysses is None:
+        if cluster.nodes > 1 and not pins.says("attention") and pins.ulysses is None:
             yield "ranks of a sequence that exchange it for heads, beside others that do not, are those of a node"
     if sweep.freed and cluster.world > 2 and pins.dp is None and pins.tp is None:
         yield "a mesh whose axes may split anything has at most two, a node's devices together where there are several nodes"

@@ -15,7 +15,7 @@ from meshwright.compiler.search.candidates import Candidate, Layout, near_ranks
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.mesh import ANY, HEADS, SHARED, TENSOR, Mesh, role_of
+from meshwright.ir.mesh import ANY, HEADS, SAMPLED, SHARED, TENSOR, Mesh, role_of
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.sharding import ceil_div
 
@@ -106,17 +106,19 @@ def variants(layout: Layout, pins: Pins, microbatches: int, recompute: Sequence[
                 if must <= set(data):
                     found += [
                         Variant(level if shard else 0, data, shard, kind)
-                        for level in levels for shard in _shards(data, level, pins)
+                        for level in levels for shard in _shards(data, level, pins, layout)
                     ]
     return list(dict.fromkeys(found))
 
 
-def _shards(data: tuple[str, ...], level: int, pins: Pins) -> list[tuple[str, ...]]:
+def _shards(data: tuple[str, ...], level: int, pins: Pins, layout: Layout) -> list[tuple[str, ...]]:
     if level == 0 or not data or pins.shard == 1:
         return [()]
     if pins.shard is not None:
         return [tuple(axis for axis in data if axis in ("dp_shard", "ep")) if "dp_shard" in data else data]
     subsets = [s for n in range(len(data), 0, -1) for s in itertools.combinations(data, n)]
+    if pins.says("shard"):
+        subsets = [s for s in subsets if pins.allows("shard", layout.mesh.size([a for a in s if layout.roles[a] in SAMPLED]))]
     return subsets if pins.zero is None else subsets[:1]
 
 
