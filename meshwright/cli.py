@@ -295,12 +295,13 @@ def simulate_command(
         from meshwright.cost.timeline import chrome_trace, render, simulate
         from meshwright.ir.schedules import schedule_of, schedule_table
 
+        beside: Mapping[str, float] = {}
         if file is not None:
             with shown(verb="simulating") as report:
                 plan = _plan(file, report)
-                from meshwright.compiler.search.plans import simulation_of
+                from meshwright.compiler.search.plans import beside_schedule, simulation_of
 
-                run = simulation_of(plan)
+                run, beside = simulation_of(plan), beside_schedule(plan)
         elif pp is None or microbatches is None:
             raise InputError("give a plan file, or --pp and --microbatches")
         else:
@@ -309,17 +310,21 @@ def simulate_command(
             run = simulate(schedule_table(schedule, pp, stages, microbatches), one_or_all(seconds_of(forward, "--forward")),
                            one_or_all(half), one_or_all(half), transfer)
         if trace is not None:
-            trace.write_text(json.dumps(chrome_trace(run)), encoding="utf-8")
+            trace.write_text(json.dumps(chrome_trace(run, beside)), encoding="utf-8")
         held = [int(count) for count in run.peak_per_rank]
         if as_json:
             actions = [{"rank": rank, "action": str(action), "stage": action.stage, "microbatch": action.microbatch,
                         "start": start, "end": end} for rank, action, start, end in run.spans()]
             _print_json({"schedule": run.table.name, "pp": run.table.pp, "stages": run.table.stages,
                          "microbatches": run.table.microbatches, "seconds": run.makespan, "bubble": run.bubble_fraction,
+                         "beside_schedule": dict(beside), "step_seconds": run.makespan + sum(beside.values()),
                          "busy_seconds": run.busy.tolist(), "in_flight": held, "actions": actions})
         else:
             typer.echo(render(run, tick=tick))
             typer.echo(f"{run.makespan:.4g} s, bubble {run.bubble_fraction:.1%}, micro-batches held by rank: {held}")
+            if beside:
+                words = "".join(f" + {name} {seconds:.4g} s" for name, seconds in beside.items())
+                typer.echo(f"schedule {run.makespan:.4g} s{words} = step {run.makespan + sum(beside.values()):.4g} s")
         if trace is not None:
             typer.echo(f"trace written to {trace}", err=True)
 

@@ -78,6 +78,7 @@ def longest(
     ``inputs``: tokens -> example inputs as ``plan`` takes them; without it the model takes ``input_ids`` and ``labels``.
     ``loss_fn``: as of ``plan``; what there is keeps the loss alone, so that it can be made in pieces (give it to
     ``autoparallel`` too, to run the plan found); None: outputs are the model's.
+    As much memory is left free as ``plan`` leaves (3%, unless ``cluster`` was given its memory).
     ``shortest``, ``most``: tokens to begin with, and to end at. Raises OutOfMemoryError if not even ``shortest`` fits, and what
     ``plan`` raises.
     """

@@ -201,9 +201,9 @@ def check_mesh(pins: Pins, plan: Plan) -> None:
 
 def reprice(plan: Plan, cluster: Cluster | str | None = None) -> Plan:
     """The plan with what it takes and holds by the prices of this version, on its own cluster or on another of as many devices:
-    nothing is searched, and it may need more memory than there is (``predicted.fits``). Its certificate, which was of other
-    prices, is gone. Raises PlanError for what no search of this version decides, ClusterError for a cluster that is not in the
-    catalogue.
+    nothing is searched, and it may need more memory than there is (``predicted.fits``). As much of the memory is left free as
+    the plan left (``headroom``); a ``Cluster`` is taken as it is. The certificate, which was of other prices, is gone. Raises
+    PlanError for what no search of this version decides, ClusterError for a cluster that is not in the catalogue.
 
     >>> newer = reprice(plan, "b200:1x8")        # doctest: +SKIP
     """
@@ -220,11 +220,23 @@ def reprice_batches(plan: Plan, times: float) -> Plan:
 
 def _task_of(plan: Plan, cluster: Cluster | str | None) -> Task:
     """What prices a plan need."""
-    cluster = plan.cluster if cluster is None else cluster
-    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    where = cluster_of(plan, cluster) if cluster is None or isinstance(cluster, str) else cluster
     where = where.with_products(PRECISIONS[plan.precision].products)
     rules, _ = rules_of(plan.graph)
     return Task.of(plan.graph, where, rules, Pins(), precision=plan.precision, state_bytes=state_bytes(plan), gap=GAP)
+
+
+def cluster_of(plan: Plan, name: str | None = None) -> Cluster:
+    """The devices that a plan was made for, or others by their name, with as much of their memory left free as the plan left.
+    Raises ClusterError."""
+    own, predicted = Cluster.parse(plan.cluster), plan.predicted
+    where = own if name is None else Cluster.parse(name)
+    if predicted is None or predicted.free_bytes is None:
+        return where.with_headroom()
+    if predicted.capacity_bytes + predicted.free_bytes != own.memory_bytes:  # its memory was given, and is no part of its name
+        return where.with_memory(int(predicted.capacity_bytes)) if name is None else where.with_headroom()
+    free = own.capacity_bytes - predicted.capacity_bytes
+    return where.with_headroom(min((free + 0.5) / own.capacity_bytes, 0.999) if free > 0 else 0.0)  # whole bytes of its own
 
 
 def state_bytes(plan: Plan) -> float:

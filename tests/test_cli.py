@@ -320,7 +320,11 @@ def test_simulate_a_plan(llama: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)
     assert (answer["schedule"], answer["pp"], answer["microbatches"]) == ("1f1b", 2, 4)
-    assert 0 < answer["seconds"] <= Plan.load(path).predicted.step_seconds * 1.001
+    step = Plan.load(path).predicted.step_seconds
+    assert 0 < answer["seconds"] < answer["step_seconds"] == pytest.approx(step)
+    said = run("simulate", path).stdout
+    assert f"= step {step:.4g} s" in said
+    assert "+ optimizer" in said
     assert run("verify", path).exit_code == 0
 
 

@@ -224,8 +224,9 @@ def test_numbers_of_a_plan() -> None:
     assert predicted.tflops_per_device == pytest.approx(flops / predicted.step_seconds / 4 / 1e12)
     assert 0 < predicted.mfu < 1
     assert predicted.bytes_per_rank == pytest.approx(sum(predicted.bytes_by_kind.values()))
-    step = predicted.compute_seconds + predicted.exposed_communication_seconds
+    step = predicted.compute_seconds + predicted.exposed_communication_seconds + predicted.optimizer_seconds
     assert step == pytest.approx(predicted.step_seconds)
+    assert predicted.recomputation_seconds == 0
 
 
 def test_no_tokens_without_integer_inputs() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from meshwright.compiler.search.errors import NoBetterError
-from meshwright.compiler.search.plans import simulation_of
 from meshwright.compiler.search.search import SECONDS, best_plan
 from meshwright.compiler.search.task import Task, Timing
 from meshwright.cost.cluster import Cluster, ClusterError
@@ -20,8 +19,8 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Prediction
-from meshwright.planner import make_plan, rules_of
-from meshwright.views.words import memory_words, time_parts
+from meshwright.planner import make_plan, reprice, rules_of
+from meshwright.views.words import memory_words
 from tests.test_planner import MIB, Stack, graph_of
 
 
@@ -167,14 +166,18 @@ def test_headroom_is_left_free_and_printed() -> None:
             cluster.with_headroom(wrong)  # type: ignore[arg-type]
 
 
-def test_the_parts_of_a_step_add_up() -> None:
-    """With reductions and gathers of the step apart from the bubble, which is what the simulated ranks idle."""
-    graph = graph_of(Stack(4, 256), 16, 64, 256)
-    plan = make_plan(graph, Cluster.parse("h100:1x4"), Pins(pp=2, dp=2, tp=1, zero=1, schedule="1f1b", microbatches=4))
-    found = plan.predicted
-    assert found is not None
-    assert found.outside_schedule_seconds is not None
-    assert found.outside_schedule_seconds > 0
-    assert sum(value for _, value in time_parts(found)) == pytest.approx(found.step_seconds)
-    idle = simulation_of(plan)
-    assert found.pipeline_bubble_seconds == pytest.approx(idle.bubble_fraction * idle.makespan, rel=1e-6)
+def test_a_plan_priced_again_leaves_as_much_free() -> None:
+    graph = graph_of(Stack(2, 256), 16, 64, 256)
+    cluster = Cluster.parse("h100:1x4")
+    for where in (cluster.with_headroom(), cluster.with_headroom(0.1), cluster):
+        plan = make_plan(graph, where, Pins(dp=4, tp=1), precision="bf16")
+        again, other = reprice(plan), reprice(plan, "a100:1x4")
+        assert plan.predicted is not None
+        assert again.predicted is not None
+        assert (again.predicted.capacity_bytes, again.predicted.free_bytes) == (where.capacity_bytes, plan.predicted.free_bytes)
+        share = where.capacity_bytes / cluster.capacity_bytes
+        assert other.predicted is not None
+        assert other.predicted.capacity_bytes == pytest.approx(share * Cluster.parse("a100:1x4").capacity_bytes, rel=1e-6)
+    given = reprice(make_plan(graph, cluster.with_memory(2**32), Pins(dp=4, tp=1), precision="bf16"))
+    assert given.predicted is not None
+    assert given.predicted.capacity_bytes == 2**32

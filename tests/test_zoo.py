@@ -124,6 +124,9 @@ def test_the_planners_own_best_is_not_slower() -> None:
     assert row.best is not None
     assert row.best.step_seconds <= row.predicted.step_seconds * 1.01
     assert "times as fast" in _text([row], search=True)
+    assert row.best.free_bytes > (row.predicted.free_bytes or 0.0)  # what ran is held to all there is, what we would do is not
+    assert row.best.capacity_bytes < row.capacity_bytes
+    assert "left free; rests on" in " ".join(_text([row], search=True).split())
 
 
 def test_what_does_not_fit_is_priced_and_says_so() -> None:

@@ -11,7 +11,7 @@ from meshwright.errors import InputError
 from meshwright.ir.plan import Plan
 from meshwright.ir.prediction import Prediction
 from meshwright.ir.quantities import bytes_text, seconds_text
-from meshwright.planner import reprice
+from meshwright.planner import cluster_of, reprice
 from meshwright.progress import Report
 from meshwright.views.changes import rebatched
 
@@ -30,15 +30,16 @@ class Answer:
     def __str__(self) -> str:
         found = self.predicted
         room = "fits" if found.fits else "does NOT fit"
+        free = f" ({bytes_text(found.free_bytes)} left free)" if found.free_bytes else ""
         return (f"{self.what}: step {seconds_text(found.step_seconds)}, {bytes_text(found.bytes_per_rank)} of "
-                f"{bytes_text(found.capacity_bytes)} per device, {room}")
+                f"{bytes_text(found.capacity_bytes)} per device{free}, {room}")
 
 
 def answers(plan: Plan, changes: Sequence[str], report: Report) -> Iterator[Answer]:
     """The plan as it is, then under every change alone ("bandwidth=0.5", "batch=2", "cluster=b200:1x8"). Raises InputError,
     PlanError, ClusterError."""
-    where = Cluster.parse(plan.cluster)
-    known = [(change, _changed(where, change)) for change in changes]
+    where = cluster_of(plan)
+    known = [(change, _changed(plan, where, change)) for change in changes]
     for number, (what, changed) in enumerate([("as it is", where), *known]):
         report(what, number / (1 + len(known)))
         then = rebatched(plan, where, changed) if isinstance(changed, float) else reprice(plan, changed)
@@ -46,11 +47,11 @@ def answers(plan: Plan, changes: Sequence[str], report: Report) -> Iterator[Answ
         yield Answer(what, then.predicted)
 
 
-def _changed(cluster: Cluster, change: str) -> Cluster | float:
+def _changed(plan: Plan, cluster: Cluster, change: str) -> Cluster | float:
     """The cluster that a change makes, or the factor of the batch."""
     name, _, value = (word.strip() for word in change.partition("="))
     if name == "cluster" and value:
-        return Cluster.parse(value)
+        return cluster_of(plan, value)
     try:
         factor = float(value)
     except ValueError:

@@ -306,8 +306,9 @@ def render(what: Table | Simulation, *, tick: float | None = None, width: int = 
 _NAMES: Mapping[str, str] = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weight"}
 
 
-def chrome_trace(run: Simulation) -> dict[str, Any]:
-    """The simulation in Chrome's trace event format (Perfetto opens it): a thread per rank, times in microseconds."""
+def chrome_trace(run: Simulation, beside: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """The simulation in Chrome's trace event format (Perfetto opens it): a thread per rank, times in microseconds. ``beside``:
+    seconds of the step beside the schedule, by name, which follow it on every rank."""
     events: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
         for rank in range(run.table.pp)
@@ -316,4 +317,9 @@ def chrome_trace(run: Simulation) -> dict[str, Any]:
         where = {"stage": action.stage, "microbatch": action.microbatch}
         kind = {"name": str(action), "cat": _NAMES[action.kind], "ph": "X", "pid": 0, "tid": rank}
         events.append(kind | {"ts": start * 1e6, "dur": (end - start) * 1e6, "args": where})
+    start = run.makespan
+    for name, seconds in (beside or {}).items():
+        kind = {"name": name, "cat": name, "ph": "X", "pid": 0, "ts": start * 1e6, "dur": seconds * 1e6}
+        events += [kind | {"tid": rank} for rank in range(run.table.pp)]
+        start += seconds
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": run.table.name}}

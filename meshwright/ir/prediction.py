@@ -3,6 +3,9 @@
 A ``Prediction`` has the step in parts. Those that are told apart add up to the whole::
 
     step_seconds = compute + exposed communication + recomputation + optimizer + pipeline bubble + outside the schedule
+
+    ``compiler.search.plans.simulation_of`` runs the schedule; with what lies outside of it and the optimizer it takes the step.
+
     tflops_per_device = model FLOPs / (step_seconds x devices),    mfu = that / the device's peak in the compute dtype
 
 A ``Certificate`` has the plan's seconds, a lower bound, and what the search looked at. Both are written to plan files as JSON
@@ -44,7 +47,7 @@ class Prediction:
 
     step_seconds: the whole step
     low_seconds, high_seconds: of the whole step, where most published runs of this kind came out that nothing was fitted to
-    compute_seconds: of the mean rank; with recomputation and optimizer where these are None
+    compute_seconds: of the mean rank; with the optimizer where that is None (one without state)
     exposed_communication_seconds: of the mean rank, what no compute hides
     communication_seconds: of the mean rank, hidden or not
     recomputation_seconds: of the mean rank

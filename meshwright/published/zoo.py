@@ -10,7 +10,9 @@ nothing is kept.
 
 A run whose recomputation was published did fit, so its speed is predicted with memory out of the way; where by our memory it
 does not fit, ``within`` is the best plan of the same degrees that does. Elsewhere the planner chooses recomputation within the
-memory.
+memory. A published run is held to all that the context leaves of the memory, because it ran; the planner's own best leaves the
+headroom free that its plans do (``Cluster.with_headroom``), which is printed beside it, and so is what that best rests on: the
+interval of published runs in its regime that nothing was fitted to (``cost.spread``).
 
 TFLOP/s and MFU are counted as the source counts them. "recompute" (Narayanan et al. 2021) counts what is run again::
 
@@ -31,6 +33,7 @@ from rich.table import Table
 from torch import nn
 
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.spread import regime, spread
 from meshwright.errors import InputError
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import Pins
@@ -146,7 +149,8 @@ def zero_of_stages(level: int | None, pp: int) -> int | None:
 
 @dataclass(frozen=True)
 class PricedSystem:
-    """Predictions of one plan: seconds of a step, per device TFLOP/s (as the source counts), MFU and tokens/s; bytes."""
+    """Predictions of one plan: seconds of a step, per device TFLOP/s (as the source counts), MFU and tokens/s; bytes, of those
+    there are to use, beside those left free; the regime of the step, and measured over predicted seconds there."""
 
     layout: str
     step_seconds: float
@@ -155,6 +159,10 @@ class PricedSystem:
     tokens_per_second: float
     bytes_per_rank: float
     fits: bool = True
+    capacity_bytes: float | None = None
+    free_bytes: float | None = None
+    regime: str = ""
+    likely: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -251,7 +259,7 @@ def _priced(row: Comparison, search: bool) -> Comparison:
             row = replace(row, reason=_said(error))
     if search:
         try:
-            row = replace(row, best=_planned(system, graph, cluster, Pins()))
+            row = replace(row, best=_planned(system, graph, cluster.with_headroom(), Pins()))
         except Exception as error:
             row = replace(row, best_reason=_said(error))
     return row
@@ -285,7 +293,12 @@ def _planned(system: System, graph: Graph, cluster: Cluster, pins: Pins) -> Pric
     if system.published.counts == "recompute" and all(group.recompute == "full" for group in plan.groups if group.path):
         tflops = recompute_flops(system) / seconds / cluster.world / 1e12
     tokens = (predicted.tokens_per_second or 0.0) / cluster.world
-    return PricedSystem(layout_of(plan), seconds, tflops, tflops * 1e12 / peak, tokens, predicted.bytes_per_rank)
+    likely = spread(cluster, plan.mesh)
+    return PricedSystem(
+        layout_of(plan), seconds, tflops, tflops * 1e12 / peak, tokens, predicted.bytes_per_rank,
+        capacity_bytes=predicted.capacity_bytes, free_bytes=predicted.free_bytes,
+        regime=regime(plan.mesh, cluster.per_node), likely=(likely.low, likely.high),
+    )
 
 
 def recompute_flops(system: System) -> float:
@@ -339,7 +352,14 @@ def _faster(row: Comparison) -> str:
     """The planner's own plan beside the published one."""
     assert row.best is not None
     times = f", {row.predicted.step_seconds / row.best.step_seconds:.2f} times as fast" if row.predicted is not None else ""
-    return f"{_speed(None, None, row.best.tokens_per_second)}{times}"
+    words = [f"{_speed(None, None, row.best.tokens_per_second)}{times}"]
+    if row.best.capacity_bytes is not None:
+        words.append(f"{row.best.bytes_per_rank / 2**30:.1f} of {row.best.capacity_bytes / 2**30:.1f} GiB, "
+                     f"{(row.best.free_bytes or 0.0) / 2**30:.1f} left free")
+    if row.best.likely is not None:
+        words.append(f"rests on {row.best.regime}: runs took {row.best.likely[0]:.2f} to {row.best.likely[1]:.2f} times "
+                     "what was predicted without them")
+    return "; ".join(words)
 
 
 def _of(priced: PricedSystem, published: Published) -> str:

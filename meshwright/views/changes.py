@@ -26,7 +26,7 @@ from meshwright.ir.mesh import ANY
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
 from meshwright.ir.quantities import bytes_text, seconds_text
-from meshwright.planner import make_plan, reprice, reprice_batches, state_bytes
+from meshwright.planner import cluster_of, make_plan, reprice, reprice_batches, state_bytes
 from meshwright.programs import degrees_of
 from meshwright.resized import of_length
 
@@ -55,7 +55,7 @@ class Change:
 
 def changes(plan: Plan) -> list[Change]:
     """Those that help, best first. Raises ClusterError, PlanError where the plan itself cannot be priced."""
-    where = Cluster.parse(plan.cluster)
+    where = cluster_of(plan)
     now = reprice(plan)
     assert now.predicted is not None
     found = [change for change in (*_devices(plan, now, where), *_links(plan, now, where), *_memory(plan, now, where),

@@ -22,7 +22,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.compiler.search.plans import simulation_of
+from meshwright.compiler.search.plans import beside_schedule, simulation_of
 from meshwright.cost.cluster import ClusterError
 from meshwright.cost.spread import apart
 from meshwright.cost.timeline import chrome_trace
@@ -68,11 +68,12 @@ def show(plan: Plan, path: str | Path | None = None, *, against: Plan | None = N
 
 
 def timeline(plan: Plan, path: str | Path) -> None:
-    """Write the predicted step of a pipeline as a trace for Perfetto or chrome://tracing: a thread per pipeline rank.
+    """Write the predicted step of a pipeline as a trace for Perfetto or chrome://tracing: a thread per pipeline rank. What the
+    step takes beside the schedule (gathers before it, reductions left after it, the optimizer) stands behind it.
 
     Raises PlanError for a plan without a pipeline.
     """
-    Path(path).write_text(json.dumps(chrome_trace(simulation_of(plan))), encoding="utf-8")
+    Path(path).write_text(json.dumps(chrome_trace(simulation_of(plan), beside_schedule(plan))), encoding="utf-8")
 
 
 def page(plan: Plan) -> RenderableType:

@@ -306,10 +306,16 @@ class Costs:
             vector[GATHER : REDUCE_ONCE + 1] /= self.network.cluster.node.overlapped_bandwidth
         self._kept(vector, numel, variant, parts, unit)
         speed = self.device.memory_bandwidth * self.device.memory_efficiency
-        optimizer = 3 * (2 * master + numel * self.state_bytes) / parts / speed
+        optimizer = self.updated(numel / parts)
         vector[BACKWARD] += optimizer + count * self._accumulated(numel, variant, parts) / speed
         vector[HOST_BACK] += optimizer  # no host runs ahead of it
         return vector
+
+    def updated(self, elements: float) -> float:
+        """Seconds of the optimizer's step on so many elements of a rank: parameters and state are read and written, gradients
+        read."""
+        speed = self.device.memory_bandwidth * self.device.memory_efficiency
+        return 3 * elements * (2 * _CAST_BYTES + self.state_bytes) / speed
 
     def _accumulated(self, numel: float, variant: Variant, parts: int) -> float:
         """Bytes that a micro-batch's gradient of ``numel`` local elements moves until it is in the fp32 sum.

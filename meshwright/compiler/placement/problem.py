@@ -164,16 +164,20 @@ class Problem:
         if self.positions[number].block < 0:
             block = BlockModel(tuple(model.sizes), tuple(model.unary), tuple(model.edges))
             return Kind((block,), (np.zeros(RESOURCES),), *coupling)
-        blocks, unit = [], self._unit(number)
+        blocks = []
         for variant in self._open(number):
-            unary = [array.copy() for array in model.unary]
-            for var, name, needs in model.parameter_uses:
-                unary[var] += self.builder.parameter(model, name, needs, variant, unit)
-            edges = model.edges
+            unary, edges = self._kept(model, number, variant), model.edges
             if variant.recompute != "none":
                 unary, edges = self._recomputed(number, model, unary, self._lasting(number, variant.recompute))
             blocks.append(BlockModel(tuple(model.sizes), tuple(unary), tuple(edges)))
         return Kind(tuple(blocks), tuple(np.zeros(RESOURCES) for _ in blocks), *coupling)
+
+    def _kept(self, model: Model, number: int, variant: Variant) -> list[Array]:
+        """What every operator of a block costs, with its parameters kept as ``variant`` says."""
+        unary, unit = [array.copy() for array in model.unary], self._unit(number)
+        for var, name, needs in model.parameter_uses:
+            unary[var] += self.builder.parameter(model, name, needs, variant, unit)
+        return unary
 
     def _open(self, number: int) -> tuple[Variant, ...]:
         """The ways to keep a position's block: recomputation only where something is saved."""
@@ -255,6 +259,20 @@ class Problem:
         return frozenset(i for i, op in enumerate(ops) if operators[op.target].keeps_results(recompute))
 
     # reading the solution
+
+    def without_recomputation(self, chain: Chain, solution: Solution) -> Array:
+        """Resources [positions, K] of a solution (``totals``) if no block ran its forward again, all else as it is."""
+        found, known = totals(chain, solution), {}
+        for number, (first, variant, chosen) in enumerate(zip(self._serves, solution.variants, solution.choices, strict=True)):
+            if self.positions[number].block < 0 or self._open(number)[variant].recompute == "none":
+                continue
+            key = first, variant, tuple(chosen)
+            if key not in known:
+                model = self.model(first)
+                unary = self._kept(model, first, self._open(first)[variant])
+                known[key] = BlockModel(tuple(model.sizes), tuple(unary), tuple(model.edges)).cost(tuple(chosen))
+            found[number] = known[key]
+        return found
 
     def decode(self, solution: Solution) -> tuple[dict[str, dict[str, str]], dict[str, Sharding], tuple[GroupChoice, ...]]:
         """(assignments by op, copies by value, groups: one per block, then the root's)."""

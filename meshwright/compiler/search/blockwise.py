@@ -146,7 +146,7 @@ def held_layout(task: Task, layout: Layout, microbatches: int) -> Prediction:
     except Infeasible:
         raise PlanError(f"the plan cannot run so on {layout.mesh}: no way leads from what its operators make to what others of "
                         "them read, or its parameters cannot be kept so") from None
-    return of_blocks(task, chain, solution, microbatches)
+    return of_blocks(task, problem, chain, solution, microbatches)
 
 
 def _problem(task: Task, layout: Layout, microbatches: int) -> Problem:
@@ -192,7 +192,7 @@ def _plan(problem: Problem, chain: Chain, solution: Solution, task: Task) -> Pla
     assignments, copies, groups = problem.decode(solution)
     return Plan(
         task.graph, problem.mesh, assignments, copies, groups, schedule=problem.schedule, precision=task.precision,
-        cluster=str(task.cluster), predicted=of_blocks(task, chain, solution, problem.schedule.microbatches),
+        cluster=str(task.cluster), predicted=of_blocks(task, problem, chain, solution, problem.schedule.microbatches),
     )
 
 

@@ -82,6 +82,15 @@ def groups_of(best: Evaluation, graph: Graph) -> tuple[GroupChoice, ...]:
     return (*(groups[i] for i in range(len(graph.blocks))), kept)
 
 
+def beside_schedule(plan: Plan) -> dict[str, float]:
+    """Seconds of a step of a pipeline in which no action of its schedule runs: with the simulation's they are the step."""
+    predicted = plan.predicted
+    found = {} if predicted is None else {
+        "outside the schedule": predicted.outside_schedule_seconds, "optimizer": predicted.optimizer_seconds,
+    }
+    return {name: seconds for name, seconds in found.items() if seconds}
+
+
 def simulation_of(plan: Plan) -> Simulation:
     """The predicted step of a plan with a pipeline, action by action. Raises PlanError without one."""
     stages = None if plan.predicted is None else plan.predicted.stages

@@ -12,8 +12,19 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from meshwright.compiler.placement.costs import MEMORY, SECONDS, TRANSIENT
-from meshwright.compiler.placement.problem import totals
+from meshwright.compiler.placement.costs import (
+    BACKWARD,
+    FORWARD,
+    HOST,
+    HOST_BACK,
+    MEMORY,
+    OPTIMIZER,
+    SECONDS,
+    SEND,
+    SEND_BACK,
+    TRANSIENT,
+)
+from meshwright.compiler.placement.problem import Problem, totals
 from meshwright.compiler.search.evaluate import Evaluation
 from meshwright.compiler.search.task import Task
 from meshwright.compiler.solver.chain import Chain, Solution
@@ -24,11 +35,19 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.prediction import Prediction
 
 
-def of_blocks(task: Task, chain: Chain, solution: Solution, microbatches: int) -> Prediction:
-    """Of a solution of the blocks' chain; recomputation and optimizer are not told apart from compute."""
-    resources, contention = totals(chain, solution), task.cluster.device.contention
+def of_blocks(task: Task, problem: Problem, chain: Chain, solution: Solution, microbatches: int) -> Prediction:
+    """Of a solution of the blocks' chain. An optimizer without state is not told apart from compute."""
+    resources, device = totals(chain, solution), task.cluster.device
+    contention, once = device.contention, problem.without_recomputation(chain, solution)
     forward, backward, send, back, gather, reduce_, first, last, *host = resources[:, :SECONDS].T
     forward, backward = np.maximum(forward, host[0]), np.maximum(backward, host[1])
+    again = float((forward - np.maximum(once[:, FORWARD], once[:, HOST])).sum())
+    again += float((backward - np.maximum(once[:, BACKWARD], once[:, HOST_BACK])).sum())
+    sent_again = float((resources - once)[:, [SEND, SEND_BACK]].sum())
+    optimizer = None
+    if task.state_bytes:
+        elements = float(resources[:, OPTIMIZER].sum()) / task.state_bytes
+        optimizer = problem.tables.costs.updated(elements)
     one = 1.0 / microbatches  # what happens once a step is behind one micro-batch
     exposed = overlap.exposed(forward, gather, contention) + overlap.exposed(one * forward, first, contention)
     exposed += overlap.exposed(backward, reduce_, contention) + overlap.exposed(one * backward, last, contention)
@@ -38,9 +57,11 @@ def of_blocks(task: Task, chain: Chain, solution: Solution, microbatches: int) -
         bytes_per_rank=solution.bytes_ + solution.transient,
         capacity_bytes=task.cluster.capacity_bytes,
         free_bytes=task.cluster.memory_bytes - task.cluster.capacity_bytes,
-        compute_seconds=float((forward + backward).sum()),
+        compute_seconds=float((forward + backward).sum()) - again - (optimizer or 0.0),
+        recomputation_seconds=again + sent_again,
+        optimizer_seconds=optimizer,
         communication_seconds=float((send + back + gather + reduce_ + first + last).sum()),
-        exposed_communication_seconds=float((send + back + exposed).sum()),
+        exposed_communication_seconds=float((send + back + exposed).sum()) - sent_again,
         bytes_by_kind={**held, "inputs": chain.fixed_bytes, "transient": float(resources[:, TRANSIENT].max())},
     )
     return _with_throughput(found, task, step_flops(task.graph, task.rules.operators))
