@@ -109,10 +109,11 @@ class Mesh:
     def size(self, axes: str | Iterable[str]) -> int:
         """Number of ranks along one axis, or along several together (1 for none)."""
         names = (axes,) if isinstance(axes, str) else tuple(axes)
-        for name in names:
-            if name not in self.axes:
-                raise MeshError(f"mesh {self} has no axis {name!r}")
-        return math.prod(self.sizes[self.axes.index(name)] for name in names)
+        try:
+            return math.prod([self.sizes[self.axes.index(name)] for name in names])
+        except ValueError:
+            unknown = next(name for name in names if name not in self.axes)
+            raise MeshError(f"mesh {self} has no axis {unknown!r}") from None
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's index along every axis."""

@@ -64,7 +64,6 @@ class _Lowering:
         self.here = self.mesh.coordinates(rank)
         self.values: dict[str, Value] = {}
         self.placed: dict[str, Placed] = {}
-        self.derived: dict[tuple[object, ...], Placed] = {}
         self.produced: dict[str, Sharding] = {}
         self.time_dim: dict[str, int | str | None] = {}
         self.home: dict[str, _Draft] = {}
@@ -167,18 +166,9 @@ class _Lowering:
     def _placed(self, op: Op) -> Placed:
         if op.name not in self.placed:
             differentiable = tuple(self._takes_gradient(name) for name in op.inputs)
-            self.placed[op.name] = self._place(op, self.plan.assignments.get(op.name, {}), self.mesh, differentiable)
+            assignment = self.plan.assignments.get(op.name, {})
+            self.placed[op.name] = place(self.rules[op.name], assignment, self.mesh, differentiable)
         return self.placed[op.name]
-
-    def _place(
-        self, op: Op, assignment: Mapping[str, str], mesh: Mesh, differentiable: tuple[bool, ...]
-    ) -> Placed:
-        """Of an operator of one of many equal layers, as it was derived for the first."""
-        rule = self.rules[op.name]
-        key = id(rule), tuple(assignment.get(axis) for axis in mesh.axes), mesh is self.mesh, differentiable
-        if key not in self.derived:
-            self.derived[key] = place(rule, assignment, mesh, differentiable)
-        return self.derived[key]
 
     def _takes_gradient(self, name: str) -> bool:
         return self.graph.values[name].differentiable
@@ -194,7 +184,7 @@ class _Lowering:
         assignment = dict(self.plan.assignments.get(op.name, {}))
         if time:
             assignment[TIME] = time
-        timed = self._place(op, assignment, self.timed, (True,) * len(op.inputs))
+        timed = place(rule, assignment, self.timed, (True,) * len(op.inputs))
         local = Local(
             self.timed, {**self.here, TIME: 0}, assignment, timed,
             tuple(self.graph.values[name].shape for name in op.inputs),

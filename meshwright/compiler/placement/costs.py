@@ -122,6 +122,7 @@ class Costs:
         self.network = Network(cluster, mesh)
         self.microbatches, self.itemsize, self.state_bytes = microbatches, itemsize, state_bytes
         self._collective: dict[tuple[str, tuple[str, ...], float], float] = {}
+        self._parameter: dict[object, Vector | None] = {}
         self._op: dict[object, tuple[float, float, float, float]] = {}
         self._pair: dict[tuple[Sharding, Sharding], tuple[tuple[str, str, float], ...] | None] = {}
 
@@ -262,6 +263,15 @@ class Costs:
         every forward and backward of a micro-batch; 1, 2: once per step) and its gradient reduce-scattered (1: once per
         step; 2, 3: every micro-batch), then all-reduced over the other data axes; without, gradients are all-reduced once.
         """
+        key = (value.shape, value.dtype, need, trainable, variant, group, unit, late)
+        if key not in self._parameter:
+            self._parameter[key] = self._of_parameter(value, need, trainable, variant, group, unit, late)
+        return self._parameter[key]
+
+    def _of_parameter(
+        self, value: Value, need: Sharding, trainable: bool, variant: Variant, group: float, unit: Neighbours, late: float,
+    ) -> Vector | None:
+        """``parameter``, priced."""
         vector = np.zeros(RESOURCES)
         numel = value.numel / self.mesh.size(need.split_axes)
         if not trainable:

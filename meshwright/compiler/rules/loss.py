@@ -24,33 +24,35 @@ NONE, MEAN = 0, 1
 
 
 def _cross_entropy(call: Call) -> OpRule:
-    tokens = numel(call["labels"].shape)
-    smoothed = bool(call["label_smoothing"])
-    traffic = Traffic("all_reduce", tokens, 4), Traffic("all_reduce", (3 if smoothed else 2) * tokens, 4)
-    return call.line("*b v, *b -> (), ()", internal={"v": traffic}, localize=_cross_entropy_local)
-
-
-def _cross_entropy_local(op: Op, local: Local) -> Rewritten:
-    axes = local.axes_of("v")
-    if not axes:
-        return rewrite(op)
-    dim = len(local.operand_shapes[0]) - 1
-    return rewrite(op, offset=local.operand_piece(0, dim)[0], vocab=local.operand_shapes[0][dim], axes=axes)
+    return call.line("*b v, *b -> (), ()", internal={"v": _sums(call)}, localize=_cross_entropy_local)
 
 
 def _linear_cross_entropy(call: Call) -> OpRule:
     """The vocabulary split as in ``_cross_entropy``; the width of a row, whose split would sum into the logits, stays whole."""
+    line = "*b k!, v k!, v?, *b -> (), ()"
+    return call.line(line, internal={"v": _sums(call)}, localize=_linear_cross_entropy_local)
+
+
+def _sums(call: Call) -> tuple[Traffic, ...]:
+    """What a split vocabulary sends: the maxima; sums of exponentials, the labels' logits, and for smoothing all logits'."""
     tokens = numel(call["labels"].shape)
-    smoothed = bool(call["label_smoothing"])
-    traffic = Traffic("all_reduce", tokens, 4), Traffic("all_reduce", (3 if smoothed else 2) * tokens, 4)
-    return call.line("*b k!, v k!, v?, *b -> (), ()", internal={"v": traffic}, localize=_linear_cross_entropy_local)
+    return Traffic("all_reduce", tokens, 4), Traffic("all_reduce", (3 if call["label_smoothing"] else 2) * tokens, 4)
+
+
+def _cross_entropy_local(op: Op, local: Local) -> Rewritten:
+    return _of_classes(op, local, 0, len(local.operand_shapes[0]) - 1)
 
 
 def _linear_cross_entropy_local(op: Op, local: Local) -> Rewritten:
+    return _of_classes(op, local, 1, 0)
+
+
+def _of_classes(op: Op, local: Local, operand: int, dim: int) -> Rewritten:
+    """Of the classes on this rank; ``dim`` of ``operand`` holds them."""
     axes = local.axes_of("v")
     if not axes:
         return rewrite(op)
-    return rewrite(op, offset=local.operand_piece(1, 0)[0], vocab=local.operand_shapes[1][0], axes=axes)
+    return rewrite(op, offset=local.operand_piece(operand, dim)[0], vocab=local.operand_shapes[operand][dim], axes=axes)
 
 
 def _elementwise_loss(call: Call) -> OpRule:
@@ -129,13 +131,8 @@ def _passes(work: Work) -> tuple[float, float]:
     return 6.0 * once + cast, 8.0 * once + 2 * cast + summed
 
 
-def _marks(work: Work) -> float:
-    """For every token the sum of its exponentials, its label, and two masks."""
-    return math.prod(work.operands[0][:-1]) * (4 + 8 + 1 + 1)
-
-
 def _tokens(work: Work) -> float:
-    """For every token its maximum, its label, and two masks."""
+    """For every token its maximum or the sum of its exponentials, its label, and two masks."""
     return math.prod(work.operands[0][:-1]) * (4 + 8 + 1 + 1)
 
 
@@ -148,7 +145,7 @@ RULES: Mapping[str, Declaration] = {
         _cross_entropy, cost=Cost("loss", space=_exponentials), saves=Saves.parse("0 1", extra=_tokens)
     ),
     PIECES: declare(
-        _linear_cross_entropy, saves=Saves.parse("0 1", extra=_marks),
+        _linear_cross_entropy, saves=Saves.parse("0 1", extra=_tokens),
         cost=Cost("matmul", products=_logits, space=_piece, moves=_passes, again=True),
     ),
     "mw.valid_count": declare("*b -> ()", cost="reduce", saves=""),

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -53,7 +54,7 @@ REPLICATE, SHARD = "dp_replicate", "dp_shard"
 Array = np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Degrees:
     """How many ranks do what. ``shard``: of the data ranks, those that share a parameter's state; ``context``: ranks that split
     the sequence, ``mirrored``: in two chunks each; ``expert``: of those that share state, the ones that split the experts;
@@ -68,7 +69,7 @@ class Degrees:
     expert: int = 1
     heads: int = 1
 
-    @property
+    @cached_property
     def mesh(self) -> Mesh:
         """The mesh of the plan."""
         axes = {PP: self.pp} if self.pp > 1 else {}
@@ -81,7 +82,7 @@ class Degrees:
         axes |= {HEADS: self.heads} if self.heads > 1 else {}
         return Mesh((*axes, TENSOR), (*axes.values(), self.tensor), frozenset({CONTEXT} if self.mirrored else ()))
 
-    @property
+    @cached_property
     def data_axes(self) -> tuple[str, ...]:
         """Axes over which gradients are summed."""
         known, mesh = (DATA, REPLICATE, SHARD, EP, CONTEXT, HEADS), self.mesh

@@ -26,11 +26,9 @@ LOSS, CAST, SLICE = "mw.cross_entropy", "aten._to_copy.default", "aten.slice.Ten
 
 
 def rows_of(graph: Graph) -> int | None:
-    """Rows of a piece of the graph's losses; 0 if they are whole; None if they could not be in pieces."""
-    made = [int(op.args[6]) for op in graph.ops if op.target == PIECES]
-    if made:
-        return made[0]
-    return 0 if losses(graph) else None
+    """Rows of a piece of the graph's losses, 0 if they are whole; None if no loss could be in pieces."""
+    pieces = next((int(op.args[6]) for op in graph.ops if op.target == PIECES), None)
+    return 0 if pieces is None and losses(graph) else pieces
 
 
 def losses(graph: Graph) -> frozenset[str]:

@@ -181,7 +181,10 @@ def _table(schedule: PipelineSchedule, pp: int, virtual_stages: int, microbatche
 def _read(lines: Iterable[Line]) -> tuple[tuple[Action, ...], ...]:
     """Actions of every rank, however they were written."""
     parts = (line.split() if isinstance(line, str) else line for line in lines)
-    return tuple(tuple(Action.parse(a) if isinstance(a, str) else Action(*a) for a in part) for part in parts)
+    def action(one: str | tuple[int, str, int]) -> Action:
+        return one if isinstance(one, Action) else Action.parse(one) if isinstance(one, str) else Action(*one)
+
+    return tuple(tuple(map(action, part)) for part in parts)
 
 
 @functools.lru_cache(maxsize=4096)

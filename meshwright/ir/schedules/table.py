@@ -122,9 +122,9 @@ def _counts(table: Table, rank: int) -> np.ndarray:
     """Counts after every forward and every I, int [events, 2, stages]; raises if an action is missing, doubled or early."""
     column = {s: v for v, s in enumerate(table.stages_of(rank))}
     state = {(s, m): 0 for s in column for m in range(table.microbatches)}  # 0 -F-> 1 -B-> 3;  1 -I-> 2 -W-> 3
-    steps = {("F", 0): (1, 0, 1, 0), ("B", 1): (3, 0, -1, 0), ("I", 1): (2, 1, -1, 1), ("W", 2): (3, 1, 0, -1)}
-    now = np.zeros((2, len(column)), dtype=np.int64)
-    seen = []
+    steps = {("F", 0): (1, 1, 0), ("B", 1): (3, -1, 0), ("I", 1): (2, -1, 1), ("W", 2): (3, 0, -1)}
+    changes = np.zeros((len(table.ranks[rank]), 2, len(column)), dtype=np.int64)
+    of_column, of_changes, seen = list[int](), list[tuple[int, int]](), list[bool]()
     for action in table.ranks[rank]:
         step = steps.get((action.kind, state.get((action.stage, action.microbatch), -1)))
         if step is None:
@@ -134,15 +134,15 @@ def _counts(table: Table, rank: int) -> np.ndarray:
                 "follows (F, then B, or I then W)"
             )
         state[action.stage, action.microbatch] = step[0]
-        now[0, column[action.stage]] += step[2]
-        now[1, column[action.stage]] += step[3]
-        if action.kind in "FI":
-            seen.append(now.copy())
+        of_column.append(column[action.stage])
+        of_changes.append(step[1:])
+        seen.append(action.kind in "FI")
     left = [key for key, value in state.items() if value != 3]
     if left:
         s, m = left[0]
         raise ScheduleError(f"{table.name}: rank {rank} never finishes micro-batch {m} of stage {s}")
-    return np.array(seen).reshape(-1, 2, len(column))
+    changes[np.arange(len(seen)), :, of_column] = of_changes
+    return np.asarray(changes.cumsum(axis=0)[np.array(seen)])
 
 
 def maximal(vectors: np.ndarray) -> np.ndarray:
@@ -190,54 +190,68 @@ class Order:
     row_of: tuple[np.ndarray, ...]
 
 
-def _levels(table: Table) -> list[tuple[int, int, int]]:
-    """(level, rank, position) of every action, in an order in which they can run."""
-    done: dict[Action, int] = {}
-    at, last, out = [0] * table.pp, [0] * table.pp, []
-    progress = True
+def _sort(table: Table) -> Order:
+    stages, count = table.stages, table.microbatches
+    starts = np.cumsum([0, *map(len, table.ranks)])
+    flat = [(a.stage, COMPUTED.index(a.kind), a.microbatch) for actions in table.ranks for a in actions]
+    stage, kind, microbatch = np.array(flat, dtype=np.int64).reshape(-1, 3).T
+    rank = np.repeat(np.arange(table.pp), np.diff(starts))
+    last, forward, weights = stages - 1, kind == COMPUTED.index("F"), kind == COMPUTED.index("W")
+    back = 1 - forward
+
+    # places of actions from 1; 0 is what ended at time 0
+    maker = np.zeros((2, stages, count), dtype=np.int64)
+    made = np.flatnonzero(~weights)
+    maker[back[made], stage[made], microbatch[made]] = made + 1
+    waits = np.where(forward, stage > 0, ~weights & (stage < last))
+    source = np.clip(stage + np.where(forward, -1, 1), 0, last)
+    needs = np.where(waits, maker[back, source, microbatch], 0)
+
+    level = _levels(table, needs.tolist(), starts.tolist())
+    by_level = np.lexsort((np.arange(len(level)), level))
+    row = np.zeros(len(level) + 1, dtype=np.int64)
+    row[by_level + 1] = np.arange(1, len(level) + 1)
+    first = np.zeros(len(level), dtype=bool)
+    first[starts[:-1]] = True
+    before = np.where(first, 0, row[:-1])
+
+    to = np.where(forward, stage + 1, np.where(weights, -1, stage - 1))
+    holder = np.array(table.stage_rank)[np.clip(to, 0, last)]
+    sends = (to >= 0) & (to < stages) & (holder != rank)
+    boundary = np.where(sends, 2 * np.minimum(stage, to) + ~forward, 2 * last)
+    link = np.zeros(len(level), dtype=np.int64)
+    sent = np.flatnonzero(sends)
+    pair = (rank * table.pp + holder)[sent]
+    sent, pair = sent[grouped := np.argsort(pair, kind="stable")], pair[grouped]
+    again = np.flatnonzero(pair[1:] == pair[:-1])
+    link[sent[again + 1]] = row[sent[again] + 1]
+
+    def of_rows(values: np.ndarray, zero: int) -> np.ndarray:
+        return np.concatenate([[zero], values[by_level]])
+
+    levels = np.searchsorted(np.concatenate([[0], level[by_level]]), np.arange(1, level.max() + 2))
+    return Order(
+        levels, of_rows(before, 0), of_rows(row[needs], 0), of_rows(kind * stages + stage, 0), of_rows(boundary, 2 * last),
+        of_rows(link, 0), tuple(np.split(row[1:], starts[1:-1])),
+    )
+
+
+def _levels(table: Table, needs: list[int], starts: list[int]) -> np.ndarray:
+    """The level of every action, rank after rank. ``needs``: for each the place, from 1, of the one whose result it waits for;
+    ``starts``: the place of each rank's first, and the end. Raises ScheduleError if the ranks wait for each other for ever."""
+    level, at, progress = [0] + [-1] * len(needs), starts[:-1], True
     while progress:
         progress = False
-        for rank, actions in enumerate(table.ranks):
-            while at[rank] < len(actions):
-                action = actions[at[rank]]
-                need = action.needs(table.stages - 1)
-                ready = 0 if need is None else done.get(need, -1)
-                if ready < 0:
-                    break
-                last[rank] = max(last[rank], ready) + 1
-                done[action.gives] = last[rank]
-                out.append((last[rank], rank, at[rank]))
-                at[rank] += 1
-                progress = True
-    waiting = [(r, actions[at[r]]) for r, actions in enumerate(table.ranks) if at[r] < len(actions)]
+        for rank, end in enumerate(starts[1:]):
+            place = at[rank]
+            now = level[place] if place > starts[rank] else 0
+            while place < end and (ready := level[needs[place]]) >= 0:
+                now = max(now, ready) + 1
+                place += 1
+                level[place] = now
+            progress, at[rank] = progress or place > at[rank], place
+    waiting = [(r, table.ranks[r][place - starts[r]]) for r, place in enumerate(at) if place < starts[r + 1]]
     if waiting:
         said = ", ".join(f"rank {r} at {a} waits for {a.needs(table.stages - 1) or 'nothing'}" for r, a in waiting)
         raise ScheduleError(f"{table.name}: the schedule never finishes (deadlock): {said}. Reorder these actions.")
-    return sorted(out)
-
-
-def _sort(table: Table) -> Order:
-    ordered = _levels(table)
-    rows, stages = len(ordered) + 1, table.stages
-    row_of = [np.zeros(len(actions), dtype=np.int64) for actions in table.ranks]
-    for row, (_, rank, position) in enumerate(ordered, 1):
-        row_of[rank][position] = row
-    produced: dict[Action, int] = {}
-    previous, needs, link, duration = (np.zeros(rows, dtype=np.int64) for _ in range(4))
-    boundary = np.full(rows, 2 * (stages - 1), dtype=np.int64)
-    sent: dict[tuple[int, int], int] = {}
-    for row, (_, rank, position) in enumerate(ordered, 1):
-        action = table.ranks[rank][position]
-        previous[row] = row_of[rank][position - 1] if position else 0
-        need = action.needs(stages - 1)
-        needs[row] = 0 if need is None else produced[need]
-        duration[row] = COMPUTED.index(action.kind) * stages + action.stage
-        produced[action.gives] = row
-        to = {"F": action.stage + 1, "W": -1}.get(action.kind, action.stage - 1)
-        if 0 <= to < stages and table.stage_rank[to] != rank:
-            boundary[row] = 2 * min(action.stage, to) + (action.kind != "F")
-            link[row] = sent.get((rank, table.stage_rank[to]), 0)
-            sent[rank, table.stage_rank[to]] = row
-    level = np.array([0] + [entry[0] for entry in ordered])
-    starts = np.searchsorted(level, np.arange(1, level[-1] + 2))
-    return Order(starts, previous, needs, duration, boundary, link, tuple(row_of))
+    return np.array(level[1:])
