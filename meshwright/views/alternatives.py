@@ -72,7 +72,7 @@ class Alternatives:
 
     def __init__(self, facts: Facts) -> None:
         self.facts, plan = facts, facts.plan
-        self.folded = fold(plan.graph)
+        self.folded = fold(plan.graph, facts.rules.operators)
         graph = self.folded.graph
         axes = [axis for axis in plan.mesh.axes if axis != PP]
         mesh = Mesh(tuple(axes), tuple(plan.mesh.size(axis) for axis in axes), plan.mesh.mirrored)

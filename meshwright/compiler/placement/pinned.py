@@ -41,9 +41,13 @@ def check_tensor_pins(pins: Pins, graph: Graph) -> None:
                                "a size that does not matter")
 
 
+_DIM = re.compile(r"\([^)]*\)|([\[,]\s*)[A-Za-z]\w*(?=\s*[@,\]])")
+"""The name of a dim, which may be any; the axes of one in brackets are none."""
+
+
 def read_pin(text: str) -> tuple[Sharding, list[int | None]]:
     """A sharding as it is printed, or with names for dims ("[h, f@tp]"), and the sizes that it states. Raises PinError."""
-    plain = re.sub(r"([\[,]\s*)[A-Za-z]\w*(?=\s*[@,\]])", r"\1_", text)
+    plain = _DIM.sub(lambda found: found[0] if found[1] is None else f"{found[1]}_", text)
     try:
         sharding = parse_type(plain)[2]
     except ShardingError as error:

@@ -69,7 +69,7 @@ class Placements:
     ) -> None:
         self.graph, self.cluster, self.pins = graph, cluster, pins
         self.itemsize, self.state_bytes, self.recompute = itemsize, state_bytes, tuple(recompute)
-        self.folded: Folded = fold(graph, fixed.told_apart)
+        self.folded: Folded = fold(graph, rules.operators, fixed.told_apart)
         self.fixed = fixed.under(self.folded.renamed)
         self.rules = Rules({op.name: rules[op.name] for op in self.folded.graph.ops}, rules.operators)
         self._classes = DimClasses(self.folded.graph, self.rules)

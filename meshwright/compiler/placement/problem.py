@@ -84,9 +84,10 @@ class Problem:
         )
         self.positions, whole = positions_of(self.graph)
         self.tied = several_readers(self.graph)
+        fused = fusion(self.graph, rules.operators)
         self.builder = Builder(
             scope, rules, schedule, self.tables, whole=whole, tied=self.tied, root_variants=self.root_variants,
-            fused=dict(zip((op.name for op in self.graph.ops), fusion(self.graph, rules.operators), strict=True)),
+            fused=dict(zip((op.name for op in self.graph.ops), fused, strict=True)),
         )
         self._serves: list[int] = []  # position -> the first position like it
         self._alike: list[int] = []  # the same, whatever is held
@@ -96,7 +97,8 @@ class Problem:
         for number, position in enumerate(self.positions):
             key = number if position.block < 0 else alike(position, self.graph, self.tied)
             self._alike.append(plain.setdefault(key, number))
-            first = keys.setdefault((key, self.fixed.told_apart(position, self.graph)), number)
+            kernels = fused[position.start : position.stop]  # the sum that ends a last block is in the final norm's
+            first = keys.setdefault((key, kernels, self.fixed.told_apart(position, self.graph)), number)
             self._serves.append(first)
             if first == number:
                 models[number] = self.builder.build(position)

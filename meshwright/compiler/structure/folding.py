@@ -1,8 +1,8 @@
 """A graph without the copies of its repeated blocks: what is priced once for all of them is built once.
 
-Equal blocks that follow each other (``positions.alike``) get the same model, so two of them say everything: the first, which
-hands on to its like, and the second, which hands on to whatever follows the run. Their chain is stretched to its full length
-again (``Folded.serves``), so the solver still chooses for every copy.
+Equal blocks that follow each other (``positions.alike``, with kernels fused alike) get the same model, so two of them say
+everything: the first, which hands on to its like, and the second, which hands on to whatever follows the run. Their chain is
+stretched to its full length again (``Folded.serves``), so the solver still chooses for every copy.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.compiler.structure.positions import Position, alike, positions_of, renaming, several_readers
+from meshwright.cost.compute import fusion
+from meshwright.ir.declared.operator import Operators
 from meshwright.ir.graph import Block, Graph, Op, Ref, map_refs
 
 _KEPT = 2
@@ -28,10 +30,13 @@ class Folded:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
 
-def fold(graph: Graph, apart: Callable[[Position, Graph], object] = lambda position, graph: None) -> Folded:
-    """The graph with two copies of every run of equal blocks; ``apart``: what else must be equal."""
+def fold(
+    graph: Graph, operators: Operators, apart: Callable[[Position, Graph], object] = lambda position, graph: None
+) -> Folded:
+    """The graph with two copies of every run of equal blocks; ``apart``: what else must be equal. The first and the last layer
+    of a model stay where their kernels are fused with others than those of the rest."""
     positions, _ = positions_of(graph)
-    runs = [run for run in _runs(positions, graph, apart) if not any(positions[n].shared_out for n in run)]
+    runs = [run for run in _runs(positions, graph, operators, apart) if not any(positions[n].shared_out for n in run)]
     dropped = {n for run in runs for n in run[_KEPT:]}
     if not dropped:
         return Folded(graph, tuple(positions), tuple(range(len(positions))))
@@ -50,11 +55,14 @@ def fold(graph: Graph, apart: Callable[[Position, Graph], object] = lambda posit
 
 
 def _runs(
-    positions: Sequence[Position], graph: Graph, apart: Callable[[Position, Graph], object]
+    positions: Sequence[Position], graph: Graph, operators: Operators, apart: Callable[[Position, Graph], object]
 ) -> list[list[int]]:
     """Positions of equal blocks that follow each other, more than are kept."""
     tied = several_readers(graph)
-    keys = [n if p.block < 0 else (alike(p, graph, tied), apart(p, graph)) for n, p in enumerate(positions)]
+    fused = fusion(graph, operators)
+    keys = [
+        n if p.block < 0 else (alike(p, graph, tied), fused[p.start : p.stop], apart(p, graph)) for n, p in enumerate(positions)
+    ]
     runs: list[list[int]] = []
     for n, key in enumerate(keys):
         if n and key == keys[n - 1]:
