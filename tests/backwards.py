@@ -173,6 +173,8 @@ CASES: Mapping[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "loss": lambda m, x, t: SignLoss.apply(m.b(m.a(x).relu()), t) / t.numel(),
     "in place": lambda m, x, t: _error(m.b(InPlace.apply(m.a(x))), t),
     "checkpoint": lambda m, x, t: _error(checkpoint(m.b, checkpoint(m.a, m.a(x), use_reentrant=False), use_reentrant=True), t),
+    "scores in a checkpoint": lambda m, x, t: _error(
+        m.b(checkpoint(lambda h: Scores.apply(m.a(h)), m.b(x), use_reentrant=False)), t),
     "detached": lambda m, x, t: _error(m.b(m.a(x) + (m.a(x).round() - m.a(x)).detach()), t),
     "without gradient": _without_gradient,
 }

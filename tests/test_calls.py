@@ -60,6 +60,8 @@ def calls(rank: int) -> dict[str, str]:
     found["negative id"] = said(lambda: parallel(**{**batch, "input_ids": ids.clone().fill_(-1)}))
     found["label"] = said(lambda: parallel(**{**batch, "labels": ids.clone().index_fill_(1, torch.tensor([3]), 70)}))
     found["ignored label"] = said(lambda: parallel(**{**batch, "labels": ids.clone().index_fill_(1, torch.tensor([3]), -100)}))
+    found["sparse"] = said(lambda: parallel(**{**batch, "input_ids": ids.to_sparse()}))
+    found["subclass"] = said(lambda: parallel(**{**batch, "input_ids": ids.as_subclass(type("Own", (Tensor,), {}))}))
     found["hook"] = said(lambda: next(parallel.parameters()).register_hook(lambda grad: None))
     found["module hook"] = said(lambda: parallel.model.layers.register_forward_hook(lambda *_: None))
     found["good"] = said(lambda: parallel(**batch).loss.backward())
@@ -104,7 +106,8 @@ class Broken(nn.Linear):
 WORDS = {
     "batch": "ranks [1] make another call than rank 0: argument 'labels'", "later batch": "argument 'labels'",
     "shape": "i64[2, 8]", "mode": "training", "gradients": "gradients", "id": "index 64 in embedding of model.embed_tokens",
-    "negative id": "index -1", "label": "index 70 in cross_entropy", "ignored label": "nothing", "hook": "would not be called",
+    "negative id": "index -1", "label": "index 70 in cross_entropy", "ignored label": "nothing",
+    "sparse": "torch.sparse_coo", "subclass": "nothing", "hook": "would not be called",
     "module hook": "would not be called", "good": "nothing",
     "weights": "ranks [1] were given other weights than rank 0 (2 tensors",
     "example": "check the example inputs",
@@ -141,6 +144,20 @@ def backwards(rank: int) -> list[str]:
             loss = parallel(**batch)["loss"]
             told = said(lambda loss=loss, held=held: torch.autograd.grad(loss, held, allow_unused=True))
             problems += [] if "Call backward()" in told else [f"{pins}: autograd.grad: {told}"]
+    for pins in ({"dp": 2, "zero": 3}, {"tp": 2}, {"dp": 2, "microbatches": 2}):
+        parallel, _, batch = parallel_of("masked_mean", 2, **pins)
+        loss = parallel(**batch)["loss"]
+        loss.backward()
+        once = [None if p.grad is None else p.grad.full_tensor().clone() for p in parallel.parameters()]
+        with pytest.raises((MeshwrightError, RuntimeError), match=r"a second time|already handed out"):
+            loss.backward()
+        twice = [None if p.grad is None else p.grad.full_tensor() for p in parallel.parameters()]
+        same = all(a is b or torch.equal(a, b) for a, b in zip(once, twice, strict=True))
+        problems += [] if same else [f"{pins}: a second backward that fails adds gradients"]
+        loss = parallel(**batch)["loss"]
+        torch.optim.SGD(parallel.parameters(), 0.1).step()
+        told = said(loss.backward)
+        problems += [] if "between a forward and its backward" in told else [f"{pins}: a stale backward: {told}"]
     parallel, _, batch = parallel_of("masked_mean", 2, dp=2, microbatches=2)
     out = parallel(**batch)
     float(out["prediction"].full_tensor().detach().sum())

@@ -139,6 +139,17 @@ class Outside(torch.autograd.Function):
         return grad @ ctx.module.weight, None
 
 
+class Unmade(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor | None, two: Tensor | None) -> Tensor:
+        return (0 if one is None else one * 7) + (100.0 if two is None else two * 11)  # type: ignore[return-value]
+
+
 def hooked(m: Any, x: Tensor, t: Tensor) -> Tensor:
     h = m.a(x)
     h.register_hook(lambda grad: grad * 0)
@@ -195,6 +206,7 @@ FORWARDS = {
     "requires_grad=False": frozen, "saved_tensors_hooks": packed, r"shape \[8\] that takes gradients": stranger,
     r"Random draws random numbers \(aten.rand_like": lambda m, x, t: Random.apply(m.a(x)).sum(),
     "the backward of autograd.Function .*Untraceable cannot be traced": lambda m, x, t: Untraceable.apply(m.a(x)).sum(),
+    r"Unmade sets set_materialize_grads\(False\) and has several": lambda m, x, t: Unmade.apply(m.a(x))[0].sum(),
     "Outside reads a tensor of the model": lambda m, x, t: Outside.apply(m.a(x), m.b).sum(),
 }
 

@@ -174,3 +174,68 @@ def _by_sub_module(rank: int, several: list[dict[str, Any]], folder: str) -> Non
 
 def test_sub_modules_have_modes_of_their_own(pool: Callable[[int], Any], tmp_path: Path) -> None:
     pool(2).run(_by_sub_module, [{"dp": 2, "zero": 3}, {"pp": 2, "dp": 1, "tp": 1, "microbatches": 1}], str(tmp_path))
+
+
+class _NormsRest(nn.Module):
+    """Keeps its norm in eval() whatever the model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.norm = nn.Linear(W, W), nn.BatchNorm1d(W)
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.inside(x))
+
+
+class _AlwaysOn(nn.Dropout):
+    def train(self, mode: bool = True) -> nn.Module:
+        return super().train(True)
+
+
+class _Stubborn(nn.Module):
+    """What eval() does not switch off. A dropout of everything shows whether it is on, and draws nothing that could differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rest, self.drop, self.plain = _NormsRest(), _AlwaysOn(1.0), nn.BatchNorm1d(W, track_running_stats=False)
+        self.register_buffer("mean", torch.zeros(W))
+        self.register_buffer("var", torch.ones(W))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.plain(self.rest(x))
+        h = h + self.drop(h) + 2 * F.dropout(h, 1.0) + F.instance_norm(h[:, None])[:, 0]
+        h = F.batch_norm(h * 3, self.mean, self.var, training=True)
+        return {"loss": h.square().sum(), "out": h}
+
+
+def _stubborn(rank: int, several: list[dict[str, Any]]) -> None:
+    mesh, x = init_device_mesh("cpu", (2,)), torch.linspace(-1, 1, 8 * W).view(8, W).sin()
+    for built_in_eval in (False, True):
+        for pins in several:
+            torch.manual_seed(0)
+            model = _Stubborn().double().train(not built_in_eval)
+            parallel = autoparallel(model, mesh, ({"x": x.double()}), pins=pins, progress=False)
+            single = copy.deepcopy(model)
+            for module in (single, parallel):
+                module.train()
+            for training in (True, False, False, True):
+                found, wanted = (module.train(training)(x.double()) for module in (parallel, single))
+                torch.testing.assert_close(_whole(found)["out"], wanted["out"])
+                if training:
+                    for module, result in ((single, wanted), (parallel, found)):
+                        result["loss"].backward()
+                        torch.optim.SGD(module.parameters(), 0.1).step()
+            state = parallel.full_state_dict()
+            if rank == 0:
+                torch.testing.assert_close(state, dict(single.state_dict()))
+
+
+def test_what_eval_does_not_switch_off(pool: Callable[[int], Any]) -> None:
+    """Modules whose train() keeps parts in eval(), or themselves in training; norms of the batch's own statistics; functions
+    that are always told to train."""
+    pool(2).run(_stubborn, [{"dp": 2, "zero": 3, "recompute": "full"}, {"tp": 2}])

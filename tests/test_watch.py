@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.api import autoparallel
+from meshwright.compiler.capture.capture import capture
+from meshwright.compiler.structure.guard import CallWatch
 from meshwright.errors import RunError
+from meshwright.ir.graph import Graph
 
 SCALE, FACTORS = 1.5, {"a": 1.0}
 UNREAD = torch.ones(8)
@@ -167,3 +173,71 @@ def _changed(rank: int) -> None:
 def test_changed_python_state_is_noticed(pool: Callable[[int], Any]) -> None:
     """By name, before anything runs; what changes nothing that is computed is let pass."""
     pool(2).run(_changed, timeout=300)
+
+
+class _Gate:
+    """Neither a module nor a function, but called in the forward."""
+
+    def __init__(self) -> None:
+        self.width = 2.0
+
+    def __call__(self, h: torch.Tensor) -> torch.Tensor:
+        return h * self.width * LIMITS.top
+
+
+class _Slotted:
+    __slots__ = ("top",)
+
+    def __init__(self) -> None:
+        self.top = 1.0
+
+
+LIMITS = _Slotted()
+
+
+class _Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [_Gate(), deque([1.0]), np.ones(2), nn.LeakyReLU(0.1), partial(torch.mul, other=1.5), {"f": _scaled}]
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        gate, scales, array, bent, times, functions = self.held
+        return {"loss": functions["f"](times(bent(gate(x)))).sum() * scales[0] * float(array[1])}
+
+
+def test_contents_of_what_a_forward_holds_are_watched() -> None:
+    """Of objects, containers, arrays, modules that are no sub-modules; functions that are put in another's place."""
+    model, x = _Holding(), torch.randn(2, 8)
+    gate, scales, array, bent, times, functions = model.held
+
+    def captured(model: nn.Module, args: Any, kwargs: Any, targets: Any, training: bool, functional: bool) -> Graph:
+        return capture(model, args, kwargs, targets=targets, training=training, functional=functional)
+
+    watch = CallWatch(model, capture(model, (x,), {}), captured)
+
+    def refused(message: str) -> None:
+        with pytest.raises(RunError, match=message):
+            watch(True, (x,), {}, ())
+
+    held = "attribute 'held' of the model holds what was {} when the model was captured and is {}"
+    for holder, key, before, after in (
+        (vars(gate), "width", 2.0, 3.0), (scales, 0, 1.0, 4.0), (vars(bent), "negative_slope", 0.1, 0.2),
+        (times.keywords, "other", 1.5, 2.0),
+    ):
+        holder[key] = after
+        refused(held.format(before, after))
+        holder[key] = before
+    array[1] = 2
+    refused(r"attribute 'held' of the model holds what was")
+    array[1] = 1
+    LIMITS.top = 3.0
+    refused(r"global 'LIMITS' of .*test_watch holds what was 1\.0 when the model was captured and is 3\.0")
+    LIMITS.top = 1.0
+    functions["f"] = _adding(1.0)
+    refused(r"attribute 'held' of the model holds what was \('function', '_scaled'")
+    functions["f"] = _scaled
+    with mock.patch.object(_Gate, "__call__", lambda gate, h: h):
+        refused("'__call__' of class _Gate was")
+    with mock.patch.dict(sys.modules[__name__].__dict__, SCALE=2.0):
+        refused("global 'SCALE'")
+    watch(True, (x,), {}, ())

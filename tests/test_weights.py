@@ -273,6 +273,8 @@ def refused(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> None:
                 p.grad = torch.zeros(p.shape)
             p.grad = distribute_tensor(torch.ones(p.shape), p.device_mesh, p.placements)
             assert bool(whole(p.grad).all())
+            p.grad.data = p.grad.data * 0
+            assert not whole(p.grad).any()
             p.grad = None
         with pytest.raises(RunError, match="before autoparallel"):
             parallel.apply(lambda module: None)

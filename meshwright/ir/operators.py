@@ -24,14 +24,21 @@ TARGET = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.[A-Za-z_]\w*|mw\.[a-z]\w*", re
 
 IN_EVALUATION: Mapping[str, Any] = MappingProxyType({"train": False, "training": False, "dropout_p": 0.0})
 """{argument name: its value in ``eval()``}, whatever the operator."""
+STATISTICS = "running_mean"
+"""The argument of a norm that is None if it keeps none."""
 
 
 def evaluated(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call as it is in ``eval()``; ``names``: of the operator's arguments, in order.
+    """A call as it is in ``eval()``; ``names``: of the operator's arguments, in order. A norm that keeps no statistics takes
+    those of the batch in either mode.
 
     >>> evaluated(("input", "p", "train"), ("x", 0.5, True), {})
     (('x', 0.5, False), {})
+    >>> evaluated(("input", "running_mean", "training"), ("x", None, True), {})
+    (('x', None, True), {})
     """
+    if {**dict(zip(names, args, strict=False)), **kwargs}.get(STATISTICS, names) is None:
+        return args, dict(kwargs)
     given = [IN_EVALUATION.get(name, arg) for name, arg in zip(names, args, strict=False)]
     return (*given, *args[len(given):]), {name: IN_EVALUATION.get(name, arg) for name, arg in kwargs.items()}
 

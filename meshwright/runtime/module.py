@@ -28,7 +28,7 @@ from meshwright.ir.program import Program, Stored
 from meshwright.ir.signature import rebuild_output
 from meshwright.runtime.assemble import assemble, data_meshes, fused_axes, rest_dtype
 from meshwright.runtime.checks.calls import Agreement, check_bounds, digest_of_input, same_weights
-from meshwright.runtime.checks.gradients import IN_EVALUATION, differentiable, refuse_checkpoint, refused
+from meshwright.runtime.checks.gradients import IN_EVALUATION, differentiable, refuse_checkpoint, refused, unwritten
 from meshwright.runtime.checks.ports import Ports
 from meshwright.runtime.checks.tensors import TensorPlace, check_tensors, originals
 from meshwright.runtime.engine import Engine
@@ -194,8 +194,9 @@ class ParallelModule(nn.Module):
         else:
             values = run_step(engine, inputs, self._trainable, seed, self.training)
             if program.microbatches == 1:
-                values = differentiable(values, [port.name for port in program.outputs],
-                                        self._trainable() if engine.units else ())
+                trained = self._trainable()
+                values = differentiable(values, [port.name for port in program.outputs], trained if engine.units else (),
+                                        unwritten(trained))
         self._mutate(engine, values)
         for tensor, changed in changes:
             tensor.copy_(changed)
@@ -208,6 +209,7 @@ class ParallelModule(nn.Module):
         """Dropout, batch statistics and buffers' updates on or off, as in the model."""
         self._engine[0].train(mode)
         super().train(mode)
+        self._modes.set(mode)
         return self
 
     def _trainable(self) -> list[Tensor]:
@@ -266,8 +268,7 @@ class ParallelModule(nn.Module):
             held = {fqn: (one, rest_dtype(one, self._program), tensors.get(one.value))
                     for one in everything for fqn in one.fqns}
             lender = Lender(held, groups, program)
-            engine = together(lambda: assemble(program, groups, lend=lender))
-            engine.train(self.training)
+            engine = together(lambda: assemble(program, groups, lend=lender))  # which runs to the letter: eval() is in it
             self._others[mode] = engine, lender
         return self._others[mode][0]
 
@@ -366,7 +367,7 @@ class ParallelModule(nn.Module):
     @property
     def resting(self) -> list[str]:
         """Paths of the sub-modules that were in eval() when the model was captured in training."""
-        return [path for path, _, training in self._modes.modules if not training]
+        return [path for path, _, kind in self._modes.modules if not kind.training]
 
     @property
     def names(self) -> list[tuple[str, Stored]]:
@@ -430,9 +431,7 @@ class ParallelModule(nn.Module):
                 memo[id(old)] = new
                 if not isinstance(new, nn.Parameter):
                     continue
-                new.requires_grad_(old.requires_grad)
-                if old.grad is not None:
-                    new.grad = old.grad.clone()
+                new.requires_grad_(old.requires_grad)  # without its gradient, as torch copies parameters
         twin.train(self.training)
         for (_, mine, _), (_, its, _) in zip(self._modes.modules, twin._modes.modules, strict=True):
             its.training = mine.training

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from meshwright.errors import RunError
 from meshwright.ir.plan import PlanError
 from meshwright.ir.program import SEED, Program
-from meshwright.runtime.checks.gradients import BEYOND_THE_LOSS, once, refused, whole
+from meshwright.runtime.checks.gradients import BEYOND_THE_LOSS, once, refused, unwritten, whole
 from meshwright.runtime.engine import Engine, Environment
 from meshwright.runtime.state.late import sum_late
 from meshwright.runtime.state.layout import local_of
@@ -148,11 +148,13 @@ class Release(Function):
         finally:
             for parameter, grad in zip(parameters, before, strict=True):
                 parameter.grad = grad
+        ctx.check = unwritten(parameters)
         return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         once()
+        ctx.check()
         if ctx.grads is None:
             raise RunError("the gradients of this loss were already handed out; run the forward again")
         grads, ctx.grads = ctx.grads, None

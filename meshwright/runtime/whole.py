@@ -64,7 +64,8 @@ class Whole(DTensor):
 
     @property
     def data(self) -> Any:
-        """As of any tensor; assigning it is refused where a parallel module holds the tensor: it would go on with the old."""
+        """As of any tensor; assigning it is refused where a parallel module holds the tensor: it would go on with the old.
+        A gradient takes the new contents: torch's own DTensor would keep the old ones."""
         return _DATA.__get__(self)
 
     @data.setter
@@ -73,7 +74,11 @@ class Whole(DTensor):
         if role is not None and role.held == id(self):
             raise RunError(f"{role.name!r} was given other memory (.data = ...), but its memory is the parallel module's. "
                            f"Write into it: p.data.copy_(new), where new is the whole tensor or a DTensor")
-        _DATA.__set__(self, new)
+        if new.shape != self.shape or new.dtype != self.dtype:
+            raise RunError(f".data of{_called(self) or ' a tensor'} (a DTensor) is set to another shape or dtype; make a new "
+                           f"tensor instead")
+        with torch.no_grad():
+            self.detach().copy_(new)
 
     @property
     def grad(self) -> Any:

@@ -24,7 +24,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -148,8 +148,10 @@ def _joint(
             raise NotKeptError(f"autograd.Function {name} changes an operand in place", "return a new tensor instead")
         return output, leaves, [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
 
+    unmade: list[bool] = []
     try:
-        output, _, results = run(operands)
+        with _as_they_are(), _noting(unmade):
+            output, _, results = run(operands)
     except NotKeptError:
         raise
     except Exception as error:
@@ -157,6 +159,10 @@ def _joint(
     flags = tuple(x.requires_grad for x in results)
     if not any(flags):
         return None, output
+    if unmade and sum(flags) > 1:
+        raise NotKeptError(f"autograd.Function {name} sets set_materialize_grads(False) and has several results, so its "
+                           f"backward may do something else for a result that nobody uses; a graph's gets zeros for it",
+                           "leave set_materialize_grads out, or return that result from a Function of its own")
     with mode:
         tangents = [torch.empty(x.shape, dtype=x.dtype) for x, flag in zip(results, flags, strict=True) if flag]
 
@@ -170,7 +176,8 @@ def _joint(
         return [*made, *(next(found) if need else None for need in needs)]
 
     try:
-        module = make_fx(both, tracing_mode="real")(operands, tangents)
+        with _as_they_are():
+            module = make_fx(both, tracing_mode="real")(operands, tangents)
         if any(_mutable(node) for node in module.graph.nodes):
             functional = torch.func.functionalize(module, remove="mutations")
             module = make_fx(functional, tracing_mode="real")(operands, tangents)
@@ -180,6 +187,37 @@ def _joint(
         raise _failed(name, "backward", error) from error
     graph = clean(_graph(module, name))
     return split_joint(graph, len(results), len(tangents), flags, name), output
+
+
+@contextmanager
+def _as_they_are() -> Iterator[None]:
+    """Saved tensors are kept, whatever hooks are around: a checkpoint's would run the forward again."""
+    torch._C._autograd._push_saved_tensors_default_hooks(_itself, _itself)
+    try:
+        yield
+    finally:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+@contextmanager
+def _noting(found: list[bool]) -> Iterator[None]:
+    """Within, every ``set_materialize_grads(False)`` adds to ``found``."""
+    before = FunctionCtx.set_materialize_grads
+
+    def noted(ctx: Any, value: bool) -> None:
+        found.extend([True] * (not value))
+        before(ctx, value)
+
+    context: Any = FunctionCtx
+    context.set_materialize_grads = noted
+    try:
+        yield
+    finally:
+        context.set_materialize_grads = before
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _failed(name: str, which: str, error: Exception) -> NotKeptError:

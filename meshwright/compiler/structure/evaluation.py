@@ -28,7 +28,7 @@ def in_evaluation(graph: Graph) -> Graph:
     """Without dropout, with the running statistics, updating no buffer."""
 
     def step(op: Op, edit: Edit) -> Iterable[Op] | None:
-        if op.target == NORMAL:
+        if op.target == NORMAL and op.args[3] is not None:
             return (replace(op, target=BATCH_NORM, args=(*op.args[:5], False, *op.args[6:8], False), outputs=op.outputs[:1]),)
         operator = find(op.target)
         names = () if operator is None else argument_names(operator)

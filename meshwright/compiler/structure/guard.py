@@ -16,11 +16,17 @@ The model is held weakly, so that its memory can be given back: when it is gone 
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -35,6 +41,9 @@ Capture = Callable[..., Graph]
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _MISSING = "no such attribute"
+_MOST_NUMBERS = 4096
+"""Elements of a NumPy array that are compared; of a larger one, evenly spaced ones."""
+_OPAQUE = frozenset({"torch", *sys.stdlib_module_names})
 
 
 Mode = tuple[bool, bool]
@@ -110,10 +119,13 @@ class CallWatch:
             return
         mode = training, torch.is_grad_enabled()  # of one that was not seen yet there is no graph that it could differ from
         if self._differs(model, mode if mode in self.modes_seen else (True, True), *call) is not None:
-            what, before, now = next(self._changes(state, outside_state))
-            raise RunError(f"{what} was {_shown(before)} when the model was captured and is {_shown(now)}, "
-                           f"and its forward computes something else with it; set it back, or make the model parallel again")
-        self.state, self.outside_state = state, outside_state
+            what, *both = next(self._changes(state, outside_state))
+            before, now = _apart(*both)
+            raise RunError(f"{what} {'holds what ' * (now is not both[1])}was {_shown(before)} when the model was captured and "
+                           f"is {_shown(now)}, and its forward computes something else with it; set it back, or make the "
+                           f"model parallel again")
+        self.outside = places(model)  # a function that was replaced may read others
+        self.state, self.outside_state = state, self._outside_state()
 
     def _outside_state(self) -> list[Any]:
         seen: dict[int, Any] = {}
@@ -156,6 +168,14 @@ def refuse_autocast() -> None:
                        "the call out of the autocast context, and plan with precision='bf16'")
 
 
+def _apart(before: Any, now: Any) -> tuple[Any, Any]:
+    """What differs of two frozen values, as far inside as they are alike around it."""
+    if isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
+        parts = [(one, two) for one, two in zip(before, now, strict=True) if one != two]
+        return _apart(*parts[0]) if len(parts) == 1 else (before, now)
+    return before, now
+
+
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 80 else f"{text[:77]}..."
@@ -179,8 +199,9 @@ def _modes(model: nn.Module) -> dict[str, bool]:
 def _state(model: nn.Module) -> dict[str, Any]:
     """{path of an attribute: its value, comparable}, without what torch's modules have of their own."""
     found: dict[str, Any] = {}
-    seen: dict[int, Any] = {}
-    for path, module in model.named_modules():
+    modules = dict(model.named_modules())
+    seen: dict[int, Any] = {id(module): ("module", id(module)) for module in modules.values()}
+    for path, module in modules.items():
         for name, value in module.__dict__.items():
             if name not in _INTERNAL and name != "training":
                 found[f"{path}.{name}" if path else name] = value if type(value) in PLAIN else _frozen(value, seen)
@@ -196,15 +217,47 @@ def _frozen(value: Any, seen: dict[int, Any]) -> Any:
     seen[id(value)] = ("again", id(value))
     if isinstance(value, torch.Tensor):
         result: Any = ("tensor", id(value), value._version if not value.is_inference() else 0)
-    elif isinstance(value, list | tuple):
-        result = (type(value).__name__, *(_frozen(item, seen) for item in value))
-    elif isinstance(value, dict):
-        result = ("dict", *((_frozen(key, seen), _frozen(item, seen)) for key, item in value.items()))
+    elif isinstance(value, FunctionType):
+        result = ("function", value.__qualname__, id(value), id(value.__code__),
+                  _frozen(value.__defaults__, seen), _frozen(value.__kwdefaults__, seen))
     elif isinstance(value, set | frozenset):
         result = ("set", frozenset(_frozen(item, seen) for item in value))
-    elif isinstance(value, nn.Module | type) or callable(value) or not hasattr(value, "__dict__"):
-        result = (type(value).__name__, id(value))
+    elif isinstance(value, np.ndarray | np.generic):
+        step = max(1, value.size // _MOST_NUMBERS)
+        result = ("array", value.shape, str(value.dtype), value.ravel()[::step].tobytes())
     else:
-        result = (type(value).__name__, *((name, _frozen(item, seen)) for name, item in vars(value).items()))
+        result = (type(value).__name__, *(_frozen(part, seen) for part in _parts(value)))
     seen[id(value)] = result
     return result
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What a container or an object holds; of what is none, and of objects of torch and the standard library, which it is."""
+    known = isinstance(value, list | tuple | deque | dict | partial | MethodType | staticmethod | classmethod
+                       | nn.Module)
+    own = hasattr(value, "__dict__") or hasattr(value, "__slots__")
+    top = type(value).__module__.partition(".")[0]
+    if isinstance(value, type) or not (known or own) or (callable(value) and not known and top in _OPAQUE):
+        yield id(value)
+        return
+    if isinstance(value, Enum):
+        yield value.name
+        return
+    if isinstance(value, list | tuple | deque):
+        yield from value
+    if isinstance(value, dict):
+        yield from (part for item in value.items() for part in item)
+    if isinstance(value, partial):
+        yield from (value.func, value.args, value.keywords)
+    if isinstance(value, MethodType | staticmethod | classmethod):
+        yield from (value.__func__, id(getattr(value, "__self__", None)))
+        return
+    if isinstance(value, nn.Module):  # that is no sub-module of the model
+        yield from (id(value), value.training, value._modules)
+    for name, part in getattr(value, "__dict__", {}).items():
+        if not (isinstance(value, nn.Module) and name in _INTERNAL):
+            yield from (name, part)
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        yield from (getattr(value, name, _MISSING) for name in ((slots,) if isinstance(slots, str) else slots)
+                    if not name.startswith("__"))

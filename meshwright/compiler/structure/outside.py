@@ -1,28 +1,32 @@
 """What forwards read that is no attribute of the model: globals of its source files, closures, attributes of its classes.
 
 A trace sees the values that these had. ``places`` finds them without running anything: from the code of every module's forward,
-through the methods, functions and custom Functions that it names, down to names of plain values, tensors and containers. Code
-of torch, of the standard library and of other installed packages than the model's own is not entered. What is found may be read
-in a branch that is never taken; whoever compares only asks again what the model computes.
+through the methods, functions and custom Functions that it names, down to names of functions, plain values, tensors,
+containers and objects of classes of its own. Code of torch, of the standard library and of other installed packages than the
+model's own is not entered. What is found may be read in a branch that is never taken; whoever compares only asks again what the
+model computes.
 """
 
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
+from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from meshwright.errors import MeshwrightError
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_CONTAINERS = (list, tuple, dict, set, frozenset, SimpleNamespace)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque, partial, SimpleNamespace, Namespace, np.ndarray, np.generic)
 _INSTALLED = Path(torch.__file__).parents[1]
 _MOST = 10_000
 """Functions that are entered; a model whose forward reaches more is watched as far as that."""
@@ -53,10 +57,7 @@ def places(model: nn.Module) -> list[OutsidePlace]:
         if walk.enters(type(module).__module__):
             walk.method(type(module), "forward")
         for value in vars(module).values():  # an activation that was given, a forward that was replaced
-            while isinstance(value, partial | MethodType):
-                value = value.func if isinstance(value, partial) else value.__func__
-            if isinstance(value, FunctionType):
-                walk.function(value, type(module))
+            walk.held(value, type(module))
     while walk.waiting and len(walk.seen) < _MOST:
         walk.code(*walk.waiting.pop())
     return walk.found
@@ -72,6 +73,7 @@ class _Walk:
     found: list[OutsidePlace] = field(default_factory=list)
     known: set[tuple[int, str]] = field(default_factory=set)
     entered: set[tuple[int, str]] = field(default_factory=set)
+    inside: dict[int, Any] = field(default_factory=dict)
 
     def enters(self, module: str | None) -> bool:
         """Whether code of a module is the model's own."""
@@ -87,6 +89,23 @@ class _Walk:
         if key not in self.seen and self.enters(function.__module__):
             self.seen.add(key)
             self.waiting.append((function, owner))
+
+    def held(self, value: Any, owner: type) -> None:
+        """Functions that a module holds, also in containers, and what objects of its package's classes do when called."""
+        if isinstance(value, nn.Module) or id(value) in self.inside:
+            return
+        self.inside[id(value)] = value
+        if isinstance(value, FunctionType):
+            self.function(value, owner)
+        elif isinstance(value, MethodType):
+            self.held(value.__func__, type(value.__self__))
+        elif isinstance(value, partial):
+            self.held(value.func, owner)
+        elif isinstance(value, list | tuple | deque | dict):
+            for part in value.values() if isinstance(value, dict) else value:
+                self.held(part, owner)
+        elif callable(value) and not isinstance(value, type):
+            self.method(type(value), "__call__")
 
     def method(self, owner: type, name: str) -> None:
         """What a class has under a name: code to enter, or a value that may change."""
@@ -123,9 +142,13 @@ class _Walk:
             value = value.fget
         if isinstance(value, FunctionType):
             self.function(value, owner)
+            kept = self.enters(value.__module__)  # another one may be put in its place
         elif isinstance(value, ModuleType | type):
             self._inside(value, names)
-        elif isinstance(value, (*PLAIN, *_CONTAINERS, torch.Tensor)) or (is_dataclass(value) and not isinstance(value, type)):
+            return
+        else:
+            kept = isinstance(value, (*PLAIN, *_CONTAINERS, torch.Tensor)) or self.enters(type(value).__module__)
+        if kept:
             self.known.add((key, place.name))
             self.found.append(place)
 

@@ -4,13 +4,14 @@
     with several, pipelines   the gradients of the loss are known when the forward returns; the others are gone: asking raises
     torch.utils.checkpoint    around a call: it would be made twice, with other random numbers: raises
     create_graph=True         the gradients have no graph of their own: raises
+    weights written between   a forward and its backward: raises, as torch does where it needs the old ones
     torch.autograd.grad       of parameters that FSDP2 gathers, with one micro-batch: raises, for autograd knows their gathered
                               copies only; backward() is right
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import RunError
+from meshwright.runtime.state.layout import local_of
 
 BEYOND_THE_LOSS = (
     "the gradient of an output other than the loss was asked for, but this plan computes that of the loss inside the forward "
@@ -59,21 +61,43 @@ def whole(grad: Tensor) -> Tensor:
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
+def unwritten(parameters: Sequence[Tensor]) -> Callable[[], None]:
+    """A function that raises RunError once one of the parameters was written into."""
+
+    def versions() -> list[int]:
+        return [count for p in parameters for count in (p._version, local_of(p)._version)]
+
+    before = versions()
+
+    def check() -> None:
+        if versions() != before:
+            raise RunError("a parameter was written into between a forward and its backward, whose gradients would be of "
+                           "neither the old nor the new weights. Call backward() before optimizer.step(), or run the forward "
+                           "again")
+
+    return check
+
+
 class _Number(Function):
-    """A number with its gradient; ``gathered``: parameters that autograd does not reach."""
+    """A number with its gradient; ``check`` is called in the backward; ``gathered``: parameters that autograd does not reach.
+    It saves what it needs not: torch raises in a second backward before anything is accumulated."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *gathered: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, check: Callable[[], None], *gathered: Tensor) -> Tensor:
+        ctx.check = check
+        ctx.save_for_backward(x)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         once()
+        ctx.check()
+        _ = ctx.saved_tensors
         for node, _ in ctx.next_functions[1:]:
             if node is not None and _asked_for(node):
                 raise RunError("torch.autograd.grad of parameters is not possible under this plan: they are gathered for every "
                                "layer, and autograd knows the gathered ones only. Call backward() and read .grad")
-        return (whole(grad), *(None for _ in ctx.next_functions[1:]))
+        return (whole(grad), None, *(None for _ in ctx.next_functions[1:]))
 
 
 def _asked_for(node: Any) -> bool:
@@ -85,20 +109,23 @@ def _asked_for(node: Any) -> bool:
     return False
 
 
-def _first_order(grad: Tensor) -> None:
-    once()
+def differentiable(
+    outputs: Mapping[str, Tensor], names: Iterable[str], gathered: Sequence[Tensor], check: Callable[[], None]
+) -> dict[str, Tensor]:
+    """The outputs of a forward with autograd behind it; ``names``: those that leave the program. ``check``: called in the
+    backward."""
+    def first_order(grad: Tensor) -> None:
+        once()
+        check()
 
-
-def differentiable(outputs: Mapping[str, Tensor], names: Iterable[str], gathered: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The outputs of a forward with autograd behind it; ``names``: those that leave the program."""
     found = dict(outputs)
     for name in names:
         value = found.get(name)
         if value is not None and value.requires_grad:
             if value.ndim == 0:
-                found[name] = _Number.apply(value, *gathered)
+                found[name] = _Number.apply(value, check, *gathered)
             else:
-                value.register_hook(_first_order)
+                value.register_hook(first_order)
     return found
 
 

@@ -42,7 +42,8 @@ class Ports:
             given = [kwargs[name] for name in names]
         for port, tensor in zip(ports, given, strict=True):
             _check(port, tensor)
-        return {port.name: tensor for port, tensor in zip(ports, given, strict=True)}
+        return {port.name: tensor if isinstance(tensor, DTensor) else tensor.as_subclass(Tensor)
+                for port, tensor in zip(ports, given, strict=True)}
 
     def bind(
         self, program: Program, by_name: Mapping[str, Tensor]
@@ -96,6 +97,10 @@ class Ports:
 
 
 def _check(port: Port, tensor: Tensor) -> None:
+    inside = getattr(type(tensor), "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
+    if tensor.layout != torch.strided or (inside and not isinstance(tensor, DTensor)):
+        raise InputError(f"input {port.name!r} is a {type(tensor).__name__} (layout {tensor.layout}), which the program cannot "
+                         f"cut into pieces; give a plain dense tensor (.to_dense())")
     if tuple(tensor.shape) != port.shape or tensor.dtype != port.dtype:
         name = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
         raise InputError(f"input {port.name!r} is {name}{list(tensor.shape)}; the plan was made for "

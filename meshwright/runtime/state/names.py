@@ -12,6 +12,7 @@ A loop over modules finds what it looks for, because ``isinstance`` answers for 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,18 +24,34 @@ from meshwright.errors import AbsentError, RunError
 
 @dataclass(frozen=True)
 class ModuleKind:
-    """What a sub-module of the model is: its class, and whether it was in training mode when the model was captured."""
+    """What a sub-module of the model is: its class, whether it was in training mode when the model was captured, and whether
+    it is after the model's ``train()`` and after its ``eval()``."""
 
     type: type
     training: bool
+    after: tuple[bool, bool] = (True, False)
 
 
 def kinds_of(model: nn.Module | None) -> dict[str, ModuleKind]:
-    """{path: what is there}. A model in eval() is captured in training mode throughout."""
+    """{path: what is there}. A model in eval() is captured as its train() leaves it."""
     if model is None:
         return {}
-    return {path: ModuleKind(type(module), module.training or not model.training)
+    train, rest = _modes_after(model, True), _modes_after(model, False)
+    return {path: ModuleKind(type(module), module.training if model.training else train.get(path, True),
+                             (train.get(path, True), rest.get(path, False)))
             for path, module in model.named_modules(remove_duplicate=False) if path}
+
+
+def _modes_after(model: nn.Module, mode: bool) -> dict[str, bool]:
+    """{path: whether it is in training mode} after ``train(mode)``, where a class has one of its own (one that keeps norms in
+    eval(), say). Asked of a copy without memory."""
+    if all(type(module).train is nn.Module.train and "train" not in vars(module) for module in model.modules()):
+        return {}
+    tensors = [*model.parameters(), *model.buffers()]
+    copied = copy.deepcopy(model, {id(x): nn.Parameter(x.to("meta"), x.requires_grad) if isinstance(x, nn.Parameter)
+                                   else x.to("meta") for x in tensors})
+    copied.train(mode)
+    return {path: module.training for path, module in copied.named_modules(remove_duplicate=False)}
 
 
 def no_hook(*_: Any, **__: Any) -> Any:
@@ -147,27 +164,33 @@ def holder(root: nn.Module, path: Sequence[str], kinds: Mapping[str, ModuleKind]
 
 @dataclass(frozen=True)
 class Modes:
-    """The sub-modules, and whether each was in training mode when the model was captured."""
+    """The sub-modules, and what each is in the model."""
 
-    modules: tuple[tuple[str, nn.Module, bool], ...]
+    modules: tuple[tuple[str, nn.Module, ModuleKind], ...]
 
     @staticmethod
     def of(root: nn.Module, kinds: Mapping[str, ModuleKind]) -> Modes:
         """Those of a parallel module as it is built."""
-        return Modes(tuple((path, module, kinds[path].training if path in kinds else True)
+        return Modes(tuple((path, module, kinds.get(path, ModuleKind(NamedModule, True)))
                            for path, module in root.named_modules() if path))
 
+    def set(self, training: bool) -> None:
+        """As the model's ``train(training)`` leaves them."""
+        for _, module, kind in self.modules:
+            module.training = kind.after[0 if training else 1]
+
     def check(self, training: bool) -> None:
-        """Raise RunError if a sub-module is in another mode than the graph knows: all of them are out of training mode in
+        """Raise RunError if a sub-module is in another mode than the graph knows: as the model's ``eval()`` leaves them in
         eval(), and as they were captured in train()."""
-        for path, module, captured in self.modules:
-            if module.training == (training and captured):
+        for path, module, kind in self.modules:
+            if module.training == (kind.training if training else kind.after[1]):
                 continue
             now = "train" if module.training else "eval"
             if training and module.training:
                 remedy = f"call parallel.get_submodule({path!r}).eval() after parallel.train(), as for the model"
             elif training:
-                remedy = f"call {now}() on that module of the model before autoparallel, or parallel.train() here"
+                remedy = f"call {now}() on that module of the model (or train() on the model) before autoparallel, or " \
+                         f"parallel.train() here"
             else:
                 remedy = "call parallel.eval(), which sets all of them: what draws or counts in train() does not in eval()"
             whole = "train" if training else "eval"
