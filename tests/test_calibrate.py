@@ -169,5 +169,9 @@ def test_devices_that_were_not_calibrated_have_wider_intervals():
     mesh = Mesh.of(dp=8)
     assert [spread.calibrated(name) for name in ("a100-40g", "h100-80g", "h100-96g", "mi300x", "l40s", "mine")] == [
         True, True, True, False, False, False]
+    few = Mesh(("pp", "dp"), (2, 4))
+    assert spread.spreads()[spread.regime(few, 8)].rows < spread.FEW  # rows too few for quantiles: at least what all rows say
+    wide, every = spread.spread(Cluster.parse("a100:1x8"), few), spread.spreads()[spread.ALL]
+    assert (wide.low, wide.high) == (min(wide.low, every.low), max(wide.high, every.high))
     own, other = (spread.spread(Cluster.parse(f"{name}:1x8"), mesh) for name in ("a100", "l40s"))
     assert other.low < own.low <= 1 <= own.high < other.high

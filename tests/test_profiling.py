@@ -15,8 +15,10 @@ from meshwright.cli import app
 from meshwright.commands import profiling
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.collectives import Network
 from meshwright.errors import InputError
 from meshwright.ir.declared.operator import Work
+from meshwright.ir.mesh import Mesh
 from meshwright.rules import rules_of
 
 
@@ -89,7 +91,30 @@ def test_the_command_says_what_it_wrote(tmp_path, quickly):
 
 
 def test_nodes_divide_the_processes():
-    found = profiling.Profile("cpu", {("collectives", "all_reduce", 4): {(1024,): [(1e-3,)]}})
+    found = profiling.Profile("cpu", {("collectives", "all_reduce", 4, 2): {(1024,): [(1e-3,)]}})
     assert 'devices = "mine@mine:2x2"' in profiling.as_toml(found, "mine", "us", nodes=2)
     with pytest.raises(InputError, match="4 processes on 3 nodes"):
         profiling.as_toml(found, "mine", "us", nodes=3)
+
+
+def measured(rank: int) -> str:
+    found = profiling.Profile("cpu")
+    profiling.collectives(found, torch.device("cpu"), nodes=2, messages=(4096, 65536))
+    return profiling.as_toml(found, "mine", "us", nodes=2)
+
+
+def test_collectives_are_prices_by_kind_group_and_message(pool, tmp_path):
+    """Measured on four processes as two nodes: what the file gives comes out, for every kind, group and message size."""
+    texts = pool(4).run(measured)
+    assert len(set(texts)) == 1  # the slowest rank's, so that ranks agree
+    path = tmp_path / "mine.toml"
+    path.write_text(texts[0])
+    tables = tomllib.loads(texts[0])["node"]["mine"]["collectives"]
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    assert {(t["kind"], t["ranks"], t["nodes"]) for t in tables} == {(k, *g) for k in kinds for g in ((2, 1), (2, 2), (4, 2))}
+    whole = Network(Cluster.from_toml(path), Mesh.of(out=2, near=2))
+    axes = {(2, 1): ("near",), (4, 2): ("out", "near")}
+    for table in tables:
+        if (group := (table["ranks"], table["nodes"])) in axes:
+            for bytes_, microseconds in zip(table["bytes"]["values"], table["seconds"]["values"], strict=True):
+                assert whole.seconds(table["kind"], axes[group], bytes_) == pytest.approx(microseconds * 1e-6, rel=1e-3)

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from meshwright.compiler.search import search
 from meshwright.compiler.search.errors import NoBetterError
 from meshwright.compiler.search.search import SECONDS, best_plan
 from meshwright.compiler.search.task import Task, Timing
 from meshwright.cost.cluster import Cluster, ClusterError
+from meshwright.cost.spread import Spread
 from meshwright.footprint import Footprints
 from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import Mesh
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Prediction
@@ -164,6 +167,33 @@ def test_headroom_is_left_free_and_printed() -> None:
     for wrong in (1.0, -0.1, True, "much"):
         with pytest.raises(ClusterError, match="part of the memory"):
             cluster.with_headroom(wrong)  # type: ignore[arg-type]
+
+
+def test_of_plans_that_are_not_told_apart_the_one_that_loses_least_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intervals by kind decide where the certificate does not; within one kind the fastest stays."""
+    graph, where = graph_of(Stack(3, 512), 16, 4096, 512), "h100:1x4"
+    pins = Pins.of({"tp": 1, "cp": 1, "zero": 0, "microbatches": 1, "pp": [1, 2], "schedule": ["none", "gpipe"]})
+    fastest = searched(graph, where, pins)
+    assert fastest.pipeline is None
+    seen = []
+
+    def narrow(cluster: Cluster, mesh: Mesh) -> Spread:
+        seen.append(mesh)
+        return Spread(0.95, 1.05) if "pp" in mesh.axes else Spread(0.5, 4.0)
+
+    monkeypatch.setattr(search, "spread", narrow)
+    assert searched(graph, where, pins).mesh == fastest.mesh  # more than 2% faster
+    monkeypatch.setattr(search, "TIED", 0.7)
+    taken = searched(graph, where, pins)
+    assert taken.pipeline is not None
+    assert seconds(taken) > seconds(fastest)
+    assert taken.certificate is not None
+    assert taken.certificate.objective_seconds == seconds(taken)
+    assert taken.certificate.gap <= 0.7
+    assert "taken before" in taken.notes[-1]
+    assert "0.50 to 4.00 times" in taken.notes[-1]
+    monkeypatch.setattr(search, "spread", lambda cluster, mesh: Spread(0.5, 2.0))
+    assert searched(graph, where, pins).mesh == fastest.mesh
 
 
 def test_a_plan_priced_again_leaves_as_much_free() -> None:

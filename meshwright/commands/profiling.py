@@ -6,7 +6,8 @@ Every distinct call of the captured graph is run alone, on random operands, forw
     products    [M, N, K] of every matrix product of the forward and the backward: one of the three dims in pieces, or two
     streams     seconds by bytes moved, for every kind of work that is bound by memory: pieces of the batch
     attentions  [batch, heads, queries, keys, head dim]: pieces of the batch and of the heads
-    collectives seconds by message size, where a process group is there: over all of its ranks
+    collectives seconds by message size, where a process group is there: of every kind, over 2, 4, 8, ... ranks of a node and of
+                every node, and over all; one group at a time, the others wait
 
 Whole calls come before their pieces, the tables in turn; what does not fit into the memory that is free, or into the time that
 was asked for, is left out and counted. Medians of torch's own timer.
@@ -49,6 +50,8 @@ FREE = 0.25
 """Part of the free memory that the operands of one call may take; its results, gradients and work space take the rest."""
 MESSAGES = tuple(4**k * 2**16 for k in range(7))
 """Bytes of a collective's full buffer on one rank: 64 KiB to 256 MiB."""
+SLOW = 2.0
+"""Seconds of a message from which on no larger one is sent."""
 
 Row = tuple[tuple[Any, ...], tuple[float, ...]]
 """Where a measurement belongs in its table, and its seconds."""
@@ -97,10 +100,14 @@ class Profile:
 
 
 def profile(
-    graph: Graph, like: str, place: torch.device, *, seconds: float = 60.0, report: Callable[[str, float], None] | None = None
+    graph: Graph, like: str, place: torch.device, *, seconds: float = 60.0, report: Callable[[str, float], None] | None = None,
+    nodes: int = 1,
 ) -> Profile:
     """Time a graph's operators on the device ``place`` for about so many seconds; ``like``: the device of the catalogue whose
-    other numbers it shares. Raises InputError for a device that is not there."""
+    other numbers it shares; ``nodes``: over which the processes are spread. Raises InputError for a device that is not there,
+    and for nodes that do not divide the processes."""
+    if dist.is_initialized():
+        _check_nodes(dist.get_world_size(), nodes)
     device = Cluster.parse(f"{like}:1x1").device
     found, begun = Profile(like), perf_counter()
     cases = _in_turn(_cases(graph, device, place))
@@ -126,7 +133,7 @@ def profile(
             if min(*key, *(values := measured[at * width : (at + 1) * width])) > 0:
                 found.add(case.table, key, values)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        _collectives(found, place)
+        collectives(found, place, nodes)
     return found
 
 
@@ -147,7 +154,7 @@ def write(
     if several:
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
     try:
-        found = profile(graph, like or "cpu", place, seconds=seconds, report=report)
+        found = profile(graph, like or "cpu", place, seconds=seconds, report=report, nodes=nodes)
         text = as_toml(found, name, f"measured on {title}, torch {torch.__version__}", nodes)
         if not several or dist.get_rank() == 0:
             path.write_text(text, encoding="utf-8")
@@ -303,37 +310,69 @@ def _free(place: torch.device) -> float:
         return next(float(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
 
 
-def _collectives(found: Profile, place: torch.device) -> None:
-    """Collectives over all ranks, the slowest rank's seconds; every rank calls them in the same order and as often."""
-    world = dist.get_world_size()
-    calls: Mapping[str, Callable[[Tensor, Tensor], Any]] = {
-        "all_reduce": lambda full, _: dist.all_reduce(full),
-        "all_gather": dist.all_gather_into_tensor,
-        "reduce_scatter": lambda full, part: dist.reduce_scatter_tensor(part, full),
-        "all_to_all": lambda full, _: dist.all_to_all_single(torch.empty_like(full), full),
+def groups_of(world: int, nodes: int) -> list[tuple[int, int, list[int]]]:
+    """(ranks, nodes, who they are) of the groups whose collectives are measured: 2, 4, 8, ... neighbours of a node, as many of
+    every node, and all.
+
+    >>> [(ranks, nodes) for ranks, nodes, _ in groups_of(8, 2)], groups_of(8, 2)[2]
+    ([(2, 1), (4, 1), (2, 2), (4, 2), (8, 2)], (2, 2, [0, 4]))
+    """
+    per_node = world // nodes
+    each = [*(2**n for n in range(per_node.bit_length()) if 2**n < per_node), per_node]
+    return [
+        (several * near, several, [node * per_node + rank for node in range(several) for rank in range(near)])
+        for several in dict.fromkeys((1, nodes)) for near in each if several * near > 1
+    ]
+
+
+def collectives(found: Profile, place: torch.device, nodes: int = 1, messages: Sequence[int] = MESSAGES) -> None:
+    """Measure collectives group by group, the slowest rank's seconds; every rank calls this at the same time."""
+    for ranks, across, members in groups_of(dist.get_world_size(), nodes):
+        group = dist.new_group(members)
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+            for bytes_ in messages:
+                count = max(1, bytes_ // 4 // ranks)
+                seconds = _slowest(kind, count, ranks, group, dist.get_rank() in members, place)
+                found.add(("collectives", kind, ranks, across), (count * ranks * 4,), (seconds,))
+                if seconds > SLOW:
+                    break
+        if dist.get_rank() in members:
+            dist.destroy_process_group(group)
+
+
+def _slowest(kind: str, count: int, ranks: int, group: Any, member: bool, place: torch.device) -> float:
+    """Median seconds of the slowest rank of a group; ``count``: numbers of a rank's part."""
+    full, part = torch.zeros(count * ranks, device=place), torch.zeros(count, device=place)
+    calls: Mapping[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(full, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(full, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, full, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(full), full, group=group),
     }
-    for kind, bytes_ in product(calls, MESSAGES):
-        count = bytes_ // 4 // world
-        full, part = torch.zeros(count * world, device=place), torch.zeros(count, device=place)
-        taken = []
-        for turn in range(6):
-            dist.barrier()
-            begun = perf_counter()
-            calls[kind](full, part)
-            if place.type == "cuda":
-                torch.cuda.synchronize(place)
-            if turn:
-                taken.append(perf_counter() - begun)
-        slowest = torch.tensor(median(taken), dtype=torch.float64, device=place)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        found.add(("collectives", kind, world), (count * world * 4,), (float(slowest),))
+    taken = []
+    for turn in range(6 * member):
+        dist.barrier(group=group)
+        begun = perf_counter()
+        calls[kind]()
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+        if turn:
+            taken.append(perf_counter() - begun)
+    slowest = torch.tensor(median(taken) if taken else 0.0, dtype=torch.float64, device=place)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _check_nodes(world: int, nodes: int) -> None:
+    """Raise InputError for nodes that do not divide the processes."""
+    if world % nodes:
+        raise InputError(f"{world} processes on {nodes} nodes: give a number of nodes that divides the processes")
 
 
 def as_toml(found: Profile, name: str, source: str, nodes: int = 1) -> str:
     """A cluster file: a device ``like`` the catalogue's with the tables, and a node where collectives were measured."""
-    world = next((table[2] for table in found.tables if table[0] == "collectives"), 1)
-    if world % nodes:
-        raise InputError(f"{world} processes on {nodes} nodes: give a number of nodes that divides the processes")
+    world = max((table[2] for table in found.tables if table[0] == "collectives"), default=1)
+    _check_nodes(world, nodes)
     node = Cluster.parse(f"{found.device}:1x1").node.name
     lines = [f"# {source}", "[cluster]", f'devices = "{name}@{name}:{nodes}x{world // nodes}"', "",
              f"[device.{name}]", f'like = "{found.device}"', "", f"[node.{name}]", f'like = "{node}"']
@@ -346,8 +385,9 @@ def as_toml(found: Profile, name: str, source: str, nodes: int = 1) -> str:
         rows, kind = found.rows(table), table[0]
         seconds = [[value * 1e6 for value in column_] for column_ in zip(*(taken for _, taken in rows), strict=True)]
         if kind == "collectives":
-            lines += ["", f"[[node.{name}.collectives]]", f'kind = "{table[1]}"', f"ranks = {world}", f"nodes = {nodes}",
-                      column("bytes", [key[0] for key, _ in rows], "B"), column("seconds", seconds[0], "us")]
+            lines += ["", f"[[node.{name}.collectives]]", f'kind = "{table[1]}"', f"ranks = {table[2]}",
+                      f"nodes = {table[3]}", column("bytes", [key[0] for key, _ in rows], "B"),
+                      column("seconds", seconds[0], "us")]
             continue
         lines += ["", f"[[device.{name}.{kind}]]"]
         if kind == "streams":

@@ -4,7 +4,7 @@ A *regime* is what a plan's step depends on most: whether tensor parallelism lea
 many devices exchange gradients, whether they share a node. For each, ``spread.toml`` has two quantiles of measured over
 predicted of published rows, each predicted by constants that were calibrated without its source
 (``benchmarks/calibrate.py`` writes it). A prediction is that interval around its point. A regime without rows has the interval
-of all rows; a device that was not calibrated has a wider one.
+of all rows, one of few rows at least that; a device that was not calibrated has a wider one.
 
 Errors of two plans of one model on the same devices have much in common. ``apart`` is what is left, in the median: two plans
 whose predictions differ by less are not told apart.
@@ -25,6 +25,8 @@ from meshwright.ir.mesh import PP, Mesh
 ALL = "all"
 MANY = 64
 """Data ranks from which on a group counts as large."""
+FEW = 20
+"""Rows below which the 5 and 95 in 100 are no more than the least and the largest that happened to be seen."""
 ELSEWHERE = 1.5
 """By how much the interval of a device that was not calibrated is wider, as a power: nothing measured says."""
 
@@ -78,7 +80,9 @@ def calibrated(device: str) -> bool:
 def spread(cluster: Cluster, mesh: Mesh) -> Spread:
     """The interval of a prediction on this mesh, as factors."""
     known = spreads()
-    found = known.get(regime(mesh, cluster.per_node), known[ALL])
+    found, every = known.get(regime(mesh, cluster.per_node), known[ALL]), known[ALL]
+    if found.rows < FEW:
+        found = Spread(min(found.low, every.low), max(found.high, every.high), found.rows)
     if calibrated(cluster.device.name):
         return found
-    return Spread(min(found.low, known[ALL].low) ** ELSEWHERE, max(found.high, known[ALL].high) ** ELSEWHERE, 0)
+    return Spread(min(found.low, every.low) ** ELSEWHERE, max(found.high, every.high) ** ELSEWHERE, 0)

@@ -12,7 +12,8 @@ pipeline after it was refined block by block (``blockwise``), and is held to the
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from meshwright.compiler.search.blockwise import LayoutMemory, solve_layout
 from meshwright.compiler.search.candidates import Candidate, Layout
@@ -24,6 +25,8 @@ from meshwright.compiler.search.plans import Plans
 from meshwright.compiler.search.sweep import Result, Sweep
 from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.dims import batch_size
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.spread import spread
 from meshwright.ir.mesh import role_of
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import Plan, PlanError
@@ -37,6 +40,8 @@ FREE_DEVICES = 8
 """Up to so many devices, meshes whose axes may split anything are candidates; on more they take too long to solve."""
 REFINED_DEVICES = 64
 """Up to so many devices, a winner without a pipeline is refined; on more its blocks take too long to solve."""
+TIED = 0.02
+"""Certificates that are no wider tell no two plans apart: of these the one is taken that loses least in the worst case."""
 _TIE = 1e-4
 """A plan made later must be faster by this part."""
 _DROPPED = (
@@ -104,7 +109,66 @@ def _made(sweep: Sweep, fits: Fits, timing: Timing, refined: Refined) -> Plan | 
         except (DoesNotFitError, NoBetterError, OutOfMemoryError) as error:
             sweep.take(found, error, _refines(found, sweep.task))
         timing.mark("plan")
-    return None if best is None else replace(best.fitted.plan, certificate=certificate(best, sweep))
+    if best is None:
+        return None
+    safest = _safest(best, sweep, plans, fits, timing, refined)
+    plan = replace(safest.fitted.plan, certificate=certificate(safest, sweep))
+    return plan if safest is best else replace(plan, notes=(*plan.notes, _preferred(safest, best, sweep.task.cluster)))
+
+
+def _safest(
+    best: Result, sweep: Sweep, plans: Plans, fits: Fits, timing: Timing, refined: Refined
+) -> Result:
+    """Of the plans that the certificate would not tell from the best (``TIED``), the one that loses least in the worst case: if
+    it takes as long as such plans took at most, and another as short as its kind did (``cost.spread``). One that was solved is
+    made into a plan for it, if it would be the one; plans of one kind have one interval, so that the fastest stays."""
+    cluster = sweep.task.cluster
+    within = max(best.seconds, sweep.bound / (1 - TIED))
+    made = [one for one in sweep.results if one.seconds <= within]
+    known: list[tuple[Result | Evaluation, Interval]] = [(one, _interval(one, cluster)) for one in made]
+    known += [(one, _interval(one, cluster)) for one in sweep.open if one.seconds <= within]
+    if len({interval.factors for _, interval in known}) < 2 or not made:
+        return best
+    losses = [(_loss(number, known), one.seconds, number) for number, (one, _) in enumerate(known)]
+    found = known[min(losses)[2]][0]
+    if isinstance(found, Result):
+        return found
+    try:
+        made_now = _plan_of(found, sweep, plans, fits, timing, math.inf, refined)
+    except (DoesNotFitError, NoBetterError, OutOfMemoryError):
+        return best
+    result = Result(found.candidate, str(found), made_now, found.seconds)
+    again = [(best, _interval(best, cluster)), (result, _interval(result, cluster))]
+    return result if result.seconds <= within and _loss(1, again) < _loss(0, again) else best
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Seconds of a step: where most runs of its kind came out; ``factors``: of the prediction, which tell kinds apart."""
+
+    low: float
+    high: float
+    factors: tuple[float, float]
+
+
+def _interval(one: Result | Evaluation, cluster: Cluster) -> Interval:
+    mesh = one.fitted.plan.mesh if isinstance(one, Result) else one.degrees.mesh
+    likely = spread(cluster, mesh)
+    return Interval(likely.low * one.seconds, likely.high * one.seconds, (likely.low, likely.high))
+
+
+def _loss(number: int, known: Sequence[tuple[Result | Evaluation, Interval]]) -> float:
+    """Seconds that one of some plans may take more than the best of the others."""
+    others = [interval.low for at, (_, interval) in enumerate(known) if at != number]
+    return known[number][1].high - min(others)
+
+
+def _preferred(chosen: Result, best: Result, cluster: Cluster) -> str:
+    """Why a plan is taken that is not the fastest predicted."""
+    own, other = _interval(chosen, cluster), _interval(best, cluster)
+    return (f"taken before {best.name}, predicted {chosen.seconds / best.seconds - 1:.1%} faster: the search tells no such two "
+            f"apart, and runs like that one took {other.factors[0]:.2f} to {other.factors[1]:.2f} times what is predicted, "
+            f"runs like this {own.factors[0]:.2f} to {own.factors[1]:.2f} times")
 
 
 def _plan_of(
