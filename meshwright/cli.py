@@ -483,13 +483,15 @@ def _print_reached(rows: list[Any], as_json: bool) -> None:
 def summary(plan: Plan) -> dict[str, Any]:
     """A plan's decisions and predictions as JSON-able values; the graph is left to the plan file."""
     from meshwright.views.facts import facts_of, sections
+    from meshwright.views.words import not_told_apart
 
     found, shown = sections(facts_of(plan)), ("module", "weights", "result", "collectives")
     return {
         "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)), "cluster": plan.cluster, "world": plan.mesh.world,
         "microbatches": plan.schedule.microbatches, "precision": plan.precision, "optimizer": plan.optimizer,
         "predicted": plan.predicted and plan.predicted.as_json(),
-        "certificate": plan.certificate and {**plan.certificate.as_json(), "gap": plan.certificate.gap},
+        "certificate": plan.certificate and {**plan.certificate.as_json(), "gap": plan.certificate.gap,
+                                             "not_told_apart": not_told_apart(plan.certificate.candidates)},
         "groups": [asdict(group) for group in plan.groups],
         "sections": [{"title": section.title, "blocks": section.paths,
                       "rows": [{name: getattr(row, name) for name in shown} for row in section.rows]}

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from meshwright.cost.spread import apart
 from meshwright.ir.graph import Op, Ref, Value
 from meshwright.ir.plan import GroupChoice, Plan
+from meshwright.ir.prediction import SeenCandidate
 from meshwright.ir.writing.paths import fold_paths
 from meshwright.views.facts import facts_of, sections
 from meshwright.views.report import WIDTH, page, render, show
-from meshwright.views.words import axis_roles
+from meshwright.views.words import axis_roles, not_told_apart
 from tests.handmade import handmade_plan
 
 PAGE = """\
@@ -74,6 +76,14 @@ def test_groups_candidates_and_notes_are_listed(plan: Plan) -> None:
     assert "does not fit" in text
     assert text.endswith("note: no rule for aten.mystery.default (in blocks.0): replicated")
     assert "ZeRO 0/2" in text
+
+
+def test_candidates_that_are_not_told_apart_from_the_best() -> None:
+    known = (1.2, 1.0, None, 1.0 + apart() / 2, 1.001 + apart())
+    seen = [SeenCandidate(f"dp={n}", 1, seconds) for n, seconds in enumerate(known)]
+    assert not_told_apart(seen) == [False, True, False, True, False]
+    assert not_told_apart(seen[:1]) == [False]
+    assert not_told_apart([]) == []
 
 
 BRIEF = """\

@@ -24,7 +24,6 @@ from rich.text import Text
 
 from meshwright.compiler.search.plans import beside_schedule, simulation_of
 from meshwright.cost.cluster import ClusterError
-from meshwright.cost.spread import apart
 from meshwright.cost.timeline import chrome_trace
 from meshwright.cost.timeline import render as clock
 from meshwright.errors import InputError
@@ -34,7 +33,7 @@ from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.ir.writing.paths import fold_paths
 from meshwright.views.facts import Facts, Section, TableRow, facts_of, sections
 from meshwright.views.prices import Prices
-from meshwright.views.words import header
+from meshwright.views.words import header, not_told_apart
 
 WIDTH = 120
 _SHOWN = 8
@@ -197,11 +196,8 @@ def _candidates(seen: Sequence[SeenCandidate]) -> Table:
     table = Table("candidate", "micro-batches", "step", "", box=box.SIMPLE_HEAD, title=Text("candidates seen, best first"),
                   title_justify="left", title_style="bold")
     best_first = sorted(seen, key=lambda one: math.inf if one.step_seconds is None else one.step_seconds)
-    near = min((one.step_seconds for one in seen if one.step_seconds is not None), default=0.0) * (1 + apart())
-    alike = sum(one.step_seconds is not None and one.step_seconds <= near for one in seen)
-    for one in best_first[:_SHOWN]:
+    for one, close in list(zip(best_first, not_told_apart(best_first), strict=True))[:_SHOWN]:
         result = one.outcome if one.step_seconds is None else seconds_text(one.step_seconds)
-        close = alike > 1 and one.step_seconds is not None and one.step_seconds <= near
         _add(table, one.layout, str(one.microbatches), result, "not told apart from the best" if close else "")
     if len(seen) > _SHOWN:
         _add(table, f"and {len(seen) - _SHOWN} more", "", "", "")

@@ -5,12 +5,13 @@ Numbers are printed with their unit by ``ir.quantities``; shardings in the one n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from meshwright.cost.spread import apart
 from meshwright.ir.mesh import EXPERT, PP, SEQUENCE, role_of
 from meshwright.ir.pins import ATTENTION, ULYSSES, WINDOW
 from meshwright.ir.plan import GroupChoice, Plan
-from meshwright.ir.prediction import Prediction
+from meshwright.ir.prediction import Prediction, SeenCandidate
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.ir.rule import VARYING
 from meshwright.ir.writing.versions import prices
@@ -124,6 +125,14 @@ def time_parts(predicted: Prediction | None) -> list[tuple[str, float]]:
     found = [(name, getattr(predicted, key)) for name, key in _PARTS if getattr(predicted, key)]
     rest = predicted.step_seconds - sum(seconds for _, seconds in found)
     return found + ([("the rest", rest)] if rest > 1e-3 * predicted.step_seconds else [])
+
+
+def not_told_apart(seen: Sequence[SeenCandidate]) -> list[bool]:
+    """Of each of some candidates, whether its prediction is so near the best that measured runs do not tell the two apart
+    (``cost.spread.apart``); of none if there is no second one."""
+    near = min((one.step_seconds for one in seen if one.step_seconds is not None), default=0.0) * (1 + apart())
+    alike = [one.step_seconds is not None and one.step_seconds <= near for one in seen]
+    return alike if sum(alike) > 1 else [False] * len(seen)
 
 
 def time_words(predicted: Prediction | None) -> str:

@@ -29,7 +29,7 @@ from meshwright.planner import state_bytes
 from meshwright.views.facts import Facts, facts_of
 from meshwright.views.page.outline import OutlineEntry, Shown, keys, outline, shown
 from meshwright.views.prices import Move, OpPrice, Prices
-from meshwright.views.words import assignment_words, header, kept_words, time_parts
+from meshwright.views.words import assignment_words, header, kept_words, not_told_apart, time_parts
 
 HOT = 12
 Alternatives = Callable[[Op], Sequence[Mapping[str, Any]]]
@@ -258,7 +258,8 @@ class _Page:
         return {
             "runner_up": proof.runner_up, "gap": proof.gap, "bound": proof.bound_seconds, "status": proof.status,
             "considered": proof.considered, "pruned": proof.pruned, "infeasible": proof.infeasible, "solved": proof.solved,
-            "seen": [asdict(one) for one in proof.candidates],
+            "seen": [asdict(one) | {"alike": alike}
+                     for one, alike in zip(proof.candidates, not_told_apart(proof.candidates), strict=True)],
         }
 
 

@@ -525,8 +525,8 @@
       box.appendChild(el("p", "Within " + (100 * c.gap).toFixed(2) + "% of the lower bound (" + c.status + ")"
         + (c.considered ? "; " + c.considered + " candidates considered, " + c.pruned + " pruned by bound, " + c.infeasible + " impossible, " + c.solved + " solved" : ""), "note"));
       const best = c.seen.slice().sort((a, b) => (a.step_seconds === null ? Infinity : a.step_seconds) - (b.step_seconds === null ? Infinity : b.step_seconds));
-      if (best.length) box.appendChild(table(["candidate", "#micro-batches", "#step"], best.slice(0, 12).map((s) =>
-        ({ cells: [s.layout, String(s.microbatches), s.step_seconds === null ? s.outcome : seconds(s.step_seconds)] }))));
+      if (best.length) box.appendChild(table(["candidate", "#micro-batches", "#step", ""], best.slice(0, 12).map((s) =>
+        ({ cells: [s.layout, String(s.microbatches), s.step_seconds === null ? s.outcome : seconds(s.step_seconds), s.alike ? "not told apart from the best" : ""] }))));
     }
     for (const note of data.notes) box.appendChild(el("p", "Note: " + note, "note"));
   }
