@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import InputError
@@ -98,7 +99,7 @@ class Ports:
 
 def _check(port: Port, tensor: Tensor) -> None:
     inside = getattr(type(tensor), "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
-    if tensor.layout != torch.strided or (inside and not isinstance(tensor, DTensor)):
+    if tensor.layout != torch.strided or (inside and not isinstance(tensor, DTensor | FakeTensor)):
         raise InputError(f"input {port.name!r} is a {type(tensor).__name__} (layout {tensor.layout}), which the program cannot "
                          f"cut into pieces; give a plain dense tensor (.to_dense())")
     if tuple(tensor.shape) != port.shape or tensor.dtype != port.dtype:
