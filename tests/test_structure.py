@@ -53,6 +53,7 @@ PRIVATE: Mapping[str, str] = {
     "compiler/capture/watch.py": "FakeTensor; what functorch wraps: tensors that are not the model's",
     "compiler/rules/book.py": "OpOverload: an operator object given to register_rule",
     "ir/operators.py": "OpOverload: what the name of an operator must stand for",
+    "runtime/checks/ports.py": "FakeTensor: an input that can be cut like a plain one, as the benchmark of memory gives",
     "runtime/collectives.py": "the operator namespace _c10d_functional",
     "runtime/checks/elsewhere.py": "_C.DisableTorchFunctionSubclass: shape and dtype of what is on other ranks",
     "runtime/checks/gradients.py": "_will_engine_execute_node: whether a parameter's gradient is returned, not accumulated; "
