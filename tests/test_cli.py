@@ -382,9 +382,12 @@ def test_clusters_worth_having(llama: Path) -> None:
     for row in answer["clusters"]:
         assert row["days"] == pytest.approx(1e9 / row["tokens_per_second"] / 86400)
         assert row["cost"] == pytest.approx(2.5 * 24 * row["days"] * row["devices"])
+        h100 = Cluster.parse("h100:1x1")
+        assert row["free_bytes"] == h100.memory_bytes - h100.with_headroom().capacity_bytes
     table = run(*words)
     assert table.exit_code == 0, table.output
     assert "device-hours" in table.stdout
+    assert "left free" in table.stdout
     assert max(map(len, table.stdout.splitlines())) <= 120
     wrong = run(*words[:-6], "--devices", "1,12")
     assert wrong.exit_code == WRONG

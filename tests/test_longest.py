@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright.cli import app
+from meshwright.cost.cluster import Cluster
 from meshwright.ir.pins import PinError
 from meshwright.lengths import by_heads
 from tests.models import make
@@ -85,6 +86,8 @@ def test_a_model_has_a_longest() -> None:
     found = mw.longest(make("llama")[0], "cpu:1x2", 1, shortest=8, most=16, precision="fp32", pins={"cp": 2})
     assert (found.tokens, found.too_long) == (16, None)
     assert found.plan.mesh.size("cp") == 2
+    assert found.plan.predicted is not None
+    assert found.plan.predicted.capacity_bytes == Cluster.parse("cpu:1x2").with_headroom().capacity_bytes
 
 
 def test_the_example_trains() -> None:

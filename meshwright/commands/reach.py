@@ -15,9 +15,10 @@ from meshwright.lengths import by_heads, longest, loss_alone
 
 @dataclass(frozen=True)
 class Reach:
-    """One cluster. ``tokens``: of the longest sequence found to fit; ``alone``: with ZeRO-3, all-to-all attention and full
-    recomputation, and nothing else, of the model as it is; ``alone_loss_only``: likewise, where its outputs beside the loss are
-    dropped; ``reason``: why there is none, and the numbers are then None."""
+    """One cluster. ``tokens``: of the longest sequence found to fit; ``free_bytes``: of a device, left to its context,
+    communicators and the allocator; ``alone``: with ZeRO-3, all-to-all attention and full recomputation, nothing else, of the
+    model as it is; ``alone_loss_only``: likewise, where its outputs beside the loss are dropped; ``reason``: why there is none,
+    and the numbers are then None."""
 
     devices: int
     cluster: str
@@ -26,6 +27,7 @@ class Reach:
     mesh: str = ""
     step_seconds: float | None = None
     bytes_per_rank: float | None = None
+    free_bytes: float | None = None
     alone: int | None = None
     alone_loss_only: int | None = None
     reason: str = ""
@@ -70,6 +72,7 @@ def reaches(
             alone=None if alone is None else alone.tokens, alone_loss_only=None if loss_only is None else loss_only.tokens,
             step_seconds=None if said is None else said.step_seconds,
             bytes_per_rank=None if said is None else said.bytes_per_rank,
+            free_bytes=None if said is None else said.free_bytes,
         ))
     return rows
 
@@ -80,7 +83,7 @@ def table(rows: Sequence[Reach]) -> Any:
 
     shown = Table(box=None, pad_edge=False)
     beside = ("all-to-all alone", "times", "its loss only", "times")
-    for title in ("devices", "longest", "mesh", "s a step", "GiB a device", *beside):
+    for title in ("devices", "longest", "mesh", "s a step", "GiB a device", "left free", *beside):
         shown.add_column(title, justify="left" if title == "mesh" else "right")
     for row in rows:
         if row.tokens is None:
@@ -89,6 +92,7 @@ def table(rows: Sequence[Reach]) -> Any:
         shown.add_row(
             str(row.devices), f"{row.tokens:,}" + ("+" if row.too_long is None else ""), row.mesh,
             f"{row.step_seconds or 0:.3g}", f"{(row.bytes_per_rank or 0) / 2**30:.1f}",
+            f"{(row.free_bytes or 0) / 2**30:.1f}",
             *(text for tokens, times in ((row.alone, row.times), (row.alone_loss_only, row.times_loss_only))
               for text in (f"{tokens:,}" if tokens else "does not fit", f"{times:.2f}" if times else "")),
         )

@@ -24,7 +24,8 @@ COUNTS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Size:
-    """One cluster. ``reason``: why the model is not trained on it; the numbers are then None."""
+    """One cluster. ``free_bytes``: of a device, left to its context, communicators and the allocator; ``reason``: why the model
+    is not trained on it; the numbers are then None."""
 
     devices: int
     cluster: str
@@ -32,6 +33,7 @@ class Size:
     tokens_per_second: float | None = None
     mfu: float | None = None
     bytes_per_rank: float | None = None
+    free_bytes: float | None = None
     days: float | None = None
     device_hours: float | None = None
     cost: float | None = None
@@ -91,7 +93,7 @@ def _size(
     hours = days * 24 * cluster.world
     return replace(
         blank, mesh=str(plan.mesh), tokens_per_second=found.tokens_per_second, mfu=found.mfu, days=days, device_hours=hours,
-        bytes_per_rank=found.bytes_per_rank, cost=None if price is None else hours * price,
+        bytes_per_rank=found.bytes_per_rank, free_bytes=found.free_bytes, cost=None if price is None else hours * price,
     )
 
 
@@ -112,7 +114,7 @@ def table(rows: Sequence[Size]) -> Any:
 
     shown = Table(box=None, pad_edge=False)
     shown.add_column("")
-    for title in ("devices", "mesh", "tokens/s", "MFU", "GiB a device", "days", "device-hours", "cost"):
+    for title in ("devices", "mesh", "tokens/s", "MFU", "GiB a device", "left free", "days", "device-hours", "cost"):
         shown.add_column(title, justify="left" if title == "mesh" else "right")
     for row in rows:
         if row.days is None:
@@ -120,7 +122,8 @@ def table(rows: Sequence[Size]) -> Any:
             continue
         shown.add_row(
             "*" if row.worth_having else "", str(row.devices), row.mesh, f"{row.tokens_per_second:,.0f}",
-            f"{row.mfu:.1%}" if row.mfu is not None else "", f"{(row.bytes_per_rank or 0) / 2**30:.1f}", f"{row.days:,.3g}",
+            f"{row.mfu:.1%}" if row.mfu is not None else "", f"{(row.bytes_per_rank or 0) / 2**30:.1f}",
+            f"{(row.free_bytes or 0) / 2**30:.1f}", f"{row.days:,.3g}",
             f"{row.device_hours:,.0f}", "" if row.cost is None else f"{row.cost:,.0f}",
         )
     return shown

@@ -134,7 +134,7 @@ def _safest(
     if isinstance(found, Result):
         return found
     try:
-        made_now = _plan_of(found, sweep, plans, fits, timing, math.inf, refined)
+        made_now = _plan_of(found, sweep, plans, fits, timing, within, refined)
     except (DoesNotFitError, NoBetterError, OutOfMemoryError):
         return best
     result = Result(found.candidate, str(found), made_now, found.seconds)
