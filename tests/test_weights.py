@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from meshwright.api import autoparallel
@@ -273,6 +274,8 @@ def refused(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> None:
                 p.grad = torch.zeros(p.shape)
             p.grad = distribute_tensor(torch.ones(p.shape), p.device_mesh, p.placements)
             assert bool(whole(p.grad).all())
+            with pytest.raises(RunError, match=r"squeeze_.* shape of a DTensor.*full_tensor"):
+                p.detach().flatten().quantile(0.3)
             p.grad.data = p.grad.data * 0
             assert not whole(p.grad).any()
             p.grad = None
@@ -302,6 +305,8 @@ def refused(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> None:
 
         holder = parallel.norm if hasattr(parallel.norm, "bias") else None  # in a pipeline, of one stage only
         if holder is not None:
+            with pytest.raises(RunError, match="'bias_orig' is set on a sub-module"):
+                prune.l1_unstructured(holder, "bias", 0.3)
             holder.bias.requires_grad_(True)
         expect("'norm.bias' was frozen when")
         if holder is not None:

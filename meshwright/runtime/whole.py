@@ -173,6 +173,9 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         if x.__dict__.get("_copied"):
             raise RunError(f"{func} would write into a view of a split tensor{_called(x)}, and this view is a copy. Write into "
                            f"the tensor itself, by an operator on all of it: torch.where, masked_fill_, index_fill_, copy_")
+    if torch.Tag.inplace_view in func.tags and any(isinstance(x, DTensor) for x in written):
+        raise RunError(f"{func} would change the shape of a DTensor{_called(written[0])} in place. Take .full_tensor() first, "
+                       f"on every rank, or the operator without '_'")
     if torch.Tag.nondeterministic_seeded in func.tags:
         result = _gathered(func, args, kwargs, tensors, written, drawn=True)
     elif name in _REDUCED and (what := _reduction(name, func, args, kwargs)) is not None:
@@ -401,7 +404,9 @@ def _gathered(
     for x in written:
         if isinstance(x, DTensor):
             new = _of_first(wholes[id(x)], x.device_mesh) if drawn else wholes[id(x)]
-            _local(x).copy_(_piece(new, x))
+            mine, local = _piece(new, x), _local(x)
+            if mine.untyped_storage().data_ptr() != local.untyped_storage().data_ptr():  # of a replicated one: written already
+                local.copy_(mine)
     if written:
         return None
     everywhere = [Replicate()] * mesh.ndim

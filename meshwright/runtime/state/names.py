@@ -102,6 +102,18 @@ class NamedModule(nn.Module):
             refuse_attribute(name, "a sub-module of a parallel module")
         nn.Module.__setattr__(self, name, value)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """In a tensor's place only (``checks.tensors`` says what becomes of it)."""
+        if name not in self._parameters:
+            refuse_attribute(name, "a sub-module of a parallel module")
+        super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """In a tensor's place only."""
+        if name not in self._buffers:
+            refuse_attribute(name, "a sub-module of a parallel module")
+        super().register_buffer(name, tensor, persistent)
+
     register_forward_hook: Any = no_hook
     register_forward_pre_hook: Any = no_hook
     register_backward_hook: Any = no_hook
