@@ -203,7 +203,9 @@ STRANGER = nn.Parameter(torch.ones(8))
 FORWARDS = {
     "tensor.register_hook": hooked, "register_hook": swallowed, "hook on grad_fn": node_hooked,
     "torch.autograd.grad": penalized, "differentiates by torch.func": transformed, "retain_grad": retained,
-    "requires_grad=False": frozen, "saved_tensors_hooks": packed, r"shape \[8\] that takes gradients": stranger,
+    "requires_grad=False": frozen,
+    "asks whether inference mode is on": lambda m, x, t: m.a(x).sum() * (2 if torch.is_inference_mode_enabled() else 1),
+    "saved_tensors_hooks": packed, r"shape \[8\] that takes gradients": stranger,
     r"Random draws random numbers \(aten.rand_like": lambda m, x, t: Random.apply(m.a(x)).sum(),
     "the backward of autograd.Function .*Untraceable cannot be traced": lambda m, x, t: Untraceable.apply(m.a(x)).sum(),
     r"Unmade sets set_materialize_grads\(False\) and has several": lambda m, x, t: Unmade.apply(m.a(x))[0].sum(),

@@ -7,13 +7,15 @@ A trace sees operators only. Within ``CaptureWatch`` (around the traced forward 
     torch.inference_mode                           torch.no_grad
     requires_grad_ on an activation, save_on_cpu, checkpoint, detach, no_grad                    change no gradient of a weight
     register_hook and its kin, grad_fn, retain_grad, autograd.grad, backward, requires_grad_ on a parameter, x.grad,
-    saved_tensors_hooks, a tensor that takes gradients and is not the model's                    refused: NotKeptError
+    saved_tensors_hooks, a tensor that takes gradients and is not the model's, is_inference_mode_enabled
+                                                                                                 refused: NotKeptError
 
 Everything else that a tensor can be asked goes on as it is. A refusal that the forward catches is raised after it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -123,8 +125,17 @@ class CaptureWatch(TorchFunctionMode):
             instead = context.__dict__.pop("instead", None)
             return leave(context, *error) if instead is None else instead.__exit__(*error)
 
-        return [_replaced(saving, "__enter__", saved), _replaced(inference, "__enter__", begin),
-                _replaced(inference, "__exit__", end)]
+        asked = torch.is_inference_mode_enabled
+
+        def answer() -> bool:
+            if tracing() and not str(sys._getframe(1).f_globals.get("__name__", "")).startswith("torch"):
+                raise self.refuse("the forward asks whether inference mode is on (torch.is_inference_mode_enabled), which is "
+                                  "entered and left after it is captured",
+                                  "ask torch.is_grad_enabled(): each answer is captured")
+            return asked()
+
+        return [_replaced(torch, "is_inference_mode_enabled", answer), _replaced(saving, "__enter__", saved),
+                _replaced(inference, "__enter__", begin), _replaced(inference, "__exit__", end)]
 
 
 @contextmanager
