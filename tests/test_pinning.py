@@ -23,6 +23,7 @@ from meshwright.rules import rules_of
 from meshwright.views.explain import explain
 from meshwright.views.facts import facts_of
 from meshwright.views.report import render
+from tests import mixtures, models
 from tests.handmade import handmade_graph, handmade_plan
 
 
@@ -77,6 +78,7 @@ CASES: list[tuple[str, str, Mapping[str, Any]]] = [
     ("llama", "h100:1x8", {"cp": 2, "pp": 2, "tp": 1, "zero": 3, "attention": "ring"}),
     ("mixtral", "h100:1x4", {"dp": 4, "ep": 2, "zero": 3}),
     ("mixtral", "h100:1x4", {"dp": 2, "ep": 2, "pp": 2}),
+    ("mixtral", "h100:1x8", {"dp": 4, "ep": 2, "shard": 2, "zero": 1, "pp": 2}),
     ("llama", "h100:1x4", {"cp": 4, "tp": 1, "ulysses": 2, "pp": 1}),
     ("llama", "cpu:1x2", {"axes": {"x": 2}}),
 ]
@@ -93,6 +95,31 @@ def test_a_plan_made_from_its_pins_is_that_plan(model: str, cluster: str, pins: 
     assert "stage_cuts" in pins or any(".." in name for name in first.to_pins().operators)
     assert again.predicted.step_seconds == pytest.approx(first.predicted.step_seconds, rel=1e-9)
     assert again.predicted.bytes_per_rank == first.predicted.bytes_per_rank
+
+
+OTHERS: list[tuple[str, str, str, Mapping[str, Any]]] = [
+    ("t5", "bf16", "a100:2x4", {"pp": 2, "dp": 2, "tp": 2}),
+    ("vit", "bf16", "h100:1x4", {"dp": 2, "tp": 2, "zero": 3}),
+    ("vit", "bf16", "h100:1x4", {"pp": 2, "dp": 2, "schedule": "interleaved1f1b", "virtual_stages": 2}),
+    ("skips", "fp32", "cpu:1x4", {"pp": 2, "dp": 2, "tp": 1, "microbatches": 2}),
+    ("mixtral balanced", "bf16", "h100:2x4", {"pp": 2, "dp": 4, "ep": 2}),
+    ("mixtral balanced", "bf16", "h100:1x8", {"cp": 2, "dp": 4, "ep": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "precision", "cluster", "pins"), OTHERS, ids=lambda case: str(case)[:40])
+def test_plans_of_other_models_have_the_prices_of_their_pins(
+    name: str, precision: str, cluster: str, pins: Mapping[str, Any]
+) -> None:
+    model, batch = mixtures.make(name) if name in mixtures.MAKERS else models.make(name)
+    captured = capture_model(model, (), batch, (), None, precision)
+    first = make_plan(captured, Cluster.parse(cluster), Pins(**pins), precision=precision)
+    again = make_plan(captured, Cluster.parse(cluster), Pins.of(as_dict(first.to_pins())), precision=precision)
+    assert plan_hash(again) == plan_hash(first)
+    assert first.predicted is not None
+    assert again.predicted is not None
+    for one in ("step_seconds", "compute_seconds", "exposed_communication_seconds", "optimizer_seconds", "bytes_per_rank"):
+        assert getattr(again.predicted, one) == pytest.approx(getattr(first.predicted, one), rel=1e-9)
 
 
 UNLIKE: list[tuple[str, Mapping[str, Any]]] = [

@@ -2,7 +2,8 @@
 
 To everything but the mixtures the ranks of ``ep`` are data ranks, so of two placements with the same data, tensor and sequence
 ranks only the calls of ``mw.experts`` differ: in their work, in the rows that travel, in the experts that a rank keeps. Solving
-each degree anew would give the same choices for all the rest. So the mixtures are priced anew and their rows exchanged::
+each degree anew would give the same choices for all the rest. So the mixtures are priced anew and their rows exchanged, as is
+what data ranks exchange otherwise (a sum of the loss), which is two collectives over two axes::
 
     row.activations[r] += M_r (call with experts split - call with all experts)      M_r: what recomputation r makes of a call
 
@@ -20,11 +21,12 @@ from numpy.typing import NDArray
 
 from meshwright.compiler.placement.blockmodel import called
 from meshwright.compiler.placement.choices import Scope, choices
-from meshwright.compiler.placement.costs import BACKWARD, FORWARD, SAVED, SEND, SEND_BACK, Costs, local_shapes
+from meshwright.compiler.placement.costs import BACKWARD, FORWARD, RESOURCES, SAVED, SEND, SEND_BACK, Costs, local_shapes
 from meshwright.compiler.placement.rows import (
     DATA,
     EP,
     NONE,
+    DataMove,
     Mixture,
     PlacedPosition,
     Placement,
@@ -59,6 +61,15 @@ class Ranks:
         if not any(self.graph.values[name].differentiable for name in op.outputs):
             found[SAVED] = 0.0
         return where, found
+
+    def move(self, move: DataMove, into: tuple[str, ...] = (DATA,)) -> Array:
+        """Resources of a micro-batch of what data ranks exchange, with ``into`` in the place of their axis."""
+        found = np.zeros(RESOURCES)
+        have, want = over_all(move.have, into), over_all(move.want, into)
+        seconds = self.costs.reshard(have, want, move.bytes_, move.differentiable, move.by_linears)
+        assert seconds is not None, "it is a way over one axis, so there is one over two"
+        found[[SEND, SEND_BACK]] = np.array(seconds) * move.often
+        return found
 
     def weights(self, mixture: Mixture, operator: Operator, where: Placed) -> float:
         """Seconds of a micro-batch's backward that only weights wait for."""
@@ -106,6 +117,9 @@ def _row(
         activations = {kind: vector + (after - once) @ mixture.recomputed[kind] for kind, vector in activations.items()}
         weight += ranks.weights(mixture, operator, where) - before.weights(mixture, operator, was)
         moved.update(zip(op.inputs, where.operands, strict=True))
+    for move in row.moves:
+        more = ranks.move(move, into) - before.move(move)
+        activations = {kind: vector + more @ move.recomputed[kind] for kind, vector in activations.items()}
     uses = tuple(replace(use, need=moved.get(use.value.name) or over_all(use.need, into)) for use in row.uses)
     return replace(row, activations=activations, weight=weight, uses=uses)
 

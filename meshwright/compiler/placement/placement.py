@@ -33,14 +33,14 @@ from meshwright.compiler.placement.expert_ranks import Ranks, shared_out
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.passing import ring_waits
 from meshwright.compiler.placement.problem import Problem
-from meshwright.compiler.placement.rows import DATA, EP, NONE, Mixture, PlacedPosition, Placement, Solved, Use
+from meshwright.compiler.placement.rows import DATA, EP, NONE, DataMove, Mixture, PlacedPosition, Placement, Solved, Use
 from meshwright.compiler.solver.chain import BlockModel, Chain, Infeasible, Solution
 from meshwright.compiler.solver.solve import solve
 from meshwright.compiler.structure.activations import operand_shapes
 from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_classes
 from meshwright.compiler.structure.folding import Folded, fold
 from meshwright.compiler.structure.microbatch import split_time
-from meshwright.compiler.structure.positions import positions_of
+from meshwright.compiler.structure.positions import operands, positions_of, results
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.experts import EXPERTS
@@ -50,6 +50,7 @@ from meshwright.ir.mesh import HEADS, Mesh, role_of
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import PlanError, Schedule
 from meshwright.ir.program import JOINED
+from meshwright.ir.reshard import reshard
 from meshwright.ir.rule import Placed, Rules
 from meshwright.ir.sharding import Sharding
 
@@ -221,24 +222,65 @@ class _Reader:
                 more = kind.variants[number].cost(chosen) - kind.variants[0].cost(chosen)
             activations[name] = self._per_microbatch(plain + more)
         return PlacedPosition(
-            activations, self._weight(at, chosen), self._uses(at, chosen, charged), block, self._mixtures(at, chosen, block)
+            activations, self._weight(at, chosen), self._uses(at, chosen, charged), block, self._mixtures(at, chosen, block),
+            self._data_moves(at, chosen, block),
         )
 
     def _mixtures(self, at: int, chosen: Sequence[int], block: bool) -> tuple[Mixture, ...]:
         graph, model, tables = self.owner.folded.graph, self.problem.model(at), self.problem.tables
         first, found = self.problem.serves(at), list[Mixture]()
-        variants = len(self.chain.kinds[self.chain.sequence[at]].variants)
         for i, op in enumerate(self.problem.positions[first].ops(graph)):
             if op.target != EXPERTS:
                 continue
-            recomputed = {
-                name: self.problem.recomputed(first, i, name if block and 0 < number < variants else NONE)
-                for number, name in enumerate(self.owner.recompute)
-            }
+            recomputed = self._recomputed(at, block, i)
             read = operand_shapes(op, graph, self.owner.rules[op.name], tables.schedule)
             shapes = read, [tables.shapes[name] for name in op.outputs]
             found.append(Mixture(op, model.placed[i][chosen[i]], model.op_choices[i][chosen[i]], recomputed, shapes))
         return tuple(found)
+
+    def _recomputed(self, at: int, block: bool, var: int, reader: int = -1) -> dict[str, Vector]:
+        """For every recomputation what it makes of the resources of an operator, or of a way to a reader."""
+        variants, first = len(self.chain.kinds[self.chain.sequence[at]].variants), self.problem.serves(at)
+        return {
+            name: self.problem.recomputed(first, var, name if block and 0 < number < variants else NONE, reader)
+            for number, name in enumerate(self.owner.recompute)
+        }
+
+    def _data_moves(self, at: int, chosen: Sequence[int], block: bool) -> tuple[DataMove, ...]:
+        """What data ranks exchange of the values of a position, where experts may be split over some of them."""
+        graph, model, tables = self.owner.folded.graph, self.problem.model(at), self.problem.tables
+        if not any(op.target == EXPERTS for op in graph.ops):
+            return ()
+        ops = self.problem.positions[self.problem.serves(at)].ops(graph)
+        made, found = results(ops), list[DataMove]()
+        for name, readers in operands(ops).items():
+            if name in self.problem.builder.params or name not in made and name not in model.states:
+                continue
+            maker, result = made.get(name, (-1, 0))
+            var, states = model.states.get(name, (-1, []))
+            have = states[chosen[var]] if maker < 0 else model.placed[maker][chosen[maker]].results[result]
+            ways = [(i, model.placed[i][chosen[i]].operands[k]) for i, k in readers]
+            if name in model.copies:  # all readers share the first way
+                var, options = model.copies[name]
+                shared = options[chosen[var]]
+                found += self._data_move(at, block, name, (maker, have), (-1, shared))
+                have = shared
+            for reader, want in ways:
+                found += self._data_move(at, block, name, (maker, have), (reader, want))
+        return tuple(found)
+
+    def _data_move(
+        self, at: int, block: bool, name: str, source: tuple[int, Sharding], target: tuple[int, Sharding]
+    ) -> list[DataMove]:
+        """The way from one sharding to another if data ranks have a part in it; with who makes and who reads it."""
+        (maker, have), (reader, want), tables = source, target, self.problem.tables
+        if have == want or all(step.axis != DATA for step in reshard(have, want)):
+            return []
+        value = self.owner.folded.graph.values[name]
+        return [DataMove(
+            have, want, tables.whole(name), tables.times(name) / self.count, value.differentiable,
+            name in tables.saved.by_linears, self._recomputed(at, block, maker, reader),
+        )]
 
     def _per_microbatch(self, vector: Vector) -> Vector:
         """Seconds of a step -> of a micro-batch; bytes are of one already."""

@@ -226,12 +226,14 @@ class Problem:
             edges.append(Edge(e.i, e.j, table, e.rows, e.cols))
         return changed, edges
 
-    def recomputed(self, number: int, var: int, recompute: str) -> Array:
-        """What becomes of the resources of a block's operator under a recomputation, as a matrix."""
+    def recomputed(self, number: int, var: int, recompute: str, reader: int = -1) -> Array:
+        """What becomes of the resources of a block's operator under a recomputation, as a matrix; with a ``reader``, of the way
+        from what the operator makes (-1: what the block is handed) to that one."""
         if recompute == "none":
             return np.eye(RESOURCES)
-        skipped = var in self._lasting(number, recompute) or var in self._skipped(number)[1]
-        return SKIPPED if skipped else RECOMPUTED
+        last, skipped = self._skipped(number)
+        stays = var in self._lasting(number, recompute) or var in skipped or (reader in skipped and reader != last)
+        return SKIPPED if stays else RECOMPUTED
 
     def _results(self, number: int, model: Model, var: int) -> list[float]:
         """Bytes of what an operator makes under each of its choices; of a sum that is pending, and of its pieces after it."""

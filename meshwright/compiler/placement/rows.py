@@ -35,6 +35,26 @@ class Mixture:
 
 
 @dataclass(frozen=True)
+class DataMove:
+    """A value of a row of a placement that is laid out otherwise over the data ranks between who makes and who reads it.
+
+    have, want: its shardings
+    bytes_: of the whole value within a micro-batch
+    often: how many of them a micro-batch has; a part of one where it happens once a step
+    differentiable, by_linears: as ``Costs.reshard`` has it
+    recomputed: for every recomputation the matrix that turns its resources into those it has then
+    """
+
+    have: Sharding
+    want: Sharding
+    bytes_: float
+    often: float
+    differentiable: bool
+    by_linears: bool
+    recomputed: Mapping[str, Vector]
+
+
+@dataclass(frozen=True)
 class Use:
     """A parameter or buffer as a position reads it.
 
@@ -61,7 +81,8 @@ class PlacedPosition:
     weight: the part of its backward seconds that makes gradients of weights
     uses: the parameters that it reads
     block: whether it is a block
-    mixtures: calls of mixtures in it
+    mixtures, moves: calls of mixtures in it, and what data ranks exchange of its values, which is another price where these
+        ranks are two axes; of models with mixtures alone
     """
 
     activations: Mapping[str, Vector]
@@ -69,6 +90,7 @@ class PlacedPosition:
     uses: tuple[Use, ...]
     block: bool
     mixtures: tuple[Mixture, ...] = ()
+    moves: tuple[DataMove, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,15 @@ class ResourceTables:
 
     def bytes(self, name: str, sharding: Sharding) -> float:
         """Local bytes of a value within one micro-batch."""
-        return self._whole(name) / self.mesh.size(sharding.split_axes)
+        return self.whole(name) / self.mesh.size(sharding.split_axes)
 
-    def _whole(self, name: str) -> float:
+    def whole(self, name: str) -> float:
+        """Bytes of a whole value within one micro-batch."""
         return float(np.prod(self.shapes[name], dtype=float)) * self.graph.values[name].dtype.itemsize
+
+    def times(self, name: str) -> int:
+        """How often a step a value is there."""
+        return 1 if name in self._once else self.schedule.microbatches
 
     def states(self, name: str) -> list[Sharding]:
         """Every sharding in which an operator could leave a value, in a fixed order."""
@@ -104,11 +109,11 @@ class ResourceTables:
         """
         value = self.graph.values[name]
         kept, shard, by_maker = (name in names for names in (self.saved.values, self.saved.by_linears, self.saved.by_makers))
-        times = 1 if name in self._once else self.schedule.microbatches
+        times = self.times(name)
         key = (self.shapes[name], value.dtype, value.differentiable, kept, shard, by_maker, times, saving, sources, targets)
         if key in self._tables:
             return self._tables[key]
-        whole, moves = self._whole(name), paths(sources, targets)
+        whole, moves = self.whole(name), paths(sources, targets)
         table = np.zeros((len(sources), len(targets), RESOURCES))
         if moves.steps:
             seconds = np.array([
