@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import Counter
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +54,17 @@ class Plan(Decisions):
             lines.append(f"memory     {held} of {room} on the fullest device")
         if self.certificate is not None:
             lines.append(f"gap        {self.certificate.gap:.2%} above the lower bound")
-        kept = Counter((replace(group, path="") if group.path else group) for group in self.groups[:-1])
-        lines += [f"{count} block{'s' if count > 1 else ''}".ljust(11) + _kept(group) for group, count in kept.items()]
+        kept: dict[GroupChoice, list[int]] = {}
+        for group in self.groups[:-1]:
+            kept.setdefault(replace(group, path="", stage=0), []).append(group.stage)
+        lines += [f"{len(stages)} block{'s' if len(stages) > 1 else ''}".ljust(11) + _kept(group) + _of_stages(stages)
+                  for group, stages in kept.items()]
         lines += ["the rest".ljust(11) + _kept(group) for group in self.groups[-1:]]
         lines += [f"the loss   in pieces of {op.args[6]} tokens, made again in the backward" for op in self.graph.ops
                   if op.target == PIECES]
-        return "\n".join(lines + [f"note       {note}" for note in self.notes])
+        lines += [f"note       {note}" for note in self.notes]
+        wrapper = textwrap.TextWrapper(120, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
+        return "\n".join("\n".join(wrapper.wrap(line)) for line in lines)
 
     def __repr__(self) -> str:
         return f"<Plan {self.mesh}, {len(self.graph.ops)} operators, {len(self.graph.blocks)} blocks>"
@@ -131,4 +138,15 @@ def _kept(group: GroupChoice) -> str:
     words = [f"ZeRO {group.zero}", f"recompute {group.recompute}"]
     words += [f"gradients summed over {', '.join(group.data_axes)}"] if group.data_axes else []
     words += [f"state split over {', '.join(group.shard_axes)}"] if group.zero and group.shard_axes else []
-    return ", ".join(words) + (f", stage {group.stage}" if group.stage else "")
+    return ", ".join(words)
+
+
+def _of_stages(numbers: Sequence[int]) -> str:
+    """The stages that blocks are in; nothing of the first alone, which is all there is without a pipeline."""
+    found = sorted(set(numbers))
+    if found == [0]:
+        return ""
+    parts = [found[at : end] for at, end in pairwise([0, *(n for n in range(1, len(found)) if found[n] > found[n - 1] + 1),
+                                                      len(found)])]
+    texts = (f"{part[0]}..{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+    return f", stage{'s' if len(found) > 1 else ''} {', '.join(texts)}"

@@ -248,13 +248,13 @@ class _Reader:
 
     def _data_moves(self, at: int, chosen: Sequence[int], block: bool) -> tuple[DataMove, ...]:
         """What data ranks exchange of the values of a position, where experts may be split over some of them."""
-        graph, model, tables = self.owner.folded.graph, self.problem.model(at), self.problem.tables
+        graph, model = self.owner.folded.graph, self.problem.model(at)
         if not any(op.target == EXPERTS for op in graph.ops):
             return ()
         ops = self.problem.positions[self.problem.serves(at)].ops(graph)
         made, found = results(ops), list[DataMove]()
         for name, readers in operands(ops).items():
-            if name in self.problem.builder.params or name not in made and name not in model.states:
+            if name in self.problem.builder.params or (name not in made and name not in model.states):
                 continue
             maker, result = made.get(name, (-1, 0))
             var, states = model.states.get(name, (-1, []))
