@@ -33,7 +33,9 @@ class DimClasses:
                         seen.setdefault(factor, []).append((name, dim))
             for together in seen.values():
                 joined.union(*together)
-        self._first: dict[Dim, Dim] = {dim: min(dims) for dims in joined.to_sets() for dim in dims}
+        self._first: dict[Dim, Dim] = {}
+        for dims in joined.to_sets():
+            self._first.update(dict.fromkeys(dims, min(dims)))
 
     def find(self, dim: Dim) -> Dim:
         """The class of a dim, by its first member."""
