@@ -861,3 +861,40 @@ def _grows(m, x):
 def test_what_is_put_in_a_tensors_place_for_the_next_call_and_cannot_be_kept_is_refused(how, words):
     with pytest.raises(CaptureError, match=words):
         capture(_Assigning(how), (torch.randn(2, 4),), {})
+
+
+class _Merged(nn.Linear):
+    """An adapter that eval() merges into the weight, and train() takes out again."""
+
+    def __init__(self, write) -> None:
+        super().__init__(4, 4)
+        self.adapter, self.merged, self.write = nn.Parameter(torch.randn(4, 4)), False, write
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.merged == mode:
+            self.write(self, -1 if mode else 1)
+            self.merged = not mode
+        return self
+
+    def forward(self, x):
+        return (super().forward(x) + (0 if self.merged else x @ self.adapter.T)).sum()
+
+
+def _merges_data(m, sign):
+    m.weight.data += sign * m.adapter.data
+
+
+def _merges_by_another(m, sign):
+    m.weight = nn.Parameter(m.weight + sign * m.adapter)
+
+
+@pytest.mark.parametrize(("write", "words"), [
+    (_merges_data, r"writes into tensors \(aten.add_"), (_merges_by_another, "puts other tensors"),
+])
+def test_an_eval_that_changes_weights_is_refused(write, words):
+    model, x = _Merged(write), torch.randn(2, 4)
+    capture(model, (x,), {})
+    with pytest.raises(CaptureError, match=rf"eval\(\) of the model {words}.*in the forward"):
+        capture(model, (x,), {}, training=False)
+    assert not model.merged

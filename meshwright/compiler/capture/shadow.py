@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.compiler.capture.chance import ChanceError, generators_unchanged, raised_where_drawn
 from meshwright.compiler.capture.watch import CaptureWatch
@@ -103,7 +104,39 @@ def make_shadow(
         for name, value in [(n, v) for n, v in vars(module).items() if isinstance(v, torch.Tensor)]:
             delattr(module, name)
             module.register_buffer(name, value, persistent=False)
-    return shadow if shadow.training == training else shadow.train(training)
+    return shadow if shadow.training == training else _set_mode(shadow, training)
+
+
+def _set_mode(shadow: nn.Module, training: bool) -> nn.Module:
+    """``train(training)``, which must leave the tensors alone: that of a parallel module does."""
+    before = [*shadow.named_parameters(), *shadow.named_buffers()]
+    with _Unwritten(training):
+        shadow.train(training)
+    after = [*shadow.named_parameters(), *shadow.named_buffers()]
+    if [(name, id(x)) for name, x in before] != [(name, id(x)) for name, x in after]:
+        raise _writes(training, "puts other tensors in the place of parameters or buffers")
+    return shadow
+
+
+def _writes(training: bool, what: str) -> CaptureError:
+    call = "train()" if training else "eval()"
+    return CaptureError(
+        f"{call} of the model {what}, which {call} of a parallel module does not: it runs a graph of the weights as they are. "
+        f"What to do: compute it in the forward (as layers with adapters do that are not merged), or call it before "
+        f"autoparallel and leave out the other mode")
+
+
+class _Unwritten(TorchDispatchMode):
+    """Within, writing into a tensor raises CaptureError."""
+
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        self.training = training
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func._schema.is_mutable:
+            raise _writes(self.training, f"writes into tensors ({func})")
+        return func(*args, **(kwargs or {}))
 
 
 class _Strays(TorchFunctionMode):

@@ -50,7 +50,10 @@ def _modes_after(model: nn.Module, mode: bool) -> dict[str, bool]:
     tensors = [*model.parameters(), *model.buffers()]
     copied = copy.deepcopy(model, {id(x): nn.Parameter(x.to("meta"), x.requires_grad) if isinstance(x, nn.Parameter)
                                    else x.to("meta") for x in tensors})
-    copied.train(mode)
+    try:
+        copied.train(mode)
+    except Exception:  # it wants contents; modes other than the captured ones are refused at the next call
+        return {}
     return {path: module.training for path, module in copied.named_modules(remove_duplicate=False)}
 
 
