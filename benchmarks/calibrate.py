@@ -15,8 +15,9 @@ output. Each round prices the rows at the constants and a little beside each, an
 ``LEFT OUT``: for every source (``source_of``: the repository or paper, not its tables) the linear problem is solved again
 without its rows, and they are priced by constants that have not seen them. That error is the one to expect; the fitted one
 stands beside it. ``--most``: fit on at most so many rows of every model of a source, evenly spread; ``--judged``: judge at most
-so many. ``--write`` puts the constants into the catalogue and the left-out spread into ``spread.toml``. A row that leaves
-something open counts with the middle of its range. There is no constant of a row, a model or a source.
+so many; ``--linear``: judge those that are fitted, by the linear problem alone. ``--write`` puts the constants into the
+catalogue and the left-out spread into ``spread.toml``. A row that leaves something open counts with the middle of its range.
+There is no constant of a row, a model or a source.
 """
 
 from __future__ import annotations
@@ -323,9 +324,19 @@ class Calibration:
 
     def without(self, source: str, errors: np.ndarray, slopes: np.ndarray) -> dict[Path_, float]:
         """The constants that the other sources' rows give."""
+        return self.values(self.x + self._change_without(source, errors, slopes))
+
+    def linear(self, errors: np.ndarray, slopes: np.ndarray) -> list[Judged]:
+        """The cases that were fitted, judged by the linear problem: no row is priced again."""
+        left_out = {source: errors + slopes @ self._change_without(source, errors, slopes)
+                    for source in {case.source for case in self.cases}}
+        return [Judged(case, regime_of(case.row), float(errors[i]), float(left_out[case.source][i]))
+                for i, case in enumerate(self.cases)]
+
+    def _change_without(self, source: str, errors: np.ndarray, slopes: np.ndarray) -> np.ndarray:
         kept = [i for i, case in enumerate(self.cases) if case.source != source]
         cases = [self.cases[i] for i in kept]
-        return self.values(self.x + solve(errors[kept], slopes[kept], weights_of(cases), self.x, self.priors))
+        return solve(errors[kept], slopes[kept], weights_of(cases), self.x, self.priors)
 
 
 def judge(
@@ -459,10 +470,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=6, help="rows of every model of a source to fit on")
     parser.add_argument("--judged", type=int, default=10**6, help="rows of every model of a source to judge")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--linear", action="store_true",
+                        help="judge the rows that are fitted by the linear problem alone: minutes, once graphs are kept")
     parser.add_argument("--cache", type=Path, default=None, help="a folder that keeps captured graphs")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help="put constants and spread into the package")
     options = parser.parse_args(arguments)
+    if options.linear and options.write:
+        parser.error("--linear judges the rows that are fitted only: what is written is judged by prices, without it")
 
     def say(text: str) -> None:
         print(f"\r{text}", end="", file=sys.stderr, flush=True)
@@ -478,7 +493,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors, slopes = calibration.run(options.rounds, say)
     after = calibration.values(calibration.x)
     left_out = {source: calibration.without(source, errors, slopes) for source in sorted({case.source for case in fitted})}
-    judged = judge(thinned(cases, options.judged), pricer, after, left_out, say)
+    if options.linear:
+        judged = calibration.linear(errors, slopes)
+    else:
+        judged = judge(thinned(cases, options.judged), pricer, after, left_out, say)
     lines, found = report(judged), spreads_of(judged)
     if options.json:
         print(json.dumps({

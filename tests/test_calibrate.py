@@ -82,6 +82,10 @@ def test_a_source_that_is_left_out_has_no_say(calibrate):
         calibration = calibrate.Calibration(calibrate.Pricer(catalogue(), None), both, (path,), x)
         errors = np.array([0.1] * 6 + [theirs] * 6)
         found.append((calibration.without("b/b", errors, slopes)[path], calibration.without("a/a", errors, slopes)[path]))
+        judged = calibration.linear(errors, slopes)
+        moved = [calibrate.PRIORS[path[2]].x(one) - x[0] for one in found[-1]]  # without b, without a
+        assert [one.fitted for one in judged] == list(errors)
+        assert [one.left_out for one in judged] == pytest.approx([0.1 - moved[1]] * 6 + [theirs - moved[0]] * 6)
     assert found[0][0] == found[1][0]  # whatever b measured
     assert found[0][0] > 0.7  # predicted too slow by a's rows: faster
     assert found[0][1] > found[1][1]
