@@ -205,10 +205,27 @@ def _merging(work: Work) -> tuple[float, float]:
 
 
 def _passing(work: Work) -> tuple[float, float]:
-    """The same, and pieces on their way: keys and values that are here and that come, in the backward their gradients too."""
-    forward, backward = _merging(work)
-    keys = sum(math.prod(shape) for shape in work.operands[1:3])
-    return forward + 2 * keys * work.reads.itemsize, backward + keys * (2 * work.reads.itemsize + 3 * WIDE)
+    """The same, and pieces on their way; in the backward the most of any moment of ``runtime.attention.forms``, without the
+    gradients that it hands on."""
+    forward, _ = _merging(work)
+    item, steps, length = work.reads.itemsize, work.args[6], work.args[7]
+    query, made = (math.prod(shape) for shape in (work.operands[0], work.results[0]))
+    rows, key = work.operands[0][-2], sum(math.prod(shape) // shape[-2] for shape in work.operands[1:3])
+    keys, wide = key * length * item, key * length * max(item, WIDE)  # a message, and one of gradients
+    most = 0.0
+    for step, blocks in enumerate(steps):
+        sent = keys * (step + 1 < len(steps)) + 2 * wide * (step > 0)  # on its way: keys, and gradients with where they land
+        made_before = 0.0
+        for first, last, start, stop, *_ in blocks:
+            part, seen = (last - first) / rows, stop - start
+            copies = part * (query + 2 * made) + seen * key * (seen < length)
+            gradients = part * query + seen * key
+            most = max(most, wide + sent + item * (copies + gradients + made_before))
+            made_before = gradients
+        most = max(most, 2 * wide + sent)
+    most = max(most, 2 * wide + (query + key * length) * (item if item < WIDE else 0))
+    handed = (query + sum(math.prod(shape) for shape in work.operands[1:3])) * item
+    return forward + 2 * keys, query * max(item, WIDE) + keys + most - handed
 
 
 def _head(work: Work) -> float:
