@@ -140,7 +140,13 @@ def backwards(rank: int) -> list[str]:
         loss = parallel(**batch)["loss"]
         told = said(lambda loss=loss, held=held: torch.autograd.grad(loss, held, create_graph=True, allow_unused=True))
         problems += [] if "create_graph" in told else [f"{pins}: create_graph: {told}"]
+        for hook in ("register_hook", "retain_grad"):
+            told = said(getattr(parallel(**batch)["prediction"], hook))
+            problems += [] if "beside the way" in told else [f"{pins}: {hook} of an output: {told}"]
         if "zero" in pins:
+            loss = parallel(**batch)["loss"]
+            told = said(lambda loss=loss, held=held: loss.backward(inputs=held[:1]))
+            problems += [] if "backward(inputs=" in told else [f"{pins}: backward(inputs=): {told}"]
             loss = parallel(**batch)["loss"]
             told = said(lambda loss=loss, held=held: torch.autograd.grad(loss, held, allow_unused=True))
             problems += [] if "Call backward()" in told else [f"{pins}: autograd.grad: {told}"]

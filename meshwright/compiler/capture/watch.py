@@ -37,7 +37,7 @@ _REFUSED: Mapping[Any, tuple[str, str]] = {
     Tensor.register_hook: ("a tensor.register_hook", _BESIDE),
     Tensor.register_post_accumulate_grad_hook: (
         "a register_post_accumulate_grad_hook", "change the gradient between loss.backward() and optimizer.step()"),
-    Tensor.retain_grad: ("a retain_grad", "return the tensor and call retain_grad on the output"),
+    Tensor.retain_grad: ("a retain_grad", _BESIDE),
     Tensor.backward: ("a backward", "return the loss and call backward on it outside"),
     torch.autograd.backward: ("a backward", "return the loss and call backward on it outside"),
     torch.autograd.grad: ("a torch.autograd.grad (a gradient penalty, say)", _WRITTEN_OUT),

@@ -95,18 +95,33 @@ class _Number(Function):
         _ = ctx.saved_tensors
         for node, _ in ctx.next_functions[1:]:
             if node is not None and _asked_for(node):
-                raise RunError("torch.autograd.grad of parameters is not possible under this plan: they are gathered for every "
-                               "layer, and autograd knows the gathered ones only. Call backward() and read .grad")
+                raise RunError("torch.autograd.grad of parameters, and backward(inputs=...), are not possible under this plan: "
+                               "they are gathered for every layer, and autograd knows the gathered ones only. Call backward() "
+                               "and read .grad")
         return (whole(grad), None, *(None for _ in ctx.next_functions[1:]))
 
 
 def _asked_for(node: Any) -> bool:
-    """Whether the gradient of a leaf is to be returned, not accumulated (torch refuses to say so for these alone)."""
+    """Whether gradients of some leaves are asked for: this one is to be returned, not accumulated (torch refuses to say so for
+    these alone), or left out."""
     try:
-        torch._C._will_engine_execute_node(node)
+        return not torch._C._will_engine_execute_node(node)
     except RuntimeError:
         return True
-    return False
+
+
+def _beside_the_loss(*_: Any, **__: Any) -> Any:
+    raise RunError("a hook on an output of a parallel module, or retain_grad, would not see the gradient of the loss: the "
+                   "output is made beside the way from the loss to the weights. Differentiate what is computed from the "
+                   "output itself (output.full_tensor() may have hooks), or change gradients by a torch.autograd.Function "
+                   "in the model")
+
+
+def unhooked(output: Tensor) -> Tensor:
+    """The same output, on which hooks are refused."""
+    if output.requires_grad:
+        output.register_hook = output.retain_grad = _beside_the_loss  # type: ignore[method-assign, assignment]
+    return output
 
 
 def differentiable(
