@@ -379,15 +379,20 @@ def prune(block: BlockModel, protect: Sequence[int] = ()) -> tuple[BlockModel, t
     all choices, as their neighbours are not seen here.
     """
     kept = [np.arange(n) for n in block.sizes]
-    improved = True
-    while improved:
-        improved = False
+    neighbours: list[set[int]] = [set() for _ in block.sizes]
+    for e in block.edges:
+        neighbours[e.i].add(e.j)
+        neighbours[e.j].add(e.i)
+    changed = set(range(len(block.sizes))).difference(protect)  # what is left of a variable depends on its neighbours alone
+    while changed:
         for v in range(len(block.sizes)):
-            if v in protect:
+            if v not in changed:
                 continue
+            changed.remove(v)
             alive = _undominated(block.unary[v][kept[v]], _profile(block, v, kept))
-            improved |= len(alive) < len(kept[v])
-            kept[v] = kept[v][alive]
+            if len(alive) < len(kept[v]):
+                kept[v] = kept[v][alive]
+                changed.update(neighbours[v].difference(protect))
     edges = []
     for e in block.edges:
         rows = kept[e.i] if e.rows is None else e.rows[kept[e.i]]
