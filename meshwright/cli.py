@@ -20,10 +20,7 @@ come from. A long step shows a bar on a terminal, else a line every ten seconds.
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import asdict
 from pathlib import Path
@@ -31,18 +28,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshwright.commands.answers import DEBUG, DIFFERENT, errors, print_json
+from meshwright.commands.clusters import profile_command, size_command, zoo_command
 from meshwright.commands.models import imported, load
-from meshwright.commands.options import cluster_of, one_or_all, optimizer_of, pin_of, seconds_of, tensor_pins, whole_numbers
-from meshwright.errors import InputError, MeshwrightError
+from meshwright.commands.options import (
+    MODEL,
+    Batch,
+    Json,
+    Sequence,
+    cluster_of,
+    one_or_all,
+    optimizer_of,
+    pin_of,
+    seconds_of,
+    tensor_pins,
+)
+from meshwright.errors import InputError
 from meshwright.progress import Report
 from meshwright.progress import progress as shown
 
 if TYPE_CHECKING:
     from meshwright.ir.plan import Plan
 
-DIFFERENT, WRONG, NOTHING_FITS, BUG = 1, 2, 3, 4
-DEBUG: ContextVar[bool] = ContextVar("meshwright_debug", default=False)
-"""Whether errors keep their traceback."""
 IMPORTED: ContextVar[tuple[str, ...]] = ContextVar("meshwright_imported", default=())
 """The modules of --import: other processes import them too."""
 
@@ -50,10 +57,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans of par
                   pretty_exceptions_enable=False)
 
 OPEN = 'one ("4"), several ("1,2,4") or up to a bound ("<=4")'
-MODEL = 'A transformers config (folder or config.json; no weights needed), "module:callable" or "file.py:callable".'
-Batch = Annotated[int, typer.Option(min=1, help="Global batch in samples (a config only).")]
-Sequence = Annotated[int, typer.Option(min=2, help="Sequence length in tokens (a config only).")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of text.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan file, as written by 'plan --out' or plan.save(path).")]
 
 
@@ -67,7 +70,7 @@ def main(
     """Plans of parallelized PyTorch models."""
     DEBUG.set(debug)
     IMPORTED.set(tuple(modules or ()))
-    with _errors(as_json=False):
+    with errors(as_json=False):
         for name in modules or []:
             imported(name)
 
@@ -114,7 +117,7 @@ def plan_command(
 
     Example: meshwright plan config.json --cluster h100:1x8 --batch 16 --sequence 4096 --tp 1,2,4 --out plan.json
     """
-    with _errors(as_json):
+    with errors(as_json):
         from meshwright.ir.pins import Pins
 
         words = {"dp": dp, "shard": shard, "tp": tp, "cp": cp, "attention": attention, "ep": ep, "pp": pp, "zero": zero,
@@ -133,7 +136,7 @@ def plan_command(
         if out is not None:
             found.save(out)
         if as_json:
-            _print_json({**summary(found), "file": str(out) if out is not None else None})
+            print_json({**summary(found), "file": str(out) if out is not None else None})
         else:
             from meshwright.views.report import show as printed
 
@@ -152,7 +155,7 @@ def show(
 
     Example: meshwright show plan.json --html plan.html
     """
-    with _errors(as_json):
+    with errors(as_json):
         with shown(verb="reading") as report:
             plan = _plan(file, report)
             from meshwright.views.report import show as printed
@@ -161,7 +164,7 @@ def show(
                 report("writing the page", 0.0)
                 printed(plan, html)
         if as_json:
-            _print_json({**summary(plan), "file": str(file)})
+            print_json({**summary(plan), "file": str(file)})
         elif html is not None:
             typer.echo(f"report written to {html}", err=True)
         else:
@@ -180,7 +183,7 @@ def explain(
 
     Example: meshwright explain plan.json model.layers.0.mlp.down_proj.weight
     """
-    with _errors(as_json):
+    with errors(as_json):
         with shown(verb="explaining") as report:
             plan = _plan(file, report)
             from meshwright.views import explain as answers
@@ -188,7 +191,7 @@ def explain(
             report("planning what would help" if name is None and changes else "pricing", 0.0)
             text = answers.explain(plan, name, changes=changes)
         if as_json:
-            _print_json({"name": name, "text": text.splitlines()})
+            print_json({"name": name, "text": text.splitlines()})
         else:
             typer.echo(text)
 
@@ -199,7 +202,7 @@ def diff(file: PlanFile, other: PlanFile, as_json: Json = False) -> None:
 
     Example: meshwright diff plan.json other.json
     """
-    with _errors(as_json):
+    with errors(as_json):
         with shown(verb="comparing") as report:
             old, new = _plan(file, report), _plan(other, report)
             from meshwright.ir.serialize import plan_hash
@@ -209,7 +212,7 @@ def diff(file: PlanFile, other: PlanFile, as_json: Json = False) -> None:
             same = plan_hash(old) == plan_hash(new)
             text = answers.diff(old, new)
         if as_json:
-            _print_json({"equal": same, "differences": [] if text == "no differences" else text.splitlines()})
+            print_json({"equal": same, "differences": [] if text == "no differences" else text.splitlines()})
         else:
             typer.echo(text)
     if not same:
@@ -233,7 +236,7 @@ def verify(
     Example: meshwright verify plan.json --model config.json
     """
     equal = True
-    with _errors(as_json):
+    with errors(as_json):
         with shown(verb="verifying") as report:
             plan = _plan(file, report)
             from meshwright.commands.verifying import distinct_ranks, ran, verify_rank
@@ -246,7 +249,7 @@ def verify(
         equal = isinstance(found, str) or found.equal
         if as_json:
             said = {"not_run": found} if isinstance(found, str) else {"run": found.as_json()}
-            _print_json({"verified": True, "world": plan.mesh.world, "ranks": ranks, "operators": len(plan.graph.ops), **said})
+            print_json({"verified": True, "world": plan.mesh.world, "ranks": ranks, "operators": len(plan.graph.ops), **said})
         else:
             same = "" if len(ranks) == plan.mesh.world else "; the others run one of these"
             typer.echo(f"verified: {len(ranks)} of {plan.mesh.world} ranks ({plan.mesh}) compute what the graph's "
@@ -278,7 +281,7 @@ def simulate_command(
 
     Example: meshwright simulate --schedule zb --pp 4 --microbatches 8
     """
-    with _errors(as_json):
+    with errors(as_json):
         if what_if:
             from meshwright.commands.whatif import answers
 
@@ -287,7 +290,7 @@ def simulate_command(
             with shown(verb="pricing") as report:
                 found = list(answers(_plan(file, report), what_if, report))
             if as_json:
-                _print_json({"what_if": [{"what": one.what, "fits": one.predicted.fits, **one.predicted.as_json()}
+                print_json({"what_if": [{"what": one.what, "fits": one.predicted.fits, **one.predicted.as_json()}
                                          for one in found]})
             else:
                 typer.echo("\n".join(map(str, found)))
@@ -315,7 +318,7 @@ def simulate_command(
         if as_json:
             actions = [{"rank": rank, "action": str(action), "stage": action.stage, "microbatch": action.microbatch,
                         "start": start, "end": end} for rank, action, start, end in run.spans()]
-            _print_json({"schedule": run.table.name, "pp": run.table.pp, "stages": run.table.stages,
+            print_json({"schedule": run.table.name, "pp": run.table.pp, "stages": run.table.stages,
                          "microbatches": run.table.microbatches, "seconds": run.makespan, "bubble": run.bubble_fraction,
                          "beside_schedule": dict(beside), "step_seconds": run.makespan + sum(beside.values()),
                          "busy_seconds": run.busy.tolist(), "in_flight": held, "actions": actions})
@@ -327,157 +330,6 @@ def simulate_command(
                 typer.echo(f"schedule {run.makespan:.4g} s{words} = step {run.makespan + sum(beside.values()):.4g} s")
         if trace is not None:
             typer.echo(f"trace written to {trace}", err=True)
-
-
-@app.command("zoo")
-def zoo_command(
-    name: Annotated[str, typer.Argument(help="Only systems whose name holds this.")] = "",
-    search: Annotated[bool, typer.Option("--search", help="The planner's own best as well (minutes).")] = False,
-    published: Annotated[bool, typer.Option("--published", help="Only what is published: nothing is priced.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Published systems: their degrees, whether they fit, predicted beside published speed.
-
-    Example: meshwright zoo 405B
-    """
-    with _errors(as_json):
-        from meshwright.published import zoo
-
-        chosen = zoo.systems(name=name)
-        rows = []
-        for number, system in enumerate(chosen, 1):
-            if not published:
-                typer.echo(f"{number}/{len(chosen)} {system.name} ...", err=True)
-            try:
-                rows.append(zoo.Comparison(system) if published else zoo.price(system, search))
-            except KeyboardInterrupt:  # what is priced is printed all the same
-                rows += [zoo.Comparison(left, reason="interrupted") for left in chosen[number - 1:]]
-                break
-            if not published:
-                typer.echo(f"    {zoo.brief(rows[-1])}", err=True)
-        if as_json:
-            _print_json({"systems": [row.as_dict() for row in rows]})
-            return
-        from rich.console import Console
-
-        console = Console(emoji=False, width=None if sys.stdout.isatty() else 240 if search else 200)
-        console.print(zoo.table(rows, search))
-        for note in zoo.notes(rows):
-            console.print(note, highlight=False)
-
-
-@app.command("size")
-def size_command(
-    model: Annotated[str, typer.Argument(help=MODEL)],
-    device: Annotated[str, typer.Option(help='The kind of device, as in "h100".')],
-    tokens: Annotated[float | None, typer.Option(min=1, help='Tokens to train on, as in "1e12".')] = None,
-    longest: Annotated[bool, typer.Option(help="Find the longest sequence that trains instead.")] = False,
-    most: Annotated[int, typer.Option(min=2, help="With --longest: tokens to end at.")] = 1 << 24,
-    devices: Annotated[str | None, typer.Option(help='How many, as in "8,16,64" (default: one to eight nodes).')] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Price of a device for an hour.")] = None,
-    batch: Batch = 8,
-    sequence: Sequence = 512,
-    precision: Annotated[str, typer.Option(help='"fp32" or "bf16".')] = "bf16",
-    optimizer: Annotated[str, typer.Option(help="A name, or the bytes of state per parameter.")] = "adamw",
-    as_json: Json = False,
-) -> None:
-    """The clusters worth having for a model and a number of tokens: days, device-hours, cost; * marks those that no other one
-    beats in both days and device-hours.
-
-    --longest finds the longest sequence that trains instead, from --sequence up to --most, beside what ZeRO-3 with all-to-all
-    attention alone and full recomputation reaches.
-
-    Example: meshwright size config.json --device h100 --tokens 1e12 --batch 512 --sequence 4096 --price 2.5
-    """
-    with _errors(as_json):
-        if longest == (tokens is not None):
-            raise InputError("give --tokens to size clusters for, or --longest for the longest sequence, one of the two")
-        from meshwright.commands import sizing
-
-        counts = sizing.default_counts(device) if devices is None else whole_numbers(devices, "--devices")
-        if longest:
-            reached = _reached(model, device, counts, batch, sequence, most, precision, optimizer)
-            _print_reached(reached, as_json)
-            if not any(row.tokens is not None for row in reached):
-                raise typer.Exit(NOTHING_FITS)
-            return
-        assert tokens is not None
-        with shown(verb="sizing") as report:
-            report("reading the model", 0.0)
-            module, example = load(model, batch, sequence)
-            from meshwright.api import graph_of
-            from meshwright.ir.pins import Pins
-
-            report("capturing the model", 0.0)
-            graph = graph_of(module, example, optimizer=optimizer_of(optimizer), precision=precision)
-            rows = sizing.sizes(graph, device, counts, tokens, price, pins=Pins(), optimizer=optimizer_of(optimizer),
-                                precision=precision, report=report)
-        if as_json:
-            _print_json({"tokens": tokens, "price": price, "clusters": [row.as_json() for row in rows]})
-        else:
-            from rich.console import Console
-
-            Console(emoji=False, width=None if sys.stdout.isatty() else 120).print(sizing.table(rows))
-    if not any(row.days is not None for row in rows):
-        raise typer.Exit(NOTHING_FITS)
-
-
-@app.command("profile")
-def profile_command(
-    model: Annotated[str, typer.Argument(help=MODEL)],
-    out: Annotated[Path, typer.Option(help="The cluster file to write, for --cluster and Cluster.from_toml.")],
-    batch: Batch = 8,
-    sequence: Sequence = 512,
-    precision: Annotated[str, typer.Option(help='"fp32", "tf32" or "bf16".')] = "fp32",
-    like: Annotated[str | None, typer.Option(help="The device of the catalogue that has the other numbers.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="About how long to measure.")] = 60.0,
-    name: Annotated[str, typer.Option(help="The name of the device and of the node in the file.")] = "mine",
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes over which torchrun's processes are spread.")] = 1,
-    as_json: Json = False,
-) -> None:
-    """Time a model's operators on the device at hand, under torchrun collectives too: a cluster file of what was measured.
-
-    Example: meshwright profile config.json --batch 4 --out mine.toml
-    """
-    with _errors(as_json):
-        with shown(verb="profiling") as report:
-            report("reading the model", 0.0)
-            module, example = load(model, batch, sequence)
-            from meshwright.api import graph_of
-            from meshwright.commands.profiling import write
-
-            report("capturing the model", 0.0)
-            graph = graph_of(module, example, precision=precision)
-            found = write(out, graph, like=like, name=name, nodes=nodes, seconds=seconds, report=report)
-        if as_json:
-            _print_json({"file": str(out), "measured": found.measured, "left_out": found.left_out})
-        else:
-            left = "".join(f"; {count} calls left out {reason}" for reason, count in found.left_out.items())
-            typer.echo(f"{found.measured} measurements written to {out}{left}")
-
-
-def _reached(
-    model: str, device: str, counts: list[int], batch: int, sequence: int, most: int, precision: str, optimizer: str
-) -> list[Any]:
-    with shown(verb="sizing") as report:
-        report("reading the model", 0.0)
-        from meshwright.commands import reach
-
-        module, _ = load(model, batch, sequence)
-        lengths = (lambda tokens: load(model, batch, tokens)[1]) if os.path.exists(model) else None
-        return reach.reaches(module, device, counts, batch, inputs=lengths, optimizer=optimizer_of(optimizer),
-                             precision=precision, shortest=sequence, most=most, report=report)
-
-
-def _print_reached(rows: list[Any], as_json: bool) -> None:
-    if as_json:
-        _print_json({"longest": [row.as_json() for row in rows]})
-        return
-    from rich.console import Console
-
-    from meshwright.commands import reach
-
-    Console(emoji=False, width=None if sys.stdout.isatty() else 120).print(reach.table(rows))
 
 
 def summary(plan: Plan) -> dict[str, Any]:
@@ -500,38 +352,15 @@ def summary(plan: Plan) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _errors(as_json: bool) -> Iterator[None]:
-    """An error becomes a line and an exit code; with --debug it keeps its traceback."""
-    try:
-        yield
-    except (typer.Exit, typer.Abort):
-        raise
-    except Exception as error:
-        if DEBUG.get():
-            raise
-        known = isinstance(error, MeshwrightError | OSError)
-        words = " ".join(str(error).split())
-        if not known:
-            words = (f"an error inside meshwright or the model: {type(error).__name__}: {words}; meshwright --debug COMMAND "
-                     "shows where, please report it with that")
-        if as_json:
-            _print_json({"error": type(error).__name__, "message": words})
-        typer.echo(f"meshwright: {words}", err=True)
-        fits = type(error).__name__ != "OutOfMemoryError"
-        raise typer.Exit(BUG if not known else WRONG if fits else NOTHING_FITS) from None
-
-
-def _print_json(value: Mapping[str, Any]) -> None:
-    typer.echo(json.dumps(value, indent=2, default=str))
-
-
 def _plan(file: Path, report: Report) -> Plan:
     report(f"reading {file}", 0.0)
     from meshwright.planner import load_plan
 
     return load_plan(file)
 
+
+for _name, _command in (("zoo", zoo_command), ("size", size_command), ("profile", profile_command)):
+    app.command(_name)(_command)
 
 if __name__ == "__main__":
     app()

@@ -18,7 +18,8 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from meshwright import progress
-from meshwright.cli import BUG, DIFFERENT, NOTHING_FITS, WRONG, app
+from meshwright.cli import app
+from meshwright.commands.answers import BUG, DIFFERENT, NOTHING_FITS, WRONG
 from meshwright.commands.models import from_config
 from meshwright.commands.sizing import Size, front
 from meshwright.commands.verifying import distinct_ranks

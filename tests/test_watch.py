@@ -202,7 +202,8 @@ class _Holding(nn.Module):
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         gate, scales, array, bent, times, functions = self.held
-        return {"loss": functions["f"](times(bent(gate(x)))).sum() * scales[0] * float(array[1])}
+        found = functions["f"](times(bent(gate(x)))).sum() * scales[0] * float(array[1])
+        return {"loss": found + torch.ones(2).sum()}
 
 
 def test_contents_of_what_a_forward_holds_are_watched() -> None:
@@ -240,4 +241,9 @@ def test_contents_of_what_a_forward_holds_are_watched() -> None:
         refused("'__call__' of class _Gate was")
     with mock.patch.dict(sys.modules[__name__].__dict__, SCALE=2.0):
         refused("global 'SCALE'")
+    torch.set_default_dtype(torch.float64)
+    try:
+        refused(r"torch.get_default_dtype\(\) was torch.float32 when the model was captured and is torch.float64")
+    finally:
+        torch.set_default_dtype(torch.float32)
     watch(True, (x,), {}, ())

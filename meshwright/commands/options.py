@@ -1,10 +1,17 @@
-"""What the words of the command line's options mean."""
+"""What several commands take, and what the words of their options mean."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from meshwright.errors import InputError
+
+MODEL = 'A transformers config (folder or config.json; no weights needed), "module:callable" or "file.py:callable".'
+Batch = Annotated[int, typer.Option(min=1, help="Global batch in samples (a config only).")]
+Sequence = Annotated[int, typer.Option(min=2, help="Sequence length in tokens (a config only).")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of text.")]
 
 
 def whole_numbers(text: str, option: str) -> list[int]:

@@ -105,7 +105,8 @@ class Plan(Decisions):
         except ValueError as error:
             raise PlanError(f"{path} is not a plan file (no JSON: {error}); write one with plan.save(path)") from error
         except OSError as error:
-            raise PlanError(f"the plan {path} cannot be read: {error.strerror or error}") from error
+            raise PlanError(f"the plan {path} cannot be read: {error.strerror or error}; give a file that plan.save(path) or "
+                            "meshwright plan --out wrote") from error
         return cls.from_dict(data)
 
     @classmethod

@@ -95,7 +95,7 @@ class _KnownValue:
             if draws(op):
                 drawn[key] = drawn.get(key, 0) + 1
                 key = (*key, drawn[key])
-            found |= {name: self.number((*key, "result", at)) for at, name in enumerate(op.outputs)}
+            found |= {name: self.number((*key, "result", at, graph.values[name].dtype)) for at, name in enumerate(op.outputs)}
         return found
 
 

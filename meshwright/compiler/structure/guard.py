@@ -8,6 +8,7 @@ A graph holds one outcome of ``if self.training``, and the numbers that attribut
     attributes    plain Python values of the model's modules, and of objects they hold (a config): when one has changed, the
                   forward is captured again; a graph that comes out otherwise is refused, by the attribute's name
     globals       and closures and class attributes that forwards name (``outside``), in the same way
+    default dtype of tensors that a forward makes, in the same way
     modules       swapped or added ones, and sub-modules set to another mode, are refused
     autocast      around a call is refused: ``precision`` decides
 
@@ -43,6 +44,8 @@ _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _MISSING = "no such attribute"
 _MOST_NUMBERS = 4096
 """Elements of a NumPy array that are compared; of a larger one, evenly spaced ones."""
+_SURROUNDINGS: Mapping[str, Callable[[], Any]] = {"torch.get_default_dtype()": torch.get_default_dtype}
+"""What no name in a forward tells of, and may decide what it makes."""
 _OPAQUE = frozenset({"torch", *sys.stdlib_module_names})
 
 
@@ -129,7 +132,7 @@ class CallWatch:
 
     def _outside_state(self) -> list[Any]:
         seen: dict[int, Any] = {}
-        return [_frozen(place.read(), seen) for place in self.outside]
+        return [*(read() for read in _SURROUNDINGS.values()), *(_frozen(place.read(), seen) for place in self.outside)]
 
     def _changes(self, state: Mapping[str, Any], outside_state: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
         """(what has changed, its value before, and now)."""
@@ -137,9 +140,10 @@ class CallWatch:
             before, now = self.state.get(name, _MISSING), state.get(name, _MISSING)
             if before != now:
                 yield f"attribute {name!r} of the model", before, now
-        for place, before, now in zip(self.outside, self.outside_state, outside_state, strict=True):
+        names = (*_SURROUNDINGS, *(place.what for place in self.outside))
+        for what, before, now in zip(names, self.outside_state, outside_state, strict=True):
             if before != now:
-                yield place.what, before, now
+                yield what, before, now
 
     def _differs(self, model: nn.Module, mode: Mode, *call: Any) -> OtherMode | None:
         """The graph of the model as it is now, if it is not the one that runs in this mode."""
