@@ -192,18 +192,16 @@ _REMEDIES = (
      "torch.manual_seed before autoparallel, and choose layers at random by torch.where on a drawn tensor"),
     (("data-dependent", "datadependent", "unbacked", "_local_scalar_dense", "guardondata", ".item()"),
      "it branches on, or takes a number from, the contents of a tensor; use torch.where, or make it a Python argument. A "
-     "torch.distributions object that looks at its arguments wants validate_args=False"),
+     "torch.distributions object that looks at its arguments wants validate_args=False. If it is a loop over experts that asks "
+     "which tokens are theirs: of a transformers model set experts_implementation=\"grouped_mm\" (from_pretrained and "
+     "from_config take it); of your own, sort the tokens by expert and use torch._grouped_mm, or compute every expert on all "
+     "tokens"),
     (("attributeerror", "typeerror", "keyerror", "nameerror"),
      "the forward runs into this while it is traced. If it runs as it is, it does something else under torch.export (as code "
      "that asks torch.compiler.is_exporting() does): torch.export.export(model, args, kwargs, strict=False) shows the same"),
     (("dtype", "same type"), "the dtypes of an operation's operands differ under this precision; cast them in the model"),
     (("mat1 and mat2", "size of tensor", "shape", "must match", "reduction dim", "size mismatch"),
      "the shapes do not fit: check the example inputs"),
-)
-_OF_EXPERTS = (
-    ". A loop over experts that asks which tokens are theirs: of a transformers model set "
-    "experts_implementation=\"grouped_mm\" (from_pretrained and from_config take it); of your own, sort the tokens by expert "
-    "and use torch._grouped_mm, or compute every expert on all tokens"
 )
 
 
@@ -219,7 +217,4 @@ def _explain(error: Exception, model: nn.Module, shadow: nn.Module) -> CaptureEr
     remedy = next((advice for words, advice in _REMEDIES if any(word in lowered for word in words)),
                   "the forward must be one static graph of tensor operations: check that it runs on these inputs as it is")
     where = f"module {module or '(root)'!r} ({type(model).__name__})" + (f" at {source}" if source else "")
-    kind = type(dict(model.named_modules()).get(module)).__name__
-    if any(word in f"{where} {kind}".lower() for word in ("expert", "moe", "router")):
-        remedy += _OF_EXPERTS
     return CaptureError(f"{where} cannot be captured: {reason}. What to do: {remedy}", module=module, source=source)
