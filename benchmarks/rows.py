@@ -3,7 +3,7 @@
 Whatever a row says is read by tables that any source shares. Nothing is read from the name of a model or of a source but the
 year that a source bears, which bounds the kernels there were. A blank column takes what the table beside it says and is
 reported (``assumed``); where nothing sensible can be taken the row is Unpriced, with the reason. A row that leaves its
-attention kernel, its recomputation or its stages a rank open is priced in every way there is (``completions_of``): as a range.
+attention kernel, recomputation, loss or stages open is priced in every way there is (``completions_of``): as a range.
 
     gpu                       the device of the catalogue (its names and aliases; of several, the one of that memory)
     interconnect              the node: named clouds (``INSTANCES``), else the device's own with the NICs that are stated
@@ -61,6 +61,9 @@ LATEST = ("flash1", "flash2")
 """What was published later, or bears no date; the third (Shah et al. 2024) has a package of its own and is named."""
 SOFTWARE_KERNELS: Sequence[tuple[str, str]] = (("nemo", "flash3"), ("transformerengine", "flash3"))
 """Words in "notes" of software with an attention kernel of its own (Transformer Engine runs cuDNN's)."""
+
+LOSSES: Sequence[tuple[str, str]] = (("fusedcrossentropy", "merged"), ("flashcrossentropy", "merged"), ("liger", "merged"))
+"""Words in "notes" (without blanks, hyphens and underscores) of a cross entropy that is one kernel."""
 
 FUSED: Sequence[str] = ("nemo", "compile", "xla", "jax")
 """Words in "notes" of software that fuses norms and what is around them."""
@@ -277,7 +280,8 @@ def kernels_of(row: Row) -> tuple[str, ...]:
 
 def completions_of(row: Row) -> tuple[Row, ...]:
     """The row with what it leaves open filled in, in every way there is: its attention kernel, its recomputation (none, all),
-    its stages a rank (as few and as many as its schedule has). What ran is one of them, and nobody knows which."""
+    its stages a rank (as few and as many as its schedule has), where they start, the kernel of its loss. What ran is one of
+    them, and nobody knows which."""
     kernels = [{"attention": kernel} for kernel in kernels_of(row)]
     runs = [{}] if text_of(row, "recompute") else [{"recompute": "none"}, {"recompute": "full"}]
     stages: list[dict[str, str]] = [{}]
@@ -288,7 +292,9 @@ def completions_of(row: Row) -> tuple[Row, ...]:
             said = word_of(text_of(row, "schedule"), SCHEDULES) == several.name
             stages = [{"vpp": str(count), "schedule": several.name if count > 1 else text_of(row, "schedule")}
                       for count in (1 + said, _most(row, most))]
-    return tuple({**row, **a, **b, **c} for a, b, c in itertools.product(kernels, runs, stages))
+    losses = [{}] if loss_of(row) else [{"loss": "merged"}, {"loss": "eager"}]
+    cuts = [{"cuts": "even"}, {"cuts": "searched"}] if degree(row, "pp") > 1 and _heavy_head(row) else [{}]
+    return tuple({**row, **a, **b, **c, **d, **e} for a, b, c, d, e in itertools.product(kernels, runs, stages, cuts, losses))
 
 
 def _most(row: Row, most: int) -> int:
@@ -310,6 +316,15 @@ def normed(row: Row) -> bool:
     return "rms kernel" in notes or "kernel=" not in notes
 
 
+def loss_of(row: Row) -> str | None:
+    """The kernel of the loss: "merged" in one each way (FlashAttention's package has one since 2022), "eager" one after the
+    other (before, in Megatron-LM, and where notes name the kernels and none for it); None: nothing tells."""
+    notes = re.sub(r"[\s_-]+", "", text_of(row, "notes"))
+    stated = text_of(row, "loss") or word_of(notes, LOSSES)
+    known = fused(row) or megatron(row) or "kernel=" in notes or (published_in(row) or MERGED) < MERGED
+    return stated or ("eager" if known else None)
+
+
 def megatron(row: Row) -> bool:
     """Whether the columns say that Megatron-LM ran."""
     said = text_of(row, "schedule", "recompute")
@@ -325,7 +340,8 @@ def cluster_of(row: Row) -> Cluster:
     alone = any(words in text_of(row, "schedule", "dtype", "notes") for words in ALONE)
     added = megatron(row) and (published_in(row) or MERGED) >= MERGED
     return cluster.with_kernels(
-        known, fused=fused(row), overlapped=overlapped, accumulates=overlapped or added, repeats=repeats, alone=alone
+        known, fused=fused(row), overlapped=overlapped, accumulates=overlapped or added, repeats=repeats, alone=alone,
+        merged_loss=loss_of(row) == "merged",
     )
 
 
@@ -403,6 +419,8 @@ def assumed(row: Row) -> str:
     words += ["gradients reduced once a step"] if degree(row, "pp") > 1 and (zero_of(row) or 0) > 1 else []
     words += [f"attention of {' or '.join(kernels_of(row))}"] if len(kernels_of(row)) > 1 else []
     words += [] if text_of(row, "recompute") else ["recomputation of none or all"]
+    words += [] if loss_of(row) else ["a loss of one kernel or of many"]
+    words += ["stages of as many layers or of as much work"] if degree(row, "pp") > 1 and _heavy_head(row) else []
     words += ["any number of stages a rank"] if degree(row, "pp") > 1 and not number(row, "vpp") else []
     return "assumed: " + ", ".join(words) if words else ""
 
@@ -474,14 +492,18 @@ def _schedule(row: Row) -> str:
 
 def _even_cuts(row: Row, stages: int, blocks: Sequence[str]) -> tuple[str, ...] | None:
     """The layers at which stages start, as many in each. Where the head weighs less than a layer no other cut is faster: fewer
-    layers in the last stage are more in another. Else, and where they do not divide, None: searched."""
-    if stages < 2 or not blocks or len(blocks) % stages:
-        return None
-    shape = shape_of(row)
-    layer = shape.hidden * (2 * shape.hidden * (1 + shape.kv_heads / shape.heads) + 2 * shape.ffn)
-    if shape.hidden * shape.vocab > layer:
+    layers in the last stage are more in another. Where it weighs more, programs cut evenly or by cost, and rows do not say
+    which ("cuts" of ``completions_of``). Else, and where they do not divide, None: searched."""
+    if stages < 2 or not blocks or len(blocks) % stages or (_heavy_head(row) and text_of(row, "cuts") != "even"):
         return None
     return tuple(blocks[len(blocks) // stages :: len(blocks) // stages])
+
+
+def _heavy_head(row: Row) -> bool:
+    """Whether the head weighs more than a layer."""
+    shape = shape_of(row)
+    layer = shape.hidden * (2 * shape.hidden * (1 + shape.kv_heads / shape.heads) + 2 * shape.ffn)
+    return shape.hidden * shape.vocab > layer
 
 
 # ----------------------------------------------------------------------------------------------------- measured

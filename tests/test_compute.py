@@ -173,6 +173,8 @@ def test_the_loss_moves_the_logits_as_often_as_its_kernels_do():
     wide = Work(tuple(operands), tuple(results), torch.float32, torch.float32)
     assert compute.seconds(OPERATORS["mw.cross_entropy"], wide, eager) == pytest.approx((6 * one, 10 * one))
     assert compute.seconds(OPERATORS["mw.cross_entropy"], call, H100) == pytest.approx((2 * one, 3 * one))
+    merged = Cluster.parse("h100:1x8").with_kernels(fused=False, merged_loss=True).device
+    assert compute.seconds(OPERATORS["mw.cross_entropy"], call, merged) == pytest.approx((0.5 * one, one))
 
 
 def test_embedding_reads_the_rows_it_picks():

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from meshwright.compiler.placement.choices import Scope
 from meshwright.compiler.placement.costs import (
@@ -216,6 +217,23 @@ def test_gradients_of_micro_batches_are_added_up() -> None:
         assert seconds(zero, 4) - seconds(zero, 3) == pytest.approx(each * stream)
     added = NODE.with_kernels(accumulates=True)
     assert seconds(0, 4, added) == pytest.approx(seconds(0, 3, added))
+
+
+def test_parameters_that_are_moved_alone_hide_behind_nothing() -> None:
+    value, numel = Value("w", (1024, 1024), torch.float32), 1024.0 * 1024
+
+    def of(cluster: Cluster, zero: int) -> NDArray[np.float64]:
+        costs = Costs(cluster, Mesh.of(x=4), microbatches=2, itemsize=2, state_bytes=8)
+        found = costs.parameter(value, Sharding.whole(2), True, Variant(zero, ("x",), ("x",)), numel)
+        assert found is not None
+        return found
+
+    beside = NODE.node.overlapped_bandwidth
+    for zero in (1, 2, 3):
+        together, alone = of(NODE, zero), of(NODE.with_kernels(alone=True), zero)
+        assert not alone[[GATHER, REDUCE, GATHER_ONCE, REDUCE_ONCE]].any()
+        assert alone[SEND] == pytest.approx((together[GATHER] + together[GATHER_ONCE]) * beside)
+        assert alone[SEND_BACK] == pytest.approx((together[REDUCE] + together[REDUCE_ONCE]) * beside)
 
 
 def test_tensor_parallel_collectives_beside_the_products_they_belong_to() -> None:

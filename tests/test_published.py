@@ -139,7 +139,7 @@ def test_a_row_may_have_run_on_the_kernels_of_its_time(rows):
 
 
 def test_what_a_row_leaves_open_is_priced_every_way(rows):
-    said = {**SMALL, "notes": "FlashAttention-2"}
+    said = {**SMALL, "notes": "FlashAttention-2, fused_crossentropy"}
     assert rows.completions_of(said) == ({**said, "attention": "flash2"},)
     completions = rows.completions_of({**said, "recompute": ""})
     assert [completion["recompute"] for completion in completions] == ["none", "full"]
@@ -150,6 +150,13 @@ def test_what_a_row_leaves_open_is_priced_every_way(rows):
         completions = rows.completions_of({**piped, "schedule": schedule})
         assert [(completion.get("vpp") or None, completion["schedule"]) for completion in completions] == wanted
     assert len(rows.completions_of({**piped, "vpp": "2"})) == 1
+    cut = rows.completions_of({**piped, "vpp": "2", "vocab": "128000"})
+    blocks = [f"layers.{number}" for number in range(8)]
+    cuts = [rows.pins_of(completion, 4, blocks).stage_cuts for completion in cut]
+    assert cuts == [("layers.2", "layers.4", "layers.6"), None]
+    notes = ("FlashAttention-2", "FlashAttention-2; torch.compile")
+    losses = [rows.completions_of({**said, "notes": words}) for words in notes]
+    assert [[rows.cluster_of(way).device.merged_loss for way in ways] for ways in losses] == [[True, False], [False]]
 
 
 def test_state_is_split_over_all_data_ranks_unless_the_row_says_otherwise(rows):
@@ -295,7 +302,7 @@ def test_blank_columns_are_named(published):
     result = published.price({**SMALL, "dtype": "", "global_batch_seqs": "", "zero/fsdp": "", "sp": "", "recompute": ""})
     assert result.predicted_seconds is not None
     assert result.reason == ("assumed: dtype bf16, 4 sequences a step, attention of flash1 or flash2, "
-                             "recomputation of none or all")
+                             "recomputation of none or all, a loss of one kernel or of many")
     assert result.low_seconds < result.predicted_seconds < result.high_seconds
 
 

@@ -85,9 +85,10 @@ class Device:
     reduce activations in pieces beside their work; ``accumulates``: whether they add a weight's gradient to its fp32 sum
     themselves (Megatron-LM's gradient accumulation fusion); ``repeats``: whether recomputation runs a block's whole forward
     again (Megatron-LM's checkpoint) or stops at the last value kept (torch's); ``alone``: whether ZeRO moves every parameter
-    in a collective of its own (DeepSpeed) or those of a block together (FSDP); ``products``: the format that matrix
-    products run in, "" for that of their operands; ``measured``, ``streams``, ``attentions``: tables of products, of what is
-    bound by memory and of attention that stand before the formula.
+    in a collective of its own, when it is called for and beside nothing (DeepSpeed), or those of a block together (FSDP);
+    ``merged_loss``: whether the cross entropy is one kernel each way although the rest is not compiled (FlashAttention's,
+    Liger's); ``products``: the format that matrix products run in, "" for that of their operands; ``measured``, ``streams``,
+    ``attentions``: tables of products, of what is bound by memory and of attention that stand before the formula.
     ``sources``: of every number.
     """
 
@@ -111,6 +112,7 @@ class Device:
     streams: tuple[MeasuredStream, ...] = ()
     attentions: tuple[MeasuredAttention, ...] = ()
     alone: bool = False
+    merged_loss: bool = False
     fused: bool = True
     overlapped: bool = False
     accumulates: bool = False

@@ -171,12 +171,13 @@ class Cluster:
     def with_kernels(
         self, attention: str | None = None, fused: bool | None = None, overlapped: bool | None = None,
         accumulates: bool | None = None, repeats: bool | None = None, alone: bool | None = None,
+        merged_loss: bool | None = None,
     ) -> Cluster:
         """The same cluster with other software: the devices' ``attention`` kernel ("flash1", "flash2", "flash3"), whether
         chains of pointwise operators run ``fused`` (compiled) or one by one (eager), whether products run their collectives
         ``overlapped``, in pieces (Transformer Engine), whether a product ``accumulates`` gradients itself, whether
-        recomputation ``repeats`` whole blocks (Megatron-LM) and whether ZeRO moves every parameter ``alone`` (DeepSpeed). None
-        leaves it as it is."""
+        recomputation ``repeats`` whole blocks (Megatron-LM), whether ZeRO moves every parameter ``alone`` (DeepSpeed) and
+        whether the loss is one kernel (``merged_loss``: FlashAttention's, Liger's). None leaves it as it is."""
         islands = []
         for island in self.islands:
             device = island.device
@@ -190,6 +191,7 @@ class Cluster:
                 accumulates=device.accumulates if accumulates is None else accumulates,
                 repeats=device.repeats if repeats is None else repeats,
                 alone=device.alone if alone is None else alone,
+                merged_loss=device.merged_loss if merged_loss is None else merged_loss,
             )
             islands.append(replace(island, device=device))
         return Cluster(tuple(islands))

@@ -45,6 +45,9 @@ _LOSS_EAGER = (6.0, 10.0)
 """Passes of one kernel a step: the maximum, the difference (2), its exponential (2) and their sum; a copy, the difference, the
 exponential, the factor and the mask (2 each). Logits of 16 bits are cast before and the gradient after, each a pass and a half;
 the same count holds for Megatron-LM's."""
+_LOSS_MERGED = (1.0, 2.0)
+"""Passes over the logits in their own format of a cross entropy that is one kernel each way: read; read, and written as the
+gradient in their place."""
 _CAST: Mapping[str, int] = {"f8e4m3": 1}
 """Formats whose operands are read and written once more before a product, and the bytes of an element in them."""
 _RAMP = (150.0, 450.0)
@@ -269,6 +272,10 @@ def _attention_by_formula(operator: Operator, work: Work, device: Device) -> tup
 
 def _loss(work: Work, device: Device) -> tuple[float, float]:
     """Passes over the logits in fp32; casts to it and back where they are narrower."""
+    if device.merged_loss:
+        pass_ = math.prod(work.operands[0]) * work.reads.itemsize
+        ahead, back = (_moved("loss", passes * pass_, work.reads, device) for passes in _LOSS_MERGED)
+        return ahead, back
     width = max(4, work.makes.itemsize)
     pass_ = math.prod(work.operands[0]) * width
     cast = (1 + work.reads.itemsize / width) * pass_ if work.reads.itemsize < width and not device.fused else 0.0

@@ -308,7 +308,7 @@ class Costs:
             gather = gathers * share("all_gather", variant.shard_axes, self.itemsize)
             vector[gather_at] += gather
             vector[REDUCE] += gather if variant.zero == 3 else 0.0
-        if unit.root:  # gathered before the first operator and reduced after the last: nothing hides that
+        if unit.root or self.device.alone:  # before the first operator and after the last, or where they are called for
             vector[SEND] = vector[GATHER] + vector[GATHER_ONCE]
             vector[SEND_BACK] += vector[REDUCE] + vector[REDUCE_ONCE]
             vector[GATHER : REDUCE_ONCE + 1] = 0.0
