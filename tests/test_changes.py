@@ -23,8 +23,8 @@ from tests.test_pinning import graph
 
 @pytest.mark.parametrize(
     ("model", "cluster", "pins"),
-    [("llama", "a100:1x2", {"pp": 2, "dp": 1, "tp": 1, "microbatches": 2, "schedule": "1f1b", "recompute": "none"}),
-     ("mixtral", "a100:1x4", {"dp": 4, "ep": 2, "zero": 3})],
+    [("llama", "v100:1x2", {"pp": 2, "dp": 1, "tp": 1, "microbatches": 2, "schedule": "1f1b", "recompute": "none"}),
+     ("mixtral", "v100:1x4", {"dp": 4, "ep": 2, "zero": 3})],
     ids=str,
 )
 def test_changes_are_what_planning_them_gives(model: str, cluster: str, pins: Mapping[str, Any]) -> None:
@@ -33,7 +33,7 @@ def test_changes_are_what_planning_them_gives(model: str, cluster: str, pins: Ma
     found = {change.what: change for change in changes(plan)}
     assert all(change.gain >= 0.01 for change in found.values())
     faster = next(change for what, change in found.items() if what.startswith("as many"))
-    where = cluster.replace("a100", faster.what.split()[-1])
+    where = cluster.replace("v100", faster.what.split()[-1])
     assert faster.step_seconds == pytest.approx(reprice(plan, where).predicted.step_seconds)
     assert faster.gain == pytest.approx(step / faster.step_seconds - 1)
     if "pp" in pins:

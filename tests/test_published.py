@@ -270,7 +270,7 @@ def test_a_rate_alone_is_read(rows):
 
 
 def test_a_row_goes_through_the_planner(published):
-    result = published.price({**SMALL, "notes": "FlashAttention-2"})
+    result = published.price({**SMALL, "notes": "FlashAttention-2, fused_crossentropy"})
     assert result.reason == ""
     assert result.low_seconds == result.high_seconds == pytest.approx(result.predicted_seconds)
     assert 1e-5 < result.predicted_seconds < 0.1
