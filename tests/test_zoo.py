@@ -127,6 +127,8 @@ def test_the_planners_own_best_is_not_slower() -> None:
     assert row.best.free_bytes > (row.predicted.free_bytes or 0.0)  # what ran is held to all there is, what we would do is not
     assert row.best.capacity_bytes < row.capacity_bytes
     assert "left free; rests on" in " ".join(_text([row], search=True).split())
+    wide = replace(row, best=replace(row.best, hidden=0.25, gathers_over=1024))
+    assert all(word in _text([wide], search=True) and word not in _text([row], search=True) for word in ("25%", "1024"))
 
 
 def test_what_does_not_fit_is_priced_and_says_so() -> None:

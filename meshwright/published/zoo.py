@@ -140,6 +140,11 @@ class System:
         return replace(pins, zero=zero_of_stages(pins.zero, pins.pp or 1), loss_rows=0)
 
 
+GATHERED = 512
+"""Devices of the largest measured run whose gathers hide behind compute: FSDP on H100 (llm-foundry, ``steps.csv``). DeepSpeed's
+ZeRO-3 over more took what nothing hides."""
+
+
 def zero_of_stages(level: int | None, pp: int) -> int | None:
     """The ZeRO level at which a published run is planned, with a pipeline at most 1: there FSDP, under torch's schedules, and
     Megatron's distributed optimizer add up whole gradients over the micro-batches and reduce once a step (DeepSpeed refuses
@@ -150,7 +155,8 @@ def zero_of_stages(level: int | None, pp: int) -> int | None:
 @dataclass(frozen=True)
 class PricedSystem:
     """Predictions of one plan: seconds of a step, per device TFLOP/s (as the source counts), MFU and tokens/s; bytes, of those
-    there are to use, beside those left free; the regime of the step, and measured over predicted seconds there."""
+    there are to use, beside those left free; the regime of the step, and measured over predicted seconds there; without a
+    pipeline the share of the step that communication takes beside compute (``hidden``); over how many ranks ZeRO-3 gathers."""
 
     layout: str
     step_seconds: float
@@ -163,6 +169,8 @@ class PricedSystem:
     free_bytes: float | None = None
     regime: str = ""
     likely: tuple[float, float] | None = None
+    hidden: float | None = None
+    gathers_over: int = 0
 
 
 @dataclass(frozen=True)
@@ -293,11 +301,13 @@ def _planned(system: System, graph: Graph, cluster: Cluster, pins: Pins) -> Pric
     if system.published.counts == "recompute" and all(group.recompute == "full" for group in plan.groups if group.path):
         tflops = recompute_flops(system) / seconds / cluster.world / 1e12
     tokens = (predicted.tokens_per_second or 0.0) / cluster.world
-    likely = spread(cluster, plan.mesh)
+    likely, moved = spread(cluster, plan.mesh), predicted.communication_seconds
     return PricedSystem(
         layout_of(plan), seconds, tflops, tflops * 1e12 / peak, tokens, predicted.bytes_per_rank,
         capacity_bytes=predicted.capacity_bytes, free_bytes=predicted.free_bytes,
         regime=regime(plan.mesh, cluster.per_node), likely=(likely.low, likely.high),
+        hidden=None if moved is None else (moved - (predicted.exposed_communication_seconds or 0.0)) / seconds,
+        gathers_over=max((plan.mesh.size(group.shard_axes) for group in plan.groups if group.zero == 3), default=0),
     )
 
 
@@ -359,6 +369,11 @@ def _faster(row: Comparison) -> str:
     if row.best.likely is not None:
         words.append(f"rests on {row.best.regime}: runs took {row.best.likely[0]:.2f} to {row.best.likely[1]:.2f} times "
                      "what was predicted without them")
+    if row.best.hidden:
+        words.append(f"{row.best.hidden:.0%} of the step is communication behind compute")
+    if row.best.gathers_over > GATHERED:
+        words.append(f"its ZeRO-3 gathers over {row.best.gathers_over} devices, and no run over more than {GATHERED} says that "
+                     "those hide")
     return "; ".join(words)
 
 
