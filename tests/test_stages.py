@@ -12,7 +12,7 @@ import pytest
 from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import received
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
-from meshwright.compiler.pipeline.stage_bound import cannot_run_in, fractional_bound, link_bound
+from meshwright.compiler.pipeline.stage_bound import Bound, cannot_run_in, fractional_bound, link_bound
 from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_bound
 from meshwright.cost.timeline import peak_bytes, simulate
 from meshwright.ir.schedules import ScheduleError, illegal, schedule_of, schedule_table, schedules
@@ -36,6 +36,15 @@ def random_units(n: int, seed: int) -> list[Unit]:
     rng = np.random.default_rng(seed)
     columns = rng.random((9, n))
     return [Unit(f"u{i}", *columns[:6, i], 0.5 * columns[6, i], 0.1 * columns[7, i], 0.1 * columns[8, i]) for i in range(n)]
+
+
+def bound_of(
+    units: list[Unit], pp: int, virtual: tuple[int, int], name: str, m: int, room: float, outside: OutsideSeconds,
+    cutoff: float = 0.0,
+) -> Bound:
+    """``step_bound`` of units that may be cut anywhere."""
+    known = Intervals.of([units], range(len(units) + 1))
+    return step_bound(known, pp, virtual, name, m, np.full(pp, room), outside, cutoff)
 
 
 def brute_force(ways: list[list[Unit]], name: str, pp: int, v: int, m: int, capacity: float) -> list[Option]:
@@ -198,7 +207,7 @@ def test_what_comes_after_slow_links_bounds_every_step(setting: tuple[str, int, 
                     for end, part, hidden in zip(run.end, parts, behind, strict=True)]
             start = max(max(0.0, gather[part].sum() - first[0]) for part, first in zip(parts, run.start, strict=True))
             best = min(best, start + max(ends) + max(optimizer[part].sum() for part in parts))
-        found = step_bound([units], pp, (1, 1), name, m, [1e9] * pp, OutsideSeconds(gather, reduce, optimizer, 0.0)).seconds
+        found = bound_of(units, pp, (1, 1), name, m, 1e9, OutsideSeconds(gather, reduce, optimizer, 0.0)).seconds
         assert found <= best * (1 + 1e-9)
         assert seed > 0 or found >= 0.6 * best
 
@@ -212,8 +221,8 @@ def test_one_bound_holds_for_all_numbers_of_stages_a_rank(name: str, alike: bool
     nothing = OutsideSeconds(np.zeros(9), np.zeros(9), np.zeros(9), 1.0)
     capacity = 0.95 * max(cut(units, pp, 2, name, m).memory)
     for room, v in itertools.product((1e9, capacity), (2, 3, 4)):
-        together, whole = (step_bound([units], pp, (2, 4), name, m, [room] * pp, nothing, to) for to in (0.0, math.inf))
-        alone, sharp = (step_bound([units], pp, (v, v), name, m, [room] * pp, nothing, to) for to in (0.0, math.inf))
+        together, whole = (bound_of(units, pp, (2, 4), name, m, room, nothing, to) for to in (0.0, math.inf))
+        alone, sharp = (bound_of(units, pp, (v, v), name, m, room, nothing, to) for to in (0.0, math.inf))
         assert together.seconds <= whole.seconds * (1 + 1e-5)
         assert whole.seconds <= sharp.seconds * (1 + 1e-5)
         assert alone.seconds <= sharp.seconds * (1 + 1e-5)
@@ -221,7 +230,7 @@ def test_one_bound_holds_for_all_numbers_of_stages_a_rank(name: str, alike: bool
         every = brute_force([units], name, pp, v, m, room)
         assert not every or sharp.seconds <= every[0][2] * (1 + 1e-9)
         if every and sharp.by == "whole":  # no more is asked than whether less than so many seconds are possible
-            asked = step_bound([units], pp, (v, v), name, m, [room] * pp, nothing, 1.02 * alone.seconds)
+            asked = bound_of(units, pp, (v, v), name, m, room, nothing, 1.02 * alone.seconds)
             assert asked.seconds <= min(1.02 * alone.seconds, every[0][2]) * (1 + 1e-5)
 
 

@@ -77,44 +77,43 @@ class Intervals:
     """Sums over the intervals of n units, each of which runs under one of several options.
 
     prefix: [6, options, n + 1], sums of forward, backward_input, backward_weight, state, saved, pending before each position
-    transient: [options, n + 1, n + 1], the largest of an interval
+    peak: [options, n], transient bytes of a unit
     value, gradient: [n + 1], seconds to cross a position forward and backward
     """
 
     prefix: np.ndarray
-    transient: np.ndarray
+    peak: np.ndarray
     value: np.ndarray
     gradient: np.ndarray
 
     @classmethod
     def of(cls, options: Sequence[Sequence[Unit]], positions: Sequence[int]) -> Intervals:
         """``positions``: where cuts are allowed, from 0 to the number of units; what lies between two becomes one unit."""
-        per_unit = np.array(
-            [
-                [
-                    (
-                        u.forward,
-                        u.backward_input,
-                        u.backward_weight,
-                        u.state,
-                        u.saved,
-                        u.saved if u.pending is None else u.pending,
-                    )
-                    for u in units
-                ]
-                for units in options
-            ],
-            dtype=np.float64,
+        columns = np.array(
+            [[(u.forward, u.backward_input, u.backward_weight, u.state, u.saved, u.saved if u.pending is None else u.pending,
+               u.transient) for u in units] for units in options], dtype=np.float64,
         ).transpose(2, 0, 1)
-        sums = np.concatenate([np.zeros((6, len(options), 1)), np.cumsum(per_unit, axis=2)], axis=2)[:, :, positions]
-        peak = np.maximum.reduceat(np.array([[u.transient for u in units] for units in options]), positions[:-1], axis=1)
-        n = len(positions) - 1
-        transient = np.zeros((len(options), n + 1, n + 1))
-        for i in range(n):
-            transient[:, i, i + 1 :] = np.maximum.accumulate(peak[:, i:], axis=1)
-        crossing = np.zeros((2, n + 1))
-        crossing[:, 1:-1] = [[getattr(options[0][p - 1], name) for p in positions[1:-1]] for name in ("value", "gradient")]
-        return cls(sums, transient, crossing[0], crossing[1])
+        value, gradient = (np.array([getattr(u, name) for u in options[0]]) for name in ("value", "gradient"))
+        return cls.of_columns(columns[:6], columns[6], value, gradient, positions)
+
+    @classmethod
+    def of_columns(
+        cls, columns: np.ndarray, transient: np.ndarray, value: np.ndarray, gradient: np.ndarray, positions: Sequence[int]
+    ) -> Intervals:
+        """The same of numbers: ``columns`` [6, options, units] in the order of ``prefix``, ``transient`` [options, units],
+        seconds to cross behind each unit forward and backward [units]."""
+        sums = np.concatenate([np.zeros((*columns.shape[:2], 1)), np.cumsum(columns, axis=2)], axis=2)[:, :, positions]
+        crossing, inner = np.zeros((2, len(positions))), np.asarray(positions[1:-1], dtype=np.int64) - 1
+        crossing[:, 1:-1] = value[inner], gradient[inner]
+        return cls(sums, np.maximum.reduceat(transient, positions[:-1], axis=1), crossing[0], crossing[1])
+
+    @functools.cached_property
+    def transient(self) -> np.ndarray:
+        """The largest of every interval, [options, n + 1, n + 1]."""
+        largest = np.zeros((self.options, self.count + 1, self.count + 1))
+        for i in range(self.count):
+            largest[:, i, i + 1 :] = np.maximum.accumulate(self.peak[:, i:], axis=1)
+        return largest
 
     @property
     def count(self) -> int:

@@ -126,7 +126,7 @@ def _most(seconds: np.ndarray, budget: np.ndarray, bytes_: np.ndarray, room: np.
 
 def _transient(units: Intervals, pp: int, turns: bool) -> np.ndarray:
     """Bytes of transients that a rank cannot avoid [pp]: of the least of its units, of the one that it must have."""
-    each = np.array([units.transient[:, i, i + 1].min() for i in range(units.count)])
+    each = units.peak.min(axis=0)
     least = np.full(pp, each[1:-1].min() if len(each) > 2 else 0.0)
     least[0] = max(least[0], each[0])
     end = 0 if turns else -1
@@ -147,8 +147,8 @@ def fractional_bound(
     outside: OutsideSeconds | None = None, cutoff: float = 0.0,
 ) -> Bound:
     """The bound whatever the cut, with any number of stages a rank from the first of ``virtual_stages``, at least 2, to the
-    second. ``capacity``: bytes [pp]. With ``outside``: no step. If divided units run in less than ``cutoff`` seconds, though
-    not in much less (``_WHOLE``), every rank is made to run whole ones; what takes longer than that is not told apart."""
+    second. ``capacity``: bytes [pp]. With ``outside``: no step. If divided units run in less than ``cutoff`` seconds, on few
+    ranks (``_FEW``), every rank is made to run whole ones; what takes longer than that is not told apart."""
     closed, nothing = schedule_of(name).closed, np.zeros(units.count)
     if closed is None:
         return Bound(0.0, "packing")
@@ -163,15 +163,14 @@ def fractional_bound(
     program.time()
     program.outside()
     divided = program.bound()
-    far = pp > _FEW and divided * (1 + _WHOLE) < cutoff < math.inf
-    if divided >= cutoff or far or not program.round():
+    if pp > _FEW or divided >= cutoff or not program.round():
         return Bound(divided, "divided")
     return Bound(max(divided, program.bound(cutoff)), "whole")
 
 
-_FEW, _WHOLE = 8, 0.02
-"""Up to so many ranks whole units are soon asked for; on more, where they take longer by no more than this part, as they seldom
-do, only if that could matter."""
+_FEW = 8
+"""Up to so many ranks whole units are asked for: with more they take up to seconds, and hardly longer than divided ones
+(chosen; what is not asked leaves a lower bound lower)."""
 _SAFE = 1 + 1e-6
 """More than what the solvers' tolerance can make of a bound."""
 

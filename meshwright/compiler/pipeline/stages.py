@@ -126,30 +126,28 @@ def cut(
 
 
 def step_bound(
-    options: Sequence[Sequence[Unit]], pp: int, virtual_stages: tuple[int, int], schedule: str, microbatches: int,
-    capacity: Sequence[float], outside: OutsideSeconds, cutoff: float = 0.0,
+    units: Intervals, pp: int, virtual_stages: tuple[int, int], schedule: str, microbatches: int, capacity: np.ndarray,
+    outside: OutsideSeconds, cutoff: float = 0.0,
 ) -> Bound:
     """Seconds of a step that no cut can beat, with any number of stages a rank from the first to the second of
     ``virtual_stages`` (1 and 1, or both at least 2) at once; inf where it is proven that none fits. Needs no table.
 
-    ``options``: the same units run otherwise (recomputation, ZeRO), of which every stage takes one.
-    ``outside``: what they add outside the micro-batches.
+    ``capacity``: bytes [pp].
+    ``outside``: what the units add outside the micro-batches.
     ``cutoff``: seconds above which nothing sharper is needed.
     """
-    positions, room = _positions(options[0]), np.asarray(capacity)
-    units, outside = Intervals.of(options, positions), outside.at(positions)
     packed = packing_bound(units, schedule, pp, microbatches)
     packed = max(packed, link_bound(units, schedule, pp, virtual_stages, microbatches))
     packed += float(outside.gather[0] + outside.optimizer.sum() / pp)
     if packed >= cutoff > 0:
         return Bound(packed, "packing")
     for asked in dict.fromkeys((math.inf, cutoff)):
-        if asked > 0 and cannot_run_in(units, schedule, pp, virtual_stages, microbatches, room, outside, asked):
+        if asked > 0 and cannot_run_in(units, schedule, pp, virtual_stages, microbatches, capacity, outside, asked):
             return Bound(asked, "packing")
     if virtual_stages == (1, 1):
-        alone = _single_bound(units, pp, schedule, microbatches, room, outside)
+        alone = _single_bound(units, pp, schedule, microbatches, capacity, outside)
         return Bound(max(packed, alone), "stages")
-    bound = fractional_bound(units, schedule, pp, virtual_stages, microbatches, room, outside, cutoff)
+    bound = fractional_bound(units, schedule, pp, virtual_stages, microbatches, capacity, outside, cutoff)
     return bound._replace(seconds=max(packed, bound.seconds))
 
 
@@ -171,7 +169,7 @@ def _problem(
     units = options[0]
     if len({len(one) for one in options}) != 1:
         raise StageError(f"every option must list the same {len(units)} units, got {[len(one) for one in options[1:]]}")
-    positions = _positions(units)
+    positions = positions_of(np.array([unit.value + unit.gradient for unit in units]))
     if table.stages > len(positions) - 1:
         raise StageError(
             f"{table.name} with pp={table.pp} and virtual_stages={virtual_stages} needs {table.stages} stages, but the model "
@@ -183,9 +181,9 @@ def _problem(
     return Cutting(table, virtual_stages, Intervals.of(options, positions), room, overlap, tuple(positions))
 
 
-def _positions(units: Sequence[Unit]) -> list[int]:
-    """Where cuts are allowed."""
-    return [0, *(i + 1 for i, u in enumerate(units[:-1]) if math.isfinite(u.value + u.gradient)), len(units)]
+def positions_of(crossing: np.ndarray) -> list[int]:
+    """Where cuts are allowed, with both ends. ``crossing``: seconds to send what crosses behind each unit; inf: no cut."""
+    return [0, *(np.flatnonzero(np.isfinite(crossing[:-1])) + 1).tolist(), len(crossing)]
 
 
 def _result(problem: Cutting, found: Found) -> Cuts:

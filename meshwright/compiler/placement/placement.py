@@ -167,8 +167,8 @@ class Placements:
         kinds = tuple(replace(k, variants=k.variants[:1], variant_costs=k.variant_costs[:1]) for k in chain.kinds)
         rows = chain.time_rows.copy()
         sequence = tuple(chain.sequence[n] for n in self.folded.serves)
-        first = [np.sum([u.min(axis=0) for u in chain.kinds[k].variants[0].unary], axis=0) for k in sequence]
-        least = np.sum(first, axis=0)
+        first = {k: np.sum([u.min(axis=0) for u in chain.kinds[k].variants[0].unary], axis=0) for k in dict.fromkeys(sequence)}
+        least = np.sum([first[k] for k in sequence], axis=0)
         seconds, saved = float((rows @ least).max()), float(sum(v for v in [least[SAVED]] if np.isfinite(v)))
         rows[:, SAVED] += _LIGHT * seconds / saved if saved else 0.0
         return replace(chain, kinds=kinds, sequence=sequence, time_rows=rows)

@@ -18,8 +18,9 @@ that are best with memory unlimited.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cached_property
 
@@ -44,6 +45,7 @@ ROUNDING = 0.03
 rounding to whole tiles can save no more. tests/test_joint.py looks for a sample that saves more and finds none. A certificate
 whose bound rests on this says so (``Branch.firm`` is the bound without)."""
 
+_but_stages = operator.attrgetter(*(one.name for one in fields(Candidate) if one.name != "virtual_stages"))
 
 Placing = tuple[int, int, int, int, int]
 """What a placement is solved for: tensor ranks, samples, ranks of the sequence, of the experts, near ones for heads."""
@@ -147,12 +149,12 @@ class CandidateBounds:
     def start(self, listed: Sequence[Candidate]) -> list[Branch]:
         """The nodes of all candidates, at the level FLOPS."""
         self.counts.considered += len(listed)
-        alike: dict[Candidate, list[int]] = {}
+        alike: dict[tuple[object, ...], list[Candidate]] = {}
         for candidate in listed:
-            alike.setdefault(replace(candidate, virtual_stages=1), []).append(candidate.virtual_stages)
+            alike.setdefault(_but_stages(candidate), []).append(candidate)
         nodes = []
-        for one, virtual in alike.items():
-            first = replace(one, virtual_stages=virtual[0])
+        for group in alike.values():
+            first, virtual = group[0], [candidate.virtual_stages for candidate in group]
             bound = floor(first, self.floors.work(first), virtual[-1])
             nodes.append(Branch(bound, Level.FLOPS, next(self._numbers), first, tuple(virtual), bound))
         return nodes

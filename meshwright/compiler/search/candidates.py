@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from sympy import divisors
@@ -124,18 +124,23 @@ def _under(
     pins: Pins, batch: int, cluster: Cluster, units: int, tokens: int, mirrored: bool, experts: int, exchanged: tuple[int, int]
 ) -> list[Candidate]:
     """Every candidate under some pins."""
-    return [
-        replace(candidate, expert=expert, heads=heads)
-        for pp in _degrees("pp", pins, min(cluster.world, units), cluster.world)
-        for tensor in _degrees("tp", pins, cluster.world // pp, cluster.world // pp)
-        for context in _contexts(pins, cluster.world // pp // tensor, tokens)
-        for heads in near_ranks(context, tensor, cluster, pins, exchanged)
-        for candidate in _of_layout(
-            pp, cluster.world // pp // tensor // context, tensor, context, mirrored and context > 1, batch, pins, units
-        )
-        for expert in _degrees("ep", pins, candidate.data, math.gcd(candidate.data, experts))
-        if any(n in (1, candidate.data) or n % expert == 0 for n in _shards(candidate.data, pins))
-    ]
+    found: list[Candidate] = []
+    for pp in _degrees("pp", pins, min(cluster.world, units), cluster.world):
+        stages: dict[int, list[tuple[str, int]]] = {}
+        for tensor in _degrees("tp", pins, cluster.world // pp, cluster.world // pp):
+            for context in _contexts(pins, cluster.world // pp // tensor, tokens):
+                data = cluster.world // pp // tensor // context
+                counts, splits = _counts(data, batch, pins), _expert_degrees(data, experts, pins)
+                for heads in near_ranks(context, tensor, cluster, pins, exchanged) if counts and splits else ():
+                    for count in counts:
+                        if count not in stages:
+                            stages[count] = list(_schedules(pp, count, pins, units))
+                        found += (
+                            Candidate(pp, virtual, schedule, data, tensor, count, batch // data // count, None, context,
+                                      mirrored and context > 1, expert, heads)
+                            for schedule, virtual in stages[count] for expert in splits
+                        )
+    return found
 
 
 def _degrees(name: str, pins: Pins, most: int, of: int) -> list[int]:
@@ -165,17 +170,19 @@ def near_ranks(context: int, tensor: int, cluster: Cluster, pins: Pins, exchange
     return [1, *near[-1:]] if tokens % context == 0 else [1]
 
 
-def _of_layout(
-    pp: int, data: int, tensor: int, context: int, mirrored: bool, batch: int, pins: Pins, units: int
-) -> Iterator[Candidate]:
-    if not pins.allows("dp", data) or batch % data or not _shards(data, pins):
-        return
-    for count in divisors(batch // data):
-        if pins.allows("microbatches", count) and pins.allows("micro_batch", batch // data // count):
-            for schedule, virtual in _schedules(pp, count, pins, units):
-                yield Candidate(
-                    pp, virtual, schedule, data, tensor, count, batch // data // count, None, context, mirrored
-                )
+def _counts(data: int, batch: int, pins: Pins) -> list[int]:
+    """Micro-batches of a step that the batch of ``data`` ranks divides into."""
+    if not pins.allows("dp", data) or batch % data:
+        return []
+    return [count for count in divisors(batch // data)
+            if pins.allows("microbatches", count) and pins.allows("micro_batch", batch // data // count)]
+
+
+def _expert_degrees(data: int, experts: int, pins: Pins) -> list[int]:
+    """Of ``data`` ranks, those that may split the experts, so that some ranks that share the state can."""
+    shards = _shards(data, pins)
+    return [n for n in _degrees("ep", pins, data, math.gcd(data, experts))
+            if any(shard in (1, data) or shard % n == 0 for shard in shards)]
 
 
 def _schedules(pp: int, count: int, pins: Pins, units: int) -> Iterator[tuple[str, int]]:

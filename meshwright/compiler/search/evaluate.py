@@ -26,7 +26,7 @@ import numpy as np
 
 from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import least_in_flight, received
-from meshwright.compiler.pipeline.intervals import OutsideSeconds
+from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK, Variant
 from meshwright.compiler.placement.rows import NONE, Placement
 from meshwright.compiler.search.candidates import Candidate
@@ -131,7 +131,7 @@ class Evaluator:
             self.work["alone"] += 1
             return self._alone(candidate, degrees, zero, placement, capacity)
         variants, marks = self._variants(candidate, degrees, zero, placement)
-        crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
+        crossing = self._crossing(degrees, placement)
         table = self.table(candidate)
         cuts = self._cut(candidate, placement, variants, crossing, table, capacity, cutoff)
         chosen = np.zeros(len(self.names), dtype=int)
@@ -152,7 +152,7 @@ class Evaluator:
         if candidate.pp == 1:
             seconds = self._step_alone(candidate, placement, units)
             return self._whole(candidate, degrees, zero, placement, units, plain, marks, seconds, seconds)
-        crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
+        crossing = self._crossing(degrees, placement)
         table, each = self.table(candidate), self._stage_units(units, crossing)
         whole = [_joined(each[start:stop]) for start, stop in itertools.pairwise(starts)]
         cuts = stages.cut(whole, candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches,
@@ -182,9 +182,11 @@ class Evaluator:
         candidate's to ``most`` if that is more; inf if it is proven that nothing fits. ``cutoff``: seconds above which nothing
         sharper is needed."""
         kinds = self.kinds(candidate, zero)
-        crossing = np.array([self.costs.crossing(degrees, bytes_) for bytes_ in placement.crossing])
+        crossing = self._places(self._crossing(degrees, placement))
         variants = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
-        options = [self._stage_units(variant, crossing) for variant in variants]
+        positions = stages.positions_of(crossing)
+        columns = np.array([_columns(variant) for variant in variants]).transpose(1, 0, 2)
+        units = Intervals.of_columns(columns[[0, 1, 2, 3, 4, 4]], columns[5], crossing, crossing, positions)
         several = candidate.virtual_stages, max(candidate.virtual_stages, most)
         schedule, pp, count = candidate.schedule, candidate.pp, candidate.microbatches
         slack = placement.bound / placement.seconds
@@ -192,9 +194,9 @@ class Evaluator:
         outside = OutsideSeconds(variants[0].gather, variants[0].reduce, variants[0].optimizer, slowed)
         boundary = received(schedule, pp, several[0], count) * max(placement.crossing[:-1])
         boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += count * placement.outputs
-        room = np.maximum(self.capacity - boundary, 1.0).tolist()
+        room = np.maximum(self.capacity - boundary, 1.0)
         asked = cutoff / slack
-        bound = stages.step_bound(options, pp, several, schedule, count, room, outside, asked)
+        bound = stages.step_bound(units, pp, several, schedule, count, room, outside.at(positions), asked)
         self.work["packing"] += 1
         self.work["rank alone"] += pp * (bound.by == "stages")
         self.work["rank of divided units"] += pp * (bound.by in ("divided", "whole"))
@@ -273,10 +275,20 @@ class Evaluator:
                           "needed (no logits), give loss_fn=mw.loss_alone.")
             raise DoesNotFitError(words, capacity + error.excess, error.proven) from None
 
+    def _crossing(self, degrees: Degrees, placement: Placement) -> Array:
+        """Seconds to send what crosses a boundary behind every position."""
+        seconds = {bytes_: self.costs.crossing(degrees, bytes_) for bytes_ in dict.fromkeys(placement.crossing)}
+        return np.array([seconds[bytes_] for bytes_ in placement.crossing])
+
+    def _places(self, crossing: Array) -> Array:
+        """The same, inf where no stage can start because others are pinned."""
+        if not self.forced:
+            return crossing
+        return np.where(np.isin(np.arange(len(crossing)) + 1, self.forced), crossing, np.inf)
+
     def _stage_units(self, units: Units, crossing: Array) -> list[stages.Unit]:
-        places = crossing if not self.forced else np.where(np.isin(np.arange(len(crossing)) + 1, self.forced), crossing, np.inf)
-        columns = (units.forward, units.backward - units.weight, units.weight, units.state, units.saved, units.transient)
-        rows = zip(self.names, *(c.tolist() for c in columns), places.tolist(), places.tolist(), strict=True)
+        places = self._places(crossing).tolist()
+        rows = zip(self.names, *(column.tolist() for column in _columns(units)), places, places, strict=True)
         return [stages.Unit(*row) for row in rows]
 
     def _result(
@@ -388,6 +400,11 @@ class Evaluator:
         forward = np.array([placement.rows[row].activations[NONE][0] for row in placement.sequence])
         exposed = self.costs.exposed(units.gather, forward) + self.costs.exposed(units.reduce, units.backward)
         return float(candidate.microbatches * units.work + exposed.sum() + units.optimizer.sum())
+
+
+def _columns(units: Units) -> tuple[Array, ...]:
+    """Numbers of every unit in the order of ``stages.Unit``."""
+    return units.forward, units.backward - units.weight, units.weight, units.state, units.saved, units.transient
 
 
 def _joined(units: Sequence[stages.Unit]) -> stages.Unit:

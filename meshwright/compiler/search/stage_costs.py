@@ -44,7 +44,7 @@ from meshwright.compiler.placement.costs import (
     Vector,
 )
 from meshwright.compiler.placement.placement import CONTEXT, TENSOR
-from meshwright.compiler.placement.rows import DATA, EP, NONE, PlacedPosition, Placement
+from meshwright.compiler.placement.rows import DATA, EP, NONE, PlacedPosition, Placement, Use
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
 from meshwright.ir.mesh import HEADS, PP, Mesh
@@ -136,6 +136,9 @@ class StageCosts:
         self._networks: dict[Degrees, Network] = {}
         self._activations: dict[tuple[int, str], tuple[Array, Array, Array]] = {}
         self._priced: dict[tuple[int, Degrees, Variant, bool], StoredCosts] = {}
+        self._read: dict[tuple[tuple[Use, ...], bool], int] = {}
+        self._rows_read: dict[int, list[int]] = {}
+        self._vectors: dict[tuple[Degrees, Variant, int], dict[int, Vector]] = {}
 
     def units(
         self, placement: Placement, degrees: Degrees, zero: int, microbatches: int, split: bool, recompute: str,
@@ -199,14 +202,25 @@ class StageCosts:
 
     def _parameters(self, placement: Placement, degrees: Degrees, variant: Variant, several: bool) -> StoredCosts:
         if not several:
-            once = np.array([self._row(row, degrees, variant, 1) for row in placement.rows])
+            once = self._vectors_of(placement, degrees, variant, 1)
             return StoredCosts(np.zeros_like(once), once)
-        two, three = (np.array([self._row(row, degrees, variant, m) for row in placement.rows]) for m in (2, 3))
+        two, three = (self._vectors_of(placement, degrees, variant, m) for m in (2, 3))
         with np.errstate(invalid="ignore"):  # what a level cannot hold is inf at both
             each = np.where(np.isinf(two), np.inf, three - two)
             once = np.where(np.isinf(two), np.inf, two - 2 * each)
         once[:, PARAMETERS:], each[:, PARAMETERS:] = two[:, PARAMETERS:], 0.0
         return StoredCosts(each, np.maximum(once, 0.0))
+
+    def _vectors_of(self, placement: Placement, degrees: Degrees, variant: Variant, microbatches: int) -> Array:
+        """Resources of every row's parameters for a whole step; rows of any placement that read the same are priced once."""
+        if id(placement) not in self._rows_read:
+            keys = [(row.uses, row.block) for row in placement.rows]
+            self._rows_read[id(placement)] = [self._read.setdefault(key, len(self._read)) for key in keys]
+        known, read = self._vectors.setdefault((degrees, variant, microbatches), {}), self._rows_read[id(placement)]
+        for number, row in zip(read, placement.rows, strict=True):
+            if number not in known:
+                known[number] = self._row(row, degrees, variant, microbatches)
+        return np.array([known[number] for number in read])
 
     def _row(self, row: PlacedPosition, degrees: Degrees, variant: Variant, microbatches: int) -> Vector:
         """Resources of a row's parameters for a whole step."""
