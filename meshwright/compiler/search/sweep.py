@@ -33,12 +33,14 @@ from meshwright.ir.schedules import schedule_of
 
 _NEAR = 4
 """So many of the best pipelines are tried under other schedules (chosen; no bound rests on it)."""
+_WORTH = 0.03
+"""The second dive solves what may be better than the incumbent by this part: the rest is left to the sweep (chosen)."""
 _DIVE = 0.35
 _ALONE = 0.5
 _ALIKE = 0.75
 """Parts of the limit by which the first dive, the candidates without a pipeline, and the second dive are done."""
 _EFFORT: Mapping[str, float] = {
-    "placement": 0.1, "variant": 0.0007, "alone": 0.001, "packing": 0.003, "rank alone": 0.0015, "rank of divided units": 0.003,
+    "placement": 0.1, "variant": 0.0005, "alone": 0.001, "packing": 0.002, "rank alone": 0.0012, "rank of divided units": 0.0013,
     "pair of ranks of whole units": 0.0025, "cut": 0.015, "stage cut": 6e-7, "action simulated": 6e-8,
     "stage that does not fit": 0.004,
 }
@@ -243,33 +245,33 @@ class Sweep:
     def _second_dive(self, nodes: list[Branch]) -> list[Branch]:
         """Solve the best pipelines under the other schedules, each with 1, 2, 4, ... stages a rank."""
         best = dict.fromkeys(_pipeline(e.candidate) for e in self.solved if e.candidate.pp > 1)
-        order = {pipeline: number for number, pipeline in enumerate([*best][:_NEAR])}
-        fresh = [node for node in nodes if node.level < Level.KEPT and _pipeline(node.candidate) in order]
+        near = set([*best][:_NEAR])
+        fresh = [node for node in nodes if node.level < Level.KEPT and _pipeline(node.candidate) in near]
         taken = {node.number for node in fresh}
         single = [self.bounds.part(node, [virtual]) for node in fresh for virtual in node.virtual]
         chosen = [node for node in single if node.candidate.virtual_stages.bit_count() == 1]
         left = [self.bounds.part(node, others) for node in fresh
                 if (others := [virtual for virtual in node.virtual if virtual.bit_count() > 1])]
-        chosen.sort(key=lambda node: (order[_pipeline(node.candidate)], -node.candidate.virtual_stages, node.number))
-        return [node for node in nodes if node.number not in taken] + left + self._dive(chosen, _ALIKE * self.limit)
+        return [node for node in nodes if node.number not in taken] + left + self._dive(chosen, _ALIKE * self.limit, _WORTH)
 
-    def _dive(self, nodes: Sequence[Branch], deadline: float) -> list[Branch]:
-        """Solve each of some candidates at once, in one of its ways to keep parameters; what is left of them all."""
-        left: list[Branch] = []
-        for node in nodes:
-            if self.effort > deadline or self._hopeless(node):
+    def _dive(self, nodes: Sequence[Branch], deadline: float, worth: float = 0.0) -> list[Branch]:
+        """Solve some candidates best first, each in one of its ways to keep parameters, as long as one may be better than the
+        incumbent by the part ``worth`` (and by more than the gap); what is left of them all."""
+        heap, left, solved = list(nodes), list[Branch](), set[Candidate]()
+        heapq.heapify(heap)
+        while heap and self.effort <= deadline and heap[0].bound < min(self._cutoff, self._incumbent * (1 - worth)):
+            node = heapq.heappop(heap)
+            if node.candidate in solved:
                 left.append(node)
                 continue
+            if node.level is Level.DIVIDED:
+                self._solve(node)
+                solved.add(node.candidate)
+                continue
             self._report(node, self.effort / self.limit)
-            variants = [variant for placed in self.bounds.place(node) for variant in self.bounds.keep(placed)]
-            for number, variant in enumerate(variants):
-                divided = [] if self._hopeless(variant) else self.bounds.divide(variant, self._cutoff)
-                if divided and not self._hopeless(divided[0]):
-                    self._solve(divided[0])
-                    left += variants[number + 1 :]
-                    break
-                left += divided or ([variant] if self._hopeless(variant) else [])
-        return left
+            for child in self.bounds.sharper(node, self._cutoff):
+                heapq.heappush(heap, child)
+        return left + heap
 
     def _hopeless(self, node: Branch) -> bool:
         """Whether nothing better than the incumbent, by more than the gap, can come of it."""

@@ -180,11 +180,11 @@ def _table(schedule: PipelineSchedule, pp: int, virtual_stages: int, microbatche
 
 def _read(lines: Iterable[Line]) -> tuple[tuple[Action, ...], ...]:
     """Actions of every rank, however they were written."""
-    parts = (line.split() if isinstance(line, str) else line for line in lines)
     def action(one: str | tuple[int, str, int]) -> Action:
-        return one if isinstance(one, Action) else Action.parse(one) if isinstance(one, str) else Action(*one)
+        return Action.parse(one) if isinstance(one, str) else Action(*one)
 
-    return tuple(tuple(map(action, part)) for part in parts)
+    parts = (line.split() if isinstance(line, str) else line for line in lines)
+    return tuple(tuple(one if type(one) is Action else action(one) for one in part) for part in parts)
 
 
 @functools.lru_cache(maxsize=4096)

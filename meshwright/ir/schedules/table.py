@@ -77,7 +77,21 @@ class Table:
     @cached_property
     def split(self) -> bool:
         """Whether some backward is split into I and W."""
-        return any(action.kind == "I" for rank in self.ranks for action in rank)
+        return bool((self.numbers[1] == _KINDS["I"]).any())
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """The place of every rank's first action among those of all ranks, and their number."""
+        return np.cumsum([0, *map(len, self.ranks)])
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """Stage, kind (its place in ``COMPUTED``, or -1) and micro-batch of every action, rank after rank, int [3, actions]."""
+        flat = [(stage, _KINDS.get(kind, -1), microbatch) for actions in self.ranks for stage, kind, microbatch in actions]
+        found = np.array(flat or np.zeros((0, 3), dtype=np.int64))
+        if found.dtype.kind not in "iu":
+            raise ScheduleError(f"{self.name}: stages and micro-batches of actions are whole numbers, got {found.dtype}")
+        return found.T
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(s for s, r in enumerate(self.stage_rank) if r == rank)
@@ -120,40 +134,65 @@ class Table:
 
 def _counts(table: Table, rank: int) -> np.ndarray:
     """Counts after every forward and every I, int [events, 2, stages]; raises if an action is missing, doubled or early."""
-    column = {s: v for v, s in enumerate(table.stages_of(rank))}
-    state = {(s, m): 0 for s in column for m in range(table.microbatches)}  # 0 -F-> 1 -B-> 3;  1 -I-> 2 -W-> 3
-    steps = {("F", 0): (1, 1, 0), ("B", 1): (3, -1, 0), ("I", 1): (2, -1, 1), ("W", 2): (3, 0, -1)}
-    changes = np.zeros((len(table.ranks[rank]), 2, len(column)), dtype=np.int64)
-    of_column, of_changes, seen = list[int](), list[tuple[int, int]](), list[bool]()
-    for action in table.ranks[rank]:
-        step = steps.get((action.kind, state.get((action.stage, action.microbatch), -1)))
-        if step is None:
-            raise ScheduleError(
-                f"{table.name}: rank {rank} runs {action} where it cannot: not a stage of this rank "
-                f"({sorted(column)}), not one of {table.microbatches} micro-batches, run twice, or before the action it "
-                "follows (F, then B, or I then W)"
-            )
-        state[action.stage, action.microbatch] = step[0]
-        of_column.append(column[action.stage])
-        of_changes.append(step[1:])
-        seen.append(action.kind in "FI")
-    left = [key for key, value in state.items() if value != 3]
-    if left:
-        s, m = left[0]
-        raise ScheduleError(f"{table.name}: rank {rank} never finishes micro-batch {m} of stage {s}")
-    changes[np.arange(len(seen)), :, of_column] = of_changes
-    return np.asarray(changes.cumsum(axis=0)[np.array(seen)])
+    own, count = table.stages_of(rank), table.microbatches
+    stage, kind, microbatch = (column[table.starts[rank] : table.starts[rank + 1]] for column in table.numbers)
+    column = np.full(table.stages + 1, -1)
+    column[list(own)] = np.arange(len(own))
+    of_column = column[np.where((stage >= 0) & (stage < table.stages), stage, table.stages)]
+    known = (of_column >= 0) & (microbatch >= 0) & (microbatch < count) & (kind >= 0)
+
+    # every micro-batch of every stage runs F, then B, or I and then W
+    key = np.where(known, of_column * count + microbatch, len(own) * count)
+    place, last, passed = np.empty_like(key), np.empty_like(key), np.arange(len(key))
+    sort = np.argsort(key, kind="stable")
+    begins = np.searchsorted(key[sort], key[sort])
+    place[sort] = passed - begins
+    last[sort] = np.where(passed > begins, kind[sort[passed - 1]], -1)
+    legal = known & (_NEXT[np.minimum(place, 3), last] >> np.maximum(kind, 0) & 1 > 0)
+    if not legal.all():
+        action = table.ranks[rank][int(np.argmin(legal))]
+        raise ScheduleError(
+            f"{table.name}: rank {rank} runs {action} where it cannot: not a stage of this rank "
+            f"({sorted(own)}), not one of {table.microbatches} micro-batches, run twice, or before the action it "
+            "follows (F, then B, or I then W)"
+        )
+    done = np.bincount(key[np.isin(kind, _LAST)], minlength=len(own) * count) > 0
+    if not done.all():
+        s, m = divmod(int(np.argmin(done)), count)
+        raise ScheduleError(f"{table.name}: rank {rank} never finishes micro-batch {m} of stage {own[s]}")
+    changes = np.zeros((len(key), 2, len(own)), dtype=np.int64)
+    changes[passed, :, of_column] = _CHANGES[kind]
+    return np.asarray(changes.cumsum(axis=0)[np.isin(kind, _SEEN)])
+
+
+_KINDS = {kind: number for number, kind in enumerate(COMPUTED)}
+_CHANGES = np.array([(1, 0), (-1, 0), (-1, 1), (0, -1)])
+"""What each kind adds to the micro-batches held between F and B or I, and to those between I and W."""
+_LAST, _SEEN = [_KINDS["B"], _KINDS["W"]], [_KINDS["F"], _KINDS["I"]]
+_NEXT = np.zeros((4, len(COMPUTED) + 1), dtype=np.int64)
+_NEXT[0, -1] = 1 << _KINDS["F"]
+_NEXT[1, _KINDS["F"]] = 1 << _KINDS["B"] | 1 << _KINDS["I"]
+_NEXT[2, _KINDS["I"]] = 1 << _KINDS["W"]
+"""The kinds, as bits, that may come as the n-th after a kind for one micro-batch of one stage."""
 
 
 def maximal(vectors: np.ndarray) -> np.ndarray:
     """The rows that no other row dominates."""
-    flat = np.unique(vectors.reshape(len(vectors), -1), axis=0)
+    flat = _distinct(vectors.reshape(len(vectors), -1))
     flat = flat[np.argsort(-flat.sum(axis=1), kind="stable")]  # what dominates a row has a larger sum
-    kept = np.zeros((0, flat.shape[1]), dtype=flat.dtype)
+    kept = []
     while len(flat):  # the first is maximal; what it dominates goes with it
-        kept = np.concatenate([kept, flat[:1]])
+        kept.append(flat[0])
         flat = flat[(flat > flat[0]).any(axis=1)]
-    return np.unique(kept, axis=0).reshape(len(kept), *vectors.shape[1:])
+    return _distinct(np.array(kept).reshape(len(kept), -1)).reshape(len(kept), *vectors.shape[1:])
+
+
+def _distinct(rows: np.ndarray) -> np.ndarray:
+    """Each row once, in the order of their numbers."""
+    if len(rows) < 2 or not rows.shape[1]:
+        return rows[:1]
+    rows = rows[np.lexsort(rows.T[::-1])]
+    return np.asarray(rows[np.concatenate([[True], (rows[1:] != rows[:-1]).any(axis=1)])])
 
 
 def _margins(table: Table) -> Margins:
@@ -192,9 +231,7 @@ class Order:
 
 def _sort(table: Table) -> Order:
     stages, count = table.stages, table.microbatches
-    starts = np.cumsum([0, *map(len, table.ranks)])
-    flat = [(a.stage, COMPUTED.index(a.kind), a.microbatch) for actions in table.ranks for a in actions]
-    stage, kind, microbatch = np.array(flat, dtype=np.int64).reshape(-1, 3).T
+    starts, (stage, kind, microbatch) = table.starts, table.numbers
     rank = np.repeat(np.arange(table.pp), np.diff(starts))
     last, forward, weights = stages - 1, kind == COMPUTED.index("F"), kind == COMPUTED.index("W")
     back = 1 - forward
@@ -208,7 +245,7 @@ def _sort(table: Table) -> Order:
     needs = np.where(waits, maker[back, source, microbatch], 0)
 
     level = _levels(table, needs.tolist(), starts.tolist())
-    by_level = np.lexsort((np.arange(len(level)), level))
+    by_level = np.argsort(level, kind="stable")
     row = np.zeros(len(level) + 1, dtype=np.int64)
     row[by_level + 1] = np.arange(1, len(level) + 1)
     first = np.zeros(len(level), dtype=bool)
