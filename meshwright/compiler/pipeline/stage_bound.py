@@ -16,8 +16,9 @@ The program knows a rank's first stage, its last one, and all between together: 
 them takes no less than their mean. So its size does not grow with the stages of a rank, and one program bounds a whole range of
 their numbers: what grows with it (transfers, a unit in every stage) is counted for the fewest, the mean for the most.
 
-Divided units fit where whole ones do not, so of the most frequent class a rank takes no more than the whole units that fit it
-(``_Program.whole``). Of crossings the cheapest are assumed, of transients the least that a rank cannot avoid: relaxations.
+Divided units fit where whole ones do not, so of the most frequent class a rank takes no more than the whole units that fit
+its memory and the seconds to beat (``_whole_units``). Of crossings the cheapest are assumed, of transients the least that a
+rank cannot avoid: relaxations.
 """
 
 from __future__ import annotations
@@ -86,10 +87,21 @@ def cannot_run_in(
 ) -> bool:
     """Whether no cut runs in ``seconds`` (inf: at all), with any number of stages a rank from the first to the second of
     ``virtual_stages``: units of the most frequent class are left over when every rank has taken what it can."""
+    classes = _classes(units, outside)
+    most = _whole_units(units, classes, name, pp, virtual_stages, microbatches, capacity, outside.slowed, seconds)
+    return most is not None and bool(most.sum() < classes.members.max())
+
+
+def _whole_units(
+    units: Intervals, known: _Classes, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int,
+    capacity: np.ndarray, slowed: float, seconds: float,
+) -> np.ndarray | None:
+    """Of the most frequent class, how many units each rank runs at most in a step of ``seconds`` (inf: of any length), [pp];
+    None if the schedule does not say."""
     schedule, counts = schedule_of(name), in_flight(name, pp, virtual_stages, microbatches)
     if schedule.closed is None or counts is None:
-        return False
-    classes, kinds, members = _classes(units, outside)
+        return None
+    classes, kinds, members = known
     common, split, turns = int(members.argmax()), schedule.split, schedule.closed.turns
     forward, inputs, weights, state, saved, pending, gather, reduce, optimizer = classes
     # Seconds of a unit for the whole step, and how many its rank has: begin + work + left, or + what it passes back.
@@ -98,7 +110,7 @@ def cannot_run_in(
     down, up = (float(x[1:-1].min()) if units.count > 1 else 0.0 for x in (units.value, units.gradient))
     budget = seconds - float(gather[kinds[0]].min()) - ranks * (down + float(forward.min()))
     tail = ranks * (up + float(back.min()))
-    spent = [(work + outside.slowed * reduce + optimizer, budget)] + [(work + optimizer, budget - tail)] * (not split)
+    spent = [(work + slowed * reduce + optimizer, budget)] + [(work + optimizer, budget - tail)] * (not split)
     bytes_ = state + counts[:, :, 0, :, None, None] * saved + counts[:, :, 1, :, None, None] * pending
     room = np.repeat((capacity - _transient(units, pp, turns))[:, None], counts.shape[1], axis=1)
     for rank, part, kind in ((0, 0, kinds[0]), (0 if turns else pp - 1, -1, kinds[-1])):
@@ -108,7 +120,7 @@ def cannot_run_in(
                 left[rank] -= cost[kind].min()
     least = bytes_[:, :, :, common].min(axis=2)
     fit = np.min([_most(cost[common], left[:, None], least, room) for cost, left in spent], axis=(0, 2))
-    return bool(np.floor(fit + 1e-6).sum() < members[common])
+    return np.asarray(np.floor(np.minimum(fit, members[common]) + 1e-6))
 
 
 def _most(seconds: np.ndarray, budget: np.ndarray, bytes_: np.ndarray, room: np.ndarray) -> np.ndarray:
@@ -147,25 +159,30 @@ def fractional_bound(
     outside: OutsideSeconds | None = None, cutoff: float = 0.0,
 ) -> Bound:
     """The bound whatever the cut, with any number of stages a rank from the first of ``virtual_stages``, at least 2, to the
-    second. ``capacity``: bytes [pp]. With ``outside``: no step. If divided units run in less than ``cutoff`` seconds, on few
-    ranks (``_FEW``), every rank is made to run whole ones; what takes longer than that is not told apart."""
+    second. ``capacity``: bytes [pp]. With ``outside``: no step. What takes ``cutoff`` seconds or more, if that is not 0, is not
+    told apart. If divided units run in less than that, on few ranks (``_FEW``), every rank is made to run whole ones."""
     closed, nothing = schedule_of(name).closed, np.zeros(units.count)
     if closed is None:
         return Bound(0.0, "packing")
-    program = _Program(units, name, pp, virtual_stages, microbatches, outside or OutsideSeconds(nothing, nothing, nothing, 1.0))
+    outside = outside or OutsideSeconds(nothing, nothing, nothing, 1.0)
+    program, to_beat = _Program(units, name, pp, virtual_stages, microbatches, outside), cutoff or math.inf
     room = capacity - _transient(units, pp, closed.turns)
     if room.min() <= 0:
         return Bound(math.inf, "packing")
     program.place()
-    if program.memory(room) and not program.whole():
-        return Bound(math.inf, "divided")
+    program.memory(room)
+    most = _whole_units(
+        units, program.known, name, pp, virtual_stages, microbatches, capacity, outside.slowed, to_beat,
+    )
+    if most is not None:
+        program.no_more(most)
     program.all()
     program.time()
     program.outside()
-    divided = program.bound()
-    if pp > _FEW or divided >= cutoff or not program.round():
+    divided = program.bound(to_beat)
+    if not cutoff or pp > _FEW or divided >= cutoff or not program.round():
         return Bound(divided, "divided")
-    return Bound(max(divided, program.bound(cutoff)), "whole")
+    return Bound(max(divided, program.bound(to_beat)), "whole")
 
 
 _FEW = 8
@@ -204,7 +221,8 @@ class _Program(LinearProgram):
         self.split, self.turns = schedule.split, schedule.closed is not None and schedule.closed.turns
         self.margins = schedule.margins(pp, len(self.chosen), microbatches)  # if a rank had one stage of each kind
         self.slowed = outside.slowed
-        self.classes, self.first, self.members = _classes(units, outside)
+        self.known = _classes(units, outside)
+        self.classes, self.first, self.members = self.known
         self.scale = float(self.classes[:3].max()) or 1.0
         self.amounts = self.variables(len(self.chosen), pp, len(self.members), units.options)
         self.seconds = self.variables(len(self.chosen), pp, 3)
@@ -319,9 +337,8 @@ class _Program(LinearProgram):
             before = rank
         return sums
 
-    def memory(self, room: np.ndarray) -> bool:
-        """Every rank holds at its moments no more than ``room`` bytes; whether that keeps anything from a rank."""
-        rows = len(self.parts)
+    def memory(self, room: np.ndarray) -> None:
+        """Every rank holds at its moments no more than ``room`` bytes."""
         state, saved, pending = self.classes[3:6]
         counted = in_flight(self.name, self.pp, (self.least, self.most), self.microbatches)
         assert counted is not None  # as the schedule has closed forms
@@ -331,25 +348,12 @@ class _Program(LinearProgram):
                 bytes_ = (state + counts[0] * saved + counts[1] * pending) / room[rank]
                 if (bytes_.max(axis=(0, 2)) * self.members).sum() > 1.0:
                     self.add([(self.amounts[:, rank], bytes_)], -math.inf, 1.0)
-        return len(self.parts) > rows
 
-    def whole(self) -> bool:
-        """Of the most frequent class a rank runs no more than the whole units that fit it: false if that leaves some over. To
-        be asked when nothing joins the ranks yet, so that one program finds how many fit each."""
+    def no_more(self, most: np.ndarray) -> None:
+        """Of the most frequent class a rank runs no more than ``most`` units [pp]."""
         common = int(self.members.argmax())
-        amounts = self.amounts[:, :, common]
-        for rank in range(self.pp):
-            self.add([(amounts[:, rank], 1.0)], 0.0, float(self.members[common]))
-        try:
-            fit = self.values(dict.fromkeys(amounts.ravel().tolist(), -1.0), amounts)
-        except NoSolutionError:
-            return False
-        if fit is None:
-            return True
-        most = np.floor(fit.sum(axis=(0, 2)) + 1e-6)
-        for rank in range(self.pp):
-            self.add([(amounts[:, rank], 1.0)], 0.0, most[rank])
-        return bool(most.sum() >= self.members[common])
+        for rank in np.flatnonzero(most < self.members[common]).tolist():
+            self.add([(self.amounts[:, rank, common], 1.0)], 0.0, float(most[rank]))
 
     def bound(self, most: float = math.inf) -> float:
         """Seconds of the step at least; ``most`` if no step takes less, inf if none is possible."""
@@ -375,12 +379,19 @@ class _Program(LinearProgram):
             self.add([(self.amounts[:, :, number], 1.0)], count, count)
 
 
-def _classes(units: Intervals, outside: OutsideSeconds) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(numbers of each class of equal units [6 as in ``Intervals`` + 3 as in ``OutsideSeconds``, classes, options], the class
-    of every unit, units per class)."""
+class _Classes(NamedTuple):
+    """Equal units: numbers of each class [6 as in ``Intervals`` + 3 as in ``OutsideSeconds``, classes, options], the class of
+    every unit, units per class."""
+
+    numbers: np.ndarray
+    kinds: np.ndarray
+    members: np.ndarray
+
+
+def _classes(units: Intervals, outside: OutsideSeconds) -> _Classes:
     once = np.array([outside.gather, outside.reduce, outside.optimizer])[:, None].repeat(units.options, axis=1)
     numbers = np.concatenate([np.diff(units.prefix, axis=2), once])
     scale = np.abs(numbers).sum(axis=2).max(axis=1)[:, None, None] + 1e-300
     keys = np.round(numbers / scale, 12).transpose(2, 0, 1).reshape(units.count, -1)
     _, where, inverse, members = np.unique(keys, axis=0, return_index=True, return_inverse=True, return_counts=True)
-    return numbers[:, :, where].transpose(0, 2, 1), inverse.ravel(), members
+    return _Classes(numbers[:, :, where].transpose(0, 2, 1), inverse.ravel(), members)

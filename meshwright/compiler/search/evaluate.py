@@ -176,11 +176,13 @@ class Evaluator:
         return units
 
     def relaxed(
-        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, most: int = 0, cutoff: float = 0.0
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, most: int = 0, cutoff: float = 0.0,
+        capacity: float | None = None,
     ) -> float:
-        """Seconds that no cut and no recomputation can beat under the capacity, with any number of stages a rank from the
-        candidate's to ``most`` if that is more; inf if it is proven that nothing fits. ``cutoff``: seconds above which nothing
-        sharper is needed."""
+        """Seconds that no cut and no recomputation can beat within ``capacity`` bytes, if not the device's, with any number of
+        stages a rank from the candidate's to ``most`` if that is more; inf if it is proven that nothing fits. ``cutoff``:
+        seconds above which nothing sharper is needed."""
+        capacity = self.capacity if capacity is None else capacity
         kinds = self.kinds(candidate, zero)
         crossing = self._places(self._crossing(degrees, placement))
         variants = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
@@ -194,11 +196,11 @@ class Evaluator:
         outside = OutsideSeconds(variants[0].gather, variants[0].reduce, variants[0].optimizer, slowed)
         boundary = received(schedule, pp, several[0], count) * max(placement.crossing[:-1])
         boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += count * placement.outputs
-        room = np.maximum(self.capacity - boundary, 1.0)
+        room = np.maximum(capacity - boundary, 1.0)
         asked = cutoff / slack
         bound = stages.step_bound(units, pp, several, schedule, count, room, outside.at(positions), asked)
         self.work["packing"] += 1
-        self.work["rank alone"] += pp * (bound.by == "stages")
+        self.work["ranks alone"] += bound.by == "stages"
         self.work["rank of divided units"] += pp * (bound.by in ("divided", "whole"))
         self.work["pair of ranks of whole units"] += pp * pp * (bound.by == "whole")
         found = bound.seconds * slack

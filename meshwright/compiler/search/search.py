@@ -182,8 +182,10 @@ def _plan_of(
         return _refined(sweep, layout, found.candidate.microbatches, fits, timing, to_beat, refined)
 
     def counted(one: Evaluation, limit: float) -> Counted:
-        recomputes_nothing = set(one.recompute) == {task.recompute[0]}
-        return Counted(plans.of(one), limit, True, one.bound, "gap", settled=recomputes_nothing)
+        recomputes_nothing, bound = set(one.recompute) == {task.recompute[0]}, one.bound
+        if one.run is not None:
+            bound = max(bound, evaluator.relaxed(one.candidate, one.degrees, one.zero, one.placement, capacity=limit))
+        return Counted(plans.of(one), limit, True, min(bound, one.seconds), "gap", settled=recomputes_nothing)
 
     def within(limit: float) -> Counted:
         return counted(evaluator.run(found.candidate, found.degrees, found.zero, found.placement, capacity=limit), limit)

@@ -53,20 +53,12 @@ class LinearProgram:
     def minimum(self, objective: Mapping[int, float]) -> float:
         """What the sum of weights x variables is at least: the minimum, if there was time to find it. Raises
         NoSolutionError."""
-        result = self._solved(objective, np.zeros(0, dtype=np.int64))
+        result = self._solved(objective)
         whole = result.termination.reason == mathopt.TerminationReason.OPTIMAL or self.integers
         return float(result.dual_bound()) if whole else -math.inf
 
-    def values(self, objective: Mapping[int, float], wanted: np.ndarray) -> np.ndarray | None:
-        """Values of some variables at the minimum; None if there was no time to find it. Raises NoSolutionError."""
-        result = self._solved(objective, wanted)
-        if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
-            return None
-        values = {variable.id: value for variable, value in result.variable_values().items()}
-        return np.array([values[variable] for variable in wanted.ravel().tolist()]).reshape(wanted.shape)
-
-    def _solved(self, objective: Mapping[int, float], wanted: np.ndarray) -> mathopt.SolveResult:
-        """Minimize; read the values of those that are wanted alone, since reading takes a while."""
+    def _solved(self, objective: Mapping[int, float]) -> mathopt.SolveResult:
+        """Minimize. Raises NoSolutionError."""
         proto = model_pb2.ModelProto()
         proto.variables.ids.extend(range(self.count))
         proto.variables.lower_bounds.extend([0.0] * self.count)
@@ -83,17 +75,18 @@ class LinearProgram:
             matrix.coefficients.extend(values[order].tolist())
         proto.objective.linear_coefficients.ids.extend(sorted(objective))
         proto.objective.linear_coefficients.values.extend(objective[variable] for variable in sorted(objective))
-        result = self._run(mathopt.Model.from_model_proto(proto), wanted)
+        result = self._run(mathopt.Model.from_model_proto(proto))
         if result.termination.reason in _NONE:
             raise NoSolutionError
         return result
 
-    def _run(self, model: mathopt.Model, wanted: np.ndarray) -> mathopt.SolveResult:
+    def _run(self, model: mathopt.Model) -> mathopt.SolveResult:
         if self.integers:
             params = mathopt.SolveParameters(threads=1, node_limit=NODES)
             return mathopt.solve(model, mathopt.SolverType.GSCIP, params=params)
         none = mathopt.SparseVectorFilter(filtered_items=[])
-        read = mathopt.SparseVectorFilter(filtered_items=[model.get_variable(int(variable)) for variable in wanted.ravel()])
-        only = mathopt.ModelSolveParameters(variable_values_filter=read, reduced_costs_filter=none, dual_values_filter=none)
+        only = mathopt.ModelSolveParameters(  # the objective alone is read, since reading takes a while
+            variable_values_filter=none, reduced_costs_filter=none, dual_values_filter=none
+        )
         params = mathopt.SolveParameters(iteration_limit=ITERATIONS)
         return mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, model_params=only)
