@@ -157,6 +157,7 @@ class Network:
         self.cluster, self.mesh = cluster, mesh
         self._terms: dict[tuple[str, frozenset[str]], tuple[tuple[float, float], ...]] = {}
         self._ratios: dict[tuple[str, frozenset[str]], tuple[Sequence[float], Sequence[float]]] = {}
+        self._layouts: dict[frozenset[str], tuple[GroupLayout, ...]] = {}
 
     @overload
     def seconds(self, kind: str, axes: str | tuple[str, ...], bytes_: float) -> float: ...
@@ -220,7 +221,9 @@ class Network:
     def _price(self, kind: str, names: frozenset[str]) -> tuple[tuple[float, float], ...]:
         if self.mesh.size(names) == 1:
             return ((0.0, 0.0),)
-        found = group_layouts(self.cluster.island, self.mesh, names)
+        if names not in self._layouts:
+            self._layouts[names] = group_layouts(self.cluster.island, self.mesh, names)
+        found = self._layouts[names]
         priced = [tuple((float(b), float(delay)) for b, delay in _numeric(kind)(*scope.numbers)) for scope in found]
         if self.cluster.island.torus and kind == "all_to_all":
             exchange = _torus_exchange(self.cluster.island, self.mesh, names)
@@ -236,8 +239,8 @@ def group_layouts(island: Island, mesh: Mesh, names: frozenset[str]) -> tuple[Gr
     node, used = island.node, min(island.per_node, mesh.world)
     boxes = np.sort(groups // island.per_node, axis=1)
     shares = island.nics * node.nic_bandwidth * node.nic_efficiency / used
-    result = []
-    for row in np.unique(boxes - boxes[:, :1], axis=0):
+    result, rows = [], boxes - boxes[:, :1]
+    for row in np.unique(rows, axis=0) if (rows != rows[0]).any() else rows[:1]:
         _, counts = np.unique(row, return_counts=True)
         spread, here = len(counts) > 1, int(counts.max())
         reduce = node.link_bandwidth * node.reduce_efficiency

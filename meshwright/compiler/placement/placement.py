@@ -353,7 +353,11 @@ class _Reader:
         return crossing
 
     def _outputs(self) -> float:
-        pairs = [(at, self.solution.choices[n]) for n, at in enumerate(self.owner.folded.serves)]
+        numbers, graph = enumerate(self.owner.folded.serves), self.owner.folded.graph
+        made = {at: {name for op in position.ops(graph) for name in op.outputs}
+                for at, position in enumerate(self.problem.positions)}
+        last = {at for at, names in made.items() if names & {name for name in graph.outputs if graph.values[name].shape}}
+        pairs = [(at, self.solution.choices[n]) for n, at in numbers if at in last]
         return sum(bytes_ for at, chosen in pairs for _, bytes_ in self._handed_back(at, at, chosen))
 
     def _handed_back(self, at: int, position: int, chosen: Sequence[int]) -> list[tuple[str, float]]:

@@ -230,6 +230,7 @@ def evaluate(chain: Chain, variants: Sequence[int], choices: Sequence[Sequence[i
     """
     time, bytes_, transient = chain.fixed_time, chain.fixed_bytes, 0.0
     shared: dict[int, int] = {}
+    known: dict[tuple[int, int, tuple[int, ...]], Array] = {}  # positions of a kind mostly choose alike
     last: int | None = None
     for p, (k, v, x) in enumerate(zip(chain.sequence, variants, choices, strict=True)):
         kind = chain.kinds[k]
@@ -239,7 +240,10 @@ def evaluate(chain: Chain, variants: Sequence[int], choices: Sequence[Sequence[i
         for s, var in kind.shared:
             if shared.setdefault(s, x[var]) != x[var]:
                 raise ValueError(f"position {p} has shared variable {s} at {x[var]}, others at {shared[s]}")
-        cost = kind.variants[v].cost(x) + kind.variant_costs[v]
+        key = (k, v, tuple(x))
+        if key not in known:
+            known[key] = kind.variants[v].cost(x) + kind.variant_costs[v]
+        cost = known[key]
         time += chain.time(cost)
         bytes_ += float(chain.bytes_row @ cost)
         transient = max(transient, float(chain.transient_row @ cost))
