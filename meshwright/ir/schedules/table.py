@@ -11,6 +11,7 @@ makes tables, ``meshwright.cost.timeline`` runs them on a clock, ``meshwright.ru
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -165,7 +166,7 @@ def _counts(table: Table, rank: int) -> np.ndarray:
     return np.asarray(changes.cumsum(axis=0)[np.isin(kind, _SEEN)])
 
 
-_KINDS = {kind: number for number, kind in enumerate(COMPUTED)}
+_KINDS: Mapping[str, int] = {kind: number for number, kind in enumerate(COMPUTED)}
 _CHANGES = np.array([(1, 0), (-1, 0), (-1, 1), (0, -1)])
 """What each kind adds to the micro-batches held between F and B or I, and to those between I and W."""
 _LAST, _SEEN = [_KINDS["B"], _KINDS["W"]], [_KINDS["F"], _KINDS["I"]]
