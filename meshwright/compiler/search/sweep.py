@@ -1,9 +1,9 @@
 """The order in which candidates are bounded and solved: best first by lower bound (``bounds``), with good incumbents early.
 
     free layouts      first, where memory does not bind: they are solved at once, and everything else must beat them
-    first dive        one candidate of every (pp, tensor, context), under the simplest schedule
+    first dive        one candidate of every (pp, tensor, context), under the simplest schedule, best first
     no pipeline       best first; there is nothing to cut, so what is left at the level KEPT is solved at once
-    second dive       the best pipelines under other schedules and stages a rank
+    second dive       the best pipelines under other schedules and stages a rank, if they may gain much (``_WORTH``)
     everything        best first, until the least bound left is within the gap of the incumbent, or the limit is reached
     free layouts      where memory binds: they are the dearest, and are left once they are proven no faster than the incumbent
 
