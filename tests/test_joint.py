@@ -442,8 +442,9 @@ def test_what_a_stage_receives_counts() -> None:
     cases = {("1f1b", 1, 4): (0 + 1, 1 + 1), ("1f1b", 1, 32): (0 + 1, 1 + 1), ("interleaved1f1b", 2, 32): (2 + 3, 3 + 3)}
     for (schedule, virtual, count), received in cases.items():
         candidate = Candidate(2, virtual, schedule, 1, 1, count, 32 // count)
-        beside = [received[0] * hidden, received[1] * hidden + count * placement.outputs]
-        assert 4 * GIB - run.evaluator.room(candidate, placement, run.evaluator.capacity) == pytest.approx(beside), candidate
+        beside = [received[0] * hidden, received[1] * hidden + (count + 1) * placement.outputs]
+        capacity = run.evaluator.capacity
+        assert capacity - run.evaluator.room(candidate, placement, capacity) == pytest.approx(beside), candidate
     logits = next(graph.values[name] for name in graph.outputs if graph.values[name].shape)
     assert placement.outputs == logits.bytes_ / 32
     best = run.evaluator.run(candidate, degrees_of(candidate, 1), 0, placement)

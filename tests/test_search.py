@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from meshwright.compiler.search import search
 from meshwright.compiler.search.errors import NoBetterError
@@ -22,7 +24,7 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Prediction
-from meshwright.planner import make_plan, reprice, rules_of
+from meshwright.planner import capture_model, make_plan, reprice, rules_of
 from meshwright.views.words import memory_words
 from tests.test_planner import MIB, Stack, graph_of
 
@@ -211,3 +213,29 @@ def test_a_plan_priced_again_leaves_as_much_free() -> None:
     given = reprice(make_plan(graph, cluster.with_memory(2**32), Pins(dp=4, tp=1), precision="bf16"))
     assert given.predicted is not None
     assert given.predicted.capacity_bytes == 2**32
+
+
+@pytest.mark.parametrize(("cluster", "pins"), [
+    ("h100:1x4", Pins(tp=1, microbatches=4)), ("h100:1x4", Pins(dp=2, tp=2, microbatches=8)),
+    ("h100:16x8", Pins(dp=128, microbatches=2)),
+], ids=["dp 4", "dp 2, tp 2", "dp 128"])
+def test_memory_is_counted_as_it_is_replayed_with_masks_and_logits(cluster: str, pins: Pins) -> None:
+    """Masks of all samples stand all step long, and what the model returns is held for every micro-batch."""
+    config = Gemma2Config(
+        vocab_size=8192, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, attn_implementation="eager", use_cache=False,
+    )
+    ids = torch.empty((256, 256), dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        model = Gemma2ForCausalLM(config)
+    graph = capture_model(model, (ids,), {"labels": ids, "attention_mask": ids}, (), None, "bf16")
+    ratios: list[float] = []
+
+    def seen(plan: Plan, found: Prediction) -> Prediction:
+        assert plan.predicted is not None
+        ratios.append(plan.predicted.bytes_per_rank / found.bytes_per_rank)
+        return found
+
+    searched(graph, cluster, pins, seen)
+    assert ratios
+    assert all(0.95 < ratio < 1.05 for ratio in ratios), ratios

@@ -142,6 +142,9 @@ class Builder:
         for name in (*position.exit, *position.shared_out):
             self._state(model, name, position)
             self._leaves_as(model, name, made[name])
+            if name in position.shared_out and name not in self.tables.saved.values:  # nobody saves it, later positions read it
+                var, states = model.states[name]
+                model.unary[var][:, SAVED] += [self.tables.bytes(name, state) for state in states]
         model.leaving = {name: made[name] for name in position.exit}
         for name in sorted(set(self.graph.outputs) & made.keys() - model.states.keys()):
             self._output(model, name, made[name])
@@ -238,7 +241,7 @@ class Builder:
 
     def _output(self, model: Model, name: str, made: Place) -> None:
         """An output of the model: its pending sums are completed, and it is held for the caller, of every micro-batch."""
-        held = self.schedule.microbatches - (name in self.tables.saved.values)
+        held = handed_back(self.schedule.microbatches) - (name in self.tables.saved.values)
         for row, placed in zip(model.unary[made[0]], model.placed[made[0]], strict=True):
             state = placed.results[made[1]]
             seconds = self.costs.collective("all_reduce", tuple(sorted(state.partial)), self.tables.bytes(name, state))
@@ -304,6 +307,11 @@ class Builder:
             and not any(need.split_axes for need in needs) and any(need.varying for need in needs)
         }
         return float(sum(numel for numel in found.values() if numel <= JOINED))
+
+
+def handed_back(microbatches: int) -> int:
+    """How many times the bytes of a micro-batch's output a step holds: of all micro-batches joined, and the one at work."""
+    return microbatches + (microbatches > 1)
 
 
 def _inside(piece: Sharding, whole: Sharding) -> bool:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.compiler.placement.blockmodel import ROOT, Model
+from meshwright.compiler.placement.blockmodel import ROOT, Model, handed_back
 from meshwright.compiler.placement.choices import Scope, check_sequence, pays_mirrored
 from meshwright.compiler.placement.costs import RESOURCES, SAVED, SECONDS, Costs, Variant, Vector, local_shapes
 from meshwright.compiler.placement.dead_end import nothing_runs
@@ -213,7 +213,7 @@ class _Reader:
         plain = BlockModel(tuple(model.sizes), tuple(model.unary), edges).cost(chosen)
         # what is handed back is held by the step, not by what is in flight
         for name, bytes_ in self._handed_back(at, self.problem.serves(at), chosen):
-            plain[SAVED] -= bytes_ * (self.count - (name in self.problem.tables.saved.values))
+            plain[SAVED] -= bytes_ * (handed_back(self.count) - (name in self.problem.tables.saved.values))
         block = position.block >= 0
         activations = {}
         for number, name in enumerate(self.owner.recompute):

@@ -27,6 +27,7 @@ import numpy as np
 from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import least_in_flight, received
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
+from meshwright.compiler.placement.blockmodel import handed_back
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK, Variant
 from meshwright.compiler.placement.rows import NONE, Placement
 from meshwright.compiler.search.candidates import Candidate
@@ -195,7 +196,7 @@ class Evaluator:
         slowed = 1.0 if candidate.split else float(self.costs.exposed(np.ones(1), np.full(1, np.inf))[0])
         outside = OutsideSeconds(variants[0].gather, variants[0].reduce, variants[0].optimizer, slowed)
         boundary = received(schedule, pp, several[0], count) * max(placement.crossing[:-1])
-        boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += count * placement.outputs
+        boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += handed_back(count) * placement.outputs
         room = np.maximum(capacity - boundary, 1.0)
         asked = cutoff / slack
         bound = stages.step_bound(units, pp, several, schedule, count, room, outside.at(positions), asked)
@@ -220,7 +221,7 @@ class Evaluator:
         ])
         waiting = schedule_of(candidate.schedule).waiting(candidate.pp, candidate.virtual_stages, candidate.microbatches)
         found = (held + waiting) * max(placement.crossing[:-1])
-        found[table.stage_rank[-1]] += candidate.microbatches * placement.outputs
+        found[table.stage_rank[-1]] += handed_back(candidate.microbatches) * placement.outputs
         return np.asarray(found)
 
     def kinds(self, candidate: Candidate, zero: int) -> tuple[str, ...]:
@@ -258,7 +259,7 @@ class Evaluator:
     ) -> stages.Cuts:
         room = self.room(candidate, placement, capacity)
         options = [self._stage_units(variant, crossing) for variant in variants]
-        self.work["cut"] += 1
+        self.work["stage to cut"] += candidate.stages
         try:
             cuts = stages.cut(
                 options[0], candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches, room.tolist(),
@@ -271,7 +272,7 @@ class Evaluator:
             self.work["stage that does not fit"] += candidate.stages
             received = self._boundary_bytes(candidate, placement).max() / 2**30
             words = f"{error} What was received and is handed back takes up to {received:.3g} GiB beside that."
-            outputs = candidate.microbatches * placement.outputs / 2**30
+            outputs = handed_back(candidate.microbatches) * placement.outputs / 2**30
             if outputs > received / 2:
                 words += (f" {outputs:.3g} GiB of it are what the model returns for all micro-batches: if only the loss is "
                           "needed (no logits), give loss_fn=mw.loss_alone.")
@@ -357,14 +358,14 @@ class Evaluator:
     ) -> Evaluation:
         """No pipeline: the whole model on every rank; blocks recompute, the first ones first, until it fits."""
         plain = self.units(candidate, degrees, zero, placement, self.recompute[0])
-        marks = [self.recompute[0]] * len(self.names)
+        marks, held = [self.recompute[0]] * len(self.names), _held(candidate, placement)
         blocks = [n for n, row in enumerate(placement.sequence) if placement.rows[row].block]
         units, best, bound = plain, np.inf, np.inf
-        if _memory(plain) <= capacity:
+        if _memory(plain) + held <= capacity:
             best = bound = self._step_alone(candidate, placement, plain)
         for name in self.recompute[1:] if not np.isfinite(best) else ():
             recomputed = self.units(candidate, degrees, zero, placement, name)
-            count = _fewest(plain, recomputed, blocks, capacity)
+            count = _fewest(plain, recomputed, blocks, capacity - held)
             if count is None:
                 continue
             numbers = np.arange(len(self.names))
@@ -375,7 +376,7 @@ class Evaluator:
                 best, units = seconds, mixed
                 marks = [name if n in blocks[:count] else self.recompute[0] for n in range(len(self.names))]
         if not np.isfinite(best):
-            least = min(_memory(self.units(candidate, degrees, zero, placement, name)) for name in self.recompute)
+            least = held + min(_memory(self.units(candidate, degrees, zero, placement, name)) for name in self.recompute)
             raise DoesNotFitError(
                 f"{candidate}: {least / 2**30:.3g} GiB of {capacity / 2**30:.3g} GiB on every rank", least
             )
@@ -386,7 +387,7 @@ class Evaluator:
         recompute: tuple[str, ...], seconds: float, bound: float,
     ) -> Evaluation:
         """Without a pipeline."""
-        memory = _memory(units)
+        memory = _memory(units) + _held(candidate, placement)
         parts = self._parts(candidate, placement, units, plain, float(plain.optimizer.sum()))
         parts["exposed communication"] += max(0.0, seconds - sum(parts.values()))
         kinds = {"state": float(units.state.sum()), "activations": memory - float(units.state.sum())}
@@ -427,6 +428,11 @@ def _take(variants: Sequence[Units], marks: Sequence[tuple[str, ...]], chosen: A
     for number in range(1, len(variants)):
         units = units.mixed(variants[number], chosen == number)
     return units, tuple(marks[variant][n] for n, variant in enumerate(chosen.tolist()))
+
+
+def _held(candidate: Candidate, placement: Placement) -> float:
+    """Bytes that a rank without a pipeline holds beside its units: what all micro-batches hand back."""
+    return handed_back(candidate.microbatches) * placement.outputs
 
 
 def _memory(units: Units) -> float:

@@ -41,7 +41,7 @@ _ALIKE = 0.75
 """Parts of the limit by which the first dive, the candidates without a pipeline, and the second dive are done."""
 _EFFORT: Mapping[str, float] = {
     "placement": 0.1, "variant": 0.0005, "alone": 0.001, "packing": 0.002, "ranks alone": 0.06, "rank of divided units": 0.0025,
-    "pair of ranks of whole units": 0.0025, "cut": 0.15, "stage cut": 1.2e-7, "action simulated": 2.5e-8,
+    "pair of ranks of whole units": 0.0025, "stage to cut": 0.003, "stage cut": 1.2e-7, "action simulated": 2.5e-8,
     "stage that does not fit": 0.004,
 }
 """Seconds of each kind of work, as ``Evaluator.work`` counts it: measured, on one core. They only decide where a search ends,
