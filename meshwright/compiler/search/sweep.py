@@ -175,7 +175,7 @@ class Sweep:
         try:
             evaluator = self.bounds.evaluator
             if evaluator.capacity <= 0:
-                self._nearest = DoesNotFitError("the inputs alone fill the memory", 0.0)
+                self._nearest = DoesNotFitError("the inputs, and masks made of them alone, fill the memory", 0.0)
                 return
             task, graph = self.task, self.bounds.graph
             rules, mirrored = task.rules, pays_mirrored(graph, task.rules, task.pins)
