@@ -138,6 +138,11 @@ def llama_small() -> nn.Module:
     return llama(12, 768, 12, 12, 2048, 32000)
 
 
+def llama_narrow() -> nn.Module:
+    """Llama of two layers and few words: the worst moment is in a block's backward."""
+    return llama(2, 64, 4, 2, 192, 512)
+
+
 STAGES: Mapping[str, Any] = {"pp": 2, "dp": 1, "tp": 1, "zero": 0, "microbatches": 8}
 CASES: Mapping[str, Case] = {
     "gpt2-small zero 0": Case(small, (8, 1024), 4, {"dp": 4, "tp": 1, "zero": 0}),
@@ -172,6 +177,9 @@ CASES: Mapping[str, Case] = {
         loss_fn=loss_alone),
     "llama-110m tp 2 loss in pieces": Case(
         llama_small, (4, 4096), 2, {"dp": 1, "tp": 2, "zero": 0, "recompute": "full", "loss_rows": 1024}, loss_fn=loss_alone),
+    "llama-narrow cp 2 blocks": Case(
+        llama_narrow, (1, 16384), 2, {"cp": 2, "dp": 1, "tp": 1, "zero": 3, "recompute": "full", "loss_rows": 2048}, "bf16",
+        loss_fn=loss_alone),
     "mixtral zero 2": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 2}),
     "mixtral zero 3 bf16": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 3}, "bf16"),
     "mixtral tp 2 selective": Case(mixtral, (16, 512), 4, {"dp": 2, "tp": 2, "zero": 1, "recompute": "selective"}),
@@ -366,11 +374,8 @@ def confirmed() -> dict[str, Any]:
     """The longest sequence of a small Llama on two devices of 48 MiB, run: what its plan was predicted to hold and held, and
     what the shortest length found not to fit holds under the same layout."""
 
-    def model() -> nn.Module:
-        return llama(2, 64, 4, 2, 192, 512)
-
     with torch.device("meta"):
-        made = model()
+        made = llama_narrow()
     cluster = Cluster.parse("b200:1x2").with_memory(48 * 2**20)
     found = longest(made, cluster, 1, shortest=8192, most=1 << 16, pins={"cp": 2, "zero": 3, "recompute": "full"})
     sizes = {axis: found.plan.mesh.size(axis) for axis in ("cp", "tp") if axis in found.plan.mesh.axes}
@@ -378,7 +383,7 @@ def confirmed() -> dict[str, Any]:
     over = {**sizes, **kept, "loss_rows": found.plan.to_pins().loss_rows or 0}
     assert found.too_long is not None
     rows: dict[str, Any] = {"capacity": cluster.capacity_bytes, "layout": f"{found.plan.mesh}, {over}"}
-    too_long = Case(model, (1, found.too_long), 2, over, "bf16", loss_fn=loss_alone)
+    too_long = Case(llama_narrow, (1, found.too_long), 2, over, "bf16", loss_fn=loss_alone)
     for what, plan, tokens in (("longest", found.plan, found.tokens), ("too long", plan_of(too_long), found.too_long)):
         held = tracked(plan, replace(too_long, batch=(1, tokens)))["total"]
         rows[what] = {"tokens": tokens, "predicted": plan.predicted.bytes_per_rank, "tracked": held}

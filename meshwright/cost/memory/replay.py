@@ -11,7 +11,8 @@ Beside that an operator needs work space while it runs (``Cost.space``): copies 
 a gather along an inner dim is put in order from.
 
 Recomputation: "full" keeps the segment's inputs and runs its forward again before its backward, up to the last operator that
-keeps anything; torch stops before that one if it keeps operands only. "selective" also keeps the results of operators that are
+keeps anything; torch stops before that one if it keeps operands only, and lets go of the inputs only with the last of what it
+kept, at the end of the segment's backward. "selective" also keeps the results of operators that are
 declared costly (matrix products, reductions between ranks), and does not run those again; what it stopped short of stays until
 the segment's backward is done.
 """
@@ -192,8 +193,6 @@ def backward(
         idle = end if end >= 0 and _keeps_operands(script, end) else -1
         for storage in _run(tape, heap, keep=True, stop=end + 1, idle=idle).values():
             heap.drop(storage)
-        for storage in tape.inputs.values():
-            heap.drop(storage)
     for index in reversed(range(len(script.graph.ops))):
         op = script.graph.ops[index]
         made = {name: grads.pop(name) for name in op.outputs if name in grads}
@@ -211,6 +210,8 @@ def backward(
             heap.drop(storage)
         for storage in tape.kept.pop(index, ()):
             heap.drop(storage)
+    for storage in tape.inputs.values() if tape.recompute != "none" else ():
+        heap.drop(storage)
     for left in tape.results.values():  # what recomputation stopped short of
         for storage in left:
             heap.drop(storage)
