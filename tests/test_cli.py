@@ -160,11 +160,15 @@ def test_what_does_not_fit_has_a_code_of_its_own(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["error"] == "OutOfMemoryError"
 
 
-def test_a_file_that_is_no_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+@pytest.mark.parametrize("kind", ["no-such-model", "t5"])
+def test_a_file_that_is_no_config(tmp_path: Path, kind: str) -> None:
+    """T5's lists no class and is no causal model: transformers would list all that are."""
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
     result = run("plan", tmp_path, "--cluster", "cpu:1x4")
     assert result.exit_code == WRONG
     assert "cannot build a causal language model" in result.stderr
+    assert '"architectures"' in result.stderr
+    assert len(result.stderr.strip().splitlines()[-1]) < 800
 
 
 def test_show(saved: Path, tmp_path: Path) -> None:

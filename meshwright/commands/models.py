@@ -102,8 +102,14 @@ def model_of(config: Any, transformers: Any) -> Any:
 
 
 def _no_model(path: Path, error: Exception) -> InputError:
-    return InputError(f"cannot build a causal language model, or the architecture that it names, from {path}: {error}; for "
-                      "another kind of model give a 'module:callable'")
+    why = str(error).partition("\n")[0]
+    why = why if len(why) <= _SAID else f"{why[:_SAID].rpartition(' ')[0]} ..."
+    return InputError(f"cannot build a causal language model, or the architecture that it names, from {path}: {why}; for "
+                      "another kind of model name its class under \"architectures\", or give a 'module:callable'")
+
+
+_SAID = 240
+"""Characters of what transformers says: it may list every configuration there is."""
 
 
 def _class_of(config: Any, transformers: Any) -> Any:
