@@ -11,7 +11,7 @@ Edges price the reshard between what is made and what is read, forward and backw
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -101,15 +101,18 @@ class Builder:
         self.whole, self.tied, self.fused, self.root_variants = whole, tied, fused, root_variants
         self.params = {param.value for param in self.graph.params}
         self._charged: set[str] = set()
+        self._priced: dict[tuple[int, int], tuple[list[dict[str, str]], list[Placed], Array, Fused | None]] = {}
         self._free = self
         if scope.fixed != NOTHING_FIXED:  # what is summed together is priced alike whatever is held
             self._free = Builder(replace(scope, fixed=NOTHING_FIXED), rules, schedule, tables, whole=whole, tied=tied,
                                  fused=fused, root_variants=root_variants)
 
-    def build(self, position: Position) -> Model:
-        """The model of one position. A tied weight is charged to the first position built that reads it. Raises PlanError
-        where an operator or value has no choice at all: a file may hold decisions that contradict each other."""
-        model = self._built(position)
+    def build(self, position: Position, alike: int) -> Model:
+        """The model of one position; ``alike``: a number that positions have in common which differ in their kernels alone. A
+        tied weight is charged to the first position built that reads it. Raises PlanError where an operator or value has no
+        choice at all: a file may hold decisions that contradict each other."""
+        told_apart = self.scope.fixed != NOTHING_FIXED or self.scope.pins.tensors
+        model = self._built(position, None if told_apart else alike)
         model.late = self._late(model if self._free is self else self._free._built(position))
         if position.block < 0:
             self._root_variant(model)
@@ -125,11 +128,14 @@ class Builder:
         raise PlanError(f"nothing runs on {self.mesh} with microbatches={self.schedule.microbatches}: {what} has no placement "
                         f"left")
 
-    def _built(self, position: Position) -> Model:
+    def _built(self, position: Position, alike: int | None = None) -> Model:
         model = Model()
         ops = position.ops(self.graph)
-        for op in ops:
-            self._operator(op, model)
+        for number, op in enumerate(ops):
+            found, placed, unary = self._operator(op) if alike is None else self._operator_of(op, (alike, number))
+            model.add(unary)
+            model.op_choices.append(found)
+            model.placed.append(placed)
         made = results(ops)
         model.makers = {name: i for name, (i, _) in made.items()}
         for name in (*position.entry, *position.shared_in):
@@ -152,7 +158,16 @@ class Builder:
 
     # operators
 
-    def _operator(self, op: Op, model: Model) -> None:
+    def _operator_of(self, op: Op, key: tuple[int, int]) -> tuple[list[dict[str, str]], list[Placed], Array]:
+        """``_operator`` of one of some operators that are alike: choices are found once, and priced again in another kernel."""
+        known = self._priced.get(key)
+        if known is None:
+            known = self._priced[key] = (*self._operator(op), self.fused[op.name])
+        found, placed, unary, fused = known
+        return found, placed, unary.copy() if fused == self.fused[op.name] else self._prices(op, found, placed)
+
+    def _operator(self, op: Op) -> tuple[list[dict[str, str]], list[Placed], Array]:
+        """The choices of an operator, what they make of operands and results, and their resources."""
         rule = self.rules[op.name]
         found = choices(op, rule, self.scope, self.schedule.time.get(op.name))
         differentiable = [self.graph.values[name].differentiable for name in op.inputs]
@@ -160,6 +175,11 @@ class Builder:
         if self.whole.intersection(op.outputs):
             kept = [n for n, where in enumerate(placed) if self._leaves_whole(op, where)]
             found, placed = [found[n] for n in kept], [placed[n] for n in kept]
+        return found, placed, self._prices(op, found, placed)
+
+    def _prices(self, op: Op, found: Sequence[dict[str, str]], placed: Sequence[Placed]) -> Array:
+        """Resources [choices, K] of an operator."""
+        rule = self.rules[op.name]
         read = operand_shapes(op, self.graph, rule, self.schedule)
         made = [self.tables.shapes[name] for name in op.outputs]
         times = 1 if op.name in self.schedule.prologue else self.schedule.microbatches
@@ -174,9 +194,7 @@ class Builder:
             row[SAVED] = sum(self.tables.bytes(op.outputs[index], where.results[index]) for index in saved) + (
                 row[SAVED] if flows else 0.0
             )
-        model.add(unary)
-        model.op_choices.append(found)
-        model.placed.append(placed)
+        return unary
 
     def _leaves_whole(self, op: Op, where: Placed) -> bool:
         pairs = zip(op.outputs, where.results, strict=True)
@@ -362,13 +380,14 @@ def _space(operator: Operator, work: Work) -> int:
     return math.prod(work.operands[0]) * (max(4, itemsize) + (itemsize if itemsize < 4 else 0))
 
 
-def pruned(model: Model) -> Model:
+def pruned(model: Model, fewer: Collection[int] | None = None) -> Model:
     """The model without the operators' choices that another choice equals or beats in every resource, in all variants.
 
     What positions agree on keeps all its choices, as does what reads a parameter: how that is kept is not in the model yet.
+    ``fewer``: of a model that was pruned before, the variables that have fewer choices since.
     """
     protected = {*model.entry, *model.exit, *(var for _, var in model.shared), *(var for var, _, _ in model.parameter_uses)}
-    block, kept = prune(BlockModel(tuple(model.sizes), tuple(model.unary), tuple(model.edges)), sorted(protected))
+    block, kept = prune(BlockModel(tuple(model.sizes), tuple(model.unary), tuple(model.edges)), sorted(protected), fewer)
     operators = kept[: len(model.op_choices)]
     return replace(
         model, sizes=list(block.sizes), unary=list(block.unary), edges=list(block.edges),

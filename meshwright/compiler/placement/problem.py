@@ -101,7 +101,7 @@ class Problem:
             first = keys.setdefault((key, kernels, self.fixed.told_apart(position, self.graph)), number)
             self._serves.append(first)
             if first == number:
-                models[number] = self.builder.build(position)
+                models[number] = self.builder.build(position, self._alike[number])
         self._models = reachable(models, self._serves)
 
     def model(self, number: int) -> Model:

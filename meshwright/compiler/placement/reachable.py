@@ -37,7 +37,7 @@ def reachable(models: Mapping[int, Model], serves: Sequence[int]) -> dict[int, M
         if left_in:
             for number, var in together:
                 kept[number][var] = np.array(sorted(left_in), dtype=np.intp)
-    return {number: pruned(_restricted(model, kept[number])) for number, model in models.items()}
+    return {number: _restricted(model, kept[number]) for number, model in models.items()}
 
 
 def _left_in(model: Model, var: int) -> set[int]:
@@ -53,8 +53,9 @@ def _left_in(model: Model, var: int) -> set[int]:
 
 
 def _restricted(model: Model, kept: Mapping[int, Indices]) -> Model:
-    """The model with some variables at some of their choices, and copies of their values at what is asked for or handed on."""
-    kept = {**kept, **_copies(model, kept)}
+    """The model with some variables at some of their choices, and copies of their values at what is asked for or handed on;
+    pruned."""
+    kept = {var: rows for var, rows in {**kept, **_copies(model, kept)}.items() if len(rows) < model.sizes[var]}
     everything = [kept.get(var, np.arange(size)) for var, size in enumerate(model.sizes)]
     edges = [
         Edge(
@@ -63,12 +64,13 @@ def _restricted(model: Model, kept: Mapping[int, Indices]) -> Model:
         ) if e.i in kept or e.j in kept else e
         for e in model.edges
     ]
-    return replace(
+    left = replace(
         model, sizes=[len(rows) for rows in everything], edges=edges,
         unary=[unary[rows] for unary, rows in zip(model.unary, everything, strict=True)],
         states={name: (var, [states[n] for n in everything[var]]) for name, (var, states) in model.states.items()},
         copies={name: (var, [options[n] for n in everything[var]]) for name, (var, options) in model.copies.items()},
     )
+    return pruned(left, kept)
 
 
 def _copies(model: Model, kept: Mapping[int, Indices]) -> dict[int, Indices]:

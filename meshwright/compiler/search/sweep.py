@@ -1,8 +1,8 @@
 """The order in which candidates are bounded and solved: best first by lower bound (``bounds``), with good incumbents early.
 
     free layouts      first, where memory does not bind: they are solved at once, and everything else must beat them
-    first dive        one candidate of every (pp, tensor, context), under the simplest schedule, best first
     no pipeline       best first; there is nothing to cut, so what is left at the level KEPT is solved at once
+    first dive        one pipeline of every (pp, tensor, context), under the simplest schedule, best first
     second dive       the best pipelines under other schedules and stages a rank, if they may gain much (``_WORTH``)
     everything        best first, until the least bound left is within the gap of the incumbent, or the limit is reached
     free layouts      where memory binds: they are the dearest, and are left once they are proven no faster than the incumbent
@@ -183,9 +183,9 @@ class Sweep:
                 graph, task.cluster, task.pins, len(evaluator.names), attended(graph, rules), mirrored, task.experts,
                 exchanged(graph, rules),
             )
-            nodes = self._first_dive(self.bounds.start(listed))
-            piped = [node for node in nodes if node.candidate.pp > 1]
-            nodes = self._sweep([node for node in nodes if node.candidate.pp == 1], _ALONE * self.limit)
+            start = self.bounds.start(listed)
+            nodes = self._sweep([node for node in start if node.candidate.pp == 1], _ALONE * self.limit)
+            piped = self._first_dive([node for node in start if node.candidate.pp > 1])
             self._left += self._sweep(nodes + self._second_dive(piped), self.limit)
         except (PinError, PlanError) as error:
             self._refused = error

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -96,7 +96,7 @@ def _order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], keep: Sequenc
             near[j].add(i)
 
     def score(v: int) -> tuple[float, float]:
-        table = float(np.prod([float(sizes[u]) for u in near[v]]))
+        table = math.prod(float(sizes[u]) for u in near[v])
         missing = sum(sizes[a] * sizes[b] for a, b in combinations(sorted(near[v]), 2) if b not in near[a])
         return (float(missing), table) if fill else (table, float(missing))
 
@@ -372,27 +372,35 @@ class Eliminated:
         return out
 
 
-def prune(block: BlockModel, protect: Sequence[int] = ()) -> tuple[BlockModel, tuple[Indices, ...]]:
+def prune(
+    block: BlockModel, protect: Sequence[int] = (), fewer: Collection[int] | None = None
+) -> tuple[BlockModel, tuple[Indices, ...]]:
     """Drop choices that another choice of the same variable equals or beats in every resource, whatever the neighbours do.
 
     Returns the smaller block and, per variable, the kept choices' old indices. ``protect`` variables (boundary, shared) keep
-    all choices, as their neighbours are not seen here.
+    all choices, as their neighbours are not seen here. ``fewer``: of a block that was pruned before, the variables that have
+    fewer choices since.
     """
     kept = [np.arange(n) for n in block.sizes]
-    neighbours: list[set[int]] = [set() for _ in block.sizes]
+    around: list[list[Edge]] = [[] for _ in block.sizes]
     for e in block.edges:
-        neighbours[e.i].add(e.j)
-        neighbours[e.j].add(e.i)
-    changed = set(range(len(block.sizes))).difference(protect)  # what is left of a variable depends on its neighbours alone
+        around[e.i].append(e)
+        around[e.j].append(e)
+    changed = set(range(len(block.sizes)))  # what is left of a variable depends on its neighbours alone
+    if fewer is not None:
+        changed = {v for one in fewer for e in around[one] for v in (one, e.i, e.j)}
+    changed.difference_update(protect)
     while changed:
         for v in range(len(block.sizes)):
             if v not in changed:
                 continue
             changed.remove(v)
-            alive = _undominated(block.unary[v][kept[v]], _profile(block, v, kept))
+            if len(kept[v]) < 2:
+                continue
+            alive = _undominated([block.unary[v][kept[v]], *_profile(around[v], v, kept)])
             if len(alive) < len(kept[v]):
                 kept[v] = kept[v][alive]
-                changed.update(neighbours[v].difference(protect))
+                changed.update({u for e in around[v] for u in (e.i, e.j) if u != v}.difference(protect))
     edges = []
     for e in block.edges:
         rows = kept[e.i] if e.rows is None else e.rows[kept[e.i]]
@@ -402,30 +410,31 @@ def prune(block: BlockModel, protect: Sequence[int] = ()) -> tuple[BlockModel, t
     return BlockModel(tuple(len(k) for k in kept), unary, tuple(edges)), tuple(kept)
 
 
-def _profile(block: BlockModel, var: int, kept: Sequence[Indices]) -> list[Array]:
+def _profile(around: Sequence[Edge], var: int, kept: Sequence[Indices]) -> list[Array]:
     """For every edge at ``var``: [choices, neighbour's choices * K]."""
     out = []
-    for e in block.edges:
-        if var in (e.i, e.j):
-            rows = kept[e.i] if e.rows is None else np.asarray(e.rows)[kept[e.i]]
-            cols = kept[e.j] if e.cols is None else np.asarray(e.cols)[kept[e.j]]
-            if var == e.i:
-                own = e.table[rows[:, None], np.unique(cols)]
-            else:
-                own = e.table[np.unique(rows)[:, None], cols].transpose(1, 0, 2)
-            out.append(own.reshape(len(own), -1))
+    for e in around:
+        rows = kept[e.i] if e.rows is None else np.asarray(e.rows)[kept[e.i]]
+        cols = kept[e.j] if e.cols is None else np.asarray(e.cols)[kept[e.j]]
+        if var == e.i:
+            own = e.table[rows[:, None], np.unique(cols)]
+        else:
+            own = e.table[np.unique(rows)[:, None], cols].transpose(1, 0, 2)
+        out.append(own.reshape(len(own), -1))
     return out
 
 
-def _undominated(unary: Array, profile: Sequence[Array]) -> Indices:
-    parts = [unary, *profile]
-    alive = np.ones(len(unary), dtype=bool)
-    for a in range(len(unary)):
-        rivals = np.flatnonzero(alive)
-        rivals = rivals[rivals != a]
-        for part in parts:
-            rivals = rivals[(part[rivals] <= part[a]).all(axis=1)] if len(rivals) else rivals
-        # of equal choices the first stays: a later rival must be strictly better somewhere
-        strict = [b for b in rivals if b < a or any((part[b] < part[a]).any() for part in parts)]
-        alive[a] = not strict
-    return np.flatnonzero(alive)
+def _undominated(parts: Sequence[Array]) -> Indices:
+    """The choices that no other equals or beats in all of some tables [choices, costs]; of equal ones the first."""
+    count = len(parts[0])
+    beats = ~np.eye(count, dtype=bool)  # [other, choice]: as far as was seen, the one is nowhere dearer than the other
+    for part in parts:
+        others, choices = np.nonzero(beats)
+        if not len(others):
+            break
+        step = max(1, CHUNK // max(1, part.shape[1]))
+        for start in range(0, len(others), step):
+            here, there = others[start : start + step], choices[start : start + step]
+            beats[here, there] = (part[here] <= part[there]).all(axis=1)
+    beaten = beats & (~beats.T | np.triu(np.ones((count, count), dtype=bool)))
+    return np.flatnonzero(~beaten.any(axis=0))
