@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from itertools import combinations
 from typing import Any
 
@@ -129,12 +130,80 @@ def whole(tensor: Any) -> Tensor | None:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else None if isinstance(tensor, Elsewhere) else tensor
 
 
-def trained(
-    rank: int, ways: Sequence[str], cases: Sequence[Mapping[str, Any]], seed: int = 5, layers: int = 2
-) -> tuple[list[str], list[Any]]:
-    """(what differs from a single process that is given the same numbers; the numbers of the first step of each case)."""
+_ASK: ContextVar[Ask] = ContextVar("ask")
+
+
+class Dropout(nn.Module):
+    """As torch's, of an ``ask`` that the model around it sets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * _ASK.get()(lambda: torch.empty_like(x).bernoulli_(0.7)) / 0.7 if self.training else x
+
+
+class DropPath(nn.Module):
+    """As that of ``transformers``, likewise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * _ASK.get()(lambda: (0.7 + torch.rand(_row(x), dtype=x.dtype)).floor_()) / 0.7 if self.training else x
+
+
+class Shown(nn.Module):
+    """A published model that shows what its dropouts and drop paths drew."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        for module in [*model.modules()]:
+            for name, child in [*module.named_children()]:
+                if isinstance(child, nn.Dropout) or type(child).__name__.endswith("DropPath"):
+                    setattr(module, name, Dropout() if isinstance(child, nn.Dropout) else DropPath())
+
+    def forward(self, x: Mapping[str, Tensor], given: Sequence[Tensor] | None = None) -> dict[str, Any]:
+        drawn: list[Tensor] = []
+
+        def ask(make: Callable[[], Tensor]) -> Tensor:
+            drawn.append(make() if given is None else given[len(drawn)])
+            return drawn[-1]
+
+        outer = _ASK.set(ask)
+        try:
+            return {"loss": self.model(**x).loss, "drawn": [tensor.detach() for tensor in drawn]}
+        finally:
+            _ASK.reset(outer)
+
+
+def published(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A small model of ``transformers`` with dropout and drop path, away from zeros at which rounding decides, and a batch."""
+    import transformers
+
     torch.manual_seed(3)
-    model, x = Drawing(ways, layers), torch.randn(BATCH, LENGTH, WIDTH)
+    labels, batch = torch.randint(2, (BATCH,)), {}
+    if name == "BEiT":
+        config = transformers.BeitConfig(
+            hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4,
+            drop_path_rate=0.3, num_labels=2, use_relative_position_bias=True,
+        )
+        model, batch = transformers.BeitForImageClassification(config), {"pixel_values": torch.randn(BATCH, 3, 8, 8).double()}
+    else:
+        config = transformers.FunnelConfig(
+            vocab_size=20, block_sizes=[1, 1], num_decoder_layers=1, d_model=8, n_head=2, d_head=4, d_inner=16, num_labels=2,
+        )
+        model, batch = transformers.FunnelForSequenceClassification(config), {"input_ids": torch.randint(1, 20, (BATCH, 6))}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return Shown(model.double()).train(), {**batch, "labels": labels}
+
+
+def trained(
+    rank: int, ways: Sequence[str] | str, cases: Sequence[Mapping[str, Any]], seed: int = 5, layers: int = 2
+) -> tuple[list[str], list[Any]]:
+    """(what differs from a single process that is given the same numbers; the numbers of the first step of each case), of a
+    model that draws in these ways, or of the published one of this name."""
+    torch.manual_seed(3)
+    model: nn.Module
+    x: Any
+    model, x = published(ways) if isinstance(ways, str) else (Drawing(ways, layers), torch.randn(BATCH, LENGTH, WIDTH))
     problems, numbers = [], []
     for pins in cases:
         single = copy.deepcopy(model)

@@ -55,6 +55,16 @@ def test_in_pipelines(pool: Callable[[int], Any]) -> None:
     assert [problems for problems, _ in pool(2).run(trained, ways, cases, 5, 4)] == [[], []]
 
 
+@pytest.mark.parametrize(("name", "pins"), [
+    ("BEiT", {"dp": 2, "zero": 3, "recompute": "full", "microbatches": 2}), ("Funnel", {"tp": 2, "recompute": "full"}),
+])
+def test_published_models(pool: Callable[[int], Any], name: str, pins: dict[str, Any]) -> None:
+    """Dropout and drop path of two models whose losses are coarse in their weights, so that slopes of the loss say little."""
+    found = pool(2).run(trained, name, [pins])
+    assert [problems for problems, _ in found] == [[], []]
+    assert len(found[0][1][0]) > 5, "dropouts and drop paths were found"
+
+
 def test_an_operator_without_a_rule(pool: Callable[[int], Any]) -> None:
     """Which draws unseen: every rank draws the same."""
     assert [problems for problems, _ in pool(2).run(trained, ALONE, [{"dp": 2, "recompute": "full"}])] == [[], []]
