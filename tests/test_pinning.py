@@ -47,8 +47,8 @@ def graph(name: str) -> Graph:
     if name == "gpt2":
         model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=96, n_positions=16, use_cache=False,
                                            bos_token_id=1, eos_token_id=1))
-    elif name in ("llama", "shallow"):
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3 if name == "llama" else 1, **sizes))
+    elif name in ("llama", "shallow", "deep"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers={"llama": 3, "shallow": 1, "deep": 5}[name], **sizes))
     elif name == "t5":
         model = T5ForConditionalGeneration(T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=96,
                                                     use_cache=False, decoder_start_token_id=0, pad_token_id=0))
@@ -201,6 +201,18 @@ def test_what_a_table_prints_can_be_pinned() -> None:
     found = {param.fqn: facts.type_of(param.value) for param in plan.graph.params}
     assert {text for fqn, text in found.items() if "up_proj" in fqn} == {"f32[64@tp, 32]"}
     assert {text for fqn, text in found.items() if "down_proj" in fqn} == {"f32[32, 64@tp]"}
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}, {"dp": 1, "tp": 4}])
+@pytest.mark.parametrize("text", ["[64, 32@tp]", "[64, 32]"])
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_a_weight_of_one_layer_is_pinned_alone(degrees: Mapping[str, Any], text: str, layer: int) -> None:
+    """Layers that are otherwise equal; the whole weight on every rank can always be had."""
+    name = f"model.layers.{layer}.mlp.up_proj.weight"
+    facts = facts_of(make_plan(graph("deep"), Cluster.parse("cpu:1x4"), Pins.of({**degrees, name: text})))
+    found = {param.fqn: facts.type_of(param.value) for param in facts.plan.graph.params if "up_proj" in param.fqn}
+    assert found.pop(name) == f"f32{text}"
+    assert f"f32{text}" not in found.values()
 
 
 def test_lines_of_the_printed_plan_are_pins() -> None:

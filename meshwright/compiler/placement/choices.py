@@ -137,7 +137,8 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
         assignment = {axis: factor for axis, factor in zip(scope.mesh.axes, combination, strict=True) if factor is not None}
         if _legal(rule, {**assignment, **({TIME: time} if time else {})}, timed):
             found.append(assignment)
-    found = _attending(op, rule, _storable(op, rule, found, scope), scope)
+    found = _pinned_tensors(op, rule, _storable(op, rule, found, scope), scope)
+    found = _attending(op, rule, found, scope)
     found = _forced(found, kinds["batch"], scope, *SAMPLED) if on_weights else found
     found = _forced(found, set(rule.together), scope, EXPERT)
     found = _forced(found, kinds["sequence"] | rule.algorithms.keys() | rule.inner, scope, SEQUENCE) if on_weights else found
@@ -148,7 +149,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
         found = _forced(found, set(rule.splittable) - kinds["batch"], scope, TENSOR)
     if scope.pins.sequence_parallel:
         found = _sequence_between_blocks(op, rule, found, scope, bool(weights))
-    return _held(op, _pinned_tensors(op, rule, found, scope), scope)
+    return _held(op, found, scope)
 
 
 def _held(op: Op, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:

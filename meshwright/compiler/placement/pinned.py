@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from meshwright.compiler.placement.costs import Variant
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
+from meshwright.compiler.structure.positions import Position, operands
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import ROOT, PinError, Pins
 from meshwright.ir.sharding import Sharding, ShardingError, format_sharding, parse_type
@@ -54,6 +55,20 @@ def read_pin(text: str) -> tuple[Sharding, list[int | None]]:
         raise PinError(f"pin {text!r} is no sharding: {error}") from error
     dims = re.findall(r"(?:^|[\[,])\s*(\d+|_)(?=\s*[@,\]])", re.sub(r"\([^)]*\)", "()", plain[plain.index("["):]))
     return sharding, [None if dim == "_" else int(dim) for dim in dims]
+
+
+def told_apart(pins: Pins, fixed: FixedDecisions, graph: Graph) -> Callable[[Position, Graph], object]:
+    """Equal for positions of which the same is pinned: of their parameters, and of what is ``fixed``."""
+    pinned = {
+        param.value: texts for param in graph.params
+        if (texts := tuple(text for pattern, text in pins.tensors.items() if fnmatch.filter(param.fqns, pattern)))
+    }
+
+    def of(position: Position, graph: Graph) -> object:
+        read = operands(position.ops(graph)) if pinned else ()
+        return fixed.told_apart(position, graph), tuple(pinned.get(name) for name in read)
+
+    return of
 
 
 def fixed_by(pins: Pins, graph: Graph) -> FixedDecisions:

@@ -32,6 +32,7 @@ from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.expert_ranks import Ranks, shared_out
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.passing import ring_waits
+from meshwright.compiler.placement.pinned import told_apart
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.placement.rows import DATA, EP, NONE, DataMove, Mixture, PlacedPosition, Placement, Solved, Use
 from meshwright.compiler.solver.chain import BlockModel, Chain, Infeasible, Solution
@@ -70,7 +71,7 @@ class Placements:
     ) -> None:
         self.graph, self.cluster, self.pins = graph, cluster, pins
         self.itemsize, self.state_bytes, self.recompute = itemsize, state_bytes, tuple(recompute)
-        self.folded: Folded = fold(graph, rules.operators, fixed.told_apart)
+        self.folded: Folded = fold(graph, rules.operators, told_apart(pins, fixed, graph))
         self.fixed = fixed.under(self.folded.renamed)
         self.rules = Rules({op.name: rules[op.name] for op in self.folded.graph.ops}, rules.operators)
         self._classes = DimClasses(self.folded.graph, self.rules)

@@ -38,6 +38,7 @@ from meshwright.compiler.placement.costs import (
     Variant,
     time_rows,
 )
+from meshwright.compiler.placement.pinned import told_apart
 from meshwright.compiler.placement.reachable import reachable
 from meshwright.compiler.placement.tables import Array, ResourceTables
 from meshwright.compiler.solver.chain import BlockModel, Chain, Edge, Kind, Solution
@@ -84,7 +85,7 @@ class Problem:
         )
         self.positions, whole = positions_of(self.graph)
         self.tied = several_readers(self.graph)
-        fused = fusion(self.graph, rules.operators)
+        fused, apart = fusion(self.graph, rules.operators), told_apart(scope.pins, scope.fixed, self.graph)
         self.builder = Builder(
             scope, rules, schedule, self.tables, whole=whole, tied=self.tied, root_variants=self.root_variants,
             fused=dict(zip((op.name for op in self.graph.ops), fused, strict=True)),
@@ -98,7 +99,7 @@ class Problem:
             key = number if position.block < 0 else alike(position, self.graph, self.tied)
             self._alike.append(plain.setdefault(key, number))
             kernels = fused[position.start : position.stop]  # the sum that ends a last block is in the final norm's
-            first = keys.setdefault((key, kernels, self.fixed.told_apart(position, self.graph)), number)
+            first = keys.setdefault((key, kernels, apart(position, self.graph)), number)
             self._serves.append(first)
             if first == number:
                 models[number] = self.builder.build(position, self._alike[number])
