@@ -148,7 +148,7 @@ MAKERS: Mapping[str, Callable[..., nn.Module]] = {
         num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=0.5, **more
     ),
     "mixtral skewed": lambda **more: skewed(mixtral(**more)), "deepseek skewed": lambda **more: skewed(deepseek(**more)),
-    "einsum": Gshard, "loop": Looped,
+    "mixtral of four layers": lambda **more: mixtral(num_hidden_layers=4, **more), "einsum": Gshard, "loop": Looped,
 }
 
 

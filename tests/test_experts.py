@@ -29,15 +29,16 @@ from meshwright.cost.cluster import Cluster
 from meshwright.errors import CaptureError, InputError
 from meshwright.ir.declared.experts import EXPERTS, with_imbalance
 from meshwright.ir.declared.operator import Work
-from meshwright.ir.graph import Graph
+from meshwright.ir.graph import FILL, Graph
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.reading.graphs import graph_from_dict
 from meshwright.ir.serialize import graph_to_dict
 from meshwright.planner import capture_model, make_plan, rules_of
+from meshwright.published.zoo import Trained
 from meshwright.runtime.interpret import run
 from tests.equality import EPS, RELATIVE, captured_once, compare, differences, train
-from tests.mixtures import make, mixtral
+from tests.mixtures import LENGTH, deepseek, make, mixtral
 
 MIXTURES = ("mixtral", "qwen2", "qwen3", "deepseek", "gpt_oss", "ernie", "granite")
 
@@ -153,6 +154,19 @@ def test_products_are_priced_in_the_dtype_of_the_rows_and_at_the_assumed_imbalan
             with_imbalance(graph, wrong)  # type: ignore[arg-type]
 
 
+def test_zeros_that_micro_batches_write_into_are_not_counted_as_inputs() -> None:
+    """DeepSeek's attention and router write into zeros, which are made in every micro-batch: whole they would not fit."""
+    with torch.device("meta"):
+        model = Trained(deepseek(num_hidden_layers=4))
+    ids = torch.zeros(4096, LENGTH, dtype=torch.int64, device="meta")
+    graph = captured(model, {"input_ids": ids, "labels": ids})
+    whole = sum(graph.values[name].bytes_ for op in graph.ops if op.target == FILL for name in op.outputs)
+    cluster = Cluster.parse("h100:1x2").with_memory(int(0.9 * whole))
+    plan = make_plan(graph, cluster, Pins(dp=2, ep=2, pp=1, microbatches=64))
+    assert plan.predicted is not None
+    assert plan.predicted.bytes_per_rank < 0.5 * whole
+
+
 def _train(rank: int, name: str, world: int, all_pins: Sequence[Mapping[str, Any]]) -> list[str]:
     """What differs from the single process, and plans that do not split experts."""
     model, batch = make(name)
@@ -190,6 +204,10 @@ FOURS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "qwen3": ({"dp": 4, "ep": 4, "zero": 2}, {"dp": 4, "ep": 2, "shard": 2, "zero": 3}),
     "deepseek": (
         {"pp": 2, "dp": 2, "ep": 2, "microbatches": 2, "schedule": "1f1b", "zero": 1}, {"dp": 2, "ep": 2, "cp": 2, "zero": 1},
+    ),
+    "mixtral of four layers": (
+        {"pp": 2, "dp": 2, "ep": 2, "microbatches": 2, "schedule": "interleaved1f1b", "virtual_stages": 2, "zero": 1},
+        {"pp": 2, "dp": 2, "ep": 2, "microbatches": 2, "schedule": "zb", "zero": 1},
     ),
 }
 

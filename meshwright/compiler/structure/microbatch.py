@@ -65,7 +65,7 @@ def split_time(graph: Graph, rules: Mapping[str, OpRule], microbatches: int, bat
         if graph.values[name].shape[dim] % microbatches:
             raise PlanError(f"microbatches={microbatches} does not divide the batch {graph.values[name].shape[dim]} of input "
                             f"{name!r}; choose a divisor")
-    free = _prologue(graph)
+    free = prologue(graph)
     state: dict[str, int | str | None] = {}  # value -> dim split over time, "+" or None (the same in every micro-batch)
     state.update(batch_inputs)
     time: dict[str, str] = {}
@@ -96,7 +96,7 @@ def split_time(graph: Graph, rules: Mapping[str, OpRule], microbatches: int, bat
     return Schedule(microbatches, time, free)
 
 
-def _prologue(graph: Graph) -> frozenset[str]:
+def prologue(graph: Graph) -> frozenset[str]:
     """What runs once a step.
 
     A fill that one operator of the micro-batches reads is made there, as large as it reads it: made before, it would be whole,
