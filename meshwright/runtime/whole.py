@@ -105,7 +105,7 @@ class Whole(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as torch's own DTensor, which loads anywhere."""
-        return _plain(self).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        return torch_dtensor(self).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
 
 def adopt(tensor: Tensor, role: Role | None) -> Tensor:
@@ -166,25 +166,22 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """One operator. Its way follows from shapes and placements alone, so that all ranks take the same."""
     tensors: list[Tensor] = []
     _over(tensors.append, args, kwargs)
-    written, name = _written(func, args, kwargs), func.overloadpacket.__name__
+    written, name = written_by(func, args, kwargs), func.overloadpacket.__name__
     by_item = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
     role = _role_of_result(func, name, tensors, kwargs, by_item)
-    for x in written:
-        if x.__dict__.get("_copied"):
-            raise RunError(f"{func} would write into a view of a split tensor{_called(x)}, and this view is a copy. Write into "
-                           f"the tensor itself, by an operator on all of it: torch.where, masked_fill_, index_fill_, copy_")
+    refuse_writing(func, written)
     if torch.Tag.inplace_view in func.tags and any(isinstance(x, DTensor) for x in written):
         raise RunError(f"{func} would change the shape of a DTensor{_called(written[0])} in place. Take .full_tensor() first, "
                        f"on every rank, or the operator without '_'")
     if torch.Tag.nondeterministic_seeded in func.tags:
-        result = _gathered(func, args, kwargs, tensors, written, drawn=True)
+        result = gathered(func, args, kwargs, tensors, written, drawn=True)
     elif name in _REDUCED and (what := _reduction(name, func, args, kwargs)) is not None:
         result = _reduced(**what)
     elif name == "_foreach_norm":
         result = [torch.linalg.vector_norm(x, *args[1:2], **kwargs) for x in args[0]]
     elif by_item:
         result = _each(func, args, kwargs, written)
-    elif name in _NATIVE or _is_view(func):
+    elif name in _NATIVE or is_view(func):
         result = _native(func, args, kwargs, tensors)
     elif (torch.Tag.pointwise in func.tags or name in _POINTWISE) and (lead := _lead(tensors, written)) is not None:
         pieces = _over(lambda x: _piece_like(x, lead), args, kwargs)
@@ -193,7 +190,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
             result = _wrap(result, lead) if isinstance(result, Tensor) else pytree.tree_map_only(
                 Tensor, lambda x: _wrap(x, lead), result)
     else:
-        result = _gathered(func, args, kwargs, tensors, written)
+        result = gathered(func, args, kwargs, tensors, written)
     if written:
         return {0: None, 1: written[0]}.get(len(func._schema.returns), tuple(written))
     if type(result) is Whole and not by_item:
@@ -243,7 +240,7 @@ def _writes(func: Any) -> tuple[tuple[int, str], ...]:
                  if argument.alias_info is not None and argument.alias_info.is_write)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The operands that the operator changes."""
     found: list[Tensor] = []
     for place, name in _writes(func):
@@ -284,7 +281,7 @@ def _each(func: Any, args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
     leads = [_lead(items, items[:1] if written else ()) if _distributed(items) else items[0] for items in columns]
     if any(lead is None for lead in leads):
         if len(leads) == 1:
-            return _gathered(func, args, kwargs, columns[0], written)
+            return gathered(func, args, kwargs, columns[0], written)
         results = [_run(func, *_item(i, lists, args, kwargs)) for i in range(len(leads))]
         return None if written else [x for result in results for x in result]
 
@@ -362,7 +359,7 @@ def _reduced(x: DTensor, dims: set[int], power: float | None, keep: bool, mean: 
 # --- views, and the whole -----------------------------------------------------------------------------------------------
 
 
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
     return any(back.alias_info is not None and not back.alias_info.is_write for back in func._schema.returns)
 
 
@@ -371,20 +368,33 @@ def _native(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any
     of = next(x for x in tensors if isinstance(x, DTensor))
     if func is torch.ops.aten.view_as_real.default:  # of a piece: another dim at the end
         return _dtensor(func(_local(of)), of.device_mesh, of.placements, (*of.shape, 2))
-    plain = pytree.tree_map_only(DTensor, _plain, (args, kwargs))
+    plain = pytree.tree_map_only(DTensor, torch_dtensor, (args, kwargs))
     try:
         result, copied = func(*plain[0], **plain[1]), False
     except (RuntimeError, NotImplementedError):  # a dim that does not divide, say; known from the shapes, on all ranks
-        result, copied = _gathered(func, args, kwargs, tensors, ()), True
-    if _is_view(func):
+        result, copied = gathered(func, args, kwargs, tensors, ()), True
+    mark_copies(func, of, result, copied)
+    return result
+
+
+def mark_copies(func: Any, of: DTensor, result: Any, copied: bool = False) -> None:
+    """Remember of views that they are copies: ``copied``, or the cut of what they view was undone for them."""
+    if is_view(func):
         for x in pytree.tree_leaves(result):
             if isinstance(x, DTensor):
                 undone = any(_cut(a) and not _cut(b) for a, b in zip(of.placements, x.placements, strict=True))
                 x.__dict__["_copied"] = copied or undone or bool(of.__dict__.get("_copied"))
-    return result
 
 
-def _gathered(
+def refuse_writing(func: Any, changed: Sequence[Tensor]) -> None:
+    """Raise RunError where one of the tensors is a copy that stands for a view."""
+    for x in changed:
+        if x.__dict__.get("_copied"):
+            raise RunError(f"{func} would write into a view of a split tensor{_called(x)}, and this view is a copy. Write into "
+                           f"the tensor itself, by an operator on all of it: torch.where, masked_fill_, index_fill_, copy_")
+
+
+def gathered(
     func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], written: Sequence[Tensor], drawn: bool = False
 ) -> Any:
     """On the whole tensors, on every rank. ``drawn``: what comes out is random, and the first rank's."""
@@ -396,14 +406,14 @@ def _gathered(
             if isinstance(x, DTensor):
                 wholes[id(x)] = _whole(x)
             else:
-                wholes[id(x)] = x if not x.ndim or any(x is one for one in written) else _of_first(x, mesh)
+                wholes[id(x)] = x if not x.ndim or any(x is one for one in written) else of_first(x, mesh)
         return wholes[id(x)]
 
     full = pytree.tree_map_only(Tensor, whole, (args, kwargs))
     result = func(*full[0], **full[1])
     for x in written:
         if isinstance(x, DTensor):
-            new = _of_first(wholes[id(x)], x.device_mesh) if drawn else wholes[id(x)]
+            new = of_first(wholes[id(x)], x.device_mesh) if drawn else wholes[id(x)]
             mine, local = _piece(new, x), _local(x)
             if mine.untyped_storage().data_ptr() != local.untyped_storage().data_ptr():  # of a replicated one: written already
                 local.copy_(mine)
@@ -411,7 +421,7 @@ def _gathered(
         return None
     everywhere = [Replicate()] * mesh.ndim
     return pytree.tree_map_only(
-        Tensor, lambda x: _dtensor(_of_first(x, mesh) if drawn else x, mesh, everywhere, x.shape), result
+        Tensor, lambda x: _dtensor(of_first(x, mesh) if drawn else x, mesh, everywhere, x.shape), result
     )
 
 
@@ -448,7 +458,7 @@ def _dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], s
     )
 
 
-def _plain(x: DTensor) -> DTensor:
+def torch_dtensor(x: DTensor) -> DTensor:
     """Torch's own DTensor on the same memory."""
     with torch.no_grad():
         return DTensor.from_local(
@@ -463,7 +473,7 @@ def _wrap(local: Tensor, lead: DTensor) -> DTensor:
 
 
 def _whole(x: DTensor) -> Tensor:
-    return _plain(x).full_tensor()
+    return torch_dtensor(x).full_tensor()
 
 
 def _piece(whole: Tensor, lead: DTensor) -> Tensor:
@@ -479,9 +489,9 @@ def _piece_like(x: Tensor, lead: DTensor) -> Tensor:
     whole = _whole(x) if isinstance(x, DTensor) else x
     if not x.ndim:
         return whole
-    return _piece((whole if isinstance(x, DTensor) else _of_first(x, lead.device_mesh)).expand(lead.shape), lead)
+    return _piece((whole if isinstance(x, DTensor) else of_first(x, lead.device_mesh)).expand(lead.shape), lead)
 
 
-def _of_first(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def of_first(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """A plain tensor as the first rank of the mesh has it."""
     return _local(distribute_tensor(x.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim))
