@@ -103,3 +103,40 @@ def computed(rank: int, pins: dict[str, Any]) -> list[str]:
 def test_what_is_computed_from_outputs(pool: Callable[[int], Any], pins: dict[str, Any]) -> None:
     """Where torch's own DTensor takes a rank's summand for the number, or divides a loss by the size of a piece."""
     assert pool(2).run(computed, pins) == [[], []]
+
+
+class Held(nn.Module):
+    """Gives out what it holds, and what is made of that alone; looks up by an embedding that asks for sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.out = nn.Embedding(10, 8, sparse=True), nn.Linear(8, 8)
+        self.aside = nn.Parameter(torch.linspace(0, 1, 6, dtype=torch.float64))
+        self.register_buffer("scale", torch.tensor([0.5, 2.0]))
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        y = self.out(self.rows(ids))
+        return {"loss": y.square().mean(), "weight": self.out.weight, "aside": self.aside, "norm": self.rows.weight.norm(),
+                "columns": self.out.weight.square().sum(0), "scale": self.scale}
+
+
+def given_out(rank: int, cases: list[dict[str, Any]]) -> None:
+    ids, problems = torch.arange(8).view(8, 1) % 5, []
+    for pins in cases:
+        torch.manual_seed(0)
+        model = Held().double()
+        single = copy.deepcopy(model)
+        parallel = autoparallel(model, init_device_mesh("cpu", (2,)), ((ids,), {}), pins=pins, progress=False)
+        outs = single(ids), parallel(ids)
+        torch.testing.assert_close(*(plain(list(out.values())) for out in outs))
+        for out in outs:
+            (out["loss"] + out["norm"] + out["columns"].sum() + out["aside"].square().sum() + out["weight"].mean()).backward()
+        for (name, p), q in zip(parallel.named_parameters(), single.parameters(), strict=True):
+            if not torch.allclose(plain(p.grad), q.grad.to_dense() if q.grad.is_sparse else q.grad):
+                problems.append((pins, name))
+    assert problems == []
+
+
+def test_parameters_and_buffers_as_outputs(pool: Callable[[int], Any]) -> None:
+    """They count once, whether or not something else reads them."""
+    pool(2).run(given_out, [{"dp": 2}, {"dp": 2, "zero": 3}, {"dp": 1, "tp": 2}])

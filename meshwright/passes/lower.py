@@ -265,12 +265,17 @@ class _Lowering:
             source, local = self.produced[name], name
             if not self._takes_gradient(name):
                 source = source.at_rest()
-            for axis in sorted(source.varying - need.varying):
-                after = replace(source, varying=source.varying - {axis})
-                local = self._emit(local, "mw.unvary", (), {"axis": axis}, self.values[local].shape, draft, front=True)
-                source = after
+            local, source = self._alike(local, source, need, draft, front=True)
             forms[need] = self._steps(local, source, need, draft, front=True)
         return forms[need]
+
+    def _alike(
+        self, local: str, source: Sharding, need: Sharding, draft: _Draft, front: bool = False
+    ) -> tuple[str, Sharding]:
+        """What is equal on all ranks, and has a gradient that is summed over them, as read alike: the gradient counts once."""
+        for axis in sorted(source.varying - need.varying):
+            local = self._emit(local, "mw.unvary", (), {"axis": axis}, self.values[local].shape, draft, front)
+        return local, replace(source, varying=source.varying & need.varying)
 
     # resharding
 
@@ -336,10 +341,11 @@ class _Lowering:
             )
             if name in self.stored:
                 local = self._stored_operand(name, sharding, self._last(0))
-            elif self.home[name] is self.prologue:
-                local = self._form(name, sharding, self.prologue)
             else:
-                local = self._form(name, sharding, self._last(self.home[name].stage))
+                home = self.home[name]
+                draft = home if home is self.prologue else self._last(home.stage)
+                alike, source = self._alike(self._form(name, self.produced[name], draft), self.produced[name], sharding, draft)
+                local = self._form(name, sharding, draft) if alike == name else self._steps(alike, source, sharding, draft)
             if name in self.graph.inputs and local == name:
                 local = self._emit(local, "mw.identity", (), {}, self.values[local].shape, self.prologue)
             self.out_names[name] = local

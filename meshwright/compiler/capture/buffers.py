@@ -4,6 +4,8 @@ After the forward the new value is written over the old one, in place. Autograd 
 then, itself or a view of it, and a recomputed block computes once more what it makes of it (a power iteration); and another
 buffer's new value may be a view of it. So ``keep_old_values`` has such readers read a copy, made where the forward begins and
 outside of every block.
+
+A parameter or buffer that the forward gives out is given as a copy (``copy_held_outputs``).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import replace
 
 from meshwright.compiler.rules import default_rules
 from meshwright.ir.declared.operator import Operators
-from meshwright.ir.graph import Graph, Op, Ref, map_refs
+from meshwright.ir.graph import Graph, Op, Ref, map_refs, refs
 
 
 def keep_old_values(graph: Graph) -> Graph:
@@ -35,6 +37,18 @@ def keep_old_values(graph: Graph) -> Graph:
             roots.update(dict.fromkeys(op.outputs, roots[viewed[0]]))
     kept.update(roots[new] for old, new in graph.mutations if new in roots and new != old)
     return _copied(graph, [name for name in updated if name in kept], operators) if kept else graph
+
+
+def copy_held_outputs(graph: Graph) -> Graph:
+    """The graph with a copy of every parameter and buffer that is itself an output: what runs may hold only a piece of it, or
+    gather it for the operators that read it, of which there may be none."""
+    held = {param.value for param in graph.params}
+    names = [name for name in dict.fromkeys(ref.name for ref in refs(graph.output_tree)) if name in held]
+    copies = {name: f"{name}_given" for name in names}
+    values = {**graph.values, **{copy: replace(graph.values[name], name=copy) for name, copy in copies.items()}}
+    ops = tuple(Op(copy, "aten.clone.default", (Ref(name),), (), (copy,), "", "") for name, copy in copies.items())
+    tree = map_refs(graph.output_tree, lambda ref: Ref(copies.get(ref.name, ref.name)))
+    return replace(graph, ops=(*graph.ops, *ops), values=values, output_tree=tree) if copies else graph
 
 
 def _updated(graph: Graph) -> list[str]:

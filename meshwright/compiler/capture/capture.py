@@ -190,6 +190,9 @@ _REMEDIES = (
     (("chanceerror",),
      "a graph would repeat or lose that: draw with torch (torch.rand, dropout) from its default generator, seed with "
      "torch.manual_seed before autoparallel, and choose layers at random by torch.where on a drawn tensor"),
+    (("dynamicoutputshape",),
+     "the shape of what it makes depends on the contents of a tensor: make it of a fixed size (torch.where or a mask in the "
+     "place of a selection), or leave it out of the model and of loss_fn, and compute it from the outputs"),
     (("data-dependent", "datadependent", "unbacked", "_local_scalar_dense", "guardondata", ".item()"),
      "it branches on, or takes a number from, the contents of a tensor; use torch.where, or make it a Python argument. A "
      "torch.distributions object that looks at its arguments wants validate_args=False. If it is a loop over experts that asks "

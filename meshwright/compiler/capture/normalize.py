@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from meshwright.compiler.capture.batches import unmerge_batches
-from meshwright.compiler.capture.buffers import keep_old_values
+from meshwright.compiler.capture.buffers import copy_held_outputs, keep_old_values
 from meshwright.compiler.capture.experts.chain import gather_experts
 from meshwright.compiler.capture.masks import simplify_masks
 from meshwright.compiler.capture.movement import TURN, merge_reshapes, sink_expands, split_before_permute
@@ -76,6 +76,7 @@ FILLS: Mapping[str, int | float | None] = {  # what stands in them; None: it is 
 }
 DROPPED_KWARGS = frozenset({"device", "pin_memory", "layout", "non_blocking", "memory_format"})
 DIM_ARGUMENTS = frozenset({"dim", "dims", "dim0", "dim1"})
+SPARSE_ARGUMENTS = frozenset({"sparse", "sparse_grad"})
 ONE_MORE_DIM = frozenset({"aten.unsqueeze.default", "aten.stack.default"})
 
 
@@ -90,6 +91,7 @@ NORMALIZATIONS: tuple[Pass, ...] = (
     fuse_projections, merge_reshapes, unmerge_batches, merge_reshapes, split_before_permute, merge_reshapes, simplify_masks,
     sink_expands, normalize_cross_entropy, merge_reshapes, reduce_losses, gather_by_sample, mark_differentiable,
     gather_experts, merge_reshapes, mark_differentiable, keep_old_values,
+    copy_held_outputs,
 )
 
 
@@ -103,7 +105,7 @@ def normalize(graph: Graph) -> Graph:
 def _clean_op(op: Op, edit: Edit) -> Iterable[Op] | None:
     target = RENAMED.get(op.target, op.target)
     kwargs = tuple((key, value) for key, value in op.kwargs if key not in DROPPED_KWARGS and value is not None)
-    op = replace(op, target=target, args=_literal_dims(target, op, edit), kwargs=kwargs)
+    op = _dense(replace(op, target=target, args=_literal_dims(target, op, edit), kwargs=kwargs))
     if target == "aten.broadcast_tensors.default":
         return _broadcast(op, edit)
     if target == "aten.copy.default":
@@ -210,7 +212,7 @@ def _slice_bounds(op: Op, edit: Edit) -> tuple[Any, ...]:
 
 def _literal_dims(target: str, op: Op, edit: Edit) -> tuple[Any, ...]:
     """The arguments with dims counted from the front."""
-    positions = _dim_positions(target)
+    positions = _positions(target, DIM_ARGUMENTS)
     if not positions or not op.args:
         return op.args
     first = op.args[0]
@@ -226,6 +228,12 @@ def _literal_dims(target: str, op: Op, edit: Edit) -> tuple[Any, ...]:
     return tuple(args)
 
 
+def _dense(op: Op) -> Op:
+    """With a dense gradient: collectives and DTensor take no sparse ones. What is computed is the same."""
+    args = tuple(False if i in _positions(op.target, SPARSE_ARGUMENTS) else arg for i, arg in enumerate(op.args))
+    return replace(op, args=args, kwargs=tuple((key, key not in SPARSE_ARGUMENTS and value) for key, value in op.kwargs))
+
+
 def _from_front(dim: Any, ndim: int) -> Any:
     if isinstance(dim, tuple):
         return tuple(_from_front(item, ndim) for item in dim)
@@ -233,9 +241,9 @@ def _from_front(dim: Any, ndim: int) -> Any:
 
 
 @cache
-def _dim_positions(target: str) -> tuple[int, ...]:
-    """Positions of the schema's arguments that name dims."""
+def _positions(target: str, names: frozenset[str]) -> tuple[int, ...]:
+    """Positions of the schema's arguments of these names that are numbers."""
     if target.startswith("mw."):
         return ()
     arguments = overload(target)._schema.arguments
-    return tuple(i for i, a in enumerate(arguments) if a.name in DIM_ARGUMENTS and "int" in str(a.type))
+    return tuple(i for i, a in enumerate(arguments) if a.name in names and ("int" in str(a.type) or "bool" in str(a.type)))
