@@ -58,7 +58,7 @@ PRIVATE: Mapping[str, str] = {
     "runtime/checks/elsewhere.py": "_C.DisableTorchFunctionSubclass: shape and dtype of what is on other ranks",
     "runtime/checks/gradients.py": "_will_engine_execute_node: whether a parameter's gradient is returned, not accumulated; "
                                    "_current_graph_task_id, _top_saved_tensors_default_hooks: whether a call is checkpointed",
-    "runtime/checks/results.py": "pytree, to see operands in lists; _local_scalar_dense: a number taken out of a tensor",
+    "runtime/checks/outputs.py": "pytree, to see operands in lists; _local_scalar_dense: a number taken out of a tensor",
     "runtime/state/norms.py": "_foreach_mul_: clipping, as torch.nn.utils does it",
     "runtime/whole.py": "pytree, to see operands in lists; the lists of types that optimizers' fast variants take",
     "runtime/pipeline/ordered.py": "_PipelineScheduleRuntime, which runs any table; _Action, in which it takes one",

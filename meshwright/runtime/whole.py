@@ -360,6 +360,7 @@ def _reduced(x: DTensor, dims: set[int], power: float | None, keep: bool, mean: 
 
 
 def is_view(func: Any) -> bool:
+    """Whether what an operator gives shares memory with what it is given."""
     return any(back.alias_info is not None and not back.alias_info.is_write for back in func._schema.returns)
 
 

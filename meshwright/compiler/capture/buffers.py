@@ -40,9 +40,12 @@ def keep_old_values(graph: Graph) -> Graph:
 
 
 def copy_held_outputs(graph: Graph) -> Graph:
-    """The graph with a copy of every parameter and buffer that is itself an output: what runs may hold only a piece of it, or
-    gather it for the operators that read it, of which there may be none."""
-    held = {param.value for param in graph.params}
+    """The graph with a copy of every parameter and buffer, and view of one, that is itself an output: what runs may hold only a
+    piece of it, or gather it for the operators that read it, of which there may be none, and free that memory after them."""
+    held, operators = {param.value for param in graph.params}, default_rules().operators
+    for op in graph.ops:
+        if operators[op.target].kind == "view" and held.intersection(op.inputs):
+            held.update(op.outputs)
     names = [name for name in dict.fromkeys(ref.name for ref in refs(graph.output_tree)) if name in held]
     copies = {name: f"{name}_given" for name in names}
     values = {**graph.values, **{copy: replace(graph.values[name], name=copy) for name, copy in copies.items()}}

@@ -17,7 +17,7 @@ from meshwright.ir.sharding import DTYPE_NAMES, format_sharding, piece, to_place
 from meshwright.ir.signature import bind
 from meshwright.runtime.checks.elsewhere import Elsewhere
 from meshwright.runtime.checks.gradients import unhooked
-from meshwright.runtime.checks.results import result_of
+from meshwright.runtime.checks.outputs import as_output
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.interpret import run as interpret
 from meshwright.runtime.state.layout import global_stride, local_of
@@ -94,7 +94,7 @@ class Ports:
         if mesh is None or not port.shape:
             return value
         placements = to_placements(port.sharding, self.groups.mesh, self.groups.axes)
-        return unhooked(result_of(DTensor.from_local(
+        return unhooked(as_output(DTensor.from_local(
             value, mesh, placements, run_check=False, shape=torch.Size(port.shape), stride=global_stride(port.shape)
         )))
 

@@ -1,4 +1,4 @@
-"""``Result``: an output of a parallel module, and what users compute from it: a DTensor whose numbers are those of the whole.
+"""``OutputTensor``: an output of a parallel module, and what users compute from it: a DTensor with the numbers of the whole.
 
 Elementwise operators, views and a few others run on pieces, as torch's DTensor runs them. Three things are otherwise there:
 
@@ -31,8 +31,8 @@ from meshwright.runtime.whole import (
 )
 
 
-class Result(DTensor):
-    """See the file's head. ``result_of`` makes a DTensor one."""
+class OutputTensor(DTensor):
+    """See the file's head. ``as_output`` makes a DTensor one."""
 
     __slots__ = ()
 
@@ -60,9 +60,9 @@ class Result(DTensor):
         return torch_dtensor(self).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
 
-def result_of(tensor: DTensor) -> DTensor:
-    """The same tensor, as a ``Result``."""
-    tensor.__class__ = Result
+def as_output(tensor: DTensor) -> DTensor:
+    """The same tensor, as a ``OutputTensor``."""
+    tensor.__class__ = OutputTensor
     return tensor
 
 
@@ -100,13 +100,13 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
             whole = True
         finally:
             for x in changed:
-                x.__class__ = Result
+                x.__class__ = OutputTensor
     if whole:
         result = gathered(func, args, kwargs, tensors, changed, torch.Tag.nondeterministic_seeded in func.tags)
     if changed:
         return changed[0] if len(changed) == 1 else tuple(changed)
     mark_copies(func, lead, result, whole)
-    return pytree.tree_map_only(DTensor, result_of, result)
+    return pytree.tree_map_only(DTensor, as_output, result)
 
 
 _ON_PIECES = frozenset({

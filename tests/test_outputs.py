@@ -117,7 +117,8 @@ class Held(nn.Module):
     def forward(self, ids: Tensor) -> dict[str, Tensor]:
         y = self.out(self.rows(ids))
         return {"loss": y.square().mean(), "weight": self.out.weight, "aside": self.aside, "norm": self.rows.weight.norm(),
-                "columns": self.out.weight.square().sum(0), "scale": self.scale}
+                "still": self.rows.weight.detach(), "turned": self.out.weight.T[2:], "scale": self.scale,
+                "flat": self.out.weight.detach().view(-1), "columns": self.out.weight.square().sum(0)}
 
 
 def given_out(rank: int, cases: list[dict[str, Any]]) -> None:
