@@ -65,6 +65,12 @@ WIDEST = 1 << 24
 RECOMPUTED, SKIPPED = _later(True), _later(False)
 
 
+def _again(table: Array, skip: bool) -> Array:
+    """Resources [..., K] of what runs again in the backward, or (``skip``) of what only keeps nothing there."""
+    forbidden = np.isinf(table)
+    return np.where(forbidden, np.inf, np.where(forbidden, 0.0, table) @ (SKIPPED if skip else RECOMPUTED))
+
+
 class Problem:
     """Builds the chain and reads its solution back.
 
@@ -112,6 +118,11 @@ class Problem:
     def serves(self, number: int) -> int:
         """The position whose model a position has."""
         return self._serves[number]
+
+    @property
+    def kept(self) -> tuple[tuple[Variant, ...], ...]:
+        """Per kind of the chain its variants; what lies outside of the blocks has one."""
+        return tuple(self._open(n) if self.positions[n].block >= 0 else self.root_variants[:1] for n in self._models)
 
     def with_variants(self, block_variants: Sequence[Variant]) -> Problem:
         """The same problem with other ways to keep the blocks; models and tables are shared."""
@@ -167,20 +178,29 @@ class Problem:
         if self.positions[number].block < 0:
             block = BlockModel(tuple(model.sizes), tuple(model.unary), tuple(model.edges))
             return Kind((block,), (np.zeros(RESOURCES),), *coupling)
+        known: dict[str, tuple[list[Array], list[Edge], frozenset[int]]] = {}
         blocks = []
         for variant in self._open(number):
-            unary, edges = self._kept(model, number, variant), model.edges
-            if variant.recompute != "none":
-                unary, edges = self._recomputed(number, model, unary, self._lasting(number, variant.recompute))
+            if variant.recompute == "none":
+                unary, edges = self._kept(model, number, variant, model.unary), model.edges
+            else:
+                if variant.recompute not in known:
+                    known[variant.recompute] = self._recomputed(number, model, self._lasting(number, variant.recompute))
+                plain, edges, skipped = known[variant.recompute]
+                unary = self._kept(model, number, variant, plain, skipped)
             blocks.append(BlockModel(tuple(model.sizes), tuple(unary), tuple(edges)))
         return Kind(tuple(blocks), tuple(np.zeros(RESOURCES) for _ in blocks), *coupling)
 
-    def _kept(self, model: Model, number: int, variant: Variant) -> list[Array]:
-        """What every operator of a block costs, with its parameters kept as ``variant`` says."""
-        unary, unit = [array.copy() for array in model.unary], self._unit(number)
+    def _kept(
+        self, model: Model, number: int, variant: Variant, unary: Sequence[Array], skipped: frozenset[int] | None = None
+    ) -> list[Array]:
+        """What every operator of a block costs, with its parameters kept as ``variant`` says; what reads none has the table of
+        ``unary``. ``skipped``: where the forward runs again, the operators that do not."""
+        found, unit = list(unary), self._unit(number)
         for var, name, needs in model.parameter_uses:
-            unary[var] += self.builder.parameter(model, name, needs, variant, unit)
-        return unary
+            costs = self.builder.parameter(model, name, needs, variant, unit)
+            found[var] = found[var] + (costs if skipped is None else _again(costs, var in skipped))
+        return found
 
     def _open(self, number: int) -> tuple[Variant, ...]:
         """The ways to keep a position's block: recomputation only where something is saved."""
@@ -198,21 +218,21 @@ class Problem:
         return Neighbours(ahead=max(served) > 0, behind=min(served) < len(self.graph.blocks) - 1)
 
     def _recomputed(
-        self, number: int, model: Model, unary: Sequence[Array], lasting: frozenset[int]
-    ) -> tuple[list[Array], list[Edge]]:
+        self, number: int, model: Model, lasting: frozenset[int]
+    ) -> tuple[list[Array], list[Edge], frozenset[int]]:
         """The block whose forward runs again in the backward, but for the ``lasting`` operators, whose results are kept,
-        and for those at its end that nothing in the backward waits for."""
+        and for those at its end that nothing in the backward waits for; and all these operators."""
         seen: dict[tuple[int, bool], Array] = {}
-        last, skipped = self._skipped(number)
+        last, at_end = self._skipped(number)
+        skipped = lasting | at_end
 
         def through(table: Array, skip: bool) -> Array:
             key = (id(table), skip)
             if key not in seen:
-                forbidden, matrix = np.isinf(table), SKIPPED if skip else RECOMPUTED
-                seen[key] = np.where(forbidden, np.inf, np.where(forbidden, 0.0, table) @ matrix)
+                seen[key] = _again(table, skip)
             return seen[key]
 
-        changed = [through(array, var in lasting or var in skipped) for var, array in enumerate(unary)]
+        changed = [through(array, var in skipped) for var, array in enumerate(model.unary)]
         for var in lasting:
             changed[var] = changed[var] + np.outer(self._results(number, model, var), np.eye(RESOURCES)[SAVED])
         for name, (var, states) in model.states.items():
@@ -223,9 +243,9 @@ class Problem:
         edges = []
         for e in model.edges:
             maker = makers.get(e.i, e.i)
-            table = through(e.table, maker in lasting or maker in skipped or (e.j in skipped and e.j != last))
+            table = through(e.table, maker in skipped or (e.j in at_end and e.j != last))
             edges.append(Edge(e.i, e.j, table, e.rows, e.cols))
-        return changed, edges
+        return changed, edges, skipped
 
     def recomputed(self, number: int, var: int, recompute: str, reader: int = -1) -> Array:
         """What becomes of the resources of a block's operator under a recomputation, as a matrix; with a ``reader``, of the way
@@ -274,7 +294,7 @@ class Problem:
             key = first, variant, tuple(chosen)
             if key not in known:
                 model = self.model(first)
-                unary = self._kept(model, first, self._open(first)[variant])
+                unary = self._kept(model, first, self._open(first)[variant], model.unary)
                 known[key] = BlockModel(tuple(model.sizes), tuple(unary), tuple(model.edges)).cost(tuple(chosen))
             found[number] = known[key]
         return found

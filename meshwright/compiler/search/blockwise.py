@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from meshwright.compiler.placement.choices import Scope, check_sequence
-from meshwright.compiler.placement.costs import Costs
+from meshwright.compiler.placement.costs import Costs, Variant
 from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.search.candidates import Layout
@@ -22,6 +22,7 @@ from meshwright.compiler.search.layouts import variants
 from meshwright.compiler.search.prediction import of_blocks
 from meshwright.compiler.search.task import Fits, Task, Timing
 from meshwright.compiler.solver.chain import Beaten, Chain, Infeasible, Solution
+from meshwright.compiler.solver.pricing import Multipliers
 from meshwright.compiler.solver.solve import Hint, solve
 from meshwright.compiler.structure.dims import batch_inputs, handed_on, sequence_classes
 from meshwright.compiler.structure.microbatch import split_time
@@ -36,6 +37,10 @@ TIE = 1e-3
 FAR = 1.15
 """What is counted so many times above the memory does not fit: its program is not replayed to know, once a plan is known that
 does (assumed: what is counted and what is replayed differ by less on one layout)."""
+
+
+Kinds = tuple[tuple[Variant, ...], ...]
+"""Per kind of a chain its variants."""
 
 
 @dataclass
@@ -54,12 +59,13 @@ class LayoutMemory:
     """What earlier looks at layouts found, for later ones to start from.
 
     looked: by layout and micro-batches, until the memory is looked at
-    hints: of a layout, for chains within a limit of memory
+    ended: by micro-batches, and of a layout, the multipliers with which the latest chain within a limit of memory ended, and
+        the variants that they are of
     shares: of a layout, the bytes of a program beside what was counted of its plan, without a limit
     """
 
     looked: dict[tuple[Layout, int], Looked] = field(default_factory=dict)
-    hints: dict[Layout, Hint] = field(default_factory=dict)
+    ended: dict[Layout | int, tuple[Multipliers, Kinds]] = field(default_factory=dict)
     shares: dict[Layout, float] = field(default_factory=dict)
 
 
@@ -96,6 +102,9 @@ def solve_layout(
     else:
         limited = problem
 
+    before = known.ended.get(microbatches, known.ended.get(layout))
+    hint = Hint(None if before is None else _for_kinds(*before, limited.kept))
+
     @cache
     def unbounded() -> Chain:
         return _chain(limited, task, math.inf, timing)
@@ -103,7 +112,7 @@ def solve_layout(
     def within(bytes_: float) -> Counted:
         chain = replace(unbounded(), capacity=bytes_)
         try:
-            found = _solved(chain, task, timing, cutoff, known.hints.setdefault(layout, Hint()))
+            found = _solved(chain, task, timing, cutoff, hint)
         except Beaten as beaten:
             raise NoBetterError(max(unlimited.bound, beaten.bound), limited=True) from None
         except Infeasible as error:
@@ -111,6 +120,9 @@ def solve_layout(
                 raise OutOfMemoryError.of_layout(error.least, {}, problem.mesh, microbatches, task.cluster) from None
             plan, least = _plan(limited, chain, error.solution, task), max(error.least, math.nextafter(bytes_, math.inf))
             return Counted(plan, least, True, unlimited.bound, "gap", settled=False)
+        finally:
+            if hint.at is not None:
+                known.ended[microbatches] = known.ended[layout] = hint.at, limited.kept
         return Counted(_plan(limited, chain, found, task), bytes_, True, found.bound, found.status, settled=True)
 
     share = known.shares.get(layout)
@@ -121,6 +133,21 @@ def solve_layout(
     if counted.limit_bytes > asked * FAR and to_beat < math.inf:  # as long as none fits, it is replayed: to say what binds
         raise OutOfMemoryError.of_layout(counted.limit_bytes * share, {}, problem.mesh, microbatches, task.cluster)
     return fitted(counted, within, judge, task.cluster, asked)
+
+
+def _for_kinds(at: Multipliers, theirs: Kinds, ours: Kinds) -> Multipliers | None:
+    """Multipliers of another layout's chain for this one's: each variant has those of the one that is most like it."""
+    if len(theirs) != len(ours):
+        return None
+    alpha = {}
+    for k, own in enumerate(ours):
+        for v, one in enumerate(own):
+            unlike = [
+                (o != one, o.recompute != one.recompute, o.zero != one.zero, bool(o.data_axes) != bool(one.data_axes))
+                for o in theirs[k]
+            ]
+            alpha[k, v] = at.alpha[k, unlike.index(min(unlike))]
+    return replace(at, alpha=alpha)
 
 
 def _look(task: Task, layout: Layout, microbatches: int, timing: Timing, cutoff: float) -> Looked:

@@ -132,10 +132,10 @@ def relax(
         t = model.add_variable(lb=0)
         times.append(t)
         costs = [(z, chain.time_rows @ column.cost / scale.time) for z, column in by_group[g]]
-        rows[g] = [
-            model.add_linear_constraint(t - mathopt.fast_sum([float(cost[r]) * z for z, cost in costs]) >= 0)
-            for r in range(len(chain.time_rows))
-        ]
+        rows[g] = {
+            r: model.add_linear_constraint(t - mathopt.fast_sum([float(cost[r]) * z for z, cost in costs]) >= 0)
+            for r in _longest(np.array([cost for _, cost in costs]))
+        }
     peaks = {}
     for k in dict.fromkeys(g[0] for g in groups):
         terms = [c.transient / scale.memory * z for g in groups if g[0] == k for z, c in by_group[g]]
@@ -155,8 +155,20 @@ def relax(
     copies = np.array([chain.sequence.count(k) for k in range(len(chain.kinds))])
     if nu @ copies > lam:
         nu *= lam / (nu @ copies)
-    alpha = {g: simplex(np.array([dual[r] for r in rows[g]])) for g in rows}
+    alpha = {g: np.zeros(len(chain.time_rows)) for g in rows}
+    for g, bounds in rows.items():
+        alpha[g][list(bounds)] = [dual[bound] for bound in bounds.values()]
+        alpha[g] = simplex(alpha[g])
     return result.objective_value(), Multipliers(alpha, lam, tuple(float(x) for x in nu), rho)
+
+
+def _longest(times: Array) -> list[int]:
+    """Of times [columns, rows] the rows that no other is at least as long as in all columns; of equal ones the first."""
+    if not len(times):
+        return []
+    longer = (times[:, :, None] >= times[:, None, :]).all(axis=0)  # [row, other]
+    beaten = longer & (~longer.T | np.triu(np.ones(longer.shape, dtype=bool), 1))
+    return [int(r) for r in np.flatnonzero(~beaten.any(axis=0))]
 
 
 def simplex(values: Array) -> Array:

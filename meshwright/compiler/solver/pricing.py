@@ -119,6 +119,12 @@ class Pricer:
         """Table entries that one pricing goes through."""
         return sum(self._blocks[g].plan.work for g in self.groups)
 
+    def prices(self, chain: Chain) -> bool:
+        """Whether a chain differs at most in its capacity from the one that this is of."""
+        own = self.chain
+        same = own.kinds is chain.kinds and own.time_rows is chain.time_rows and own.sequence == chain.sequence
+        return same and own.bytes_row is chain.bytes_row and own.transient_row is chain.transient_row
+
     def price(self, at: Multipliers, fixed: Mapping[int, int], everyone: bool = False) -> Pricing:
         """Minimum of the weighted chain; ``fixed`` holds shared variables at a choice, the others are each position's own.
 

@@ -198,7 +198,7 @@ class Search:
 
     def _unconstrained(self) -> None:
         """First columns, the scales, and the optimum without memory if it fits."""
-        at = self._multipliers(0.0, 1.0)
+        at = self.start or self._multipliers(0.0, 1.0)
         bound, priced = self.price(at, everyone=True)
         if not np.isfinite(bound):
             raise Infeasible("forbidden choices leave no assignment of the chain", np.inf, np.inf, None)
@@ -212,11 +212,7 @@ class Search:
             self.scale = Scale(seconds or 1.0, memory or 1.0)
         self._offer(path)
         if self.start is not None:
-            bound, priced = self.price(self.start)
-            self._offer(self._add(priced, 0.0, FEW)[1])
             self._round(priced)
-            if bound > self.bound:
-                self.bound, self.best = bound, self.start
         self._report("start")
 
     def _least_memory(self) -> None:

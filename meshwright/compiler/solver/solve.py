@@ -40,9 +40,11 @@ BRANCHED = 2.0
 @dataclass
 class Hint:
     """The best multipliers of a solve, which the next chain like it tries at once: where they are as good there, they prove
-    that nothing is faster than its cutoff, and nothing else need be solved."""
+    that nothing is faster than its cutoff, and nothing else need be solved. And what a chain was priced with, for one that
+    differs in its capacity alone."""
 
     at: Multipliers | None = None
+    pricer: Pricer | None = None
 
     def for_(self, pricer: Pricer) -> Multipliers | None:
         """The multipliers, if they are a point of this chain's dual."""
@@ -66,7 +68,9 @@ def solve(
     ``hint``: what an earlier solve of a chain like this one found, and the place for what this one finds.
     """
     began = clock.monotonic()
-    pricer = Pricer(chain, Effort(limit))
+    known = None if hint is None else hint.pricer
+    pricer = known if known is not None and known.prices(chain) else Pricer(chain)
+    pricer.effort = Effort(limit)
     seconds = {"plan": clock.monotonic() - began}
     start = None if hint is None else hint.for_(pricer)
     root = Search(chain, pricer, gap, progress, cutoff=cutoff, strict=cutoff < np.inf, start=start, seconds=seconds)
@@ -76,7 +80,7 @@ def solve(
         return _last_resort(root, error, gap)
     finally:
         if hint is not None:
-            hint.at = root.best or hint.at
+            hint.at, hint.pricer = root.best or hint.at, pricer
     assert best.incumbent is not None
     status = "optimal" if best.time - bound <= gap * best.time else "time_limit" if best.late else "gap"
     solution = best.solution(best.incumbent, bound, status)
