@@ -670,6 +670,16 @@ class TestErrors:
         with pytest.raises(CaptureError, match=r"'0'.*shape"):
             capture(model, (torch.randn(2, 3),), {})
 
+    def test_a_shape_that_depends_on_contents(self):
+        lengths = torch.tensor([2, 1])
+        with pytest.raises(CaptureError, match="depends on the contents of a tensor"):
+            capture(nn.Linear(4, 4), (torch.randn(3, 2, 4),), {}, targets=(torch.ones(2, 1).long(), lengths, lengths),
+                    loss_fn=lambda y, *rest: F.ctc_loss(y.log_softmax(-1), *rest))
+
+    def test_a_lazy_module_that_was_never_called(self):
+        with pytest.raises(CaptureError, match=r"'1.weight' has no shape yet.*call the model once"):
+            capture(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), (torch.randn(2, 4),), {})
+
     def test_the_loss_must_be_a_scalar(self):
         with pytest.raises(CaptureError, match="loss_fn must return a scalar"):
             capture(nn.Linear(4, 4), (torch.randn(2, 4),), {}, loss_fn=lambda y: y * 2)

@@ -165,8 +165,10 @@ def _by_sub_module(rank: int, several: list[dict[str, Any]], folder: str) -> Non
                 part.train()
         with pytest.raises(RunError, match=r"sub-module 'layers.1.1' is in train\(\) while the parallel module is in eval"):
             parallel(x)
-        with pytest.raises(AttributeError, match="holds the tensors of a BatchNorm1d"):
+        with pytest.raises(RunError, match="holds the tensors of a BatchNorm1d"):
             parallel.layers[1][0].reset_running_stats()
+        with pytest.raises(RunError, match=r"reset_parameters\(\) of sub-module"):
+            hasattr(parallel.layers[1][0], "reset_parameters")
         assert not hasattr(parallel.layers[1], "p")
         assert isinstance(parallel.layers, nn.ModuleList)
         assert [len(parallel.layers), len(list(parallel.layers[1]))] == [3, 2]

@@ -121,6 +121,37 @@ class Held(nn.Module):
                 "flat": self.out.weight.detach().view(-1), "columns": self.out.weight.square().sum(0)}
 
 
+class Vectors(nn.Module):
+    """Linears on vectors, in a pattern of column and row splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = []
+        for row in x:
+            for layer in self.layers:
+                row = row + layer(row)
+            rows.append(row.square().mean())
+        return torch.stack(rows).mean()
+
+
+def on_vectors(rank: int) -> None:
+    torch.manual_seed(0)
+    model, x = Vectors().double(), torch.randn(3, 8).double()
+    single = copy.deepcopy(model)
+    parallel = autoparallel(model, init_device_mesh("cpu", (2,)), ((x,), {}), pins={"dp": 1, "tp": 2}, progress=False)
+    for module in (single, parallel):
+        module(x).backward()
+    for p, q in zip(parallel.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(plain(p.grad), q.grad)
+
+
+def test_linears_on_vectors(pool: Callable[[int], Any]) -> None:
+    pool(2).run(on_vectors)
+
+
 def given_out(rank: int, cases: list[dict[str, Any]]) -> None:
     ids, problems = torch.arange(8).view(8, 1) % 5, []
     for pins in cases:

@@ -282,8 +282,9 @@ def refused(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> None:
         with pytest.raises(RunError, match="before autoparallel"):
             parallel.apply(lambda module: None)
         if "pp" in pins:
-            with pytest.raises(RunError, match="same random numbers"):
-                nn.init.normal_(next(iter(named.values())))
+            for shared in (None, torch.Generator()):
+                with pytest.raises(RunError, match="same random numbers"):
+                    nn.init.normal_(next(iter(named.values())), generator=shared)
         else:
             torch.manual_seed(rank)
             first = nn.init.normal_(named["embed.weight"]).full_tensor()

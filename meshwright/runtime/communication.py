@@ -246,12 +246,17 @@ class _GatherLinear(Function):
             scattering = comm.start_scatter(dx, dim, group)
         dweights: list[Tensor | None] = [None] * count
         if gathering is not None:
-            whole = comm.end_gather(gathering, x.shape, dim, size, group).flatten(0, -2)
-            dweights = [dy.flatten(0, -2).t() @ whole if need else None for dy, need in zip(dys, need_weights, strict=True)]
-        dbiases = [dy.flatten(0, -2).sum(0) if has else None for dy, has in zip(dys, ctx.has_bias, strict=True)]
+            whole = _rows(comm.end_gather(gathering, x.shape, dim, size, group))
+            dweights = [_rows(dy).t() @ whole if need else None for dy, need in zip(dys, need_weights, strict=True)]
+        dbiases = [_rows(dy).sum(0) if has else None for dy, has in zip(dys, ctx.has_bias, strict=True)]
         if dx is not None and scattering is not None:
             dx = comm.end_scatter(scattering, dx.shape, dim, group)
         return dx, None, None, None, None, *dweights, *dbiases
+
+
+def _rows(x: Tensor) -> Tensor:
+    """As a matrix; a vector is one row."""
+    return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
 
 
 def gather_linear(
@@ -260,7 +265,7 @@ def gather_linear(
 ) -> tuple[Tensor, ...]:
     """``F.linear(gather_vary(x), weight, bias)`` for each weight; only the shard of ``x`` is kept for the backward.
 
-    ``dim`` is a batch dim of ``x``, ``size`` its length after the gather. ``parts``: if some of the linears are fused, (parts,
+    ``dim`` is a dim of ``x``, ``size`` its length after the gather. ``parts``: if some of the linears are fused, (parts,
     transposed) of each, (1, False) being a plain one.
     """
     forms = parts or [(1, False)] * len(weights)

@@ -168,7 +168,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     _over(tensors.append, args, kwargs)
     written, name = written_by(func, args, kwargs), func.overloadpacket.__name__
     by_item = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
-    role = _role_of_result(func, name, tensors, kwargs, by_item)
+    role = _role_of_result(func, name, tensors, by_item)
     refuse_writing(func, written)
     if torch.Tag.inplace_view in func.tags and any(isinstance(x, DTensor) for x in written):
         raise RunError(f"{func} would change the shape of a DTensor{_called(written[0])} in place. Take .full_tensor() first, "
@@ -204,7 +204,7 @@ _POINTWISE = frozenset({"copy_", "fill_", "zero_", "masked_fill", "masked_fill_"
 _REDUCED = frozenset({"sum", "mean", "norm", "linalg_vector_norm"})
 
 
-def _role_of_result(func: Any, name: str, tensors: Sequence[Tensor], kwargs: Any, by_item: bool) -> Role | None:
+def _role_of_result(func: Any, name: str, tensors: Sequence[Tensor], by_item: bool) -> Role | None:
     """The role of what comes out. Raises RunError where a rank that holds one stage would compute what one process does not."""
     roles = {role.name: role for x in tensors if (role := role_of(x)) is not None and role.staged}
     if not roles:
@@ -218,9 +218,9 @@ def _role_of_result(func: Any, name: str, tensors: Sequence[Tensor], kwargs: Any
         raise RunError(f"{what}: in a pipeline a rank holds the parameters of its own stages, and every stage would get "
                        f"another result. For norms call parallel.clip_grad_norm_(max_norm), which is of all stages; an "
                        f"optimizer that joins parameters (LBFGS) needs a plan without a pipeline (pins={{'pp': 1}})")
-    if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+    if torch.Tag.nondeterministic_seeded in func.tags:
         raise RunError(f"{func} on {first!r}: in a pipeline every stage would draw the same random numbers for other "
-                       f"parameters. Initialize the model before autoparallel, or pass a generator= of the parameter's own")
+                       f"parameters (from a generator= too, which several may share). Initialize the model before autoparallel")
     return Role(first, True)
 
 

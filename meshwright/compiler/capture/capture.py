@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 
 from meshwright.compiler.capture.exported.importer import import_graph
 from meshwright.compiler.capture.normalize import normalize
@@ -59,6 +60,10 @@ def capture(
     ``functional``: spelled as a graph is that changes something in place. Raises InputError if the
     arguments do not fit the forward, CaptureError (module, source line, what to do) if it is not one static graph.
     """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise CaptureError(f"{name!r} has no shape yet, its module is a lazy one. What to do: call the model once on an "
+                               f"example before", module=name.rpartition(".")[0])
     modules = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
     for hook in (hook for module in modules for hook in lost_hooks(module)):
         raise CaptureError(f"{hook}, which would not run: the parallel module runs the model's graph. What to do: "

@@ -6,7 +6,8 @@ A loop over modules finds what it looks for, because ``isinstance`` answers for 
     parameters, buffers        those that run
     train(), eval()            as the model's; modes in which it was not captured are refused at the next call (``Modes``)
     hooks, attributes, calls   refused: nothing would read them
-    what a kind can beside     refused (``reset_running_stats`` of a batch norm)
+    what a kind can beside     refused (``reset_running_stats`` of a batch norm), asking by ``hasattr`` too: a loop that resets
+                               what can be reset would reset nothing, and not know
     tensors of other stages    of a pipeline: refused, where they are is said
 """
 
@@ -95,9 +96,12 @@ class NamedModule(nn.Module):
             pass
         if name in self.__dict__["_elsewhere"]:
             raise held_elsewhere(f"{self.__dict__['_path']}.{name}")
-        raise AbsentError(f"sub-module {self.__dict__['_path']!r} of a parallel module has no attribute {name!r}: it holds "
-                          f"the tensors of a {self.__dict__['_kind'].__name__} under their names, and nothing else; ask the "
-                          f"model that was parallelized")
+        kind, path = self.__dict__["_kind"], self.__dict__["_path"]
+        if callable(getattr(kind, name, None)) and not name.startswith("__"):
+            raise RunError(f"{name}() of sub-module {path!r} of a parallel module: it holds the tensors of a {kind.__name__} "
+                           f"under their names, and does nothing with them; call it on the model, before autoparallel")
+        raise AbsentError(f"sub-module {path!r} of a parallel module has no attribute {name!r}: it holds the tensors of a "
+                          f"{kind.__name__} under their names, and nothing else; ask the model that was parallelized")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Tensors only (``checks.tensors`` says what becomes of those): nothing reads other attributes."""
