@@ -152,7 +152,10 @@ class RootUnit:
                 if name in known:
                     weights[name] = known[name]
         split = frozenset(n for n in names if n in self.stored and self.stored[n].tensor.split_axes)
+        again = self._cast(index, fused=True) if self.main[index].recompute != "none" else None
         backward(tape, self.heap, grads, weights, split)
+        if again is not None:
+            self.heap.drop(again)
         for name, storage in weights.items():
             self._sums(name)[name] = storage
 
@@ -161,13 +164,16 @@ class RootUnit:
         unit = self.units.get(self.homes.get(name, -1))
         return unit.weights if unit is not None and name in unit.names else self.loose
 
-    def _cast(self, home: int) -> Storage:
-        """Copies in the compute dtype of the parameters that FSDP2 does not gather."""
+    def _cast(self, home: int, fused: bool = False) -> Storage:
+        """Copies in the compute dtype of the parameters that FSDP2 does not gather, and of those that hold several weights of
+        which a rank exchanges rows to have its piece of each; ``fused``: of these alone."""
         dtype = self.program.compute_dtype
         own = [s for s in self.program.stored if self.homes.get(s.value) == home]
-        loose = [s for s in own if not gathers(s, self.mesh) and not s.buffer and s.dtype.is_floating_point]
-        sizes = [local_elements(s, self.mesh) * dtype.itemsize for s in loose if dtype is not None]
-        return self.heap.new(sum(sizes), GATHERED)
+        copied = [s for s in own if s.fused > 1 and self.mesh.size(s.tensor.dims[s.fused_dim]) > 1]
+        if dtype is not None and not fused:
+            loose = [s for s in own if not gathers(s, self.mesh) and not s.buffer and s.dtype.is_floating_point]
+            copied += [s for s in loose if s not in copied]
+        return self.heap.new(sum(local_elements(s, self.mesh) * (dtype or s.dtype).itemsize for s in copied), GATHERED)
 
     # what FSDP2 does
 

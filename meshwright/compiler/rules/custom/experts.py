@@ -160,11 +160,18 @@ def _moves(work: Work) -> tuple[float, float]:
 
 
 def _space(work: Work) -> tuple[float, float]:
-    """Answers at their slots and times their weights; in the backward the gradients of these, or of the widest rows."""
+    """Answers at their slots and times their weights. In the backward the gradients of these, when no operand has one yet, or
+    those between the first product and the last, when the answers are gone and the last product's weight has its own: what
+    these exceed the gradients of all operands by, which are counted beside."""
     experts: Experts = work.args[0]
-    widths = _widths(work)
+    widths, rows = _widths(work), _rows(work)
     row, answer, widest = widths[experts.graph.inputs[ROWS]], widths[experts.output], max(widths.values())
-    return 2.0 * _rows(work) * max(row, answer), _rows(work) * max(3.0 * answer, 1.5 * widest - answer)
+    sizes = [math.prod(shape) * work.reads.itemsize for shape in work.operands]
+    last = next((op.args[1].name for op in reversed(experts.graph.ops) if op.target == GROUPED), None)
+    at = _first(work) + experts.operands.index(last) if last in experts.operands else None
+    made = sum(size for size, needed in zip(sizes, work.gradients, strict=True) if needed)
+    between = rows * (1.5 * widest - answer) + (sizes[at] if at is not None and work.gradients[at] else 0)
+    return 2.0 * rows * max(row, answer), max(0.0, rows * 3.0 * answer - made, between - made)
 
 
 def _saves(args: tuple[object, ...]) -> Saves:

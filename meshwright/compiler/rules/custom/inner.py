@@ -190,7 +190,10 @@ def piece_of(experts: Experts, ranks: int) -> Experts:
     found = inner(experts)
     if found is None or ranks == 1:
         return experts
-    graph, values, ops = experts.graph, dict(experts.graph.values), list[Op]()
+    graph, ops = experts.graph, list[Op]()
+    cut = {name: 1 for name, state in found.states.items() if isinstance(state, int)}
+    cut.update((name, dim) for name, (dim, _) in found.operands.items())
+    values = {name: _cut(value, cut[name], ranks) if name in cut else value for name, value in graph.values.items()}
     for op in graph.ops:
         split = op.inputs and isinstance(found.states[op.inputs[0]], int)
         if split and op.target == SPLIT and op.args[2] == 1:
@@ -207,6 +210,11 @@ def piece_of(experts: Experts, ranks: int) -> Experts:
                 op = replace(op, args=tuple(args))
         ops.append(op)
     return replace(experts, graph=_with(graph, ops, values))
+
+
+def _cut(value: Value, dim: int, ranks: int) -> Value:
+    """One of ``ranks`` equal pieces of a dim."""
+    return replace(value, shape=(*value.shape[:dim], value.shape[dim] // ranks, *value.shape[dim + 1 :]))
 
 
 def _share(name: str, ranks: int, values: dict[str, Value]) -> Op:
