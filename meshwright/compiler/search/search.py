@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from meshwright.compiler.search.blockwise import LayoutMemory, solve_layout
 from meshwright.compiler.search.candidates import Candidate, Layout
@@ -78,7 +78,7 @@ def best_plan(task: Task, fits: Fits, limit: float, *, timing: Timing, progress:
     if staged:
         sweep.staged()
         timing.mark("search")
-    refined: Refined = {}
+    refined = Refined(known)
     best = _made(sweep, fits, timing, refined)
     if staged and alone and (looked or (best is None and not isinstance(sweep.refusal(), OutOfMemoryError))):
         sweep.free()
@@ -88,8 +88,13 @@ def best_plan(task: Task, fits: Fits, limit: float, *, timing: Timing, progress:
     return best
 
 
-Refined = dict[tuple[Layout, int], Fitted | NoBetterError | OutOfMemoryError]
-"""What became of meshes and micro-batches without a pipeline that were refined block by block."""
+@dataclass
+class Refined:
+    """What became of meshes and micro-batches without a pipeline that were refined block by block, and what is known of
+    layouts by it."""
+
+    known: LayoutMemory
+    made: dict[tuple[Layout, int], Fitted | NoBetterError | OutOfMemoryError] = field(default_factory=dict)
 
 
 def _made(sweep: Sweep, fits: Fits, timing: Timing, refined: Refined) -> Plan | None:
@@ -202,17 +207,17 @@ def _refined(
     sweep: Sweep, layout: Layout, microbatches: int, fits: Fits, timing: Timing, to_beat: float, refined: Refined
 ) -> Fitted:
     """The best of a layout block by block, once: evaluations that differ in how they keep parameters have the same."""
-    before = refined.get((layout, microbatches))
+    before = refined.made.get((layout, microbatches))
     if isinstance(before, Fitted):
         raise NoBetterError(before.bound_seconds, before.limited)
     if before is not None:
         raise before
     try:
-        made = solve_layout(sweep.task, layout, microbatches, fits, timing, to_beat)
+        made = solve_layout(sweep.task, layout, microbatches, fits, timing, to_beat, known=refined.known)
     except (NoBetterError, OutOfMemoryError) as error:
-        refined[layout, microbatches] = error
+        refined.made[layout, microbatches] = error
         raise
-    refined[layout, microbatches] = made
+    refined.made[layout, microbatches] = made
     return made
 
 
