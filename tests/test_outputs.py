@@ -122,24 +122,25 @@ class Held(nn.Module):
 
 
 class Vectors(nn.Module):
-    """Linears on vectors, in a pattern of column and row splits."""
+    """Linears on vectors, the samples one by one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4))
+        self.head = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = []
-        for row in x:
-            for layer in self.layers:
-                row = row + layer(row)
-            rows.append(row.square().mean())
-        return torch.stack(rows).mean()
+        losses = []
+        for i, row in enumerate(x):
+            for block in self.blocks:
+                row = row + block(row)
+            losses.append(self.head(row).square().mean() * (i + 1))
+        return torch.stack(losses).mean()
 
 
 def on_vectors(rank: int) -> None:
     torch.manual_seed(0)
-    model, x = Vectors().double(), torch.randn(3, 8).double()
+    model, x = Vectors().double(), torch.randn(8, 8).double()
     single = copy.deepcopy(model)
     parallel = autoparallel(model, init_device_mesh("cpu", (2,)), ((x,), {}), pins={"dp": 1, "tp": 2}, progress=False)
     for module in (single, parallel):

@@ -99,6 +99,68 @@ def test_frozen_layers_and_loss_functions_are_named(plans: dict[str, Any]) -> No
         same(plans["tied"], Net(tied=True))
 
 
+class Rounded(torch.autograd.Function):
+    """Straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class Doubled(Rounded):
+    """With another backward."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
+
+
+class Near(nn.Module):
+    """A model whose shapes are the same whatever is ``changed`` of it."""
+
+    def __init__(self, changed: str = "") -> None:
+        super().__init__()
+        self.changed, self.one, self.two = changed, nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(8), persistent=changed != "not saved")
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        is_, (a, b) = self.changed.__eq__, (self.one(x), self.two(x))
+        y = b - a if is_("turned round") else a.detach() - b if is_("detached") else a - b
+        y = nn.functional.dropout(y, 0.2 if is_("dropout") else 0.1, self.training)
+        y = y[:, [0, 1, 2, 3, 4, 5, 7, 6] if is_("indices") else [1, 0, 2, 3, 4, 5, 6, 7]]
+        y = nn.functional.gelu(y, approximate="tanh" if is_("gelu") else "none")
+        y = (Doubled if is_("backward") else Rounded).apply(y)
+        y = y + (torch.rand_like(y) if is_("noise") else torch.randn_like(y))
+        self.calls.add_(2 if is_("count") else 1)
+        loss = y.unflatten(1, (4, 2) if is_("view") else (2, 4)).mT.flatten(1)[:, 1:3].square().mean()
+        if is_("order"):
+            return {"most": y.amax().detach(), "loss": loss}
+        return {"loss": loss, "least" if is_("name") else "most": y.amin().detach() if is_("output") else y.amax().detach()}
+
+
+@pytest.fixture(scope="module")
+def near() -> mw.Plan:
+    plan = mw.Plan.from_dict(json.loads(json.dumps(plan_to_file(mw.plan(Near(), "cpu:1x2", EXAMPLE, pins={"dp": 2})))))
+    aligned(plan.graph, capture_model(Near(), (), EXAMPLE, (), None, "fp32"))
+    return plan
+
+
+@pytest.mark.parametrize(("changed", "word"), [
+    ("turned round", "aten.sub"), ("detached", "detach"), ("dropout", "0.1 there and 0.2 here"), ("indices", "aten.index"),
+    ("gelu", "approximate: None there and 'tanh' here"), ("backward", "Doubled"), ("noise", "rand_like"), ("view", "(4, 2, 4)"),
+    ("count", "1 there and 2 here"), ("not saved", "'calls' is a buffer there and a buffer that is not saved here"),
+    ("order", "output"), ("name", "output"), ("output", "amin"),
+])
+def test_a_near_model_is_another(near: mw.Plan, changed: str, word: str) -> None:
+    """Every parameter has the shape that it has in the plan."""
+    with pytest.raises(mw.PlanError, match=f"made for another model.*{re.escape(word)}"):
+        aligned(near.graph, capture_model(Near(changed), (), EXAMPLE, (), None, "fp32"))
+
+
 def same(data: dict[str, Any], model: nn.Module, loss_fn: Any = None) -> mw.Plan:
     """The plan, for the model as it is captured now."""
     plan = mw.Plan.from_dict(data)

@@ -151,9 +151,9 @@ def _literal(mine: Op, other: Op) -> str:
     """What two calls of one operator differ in."""
     if mine.target != other.target:
         return ""
-    left, right = [*enumerate(mine.args), *mine.kwargs], [*enumerate(other.args), *other.kwargs]
-    pairs = [(name, a, b) for (name, a), (_, b) in zip(left, right, strict=False)
-             if map_refs(a, lambda _: "%") != map_refs(b, lambda _: "%")]
+    left, right = dict([*enumerate(mine.args), *mine.kwargs]), dict([*enumerate(other.args), *other.kwargs])
+    pairs = [(name, left.get(name), right.get(name)) for name in dict.fromkeys((*left, *right))
+             if map_refs(left.get(name), lambda _: "%") != map_refs(right.get(name), lambda _: "%")]
     if pairs:
         name, a, b = pairs[0]
         return f", argument {name}: {a!r} there and {b!r} here"
