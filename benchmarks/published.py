@@ -47,6 +47,7 @@ from rows import (
     completions_of,
     counted,
     degree,
+    imbalance_of,
     kernel_of,
     measured_seconds,
     measured_tflops,
@@ -64,6 +65,7 @@ from rows import (
 from torch import nn
 
 from meshwright.cost.cluster import Cluster
+from meshwright.ir.declared.experts import with_imbalance
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
@@ -213,7 +215,7 @@ def _completed(row: Row, result: Result, cache: Path | None) -> tuple[Result, bo
     if not (seconds or tflops or result.measured_gb):
         raise Unpriced("the row states neither a step time nor a rate nor a peak memory")
     pins_of(row, cluster.world)  # before the capture: what is wrong with them is known at once
-    graph = graph_of(row, cache)
+    graph = with_imbalance(graph_of(row, cache), imbalance_of(row))
     pins = pins_of(row, cluster.world, [block.path for block in graph.blocks])
     plan, fits = planned(graph, cluster, pins, precision)
     predicted = plan.predicted.step_seconds

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from meshwright.cost.catalogue import catalogue
 from meshwright.cost.cluster import Cluster
+from meshwright.ir.declared.experts import IMBALANCE
 from meshwright.ir.pins import Pins
 from meshwright.ir.schedules import schedule_of
 from meshwright.published.architectures import Architecture
@@ -82,6 +83,9 @@ MERGED = (2022, 5)
 CHECKPOINTED: Sequence[str] = ("fsdp", "torchtitan")
 """Words in "schedule", "dtype" or "notes" of software that recomputes with torch's checkpoint, which stops at the last value
 that the backward needs; Megatron-LM's and its kin's run the whole block again."""
+
+BALANCED: Sequence[str] = ("force balance", "token drop cf1")
+"""Words in "notes" of runs whose experts all get as many rows: routing forced to, or a capacity of the mean filled up."""
 
 HYBRID: Sequence[str] = ("hsdp", "hybrid", "mics", "hpz")
 """Words of state that is split over some of the data ranks; all other software splits it over all of them."""
@@ -410,6 +414,11 @@ def replicas(row: Row) -> int:
     return int(number(row, "dp") or world_of(row) // math.prod(degree(row, key) for key in ("tp", "pp", "cp")))
 
 
+def imbalance_of(row: Row) -> float:
+    """The rows of the device that gets most over the mean, where experts are split: as stated, else as plans assume."""
+    return 1.0 if any(words in text_of(row, "notes") for words in BALANCED) else IMBALANCE
+
+
 def assumed(row: Row) -> str:
     """What was taken for the columns that are blank or ambiguous, for the reader."""
     words = [] if text_of(row, "dtype") else ["dtype bf16"]
@@ -419,6 +428,8 @@ def assumed(row: Row) -> str:
     words += ["gradients reduced once a step"] if degree(row, "pp") > 1 and (zero_of(row) or 0) > 1 else []
     words += [f"attention of {' or '.join(kernels_of(row))}"] if len(kernels_of(row)) > 1 else []
     words += [] if text_of(row, "recompute") else ["recomputation of none or all"]
+    uneven = degree(row, "ep") > 1 and imbalance_of(row) > 1
+    words += [f"{imbalance_of(row):g} times the mean of rows on the fullest device"] if uneven else []
     words += [] if loss_of(row) else ["a loss of one kernel or of many"]
     words += ["stages of as many layers or of as much work"] if degree(row, "pp") > 1 and _heavy_head(row) else []
     words += ["any number of stages a rank"] if degree(row, "pp") > 1 and not number(row, "vpp") else []

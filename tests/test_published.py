@@ -261,6 +261,14 @@ def test_with_stages_gradients_are_reduced_once(rows):
         assert ("reduced once a step" in rows.assumed(row)) == said
 
 
+def test_balanced_routing_is_read_from_the_notes(rows):
+    stated = {"Force balance; TP4": 1.0, "token drop CF1": 1.0, "force-balanced? dropless": 1.25, "": 1.25}
+    for notes, expected in stated.items():
+        row = {**SMALL, "ep": "2", "notes": notes}
+        assert rows.imbalance_of(row) == expected
+        assert ("1.25 times the mean" in rows.assumed(row)) == (expected > 1)
+
+
 def test_a_rate_alone_is_read(rows):
     assert rows.measured_tflops({"measured_tflops_per_gpu": "150"}, 1e15) == 150
     assert rows.measured_tflops({"mfu": "41.2%"}, 1e15) == pytest.approx(412)
