@@ -84,17 +84,19 @@ def fitted(
     DoesNotFitError. Raises OutOfMemoryError, or what ``within`` raised.
     """
     best: Fitted | None = None
-    counted, rounds = first, 0
+    counted, rounds, bound = first, 0, math.inf
     asked = asked if asked is not None else first.limit_bytes if first.limited else math.inf
     while True:
         leanest = counted.limit_bytes > asked
         if leanest and best is not None:
             return best
+        # a plan that counts more than this one may hold less, so what was proven of wider limits is what holds
+        bound = min(bound, counted.bound_seconds) if counted.limited else bound
         plan = replace(counted.plan, predicted=fits(counted.plan))
         predicted, rounds = prediction_of(plan), 0 if leanest else rounds + 1
         if predicted.fits:
             if best is None or predicted.step_seconds < best.seconds:
-                best = Fitted(plan, counted.bound_seconds, counted.status, counted.limited)
+                best = Fitted(plan, min(bound, counted.bound_seconds), counted.status, counted.limited)
             if counted.settled or (predicted.bytes_per_rank > _FULL * predicted.capacity_bytes and not leanest):
                 return best
         elif leanest:
