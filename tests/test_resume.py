@@ -18,6 +18,8 @@ from meshwright.errors import CheckpointError
 
 PLANS: Mapping[str, Mapping[str, Any]] = {
     "ZeRO-3": {"dp": 2, "zero": 3}, "pp": {"pp": 2, "dp": 1, "tp": 1, "microbatches": 2}, "tp": {"tp": 2},
+    "recomputed": {"dp": 2, "zero": 3, "recompute": "full", "microbatches": 2}, "cp": {"cp": 2, "dp": 1, "tp": 1},
+    "zero-bubble": {"pp": 2, "dp": 1, "tp": 1, "microbatches": 2, "schedule": "zbv"},
 }
 
 
@@ -42,6 +44,22 @@ class Dropped(nn.Module):
         return {"loss": F.mse_loss(self.out(x) * self.gain * (1 + 0.1 * self.calls), target)}
 
 
+class Attending(nn.Module):
+    """Two blocks of attention with dropout, which sequences and pipelines with two stages a rank can be cut of."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p, self.norm = p, nn.LayerNorm(8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 24), nn.Linear(8, 8)) for _ in range(4))
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        for inside, out in self.blocks:
+            q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in inside(x).chunk(3, -1))
+            heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + F.dropout(out(heads.transpose(1, 2).flatten(2)), self.p, self.training)
+        return {"loss": F.mse_loss(self.norm(x), target)}
+
+
 def sgd(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
@@ -56,7 +74,10 @@ def adafactor(groups: Any) -> torch.optim.Optimizer:
 
 def prepare(pins: Mapping[str, Any], make: Callable[..., Any], p: float, seed: int) -> tuple[Any, Any, Any, Any]:
     torch.manual_seed(1)
+    model: nn.Module
     model, batch = Dropped(p, "microbatches" not in pins), {"x": torch.randn(8, 8), "target": torch.randn(8, 4)}
+    if "cp" in pins or "schedule" in pins:
+        model, batch = Attending(p), {name: torch.randn(8, 8, 8) for name in batch}
     torch.manual_seed(seed)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallel = autoparallel(model, mesh, ((), batch), pins=dict(pins), progress=False)
