@@ -1,8 +1,10 @@
 """The order in which candidates are bounded and solved: best first by lower bound (``bounds``), with good incumbents early.
 
     free layouts      first, where memory does not bind: they are solved at once, and everything else must beat them
-    no pipeline       best first; there is nothing to cut, so what is left at the level KEPT is solved at once
+    no pipeline       best first; there is nothing to cut, so what is left at the level KEPT is solved at once; a short look,
+                      which keeps many pipelines out where memory is ample
     first dive        one pipeline of every (pp, tensor, context), under the simplest schedule, best first
+    no pipeline       the rest of them
     second dive       the best pipelines under other schedules and stages a rank, if they may gain much (``_WORTH``)
     everything        best first, until the least bound left is within the gap of the incumbent, or the limit is reached
     free layouts      where memory binds: they are the dearest, and are left once they are proven no faster than the incumbent
@@ -35,10 +37,12 @@ _NEAR = 4
 """So many of the best pipelines are tried under other schedules (chosen; no bound rests on it)."""
 _WORTH = 0.03
 """The second dive solves what may be better than the incumbent by this part: the rest is left to the sweep (chosen)."""
+_EARLY = 0.1
 _DIVE = 0.35
 _ALONE = 0.5
 _ALIKE = 0.75
-"""Parts of the limit by which the first dive, the candidates without a pipeline, and the second dive are done."""
+"""Parts of the limit: that a first look at what has no pipeline may take, and the first dive after it; by which the candidates
+without a pipeline, and the second dive, are done."""
 _EFFORT: Mapping[str, float] = {
     "placement": 0.1, "variant": 0.0005, "alone": 0.001, "packing": 0.002, "ranks alone": 0.06, "rank of divided units": 0.0025,
     "pair of ranks of whole units": 0.0025, "stage to cut": 0.003, "stage cut": 1.2e-7, "action simulated": 2.5e-8,
@@ -184,8 +188,9 @@ class Sweep:
                 exchanged(graph, rules),
             )
             start = self.bounds.start(listed)
-            nodes = self._sweep([node for node in start if node.candidate.pp == 1], _ALONE * self.limit)
+            nodes = self._sweep([node for node in start if node.candidate.pp == 1], _EARLY * self.limit, early=True)
             piped = self._first_dive([node for node in start if node.candidate.pp > 1])
+            nodes = self._sweep(nodes, _ALONE * self.limit)
             self._left += self._sweep(nodes + self._second_dive(piped), self.limit)
         except (PinError, PlanError) as error:
             self._refused = error
@@ -240,7 +245,7 @@ class Sweep:
             layouts.setdefault((one.pp, one.tensor, one.context, one.expert), []).extend(self.bounds.tensor(node))
         first = sorted(min(group) for group in layouts.values())
         rest = [node for group in layouts.values() for node in sorted(group)[1:]]
-        return left + rest + self._dive(first, _DIVE * self.limit)
+        return left + rest + self._dive(first, self.effort + _DIVE * self.limit)
 
     def _second_dive(self, nodes: list[Branch]) -> list[Branch]:
         """Solve the best pipelines under the other schedules, each with 1, 2, 4, ... stages a rank."""
@@ -277,8 +282,9 @@ class Sweep:
         """Whether nothing better than the incumbent, by more than the gap, can come of it."""
         return node.bound >= self._cutoff
 
-    def _sweep(self, nodes: list[Branch], deadline: float) -> list[Branch]:
-        """Best first through some of the candidates; what is left of them, proven no better or out of time."""
+    def _sweep(self, nodes: list[Branch], deadline: float, early: bool = False) -> list[Branch]:
+        """Best first through some of the candidates; what is left of them, proven no better or out of time. ``early``: what is
+        left is looked at again, so that it ends at the deadline even if nothing was found."""
         total = max(1, len(nodes))
         ready = [node for node in nodes if node.level is Level.DIVIDED]
         heap = [node for node in nodes if node.level is not Level.DIVIDED]
@@ -288,8 +294,8 @@ class Sweep:
             node = min(heap[:1] + ready[:1])
             if self._hopeless(node):
                 break
-            if deadline < _INF and self._incumbent < _INF and self.effort > deadline:
-                self.late = True
+            if deadline < _INF and (early or self._incumbent < _INF) and self.effort > deadline:
+                self.late |= not early
                 break
             if node.level is Level.DIVIDED:
                 self._solve(heapq.heappop(ready))
