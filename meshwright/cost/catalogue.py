@@ -63,6 +63,18 @@ class MeasuredAttention:
 
 
 @dataclass(frozen=True)
+class MeasuredModule:
+    """Seconds (forward, backward) of a call of the modules whose path matches ``module`` ("model.layers.*": "*" for what
+    stands between two dots), in one dtype, as ``points`` of (samples on a rank, tensor ranks, tokens of a sample)."""
+
+    module: str
+    dtype: str
+    points: tuple[tuple[int, int, int], ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class MeasuredCollective:
     """Seconds of a collective over a group of ``ranks`` on ``nodes``, by bytes of the group's full buffer on one rank."""
 
@@ -88,7 +100,8 @@ class Device:
     in a collective of its own, when it is called for and beside nothing (DeepSpeed), or those of a block together (FSDP);
     ``merged_loss``: whether the cross entropy is one kernel each way although the rest is not compiled (FlashAttention's,
     Liger's); ``products``: the format that matrix products run in, "" for that of their operands; ``measured``, ``streams``,
-    ``attentions``: tables of products, of what is bound by memory and of attention that stand before the formula.
+    ``attentions``: tables of products, of what is bound by memory and of attention that stand before the formula; ``modules``:
+    of whole modules, by which the operators inside are scaled (``compiler.structure.measured``).
     ``sources``: of every number.
     """
 
@@ -111,6 +124,7 @@ class Device:
     measured: tuple[MeasuredProducts, ...] = ()
     streams: tuple[MeasuredStream, ...] = ()
     attentions: tuple[MeasuredAttention, ...] = ()
+    modules: tuple[MeasuredModule, ...] = ()
     alone: bool = False
     merged_loss: bool = False
     fused: bool = True
@@ -298,6 +312,7 @@ def read_device(name: str, table: Mapping[str, Any], texts: Mapping[str, str]) -
         measured=tuple(_products(name, entry) for entry in table.get("products", ())),
         streams=tuple(_stream(name, entry) for entry in table.get("streams", ())),
         attentions=tuple(_attention(name, entry) for entry in table.get("attentions", ())),
+        modules=tuple(_module(name, entry) for entry in table.get("modules", ())),
         name=name, title=table.get("title", name), peak=peak, attention=attention, attention_kernel=default, **numbers
     )
 
@@ -360,15 +375,31 @@ def _attention(name: str, entry: Mapping[str, Any]) -> MeasuredAttention:
     return MeasuredAttention(_dtype(entry, where), causal, shapes, forward, backward)  # type: ignore[arg-type]
 
 
-def _shapes(entry: Mapping[str, Any], dims: tuple[str, ...], count: int, where: str) -> tuple[tuple[int, ...], ...]:
+def _module(name: str, entry: Mapping[str, Any]) -> MeasuredModule:
+    where = f"device {name!r}, modules"
+    pattern = entry.get("module")
+    if not isinstance(pattern, str) or not all(pattern.split(".")):
+        raise ClusterError(f"{where}: module must be a path such as \"model.layers.*\", not {pattern!r}")
+    forward, backward = _column(entry, "forward", where), _column(entry, "backward", where)
+    if len(forward) != len(backward):
+        raise ClusterError(f"{where}: {len(forward)} seconds forward and {len(backward)} backward; give as many of both")
+    points = _shapes(entry, ("samples", "tensor ranks", "tokens"), len(forward), where, "point")
+    if len(set(points)) < len(points):
+        raise ClusterError(f"{where}: a point stands there twice")
+    return MeasuredModule(pattern, _dtype(entry, where), points, forward, backward)  # type: ignore[arg-type]
+
+
+def _shapes(
+    entry: Mapping[str, Any], dims: tuple[str, ...], count: int, where: str, what: str = "shape"
+) -> tuple[tuple[int, ...], ...]:
     """The shapes of a measured table, one for each of its ``count`` rows."""
-    shapes = entry.get("shapes", ())
+    shapes = entry.get(f"{what}s", ())
     whole = isinstance(shapes, list) and all(
         isinstance(shape, list) and len(shape) == len(dims) and all(type(size) is int and size > 0 for size in shape)
         for shape in shapes
     )
     if not whole or len(shapes) != count:
-        raise ClusterError(f"{where}: every one of {count} seconds needs a shape [{', '.join(dims)}], got {shapes!r}")
+        raise ClusterError(f"{where}: every one of {count} seconds needs a {what} [{', '.join(dims)}], got {shapes!r}")
     return tuple(tuple(shape) for shape in shapes)
 
 

@@ -155,6 +155,15 @@ def _product(batch: int, m: int, n: int, k: int, dtype: torch.dtype, device: Dev
     return _ratio(math.log(batch * m * n * k), pairs) * _by_formula(batch, m, n, k, dtype, device)
 
 
+def least_measured(device: Device) -> float:
+    """The least of measured over formula in the device's tables of products, at most 1."""
+    ratios = [1.0]
+    for table in device.measured:
+        dtype = next(one for one, name in DTYPE_NAMES.items() if name == table.dtype)
+        ratios += [s / _by_formula(1, *shape, dtype, device) for shape, s in zip(table.shapes, table.seconds, strict=True)]
+    return min(ratios)
+
+
 def _ratio(size: float, points: Iterable[tuple[float, float]]) -> float:
     """Measured over formula at the logarithm of a size, between its neighbours by their logarithms, beyond the ends as there;
     1 without points."""

@@ -19,8 +19,9 @@ from functools import cached_property
 
 from meshwright.compiler.placement.blockmodel import priced, shares_of
 from meshwright.compiler.placement.costs import BACKWARD, GATHER, GATHER_ONCE, REDUCE, REDUCE_ONCE, SEND_BACK, Costs, Variant
-from meshwright.compiler.placement.costs import local_shapes as pieces
 from meshwright.compiler.structure.activations import Saved, body_shapes, operand_shapes, saved_values
+from meshwright.compiler.structure.activations import local_shapes as pieces
+from meshwright.compiler.structure.measured import ModuleTimes
 from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.compute import Fused, fusion
@@ -107,13 +108,13 @@ class OpPrice:
         return self.forward_seconds + self.backward_seconds + self.recompute_seconds
 
 
-def costs_of(plan: Plan, mesh: Mesh | None = None) -> Costs:
+def costs_of(plan: Plan, mesh: Mesh | None = None, modules: ModuleTimes | None = None) -> Costs:
     """The prices that a plan was made with, of its mesh or of a part of it. Raises ClusterError if its cluster is not in the
     catalogue."""
     precision = PRECISIONS[plan.precision]
     cluster = Cluster.parse(plan.cluster).with_products(precision.products)
     return Costs(cluster, mesh or plan.mesh, microbatches=plan.schedule.microbatches, itemsize=precision.itemsize,
-                 state_bytes=state_bytes(plan))
+                 state_bytes=state_bytes(plan), modules=modules)
 
 
 class Prices:
@@ -121,7 +122,9 @@ class Prices:
 
     def __init__(self, facts: Facts) -> None:
         self.facts, self.plan, self.graph = facts, facts.plan, facts.plan.graph
-        self.costs, self.cluster = costs_of(facts.plan), Cluster.parse(facts.plan.cluster)
+        self.cluster = Cluster.parse(facts.plan.cluster)
+        modules = ModuleTimes.of(self.graph, facts.rules, self.cluster.device)
+        self.costs = costs_of(facts.plan, modules=modules)
         self._index = {op.name: number for number, op in enumerate(self.graph.ops)}
         self._params = {param.value: param for param in self.graph.params}
         self._readers = self._shared()

@@ -30,13 +30,12 @@ from meshwright.compiler.placement.costs import (
     Costs,
     Neighbours,
     Variant,
-    local_shapes,
 )
 from meshwright.compiler.placement.fixed import NOTHING_FIXED
 from meshwright.compiler.placement.tables import Array, ResourceTables
 from meshwright.compiler.solver.chain import BlockModel, Edge
 from meshwright.compiler.solver.elimination import prune
-from meshwright.compiler.structure.activations import operand_shapes
+from meshwright.compiler.structure.activations import local_shapes, operand_shapes
 from meshwright.compiler.structure.positions import Place, Position, operands, results
 from meshwright.cost.compute import Fused
 from meshwright.cost.memory.saved import saved_beside, saved_for_backward
@@ -111,7 +110,7 @@ class Builder:
         """The model of one position; ``alike``: a number that positions have in common which differ in their kernels alone. A
         tied weight is charged to the first position built that reads it. Raises PlanError where an operator or value has no
         choice at all: a file may hold decisions that contradict each other."""
-        told_apart = self.scope.fixed != NOTHING_FIXED or self.scope.pins.tensors
+        told_apart = self.scope.fixed != NOTHING_FIXED or self.scope.pins.tensors or self.costs.modules is not None
         model = self._built(position, None if told_apart else alike)
         model.late = self._late(model if self._free is self else self._free._built(position))
         if position.block < 0:
@@ -360,6 +359,8 @@ def priced(
     algorithm = next((rule.algorithms[name] for name in assignment.values() if name in rule.algorithms), None)
     counted = work if algorithm is None else Work.of(op, graph, algorithm.work(work.operands, read), list(work.results))
     forward, backward, *host = costs.op(op.target, operator, counted, fused)
+    ahead, back = costs.measured(op.name, assignment)
+    forward, backward = forward * ahead, backward * back
     inside = costs.internal(rule, assignment, shares_of(op, graph, read))
     if algorithm is not None:
         forward, backward, *waits = costs.algorithm(rule, assignment, work.operands, work.reads.itemsize, (forward, backward))

@@ -29,15 +29,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.compiler.structure.measured import ModuleTimes
 from meshwright.cost import compute, overlap
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
 from meshwright.ir.declared.operator import Operator, Work
-from meshwright.ir.graph import Value
+from meshwright.ir.graph import Op, Value
 from meshwright.ir.mesh import EXPERT, Mesh, role_of
 from meshwright.ir.program import JOINED
 from meshwright.ir.reshard import STEPS, reshard
-from meshwright.ir.rule import OpRule, Placed, factors_of
+from meshwright.ir.rule import OpRule, factors_of
 from meshwright.ir.sharding import Sharding, ShardingError
 
 FORWARD, BACKWARD, SEND, SEND_BACK, GATHER, REDUCE, GATHER_ONCE, REDUCE_ONCE, HOST, HOST_BACK = range(10)
@@ -115,10 +116,13 @@ MIDDLE = Neighbours()
 
 class Costs:
     """Memoized prices. ``itemsize``: bytes per element of what the compute reads (2 under bf16); ``state_bytes``: optimizer
-    state per parameter in bytes."""
+    state per parameter in bytes; ``modules``: what was measured of the graph's modules."""
 
-    def __init__(self, cluster: Cluster, mesh: Mesh, *, microbatches: int, itemsize: int, state_bytes: float) -> None:
-        self.mesh, self.device = mesh, cluster.device
+    def __init__(
+        self, cluster: Cluster, mesh: Mesh, *, microbatches: int, itemsize: int, state_bytes: float,
+        modules: ModuleTimes | None = None,
+    ) -> None:
+        self.mesh, self.device, self.modules = mesh, cluster.device, modules
         self.network = Network(cluster, mesh)
         self.microbatches, self.itemsize, self.state_bytes = microbatches, itemsize, state_bytes
         self._collective: dict[tuple[str, tuple[str, ...], float], float] = {}
@@ -148,6 +152,18 @@ class Costs:
                 *compute.seconds(operator, work, self.device, fused), *compute.started(operator, work, self.device, fused),
             )
         return self._op[key]
+
+    def measured(self, op: str, assignment: Mapping[str, str]) -> tuple[float, float]:
+        """What a measured module takes over its operators' formulas, forward and backward; 1 where none was."""
+        return (1.0, 1.0) if self.modules is None else self.modules.ratio(op, assignment, self.mesh, self.microbatches)
+
+    def waited_for(
+        self, op: Op, operator: Operator, assignment: Mapping[str, str], work: Work, weights: Collection[str]
+    ) -> float:
+        """Seconds of the backward of a call on LOCAL shapes that nothing but the gradients of ``weights`` waits for."""
+        needs = tuple(need and name not in weights for need, name in zip(work.gradients, op.inputs, strict=True))
+        whole, without = (compute.seconds(operator, one, self.device)[1] for one in (work, replace(work, needs=needs)))
+        return (whole - without) * self.measured(op.name, assignment)[1]
 
     def algorithm(
         self, rule: OpRule, assignment: Mapping[str, str], local: Sequence[tuple[int, ...]], itemsize: int,
@@ -364,8 +380,3 @@ class Costs:
             vector[TRANSIENT] = master
         elif variant.data_axes:
             vector[TRANSIENT] = cast + master
-
-
-def local_shapes(placed: Placed, shapes: Sequence[tuple[int, ...]], mesh: Mesh, results: bool) -> list[tuple[int, ...]]:
-    """Local shapes of an operator's operands or results; ``shapes`` are those of the whole micro-batch."""
-    return [s.local_shape(shape, mesh) for s, shape in zip(placed.results if results else placed.operands, shapes, strict=True)]

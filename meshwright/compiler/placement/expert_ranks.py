@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from meshwright.compiler.placement.blockmodel import called
 from meshwright.compiler.placement.choices import Scope, choices
-from meshwright.compiler.placement.costs import BACKWARD, FORWARD, RESOURCES, SAVED, SEND, SEND_BACK, Costs, local_shapes
+from meshwright.compiler.placement.costs import BACKWARD, FORWARD, RESOURCES, SAVED, SEND, SEND_BACK, Costs
 from meshwright.compiler.placement.rows import (
     DATA,
     EP,
@@ -34,7 +34,7 @@ from meshwright.compiler.placement.rows import (
     call_key,
     over_all,
 )
-from meshwright.cost import compute
+from meshwright.compiler.structure.activations import local_shapes
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph
 from meshwright.ir.plan import Schedule
@@ -71,15 +71,13 @@ class Ranks:
         found[[SEND, SEND_BACK]] = np.array(seconds) * move.often
         return found
 
-    def weights(self, mixture: Mixture, operator: Operator, where: Placed) -> float:
+    def weights(self, mixture: Mixture, operator: Operator, where: Placed, assignment: Mapping[str, str]) -> float:
         """Seconds of a micro-batch's backward that only weights wait for."""
         op, graph = mixture.op, self.graph
         mesh, (read, made) = self.costs.mesh, mixture.shapes
         weights = {param.value for param in graph.params if param.trainable}
         both = Work.of(op, graph, local_shapes(where, read, mesh, False), local_shapes(where, made, mesh, True))
-        needs = tuple(need and name not in weights for need, name in zip(both.gradients, op.inputs, strict=True))
-        device = self.costs.device
-        return compute.seconds(operator, both, device)[1] - compute.seconds(operator, replace(both, needs=needs), device)[1]
+        return self.costs.waited_for(op, operator, assignment, both, weights)
 
 
 def shared_out(base: Placement, ranks: Ranks, before: Ranks) -> Placement | None:
@@ -115,7 +113,8 @@ def _row(
         where, after = ranks.call(mixture, rule, operator, found)
         was, once = before.call(mixture, rule, operator, mixture.assignment)
         activations = {kind: vector + (after - once) @ mixture.recomputed[kind] for kind, vector in activations.items()}
-        weight += ranks.weights(mixture, operator, where) - before.weights(mixture, operator, was)
+        weight += ranks.weights(mixture, operator, where, found)
+        weight -= before.weights(mixture, operator, was, mixture.assignment)
         moved.update(zip(op.inputs, where.operands, strict=True))
     for move in row.moves:
         more = ranks.move(move, into) - before.move(move)

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from meshwright.compiler.placement.costs import Variant
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
+from meshwright.compiler.structure.measured import ModuleTimes
 from meshwright.compiler.structure.positions import Position, operands
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import ROOT, PinError, Pins
@@ -57,8 +58,11 @@ def read_pin(text: str) -> tuple[Sharding, list[int | None]]:
     return sharding, [None if dim == "_" else int(dim) for dim in dims]
 
 
-def told_apart(pins: Pins, fixed: FixedDecisions, graph: Graph) -> Callable[[Position, Graph], object]:
-    """Equal for positions of which the same is pinned: of their parameters, and of what is ``fixed``."""
+def told_apart(
+    pins: Pins, fixed: FixedDecisions, graph: Graph, modules: ModuleTimes | None = None
+) -> Callable[[Position, Graph], object]:
+    """Equal for positions of which the same is pinned, of their parameters and of what is ``fixed``, and that are measured by
+    the same tables."""
     pinned = {
         param.value: texts for param in graph.params
         if (texts := tuple(text for pattern, text in pins.tensors.items() if fnmatch.filter(param.fqns, pattern)))
@@ -66,7 +70,8 @@ def told_apart(pins: Pins, fixed: FixedDecisions, graph: Graph) -> Callable[[Pos
 
     def of(position: Position, graph: Graph) -> object:
         read = operands(position.ops(graph)) if pinned else ()
-        return fixed.told_apart(position, graph), tuple(pinned.get(name) for name in read)
+        measured = modules.apart(position.ops(graph)) if modules is not None else None
+        return fixed.told_apart(position, graph), tuple(pinned.get(name) for name in read), measured
 
     return of
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from meshwright.compiler.placement.blockmodel import ROOT, Model, handed_back
 from meshwright.compiler.placement.choices import Scope, check_sequence, pays_mirrored
-from meshwright.compiler.placement.costs import RESOURCES, SAVED, SECONDS, Costs, Variant, Vector, local_shapes
+from meshwright.compiler.placement.costs import RESOURCES, SAVED, SECONDS, Costs, Variant, Vector
 from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.expert_ranks import Ranks, shared_out
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
@@ -37,12 +37,12 @@ from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.placement.rows import DATA, EP, NONE, DataMove, Mixture, PlacedPosition, Placement, Solved, Use
 from meshwright.compiler.solver.chain import BlockModel, Chain, Infeasible, Solution
 from meshwright.compiler.solver.solve import solve
-from meshwright.compiler.structure.activations import operand_shapes
+from meshwright.compiler.structure.activations import local_shapes, operand_shapes
 from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_classes
 from meshwright.compiler.structure.folding import Folded, fold
+from meshwright.compiler.structure.measured import ModuleTimes
 from meshwright.compiler.structure.microbatch import split_time
 from meshwright.compiler.structure.positions import operands, positions_of, results
-from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.declared.operator import Work
@@ -71,7 +71,8 @@ class Placements:
     ) -> None:
         self.graph, self.cluster, self.pins = graph, cluster, pins
         self.itemsize, self.state_bytes, self.recompute = itemsize, state_bytes, tuple(recompute)
-        self.folded: Folded = fold(graph, rules.operators, told_apart(pins, fixed, graph))
+        self._modules = ModuleTimes.of(graph, rules, cluster.device)
+        self.folded: Folded = fold(graph, rules.operators, told_apart(pins, fixed, graph, self._modules))
         self.fixed = fixed.under(self.folded.renamed)
         self.rules = Rules({op.name: rules[op.name] for op in self.folded.graph.ops}, rules.operators)
         self._classes = DimClasses(self.folded.graph, self.rules)
@@ -135,7 +136,9 @@ class Placements:
         return split_time(graph, self.rules, count, batch_inputs(graph))
 
     def _costs(self, mesh: Mesh, count: int) -> Costs:
-        return Costs(self.cluster, mesh, microbatches=count, itemsize=self.itemsize, state_bytes=self.state_bytes)
+        return Costs(
+            self.cluster, mesh, microbatches=count, itemsize=self.itemsize, state_bytes=self.state_bytes, modules=self._modules
+        )
 
     def _solve(self, tensor: int, samples: int, context: int, expert: int, heads: int) -> Placement:
         data = self._data(tensor, samples, context, expert)
@@ -302,10 +305,8 @@ class _Reader:
             if operator.kind != "matmul" or not weights.intersection(op.inputs):
                 continue
             both = Work.of(op, graph, *self._local(op, model.placed[i][chosen[i]]))
-            needs = tuple(need and name not in weights for need, name in zip(both.gradients, op.inputs, strict=True))
-            device = self.owner.cluster.device
-            without = compute.seconds(operator, replace(both, needs=needs), device)[1]
-            total += compute.seconds(operator, both, device)[1] - without
+            assignment = model.op_choices[i][chosen[i]]
+            total += problem.tables.costs.waited_for(op, operator, assignment, both, weights)
         return total
 
     def _local(self, op: Op, placed: Placed) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

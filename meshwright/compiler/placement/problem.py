@@ -91,7 +91,7 @@ class Problem:
         )
         self.positions, whole = positions_of(self.graph)
         self.tied = several_readers(self.graph)
-        fused, apart = fusion(self.graph, rules.operators), told_apart(scope.pins, scope.fixed, self.graph)
+        fused, apart = fusion(self.graph, rules.operators), told_apart(scope.pins, scope.fixed, self.graph, costs.modules)
         self.builder = Builder(
             scope, rules, schedule, self.tables, whole=whole, tied=self.tied, root_variants=self.root_variants,
             fused=dict(zip((op.name for op in self.graph.ops), fused, strict=True)),

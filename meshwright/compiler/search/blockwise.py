@@ -180,7 +180,8 @@ def _problem(task: Task, layout: Layout, microbatches: int) -> Problem:
     """The choices of every block, without recomputation unless it is pinned."""
     schedule = split_time(task.graph, task.rules, microbatches, batch_inputs(task.graph))
     costs = Costs(
-        task.cluster, layout.mesh, microbatches=microbatches, itemsize=task.itemsize, state_bytes=task.state_bytes
+        task.cluster, layout.mesh, microbatches=microbatches, itemsize=task.itemsize, state_bytes=task.state_bytes,
+        modules=task.modules,
     )
     root = variants(layout, task.pins, microbatches, ("none",))
     blocks = variants(layout, task.pins, microbatches, task.recompute[:1])

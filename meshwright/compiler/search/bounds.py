@@ -117,7 +117,8 @@ class CandidateBounds:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.graph = find_layers(task.graph) if task.pins.needs_stages(task.cluster.world) else task.graph
-        self.floors = Floors(task.graph, task.rules, task.cluster.device)
+        least = task.modules.least if task.modules is not None else 1.0
+        self.floors = Floors(task.graph, task.rules, task.cluster.device, least)
         self.counts = Counts()
         self.missed: tuple[float, Branch] | None = None
         self.refused: PlanError | None = None
@@ -186,7 +187,10 @@ class CandidateBounds:
         return self.keep(node) if node.level is Level.PLACEMENT else self.divide(node, to_beat)
 
     def tensor(self, node: Branch) -> list[Branch]:
-        """At the level TENSOR. Near ranks that exchange a sequence for heads save at most what it waits for without them."""
+        """At the level TENSOR. Near ranks that exchange a sequence for heads save at most what it waits for without them. Where
+        modules were measured few samples may take less than their share, so nothing is said."""
+        if self.task.modules is not None:
+            return [replace(node, level=Level.TENSOR)]
         candidate, batch = node.candidate, batch_size(self.task.graph)
         plain = candidate.mirrored and candidate.heads > 1 and self.task.pins.ulysses is None
         key = candidate.tensor, candidate.context, 1 if plain else candidate.heads

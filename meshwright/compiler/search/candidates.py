@@ -333,17 +333,19 @@ def floor(candidate: Candidate, work: MicrobatchSeconds, most: int = 0) -> float
 
 
 class Floors:
-    """The least seconds of a sample on one device: FLOPs of matrix products and attention at their best efficiency."""
+    """The least seconds of a sample on one device: FLOPs of matrix products and attention at their best efficiency, or that of
+    what was measured where it is better; attention of which anything was measured counts as nothing. ``least``: the least
+    ratio of measured to formula of any module."""
 
-    def __init__(self, graph: Graph, rules: Rules, device: Device) -> None:
-        seconds = 0.0
+    def __init__(self, graph: Graph, rules: Rules, device: Device, least: float = 1.0) -> None:
+        seconds, faster = 0.0, compute.least_measured(device) * least
         for op in graph.ops:
             operator = rules.operators[op.target]
             flops = compute.flops(operator, Work.of(op, graph))
-            if flops:
+            if flops and not (device.attentions and operator.kind == "attention"):
                 passes = 1.0 + sum(graph.values[name].differentiable for name in op.inputs[:2]) if op.inputs else 1.0
                 seconds += _fastest(operator, flops, passes, graph.values[op.inputs[0]].dtype, device)
-        self.sample = seconds / batch_size(graph)
+        self.sample = faster * seconds / batch_size(graph)
 
     def work(self, candidate: Candidate) -> MicrobatchSeconds:
         """One micro-batch through all units."""

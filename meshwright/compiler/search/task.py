@@ -15,6 +15,7 @@ from functools import cached_property
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.pinned import fixed_by
 from meshwright.compiler.structure.dims import DimClasses
+from meshwright.compiler.structure.measured import ModuleTimes
 from meshwright.compiler.structure.microbatch import prologue
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.memory.saved import storages
@@ -71,6 +72,11 @@ class Task:
     def classes(self) -> DimClasses:
         """Which dims of the graph are the same."""
         return DimClasses(self.graph, self.rules)
+
+    @cached_property
+    def modules(self) -> ModuleTimes | None:
+        """What was measured of the graph's modules."""
+        return ModuleTimes.of(self.graph, self.rules, self.cluster.device)
 
     @cached_property
     def experts(self) -> int:

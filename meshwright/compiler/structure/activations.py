@@ -7,14 +7,15 @@ they view. What only linears save may be kept as the shard that a gather started
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.cost.memory.saved import saved_for_backward
 from meshwright.ir.declared.operator import Operators
 from meshwright.ir.graph import Graph, Op
+from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Schedule
-from meshwright.ir.rule import OpRule
+from meshwright.ir.rule import OpRule, Placed
 
 Shape = tuple[int, ...]
 
@@ -47,6 +48,11 @@ def operand_shapes(op: Op, graph: Graph, rule: OpRule, schedule: Schedule) -> li
     if factor is None:
         return shapes
     return [_cut(shape, dims, factor, schedule.microbatches) for shape, dims in zip(shapes, rule.operands, strict=True)]
+
+
+def local_shapes(placed: Placed, shapes: Sequence[tuple[int, ...]], mesh: Mesh, results: bool) -> list[tuple[int, ...]]:
+    """Local shapes of an operator's operands or results; ``shapes`` are those of the whole micro-batch."""
+    return [s.local_shape(shape, mesh) for s, shape in zip(placed.results if results else placed.operands, shapes, strict=True)]
 
 
 def _cut(shape: Shape, dims: tuple[str | None, ...], factor: str, count: int) -> Shape:

@@ -1,0 +1,176 @@
+"""Seconds of whole modules that were measured, brought to the operators inside.
+
+A device's table may give the seconds, forward and backward, of one call of a module at some points (samples on a rank, tensor
+ranks, tokens of a sample; ``cost.catalogue.MeasuredModule``). An operator inside is then priced as
+
+    its own formula  x  R(samples, tensor ranks),    R = measured / sum of the formula over the module's operators
+
+where the sum at a point counts every operator on its share of the samples, split over the tensor ranks as it is done fastest.
+So a module whose operators are all split that way takes what was measured, a share that is split less well more. R is that
+of the nearest degree of tensor parallelism, between its samples by their logarithms, beyond the ends as there. Of the lengths
+that were measured the one nearest to the model's counts, token by token.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.compiler.structure.activations import local_shapes
+from meshwright.compiler.structure.dims import Dim, DimClasses, batch_inputs, batch_size, handed_on, sequence_dims
+from meshwright.cost import compute
+from meshwright.cost.catalogue import Device, MeasuredModule
+from meshwright.ir.declared.operator import Work
+from meshwright.ir.graph import Graph, Op
+from meshwright.ir.mesh import ANY, SAMPLED, TENSOR, Mesh, role_of
+from meshwright.ir.rule import OpRule, Rules, place
+from meshwright.ir.sharding import DTYPE_NAMES
+
+_POINT = "dp", "tp"
+"""Axes of the mesh that a point stands for: of its samples, and of its tensor ranks."""
+Ratios = tuple[tuple[float, float, float, float], ...]
+"""(samples, tensor ranks, measured over formula forward, the same backward), ascending."""
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """An operator of a measured module: the table's number, and which of its factors are the batch."""
+
+    table: int
+    batch: frozenset[str]
+
+
+class ModuleTimes:
+    """What the modules of one graph take of those that the device's tables name."""
+
+    def __init__(self, graph: Graph, rules: Rules, device: Device) -> None:
+        self.graph, self.rules, self.device = graph, rules, device
+        self._batch = batch_size(graph)
+        classes = DimClasses(graph, rules)
+        batch = classes.of(batch_inputs(graph).items())
+        lengths = sequence_dims(graph, handed_on(graph), classes, batch)
+        self._tokens = max((graph.values[name].shape[dim] for name, dim in lengths.items()), default=1)
+        self._fused = dict(zip((op.name for op in graph.ops), compute.fusion(graph, rules.operators), strict=True))
+        inside: list[dict[str, list[Op]]] = [{} for _ in device.modules]
+        self._of: dict[str, _Inside] = {}
+        for op in graph.ops:
+            found = _named(op.module, device.modules)
+            if found is not None:
+                number, path = found
+                inside[number].setdefault(path, []).append(op)
+                self._of[op.name] = _Inside(number, _batch_factors(op, rules[op.name], classes, batch))
+        self._ratios = [
+            self._measured(table, list(calls.values())) for table, calls in zip(device.modules, inside, strict=True)
+        ]
+        self._known: dict[tuple[int, float, int], tuple[float, float]] = {}
+
+    @classmethod
+    def of(cls, graph: Graph, rules: Rules, device: Device) -> ModuleTimes | None:
+        """Of a graph on a device; None where its table has no modules."""
+        return cls(graph, rules, device) if device.modules else None
+
+    @property
+    def least(self) -> float:
+        """The least ratio of measured to formula, at most 1."""
+        return min([1.0, *(min(point[2:]) for points in self._ratios for point in points)])
+
+    def apart(self, ops: Sequence[Op]) -> object:
+        """Equal for parts of the graph whose operators are measured in the same tables."""
+        return tuple(self._table(op) for op in ops)
+
+    def ratio(self, op: str, assignment: Mapping[str, str], mesh: Mesh, microbatches: int) -> tuple[float, float]:
+        """Measured over formula, forward and backward, of an operator under an assignment; 1 where nothing was measured."""
+        inside = self._of.get(op)
+        if inside is None or not self._ratios[inside.table]:
+            return 1.0, 1.0
+        sampled = tensor = 1
+        for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
+            role, factor = role_of(axis), assignment.get(axis)
+            splits = role == ANY and factor is not None
+            sampled *= size if role in SAMPLED or (splits and factor in inside.batch) else 1
+            tensor *= size if role == TENSOR or (splits and factor not in inside.batch) else 1
+        key = inside.table, self._batch / (sampled * microbatches), tensor
+        if key not in self._known:
+            self._known[key] = _between(self._ratios[key[0]], *key[1:])
+        return self._known[key]
+
+    def _table(self, op: Op) -> int:
+        found = self._of.get(op.name)
+        return -1 if found is None else found.table
+
+    def _measured(self, table: MeasuredModule, calls: Sequence[Sequence[Op]]) -> Ratios:
+        """The ratios of a table to the mean of the calls that it names; none where they compute in another dtype."""
+        products = [op for ops in calls for op in ops if self.rules.operators[op.target].kind == "matmul"]
+        if not calls or any(DTYPE_NAMES.get(self.graph.values[op.inputs[0]].dtype) != table.dtype for op in products):
+            return ()
+        nearest = min({tokens for _, _, tokens in table.points}, key=lambda n: (abs(math.log(n / self._tokens)), n))
+        found = []
+        for (samples, tensor, tokens), *seconds in zip(table.points, table.forward, table.backward, strict=True):
+            if tokens != nearest:
+                continue
+            pieces = max(1, min(self._batch, round(self._batch / samples)))
+            formula = np.sum([self._formula(op, pieces, tensor) for ops in calls for op in ops], axis=0) / len(calls)
+            scale = self._batch / pieces / samples * self._tokens / tokens
+            ahead, back = (
+                measured * scale / plain if plain > 0 else 1.0 for measured, plain in zip(seconds, formula, strict=True)
+            )
+            found.append((float(samples), float(tensor), ahead, back))
+        return tuple(sorted(found))
+
+    def _formula(self, op: Op, pieces: int, tensor: int) -> tuple[float, float]:
+        """Seconds (forward, backward) of an operator on a part of the samples, split over tensor ranks as it is fastest."""
+        rule, mesh = self.rules[op.name], Mesh(_POINT, (pieces, tensor))
+        own = self._of[op.name].batch
+        samples = [{_POINT[0]: one} for one in sorted(own.intersection(rule.splittable)) if _runs(rule, {_POINT[0]: one}, mesh)]
+        base = samples[0] if samples and pieces > 1 else {}
+        others = [{**base, _POINT[1]: one} for one in rule.splittable if one not in own] if tensor > 1 else []
+        legal = [base, *(one for one in others if _runs(rule, one, mesh))]
+        return min((self._seconds(op, rule, one, mesh) for one in legal), key=sum)
+
+    def _seconds(self, op: Op, rule: OpRule, assignment: Mapping[str, str], mesh: Mesh) -> tuple[float, float]:
+        values = self.graph.values
+        placed = place(rule, assignment, mesh, [values[name].differentiable for name in op.inputs])
+        shapes = (
+            local_shapes(placed, [values[name].shape for name in names], mesh, results)
+            for names, results in ((op.inputs, False), (op.outputs, True))
+        )
+        operator, fused = self.rules.operators[op.target], self._fused[op.name]
+        return compute.seconds(operator, Work.of(op, self.graph, *shapes), self.device, fused)
+
+
+def _named(module: str, tables: Sequence[MeasuredModule]) -> tuple[int, str] | None:
+    """The table that names a module or, of several, the innermost of what is around it; and that module's path."""
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        path = ".".join(parts[:length])
+        for number, table in enumerate(tables):
+            if path.count(".") == table.module.count(".") and fnmatch.fnmatchcase(path, table.module):
+                return number, path
+    return None
+
+
+def _batch_factors(op: Op, rule: OpRule, classes: DimClasses, batch: Iterable[Dim]) -> frozenset[str]:
+    pairs = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
+    return frozenset(
+        factor for name, dims in pairs for dim, factor in enumerate(dims)
+        if factor is not None and classes.find((name, dim)) in batch
+    )
+
+
+def _runs(rule: OpRule, assignment: Mapping[str, str], mesh: Mesh) -> bool:
+    return rule.legal(assignment, mesh, even=False)
+
+
+def _between(points: Ratios, samples: float, tensor: int) -> tuple[float, float]:
+    """The ratios at so many samples and tensor ranks."""
+    degree = min({point[1] for point in points}, key=lambda n: (abs(math.log(n / tensor)), n))
+    near = [point for point in points if point[1] == degree]
+    sizes = [math.log(point[0]) for point in near]
+    ahead, back = (
+        math.exp(float(np.interp(math.log(samples), sizes, [math.log(point[at]) for point in near]))) for at in (2, 3)
+    )
+    return ahead, back
