@@ -66,8 +66,8 @@ def layer(graph: Graph, cluster: Cluster, tensor: int, samples: int) -> tuple[fl
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=4, vocab_size=128,
-        max_position_embeddings=16, use_cache=False,
+        hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=128, max_position_embeddings=16, use_cache=False,
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
@@ -77,7 +77,7 @@ def graph() -> Graph:
 
 def test_what_is_given_comes_out_as_given(graph: Graph, tmp_path: Path) -> None:
     mine = cluster_of(tmp_path, MODULES.replace(MLP, MLP.replace("mlp", "no_mlp")))
-    assert layer(graph, mine, 1, 2) == pytest.approx((3e-3, 6e-3), rel=1e-4)  # the mean of all layers, of which the ends fuse more
+    assert layer(graph, mine, 1, 2) == pytest.approx((3e-3, 6e-3), rel=1e-4)  # of which the ends fuse more
     assert layer(graph, mine, 1, 8) == pytest.approx((9e-3, 20e-3), rel=1e-4)
     assert sum(layer(graph, mine, 2, 4)) == pytest.approx(7e-3, rel=0.03)  # not all is split as it is fastest
 
@@ -104,7 +104,8 @@ def test_the_innermost_table_counts(graph: Graph, tmp_path: Path) -> None:
 
 
 def test_layers_of_other_tables_are_told_apart(graph: Graph, tmp_path: Path) -> None:
-    mine = cluster_of(tmp_path, MODULES.replace(LAYER, LAYER.replace("layers.*", "layers.3")).replace(MLP, MLP.replace("mlp", "x")))
+    text = MODULES.replace(MLP, MLP.replace("mlp", "x"))
+    mine = cluster_of(tmp_path, text.replace("layers.*\"", "layers.3\""))
     placement = placements_of(graph, mine).of(1, 2)
     seconds = [float(placement.rows[n].activations["none"][FORWARD]) for n in placement.sequence if placement.rows[n].block]
     assert seconds[3] == pytest.approx(3e-3)
@@ -147,7 +148,8 @@ backward = {values = [0.02, 20.0, 80.0, 400.0], unit = "ms", source = "mine"}
 
 
 @pytest.mark.parametrize(("old", "new", "message"), [
-    ("[4, 2, 16]", "[4, 2]", r"needs a point \[samples, tensor ranks, tokens"), ("[4, 2, 16]", "[2, 1, 16]", "stands there twice"),
+    ("[4, 2, 16]", "[4, 2]", r"needs a point \[samples, tensor ranks, tokens"),
+    ("[4, 2, 16]", "[2, 1, 16]", "stands there twice"),
     ('"model.layers.*"', '""', "module must be a path such as"), ("[1.0]", "[1.0, 2.0]", "2 seconds forward and 1 backward"),
     ('dtype = "f32"', 'dtype = "int3"', "dtype 'int3' is none of"), ("[1.0]", "[0.0]", "numbers above 0"),
 ])

@@ -366,13 +366,18 @@ class Sweep:
             self.seen.append(replace(seen, outcome=f"no better: {error}"))
             self._closed = min(self._closed, error.bound_seconds)
             self.limited |= error.limited
-            better = error.bound_seconds < node.fewer
-            return self.bounds.later(node, error.bound_seconds) if error.limited and better else []
+            return self._more(node, error.bound_seconds, error.limited)
         self.seen.append(replace(seen, step_seconds=made.seconds))
         self._closed = min(self._closed, made.bound_seconds)
         self.limited |= made.limited
         self.results.append(Result(candidate, str(candidate), made, made.seconds))
-        return self.bounds.later(node, made.seconds) if made.limited and made.seconds < node.fewer else []
+        return self._more(node, made.seconds, made.limited)
+
+    def _more(self, node: Branch, seconds: float, limited: bool) -> list[Branch]:
+        """A free layout with more micro-batches, of which this count takes so many seconds at least: where memory keeps it from
+        being faster, as long as more have helped; always where modules were measured, which may be slow in large pieces."""
+        helps = self.task.modules is not None or (limited and seconds < node.fewer)
+        return self.bounds.later(node, seconds) if helps else []
 
 
 def _simple(candidate: Candidate) -> tuple[bool, int, int]:
