@@ -12,10 +12,11 @@ import pytest
 from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import received
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
+from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.stage_bound import Bound, cannot_run_in, fractional_bound, link_bound
 from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_bound
 from meshwright.cost.timeline import peak_bytes, simulate
-from meshwright.ir.schedules import ScheduleError, illegal, schedule_of, schedule_table, schedules
+from meshwright.ir.schedules import ScheduleError, Table, illegal, schedule_of, schedule_table, schedules
 
 SETTINGS = [
     ("gpipe", 3, 1, 5),
@@ -382,3 +383,122 @@ def test_options_must_list_the_same_units() -> None:
     units = random_units(6, 0)
     with pytest.raises(StageError, match="same 6 units"):
         cut(units, 2, 1, "1f1b", 4, options=[units[:5]])
+
+
+# recomputation unit by unit, and what is outside of the micro-batches
+
+
+def slimmer(units: list[Unit], seed: int, parts: tuple[float, ...] = (0.6, 0.2)) -> list[list[Unit]]:
+    """The units, and the same with ever less saved for ever longer backwards, and more held meanwhile."""
+    rng = np.random.default_rng(seed)
+    ways = [units]
+    for number, part in enumerate(parts, start=1):
+        ways.append([
+            replace(u, backward_input=u.backward_input + number * more, saved=u.saved * part, transient=u.transient + u.saved)
+            for u, more in zip(units, 0.3 * rng.random(len(units)), strict=True)
+        ])
+    return ways
+
+
+def outside_of(n: int, seed: int, slowed: float) -> OutsideSeconds:
+    gather, reduce, optimizer = np.random.default_rng(seed).random((3, n)) * [[0.5], [30.0], [1.0]]
+    return OutsideSeconds(gather, reduce, optimizer, slowed)
+
+
+def step_by_hand(table: Table, parts: list[list[Unit]], crossing: list[list[float]], numbers: list[range],
+                 outside: OutsideSeconds) -> float:
+    """Seconds of a step, from the simulation of one cut: what ``search.evaluate`` says of it, summed by hand."""
+    seconds = [[sum(getattr(u, k) for u in part) for part in parts] for k in ("forward", "backward_input", "backward_weight")]
+    run = simulate(table, *seconds, tuple(crossing))
+    begins, ends, optimizers = [], [], []
+    for rank in range(table.pp):
+        own = table.stages_of(rank)
+        gather, reduce, optimizer = (sum(x[n] for s in own for n in numbers[s]) for x in
+                                     (outside.gather, outside.reduce, outside.optimizer))
+        back = sum(seconds[1][s] + seconds[2][s] for s in own)
+        begins.append(gather - run.start[rank][0])
+        ends.append(run.end[rank][-1] + max(reduce - back, outside.slowed * reduce))
+        optimizers.append(optimizer)
+    return float(max(0.0, *begins) + max(ends) + max(optimizers))
+
+
+@pytest.mark.parametrize("setting", [("gpipe", 3, 1, 4), ("1f1b", 2, 1, 5), ("1f1b", 3, 1, 4), ("zb", 2, 1, 4)],
+                         ids=lambda s: "-".join(map(str, s)))
+@pytest.mark.parametrize("seed", range(3))
+def test_no_choice_unit_by_unit_beats_the_bound(setting: tuple[str, int, int, int], seed: int) -> None:
+    """A stage may recompute some of its units, each its own way: every cut and every choice of all of them, by hand."""
+    name, pp, v, m = setting
+    ways, table = slimmer([replace(u, pending=None) for u in random_units(6, seed)], seed), schedule_table(name, pp, v, m)
+    outside = outside_of(6, seed, 1.0 if schedule_of(name).split else 0.2)
+    every = []
+    for inner in itertools.combinations(range(1, 6), pp - 1):
+        at = (0, *inner, 6)
+        crossing = [[getattr(ways[0][i - 1], k) for i in inner] for k in ("value", "gradient")]
+        numbers = [range(a, b) for a, b in itertools.pairwise(at)]
+        for chosen in itertools.product(range(3), repeat=6):
+            parts = [[ways[chosen[n]][n] for n in own] for own in numbers]
+            saved = [sum(u.saved for u in p) for p in parts]
+            memory = peak_bytes(table, saved)
+            held = max(memory[r] + sum(u.state for u in p) + max(u.transient for u in p) for r, p in enumerate(parts))
+            every.append((held, sum(u.backward_input for p in parts for u in p), parts, crossing, numbers))
+    least, most = min(one[0] for one in every), max(one[0] for one in every)
+    for share in (0.05, 0.3, 0.6):
+        capacity = least + share * (most - least)
+        fitting = sorted((one for one in every if one[0] <= capacity), key=lambda one: one[1])[:150]
+        best = min(step_by_hand(table, parts, crossing, numbers, outside) for _, _, parts, crossing, numbers in fitting)
+        known = Intervals.of(ways, range(7))
+        bound = step_bound(known, pp, (1, 1), name, m, np.full(pp, capacity), outside)
+        assert bound.seconds <= best * (1 + 1e-9)
+        got = cut(ways[0], pp, v, name, m, capacity, options=ways[1:], outside=outside)
+        assert got.bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s)))
+def test_cuts_count_what_is_outside_of_the_micro_batches(setting: tuple[str, int, int, int]) -> None:
+    """Reductions of a heavy unit wait behind its rank's last backward: the best cut of the whole step, by hand."""
+    name, pp, v, m = setting
+    units, table = random_units(8, 3), schedule_table(name, pp, v, m)
+    for seed in range(3):
+        outside = outside_of(8, seed, 1.0 if schedule_of(name).split else 0.2)
+        every = []
+        for inner in itertools.combinations(range(1, 8), pp * v - 1):
+            at = (0, *inner, 8)
+            numbers = [range(a, b) for a, b in itertools.pairwise(at)]
+            crossing = [[getattr(units[i - 1], k) for i in inner] for k in ("value", "gradient")]
+            every.append((step_by_hand(table, [[units[n] for n in own] for own in numbers], crossing, numbers, outside), at))
+        got = cut(units, pp, v, name, m, outside=outside)
+        assert got.makespan == pytest.approx(min(every)[0], rel=1e-12)
+        assert got.gap == 0
+
+
+def test_reductions_move_the_cut() -> None:
+    units, outsides = random_units(8, 3), [outside_of(8, seed, 0.2) for seed in range(3)]
+    plain = cut(units, 3, 1, "gpipe", 5).boundaries
+    assert any(cut(units, 3, 1, "gpipe", 5, outside=one).boundaries != plain for one in outsides)
+
+
+def test_units_recompute_no_more_than_memory_asks_for() -> None:
+    """Against every choice of a rank's units: never more bytes than there are, and within a unit's work of the best."""
+    for seed in range(6):
+        ways, table = slimmer(random_units(8, seed), seed), schedule_table("1f1b", 2, 1, 4)
+        numbers = {key: np.array([[getattr(u, key) for u in way] for way in ways]) for key in ("saved", "state", "transient")}
+        work = np.array([[u.forward + u.backward_input + u.backward_weight for u in way] for way in ways])
+        held = np.array([numbers["saved"], numbers["saved"], numbers["state"]])
+
+        def bytes_of(rank: int, chosen: tuple[int, ...], table: Table = table,
+                     numbers: dict[str, np.ndarray] = numbers) -> float:
+            units = range(4 * rank, 4 * rank + 4)
+            own = {key: [column[o, u] for o, u in zip(chosen, units, strict=True)] for key, column in numbers.items()}
+            most = int(table.in_flight[rank].sum(axis=(1, 2)).max())
+            return float(most * sum(own["saved"]) + sum(own["state"]) + max(own["transient"]))
+
+        full = [bytes_of(rank, (2,) * 4) for rank in (0, 1)]
+        capacity = [1.15 * one for one in full]
+        found = lighten(held, numbers["transient"], work, table, (0, 4, 8), capacity, np.full(8, 2))
+        for rank in (0, 1):
+            own = tuple(found[4 * rank : 4 * rank + 4].tolist())
+            assert bytes_of(rank, own) <= capacity[rank]
+            seconds = {chosen: sum(work[o, 4 * rank + n] for n, o in enumerate(chosen))
+                       for chosen in itertools.product(range(3), repeat=4) if bytes_of(rank, chosen) <= capacity[rank]}
+            assert seconds[own] <= min(seconds.values()) + (work[2] - work[0])[4 * rank : 4 * rank + 4].max()
+            assert seconds[own] < seconds[2, 2, 2, 2] or min(seconds.values()) == seconds[2, 2, 2, 2]

@@ -136,6 +136,13 @@ def makespans(table: Table, given: Times, *, overlap: bool = True) -> np.ndarray
     return np.asarray(_run(table, given, overlap)[0].max(axis=0))
 
 
+def spans(table: Table, given: Times, *, overlap: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds at which every rank starts its first action and ends its last one, of K cases at once: float [pp, K] each."""
+    end, duration = _run(table, given, overlap)
+    first, last = ([rows[at] for rows in table.order.row_of] for at in (0, -1))
+    return end[first] - duration[first], end[last]
+
+
 def simulate(
     table: Table,
     forward: ArrayLike,

@@ -7,6 +7,9 @@ interval of one stage (inf: not allowed); over S of them::
     smallest_bottleneck     min over cuts of max over stages of matrix[s][i, j]
     narrow_cuts             the cut of smallest sum of squares among those that stay under a bottleneck
 
+Recomputation may be taken by some units of a stage and not by others, so whole stages under one option bound nothing:
+``recomputed`` is what all of them together have to recompute at least, in parts of units, the cheapest bytes first.
+
 ``stage_bounds`` are the terms of ``cost.timeline.lower_bounds`` that one stage a rank leaves to the stage alone: what lies
 before and behind it depends on i and j only, and of other boundaries the cheapest is assumed.
 """
@@ -15,7 +18,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,12 +68,21 @@ class OutsideSeconds:
         gather, reduce, optimizer = (np.add.reduceat(x, positions[:-1]) for x in (self.gather, self.reduce, self.optimizer))
         return OutsideSeconds(gather, reduce, optimizer, self.slowed)
 
+    @classmethod
+    def nothing(cls, count: int) -> OutsideSeconds:
+        """Of so many units."""
+        return cls(np.zeros(count), np.zeros(count), np.zeros(count), 1.0)
+
+    @functools.cached_property
+    def prefix(self) -> np.ndarray:
+        """Sums of gathers, reductions and optimizer before each position, [3, n + 1]."""
+        columns = np.array([self.gather, self.reduce, self.optimizer])
+        return np.concatenate([np.zeros((3, 1)), np.cumsum(columns, axis=1)], axis=1)
+
     @property
     def sums(self) -> np.ndarray:
-        """Gathers, reductions and optimizer of every interval, [3, n + 1, n + 1]."""
-        columns = np.array([self.gather, self.reduce, self.optimizer])
-        prefix = np.concatenate([np.zeros((3, 1)), np.cumsum(columns, axis=1)], axis=1)
-        return np.asarray(prefix[:, None, :] - prefix[:, :, None])
+        """The same of every interval, [3, n + 1, n + 1]."""
+        return np.asarray(self.prefix[:, None, :] - self.prefix[:, :, None])
 
 
 @dataclass(frozen=True)
@@ -115,6 +128,12 @@ class Intervals:
             largest[:, i, i + 1 :] = np.maximum.accumulate(self.peak[:, i:], axis=1)
         return largest
 
+    @functools.cached_property
+    def least_transient(self) -> np.ndarray:
+        """The largest of every interval if every unit has the option of least [n + 1, n + 1]."""
+        least = replace(self, prefix=self.prefix[:, :1], peak=self.peak.min(axis=0, keepdims=True))
+        return np.asarray(least.transient[0])
+
     @property
     def count(self) -> int:
         return int(self.prefix.shape[2]) - 1
@@ -140,10 +159,12 @@ class Intervals:
 
 
 def stage_bounds(
-    units: Intervals, name: str, pp: int, microbatches: int, outside: OutsideSeconds | None = None
+    units: Intervals, name: str, pp: int, microbatches: int, outside: OutsideSeconds | None = None,
+    added: Sequence[Matrix] | None = None,
 ) -> Iterator[Matrix]:
     """Seconds that no run can beat if stage s is [i, j) run under option o, one stage a rank: for every stage a table
-    [options, n + 1, n + 1]. With ``outside``: seconds that no step can beat."""
+    [options, n + 1, n + 1]. With ``outside``: seconds that no step can beat. With ``added``, seconds of every stage: of the
+    first option alone, whose backwards take so much longer (inf: no run)."""
     split, margins = schedule_of(name).split, schedule_of(name).margins(pp, 1, microbatches)
     least = units.cheapest()
     ahead, back = least[0], least[1] if split else least[1] + least[2]
@@ -154,7 +175,9 @@ def stage_bounds(
     sums = np.zeros(0) if outside is None else outside.sums
     for s in range(pp):
         rows, columns = _band(units.count, s, pp)
-        forward, inputs, weights = units.matrices[:3, :, rows, columns]
+        forward, inputs, weights = units.matrices[:3, : None if added is None else 1, rows, columns]
+        more = np.zeros(1) if added is None else added[s][rows, columns]
+        inputs = inputs + np.where(np.isfinite(more), more, 0.0)
         turn = inputs if split else inputs + weights
         work = forward + inputs + weights
         # Crossings: this stage's own two boundaries as they are, all others the cheapest there is.
@@ -184,7 +207,7 @@ def stage_bounds(
             own = np.maximum(begin + microbatches * work, sent) + np.maximum(reduce - inputs - weights, outside.slowed * reduce)
             begins = outside.gather[0] if s else gather
             bound = np.maximum(bound + outside.slowed * outside.reduce[0], own) + optimizer + begins
-        yield _allowed(bound, units.count, s, pp)
+        yield _allowed(np.where(np.isfinite(more), bound, np.inf), units.count, s, pp)
 
 
 def _through(name: str, pp: int, microbatches: int, cheap: Sequence[float], work: float, apart: bool) -> list[float]:
@@ -227,6 +250,86 @@ def stage_memory(units: Intervals, in_flight: np.ndarray, stage: int, stages: in
     held = [state + full * saved + (half * pending if half else 0.0) for full, half in in_flight.tolist()]
     bytes_ = functools.reduce(np.maximum, held) + units.transient[:, rows, columns]
     return _allowed(bytes_, units.count, stage, stages)
+
+
+def recomputed(units: Intervals, in_flight: np.ndarray, stage: int, stages: int, capacity: float) -> Matrix:
+    """Seconds a micro-batch that the backward of every interval takes longer at least than under the first option, so that it
+    fits ``capacity`` bytes as a stage alone, if every unit may have an option of its own or parts of several: [n + 1, n + 1];
+    inf where nothing fits. ``in_flight``: int [k, 2], see ``Table.in_flight``."""
+    rows, columns = _band(units.count, stage, stages)
+    state, saved, pending = units.matrices[3:, 0, rows, columns]
+    each = np.diff(units.prefix, axis=2)
+    work = each[:3].sum(axis=0)
+    added = np.zeros(state.shape)
+    for full, half in in_flight.tolist():
+        held = state + full * saved + half * pending
+        steps, meanwhile = _steps(each[3] + full * each[4] + half * each[5], work), units.least_transient[rows, columns]
+        if steps:  # whatever recomputes holds what one unit does so meanwhile
+            frees = np.any([one.frees > 0 for one in steps], axis=0)
+            least = _least_of_intervals(np.where(frees, units.peak[1:].min(axis=0), np.inf))[rows, columns]
+            meanwhile = np.maximum(meanwhile, np.where(np.isfinite(least), least, 0.0))
+        fits = held + units.transient[0, rows, columns] <= capacity
+        need = np.where(fits, 0.0, np.maximum(held + meanwhile - capacity, 0.0))
+        seconds = np.zeros(state.shape)
+        for one in steps:
+            before = np.concatenate([[0.0], np.cumsum(one.frees)])
+            freed = np.minimum(need, before[None, columns] - before[rows, None])
+            seconds, need = seconds + one.ratio * freed, need - freed
+        added = np.maximum(added, np.where(need <= 1e-9 * capacity, seconds, np.inf))
+    return _allowed(added, units.count, stage, stages)
+
+
+class _Step(NamedTuple):
+    """A change of options that frees bytes: ``ratio`` seconds for each, ``frees`` bytes of every unit [n]."""
+
+    ratio: float
+    frees: np.ndarray
+
+
+def _steps(bytes_: np.ndarray, work: np.ndarray) -> list[_Step]:
+    """The lower hulls from every unit's first option to its smallest, [options, n], cheapest steps first; ratios that are
+    nearly the same are one, the least of them."""
+    found: dict[float, np.ndarray] = {}
+    known: dict[bytes, list[tuple[float, float, int]]] = {}
+    for unit, (held, takes) in enumerate(zip(bytes_.T, work.T, strict=True)):
+        key = np.concatenate([held, takes]).tobytes()
+        if key not in known:
+            known[key] = hull(held, takes)
+        for ratio, frees, _ in known[key]:
+            found.setdefault(ratio, np.zeros(len(bytes_.T)))[unit] += frees
+    merged: list[_Step] = []
+    for ratio, each in sorted(found.items()):
+        if merged and ratio <= merged[-1].ratio * _ALIKE:
+            merged[-1] = _Step(merged[-1].ratio, merged[-1].frees + each)
+        else:
+            merged.append(_Step(ratio, each))
+    return merged
+
+
+_ALIKE = 1.001
+"""Prices of a byte that differ by less are taken as the lower one."""
+
+
+def hull(bytes_: np.ndarray, seconds: np.ndarray) -> list[tuple[float, float, int]]:
+    """The steps of the lower hull from the first option on, cheapest first: seconds a byte, bytes freed, the option reached."""
+    at, steps = 0, list[tuple[float, float, int]]()
+    while True:
+        frees, costs = bytes_[at] - bytes_, np.maximum(seconds - seconds[at], 0.0)
+        smaller = np.flatnonzero(frees > 0)
+        if not len(smaller):
+            return steps
+        ratios = costs[smaller] / frees[smaller]
+        best = int(smaller[np.lexsort((-frees[smaller], ratios))[0]])
+        steps.append((float(costs[best] / frees[best]), float(frees[best]), best))
+        at = best
+
+
+def _least_of_intervals(values: np.ndarray) -> Matrix:
+    """The smallest of every interval, [n + 1, n + 1]; inf of none."""
+    least = np.full((len(values) + 1, len(values) + 1), np.inf)
+    for i in range(len(values)):
+        least[i, i + 1 :] = np.minimum.accumulate(values[i:])
+    return least
 
 
 def stage_work(units: Intervals, stage: int, stages: int) -> np.ndarray:

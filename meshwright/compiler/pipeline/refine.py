@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.compiler.pipeline.intervals import Intervals
-from meshwright.cost.timeline import Times, lower_bounds, makespans, peak_bytes
+from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
+from meshwright.cost.timeline import Times, lower_bounds, peak_bytes, spans
 from meshwright.ir.schedules import Table
 
 BATCH = 96
@@ -28,7 +28,8 @@ _PRICED, _PATIENCE = 2_500, 4
 @dataclass(frozen=True)
 class Cutting:
     """Units to cut under a table: what K cuts take, boundaries int [K, S + 1], options int [K, S]. ``capacity``: bytes of every
-    rank [pp]; ``positions``: the unit that each interval begins with, and the end."""
+    rank [pp]; ``positions``: the unit that each interval begins with, and the end; ``outside``: what the units add outside the
+    micro-batches."""
 
     table: Table
     virtual_stages: int
@@ -36,6 +37,7 @@ class Cutting:
     capacity: np.ndarray
     overlap: bool
     positions: tuple[int, ...]
+    outside: OutsideSeconds
 
     def times(self, cuts: np.ndarray, options: np.ndarray) -> Times:
         """Times of all stages."""
@@ -58,13 +60,35 @@ class Cutting:
         return np.asarray(np.maximum(self.memory(cuts, options) - self.capacity[:, None], 0.0).sum(axis=0))
 
     def bounds(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
-        """Seconds that each takes at least [K]."""
-        name, m = self.table.name, self.table.microbatches
-        return lower_bounds(name, self.table.pp, self.virtual_stages, m, self.times(cuts, options))
+        """Seconds of the step that each takes at least [K]."""
+        name, m, times = self.table.name, self.table.microbatches, self.times(cuts, options)
+        gather, left, optimizer = self._outside(cuts, times)
+        work = times.forward + times.backward_input + times.backward_weight
+        run = lower_bounds(name, self.table.pp, self.virtual_stages, m, times) + left.min(axis=0)
+        return np.asarray(gather[0] + np.maximum(run, (m * self._of_ranks(work) + left).max(axis=0)) + optimizer.max(axis=0))
 
     def seconds(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
-        """Seconds that each takes, simulated [K]."""
-        return makespans(self.table, self.times(cuts, options), overlap=self.overlap)
+        """Seconds of the step that each takes, simulated [K]."""
+        times = self.times(cuts, options)
+        gather, left, optimizer = self._outside(cuts, times)
+        begin, end = spans(self.table, times, overlap=self.overlap)
+        start = np.maximum(gather - begin, 0.0).max(axis=0)
+        return np.asarray(start + (end + left).max(axis=0) + optimizer.max(axis=0))
+
+    def _outside(self, cuts: np.ndarray, times: Times) -> np.ndarray:
+        """Gathers, what is left of the reductions, and the optimizer of every rank: [3, pp, K]."""
+        prefix = self.outside.prefix
+        gather, reduce, optimizer = (prefix[:, cuts[:, 1:]] - prefix[:, cuts[:, :-1]]).transpose(0, 2, 1)
+        back = self._of_ranks(times.backward_input + times.backward_weight)
+        reduce = self._of_ranks(reduce)
+        left = np.maximum(reduce - back, self.outside.slowed * reduce)
+        return np.array([self._of_ranks(gather), left, self._of_ranks(optimizer)])
+
+    def _of_ranks(self, stages: np.ndarray) -> np.ndarray:
+        """Sums of stages [S, K] over every rank: [pp, K]."""
+        if self.table.stages == self.table.pp:
+            return stages[np.argsort(self.table.stage_rank)]
+        return np.array([stages[list(self.table.stages_of(rank))].sum(axis=0) for rank in range(self.table.pp)])
 
 
 @dataclass(frozen=True)

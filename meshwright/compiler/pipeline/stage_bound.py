@@ -161,10 +161,10 @@ def fractional_bound(
     """The bound whatever the cut, with any number of stages a rank from the first of ``virtual_stages``, at least 2, to the
     second. ``capacity``: bytes [pp]. With ``outside``: no step. What takes ``cutoff`` seconds or more, if that is not 0, is not
     told apart. If divided units run in less than that, on few ranks (``_FEW``), every rank is made to run whole ones."""
-    closed, nothing = schedule_of(name).closed, np.zeros(units.count)
+    closed = schedule_of(name).closed
     if closed is None:
         return Bound(0.0, "packing")
-    outside = outside or OutsideSeconds(nothing, nothing, nothing, 1.0)
+    outside = outside or OutsideSeconds.nothing(units.count)
     program, to_beat = _Program(units, name, pp, virtual_stages, microbatches, outside), cutoff or math.inf
     room = capacity - _transient(units, pp, closed.turns)
     if room.min() <= 0:

@@ -33,6 +33,7 @@ from meshwright.compiler.pipeline.intervals import (
     OutsideSeconds,
     Unit,
     narrow_cuts,
+    recomputed,
     smallest_bottleneck,
     stage_bounds,
     stage_memory,
@@ -63,8 +64,8 @@ class StageError(ValueError):
 class Cuts:
     """``boundaries``: S + 1 unit indices, stage s = units boundaries[s]..boundaries[s + 1] - 1, on rank ``stage_rank[s]`` with
     option ``options[s]``. Seconds per stage and micro-batch; ``memory``: bytes per rank; ``makespan``: seconds of the simulated
-    step; ``bound``: seconds that no cut can beat; ``candidates``: cuts simulated; ``looked``: cuts that were
-    bounded."""
+    step, with what is outside of its micro-batches; ``bound``: seconds that no cut can beat, whichever units of a stage have
+    which option; ``candidates``: cuts simulated; ``looked``: cuts that were bounded."""
 
     boundaries: tuple[int, ...]
     options: tuple[int, ...]
@@ -101,6 +102,7 @@ def cut(
     capacity: float | Sequence[float] = math.inf,
     *,
     options: Sequence[Sequence[Unit]] = (),
+    outside: OutsideSeconds | None = None,
     overlap: bool = True,
     table: Table | None = None,
     bound: float | None = None,
@@ -110,7 +112,8 @@ def cut(
 
     ``capacity``: bytes per rank, one number or one per rank. ``options``: further ways to run the same units (recomputation,
     ZeRO: other seconds and bytes, the same boundaries), of which every stage takes one; option 0 is ``units`` itself.
-    ``overlap``: see ``simulate``. ``table``: the schedule's table, if there already is one; ``bound``: seconds that no cut can
+    ``outside``: what the units add outside the micro-batches, whatever their option. ``overlap``: see ``simulate``. ``table``:
+    the schedule's table, if there already is one; ``bound``: seconds that no cut can
     beat, if they are known; ``cutoff``: seconds known from elsewhere: what takes longer is not refined. Raises ScheduleError
     for a setting that torch refuses, StageError if there are fewer units than stages or no cut found fits (which stage, by how
     much).
@@ -120,9 +123,8 @@ def cut(
     (3, 2, 2, 2)
     """
     table = table or schedule_table(schedule, pp, virtual_stages, microbatches)
-    problem = _problem((tuple(units), *map(tuple, options)), table, virtual_stages, capacity, overlap)
-    found = _all_cuts(problem) if _count(problem) <= _EXHAUSTIVE else _search(problem, bound, cutoff)
-    return _result(problem, found)
+    problem = _problem((tuple(units), *map(tuple, options)), table, virtual_stages, capacity, overlap, outside)
+    return _result(problem, _best_cut(problem, bound, cutoff))
 
 
 def step_bound(
@@ -155,16 +157,15 @@ def _single_bound(
     units: Intervals, pp: int, schedule: str, microbatches: int, capacity: np.ndarray, outside: OutsideSeconds
 ) -> float:
     """With one stage a rank."""
-    matrices, counts, lies = [], in_flight(schedule, pp, (1, 1), microbatches), schedule_of(schedule).stage_rank(pp, 1)
-    for stage, bound in enumerate(stage_bounds(units, schedule, pp, microbatches, outside)):
-        moments = np.array([[1, 0]]) if counts is None else counts[lies[stage], :, :, 0]
-        memory = stage_memory(units, moments, stage, pp)
-        matrices.append(np.where(memory <= capacity[lies[stage]], bound, np.inf).min(axis=0))
-    return smallest_bottleneck(matrices)
+    counts, lies = in_flight(schedule, pp, (1, 1), microbatches), schedule_of(schedule).stage_rank(pp, 1)
+    moments = [np.array([[1, 0]]) if counts is None else counts[lies[stage], :, :, 0] for stage in range(pp)]
+    added = [recomputed(units, moments[stage], stage, pp, capacity[lies[stage]]) for stage in range(pp)]
+    return smallest_bottleneck([bound[0] for bound in stage_bounds(units, schedule, pp, microbatches, outside, added)])
 
 
 def _problem(
-    options: tuple[tuple[Unit, ...], ...], table: Table, virtual_stages: int, capacity: float | Sequence[float], overlap: bool
+    options: tuple[tuple[Unit, ...], ...], table: Table, virtual_stages: int, capacity: float | Sequence[float], overlap: bool,
+    outside: OutsideSeconds | None,
 ) -> Cutting:
     units = options[0]
     if len({len(one) for one in options}) != 1:
@@ -178,7 +179,8 @@ def _problem(
     room = np.broadcast_to(np.asarray(capacity, dtype=np.float64), (table.pp,))
     if not (room > 0).all():
         raise StageError(f"capacity must be bytes greater than 0 on every rank, got {capacity}")
-    return Cutting(table, virtual_stages, Intervals.of(options, positions), room, overlap, tuple(positions))
+    between = (outside or OutsideSeconds.nothing(len(units))).at(positions)
+    return Cutting(table, virtual_stages, Intervals.of(options, positions), room, overlap, tuple(positions), between)
 
 
 def positions_of(crossing: np.ndarray) -> list[int]:
@@ -208,25 +210,38 @@ def _result(problem: Cutting, found: Found) -> Cuts:
 # --------------------------------------------------------------------------------------------------------- exhaustive
 
 
-def _count(problem: Cutting) -> int:
-    n, stages = problem.units.count, problem.table.stages
-    return math.comb(n - 1, stages - 1) * int(problem.units.options**stages)
+def _best_cut(problem: Cutting, known: float | None, cutoff: float) -> Found:
+    """All cuts where they are few enough: those under the first option, the fastest without memory, then those under all."""
+    stages, options = problem.table.stages, problem.units.options
+    count = math.comb(problem.units.count - 1, stages - 1)
+    if count > _EXHAUSTIVE:
+        return _search(problem, known, cutoff)
+    plain = _all_cuts(problem, np.zeros((1, stages), dtype=np.int64))
+    if plain.makespan <= plain.bound:
+        return plain
+    if count * options**stages <= _EXHAUSTIVE:
+        return _all_cuts(problem, np.array(list(itertools.product(range(options), repeat=stages)), dtype=np.int64))
+    return _search(problem, max(plain.bound, known or 0.0), cutoff)
 
 
-def _all_cuts(problem: Cutting) -> Found:
+def _all_cuts(problem: Cutting, choices: np.ndarray) -> Found:
+    """The best of all cuts under some options of the stages [K, S]. No cut beats the best under the first option, whether it
+    fits or not, for its units may have other options one by one. If none fits, its seconds are inf, or StageError is raised
+    where no other options are left."""
     n, stages = problem.units.count, problem.table.stages
     inner = list(itertools.combinations(range(1, n), stages - 1))
     rows = np.array([(0, *c, n) for c in inner], dtype=np.int64)
-    choices = np.array(list(itertools.product(range(problem.units.options), repeat=stages)), dtype=np.int64)
     cuts, options = np.repeat(rows, len(choices), axis=0), np.tile(choices, (len(rows), 1))
     excess = problem.excess(cuts, options)
-    fits = excess <= 0
-    if not fits.any():
+    fits, plain = excess <= 0, np.asarray(options == 0).all(axis=1)
+    plain &= fits | (problem.units.options > 1)  # with one option a cut that does not fit is none
+    if not fits.any() and len(choices) == problem.units.options**stages:
         raise _does_not_fit(problem, cuts[excess.argmin()], options[excess.argmin()], proven=True)
-    cuts, options = cuts[fits], options[fits]
+    looked = fits | plain
+    cuts, options, fits, plain = cuts[looked], options[looked], fits[looked], plain[looked]
     bounds = problem.bounds(cuts, options)
     order = np.argsort(bounds, kind="stable")
-    best, where, priced = math.inf, -1, 0
+    best, least, where, priced = math.inf, math.inf, 0, 0
     for low in range(0, len(order), BATCH):
         batch = order[low : low + BATCH]
         batch = batch[bounds[batch] < best * (1 - 1e-12)]
@@ -234,20 +249,27 @@ def _all_cuts(problem: Cutting) -> Found:
             break
         seconds = problem.seconds(cuts[batch], options[batch])
         priced += len(batch)
+        least = min(least, float(seconds[plain[batch]].min(initial=math.inf)))
+        seconds = np.where(fits[batch], seconds, math.inf)
         if seconds.min() < best:
             best, where = float(seconds.min()), int(batch[seconds.argmin()])
-    return Found(cuts[where], options[where], best, best, priced, len(excess))
+        if least <= bounds[batch[-1]] and best > least and len(choices) == 1:
+            break  # the best of all is known, and does not fit
+    return Found(cuts[where], options[where], best, min(best, least), priced, len(excess))
 
 
 # ------------------------------------------------------------------------------------------------------------- search
 
 
-def _several_bound(problem: Cutting) -> float:
-    """The bound with several stages a rank."""
+def _bound(problem: Cutting) -> float:
+    """Seconds that no cut can beat."""
     table, units = problem.table, problem.units
     packed = packing_bound(units, table.name, table.pp, table.microbatches)
+    if problem.virtual_stages == 1:
+        alone = _single_bound(units, table.pp, table.name, table.microbatches, problem.capacity, problem.outside)
+        return max(packed, alone)
     several = problem.virtual_stages, problem.virtual_stages
-    divided = fractional_bound(units, table.name, table.pp, several, table.microbatches, problem.capacity)
+    divided = fractional_bound(units, table.name, table.pp, several, table.microbatches, problem.capacity, problem.outside)
     return max(packed, divided.seconds)
 
 
@@ -255,14 +277,13 @@ def _search(problem: Cutting, known: float | None, cutoff: float) -> Found:
     table, units = problem.table, problem.units
     costs, best_option = _stage_matrices(problem)
     top = smallest_bottleneck(costs)
+    bound = _bound(problem) if known is None else known
     if problem.virtual_stages == 1:
         if not math.isfinite(top):
             raise _tightest(problem)
-        bound = top if known is None else max(top, known)
         cuts = np.unique([narrow_cuts(costs, top * (1 + slack)) for slack in _SLACK], axis=0)
         options = np.array([[o[i, j] for o, i, j in zip(best_option, c[:-1], c[1:], strict=True)] for c in cuts])
     else:
-        bound = _several_bound(problem) if known is None else known
         if not math.isfinite(bound):
             raise _too_much(problem)
         even = np.linspace(0, units.count, table.stages + 1).astype(np.int64)
@@ -287,7 +308,7 @@ def _stage_matrices(problem: Cutting) -> tuple[list[Matrix], list[Matrix]]:
     With one stage a rank: the stage bound, in seconds of the whole run. With several: the work of one micro-batch.
     """
     table, units, alone = problem.table, problem.units, problem.virtual_stages == 1
-    bounds = list(stage_bounds(units, table.name, table.pp, table.microbatches)) if alone else None
+    bounds = list(stage_bounds(units, table.name, table.pp, table.microbatches, problem.outside)) if alone else None
     costs, options = [], []
     for stage in range(table.stages):
         cost = bounds[stage] if bounds else stage_work(units, stage, table.stages)

@@ -11,7 +11,8 @@ Beside its units a rank holds what it received, for the micro-batches in flight 
 rank what the step hands back (``_boundary_bytes``).
 
 Recomputation: every stage takes one of none, parts of its blocks evenly spread (``_PARTS``), and all of them, chosen with
-the cut; with several stages a rank none or all of them. Without a pipeline there is one rank and nothing to cut: blocks are
+the cut; with several stages a rank none or all of them. Then units recompute no more than memory asks for, one by one
+(``pipeline.lighten``). Without a pipeline there is one rank and nothing to cut: blocks are
 recomputed one by one until the rest fits (``_alone``).
 """
 
@@ -27,6 +28,7 @@ import numpy as np
 from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import least_in_flight, received
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
+from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.placement.blockmodel import handed_back
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK, Variant
 from meshwright.compiler.placement.rows import NONE, Placement
@@ -139,7 +141,37 @@ class Evaluator:
         for stage, option in enumerate(cuts.options):
             chosen[cuts.boundaries[stage] : cuts.boundaries[stage + 1]] = option
         units, recompute = _take(variants, marks, chosen)
+        if any(name != self.recompute[0] for name in recompute):
+            room = self.room(candidate, placement, capacity)
+            lighter, how = self._lightened(candidate, degrees, zero, placement, cuts, table, room, recompute)
+            again = self._as_cut(candidate, lighter, crossing, table, cuts.boundaries, cuts.bound)
+            found = self._result(candidate, degrees, zero, placement, lighter, variants[0], how, again, crossing, table)
+            if found.seconds <= cuts.makespan:
+                return found
         return self._result(candidate, degrees, zero, placement, units, variants[0], recompute, cuts, crossing, table)
+
+    def _lightened(
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, cuts: stages.Cuts, table: Table,
+        room: Array, recompute: Sequence[str],
+    ) -> tuple[Units, tuple[str, ...]]:
+        """The units of a cut, each recomputed no more than memory asks for, and how."""
+        kinds = self.kinds(candidate, zero)
+        variants = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
+        saved, state, transient = (np.array([getattr(one, key) for one in variants]) for key in ("saved", "state", "transient"))
+        work = np.array([one.forward + one.backward for one in variants])
+        before = np.array([kinds.index(name) for name in recompute])
+        chosen = lighten(np.array([saved, saved, state]), transient, work, table, cuts.boundaries, room.tolist(), before)
+        return _take(variants, [(name,) * len(recompute) for name in kinds], chosen)
+
+    def _as_cut(
+        self, candidate: Candidate, units: Units, crossing: Array, table: Table, starts: Sequence[int], bound: float
+    ) -> stages.Cuts:
+        """Units that are cut so."""
+        each = self._stage_units(units, crossing)
+        whole = [_joined(each[start:stop]) for start, stop in itertools.pairwise(starts)]
+        cuts = stages.cut(whole, candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches,
+                          table=table, bound=0.0)
+        return replace(cuts, boundaries=tuple(starts), bound=bound)
 
     def settled(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, starts: Sequence[int],
@@ -154,11 +186,8 @@ class Evaluator:
             seconds = self._step_alone(candidate, placement, units)
             return self._whole(candidate, degrees, zero, placement, units, plain, marks, seconds, seconds)
         crossing = self._crossing(degrees, placement)
-        table, each = self.table(candidate), self._stage_units(units, crossing)
-        whole = [_joined(each[start:stop]) for start, stop in itertools.pairwise(starts)]
-        cuts = stages.cut(whole, candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches,
-                          table=table, bound=0.0)
-        cuts = replace(cuts, boundaries=tuple(starts))
+        table = self.table(candidate)
+        cuts = self._as_cut(candidate, units, crossing, table, starts, 0.0)
         return self._result(candidate, degrees, zero, placement, units, plain, marks, cuts, crossing, table)
 
     def _kept(
@@ -193,8 +222,7 @@ class Evaluator:
         several = candidate.virtual_stages, max(candidate.virtual_stages, most)
         schedule, pp, count = candidate.schedule, candidate.pp, candidate.microbatches
         slack = placement.bound / placement.seconds
-        slowed = 1.0 if candidate.split else float(self.costs.exposed(np.ones(1), np.full(1, np.inf))[0])
-        outside = OutsideSeconds(variants[0].gather, variants[0].reduce, variants[0].optimizer, slowed)
+        outside = self._outside(candidate, variants[0])
         boundary = received(schedule, pp, several[0], count) * max(placement.crossing[:-1])
         boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += handed_back(count) * placement.outputs
         room = np.maximum(capacity - boundary, 1.0)
@@ -206,6 +234,11 @@ class Evaluator:
         self.work["pair of ranks of whole units"] += pp * pp * (bound.by == "whole")
         found = bound.seconds * slack
         return max(cutoff, found) if bound.seconds >= asked > 0 else found
+
+    def _outside(self, candidate: Candidate, units: Units) -> OutsideSeconds:
+        """What units add outside the micro-batches."""
+        slowed = 1.0 if candidate.split else float(self.costs.exposed(np.ones(1), np.full(1, np.inf))[0])
+        return OutsideSeconds(units.gather, units.reduce, units.optimizer, slowed)
 
     def room(self, candidate: Candidate, placement: Placement, capacity: float) -> Array:
         """Bytes of every rank [pp] for its units, of ``capacity`` bytes."""
@@ -263,7 +296,7 @@ class Evaluator:
         try:
             cuts = stages.cut(
                 options[0], candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches, room.tolist(),
-                options=options[1:], table=table, bound=0.0, cutoff=cutoff,
+                options=options[1:], outside=self._outside(candidate, variants[0]), table=table, bound=0.0, cutoff=cutoff,
             )
             self.work["stage cut"] += cuts.looked * candidate.stages
             self.work["action simulated"] += cuts.candidates * table.microbatches * table.stages * 2
@@ -324,7 +357,7 @@ class Evaluator:
         slack = placement.bound / placement.seconds
         return Evaluation(
             candidate, degrees, zero, placement, cuts.boundaries, recompute, seconds,
-            self.step_of(candidate, plain, cuts.bound) * slack, parts,
+            max(self.step_of(candidate, plain, 0.0), cuts.bound) * slack, parts,
             tuple(memory.tolist()), kinds, self._starts(cuts.boundaries), tuple(p.block for p in self.positions),
             StageSeconds(cuts.forward, cuts.backward_input, cuts.backward_weight, tuple(at.tolist())), run,
         )
