@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 from meshwright.cost.catalogue import catalogue
 from meshwright.cost.cluster import Cluster
-from meshwright.ir.declared.experts import IMBALANCE
 from meshwright.ir.pins import Pins
 from meshwright.ir.schedules import schedule_of
 from meshwright.published.architectures import Architecture
@@ -66,8 +65,8 @@ SOFTWARE_KERNELS: Sequence[tuple[str, str]] = (("nemo", "flash3"), ("transformer
 LOSSES: Sequence[tuple[str, str]] = (("fusedcrossentropy", "merged"), ("flashcrossentropy", "merged"), ("liger", "merged"))
 """Words in "notes" (without blanks, hyphens and underscores) of a cross entropy that is one kernel."""
 
-FUSED: Sequence[str] = ("nemo", "compile", "xla", "jax")
-"""Words in "notes" of software that fuses norms and what is around them."""
+FUSED: Sequence[str] = ("nemo", "transformer engine", "compile", "xla", "jax")
+"""Words in "notes" of software that fuses norms and what is around them (Transformer Engine is what NeMo runs on)."""
 UNFUSED = re.compile(r"(?:\bno|\bnot|without|w/o)\s+(?:torch\.)?compil|compiled?\s*[=:]\s*(?:no|off|false|0)", re.IGNORECASE)
 
 OVERLAPPED: Sequence[str] = ("tp comm overlap", "nemo", "transformer engine")
@@ -86,6 +85,10 @@ that the backward needs; Megatron-LM's and its kin's run the whole block again."
 
 BALANCED: Sequence[str] = ("force balance", "token drop cf1")
 """Words in "notes" of runs whose experts all get as many rows: routing forced to, or a capacity of the mean filled up."""
+TRAINED = 1.06
+"""Rows of the fullest device over the mean under a router trained to balance, as all these runs have: Mixtral 8x22B takes 465 /
+445 of the time (R05463, R05462) that it takes with forced balance, and its experts are about 0.7 of that. Plans assume more,
+for a user's router may be at its start (``IMBALANCE``)."""
 
 HYBRID: Sequence[str] = ("hsdp", "hybrid", "mics", "hpz")
 """Words of state that is split over some of the data ranks; all other software splits it over all of them."""
@@ -415,8 +418,19 @@ def replicas(row: Row) -> int:
 
 
 def imbalance_of(row: Row) -> float:
-    """The rows of the device that gets most over the mean, where experts are split: as stated, else as plans assume."""
-    return 1.0 if any(words in text_of(row, "notes") for words in BALANCED) else IMBALANCE
+    """The rows of the device that gets most over the mean, where experts are split."""
+    return 1.0 if any(words in text_of(row, "notes") for words in BALANCED) else TRAINED
+
+
+def expert_ranks(row: Row) -> int:
+    """Data ranks that share out the experts. Where the notes say over how many ranks each expert is split ("ETP1"), experts lie
+    over ep x etp devices side by side, of which tp are one data rank (Megatron-Core's parallel folding); else over ep of them.
+    Raises Unpriced for fewer devices than tensor ranks."""
+    ep, tp, stated = degree(row, "ep"), degree(row, "tp"), re.search(r"\betp ?=? ?(\d+)", text_of(row, "notes"))
+    devices = ep * (int(stated[1]) if stated else tp)
+    if devices % tp:
+        raise Unpriced(f"experts over {devices} devices share tensor ranks of {tp}")
+    return devices // tp
 
 
 def assumed(row: Row) -> str:
@@ -443,8 +457,8 @@ def pins_of(row: Row, world: int, blocks: Sequence[str] = ()) -> Pins:
     """The published degrees. What the source leaves open is searched, but for recomputation: programs do it where they are told
     to. ``blocks``: the layers' names; stages of equal layers are pinned where no other cut is faster. Raises Unpriced for
     degrees that do not make up ``world`` devices."""
-    tp, pp, cp, ep = (degree(row, key) for key in ("tp", "pp", "cp", "ep"))
-    stated = number(row, "dp")
+    tp, pp, cp = (degree(row, key) for key in ("tp", "pp", "cp"))
+    stated, ep = number(row, "dp"), expert_ranks(row)
     dp = world // (tp * pp * cp)
     if dp * tp * pp * cp != world:
         raise Unpriced(f"tp {tp} x pp {pp} x cp {cp} do not divide {world} devices")

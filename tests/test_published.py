@@ -262,11 +262,23 @@ def test_with_stages_gradients_are_reduced_once(rows):
 
 
 def test_balanced_routing_is_read_from_the_notes(rows):
-    stated = {"Force balance; TP4": 1.0, "token drop CF1": 1.0, "force-balanced? dropless": 1.25, "": 1.25}
+    stated = {"Force balance; TP4": 1.0, "token drop CF1": 1.0, "force-balanced? dropless": 1.06, "": 1.06}
     for notes, expected in stated.items():
         row = {**SMALL, "ep": "2", "notes": notes}
         assert rows.imbalance_of(row) == expected
-        assert ("1.25 times the mean" in rows.assumed(row)) == (expected > 1)
+        assert ("1.06 times the mean" in rows.assumed(row)) == (expected > 1)
+
+
+def test_experts_over_devices_side_by_side_share_the_tensor_ranks(rows):
+    """Megatron-Core's parallel folding: ep x etp devices in a row, tp of which are one data rank."""
+    folded = {("2", "8", "EP8 ETP1"): 4, ("1", "8", "ETP=1"): 8, ("4", "8", "ETP2"): 4}
+    wanted = {**folded, ("2", "8", ""): 8, ("4", "2", "etp 4"): 2}
+    for (tp, ep, notes), ranks in wanted.items():
+        row = {**SMALL, "tp": tp, "ep": ep, "dp": "8", "n_gpus": str(8 * int(tp)), "notes": notes}
+        assert rows.expert_ranks(row) == ranks
+        assert rows.pins_of(row, 8 * int(tp)).ep == ranks
+    with pytest.raises(rows.Unpriced, match="share tensor ranks"):
+        rows.expert_ranks({**SMALL, "tp": "4", "ep": "2", "notes": "etp 1"})
 
 
 def test_a_rate_alone_is_read(rows):
