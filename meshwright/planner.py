@@ -139,6 +139,8 @@ def _made(
     progress: Progress | None, gap: float, search: Search,
 ) -> Plan:
     """The plan for the loss as it stands in the graph. Raises what ``make_plan`` does."""
+    if progress is not None:
+        progress("what operators may choose", 0.0)
     if pins.stage_cuts:  # layers first, as a search for stages cuts them: stages cut what is there further
         graph = split_at(find_layers(graph), pins.stage_cuts)
     rules, notes = rules_of(graph, strict)

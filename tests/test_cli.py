@@ -33,6 +33,7 @@ from meshwright.views.explain import explain
 from meshwright.views.report import render
 from tests.handmade import handmade_plan
 from tests.test_plan_files import mutant, refreshed
+from tests.test_zoo import small
 
 
 def build() -> tuple[nn.Module, Any]:
@@ -436,7 +437,7 @@ def test_a_config_names_its_class(tmp_path: Path) -> None:
 def test_help_is_at_hand() -> None:
     code = "import sys, meshwright.cli; print(sorted({'torch', 'numpy', 'ortools'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    for name in ("plan", "show", "explain", "diff", "verify", "simulate", "zoo", "size"):
+    for name in ("plan", "show", "explain", "diff", "verify", "simulate", "zoo", "size", "profile"):
         assert "Example" in run(name, "--help").stdout
 
 
@@ -450,6 +451,16 @@ def test_a_long_step_speaks_where_nobody_looks(capsys: Any, monkeypatch: pytest.
         report("dp=8", 0.25)
         time.sleep(0.05)
     assert capsys.readouterr().err == ""
+
+
+def test_a_system_of_the_zoo_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SECONDS", 0.02)
+    monkeypatch.setattr("meshwright.published.zoo.systems", lambda name: [small(name="First", batch=None), small(name=name)])
+    result = run("zoo", "Second", "--json")
+    assert [row["predicted"] is None for row in json.loads(result.stdout)["systems"]] == [True, False]
+    lines = [line for line in result.stderr.splitlines() if line.startswith("pricing: ")]
+    assert any("Second: capturing the model (50%)" in line for line in lines), lines
+    assert any("Second: what operators may choose (50%)" in line for line in lines), lines
 
 
 def test_what_if(tmp_path: Path) -> None:

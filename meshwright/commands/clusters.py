@@ -13,6 +13,7 @@ from meshwright.commands.answers import NOTHING_FITS, errors, print_json
 from meshwright.commands.models import load
 from meshwright.commands.options import MODEL, Batch, Json, Sequence, optimizer_of, whole_numbers
 from meshwright.errors import InputError
+from meshwright.progress import Report
 from meshwright.progress import progress as shown
 
 
@@ -31,16 +32,18 @@ def zoo_command(
 
         chosen = zoo.systems(name=name)
         rows = []
-        for number, system in enumerate(chosen, 1):
-            if not published:
-                typer.echo(f"{number}/{len(chosen)} {system.name} ...", err=True)
-            try:
-                rows.append(zoo.Comparison(system) if published else zoo.price(system, search))
-            except KeyboardInterrupt:  # what is priced is printed all the same
-                rows += [zoo.Comparison(left, reason="interrupted") for left in chosen[number - 1:]]
-                break
-            if not published:
-                typer.echo(f"    {zoo.brief(rows[-1])}", err=True)
+        with shown(not published, "pricing") as report:
+            for number, system in enumerate(chosen, 1):
+                if not published:
+                    typer.echo(f"{number}/{len(chosen)} {system.name} ...", err=True)
+                try:
+                    rows.append(zoo.Comparison(system) if published else zoo.price(
+                        system, search, _part(report, system.name, number - 1, len(chosen))))
+                except KeyboardInterrupt:  # what is priced is printed all the same
+                    rows += [zoo.Comparison(left, reason="interrupted") for left in chosen[number - 1:]]
+                    break
+                if not published:
+                    typer.echo(f"    {zoo.brief(rows[-1])}", err=True)
         if as_json:
             print_json({"systems": [row.as_dict() for row in rows]})
             return
@@ -138,6 +141,11 @@ def profile_command(
         else:
             left = "".join(f"; {count} calls left out {reason}" for reason, count in found.left_out.items())
             typer.echo(f"{found.measured} measurements written to {out}{left}")
+
+
+def _part(report: Report, name: str, done: int, all_: int) -> Report:
+    """What reports on one of so many equal parts, of which ``done`` are over."""
+    return lambda what, share: report(f"{name}: {what}", (done + share) / all_)
 
 
 def _reached(

@@ -40,6 +40,7 @@ from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
 from meshwright.ir.schedules import schedules
 from meshwright.planner import OutOfMemoryError, capture_model, make_plan
+from meshwright.progress import Report
 from meshwright.published.architectures import Architecture, build
 
 AXES: Sequence[str] = ("dp", "shard", "tp", "cp", "pp", "ep")
@@ -48,6 +49,10 @@ PINNED = (
     "sequence_parallel",
 )
 _UNBOUNDED = 2**50  # bytes
+
+
+def _silent(what: str, done: float) -> None:
+    """Where nobody asked how far it is."""
 
 
 @dataclass(frozen=True)
@@ -236,25 +241,29 @@ def systems(path: str | Path | None = None, name: str = "") -> tuple[System, ...
     return chosen
 
 
-def price(system: System, search: bool = False) -> Comparison:
-    """Plan the published degrees, and with ``search`` the model without any. Whatever goes wrong becomes a reason."""
+def price(system: System, search: bool = False, report: Report = _silent) -> Comparison:
+    """Plan the published degrees, and with ``search`` the model without any. Whatever goes wrong becomes a reason.
+
+    ``report``: called with what is done now and the share of this system that is done.
+    """
     start = time.perf_counter()
     row = Comparison(system, reason="; ".join(system.obstacles()), best_reason="; ".join(system.unknowns()) if search else "")
     if not row.reason or (search and not row.best_reason):
         try:
-            row = _priced(row, search)
+            row = _priced(row, search, report)
         except Exception as error:
             reason = _said(error)
             row = replace(row, reason=row.reason or reason, best_reason=reason if search else "")
     return replace(row, planning_seconds=time.perf_counter() - start)
 
 
-def _priced(row: Comparison, search: bool) -> Comparison:
+def _priced(row: Comparison, search: bool, report: Report) -> Comparison:
     system = row.system
     assert system.model is not None
     assert system.cluster is not None
     assert system.batch is not None
     assert system.sequence is not None
+    report("capturing the model", 0.0)
     cluster = Cluster.parse(system.cluster).with_kernels(system.kernel)
     model = build(system.model, system.sequence, system.attention)
     row = replace(row, parameters=sum(p.numel() for p in model.parameters()) / 1e9, capacity_bytes=cluster.capacity_bytes)
@@ -262,28 +271,28 @@ def _priced(row: Comparison, search: bool) -> Comparison:
     graph = capture_model(Trained(model), (), {"input_ids": ids, "labels": ids.clone()}, (), None, "bf16")
     if not row.reason:
         try:
-            row = _published(row, graph, cluster)
+            row = _published(row, graph, cluster, report)
         except Exception as error:
             row = replace(row, reason=_said(error))
     if search:
         try:
-            row = replace(row, best=_planned(system, graph, cluster.with_headroom(), Pins()))
+            row = replace(row, best=_planned(system, graph, cluster.with_headroom(), Pins(), report))
         except Exception as error:
             row = replace(row, best_reason=_said(error))
     return row
 
 
-def _published(row: Comparison, graph: Graph, cluster: Cluster) -> Comparison:
+def _published(row: Comparison, graph: Graph, cluster: Cluster, report: Report) -> Comparison:
     """The row with the plan of the published degrees, and what of it fits."""
     system, pins = row.system, row.system.pins()
     if pins.recompute is None:
-        return replace(row, predicted=_planned(system, graph, cluster, pins))
-    fastest = _planned(system, graph, cluster.with_memory(_UNBOUNDED), pins)
+        return replace(row, predicted=_planned(system, graph, cluster, pins, report))
+    fastest = _planned(system, graph, cluster.with_memory(_UNBOUNDED), pins, report)
     if fastest.bytes_per_rank <= cluster.capacity_bytes:
         return replace(row, predicted=fastest)
     row = replace(row, predicted=replace(fastest, fits=False))
     try:
-        return replace(row, within=_planned(system, graph, cluster, pins))
+        return replace(row, within=_planned(system, graph, cluster, pins, report))
     except OutOfMemoryError:
         return row
 
@@ -292,9 +301,9 @@ def _said(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def _planned(system: System, graph: Graph, cluster: Cluster, pins: Pins) -> PricedSystem:
+def _planned(system: System, graph: Graph, cluster: Cluster, pins: Pins, report: Report) -> PricedSystem:
     """One plan's predictions. Raises OutOfMemoryError, PinError, PlanError."""
-    plan = make_plan(graph, cluster, pins, precision="bf16", optimizer=system.optimizer)
+    plan = make_plan(graph, cluster, pins, precision="bf16", optimizer=system.optimizer, progress=report)
     predicted, peak = plan.predicted, cluster.device.flops(torch.bfloat16)
     assert predicted is not None
     seconds, tflops = predicted.step_seconds, predicted.tflops_per_device or 0.0
