@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -454,13 +456,19 @@ def test_a_long_step_speaks_where_nobody_looks(capsys: Any, monkeypatch: pytest.
 
 
 def test_a_system_of_the_zoo_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "SECONDS", 0.02)
+    said: dict[str, float] = {}
+
+    @contextmanager
+    def recorded(on: bool, verb: str) -> Iterator[progress.Report]:
+        assert on
+        yield said.__setitem__
+
+    monkeypatch.setattr("meshwright.commands.clusters.shown", recorded)
     monkeypatch.setattr("meshwright.published.zoo.systems", lambda name: [small(name="First", batch=None), small(name=name)])
     result = run("zoo", "Second", "--json")
     assert [row["predicted"] is None for row in json.loads(result.stdout)["systems"]] == [True, False]
-    lines = [line for line in result.stderr.splitlines() if line.startswith("pricing: ")]
-    assert any("Second: capturing the model (50%)" in line for line in lines), lines
-    assert any("Second: what operators may choose (50%)" in line for line in lines), lines
+    assert said["Second: capturing the model"] == said["Second: what operators may choose"] == 0.5
+    assert "Second: dp=2 x tp=2, 1 micro-batches" in said
 
 
 def test_what_if(tmp_path: Path) -> None:
