@@ -128,7 +128,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
             allowed.append(factor)
         if role == SEQUENCE and rule.algorithms:
             allowed = _algorithms(rule, (ULYSSES,) if axis == HEADS else scope.pins.attentions)
-        if role == EXPERT:
+        if role in (EXPERT, TENSOR):
             allowed += [both for both in rule.together if kinds["batch"].intersection(factors_of(both))]
         per_axis.append(allowed if scope.mesh.size(axis) > 1 else [None])
     found = []
