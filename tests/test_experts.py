@@ -87,6 +87,17 @@ def test_a_loop_over_experts_is_refused_with_what_to_set() -> None:
         captured(model, {"input_ids": ids, "labels": ids})
 
 
+def test_rows_of_experts_that_are_counted_as_numbers_are_refused_with_what_to_use() -> None:
+    """JetMoe cuts the rows into pieces of as many as its experts were chosen for."""
+    from transformers import JetMoeConfig, JetMoeForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 8, "intermediate_size": 16}
+    model = JetMoeForCausalLM(JetMoeConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, vocab_size=32, use_cache=False))
+    ids = torch.ones(2, 4, dtype=torch.int64)
+    with pytest.raises(CaptureError, match=r"sort the rows by expert and use torch\._grouped_mm"):
+        captured(model, {"input_ids": ids, "labels": ids})
+
+
 def test_the_example_trains_as_one_process_does() -> None:
     example = Path(__file__).parents[1] / "examples" / "train_moe.py"
     assert len(example.read_text().splitlines()) < 100

@@ -207,8 +207,11 @@ class _Importer:
         elif val is None:
             return  # an assertion: computes nothing
         else:
-            raise CaptureError(f"module {module!r} ({source}): {node.target} gives a number that depends on the data, and a "
-                               f"static graph has fixed shapes; use torch.where or a mask", module=module, source=source)
+            raise CaptureError(
+                f"module {module!r} ({source}): {node.target} gives a number that depends on the data, and a static graph has "
+                "fixed shapes; use torch.where or a mask. Experts that are handed as many rows as they were chosen for: sort "
+                "the rows by expert and use torch._grouped_mm with offsets that stay a tensor", module=module, source=source,
+            )
         kwargs = tuple((key, self._argument(value)) for key, value in node.kwargs.items())
         args = tuple(self._argument(arg) for arg in node.args)
         name = outputs[0] if len(outputs) == 1 else node.name
