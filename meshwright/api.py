@@ -265,7 +265,9 @@ def _cluster_of(mesh: DeviceMesh) -> Cluster:
 
 
 def example_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-    """(args, kwargs, targets) from what a user may give as example inputs."""
+    """(args, kwargs, targets) from what a user may give as example inputs. Raises InputError without a model or an example."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
     if example is None:
         example = getattr(model, "dummy_inputs", None)
         if example is None:

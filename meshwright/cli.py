@@ -42,6 +42,7 @@ from meshwright.commands.options import (
     pin_of,
     seconds_of,
     tensor_pins,
+    writable,
 )
 from meshwright.errors import InputError
 from meshwright.progress import Report
@@ -125,6 +126,7 @@ def plan_command(
                  "micro_batch": micro_batch, "recompute": recompute}
         pins = Pins.of({**{name: pin_of(word) for name, word in words.items()}, "sequence_parallel": sequence_parallel,
                         "tensors": tensor_pins(tensor or [])})
+        writable(out)
         with shown(progress) as report:
             report("reading the model", 0.0)
             module, example = load(model, batch, sequence)
@@ -270,7 +272,7 @@ def simulate_command(
     forward: Annotated[str, typer.Option(help='Seconds of a stage, or one number a stage: "1,1,1,2".')] = "1",
     backward: Annotated[str, typer.Option(help="The same; half of it is the gradient of the weights.")] = "2",
     transfer: Annotated[float, typer.Option(min=0, help="Seconds of a transfer between stages.")] = 0.0,
-    tick: Annotated[float | None, typer.Option(help="Seconds of a column (default: the shortest action).")] = None,
+    tick: Annotated[float | None, typer.Option(min=1e-12, help="Seconds of a column (default: the shortest action).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")] = None,
     what_if: Annotated[list[str] | None, typer.Option(
         help='Price the plan file again: "bandwidth=0.5", "network=2", "memory=0.5", "batch=2" (factors), "cluster=b200:1x8".',

@@ -56,6 +56,11 @@ def returns_nothing() -> None:
     """Not what a model function should do."""
 
 
+def no_model() -> tuple[Any, Any]:
+    """A pair, but not of a model."""
+    return 1, ((), {})
+
+
 def run(*words: object) -> Result:
     return CliRunner().invoke(app, [str(word) for word in words])
 
@@ -108,6 +113,8 @@ def test_plan_from_a_function(tmp_path: Path) -> None:
         (["nothing.json"], "no file or folder"),
         (["tests.test_cli:missing"], "cannot import"),
         (["tests.test_cli:returns_nothing"], "must return (model, example_inputs)"),
+        (["tests.test_cli:no_model"], "the model is a int; give a torch.nn.Module"),
+        (["tests.test_cli:build", "--out", "nowhere/plan.json"], "there is no folder nowhere that may be written to"),
         (["tests.test_cli:build", "--dp", "3"], "does not divide the 4"),
         (["tests.test_cli:build", "--tp", "3,8"], "tp among 3, 8 leaves nothing"),
         (["tests.test_cli:build", "--tp", "few"], "tp='few' is not a positive integer"),
@@ -153,6 +160,15 @@ def test_an_unknown_device_names_the_known() -> None:
     assert "nearest is 'h100'" in result.stderr
 
 
+@pytest.mark.parametrize("text", ["= 1", "\udcff", "device = 3", "cluster = [1]", "[cluster]\ndevices = 3", "sources = 1"])
+def test_a_cluster_file_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.toml").write_bytes(text.encode(errors="surrogateescape"))
+    result = run("plan", "tests.test_cli:build", "--cluster", tmp_path / "mine.toml")
+    assert result.exit_code == WRONG
+    assert "mine.toml" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_what_does_not_fit_has_a_code_of_its_own(tmp_path: Path) -> None:
     cluster = tmp_path / "small.toml"
     cluster.write_text('[cluster]\ndevices = "small:1x2"\n[device.small]\nlike = "cpu"\nnode = "host"\n'
@@ -163,10 +179,13 @@ def test_what_does_not_fit_has_a_code_of_its_own(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["error"] == "OutOfMemoryError"
 
 
-@pytest.mark.parametrize("kind", ["no-such-model", "t5"])
-def test_a_file_that_is_no_config(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("text", [
+    '{"model_type": "no-such-model"}', '{"model_type": "t5"}', '{"model_type": "llama", "num_hidden_layers": "two"}', "[1, 2]",
+    '{"model_type": ',
+])
+def test_a_file_that_is_no_config(tmp_path: Path, text: str) -> None:
     """T5's lists no class and is no causal model: transformers would list all that are."""
-    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    (tmp_path / "config.json").write_text(text)
     result = run("plan", tmp_path, "--cluster", "cpu:1x4")
     assert result.exit_code == WRONG
     assert "cannot build a causal language model" in result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import itertools
 import json
 import math
 import os
@@ -19,7 +20,8 @@ import meshwright as mw
 from meshwright.compiler.capture.capture import capture
 from meshwright.compiler.solver.solve import solve
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.collectives import Network
+from meshwright.cost.collectives import COLLECTIVES, Network
+from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.reading.graphs import graph_from_dict
 from meshwright.ir.serialize import graph_digest, graph_to_dict, plan_hash, plan_to_dict
@@ -30,8 +32,9 @@ from meshwright.views.alternatives import Alternatives
 from meshwright.views.difference import diff
 from meshwright.views.explain import explain
 from meshwright.views.facts import facts_of
+from meshwright.views.formulas import closed_form, formulas
 from meshwright.views.network import to_networkx
-from meshwright.views.prices import Prices
+from meshwright.views.prices import Move, Prices
 from tests.handmade import handmade_graph, handmade_plan
 
 
@@ -178,6 +181,32 @@ def test_explain_says_what_decides_and_what_is_closed(plan: Plan) -> None:
     assert "all-reduce@tp by ring: sends 2*S*(P - 1)/P = 256 B for S = 256 B, P = 2" in " ".join(summed.split())
     assert max(map(len, [*text.splitlines(), *summed.splitlines()])) <= 120
     assert not re.search(r"e\+\d+ [KMG]iB", text + summed)
+
+
+@pytest.mark.parametrize("cluster", ["h100:4x8", "tpu-v4:4x4", "cpu:1x8"])
+def test_closed_forms_are_the_prices(plan: Plan, cluster: str) -> None:
+    """Of every kind of collective over every axis, from latencies to bandwidths."""
+    where = Cluster.parse(cluster)
+    mesh = Mesh(("dp", "tp"), (where.world // 4, 4))
+    prices = Prices(facts_of(replace(plan, cluster=cluster, mesh=mesh)))
+    for kind, axis, bytes_ in itertools.product(COLLECTIVES, ("dp", "dp,tp"), (64.0, 1e9)):
+        form = closed_form(prices, kind, axis, bytes_)
+        assert form.seconds == pytest.approx(prices.costs.collective(kind, axis.split(","), bytes_), rel=1e-9)
+        assert form.priced == prices.costs.collective(kind, axis.split(","), bytes_)
+        ranks = mesh.size(axis.split(","))
+        times = {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1, "p2p": 1}.get(kind, (ranks - 1) / ranks)
+        assert form.sent == pytest.approx(bytes_ * times)
+
+
+def test_equal_collectives_of_an_operator_are_one_line(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an exchange of experts: there and back, forward and backward."""
+    prices, op = Prices(facts_of(plan)), plan.graph.ops[0]
+    there, back = Move("tp", "all_to_all", "", 1e6, 2, 1e-3, 0.0), Move("tp", "", "all_to_all", 1e6, 2, 0.0, 2e-3)
+    known = prices.op(op)
+    monkeypatch.setattr(prices, "op", lambda op: replace(known, inside=(there, there, back, back)))
+    (line,) = [line for line in formulas(prices, op) if "all-to-all@tp" in line]
+    assert ", 8 times in a step" in line
+    assert line.endswith("not hidden in a step: 6 ms")
 
 
 def test_explain_a_whole_plan(plan: Plan) -> None:

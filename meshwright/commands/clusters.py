@@ -11,7 +11,7 @@ import typer
 
 from meshwright.commands.answers import NOTHING_FITS, errors, print_json
 from meshwright.commands.models import load
-from meshwright.commands.options import MODEL, Batch, Json, Sequence, optimizer_of, whole_numbers
+from meshwright.commands.options import MODEL, Batch, Json, Sequence, optimizer_of, whole_numbers, writable
 from meshwright.errors import InputError
 from meshwright.progress import Report
 from meshwright.progress import progress as shown
@@ -127,6 +127,7 @@ def profile_command(
     Example: meshwright profile config.json --batch 4 --out mine.toml
     """
     with errors(as_json):
+        writable(out)
         with shown(verb="profiling") as report:
             report("reading the model", 0.0)
             module, example = load(model, batch, sequence)

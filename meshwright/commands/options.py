@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -50,6 +52,12 @@ def seconds_of(text: str, option: str) -> list[float]:
 def one_or_all(numbers: list[float]) -> float | list[float]:
     """The number, if there is only one."""
     return numbers[0] if len(numbers) == 1 else numbers
+
+
+def writable(file: Path | None) -> None:
+    """Raise InputError for a file that cannot be written because of its folder: before what takes long, not after it."""
+    if file is not None and not os.access(file.parent, os.W_OK):
+        raise InputError(f"{file} cannot be written: there is no folder {file.parent} that may be written to; make it first")
 
 
 def cluster_of(text: str) -> Any:

@@ -82,7 +82,13 @@ class Cluster:
     @classmethod
     def from_toml(cls, path: str | Path) -> Cluster:
         """A cluster from a user's file: ``[cluster] devices = "..."`` and tables that add to or replace the catalogue's."""
-        text = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        try:
+            text = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:  # no UTF-8, or no TOML
+            raise ClusterError(f"{path} is no TOML file: {error}; it is like what meshwright profile writes") from error
+        for name in ("cluster", "sources", "device", "node"):
+            if not isinstance(text.get(name, {}), dict):
+                raise ClusterError(f"{path}: {name} is a {type(text[name]).__name__}; it is a table, as in [{name}]")
         devices = text.get("cluster", {}).get("devices")
         if not isinstance(devices, str):
             raise ClusterError(f'{path} has no line devices = "NAME:nodes x per node" in a table [cluster]')

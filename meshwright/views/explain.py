@@ -26,6 +26,7 @@ from meshwright.ir.graph import Op
 from meshwright.ir.mesh import PP, SAMPLED, SEQUENCE, role_of
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.quantities import bytes_text, seconds_text
+from meshwright.ir.rule import factors_of
 from meshwright.ir.sharding import format_sharding
 from meshwright.ir.writing.names import choice_text, names_of
 from meshwright.views.alternatives import Alternative, Alternatives
@@ -176,7 +177,8 @@ def _closed(facts: Facts, op: Op, found: list[Alternative]) -> Iterator[str]:
     plan, rule = facts.plan, facts.rules[op.name]
     factors = sorted(set(rule.sizes))
     for axis in (axis for axis in plan.mesh.axes if axis != PP and plan.mesh.size(axis) > 1):
-        open_ = {one.assignment.get(axis) for one in found} | {plan.assignments.get(op.name, {}).get(axis)}
+        choices = [one.assignment for one in found] + [plan.assignments.get(op.name, {})]
+        open_ = {factor for choice in choices if axis in choice for factor in factors_of(choice[axis])}
         for factor in (factor for factor in factors if factor not in open_):
             size, ranks = rule.sizes[factor], plan.mesh.size(axis)
             if factor not in rule.splittable:

@@ -8,49 +8,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import sympy
 
 from meshwright.compiler.structure.activations import saved_values
-from meshwright.cost.collectives import FILL, SYMBOLS, S, algorithms, group_layouts, traffic
+from meshwright.cost.collectives import FILL, SYMBOLS, Algorithm, P, S, W, algorithms, group_layouts, traffic
 from meshwright.ir.graph import Op
 from meshwright.ir.quantities import bytes_text, seconds_text
-from meshwright.views.prices import Move, Prices
+from meshwright.views.prices import Prices
 
 
 def formulas(prices: Prices, op: Op) -> Iterator[str]:
-    """One line for every collective before and inside an operator, and for every result that is kept."""
+    """One line for all equal collectives before and inside an operator, and one for every result that is kept."""
     moves = [move for edge in prices.edges(op) for move in edge.moves] + list(prices.op(op).inside)
+    hidden: dict[tuple[str, str, float, float], list[float]] = {}
     for move in moves:
         for kind, seconds in ((move.forward, move.forward_seconds), (move.backward, move.backward_seconds)):
             if kind and move.bytes_:
-                yield _collective(prices, move, kind, seconds)
+                hidden.setdefault((kind, move.axis, move.bytes_, move.times), []).append(seconds)
+    for (kind, axis, bytes_, times), seconds_of in hidden.items():
+        yield _collective(closed_form(prices, kind, axis, bytes_), axis, times, seconds_of)
     kept = saved_values(prices.graph, prices.facts.rules.operators).values
     for name in op.outputs:
         if name in kept:
             yield _kept(prices, name)
 
 
-def _collective(prices: Prices, move: Move, kind: str, seconds: float) -> str:
+@dataclass(frozen=True)
+class ClosedForm:
+    """A collective's closed form with its numbers in. ``numbers``: of the form's symbols; ``sent``: bytes of every rank;
+    ``seconds``: of one collective by the form; ``priced``: as the plan prices it, which differs where it was measured."""
+
+    kind: str
+    algorithm: Algorithm
+    numbers: Mapping[sympy.Symbol, float]
+    sent: float
+    seconds: float
+    priced: float
+
+
+def closed_form(prices: Prices, kind: str, axis: str, bytes_: float) -> ClosedForm:
+    """A collective's, over the groups that take longest. ``axis``: one, or several with commas between."""
     island, mesh = prices.cluster.island, prices.plan.mesh
-    names = frozenset(axis for axis in move.axis.split(",") if mesh.size(axis) > 1)
-    scope = max(group_layouts(island, mesh, names), key=lambda one: one.nodes)
-    numbers = dict(zip(SYMBOLS, scope.numbers, strict=True))
-    best = min(algorithms(kind), key=lambda one: float(_value(one.seconds, {**numbers, S: move.bytes_})))
-    sent = float(_value(traffic(kind), {**numbers, S: move.bytes_}))
+    names = tuple(name for name in axis.split(",") if mesh.size(name) > 1)
+    scope = max(group_layouts(island, mesh, frozenset(names)), key=lambda one: one.nodes)
+    numbers = {**dict(zip(SYMBOLS, scope.numbers, strict=True)), S: bytes_}
+    ways = algorithms(kind)
+    if island.torus and kind == "all_to_all":  # the links of the longest dim carry more than a ring's part of the bytes
+        ((per_byte, _),) = prices.costs.network.terms(kind, names)
+        ways = tuple(replace(one, per_byte=sympy.nsimplify(per_byte * scope.ring, tolerance=1e-9) / W) for one in ways)
+    best = min(ways, key=lambda one: float(_value(one.seconds, numbers)))
+    return ClosedForm(kind, best, numbers, float(_value(traffic(kind), numbers)), float(_value(best.seconds, numbers)),
+                      float(prices.costs.collective(kind, names, bytes_)))
+
+
+def _collective(form: ClosedForm, axis: str, times: float, seconds: Sequence[float]) -> str:
+    """``times``: each of them in a step; ``seconds``: of each, a step's that do not hide."""
+    best, numbers = form.algorithm, form.numbers
     b, latency = float(_value(best.per_byte, numbers)), float(_value(best.latency, numbers))
-    once = float(_value(best.seconds, {**numbers, S: move.bytes_}))
-    often = f", {move.times:.3g} times in a step" if move.times != 1 else ""
+    often = f", {times * len(seconds):.3g} times in a step" if times * len(seconds) != 1 else ""
+    formula = math.isclose(form.seconds, form.priced, rel_tol=1e-6)
+    table = "" if formula else f" ({seconds_text(form.priced)} by what was measured on the cluster)"
     return (
-        f"{kind.replace('_', '-')}@{move.axis} by {best.name}: sends {traffic(kind)} = {bytes_text(sent)} for S = "
-        f"{bytes_text(move.bytes_)}, P = {scope.ranks}; T = b S + l + 2 sqrt({FILL} b l S) = {seconds_text(once)}{often}, with "
-        f"b = {best.per_byte} = {b:.3g} s/byte, l = {best.latency} = {seconds_text(latency)}; not hidden in a step: "
-        f"{seconds_text(seconds)}"
+        f"{form.kind.replace('_', '-')}@{axis} by {best.name}: sends {traffic(form.kind)} = {bytes_text(form.sent)} for S = "
+        f"{bytes_text(numbers[S])}, P = {numbers[P]:.0f}; T = b S + l + 2 sqrt({FILL} b l S) = {seconds_text(form.seconds)}"
+        f"{table}{often}, with b = {best.per_byte} = {b:.3g} s/byte, l = {best.latency} = {seconds_text(latency)}; not hidden in a "
+        f"step: {seconds_text(sum(seconds))}"
     )
 
 
-def _value(expression: sympy.Expr, numbers: dict[sympy.Symbol, float]) -> sympy.Expr:
+def _value(expression: sympy.Expr, numbers: Mapping[sympy.Symbol, float]) -> sympy.Expr:
     """The expression with numbers in; an infinite bandwidth is a way that costs nothing."""
     finite = {symbol: sympy.Float(1e30) if value == float("inf") else value for symbol, value in numbers.items()}
     return expression.subs(finite).evalf()
