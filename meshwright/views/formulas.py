@@ -72,11 +72,11 @@ def _collective(form: ClosedForm, axis: str, times: float, seconds: Sequence[flo
     often = f", {times * len(seconds):.3g} times in a step" if times * len(seconds) != 1 else ""
     formula = math.isclose(form.seconds, form.priced, rel_tol=1e-6)
     table = "" if formula else f" ({seconds_text(form.priced)} by what was measured on the cluster)"
+    size = f"S = {bytes_text(numbers[S])}, P = {numbers[P]:.0f}"
     return (
-        f"{form.kind.replace('_', '-')}@{axis} by {best.name}: sends {traffic(form.kind)} = {bytes_text(form.sent)} for S = "
-        f"{bytes_text(numbers[S])}, P = {numbers[P]:.0f}; T = b S + l + 2 sqrt({FILL} b l S) = {seconds_text(form.seconds)}"
-        f"{table}{often}, with b = {best.per_byte} = {b:.3g} s/byte, l = {best.latency} = {seconds_text(latency)}; not hidden in a "
-        f"step: {seconds_text(sum(seconds))}"
+        f"{form.kind.replace('_', '-')}@{axis} by {best.name}: sends {traffic(form.kind)} = {bytes_text(form.sent)} for {size}; "
+        f"T = b S + l + 2 sqrt({FILL} b l S) = {seconds_text(form.seconds)}{table}{often}, with b = {best.per_byte} = {b:.3g} "
+        f"s/byte, l = {best.latency} = {seconds_text(latency)}; not hidden in a step: {seconds_text(sum(seconds))}"
     )
 
 
