@@ -74,9 +74,10 @@ def _collective(form: ClosedForm, axis: str, times: float, seconds: Sequence[flo
     table = "" if formula else f" ({seconds_text(form.priced)} by what was measured on the cluster)"
     size = f"S = {bytes_text(numbers[S])}, P = {numbers[P]:.0f}"
     return (
-        f"{form.kind.replace('_', '-')}@{axis} by {best.name}: sends {traffic(form.kind)} = {bytes_text(form.sent)} "
-        f"for {size}; T = b S + l + 2 sqrt({FILL} b l S) = {seconds_text(form.seconds)}{table}{often}, with "
-        f"b = {best.per_byte} = {b:.3g} s/byte, l = {best.latency} = {seconds_text(latency)}; not hidden in a step: {seconds_text(sum(seconds))}"
+        f"{form.kind.replace('_', '-')}@{axis} by {best.name}: sends {traffic(form.kind)} = {bytes_text(form.sent)} for "
+        f"{size}; T = b S + l + 2 sqrt({FILL} b l S) = {seconds_text(form.seconds)}{table}{often}, with "
+        f"b = {best.per_byte} = {b:.3g} s/byte, l = {best.latency} = {seconds_text(latency)}; "
+        f"not hidden in a step: {seconds_text(sum(seconds))}"
     )
 
 
