@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from meshwright.compiler.search import search
-from meshwright.compiler.search.errors import NoBetterError
+from meshwright.compiler.search import blockwise, search
+from meshwright.compiler.search.candidates import Layout
+from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.search import SECONDS, best_plan
 from meshwright.compiler.search.task import Task, Timing
 from meshwright.cost.cluster import Cluster, ClusterError
@@ -239,3 +240,18 @@ def test_memory_is_counted_as_it_is_replayed_with_masks_and_logits(cluster: str,
     searched(graph, cluster, pins, seen)
     assert ratios
     assert all(0.95 < ratio < 1.05 for ratio in ratios), ratios
+
+
+def test_no_layout_needs_less_than_is_proven_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the leanest plan that the solver finds of every layout and number of micro-batches."""
+    graph, cluster = graph_of(Stack(3, 256), 16, 64, 256), Cluster.parse("h100:1x4").with_memory(4 * MIB)
+    task = Task.of(graph, cluster, rules_of(graph)[0], Pins(), precision="bf16", state_bytes=8.0, gap=0.005)
+    proven = {count: blockwise.least_bytes(task, count) for count in (1, 2, 4)}
+    assert min(proven.values()) > 4 * MIB
+    monkeypatch.setattr(blockwise, "least_bytes", lambda task, count: 0.0)
+    judge = Footprints(task.rules, 8.0).fits
+    for mesh, count in itertools.product((Mesh.of(x=4), Mesh.of(x=2, y=2)), proven):
+        layout = Layout(mesh, dict.fromkeys(mesh.axes, "any"))
+        with pytest.raises(OutOfMemoryError) as caught:
+            blockwise.solve_layout(task, layout, count, judge, Timing(), 1e9)
+        assert proven[count] <= caught.value.least

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from meshwright.compiler.placement.choices import Scope, check_sequence
-from meshwright.compiler.placement.costs import Costs, Variant
+from meshwright.compiler.placement.costs import SAVED, TRANSIENT, Costs, Variant
 from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.search.candidates import Layout
@@ -26,6 +26,7 @@ from meshwright.compiler.solver.pricing import Multipliers
 from meshwright.compiler.solver.solve import Hint, solve
 from meshwright.compiler.structure.dims import batch_inputs, handed_on, sequence_classes
 from meshwright.compiler.structure.microbatch import split_time
+from meshwright.ir.mesh import ANY, Mesh
 from meshwright.ir.pins import PinError, vars_of
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Prediction
@@ -38,6 +39,8 @@ FAR = 1.15
 """What is counted so many times above the memory does not fit: its program is not replayed to know, once a plan is known that
 does (assumed: what is counted and what is replayed differ by less on one layout)."""
 
+_MASTER = 4
+"""Bytes of a parameter as the optimizer has it, and of its gradient, fp32."""
 
 Kinds = tuple[tuple[Variant, ...], ...]
 """Per kind of a chain its variants."""
@@ -62,11 +65,13 @@ class LayoutMemory:
     ended: by micro-batches, and of a layout, the multipliers with which the latest chain within a limit of memory ended, and
         the variants that they are of
     shares: of a layout, the bytes of a program beside what was counted of its plan, without a limit
+    least: by micro-batches, bytes that no layout counts less than
     """
 
     looked: dict[tuple[Layout, int], Looked] = field(default_factory=dict)
     ended: dict[Layout | int, tuple[Multipliers, Kinds]] = field(default_factory=dict)
     shares: dict[Layout, float] = field(default_factory=dict)
+    least: dict[int, float] = field(default_factory=dict)
 
 
 def solve_layout(
@@ -77,12 +82,16 @@ def solve_layout(
     also where the fastest of all does not fit; ``known``: what earlier looks found, which this one starts from. Raises
     OutOfMemoryError; NoBetterError if none is faster than what is known, or none was looked for; PinError or PlanError if
     nothing runs on it."""
-    cutoff = to_beat * (1.0 - TIE) / (1.0 - task.gap)  # the solver ends where nothing is faster by more than the gap
+    cutoff = to_beat * (1.0 - TIE)  # the solver ends where nothing is faster by more than the gap
     known = LayoutMemory() if known is None else known
+    if microbatches not in known.least:
+        known.least[microbatches] = least_bytes(task, microbatches)
+    if known.least[microbatches] > task.cluster.capacity_bytes * FAR and to_beat < math.inf:  # else what binds is to be said
+        raise OutOfMemoryError.of_layout(known.least[microbatches], {}, layout.mesh, microbatches, task.cluster)
     looked = known.looked.pop((layout, microbatches), None)
     if looked is None:
         looked = _look(task, layout, microbatches, timing, cutoff)
-    elif looked.unlimited.bound >= to_beat:
+    elif looked.unlimited.bound >= cutoff * (1.0 - task.gap):
         raise NoBetterError(looked.unlimited.bound, limited=False)
     problem, unlimited, first = looked.problem, looked.unlimited, looked.first
     capacity = task.cluster.capacity_bytes
@@ -133,6 +142,28 @@ def solve_layout(
     if counted.limit_bytes > asked * FAR and to_beat < math.inf:  # as long as none fits, it is replayed: to say what binds
         raise OutOfMemoryError.of_layout(counted.limit_bytes * share, {}, problem.mesh, microbatches, task.cluster)
     return fitted(counted, within, judge, task.cluster, asked)
+
+
+def least_bytes(task: Task, microbatches: int) -> float:
+    """Bytes that some device counts at least without a pipeline, whichever the layout: what one device would, under the
+    recomputation that keeps least, shared out evenly. Of parameters their masters, gradients that micro-batches sum, and the
+    optimizer's state; while a block runs it holds what it saves or makes again, the others what they keep. 0 where nothing
+    runs on one device as it is pinned."""
+    if task.fixed:
+        return 0.0
+    try:
+        problem = _problem(task, Layout(Mesh.of(x=1), {"x": ANY}), microbatches)
+    except (PinError, PlanError):
+        return 0.0
+    kinds = tuple(Variant(recompute=name) for name in task.recompute)
+    chain = problem.with_variants(kinds).chain(math.inf, 0.0)
+    rows = [[block.cost((0,) * len(block.sizes)) for block in kind.variants] for kind in chain.kinds]
+    kept = [min(float(row[SAVED]) for row in of_kind) for of_kind in rows]
+    running = [min(float(row[SAVED] + row[TRANSIENT]) for row in of_kind) for of_kind in rows]
+    most = sum(kept[n] for n in chain.sequence) + max(running[n] - kept[n] for n in set(chain.sequence))
+    trained = sum(task.graph.values[param.value].numel for param in task.graph.params if param.trainable)
+    each = _MASTER * (1 + (microbatches > 1)) + task.state_bytes
+    return task.input_bytes + (trained * each + most) / task.cluster.world
 
 
 def _for_kinds(at: Multipliers, theirs: Kinds, ours: Kinds) -> Multipliers | None:

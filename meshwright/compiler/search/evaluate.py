@@ -141,14 +141,15 @@ class Evaluator:
         for stage, option in enumerate(cuts.options):
             chosen[cuts.boundaries[stage] : cuts.boundaries[stage + 1]] = option
         units, recompute = _take(variants, marks, chosen)
+        ways = [(units, recompute)]
         if any(name != self.recompute[0] for name in recompute):
             room = self.room(candidate, placement, capacity)
-            lighter, how = self._lightened(candidate, degrees, zero, placement, cuts, table, room, recompute)
-            again = self._as_cut(candidate, lighter, crossing, table, cuts.boundaries, cuts.bound)
-            found = self._result(candidate, degrees, zero, placement, lighter, variants[0], how, again, crossing, table)
-            if found.seconds <= cuts.makespan:
-                return found
-        return self._result(candidate, degrees, zero, placement, units, variants[0], recompute, cuts, crossing, table)
+            ways.append(self._lightened(candidate, degrees, zero, placement, cuts, table, room, recompute))
+        found = []
+        for units, recompute in ways:  # summed as those of a plan that is read (``settled``), to the bit
+            own = self._as_cut(candidate, units, crossing, table, cuts.boundaries, cuts.bound)
+            found.append(self._result(candidate, degrees, zero, placement, units, variants[0], recompute, own, crossing, table))
+        return min(found, key=lambda one: one.seconds)
 
     def _lightened(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, cuts: stages.Cuts, table: Table,
