@@ -36,8 +36,8 @@ SOLVE_SECONDS = 3.0
 TIE = 1e-3
 """A layout is left once it is known that nothing on it is faster than the best plan by more than this part."""
 FAR = 1.15
-"""What is counted so many times above the memory does not fit: its program is not replayed to know, once a plan is known that
-does (assumed: what is counted and what is replayed differ by less on one layout)."""
+"""What is counted so many times above the memory does not fit: no program is made to know (assumed: what is counted and what is
+replayed differ by less)."""
 
 _MASTER = 4
 """Bytes of a parameter as the optimizer has it, and of its gradient, fp32."""
@@ -65,13 +65,11 @@ class LayoutMemory:
     ended: by micro-batches, and of a layout, the multipliers with which the latest chain within a limit of memory ended, and
         the variants that they are of
     shares: of a layout, the bytes of a program beside what was counted of its plan, without a limit
-    least: by micro-batches, bytes that no layout counts less than
     """
 
     looked: dict[tuple[Layout, int], Looked] = field(default_factory=dict)
     ended: dict[Layout | int, tuple[Multipliers, Kinds]] = field(default_factory=dict)
     shares: dict[Layout, float] = field(default_factory=dict)
-    least: dict[int, float] = field(default_factory=dict)
 
 
 def solve_layout(
@@ -84,10 +82,6 @@ def solve_layout(
     nothing runs on it."""
     cutoff = to_beat * (1.0 - TIE)  # the solver ends where nothing is faster by more than the gap
     known = LayoutMemory() if known is None else known
-    if microbatches not in known.least:
-        known.least[microbatches] = least_bytes(task, microbatches)
-    if known.least[microbatches] > task.cluster.capacity_bytes * FAR and to_beat < math.inf:  # else what binds is to be said
-        raise OutOfMemoryError.of_layout(known.least[microbatches], {}, layout.mesh, microbatches, task.cluster)
     looked = known.looked.pop((layout, microbatches), None)
     if looked is None:
         looked = _look(task, layout, microbatches, timing, cutoff)

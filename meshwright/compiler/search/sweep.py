@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.compiler.placement.choices import attended, exchanged, pays_mirrored
+from meshwright.compiler.search.blockwise import FAR, least_bytes
 from meshwright.compiler.search.bounds import Branch, CandidateBounds, Level
 from meshwright.compiler.search.candidates import Candidate, candidates, degrees_of
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
@@ -111,6 +112,8 @@ class Sweep:
         self._nearest: DoesNotFitError | None = None
         self._refused_free: list[PinError | PlanError] = []
         self._refused: PinError | PlanError | None = None
+        self._least: dict[int, float] = {}
+        self._crowded: list[tuple[float, Candidate]] = []
 
     # what a certificate tells
 
@@ -219,6 +222,14 @@ class Sweep:
     def refusal(self) -> PinError | PlanError:
         """Why nothing was found: what does not fit goes before what cannot be."""
         nothing_fits = [error for error in self._refused_free if isinstance(error, OutOfMemoryError)]
+        for candidate in self._nearest_crowded(min((error.least for error in nothing_fits), default=_INF)):
+            try:
+                self._free(candidate, _INF, True)
+            except OutOfMemoryError as error:
+                nothing_fits.append(error)
+                self._refused_free.append(error)
+            except (PinError, PlanError, NoBetterError):
+                continue
         if nothing_fits:
             return min(nothing_fits, key=lambda error: error.least)
         if self._nearest is None and self.bounds.missed is not None:
@@ -230,6 +241,15 @@ class Sweep:
         unclear = [*self._refused_free, *([self._refused] if self._refused else []), self.bounds.refused]
         found = next((error for error in unclear if error is not None), None)
         return found or PlanError(f"no layout of {self.task.cluster} runs this model at this batch")
+
+    def _nearest_crowded(self, least: float) -> list[Candidate]:
+        """Of the free layouts that were never solved for their memory those to say what binds: of the least bytes, if these are
+        less than ``least``, and of the smallest micro-batches. They are handed out once."""
+        crowded, self._crowded = self._crowded, []
+        if not crowded or min(bytes_ for bytes_, _ in crowded) >= least:
+            return []
+        found = [min(crowded, key=lambda one: one[0])[1], max(crowded, key=lambda one: one[1].microbatches)[1]]
+        return list(dict.fromkeys(found))
 
     def _first_dive(self, nodes: list[Branch]) -> list[Branch]:
         """Solve the candidate of least bound of every (pp, tensor, context, expert) under the simplest schedule, best first."""
@@ -344,6 +364,12 @@ class Sweep:
         candidate = node.candidate
         assert candidate.layout is not None
         seen = SeenCandidate(str(candidate.layout.mesh), candidate.microbatches)
+        least = self._least_bytes(candidate.microbatches)
+        if least > self.task.cluster.capacity_bytes * FAR:
+            self.seen.append(replace(seen, outcome="does not fit"))
+            self._crowded.append((least, candidate))
+            self.bounds.counts.infeasible += 1
+            return self.bounds.later(node, node.fewer)
         try:
             made = self._free(candidate, self._incumbent, self._limited_too)
         except OutOfMemoryError as error:
@@ -372,6 +398,11 @@ class Sweep:
         self.limited |= made.limited
         self.results.append(Result(candidate, str(candidate), made, made.seconds))
         return self._more(node, made.seconds, made.limited)
+
+    def _least_bytes(self, microbatches: int) -> float:
+        if microbatches not in self._least:
+            self._least[microbatches] = least_bytes(self.task, microbatches)
+        return self._least[microbatches]
 
     def _more(self, node: Branch, seconds: float, limited: bool) -> list[Branch]:
         """A free layout with more micro-batches, of which this count takes so many seconds at least: where memory keeps it from
