@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 
 from meshwright.api import autoparallel
 from meshwright.errors import CheckpointError
+from meshwright.runtime.state.optimizer import NOTHING
 
 PLANS: Mapping[str, Mapping[str, Any]] = {
     "ZeRO-3": {"dp": 2, "zero": 3}, "pp": {"pp": 2, "dp": 1, "tp": 1, "microbatches": 2}, "tp": {"tp": 2},
@@ -181,6 +184,51 @@ def as_with_torch(rank: int, folder: str) -> None:
     wanted = go_on(*first, 2)
     assert go_on(*again, 2) == wanted
     assert go_on(*third, 2) == wanted
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.layers(x).square().mean()}
+
+
+def tuned(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    model, batch = Layers(), {"x": torch.randn(32, 256)}
+    schedule = SimpleNamespace(step=lambda: None)
+    mesh, pins = init_device_mesh("cpu", (2,)), {"pp": 2, "microbatches": 2}
+    plan = autoparallel(copy.deepcopy(model), mesh, ((), batch), progress=False, pins=pins).plan
+    held: list[Any] = [None, None]
+    runs = []
+    for _ in range(2):
+        parallel = autoparallel(copy.deepcopy(model), mesh, ((), batch), progress=False, plan=plan)
+        dist.all_gather_object(held, [name for name, _ in parallel.named_parameters()])
+        trained = set(held[0]) - set(held[1])
+        for name, p in parallel.named_parameters():
+            p.requires_grad_(name in trained)
+        mine = {name: p for name, p in parallel.named_parameters() if p.requires_grad}
+        assert set(mine) == ({NOTHING} if rank else trained)
+        assert NOTHING not in parallel.state_dict()
+        runs.append((parallel, adamw(list(mine.values())), schedule, batch))
+    first, again = runs
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in trained)
+    single = model, adamw([p for p in model.parameters() if p.requires_grad]), schedule, batch
+    torch.testing.assert_close(go_on(*first, 2), go_on(*single, 2), rtol=1e-5, atol=1e-6)
+    first[0].save(folder, first[1])
+    again[0].load(folder, again[1])
+    wanted = go_on(*single, 2)
+    for run in runs:
+        torch.testing.assert_close(go_on(*run, 2), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_stage_of_frozen_layers_alone(pool: Callable[[int], Any], tmp_path: Path) -> None:
+    """Frozen after the build: an optimizer can be made on every rank, and goes on after saving."""
+    pool(2).run(tuned, str(tmp_path / "checkpoint"))
 
 
 def test_state_dicts_as_torch_has_them(pool: Callable[[int], Any], tmp_path: Path) -> None:

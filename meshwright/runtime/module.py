@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +40,7 @@ from meshwright.runtime.state.lending import Lender
 from meshwright.runtime.state.materialize import MaterializeError, Source, fill
 from meshwright.runtime.state.names import Modes, ModuleKind, held_elsewhere, holder, kinds_of, no_hook, refuse_attribute
 from meshwright.runtime.state.norms import clip
+from meshwright.runtime.state.optimizer import NOTHING, Nothing
 from meshwright.runtime.step import run_step
 from meshwright.runtime.verdict import together
 from meshwright.runtime.whole import Role, adopt, cut_as, let_anomalies_be_found, let_optimizers_know
@@ -124,6 +125,7 @@ class ParallelModule(nn.Module):
         self._ports = Ports(groups)
         self._engine = (engine,)  # in a tuple: its units are no submodules of this one
         self._names = list(names)
+        self.__dict__[NOTHING] = Nothing(torch.empty(0, device=groups.device)) if program.stages else None  # not registered
         self._places: list[TensorPlace] = []
         for path in self._kinds:
             holder(self, path.split("."), self._kinds)
@@ -212,8 +214,19 @@ class ParallelModule(nn.Module):
         self._modes.set(mode)
         return self
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of this rank. Where all that its stage of a pipeline holds is frozen, ``Nothing`` comes after them, for an
+        optimizer that is made of what is left to train."""
+        yield from (own := list(super().named_parameters(prefix, recurse, remove_duplicate)))
+        nothing: nn.Parameter | None = self.__dict__.get(NOTHING)
+        if recurse and nothing is not None and not any(p.requires_grad for _, p in own):
+            nothing.requires_grad_()
+            yield f"{prefix}{'.' if prefix else ''}{NOTHING}", nothing
+
     def _trainable(self) -> list[Tensor]:
-        return [p for p in self.parameters() if p.requires_grad]
+        return [p for p in self.parameters() if p.requires_grad and not isinstance(p, Nothing)]
 
     def _agreed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.errors import CheckpointError
@@ -31,10 +31,17 @@ DTYPES_OF_TORCH: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."):
 Named = Mapping[Tensor, Stored]
 """The optimizer's parameters, and what is stored in them."""
 
+NOTHING = "nothing_to_train"
+
+
+class Nothing(nn.Parameter):
+    """A parameter without elements and without a gradient. Torch's optimizers refuse an empty list; a rank whose stage of a
+    pipeline is frozen would raise that alone, while the others train."""
+
 
 def named(known: Named, optimizer: torch.optim.Optimizer) -> dict[Tensor, Stored]:
     """The optimizer's parameters. Raises CheckpointError if there are others among them."""
-    mine = [p for group in optimizer.param_groups for p in group["params"]]
+    mine = [p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, Nothing)]
     strangers = [p for p in mine if p not in known]
     if strangers:
         raise CheckpointError(f"the optimizer holds {len(strangers)} parameters that are not this module's; make it of "
@@ -73,7 +80,7 @@ def describe(optimizer: torch.optim.Optimizer, parameters: Named) -> list[dict[s
     """This rank's share of ``optimizer.groups``."""
     return [
         {
-            "names": sorted(parameters[p].fqns[0] for p in group["params"]),
+            "names": sorted(parameters[p].fqns[0] for p in group["params"] if p in parameters),
             "options": {key: _packed(value) for key, value in group.items() if key not in ("params", "param_names")},
         }
         for group in optimizer.param_groups
