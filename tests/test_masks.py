@@ -7,9 +7,11 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from meshwright.api import plan
 from meshwright.compiler.capture.capture import capture
+from meshwright.programs import checked_program
 from meshwright.runtime.attention.bands import AHEAD, CAUSAL, runs_of
 
 
@@ -82,3 +84,18 @@ def test_a_causal_mask_is_recognized_at_any_batch() -> None:
     (attention,) = [op for op in graph.ops if op.target.startswith("aten.scaled_dot_product_attention")]
     assert attention.args[3] is None
     assert attention.args[5] is True
+
+
+def test_ranks_make_the_masks_of_their_own_samples() -> None:
+    """Where the batch is split, of the mask a rank holds what its micro-batches read; every rank makes all of it elsewhere."""
+    config = BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=64,
+                        max_position_embeddings=128, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    with torch.device("meta"):
+        model, ids = BertForMaskedLM(config), torch.zeros((64, 128), dtype=torch.int64)
+    cases = [({"dp": 8, "tp": 1}, 8), ({"dp": 4, "tp": 2}, 4), ({"pp": 2, "dp": 2, "tp": 2}, 2), ({"dp": 1, "tp": 8}, 1)]
+    for pins, data in cases:
+        made = plan(model, "h100:1x8", ((), {"input_ids": ids, "attention_mask": ids, "labels": ids}), progress=False,
+                    pins={**pins, "microbatches": 4})
+        held = [value for segment in checked_program(made, 0).segments if segment.prologue for name, value in
+                segment.graph.values.items() if name in segment.graph.outputs and len(value.shape) == 4]
+        assert {value.shape for value in held} == {(64 // data // 4, 1, 128, 128)}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshwright.compiler.placement.choices import Scope, choices
+from meshwright.compiler.placement.choices import Scope, choices, is_piece, suits
 from meshwright.compiler.placement.costs import (
     BACKWARD,
     FORWARD,
@@ -87,23 +87,24 @@ class Model:
 class Builder:
     """Builds the models of a graph's positions.
 
-    ``whole``: values that leave their position whole; ``tied``: parameters with several readers; ``fused``: what the fused
-    kernel of an operator reads and writes.
+    ``handed``: of values made of inputs alone the form in which they leave their position; ``tied``: parameters with several
+    readers; ``fused``: what the fused kernel of an operator reads and writes.
     """
 
     def __init__(
         self, scope: Scope, rules: Rules, schedule: Schedule, tables: ResourceTables, *,
-        whole: frozenset[str], tied: frozenset[str], fused: Mapping[str, Fused | None], root_variants: Sequence[Variant],
+        handed: Mapping[str, Sharding], tied: frozenset[str], fused: Mapping[str, Fused | None],
+        root_variants: Sequence[Variant],
     ) -> None:
         self.scope, self.graph, self.mesh = scope, scope.graph, scope.mesh
         self.rules, self.schedule, self.tables, self.costs = rules, schedule, tables, tables.costs
-        self.whole, self.tied, self.fused, self.root_variants = whole, tied, fused, root_variants
+        self.handed, self.tied, self.fused, self.root_variants = handed, tied, fused, root_variants
         self.params = {param.value for param in self.graph.params}
         self._charged: set[str] = set()
         self._priced: dict[tuple[int, int], tuple[list[dict[str, str]], list[Placed], Array, Fused | None]] = {}
         self._free = self
         if scope.fixed != NOTHING_FIXED:  # what is summed together is priced alike whatever is held
-            self._free = Builder(replace(scope, fixed=NOTHING_FIXED), rules, schedule, tables, whole=whole, tied=tied,
+            self._free = Builder(replace(scope, fixed=NOTHING_FIXED), rules, schedule, tables, handed=handed, tied=tied,
                                  fused=fused, root_variants=root_variants)
 
     def build(self, position: Position, alike: int) -> Model:
@@ -171,8 +172,8 @@ class Builder:
         found = choices(op, rule, self.scope, self.schedule.time.get(op.name))
         differentiable = [self.graph.values[name].differentiable for name in op.inputs]
         placed = [place(rule, assignment, self.mesh, differentiable) for assignment in found]
-        if self.whole.intersection(op.outputs):
-            kept = [n for n, where in enumerate(placed) if self._leaves_whole(op, where)]
+        if not self.handed.keys().isdisjoint((*op.inputs, *op.outputs)):
+            kept = [n for n, where in enumerate(placed) if suits(op, where, self.handed)]
             found, placed = [found[n] for n in kept], [placed[n] for n in kept]
         return found, placed, self._prices(op, found, placed)
 
@@ -194,10 +195,6 @@ class Builder:
                 row[SAVED] if flows else 0.0
             )
         return unary
-
-    def _leaves_whole(self, op: Op, where: Placed) -> bool:
-        pairs = zip(op.outputs, where.results, strict=True)
-        return all(not result.split_axes and not result.partial for name, result in pairs if name in self.whole)
 
     # values
 
@@ -252,7 +249,7 @@ class Builder:
         cols = {state: number for number, state in enumerate(targets)}
         table = self.tables.reshard(name, sources, targets, saving)
         if takes:
-            inside = np.array([[_inside(target, source) for target in targets] for source in sources])
+            inside = np.array([[is_piece(target, source) for target in targets] for source in sources])
             table = np.where(inside[:, :, None], table, np.inf)
         model.edges.append(Edge(i, j, table, np.array([rows[s] for s in have]), np.array([cols[s] for s in want])))
 
@@ -329,11 +326,6 @@ class Builder:
 def handed_back(microbatches: int) -> int:
     """How many times the bytes of a micro-batch's output a step holds: of all micro-batches joined, and the one at work."""
     return microbatches + (microbatches > 1)
-
-
-def _inside(piece: Sharding, whole: Sharding) -> bool:
-    """Whether what one sharding holds on a rank is a piece of what the other does."""
-    return all(mine[: len(theirs)] == theirs for mine, theirs in zip(piece.dims, whole.dims, strict=True))
 
 
 def called(

@@ -11,8 +11,8 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
@@ -22,9 +22,9 @@ from meshwright.compiler.structure.positions import several_readers
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import EXPERT, HEADS, SAMPLED, SEQUENCE, SHARED, TENSOR, Mesh
 from meshwright.ir.pins import ATTENTION, GATHER, RING, ULYSSES, WINDOW, PinError, Pins
-from meshwright.ir.plan import TIME
-from meshwright.ir.rule import VARYING, OpRule, factors_of
-from meshwright.ir.sharding import ceil_div
+from meshwright.ir.plan import TIME, Schedule
+from meshwright.ir.rule import VARYING, OpRule, Placed, factors_of, place
+from meshwright.ir.sharding import Sharding, ceil_div
 from meshwright.ir.writing.names import choice_text
 
 
@@ -150,6 +150,46 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     if scope.pins.sequence_parallel:
         found = _sequence_between_blocks(op, rule, found, scope, bool(weights))
     return _held(op, found, scope)
+
+
+def handed_out(names: Iterable[str], scope: Scope, schedule: Schedule) -> dict[str, Sharding]:
+    """{value made of inputs alone that other positions read: the form in which it is handed to them}.
+
+    Ranks that have samples of their own make what belongs to these, where all that makes and reads the value can; else, and for
+    the caller, every rank makes all of it.
+    """
+    graph, classes, leaving = scope.graph, scope.classes, frozenset(scope.graph.outputs)
+    forms = {name: Sharding.whole(len(graph.values[name].shape)) for name in names}
+    axes = tuple(axis for axis in scope.mesh.axes if scope.roles[axis] in SAMPLED and scope.mesh.size(axis) > 1)
+    split: dict[str, Sharding] = {}
+    for name, form in forms.items() if axes else ():
+        dims = [dim for dim in range(len(form.dims)) if classes.find((name, dim)) in scope.batch]
+        if len(dims) == 1 and name not in leaving:
+            split[name] = replace(form, dims=tuple(axes if dim == dims[0] else () for dim in range(len(form.dims))))
+    placed = {}
+    for op in graph.ops:
+        if not split.keys().isdisjoint((*op.inputs, *op.outputs)):
+            rule, flows = classes.rules[op.name], [graph.values[name].differentiable for name in op.inputs]
+            found = choices(op, rule, scope, schedule.time.get(op.name))
+            placed[op] = [place(rule, assignment, scope.mesh, flows) for assignment in found]
+    while stuck := [op for op, ways in placed.items() if not any(suits(op, one, {**forms, **split}) for one in ways)
+                    and not split.keys().isdisjoint((*op.inputs, *op.outputs))]:
+        for name in (*stuck[0].inputs, *stuck[0].outputs):
+            split.pop(name, None)
+    return {**forms, **split}
+
+
+def suits(op: Op, where: Placed, handed: Mapping[str, Sharding]) -> bool:
+    """Whether an operator so placed makes what it hands out in its form, and reads pieces of what it is handed."""
+    made = zip(op.outputs, where.results, strict=True)
+    read = zip(op.inputs, where.operands, strict=True)
+    return (all(one.dims == handed[name].dims and not one.partial for name, one in made if name in handed)
+            and all(is_piece(one, handed[name]) for name, one in read if name in handed))
+
+
+def is_piece(piece: Sharding, whole: Sharding) -> bool:
+    """Whether what one sharding holds on a rank is a piece of what the other does."""
+    return all(mine[: len(theirs)] == theirs for mine, theirs in zip(piece.dims, whole.dims, strict=True))
 
 
 def _held(op: Op, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:

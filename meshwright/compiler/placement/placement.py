@@ -41,13 +41,13 @@ from meshwright.compiler.structure.activations import local_shapes, operand_shap
 from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_classes
 from meshwright.compiler.structure.folding import Folded, fold
 from meshwright.compiler.structure.measured import ModuleTimes
-from meshwright.compiler.structure.microbatch import split_time
+from meshwright.compiler.structure.microbatch import made_alone, split_time
 from meshwright.compiler.structure.positions import operands, positions_of, results
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.graph import Graph, Op
-from meshwright.ir.mesh import HEADS, Mesh, role_of
+from meshwright.ir.mesh import HEADS, SAMPLED, Mesh, role_of
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import PlanError, Schedule
 from meshwright.ir.program import JOINED
@@ -203,8 +203,8 @@ class _Reader:
         seconds = float(sum(times))
         slack = max(0.0, 1.0 - self.solution.gap - _LIGHT * 2)
         return Placement(
-            tensor, samples, tuple(rows), tuple(sequence), tuple(self._crossing()), self._outputs(), seconds, seconds * slack,
-            self.chain.time_rows, Solved(folded, self.problem, self.solution.choices),
+            tensor, samples, tuple(rows), tuple(sequence), tuple(self._crossing()), self._outputs(), self._alone(samples),
+            seconds, seconds * slack, self.chain.time_rows, Solved(folded, self.problem, self.solution.choices),
         )
 
     # one position
@@ -361,6 +361,26 @@ class _Reader:
         last = {at for at, names in made.items() if names & {name for name in graph.outputs if graph.values[name].shape}}
         pairs = [(at, self.solution.choices[n]) for n, at in numbers if at in last]
         return sum(bytes_ for at, chosen in pairs for _, bytes_ in self._handed_back(at, at, chosen))
+
+    def _alone(self, samples: int) -> tuple[float, float]:
+        """``Placement.alone``: as it is made, what ranks with samples of their own make of these by micro-batches."""
+        graph, mesh = self.owner.folded.graph, self.problem.mesh
+        stays = made_alone(graph, self.owner.rules.operators)
+        sampled = {axis for axis in mesh.axes if mesh.size(axis) > 1 and role_of(axis) in SAMPLED}
+        part, whole, each = samples / batch_size(graph), 0.0, 0.0
+        for n, at in enumerate(self.owner.folded.serves):
+            placed = self.problem.model(at).placed
+            for i, op in enumerate(self.problem.positions[at].ops(graph)):
+                for name, state in zip(op.outputs, placed[i][self.solution.choices[n][i]].results, strict=True):
+                    if name not in stays:
+                        continue
+                    axes = set(state.split_axes)
+                    bytes_ = graph.values[name].bytes_ / mesh.size(tuple(axes - sampled))
+                    if sampled and sampled <= axes:
+                        each += bytes_ * part
+                    else:
+                        whole += bytes_
+        return whole, each
 
     def _handed_back(self, at: int, position: int, chosen: Sequence[int]) -> list[tuple[str, float]]:
         """(value, bytes of a micro-batch) of what the model hands back, of a position whose model is that of ``at``."""

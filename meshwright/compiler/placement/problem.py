@@ -16,11 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import cached_property
 
 import numpy as np
 
 from meshwright.compiler.placement.blockmodel import ROOT, Builder, Model
-from meshwright.compiler.placement.choices import Scope
+from meshwright.compiler.placement.choices import Scope, handed_out
 from meshwright.compiler.placement.costs import (
     BACKWARD,
     BYTES_ROW,
@@ -43,6 +44,7 @@ from meshwright.compiler.placement.reachable import reachable
 from meshwright.compiler.placement.tables import Array, ResourceTables
 from meshwright.compiler.solver.chain import BlockModel, Chain, Edge, Kind, Solution
 from meshwright.compiler.structure.activations import body_shapes, saved_values
+from meshwright.compiler.structure.microbatch import made_alone
 from meshwright.compiler.structure.positions import alike, positions_of, renaming, several_readers
 from meshwright.cost.compute import fusion
 from meshwright.cost.memory.saved import saved_for_backward
@@ -89,12 +91,12 @@ class Problem:
             self.graph, scope.mesh, schedule, costs, shapes, saved_values(self.graph, rules.operators), scope.of_parameters,
             scope.splits,
         )
-        self.positions, whole = positions_of(self.graph)
+        self.positions, alone = positions_of(self.graph)
         self.tied = several_readers(self.graph)
         fused, apart = fusion(self.graph, rules.operators), told_apart(scope.pins, scope.fixed, self.graph, costs.modules)
         self.builder = Builder(
-            scope, rules, schedule, self.tables, whole=whole, tied=self.tied, root_variants=self.root_variants,
-            fused=dict(zip((op.name for op in self.graph.ops), fused, strict=True)),
+            scope, rules, schedule, self.tables, handed=handed_out(alone, scope, schedule), tied=self.tied,
+            root_variants=self.root_variants, fused=dict(zip((op.name for op in self.graph.ops), fused, strict=True)),
         )
         self._serves: list[int] = []  # position -> the first position like it
         self._alike: list[int] = []  # the same, whatever is held
@@ -129,6 +131,14 @@ class Problem:
         other = copy(self)
         other.block_variants = tuple(block_variants)
         return other
+
+    @cached_property
+    def alone_bytes(self) -> float:
+        """Bytes of a rank, all step long, of what is made of inputs alone for other operators to read (masks, positions)."""
+        base, handed = made_alone(self.graph, self.builder.rules.operators), self.builder.handed
+        return float(sum(
+            self.graph.values[name].bytes_ / (self.mesh.size(handed[name].split_axes) if name in handed else 1) for name in base
+        ))
 
     # the chain
 

@@ -124,6 +124,8 @@ class Placement:
     sequence: for every position of the whole graph, which of the rows it is
     crossing: bytes that a stage boundary behind each position sends
     outputs: bytes that a micro-batch hands back to the caller
+    alone: bytes of what is made of inputs alone for others to read (masks), which every rank has of all its micro-batches: of
+        what does not depend on the samples that a rank has, and of a micro-batch
     seconds, bound: of a micro-batch through all positions; no placement takes less than ``bound``
     time_rows: what of a position's resources follows each other; its seconds are the most of them
     solved: the choices of every position
@@ -136,11 +138,17 @@ class Placement:
     sequence: tuple[int, ...]
     crossing: tuple[float, ...]
     outputs: float
+    alone: tuple[float, float]
     seconds: float
     bound: float
     time_rows: Vector
     solved: Solved
     shared: SharedExperts | None = None
+
+    def made_alone(self, microbatches: int) -> float:
+        """Bytes of a rank of what is made of inputs alone."""
+        whole, each = self.alone
+        return whole + each * microbatches
 
 
 def decisions(placement: Placement, graph: Graph) -> tuple[dict[str, dict[str, str]], dict[str, Sharding]]:

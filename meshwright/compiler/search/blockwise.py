@@ -157,7 +157,8 @@ def least_bytes(task: Task, microbatches: int) -> float:
     most = sum(kept[n] for n in chain.sequence) + max(running[n] - kept[n] for n in set(chain.sequence))
     trained = sum(task.graph.values[param.value].numel for param in task.graph.params if param.trainable)
     each = _MASTER * (1 + (microbatches > 1)) + task.state_bytes
-    return task.input_bytes + (trained * each + most) / task.cluster.world
+    alone = problem.alone_bytes  # ranks with samples of their own make what belongs to these
+    return task.given_bytes + (trained * each + most + alone) / task.cluster.world
 
 
 def _for_kinds(at: Multipliers, theirs: Kinds, ours: Kinds) -> Multipliers | None:
@@ -192,7 +193,7 @@ def _look(task: Task, layout: Layout, microbatches: int, timing: Timing, cutoff:
 def held_layout(task: Task, layout: Layout, microbatches: int) -> Prediction:
     """What a plan without a pipeline takes of which everything is held. Raises PlanError if nothing can run so."""
     problem = _problem(task, layout, microbatches)
-    chain = problem.chain(math.inf, task.input_bytes)
+    chain = problem.chain(math.inf, task.given_bytes + problem.alone_bytes)
     try:
         solution = solve(chain, gap=task.gap)
     except Infeasible:
@@ -227,7 +228,7 @@ def _scope(task: Task, layout: Layout, microbatches: int) -> Scope:
 
 def _chain(problem: Problem, task: Task, limit: float, timing: Timing) -> Chain:
     """The problem within ``limit`` of the solver's bytes."""
-    chain = problem.chain(limit, task.input_bytes)
+    chain = problem.chain(limit, task.given_bytes + problem.alone_bytes)
     timing.mark("build")
     return chain
 

@@ -145,7 +145,7 @@ class CandidateBounds:
         names = [graph.blocks[p.block].path if p.block >= 0 else graph.ops[p.start].module or "root" for p in positions]
         costs = StageCosts(task.cluster, itemsize=task.itemsize, state_bytes=task.state_bytes)
         forced = _forced(graph, task.pins, names, [position.start for position in positions])
-        return Evaluator(costs, positions, names, task.cluster.capacity_bytes - task.input_bytes, task.recompute, forced)
+        return Evaluator(costs, positions, names, task.cluster.capacity_bytes - task.given_bytes, task.recompute, forced)
 
     def start(self, listed: Sequence[Candidate]) -> list[Branch]:
         """The nodes of all candidates, at the level FLOPS."""

@@ -7,8 +7,8 @@
                 backward is split: it reduces at the end); an early rank reduces while the others still drain
     optimizer   of the slowest rank
 
-Beside its units a rank holds what it received, for the micro-batches in flight and a few early ones, and the last stage's
-rank what the step hands back (``_boundary_bytes``).
+Beside its units a rank holds what is made of inputs alone (masks), what it received, for the micro-batches in flight and a few
+early ones, and the last stage's rank what the step hands back (``_boundary_bytes``).
 
 Recomputation: every stage takes one of none, parts of its blocks evenly spread (``_PARTS``), and all of them, chosen with
 the cut; with several stages a rank none or all of them. Then units recompute no more than memory asks for, one by one
@@ -115,7 +115,8 @@ class Evaluator:
         ``alone``: of one stage a rank or more, else of more."""
         if candidate.pp == 1:
             return False
-        room = candidate.pp * self.capacity - self.units(candidate, degrees, zero, placement, self.recompute[0]).state.sum()
+        room = candidate.pp * (self.capacity - placement.made_alone(candidate.microbatches))
+        room -= self.units(candidate, degrees, zero, placement, self.recompute[0]).state.sum()
         counts = [least_in_flight(candidate.schedule, candidate.pp, candidate.microbatches, one) for one in {alone, False}
                   if one or schedule_of(candidate.schedule).stages != 1]
         if room < 0 or min(counts) <= 1:
@@ -224,7 +225,7 @@ class Evaluator:
         schedule, pp, count = candidate.schedule, candidate.pp, candidate.microbatches
         slack = placement.bound / placement.seconds
         outside = self._outside(candidate, variants[0])
-        boundary = received(schedule, pp, several[0], count) * max(placement.crossing[:-1])
+        boundary = received(schedule, pp, several[0], count) * max(placement.crossing[:-1]) + placement.made_alone(count)
         boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += handed_back(count) * placement.outputs
         room = np.maximum(capacity - boundary, 1.0)
         asked = cutoff / slack
@@ -246,15 +247,16 @@ class Evaluator:
         return np.asarray(np.maximum(capacity - self._boundary_bytes(candidate, placement), 1.0))
 
     def _boundary_bytes(self, candidate: Candidate, placement: Placement) -> Array:
-        """Bytes of every rank [pp] beside its units: what was received, each value like the widest (what the micro-batches in
-        flight entered with, and what waits to be read), and on the last stage's rank what all micro-batches hand back."""
+        """Bytes of every rank [pp] beside its units: what is made of inputs alone, what was received, each value like the
+        widest (what the micro-batches in flight entered with, and what waits to be read), and on the last stage's rank what
+        all micro-batches hand back."""
         table = self.table(candidate)
         held = np.array([
             counts[:, :, [stage > 0 for stage in table.stages_of(rank)]].sum(axis=(1, 2)).max()
             for rank, counts in enumerate(table.in_flight)
         ])
         waiting = schedule_of(candidate.schedule).waiting(candidate.pp, candidate.virtual_stages, candidate.microbatches)
-        found = (held + waiting) * max(placement.crossing[:-1])
+        found = (held + waiting) * max(placement.crossing[:-1]) + placement.made_alone(candidate.microbatches)
         found[table.stage_rank[-1]] += handed_back(candidate.microbatches) * placement.outputs
         return np.asarray(found)
 
@@ -305,7 +307,7 @@ class Evaluator:
         except stages.StageError as error:
             self.work["stage that does not fit"] += candidate.stages
             received = self._boundary_bytes(candidate, placement).max() / 2**30
-            words = f"{error} What was received and is handed back takes up to {received:.3g} GiB beside that."
+            words = f"{error} Masks, what was received and is handed back take up to {received:.3g} GiB beside that."
             outputs = handed_back(candidate.microbatches) * placement.outputs / 2**30
             if outputs > received / 2:
                 words += (f" {outputs:.3g} GiB of it are what the model returns for all micro-batches: if only the loss is "
@@ -353,8 +355,9 @@ class Evaluator:
         boundary = self._boundary_bytes(candidate, placement)
         memory = np.array(cuts.memory) + boundary
         fullest = int(np.argmax(memory))
-        state, buffers = float(per_rank(units.state)[fullest]), float(boundary[fullest])
-        kinds = {"state": state, "activations": float(memory[fullest]) - state - buffers, "received and handed back": buffers}
+        state, alone = float(per_rank(units.state)[fullest]), placement.made_alone(candidate.microbatches)
+        kinds = {"state": state, "activations": cuts.memory[fullest] - state, "inputs": alone,
+                 "received and handed back": float(boundary[fullest]) - alone}
         slack = placement.bound / placement.seconds
         return Evaluation(
             candidate, degrees, zero, placement, cuts.boundaries, recompute, seconds,
@@ -424,7 +427,8 @@ class Evaluator:
         memory = _memory(units) + _held(candidate, placement)
         parts = self._parts(candidate, placement, units, plain, float(plain.optimizer.sum()))
         parts["exposed communication"] += max(0.0, seconds - sum(parts.values()))
-        kinds = {"state": float(units.state.sum()), "activations": memory - float(units.state.sum())}
+        state, alone = float(units.state.sum()), placement.made_alone(candidate.microbatches)
+        kinds = {"state": state, "activations": memory - state - alone, "inputs": alone}
         slack = placement.bound / placement.seconds
         return Evaluation(
             candidate, degrees, zero, placement, (0, len(self.names)), recompute, seconds, bound * slack, parts, (memory,),
@@ -465,8 +469,9 @@ def _take(variants: Sequence[Units], marks: Sequence[tuple[str, ...]], chosen: A
 
 
 def _held(candidate: Candidate, placement: Placement) -> float:
-    """Bytes that a rank without a pipeline holds beside its units: what all micro-batches hand back."""
-    return handed_back(candidate.microbatches) * placement.outputs
+    """Bytes that a rank without a pipeline holds beside its units: what is made of inputs alone, and what all micro-batches
+    hand back."""
+    return handed_back(candidate.microbatches) * placement.outputs + placement.made_alone(candidate.microbatches)
 
 
 def _memory(units: Units) -> float:

@@ -69,7 +69,7 @@ def of_blocks(task: Task, problem: Problem, chain: Chain, solution: Solution, mi
 
 def of_stages(task: Task, best: Evaluation, flops: float) -> Prediction:
     """Of an evaluation, with a pipeline or without. ``flops``: of a step (``step_flops``)."""
-    inputs, staged, parts = task.input_bytes, best.run is not None, best.parts
+    inputs, staged, parts = task.given_bytes, best.run is not None, best.parts
     found = Prediction(
         step_seconds=best.seconds,
         bytes_per_rank=max(best.memory) + inputs,
@@ -82,7 +82,7 @@ def of_stages(task: Task, best: Evaluation, flops: float) -> Prediction:
         pipeline_bubble_seconds=parts.get("pipeline bubble"),
         outside_schedule_seconds=parts.get("outside the schedule"),
         bubble_fraction=best.bubble if staged else None,
-        bytes_by_kind={**best.kinds, "inputs": inputs},
+        bytes_by_kind={**best.kinds, "inputs": best.kinds["inputs"] + inputs},
         bytes_per_pipeline_rank=tuple(bytes_ + inputs for bytes_ in best.memory) if staged else (),
         stages=best.stages,
     )

@@ -96,7 +96,7 @@ def _evaluation(task: Task, plan: Plan, times: float = 1.0) -> Evaluation:
     positions = placements.folded.positions
     names = [plan.graph.ops[position.start].module or "root" for position in positions]
     costs = StageCosts(task.cluster, itemsize=task.itemsize, state_bytes=task.state_bytes)
-    evaluator = Evaluator(costs, positions, names, task.cluster.capacity_bytes - task.input_bytes, kinds)
+    evaluator = Evaluator(costs, positions, names, task.cluster.capacity_bytes - task.given_bytes, kinds)
     root = variant_of(plan.groups[-1])
     kept = [variant_of(plan.groups[p.block]) if p.block >= 0 else root for p in positions]
     begin = [position.start for position in positions]

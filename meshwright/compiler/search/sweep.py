@@ -182,7 +182,7 @@ class Sweep:
         try:
             evaluator = self.bounds.evaluator
             if evaluator.capacity <= 0:
-                self._nearest = DoesNotFitError("the inputs, and masks made of them alone, fill the memory", 0.0)
+                self._nearest = DoesNotFitError("the inputs fill the memory", 0.0)
                 return
             task, graph = self.task, self.bounds.graph
             rules, mirrored = task.rules, pays_mirrored(graph, task.rules, task.pins)
@@ -235,7 +235,7 @@ class Sweep:
         if self._nearest is None and self.bounds.missed is not None:
             self._solve(self.bounds.missed[1])
         if self._nearest is not None:
-            return OutOfMemoryError.of_candidate(self._nearest, self.task.cluster, self.task.input_bytes)
+            return OutOfMemoryError.of_candidate(self._nearest, self.task.cluster, self.task.given_bytes)
         if self._refused is not None and isinstance(self._refused, PinError | OutOfMemoryError):
             return self._refused
         unclear = [*self._refused_free, *([self._refused] if self._refused else []), self.bounds.refused]

@@ -16,9 +16,7 @@ from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.pinned import fixed_by
 from meshwright.compiler.structure.dims import DimClasses
 from meshwright.compiler.structure.measured import ModuleTimes
-from meshwright.compiler.structure.microbatch import prologue
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.memory.saved import storages
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import RECOMPUTE, Pins
@@ -92,14 +90,9 @@ class Task:
         return PRECISIONS[self.precision].itemsize
 
     @cached_property
-    def input_bytes(self) -> float:
-        """Of the inputs and of what is made of them alone for other operators to read (masks, positions), which every device
-        holds whole."""
-        graph, once = self.graph, prologue(self.graph)
-        base = storages(graph, self.rules.operators)
-        alone = {name for op in graph.ops if op.name in once for name in op.outputs}
-        read = {base[name] for op in graph.ops if op.name not in graph.parameter_free for name in op.inputs if name in alone}
-        return float(sum(graph.values[name].bytes_ for name in {*graph.inputs, *read}))
+    def given_bytes(self) -> float:
+        """Of the inputs, which every device holds whole."""
+        return float(sum(self.graph.values[name].bytes_ for name in dict.fromkeys(self.graph.inputs)))
 
 
 def _kinds(pins: Pins) -> tuple[str, ...]:

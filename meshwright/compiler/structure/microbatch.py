@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from meshwright.cost.memory.saved import storages
+from meshwright.ir.declared.operator import Operators
 from meshwright.ir.graph import FILL, Graph, Op, Ref, Value, map_refs
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import TIME, PlanError, Schedule
@@ -109,6 +111,14 @@ def prologue(graph: Graph) -> frozenset[str]:
         return len(found) == 1 and found[0].name not in free and leaving.isdisjoint(op.outputs)
 
     return frozenset(op.name for op in graph.ops if op.name in free and not (op.target == FILL and read_there(op)))
+
+
+def made_alone(graph: Graph, operators: Operators) -> frozenset[str]:
+    """Values that are made once a step and stay for others to read: those whose memory these read (``storages``)."""
+    once, base = prologue(graph), storages(graph, operators)
+    made = {name for op in graph.ops if op.name in once for name in op.outputs}
+    read = (name for op in graph.ops if op.name not in graph.parameter_free for name in op.inputs)
+    return frozenset(base[name] for name in read if name in made).difference(graph.inputs)
 
 
 def _batch_of_prologue(

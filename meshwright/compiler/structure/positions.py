@@ -2,7 +2,8 @@
 
 A *position* is a block, or a run of the root's operators between blocks. What parameters made, trained or frozen, is handed on
 where only the next position reads it (``exit`` there, ``entry`` here) and *shared* by all where others do. What is made of
-inputs and buffers alone (masks, position tables) leaves whole, so that each reader slices its part freely: it couples nothing.
+inputs and buffers alone (masks, position tables) leaves in one form that is known before (``choices.handed_out``), of which
+each reader slices its part freely: it couples nothing.
 
 Blocks of one kind that stand in the chain in the same way are ``alike``: one model serves them all.
 """
@@ -35,7 +36,7 @@ class Position:
 
 
 def positions_of(graph: Graph) -> tuple[list[Position], frozenset[str]]:
-    """(positions, values that leave their position whole)."""
+    """(positions, values made of inputs and buffers alone that leave their position)."""
     positions, at = [], 0
     for index, block in enumerate(graph.blocks):
         if block.start > at:
@@ -45,14 +46,14 @@ def positions_of(graph: Graph) -> tuple[list[Position], frozenset[str]]:
     if at < len(graph.ops) or not positions:
         positions.append(Position(at, len(graph.ops), -1))
     makers = {name: n for n, position in enumerate(positions) for op in position.ops(graph) for name in op.outputs}
-    whole: set[str] = set()
+    alone: set[str] = set()
     readers: dict[str, dict[int, None]] = {}
     for number, position in enumerate(positions):
         for name in (name for op in position.ops(graph) for name in op.inputs):
             if makers.get(name, number) == number:
                 continue
             if name in graph.parameter_free_values:
-                whole.add(name)
+                alone.add(name)
             else:
                 readers.setdefault(name, {})[number] = None
     for name, numbers in readers.items():
@@ -64,7 +65,7 @@ def positions_of(graph: Graph) -> tuple[list[Position], frozenset[str]]:
             positions[maker].shared_out.append(name)
             for number in numbers:
                 positions[number].shared_in.append(name)
-    return positions, frozenset(whole)
+    return positions, frozenset(alone)
 
 
 def several_readers(graph: Graph) -> frozenset[str]:
