@@ -117,6 +117,7 @@ class Evaluator:
             return False
         room = candidate.pp * (self.capacity - placement.made_alone(candidate.microbatches))
         room -= self.units(candidate, degrees, zero, placement, self.recompute[0]).state.sum()
+        room -= handed_back(candidate.microbatches) * placement.outputs
         counts = [least_in_flight(candidate.schedule, candidate.pp, candidate.microbatches, one) for one in {alone, False}
                   if one or schedule_of(candidate.schedule).stages != 1]
         if room < 0 or min(counts) <= 1:
