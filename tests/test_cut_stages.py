@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import pytest
 import torch
+from torch import nn
 
+from meshwright import api
 from meshwright.compiler.rules import default_rules
 from meshwright.ir.graph import Graph, Op, Param, Ref, Value
 from meshwright.ir.mesh import Mesh
@@ -15,6 +18,7 @@ from meshwright.ir.program import DEPENDENCY, Program
 from meshwright.ir.sharding import parse_sharding
 from meshwright.passes import cut_for_ranks, cut_stages, rank_program
 from meshwright.passes.verify import verify
+from meshwright.programs import checked_program
 
 AT = (0, 1, 1, 0)
 
@@ -128,3 +132,33 @@ def test_without_a_pipeline_nothing_is_cut() -> None:
     made = replace(plan(), pipeline=None)
     program = whole(made, 1)
     assert cut_stages(program, None) is program
+
+
+class Biased(nn.Module):
+    """Attention scores to which every layer adds one bias, looked up in a small table, plain, dropped or projected."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.table, self.mix = kind, nn.Embedding(8, 2), nn.Linear(2, 2)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        places = torch.arange(x.shape[1])
+        bias = self.table((places[:, None] - places).abs().clamp(max=7))
+        bias = self.mix(bias) if self.kind == "projected" else nn.functional.dropout(bias, 0.5 * (self.kind == "dropped"))
+        for layer in self.layers:
+            x = x + layer((x @ x.mT + bias[..., 0]).softmax(-1) @ x)
+        return {"loss": x.square().mean()}
+
+
+@pytest.mark.parametrize("kind", ["plain", "dropped", "projected"])
+def test_a_small_table_s_bias_is_made_again_by_every_stage(kind: str) -> None:
+    """What is light and the same each time; what draws or multiplies is sent."""
+    made = api.plan(Biased(kind), "h100:1x2", ((), {"x": torch.randn(4, 32, 16)}), progress=False,
+                    pins={"pp": 2, "microbatches": 2})
+    program = cut_stages(checked_program(made, 0), made.pipeline)
+    assert program.stages is not None
+    sent = [value for values in program.stages.crossing for value in values if value.shape[0] == 32]
+    shared = {fqn for item in program.stages.stored if len(item.holders) > 1 for fqn in item.fqns}
+    assert (not sent) == (kind == "plain")
+    assert shared == {"table.weight"}

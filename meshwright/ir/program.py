@@ -158,7 +158,7 @@ class Program:
     ``signature``: how a call binds to ``inputs`` (see ``meshwright.ir.signature``). ``compute_dtype``: None, or the
     dtype parameters are cast to when gathered or read (bf16), gradients being reduced in fp32. ``stages``: of a
     program cut into pipeline stages (``outputs`` then lists those of all stages). ``changes``, ``classes``: as in ``Graph``.
-    ``bounds``: what is checked of the inputs.
+    ``bounds``: what is checked of the inputs. ``again``: values that stages make again instead of being sent them.
     """
 
     mesh: Mesh
@@ -180,3 +180,4 @@ class Program:
     changes: Graph | None = None
     classes: Mapping[str, type] = field(default_factory=dict)
     bounds: InputRanges | None = None
+    again: frozenset[str] = frozenset()

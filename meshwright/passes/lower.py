@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from meshwright.ir.declared.again import made_again
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph, Op, Param, Ref, Value, map_refs, refs
 from meshwright.ir.mesh import EXPERT, Mesh, role_of
@@ -105,6 +106,7 @@ class _Lowering:
             cuts=tuple((name, dim) for name, dim in self.cuts.items() if name in used),
             constants=self.graph.constants, compute_dtype=dtype, signature=self.graph.signature,
             changes=self.graph.changes, classes=self.graph.classes, bounds=find_bounds(self.graph),
+            again=made_again(self.graph, self.rules.operators) if self.plan.pipeline is not None else frozenset(),
         )
 
     # what enters

@@ -4,7 +4,8 @@ The whole program is lowered, verified and type-checked first: along ``PP`` ever
 leaves things out, and says what must be sent instead:
 
     crossing[s]   what stages 0..s make and later stages read, in the form in which it was made. A value goes through every
-                  stage between, since torch sends to the next stage only. The loss goes on to the last stage.
+                  stage between, since torch sends to the next stage only. The loss goes on to the last stage. What is made of
+                  small parameters by light operators (``declared.again``) is not sent: each stage that reads it makes it again
     prologue      the operators that this rank's stages (or an output) need of it
     stored        what this rank's stages and prologue read; a weight read on several ranks is stored on each, and what nobody
                   reads on the rank of the first stage. A rank that would train nothing stores the smallest weight of another:
@@ -56,6 +57,7 @@ class _Cut:
             self.reads[self.made[name]].add(name)
         if program.loss in self.made:
             self.reads[-1].add(program.loss)
+        self.again = [segment for stage in range(1, pipeline.stages) for segment in self._made_again(stage)]
 
     def part(self, place: int) -> Program:
         """The program of the rank at this place of the mesh."""
@@ -64,7 +66,8 @@ class _Cut:
         stored = tuple(replace(item, holders=holders[item.value]) for item in program.stored)
         mine = [item for item in stored if rank in item.holders]
         needed = self._needed(rank, {item.value for item in mine})
-        segments = (*_pruned(self.prologue, needed), *(s for s in self.main if self.pipeline.stage_rank[s.stage] == rank))
+        own = (s for s in (*self.again, *self.main) if self.pipeline.stage_rank[s.stage] == rank)
+        segments = (*_pruned(self.prologue, needed), *own)
         kept, renewed = {item.value for item in mine}, {new for _, new in program.mutations}
         result = replace(
             program, segments=segments, stored=tuple(mine),
@@ -78,6 +81,15 @@ class _Cut:
         )
         _check(result)
         return result
+
+    def _made_again(self, stage: int) -> list[Segment]:
+        """What a stage runs of earlier ones' segments, to make what it would be sent."""
+        wanted = {name for name in self.reads[stage] & self.program.again if self.made.get(name, stage) < stage}
+        found = [replace(segment, stage=stage) for segment in _pruned((s for s in self.main if s.stage < stage), wanted)]
+        made = {name for segment in found for name in segment.graph.outputs}
+        self.reads[stage] |= {name for segment in found for name in _reads(segment)}
+        self.reads[stage] -= made
+        return found
 
     @cached_property
     def _crossing(self) -> tuple[tuple[Value, ...], ...]:

@@ -27,7 +27,7 @@ import numpy as np
 
 from meshwright.compiler.placement.blockmodel import ROOT, Model, handed_back
 from meshwright.compiler.placement.choices import Scope, check_sequence, pays_mirrored
-from meshwright.compiler.placement.costs import RESOURCES, SAVED, SECONDS, Costs, Variant, Vector
+from meshwright.compiler.placement.costs import BACKWARD, FORWARD, RESOURCES, SAVED, SECONDS, Costs, Variant, Vector
 from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.expert_ranks import Ranks, shared_out
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
@@ -44,6 +44,7 @@ from meshwright.compiler.structure.measured import ModuleTimes
 from meshwright.compiler.structure.microbatch import made_alone, split_time
 from meshwright.compiler.structure.positions import operands, positions_of, results
 from meshwright.cost.cluster import Cluster
+from meshwright.ir.declared.again import made_again
 from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.graph import Graph, Op
@@ -202,9 +203,11 @@ class _Reader:
         times = [self.chain.time(rows[r].activations[NONE]) for r in sequence]
         seconds = float(sum(times))
         slack = max(0.0, 1.0 - self.solution.gap - _LIGHT * 2)
+        again = made_again(folded.graph, self.owner.rules.operators)
         return Placement(
-            tensor, samples, tuple(rows), tuple(sequence), tuple(self._crossing()), self._outputs(), self._alone(samples),
-            seconds, seconds * slack, self.chain.time_rows, Solved(folded, self.problem, self.solution.choices),
+            tensor, samples, tuple(rows), tuple(sequence), self._crossing(frozenset()), self._crossing(again),
+            self._again(again), self._outputs(), self._alone(samples), seconds, seconds * slack, self.chain.time_rows,
+            Solved(folded, self.problem, self.solution.choices),
         )
 
     # one position
@@ -337,8 +340,9 @@ class _Reader:
 
     # what crosses
 
-    def _crossing(self) -> list[float]:
-        """Local bytes that a cut behind each position sends down: what the next one is handed, and what later ones share."""
+    def _crossing(self, without: frozenset[str]) -> tuple[float, ...]:
+        """Local bytes of what a cut behind each position hands on, but for some values: what the next one is handed, and what
+        later ones share."""
         folded = self.owner.folded
         live: dict[str, tuple[int, float]] = {}  # value -> (last position that reads it, bytes)
         last = {name: n for n, position in enumerate(folded.positions) for name in position.shared_in}
@@ -346,13 +350,33 @@ class _Reader:
         for n, at in enumerate(folded.serves):
             model, chosen = self.problem.model(at), self.solution.choices[n]
             serving = self.problem.positions[self.problem.serves(at)]
-            total = sum(self._bytes(model, name, chosen) for name in serving.exit)
+            total = sum(self._bytes(model, name, chosen) for name in serving.exit if name not in without)
             own = folded.positions[n].shared_out
             for name, theirs in zip(serving.shared_out, own, strict=True):
-                live[theirs] = (last.get(theirs, n), self._bytes(model, name, chosen))
+                if theirs not in without:
+                    live[theirs] = (last.get(theirs, n), self._bytes(model, name, chosen))
             total += sum(bytes_ for until, bytes_ in live.values() if until > n)
             crossing.append(float(total))
-        return crossing
+        return tuple(crossing)
+
+    def _again(self, values: frozenset[str]) -> tuple[tuple[int, int, float, float], ...]:
+        """``Placement.again`` of these values."""
+        graph, found = self.owner.folded.graph, list[tuple[int, int, float, float]]()
+        last = {name: n for n, position in enumerate(self.owner.folded.positions) for name in position.shared_in}
+        for n, at in enumerate(self.owner.folded.serves):
+            own, model = self.owner.folded.positions[n], self.problem.model(at)
+            serving = self.problem.positions[self.problem.serves(at)]
+            handed = [(name, n + 1) for name in serving.exit if name in values]
+            handed += [(name, last.get(theirs, n)) for name, theirs in zip(serving.shared_out, own.shared_out, strict=True)
+                       if theirs in values]
+            wanted, row = {name for name, _ in handed}, np.zeros(RESOURCES)
+            for i, op in reversed(list(enumerate(serving.ops(graph) if handed else ()))):
+                if not wanted.isdisjoint(op.outputs) and op.name not in graph.parameter_free:
+                    wanted.update(op.inputs)
+                    row += self._per_microbatch(model.unary[i][self.solution.choices[n][i]])
+            if handed:
+                found.append((n, max(until for _, until in handed), float(row[FORWARD]), float(row[BACKWARD])))
+        return tuple(found)
 
     def _outputs(self) -> float:
         numbers, graph = enumerate(self.owner.folded.serves), self.owner.folded.graph

@@ -122,7 +122,10 @@ class Placement:
     tensor, samples: the ranks that split tensors, the samples that a rank has at a time
     rows: the distinct positions
     sequence: for every position of the whole graph, which of the rows it is
-    crossing: bytes that a stage boundary behind each position sends
+    crossing: bytes that a stage boundary behind each position hands on
+    sent: those of them that are sent; the rest each stage makes again
+    again: of what is made again, (the position that makes it, the last that reads it, seconds of a micro-batch's forward and
+        backward)
     outputs: bytes that a micro-batch hands back to the caller
     alone: bytes of what is made of inputs alone for others to read (masks), which every rank has of all its micro-batches: of
         what does not depend on the samples that a rank has, and of a micro-batch
@@ -137,6 +140,8 @@ class Placement:
     rows: tuple[PlacedPosition, ...]
     sequence: tuple[int, ...]
     crossing: tuple[float, ...]
+    sent: tuple[float, ...]
+    again: tuple[tuple[int, int, float, float], ...]
     outputs: float
     alone: tuple[float, float]
     seconds: float

@@ -149,7 +149,7 @@ class Evaluator:
             ways.append(self._lightened(candidate, degrees, zero, placement, cuts, table, room, recompute))
         found = []
         for units, recompute in ways:  # summed as those of a plan that is read (``settled``), to the bit
-            own = self._as_cut(candidate, units, crossing, table, cuts.boundaries, cuts.bound)
+            own = self._as_cut(candidate, placement, units, crossing, table, cuts.boundaries, cuts.bound)
             found.append(self._result(candidate, degrees, zero, placement, units, variants[0], recompute, own, crossing, table))
         return min(found, key=lambda one: one.seconds)
 
@@ -167,11 +167,15 @@ class Evaluator:
         return _take(variants, [(name,) * len(recompute) for name in kinds], chosen)
 
     def _as_cut(
-        self, candidate: Candidate, units: Units, crossing: Array, table: Table, starts: Sequence[int], bound: float
+        self, candidate: Candidate, placement: Placement, units: Units, crossing: Array, table: Table, starts: Sequence[int],
+        bound: float,
     ) -> stages.Cuts:
         """Units that are cut so."""
         each = self._stage_units(units, crossing)
         whole = [_joined(each[start:stop]) for start, stop in itertools.pairwise(starts)]
+        for made, last, forward, backward in placement.again:
+            whole = [replace(unit, forward=unit.forward + forward, backward_input=unit.backward_input + backward)
+                     if made < start <= last else unit for unit, start in zip(whole, starts, strict=False)]
         cuts = stages.cut(whole, candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches,
                           table=table, bound=0.0)
         return replace(cuts, boundaries=tuple(starts), bound=bound)
@@ -190,7 +194,7 @@ class Evaluator:
             return self._whole(candidate, degrees, zero, placement, units, plain, marks, seconds, seconds)
         crossing = self._crossing(degrees, placement)
         table = self.table(candidate)
-        cuts = self._as_cut(candidate, units, crossing, table, starts, 0.0)
+        cuts = self._as_cut(candidate, placement, units, crossing, table, starts, 0.0)
         return self._result(candidate, degrees, zero, placement, units, plain, marks, cuts, crossing, table)
 
     def _kept(
@@ -317,8 +321,8 @@ class Evaluator:
 
     def _crossing(self, degrees: Degrees, placement: Placement) -> Array:
         """Seconds to send what crosses a boundary behind every position."""
-        seconds = {bytes_: self.costs.crossing(degrees, bytes_) for bytes_ in dict.fromkeys(placement.crossing)}
-        return np.array([seconds[bytes_] for bytes_ in placement.crossing])
+        seconds = {bytes_: self.costs.crossing(degrees, bytes_) for bytes_ in dict.fromkeys(placement.sent)}
+        return np.array([seconds[bytes_] for bytes_ in placement.sent])
 
     def _places(self, crossing: Array) -> Array:
         """The same, inf where no stage can start because others are pinned."""
@@ -351,6 +355,9 @@ class Evaluator:
         optimizer = float(per_rank(units.optimizer).max())
         seconds = start + float((ends + left).max()) + optimizer
         parts = self._parts(candidate, placement, units, plain, optimizer)
+        again = sum(forward + backward for made, last, forward, backward in placement.again
+                    for start in cuts.boundaries[:-1] if made < start <= last)
+        parts["compute"] += again * candidate.microbatches / candidate.pp
         parts["outside the schedule"] = max(0.0, seconds - float(ends.max()) - optimizer)  # rounding may be below nothing
         parts["pipeline bubble"] = max(0.0, seconds - sum(parts.values()))
         boundary = self._boundary_bytes(candidate, placement)
