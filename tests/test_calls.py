@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -17,13 +18,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import meshwright as mw
 from meshwright.api import autoparallel
 from meshwright.compiler.capture.capture import capture
+from meshwright.compiler.structure.same import aligned
 from meshwright.errors import MeshwrightError
+from meshwright.ir.plan import Plan
+from meshwright.ir.writing.plans import plan_to_file
 from meshwright.passes.bounds import find_bounds
+from meshwright.planner import capture_model
 from meshwright.runtime import assemble
 from meshwright.runtime.checks import calls as calls_
 from meshwright.runtime.checks.calls import check_bounds
+from meshwright.runtime.interpret import run
 from tests.models import make
 
 
@@ -300,3 +307,67 @@ def test_what_one_process_raises_on_is_out_of_bounds() -> None:
             else:
                 check_bounds(bounds, {**good, name: index})
     assert refused > 100
+
+
+class Asserting(nn.Module):
+    """A forward that asserts something of its inputs (as torch's compilers ask models to), of a sum that no look-up knows."""
+
+    def __init__(self, most: int | None = 40) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(16, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.most = most
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        if self.most is not None:
+            torch._assert_async((ids.sum(-1) <= self.most).all(), "a row holds too much")
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return {"loss": x.square().mean()}
+
+
+ROWS = torch.arange(32).view(8, 4) % 7
+"""The rows of one data rank and of one micro-batch alone break what is asserted once an element of them grows."""
+
+
+def asserting(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    ways: Mapping[str, Mapping[str, Any]] = {
+        "dp": {"dp": 2, "zero": 3, "microbatches": 2}, "tp": {"dp": 1, "tp": 2}, "pp": {"pp": 2, "dp": 1, "microbatches": 2},
+    }
+    for way, pins in ways.items():
+        torch.manual_seed(0)
+        model = Asserting()
+        parallel = autoparallel(model, init_device_mesh("cpu", (2,)), ((ROWS,), {}), pins=pins, progress=False)
+        bad = ROWS.clone()
+        bad[6, 1] = 15
+        bad[6, 2:] = 15
+        found[f"{way} good"] = torch.testing.assert_close(parallel(ROWS)["loss"].detach(), model(ROWS)["loss"].detach())
+        found[f"{way} bad"] = said(lambda parallel=parallel, bad=bad: parallel(bad))
+        parallel.eval()
+        found[f"{way} bad in eval"] = said(lambda parallel=parallel, bad=bad: parallel(bad))
+    return found
+
+
+def test_what_a_forward_asserts_of_its_inputs_holds_on_every_rank(pool: Callable[[int], Any]) -> None:
+    for found in pool(2).run(asserting):
+        assert not any(said for way, said in found.items() if way.endswith("good"))
+        bad = {way: said for way, said in found.items() if "bad" in way}
+        assert len(bad) == 6
+        assert all("a row holds too much" in said for said in bad.values()), bad
+
+
+def test_what_is_asserted_is_in_the_plan() -> None:
+    """A saved plan asserts the same, and is no plan of a model that asserts something else, or nothing."""
+    plan = Plan.from_dict(json.loads(json.dumps(plan_to_file(mw.plan(Asserting(), "cpu:1x2", ((ROWS,), {}), pins={"dp": 2})))))
+    assert plan.graph.changes is not None
+    run(plan.graph.changes, dict.fromkeys(plan.graph.changes.inputs, ROWS))
+    with pytest.raises(MeshwrightError, match="a row holds too much"):
+        run(plan.graph.changes, dict.fromkeys(plan.graph.changes.inputs, ROWS + 9))
+    for most in (40, 41, None):
+        graph = capture_model(Asserting(most), (ROWS,), {}, (), None, "fp32")
+        if most == 40:
+            aligned(plan.graph, graph)
+        else:
+            with pytest.raises(MeshwrightError, match="made for another model"):
+                aligned(plan.graph, graph)

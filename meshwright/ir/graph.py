@@ -23,6 +23,8 @@ from meshwright.ir.sharding import DTYPE_NAMES
 
 FILL = "aten.full.default"
 """One number everywhere, so that any piece is like any other; the only spelling of a fill in a graph."""
+ASSERTED = "mw.asserted"
+"""In ``Graph.changes``: (what must hold, a text that says what it is) -> the former, or an error."""
 
 
 class GraphError(MeshwrightError, ValueError):
@@ -117,7 +119,8 @@ class Graph:
     leaves are ``Ref`` (``signature["output"]``: how to rebuild the user's container, see ``meshwright.ir.signature``);
     ``loss``: the scalar to differentiate, if any; ``mutations``: (buffer value, the value that replaces it); ``constants``:
     the contents, by value name, of buffers that are no registered buffers of the model (literals, plain attributes);
-    ``changes``: from the inputs, {input: its new value} for those that the forward changes in place, if there are any.
+    ``changes``: from the inputs, {input: its new value} for those that the forward changes in place, and what it asserts of
+    inputs (``ASSERTED``), if there is anything.
     ``classes``: those of the output's containers by name, as the capture met them. ``foreign``: read from a file, and not (yet)
     found to compute what a captured model does.
     """

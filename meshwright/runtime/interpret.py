@@ -11,15 +11,25 @@ from typing import Any
 
 import torch
 
+from meshwright.errors import InputError
 from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.gradients.custom import CUSTOM
-from meshwright.ir.graph import Graph, Op, Ref, arguments
+from meshwright.ir.graph import ASSERTED, Graph, Op, Ref, arguments
 from meshwright.ir.operators import overload
 from meshwright.runtime.custom import custom_function
 from meshwright.runtime.experts.mixture import experts
 from meshwright.runtime.ops import OPS
 
-_OWN: Mapping[str, Callable[..., Any]] = {CUSTOM: custom_function, EXPERTS: experts}
+
+def asserted(condition: torch.Tensor, message: str) -> torch.Tensor:
+    """The condition, a tensor of one element; InputError if it does not hold."""
+    if not condition:
+        raise InputError(f"the forward asserts of its inputs what does not hold: {message or 'it does not say what'}. One "
+                         f"process would raise, too")
+    return condition
+
+
+_OWN: Mapping[str, Callable[..., Any]] = {CUSTOM: custom_function, EXPERTS: experts, ASSERTED: asserted}
 
 
 def run(

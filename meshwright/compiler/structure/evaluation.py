@@ -58,8 +58,10 @@ def difference(one: Graph, other: Graph, gradients: bool = True) -> str | None:
     if updates[0] != updates[1]:
         return "the buffers that it updates"
     if (one.changes is None) != (other.changes is None):
-        return "the inputs that it changes in place"
-    return None if one.changes is None or other.changes is None else difference(one.changes, other.changes, gradients)
+        return "what it changes or asserts of inputs"
+    if one.changes is None or other.changes is None:
+        return None
+    return difference(one.changes, other.changes, gradients) or difference(other.changes, one.changes, gradients)
 
 
 @dataclass

@@ -39,7 +39,8 @@ def aligned(planned: Graph, captured: Graph) -> Graph:
         if mine != other:
             raise PlanError(f"the plan was made for another model: its {what} is computed otherwise{_REMEDY}")
     if (planned.changes is None) != (captured.changes is None):
-        raise PlanError(f"the plan was made for another model: one of them changes its inputs in place{_REMEDY}")
+        raise PlanError(f"the plan was made for another model: one of them changes its inputs in place, or "
+                        f"asserts something of them, and the other does not{_REMEDY}")
     changes = None if planned.changes is None or captured.changes is None else aligned(planned.changes, captured.changes)
     signature = _signature(planned, captured)
     twins = {ours.ops[op.name]: op for op in captured.ops}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,10 +24,11 @@ from meshwright.compiler.capture.functions import uniform
 from meshwright.compiler.capture.shadow import WRAPPED, Leaf, ModelTensor, Traced, is_user_file
 from meshwright.errors import CaptureError
 from meshwright.ir.gradients.custom import CUSTOM, CustomFunction
-from meshwright.ir.graph import FILL, Graph, Op, Param, Ref, Value
+from meshwright.ir.graph import ASSERTED, FILL, Graph, Op, Param, Ref, Value
 
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+_ASSERTIONS = frozenset({"aten._assert_async.default", "aten._assert_async.msg", "aten._functional_assert_async.msg"})
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -104,6 +105,7 @@ class _Importer:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     random: set[str] = field(default_factory=set)
+    asserted: list[Op] = field(default_factory=list)
 
     def run(self, traced: Traced, owned: list[ModelTensor], inputs: list[str]) -> Graph:
         nodes = list(self.graph.nodes)
@@ -146,7 +148,10 @@ class _Importer:
         tree = _fill(traced.tree, results)
         graph = Graph(self.values, tuple(graph_inputs), tuple(self.params), tuple(self.ops), tree, mutations=mutations,
                       constants=self.constants)
-        return replace(graph, changes=_changes(graph, changed, self.random)) if changed else graph
+        asserted = [op for op in self.asserted if _from_inputs_alone(graph, op.inputs[0], self.random)]
+        if not changed and not asserted:
+            return graph
+        return replace(graph, changes=_changes(graph, changed, asserted, self.random))
 
     def _declare(self, owned: list[ModelTensor], nodes: list[fx.Node], taken: set[str]) -> dict[str, str]:
         """Declare what the model holds, used or not; {fully qualified name: value name}."""
@@ -193,6 +198,9 @@ class _Importer:
         if not isinstance(node.target, torch._ops.OpOverload):
             raise CaptureError(f"module {module!r} ({source}) uses {node.target}, which has no place in a static graph; "
                                f"replace it by tensor operations", module=module, source=source)
+        if str(node.target) in _ASSERTIONS:
+            self._assertion(node, module, source)
+            return
         val = node.meta.get("val")
         if isinstance(val, torch.Tensor):
             name = self._unique(node.name)
@@ -205,7 +213,7 @@ class _Importer:
                 self._value(name, item if isinstance(item, torch.Tensor) else torch.empty(0, device="meta"))
             self.env[node] = tuple(Ref(name) for name in outputs)
         elif val is None:
-            return  # an assertion: computes nothing
+            return  # an assertion about shapes and dtypes, which the trace has seen to
         else:
             raise CaptureError(
                 f"module {module!r} ({source}): {node.target} gives a number that depends on the data, and a static graph has "
@@ -222,6 +230,13 @@ class _Importer:
         self.ops.append(Op(name, str(node.target), args, kwargs, outputs, module, source))
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             self.random.add(name)
+
+    def _assertion(self, node: fx.Node, module: str, source: str) -> None:
+        """What must hold of a tensor's contents: no operator of the step, but one of ``Graph.changes``, if it can be there."""
+        condition, message = self._argument(node.args[0]), node.args[1] if len(node.args) > 1 else ""
+        self.env[node] = condition
+        name = self._unique(f"asserted_{len(self.asserted)}")
+        self.asserted.append(Op(name, ASSERTED, (condition, str(message)), (), (name,), module, source))
 
     def _argument(self, arg: Any) -> Any:
         if isinstance(arg, fx.Node):
@@ -272,10 +287,29 @@ class _Importer:
         return {inputs[str(spec.target)]: output for spec, output in pairs if spec.kind is OutputKind.USER_INPUT_MUTATION}
 
 
-def _changes(graph: Graph, changed: Mapping[str, Ref], random: set[str]) -> Graph:
-    """What computes the new values of inputs, cut out of the graph: every process does it on the inputs as they are given."""
+def _from_inputs_alone(graph: Graph, name: str, random: set[str]) -> bool:
+    """Whether a value follows from inputs and literals, of one input at least, by operators that draw nothing."""
+    wanted, seen = [name], set[str]()
+    while wanted:
+        current = wanted.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if current in graph.producers:
+            op = graph.ops[graph.producers[current]]
+            if op.name in random or op.target == CUSTOM:
+                return False
+            wanted += op.inputs
+        elif current not in graph.inputs and current not in graph.constants:
+            return False
+    return not seen.isdisjoint(graph.inputs)
+
+
+def _changes(graph: Graph, changed: Mapping[str, Ref], asserted: Sequence[Op], random: set[str]) -> Graph:
+    """What computes the new values of inputs, and what is asserted of them, cut out of the graph: every process does it on the
+    inputs as they are given."""
     owned = {param.value: param.fqns[0] for param in graph.params if param.value not in graph.constants}
-    wanted, ops = {*changed, *(ref.name for ref in changed.values())}, []
+    wanted, ops = {*changed, *(ref.name for ref in changed.values()), *(op.inputs[0] for op in asserted)}, []
     for op in reversed(graph.ops):
         if wanted.isdisjoint(op.outputs):
             continue
@@ -290,8 +324,9 @@ def _changes(graph: Graph, changed: Mapping[str, Ref], random: set[str]) -> Grap
                                f"the caller; change a copy (.clone()) and return it", module=op.module, source=op.source)
     inputs = tuple(name for name in graph.inputs if name in wanted)
     values = {name: value for name, value in graph.values.items() if name in wanted}
+    values |= {op.name: replace(values[op.inputs[0]], name=op.name) for op in asserted}
     constants = {name: tensor for name, tensor in graph.constants.items() if name in wanted}
-    return Graph(values, inputs, (), tuple(ops[::-1]), dict(changed), constants=constants)
+    return Graph(values, inputs, (), (*ops[::-1], *asserted), dict(changed), constants=constants)
 
 
 def _memory(tensor: torch.Tensor) -> int:
