@@ -30,7 +30,7 @@ from meshwright.ir.graph import Graph, Op, Ref, Value, map_refs
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.notation import RuleError
 from meshwright.ir.program import DRAW, SEED
-from meshwright.ir.rule import Local, OpRule, Placed, place
+from meshwright.ir.rule import Local, OpRule, Placed, neighbourhood, place
 from meshwright.ir.sharding import Sharding, piece
 from meshwright.runtime import collectives, ops
 from meshwright.runtime.collectives import Group
@@ -253,7 +253,7 @@ class Rendezvous:
 def check(run: OperatorRun, rule: OpRule, assignment: Mapping[str, str], mesh: Mesh, values: bool = True) -> None:
     """Assert that the operator sharded by ``assignment`` equals the whole run, results and gradients (else shapes alone)."""
     placed = place(rule, assignment, mesh, run.differentiable)
-    communicates = any(factor in rule.internal for factor in assignment.values())
+    communicates = any(neighbourhood(factor)[0] in rule.internal for factor in assignment.values())
     meeting = mock.patch.object(collectives, "reduce", Rendezvous(mesh.world).reduce) if communicates else nullcontext()
     with meeting:
         ranks = _on_ranks(lambda rank: one_rank(run, rule, assignment, mesh, placed, rank), mesh.world, communicates)

@@ -47,6 +47,9 @@ from meshwright.cost.cluster import Cluster, ClusterError, Island
 from meshwright.ir.mesh import Mesh
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
+ACROSS, WITHIN = "/", "%"
+"""Before a number d, behind the name of a collective: it runs among every d-th rank of a group, or among d neighbours of it.
+An all-to-all in two hops is ``all_to_all/8`` between nodes of 8, then ``all_to_all%8`` within each."""
 FILL, TREE = 0.18, 0.85
 """Both measured, see above: of the pipeline of chunks, and of what a tree reaches between nodes."""
 _NEVER = 1e-30  # bytes/s of a way that is not there
@@ -157,7 +160,7 @@ class Network:
         self.cluster, self.mesh = cluster, mesh
         self._terms: dict[tuple[str, frozenset[str]], tuple[tuple[float, float], ...]] = {}
         self._ratios: dict[tuple[str, frozenset[str]], tuple[Sequence[float], Sequence[float]]] = {}
-        self._layouts: dict[frozenset[str], tuple[GroupLayout, ...]] = {}
+        self._layouts: dict[tuple[frozenset[str], str], tuple[GroupLayout, ...]] = {}
 
     @overload
     def seconds(self, kind: str, axes: str | tuple[str, ...], bytes_: float) -> float: ...
@@ -191,10 +194,11 @@ class Network:
 
     def _ratio(self, kind: str, names: frozenset[str]) -> tuple[Sequence[float], Sequence[float]]:
         island = self.cluster.island
+        kind, hop = parted(kind)
         tables = [table for table in island.node.measured if table.kind == kind]
         if not tables or self.mesh.size(names) == 1:
             return (), ()
-        own = max(group_layouts(island, self.mesh, names), key=lambda scope: scope.nodes)
+        own = max(group_layouts(island, self.mesh, names, hop), key=lambda scope: scope.nodes)
 
         def unlike(table: MeasuredCollective) -> tuple[bool, float, float]:
             across = (table.nodes > 1) != (own.nodes > 1)
@@ -214,26 +218,51 @@ class Network:
         names = frozenset((axes,) if isinstance(axes, str) else axes)
         key = (kind, names)
         if key not in self._terms:
-            _check(kind)
-            self._terms[key] = self._price(kind, names)
+            _check(parted(kind)[0])
+            self._terms[key] = self._price(*parted(kind), names)
         return self._terms[key]
 
-    def _price(self, kind: str, names: frozenset[str]) -> tuple[tuple[float, float], ...]:
+    def _price(self, kind: str, hop: str, names: frozenset[str]) -> tuple[tuple[float, float], ...]:
         if self.mesh.size(names) == 1:
             return ((0.0, 0.0),)
-        if names not in self._layouts:
-            self._layouts[names] = group_layouts(self.cluster.island, self.mesh, names)
-        found = self._layouts[names]
+        if (names, hop) not in self._layouts:
+            self._layouts[names, hop] = group_layouts(self.cluster.island, self.mesh, names, hop)
+        found = self._layouts[names, hop]
         priced = [tuple((float(b), float(delay)) for b, delay in _numeric(kind)(*scope.numbers)) for scope in found]
         if self.cluster.island.torus and kind == "all_to_all":
-            exchange = _torus_exchange(self.cluster.island, self.mesh, names)
+            exchange = _torus_exchange(self.cluster.island, self.mesh, names, hop)
             priced = [tuple((exchange, delay) for _, delay in terms) for terms in priced]
         return max(priced, key=lambda terms: min(b * 1e8 + delay for b, delay in terms))
 
 
-def group_layouts(island: Island, mesh: Mesh, names: frozenset[str]) -> tuple[GroupLayout, ...]:
-    """Every different way in which the groups of these axes lie on the nodes (usually one)."""
-    groups = _groups(mesh, names)
+def parted(kind: str) -> tuple[str, str]:
+    """A collective and the hop of it that runs.
+
+    >>> parted("all_to_all%8"), parted("all_reduce")
+    (('all_to_all', '%8'), ('all_reduce', ''))
+    """
+    at = next((at for at, letter in enumerate(kind) if letter in (ACROSS, WITHIN)), len(kind))
+    return kind[:at], kind[at:]
+
+
+def neighbours(island: Island, mesh: Mesh, axes: Sequence[str]) -> int:
+    """How many ranks of each group of these axes, one after the other, are on a node; 1 if that differs between nodes, or if
+    all of a group are on one."""
+    groups = _groups(mesh, frozenset(axes))
+    boxes = np.zeros_like(groups) if island.torus else groups // island.per_node
+    near = int((boxes[0] == boxes[0, 0]).sum())
+    whole = groups.shape[1]
+    if near == whole or whole % near:
+        return 1
+    runs = boxes.reshape(len(groups), -1, near)
+    fits = (runs == runs[:, :, :1]).all() and (runs[:, 1:, 0] != runs[:, :-1, 0]).all()
+    return near if fits else 1
+
+
+def group_layouts(island: Island, mesh: Mesh, names: frozenset[str], hop: str = "") -> tuple[GroupLayout, ...]:
+    """Every different way in which the groups of these axes lie on the nodes (usually one); ``hop``: those of them among which
+    one runs."""
+    groups = _groups(mesh, names, hop)
     if island.torus:
         return (_torus_layout(island, groups),)
     node, used = island.node, min(island.per_node, mesh.world)
@@ -258,12 +287,17 @@ def group_layouts(island: Island, mesh: Mesh, names: frozenset[str]) -> tuple[Gr
     return tuple(dict.fromkeys(result))
 
 
-def _groups(mesh: Mesh, names: frozenset[str]) -> np.ndarray:
+def _groups(mesh: Mesh, names: frozenset[str], hop: str = "") -> np.ndarray:
     """[number of groups, ranks of a group]."""
     ranks = np.arange(mesh.world).reshape(mesh.sizes)
     last = [index for index, axis in enumerate(mesh.axes) if axis in names]
     first = [index for index in range(len(mesh.axes)) if index not in last]
-    return np.transpose(ranks, first + last).reshape(-1, mesh.size(names))
+    groups = np.transpose(ranks, first + last).reshape(-1, mesh.size(names))
+    if not hop:
+        return groups
+    near = int(hop[1:])
+    runs = groups.reshape(len(groups), -1, near)
+    return runs.reshape(-1, near) if hop[0] == WITHIN else runs.transpose(0, 2, 1).reshape(-1, runs.shape[1])
 
 
 def _extents(island: Island, group: np.ndarray) -> list[tuple[int, int, bool]]:
@@ -290,9 +324,9 @@ def _torus_layout(island: Island, groups: np.ndarray) -> GroupLayout:
     )
 
 
-def _torus_exchange(island: Island, mesh: Mesh, names: frozenset[str]) -> float:
+def _torus_exchange(island: Island, mesh: Mesh, names: frozenset[str], hop: str = "") -> float:
     """Seconds per byte of an all-to-all: mean distance along the longest dim over the links that carry it."""
-    node, group = island.node, _groups(mesh, names)[0]
+    node, group = island.node, _groups(mesh, names, hop)[0]
     worst = max(ranks * gap * (1 / 8 if closed else 1 / 4) for ranks, gap, closed in _extents(island, group))
     return worst / (node.link_bandwidth * node.ring_efficiency)
 

@@ -11,7 +11,8 @@ dim that carries it:
 
 * an *internal* factor is communicated inside the operator: results without it are complete on every rank;
 * factors may be split *together* by one axis, written ``t&e``: every operand and result is split along those of them that it
-  has. The operator moves between the two inside (tokens that travel to their experts).
+  has. The operator moves between the two inside (tokens that travel to their experts). ``t&e:8`` moves a token once to every 8
+  neighbours of the axes' ranks, and among these once to each that needs it.
 
 Some splits are no local call but an algorithm, and there may be several for one dim: attention whose queries are split may
 gather the keys or pass them on. Each is a named ``SequenceAlgorithm`` of the rule: it says which dim of each operand and
@@ -30,6 +31,7 @@ from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.ir.declared.operator import Operators
+from meshwright.ir.declared.routing import Routing
 from meshwright.ir.graph import Op
 from meshwright.ir.mesh import SEQUENCE, Mesh, role_of
 from meshwright.ir.notation import RuleError as RuleError
@@ -44,6 +46,8 @@ idle: everything is invariant over it."""
 VARYING = "~"
 TOGETHER = "&"
 """Between factors that one axis splits together."""
+NEAR = ":"
+"""Before the number of neighbouring ranks to which what moves between these factors is sent once."""
 REMEMBERED = 64
 """Placements that a rule remembers."""
 
@@ -51,10 +55,24 @@ REMEMBERED = 64
 def factors_of(assigned: str) -> tuple[Factor, ...]:
     """The factors that an axis splits: several of "t&e", none of "+0" and "~".
 
-    >>> factors_of("t&e"), factors_of("t"), factors_of("+1")
-    (('t', 'e'), ('t',), ())
+    >>> factors_of("t&e"), factors_of("t&e:8"), factors_of("t"), factors_of("+1")
+    (('t', 'e'), ('t', 'e'), ('t',), ())
     """
-    return () if assigned == VARYING or assigned.startswith("+") else tuple(assigned.split(TOGETHER))
+    if assigned == VARYING or assigned.startswith("+"):
+        return ()
+    return tuple(neighbourhood(assigned)[0].split(TOGETHER))
+
+
+def neighbourhood(assigned: str) -> tuple[str, int | None]:
+    """What an axis splits, and to how many neighbours tokens go once, None if once for each of what they chose.
+
+    >>> neighbourhood("t&e:8"), neighbourhood("t&e"), neighbourhood("t")
+    (('t&e', 8), ('t&e', None), ('t', None))
+    """
+    factor, found, near = assigned.partition(NEAR)
+    if not found or TOGETHER not in factor or not near.isdecimal():
+        return assigned, None
+    return factor, int(near)
 
 
 @dataclass(frozen=True)
@@ -62,7 +80,8 @@ class Traffic:
     """A collective inside an operator when one of its factors is split: what runs, and how many bytes every rank brings.
 
     ``elements``: GLOBAL number of elements; they are divided by the other axes that split the operator's batch factors, or,
-    if they are those of one ``operand``, by all axes that split it.
+    if they are those of one ``operand``, by all axes that split it. ``routing``: of rows that go to the experts a token chose,
+    which; one of ``elements`` stands for each of them.
     """
 
     kind: str  # "all_reduce" | "all_gather" | "reduce_scatter" | "all_to_all"
@@ -70,6 +89,7 @@ class Traffic:
     itemsize: int
     backward: bool = False
     operand: int | None = None
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True)
@@ -207,7 +227,7 @@ class OpRule:
                 if not self._way_is_legal(factor, assignment, mesh.size(axis), even):
                     return False
                 continue
-            if TOGETHER in factor and factor not in self.together:
+            if TOGETHER in factor and not self._moves(factor, assignment, mesh):
                 return False
             if factor in self.located and self.mirrors(factor, axis, mesh):
                 return False
@@ -220,6 +240,13 @@ class OpRule:
             or (not even and f not in self.even and self.sizes[f] > (n - 1) * ceil_div(self.sizes[f], n))
             for f, n in parts.items()
         )
+
+    def _moves(self, factor: str, assignment: Assignment, mesh: Mesh) -> bool:
+        """Whether the axes that split these factors together move what they hold in one way, among whole neighbourhoods."""
+        both, near = neighbourhood(factor)
+        axes = [axis for axis, other in assignment.items() if neighbourhood(other)[0] == both]
+        alike = all(assignment[axis] == factor for axis in axes)
+        return both in self.together and alike and (near is None or (near > 0 and mesh.size(axes) % near == 0))
 
     def _way_is_legal(self, name: str, assignment: Assignment, ranks: int, even: bool) -> bool:
         """Whether an algorithm has a piece for each of its ranks, and nothing else splits what it splits."""
@@ -374,7 +401,7 @@ def _place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Seq
                 if rule.mirrors(factor, axis, mesh):
                     mirrored.add(axis)
             elif is_result:
-                if factor not in rule.internal and factor not in rule.algorithms:
+                if neighbourhood(factor)[0] not in rule.internal and factor not in rule.algorithms:
                     partial.add(axis)
             elif rule.adds(position, factor):
                 partial.add(axis)

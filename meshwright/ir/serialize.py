@@ -188,7 +188,8 @@ def packed(tree: Any) -> Any:
         both = [graph_to_dict(tree.forward), graph_to_dict(tree.backward)]
         return {"function": [tree.name, *both, list(tree.differentiable)]}
     if isinstance(tree, Experts):
-        assumed = [tree.imbalance] if tree.imbalance != IMBALANCE else []
+        limited = [list(tree.limited)] if tree.limited != (1, 1) else []
+        assumed = [tree.imbalance, *limited] if limited or tree.imbalance != IMBALANCE else []
         return {"experts": [graph_to_dict(tree.graph), tree.count, tree.chosen, tree.scaled, list(tree.stacked), *assumed]}
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree

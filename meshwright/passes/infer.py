@@ -28,7 +28,7 @@ from meshwright.ir.graph import FILL, Op, Ref, map_refs
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import TIME
 from meshwright.ir.program import Stored
-from meshwright.ir.rule import VARYING, Assignment, Local, OpRule, SequenceAlgorithm, factors_of, place
+from meshwright.ir.rule import NEAR, TOGETHER, VARYING, Assignment, Local, OpRule, SequenceAlgorithm, factors_of, place
 from meshwright.ir.sharding import Sharding, format_sharding, piece
 
 Kind = int | str
@@ -203,6 +203,7 @@ def same_call(
 
     ``shapes``: the global ones of the operands and of the results; ``called``: the operator's name in pins.
     """
+    assignment = _sent_once(rule, assignment, dict(op.kwargs).get("near"), site.mesh)
     queue = iter(names)
     renamed = replace(
         origin,
@@ -224,6 +225,17 @@ def same_call(
         last = {**site.coordinates, TIME: site.mesh.size(TIME) - 1}
         if (not names and op.target != FILL) or call(last) != want:
             raise MismatchError("the same call in every micro-batch", f"a split over micro-batches made by {op.target}")
+
+
+def _sent_once(rule: OpRule, assignment: Assignment, near: Any, mesh: Mesh) -> Assignment:
+    """The assignment in which what moves between factors split together goes once to so many neighbours, as the call says; that
+    is seen in no sharding. Raises MismatchError for a number that does not divide the ranks."""
+    if near is None:
+        return assignment
+    found = {axis: f"{factor}{NEAR}{near}" if TOGETHER in factor else factor for axis, factor in assignment.items()}
+    if not rule.legal(found, mesh, even=False):
+        raise MismatchError("neighbours that divide the ranks among which rows move", f"{near}")
+    return found
 
 
 def _only_made(rule: OpRule, factor: str) -> bool:

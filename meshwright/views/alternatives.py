@@ -22,7 +22,7 @@ from functools import cached_property
 import numpy as np
 
 from meshwright.compiler.placement.blockmodel import ROOT, Model
-from meshwright.compiler.placement.choices import Scope
+from meshwright.compiler.placement.choices import Scope, near_of
 from meshwright.compiler.placement.costs import Variant
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.solver.chain import Array, Chain
@@ -83,9 +83,12 @@ class Alternatives:
         batch = classes.of(batch_inputs(graph).items())
         sequence = sequence_classes(graph, passed, classes, batch)
         roles = {axis: role_of(axis) for axis in axes}
-        scope = Scope(graph, mesh, roles, Pins(), classes, batch, sequence, frozenset(passed), count)
         kept = list(dict.fromkeys(map(_variant, plan.groups[:-1]))) or [_variant(plan.groups[-1])]
         costs = costs_of(plan, mesh)
+        scope = Scope(
+            graph, mesh, roles, Pins(), classes, batch, sequence, frozenset(passed), count, cluster=costs.network.cluster,
+            near=near_of(plan.assignments),
+        )
         self.problem = Problem(scope, rules, split_time(graph, rules, count, batch_inputs(graph)), costs, kept,
                                [_variant(plan.groups[-1])])
         self.chain: Chain = self.problem.chain(math.inf, 0.0)

@@ -18,7 +18,7 @@ from meshwright.ir.graph import Op
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Program, Stored
 from meshwright.ir.reshard import STEPS
-from meshwright.ir.rule import OpRule, Placed, Rules, place
+from meshwright.ir.rule import OpRule, Placed, Rules, neighbourhood, place
 from meshwright.ir.sharding import format_sharding
 from meshwright.ir.writing.paths import fold_paths
 from meshwright.passes.lower import lower
@@ -161,7 +161,7 @@ def _internal(plan: Plan, op: Op, rule: OpRule) -> Iterator[Collective]:
     """The collectives that an operator runs inside itself under its assignment."""
     assignment = plan.assignments.get(op.name, {})
     for factor, traffic in rule.internal.items():
-        for axis in (axis for axis in plan.mesh.axes if assignment.get(axis) == factor):
+        for axis in (axis for axis in plan.mesh.axes if neighbourhood(assignment.get(axis, ""))[0] == factor):
             for item in traffic:
                 sides = ("", item.kind) if item.backward else (item.kind, "")
                 yield Collective(op.name, True, op.outputs[0], "inside", axis, None, *sides)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import sympy
 
 from meshwright.compiler.structure.activations import saved_values
-from meshwright.cost.collectives import FILL, SYMBOLS, Algorithm, P, S, W, algorithms, group_layouts, traffic
+from meshwright.cost.collectives import FILL, SYMBOLS, Algorithm, P, S, W, algorithms, group_layouts, parted, traffic
 from meshwright.ir.graph import Op
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.views.prices import Prices
@@ -54,14 +54,15 @@ def closed_form(prices: Prices, kind: str, axis: str, bytes_: float) -> ClosedFo
     """A collective's, over the groups that take longest. ``axis``: one, or several with commas between."""
     island, mesh = prices.cluster.island, prices.plan.mesh
     names = tuple(name for name in axis.split(",") if mesh.size(name) > 1)
-    scope = max(group_layouts(island, mesh, frozenset(names)), key=lambda one: one.nodes)
+    runs, hop = parted(kind)
+    scope = max(group_layouts(island, mesh, frozenset(names), hop), key=lambda one: one.nodes)
     numbers = {**dict(zip(SYMBOLS, scope.numbers, strict=True)), S: bytes_}
-    ways = algorithms(kind)
-    if island.torus and kind == "all_to_all":  # the links of the longest dim carry more than a ring's part of the bytes
+    ways = algorithms(runs)
+    if island.torus and runs == "all_to_all":  # the links of the longest dim carry more than a ring's part of the bytes
         ((per_byte, _),) = prices.costs.network.terms(kind, names)
         ways = tuple(replace(one, per_byte=sympy.nsimplify(per_byte * scope.ring, tolerance=1e-9) / W) for one in ways)
     best = min(ways, key=lambda one: float(_value(one.seconds, numbers)))
-    return ClosedForm(kind, best, numbers, float(_value(traffic(kind), numbers)), float(_value(best.seconds, numbers)),
+    return ClosedForm(kind, best, numbers, float(_value(traffic(runs), numbers)), float(_value(best.seconds, numbers)),
                       float(prices.costs.collective(kind, names, bytes_)))
 
 
@@ -74,8 +75,9 @@ def _collective(form: ClosedForm, axis: str, times: float, seconds: Sequence[flo
     table = "" if formula else f" ({seconds_text(form.priced)} by what was measured on the cluster)"
     size = f"S = {bytes_text(numbers[S])}, P = {numbers[P]:.0f}"
     return (
-        f"{form.kind.replace('_', '-')}@{axis} by {best.name}: sends {traffic(form.kind)} = {bytes_text(form.sent)} for "
-        f"{size}; T = b S + l + 2 sqrt({FILL} b l S) = {seconds_text(form.seconds)}{table}{often}, with "
+        f"{form.kind.replace('_', '-')}@{axis} by {best.name}: sends {traffic(parted(form.kind)[0])} = "
+        f"{bytes_text(form.sent)} for {size}; T = b S + l + 2 sqrt({FILL} b l S) = "
+        f"{seconds_text(form.seconds)}{table}{often}, with "
         f"b = {best.per_byte} = {b:.3g} s/byte, l = {best.latency} = {seconds_text(latency)}; "
         f"not hidden in a step: {seconds_text(sum(seconds))}"
     )

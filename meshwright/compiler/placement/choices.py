@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,11 +19,13 @@ from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.pinned import read_pin
 from meshwright.compiler.structure.dims import Dim, DimClasses, sequence_dims
 from meshwright.compiler.structure.positions import several_readers
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.collectives import neighbours
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import EXPERT, HEADS, SAMPLED, SEQUENCE, SHARED, TENSOR, Mesh
 from meshwright.ir.pins import ATTENTION, GATHER, RING, ULYSSES, WINDOW, PinError, Pins
 from meshwright.ir.plan import TIME, Schedule
-from meshwright.ir.rule import VARYING, OpRule, Placed, factors_of, place
+from meshwright.ir.rule import NEAR, VARYING, OpRule, Placed, factors_of, neighbourhood, place
 from meshwright.ir.sharding import Sharding, ceil_div
 from meshwright.ir.writing.names import choice_text
 
@@ -42,12 +44,21 @@ class Scope:
     handed_on: frozenset[str]
     microbatches: int
     fixed: FixedDecisions = NOTHING_FIXED
+    cluster: Cluster | None = None
+    near: frozenset[int] = frozenset()
+    """Of a plan that is looked at: to how many neighbours its tokens go once."""
 
     @cached_property
     def width(self) -> frozenset[Dim]:
         """The last dim of what blocks hand on."""
         shapes = {name: self.graph.values[name].shape for name in self.handed_on}
         return frozenset(self.classes.of((name, len(shape) - 1) for name, shape in shapes.items() if len(shape) >= 3))
+
+    def neighbourhoods(self, op: Op, axes: Sequence[str]) -> list[int]:
+        """To how many neighbours of a group of these axes a token may go once: those on a node, and what is held."""
+        held = self.near | {neighbourhood(factor)[1] for factor in (self.fixed.assignment(op.name, self.mesh) or {}).values()}
+        found = {1 if self.cluster is None else neighbours(self.cluster.island, self.mesh, axes)}
+        return sorted(found | {one for one in held if one and self.mesh.size(axes) % one == 0})
 
     @cached_property
     def tied(self) -> frozenset[str]:
@@ -136,7 +147,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     for combination in itertools.product(*per_axis):
         assignment = {axis: factor for axis, factor in zip(scope.mesh.axes, combination, strict=True) if factor is not None}
         if _legal(rule, {**assignment, **({TIME: time} if time else {})}, timed):
-            found.append(assignment)
+            found += [assignment, *_once(op, assignment, rule, scope)]
     found = _pinned_tensors(op, rule, _storable(op, rule, found, scope), scope)
     found = _attending(op, rule, found, scope)
     found = _forced(found, kinds["batch"], scope, *SAMPLED) if on_weights else found
@@ -190,6 +201,20 @@ def suits(op: Op, where: Placed, handed: Mapping[str, Sharding]) -> bool:
 def is_piece(piece: Sharding, whole: Sharding) -> bool:
     """Whether what one sharding holds on a rank is a piece of what the other does."""
     return all(mine[: len(theirs)] == theirs for mine, theirs in zip(piece.dims, whole.dims, strict=True))
+
+
+def _once(op: Op, assignment: Mapping[str, str], rule: OpRule, scope: Scope) -> Iterator[dict[str, str]]:
+    """The same in which a token goes once to the neighbours that have one of its experts."""
+    for both in rule.together:
+        axes = [axis for axis, factor in assignment.items() if factor == both]
+        for near in scope.neighbourhoods(op, axes) if axes else ():
+            yield {**assignment, **dict.fromkeys(axes, f"{both}{NEAR}{near}")}
+
+
+def near_of(assignments: Mapping[str, Mapping[str, str]]) -> frozenset[int]:
+    """To how many neighbours tokens go once in a plan."""
+    found = (neighbourhood(factor)[1] for assignment in assignments.values() for factor in assignment.values())
+    return frozenset(near for near in found if near is not None)
 
 
 def _held(op: Op, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:
@@ -364,7 +389,7 @@ def _forced(found: list[dict[str, str]], factors: set[str], scope: Scope, *roles
 
     def count(assignment: dict[str, str]) -> int:
         split = [assignment.get(axis, VARYING) for axis in axes]
-        return sum(not factors.isdisjoint((factor, *factors_of(factor))) for factor in split)
+        return sum(not factors.isdisjoint((neighbourhood(factor)[0], *factors_of(factor))) for factor in split)
 
     most = max((count(assignment) for assignment in found), default=0)
     return [assignment for assignment in found if count(assignment) == most]

@@ -32,13 +32,13 @@ from numpy.typing import NDArray
 from meshwright.compiler.structure.measured import ModuleTimes
 from meshwright.cost import compute, overlap
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.collectives import Network
+from meshwright.cost.collectives import ACROSS, WITHIN, Network
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Op, Value
 from meshwright.ir.mesh import EXPERT, Mesh, role_of
 from meshwright.ir.program import JOINED
 from meshwright.ir.reshard import STEPS, reshard
-from meshwright.ir.rule import OpRule, factors_of
+from meshwright.ir.rule import OpRule, factors_of, neighbourhood
 from meshwright.ir.sharding import Sharding, ShardingError
 
 FORWARD, BACKWARD, SEND, SEND_BACK, GATHER, REDUCE, GATHER_ONCE, REDUCE_ONCE, HOST, HOST_BACK = range(10)
@@ -208,9 +208,10 @@ class Costs:
         """The collectives inside an operator: (kind, axes, bytes of the full buffer on one rank, whether in the backward).
         ``shares``: the part of every operand that a micro-batch has, if not all of it."""
         for factor, traffic in rule.internal.items():
-            axes = tuple(axis for axis in self.mesh.axes if assignment.get(axis) == factor)
+            axes = tuple(axis for axis in self.mesh.axes if neighbourhood(assignment.get(axis, ""))[0] == factor)
             if axes:
-                cutting = [axis for axis, other in assignment.items() if other != factor and factors_of(other)]
+                cutting = [axis for axis, other in assignment.items() if axis not in axes and factors_of(other)]
+                near = neighbourhood(assignment[axes[0]])[1]
                 others = self.mesh.size(cutting)
                 for item in traffic:
                     cut = others
@@ -218,7 +219,15 @@ class Costs:
                         dims = rule.operands[item.operand]
                         cut = self.mesh.size([axis for axis, other in assignment.items() if set(factors_of(other)) & set(dims)])
                     share = shares[item.operand or 0] if shares else 1.0
-                    yield item.kind, axes, item.elements * share / cut * item.itemsize, item.backward
+                    bytes_ = item.elements * share / cut * item.itemsize
+                    if near is None or item.routing is None:
+                        yield item.kind, axes, bytes_, item.backward
+                        continue
+                    each, ranks = bytes_ / item.routing.chosen, self.mesh.size(axes)
+                    hops = ((f"{ACROSS}{near}", ranks // near), (f"{WITHIN}{near}", ranks)) if near > 1 else (("", ranks),)
+                    for hop, parts in hops:
+                        if parts > 1:
+                            yield f"{item.kind}{hop}", axes, each * item.routing.reached(parts), item.backward
 
     def reshard(
         self, source: Sharding, target: Sharding, bytes_: float, differentiable: bool, by_linears: bool = False

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from meshwright.compiler.placement.choices import Scope, choices
+from meshwright.compiler.placement.choices import Scope, choices, near_of
 from meshwright.compiler.placement.fixed import variant_of
 from meshwright.compiler.placement.pinned import check_tensor_pins, fixed_by
 from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_classes
@@ -135,7 +135,8 @@ def _check_splits(plan: Plan, asked: Mapping[str, Pins], rules: Rules) -> None:
     batch = classes.of(batch_inputs(graph).items())
     sequence = sequence_classes(graph, passed, classes, batch)
     roles = {axis: role_of(axis) for axis in axes}
-    scope = Scope(graph, mesh, roles, Pins(), classes, batch, sequence, frozenset(passed), count)
+    near = near_of(plan.assignments)
+    scope = Scope(graph, mesh, roles, Pins(), classes, batch, sequence, frozenset(passed), count, near=near)
     for op in graph.ops:
         planned, time = dict(plan.assignments.get(op.name, {})), plan.schedule.time.get(op.name)
         for name, pins in asked.items():

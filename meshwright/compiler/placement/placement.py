@@ -163,7 +163,8 @@ class Placements:
         batch = self._classes.of(batch_inputs(graph).items())
         sequence = sequence_classes(graph, passed, self._classes, batch)
         roles = {axis: role_of(axis) for axis in mesh.axes}
-        scope = Scope(graph, mesh, roles, self.pins, self._classes, batch, sequence, frozenset(passed), count, self.fixed)
+        scope = Scope(graph, mesh, roles, self.pins, self._classes, batch, sequence, frozenset(passed), count, self.fixed,
+                      self.cluster)
         check_sequence(scope)
         return scope
 

@@ -220,7 +220,8 @@ def _scope(task: Task, layout: Layout, microbatches: int) -> Scope:
     batch = classes.of(batch_inputs(graph).items())
     sequence = sequence_classes(graph, passed, classes, batch)
     scope = Scope(
-        graph, layout.mesh, layout.roles, task.pins, classes, batch, sequence, frozenset(passed), microbatches, task.fixed
+        graph, layout.mesh, layout.roles, task.pins, classes, batch, sequence, frozenset(passed), microbatches, task.fixed,
+        task.cluster,
     )
     check_sequence(scope)
     return scope

@@ -28,6 +28,7 @@ from functools import cached_property
 from typing import Any
 
 from meshwright.errors import InputError
+from meshwright.ir.declared.routing import Routing
 from meshwright.ir.gradients.custom import content
 from meshwright.ir.graph import Graph, Ref
 
@@ -50,6 +51,7 @@ class Experts:
     ``scaled``: the answers are multiplied by ``weights`` after all else, where the tokens are; otherwise the graph reads them.
     ``stacked``: for every operand whether its first dim is the experts.
     ``imbalance``: rows of the fullest rank over the mean where experts are split; what prices assume, not what is computed.
+    ``limited``: (groups of experts, how many of them a token's are in); of this too only prices know.
     """
 
     graph: Graph
@@ -58,11 +60,17 @@ class Experts:
     scaled: bool
     stacked: tuple[bool, ...]
     imbalance: float = field(default=IMBALANCE, kw_only=True)
+    limited: tuple[int, int] = field(default=(1, 1), kw_only=True)
 
     @property
     def operands(self) -> tuple[str, ...]:
         """The inputs of the graph that are operands of the call."""
         return self.graph.inputs[GIVEN:]
+
+    @property
+    def routing(self) -> Routing:
+        """What a router chooses, as prices take it."""
+        return Routing(self.count, self.chosen, *self.limited)
 
     @property
     def output(self) -> str:
@@ -100,7 +108,7 @@ def balanced(tree: Any) -> Any:
     """Arguments without what only prices read."""
     if isinstance(tree, tuple | list):
         return type(tree)(map(balanced, tree))
-    return replace(tree, imbalance=IMBALANCE) if isinstance(tree, Experts) else tree
+    return replace(tree, imbalance=IMBALANCE, limited=(1, 1)) if isinstance(tree, Experts) else tree
 
 
 def arguments(args: tuple[Any, ...]) -> tuple[Experts, Ref, Ref, Ref | None, tuple[Ref, ...]]:

@@ -110,7 +110,7 @@ def _function(field: Field) -> CustomFunction:
 
 def _experts(field: Field) -> Experts:
     """What experts do with a row: a graph of plain operators."""
-    body, count, chosen, scaled, stacked, *assumed = field.row(min(6, max(5, len(field.items()))))
+    body, count, chosen, scaled, stacked, *assumed = field.row(min(7, max(5, len(field.items()))))
     graph = read_graph(body, function=True)
     flags = tuple(item.flag() for item in stacked.items())
     numbers = count.count(), chosen.count()
@@ -121,7 +121,10 @@ def _experts(field: Field) -> Experts:
     imbalance = assumed[0].number(finite=True) if assumed else IMBALANCE
     if imbalance < 1.0:
         raise assumed[0].wrong("rows of the fullest rank over the mean, 1 or more")
-    return Experts(graph, *numbers, scaled.flag(), flags, imbalance=imbalance)
+    limited = tuple(item.count() for item in assumed[1].row(2)) if assumed[1:] else (1, 1)
+    if limited[0] < 1 or not 1 <= limited[1] <= limited[0] or numbers[0] % limited[0]:
+        raise assumed[1].wrong("how many equal groups the experts are in, and how many of them a token's are in")
+    return Experts(graph, *numbers, scaled.flag(), flags, imbalance=imbalance, limited=(limited[0], limited[1]))
 
 
 _GRAPHS: Mapping[str, Callable[[Field], Any]] = {"function": _function, "experts": _experts}

@@ -9,6 +9,13 @@
 if the ranks along it have the same tokens (each answers for its own experts, and the sum over the ranks is the answer), or -1
 if they have other tokens: then rows travel, along ``axis``, all such axes together. A rank may get no rows at all.
 
+With ``near`` = d a token goes once to every d neighbouring ranks of the group that have one of its experts, not once for each
+of its experts: to the one among them that is in the sender's place, which passes it on, once to each that needs it. Answers are
+weighed where they are made and summed on the way back, first on their rank, then among the neighbours::
+
+    rows, ids [., k] -> once a part of the experts     ids: what of a part a token chose, -1: nothing of it
+           -> all-to-all between the parts -> (the same among the neighbours) -> Experts.graph -> sums -> back
+
 Everything is differentiable by torch: the backward of a travel is the travel back.
 """
 
@@ -28,6 +35,7 @@ from meshwright.ir.graph import Graph, arguments
 from meshwright.ir.operators import overload
 from meshwright.runtime.collectives import Group, exchange_rows
 from meshwright.runtime.experts.grouped import grouped_linear
+from meshwright.runtime.experts.once import Travel, Turns, copies, once, summed
 
 
 class _Pick(Function):
@@ -63,22 +71,9 @@ class _Put(Function):
         return grad[order], None, None
 
 
-class _Travel(Function):
-    """Rows to other ranks: ``sent[j]`` to rank j, ``received[j]`` from it."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-        ctx.back = received, sent, group
-        return exchange_rows(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return exchange_rows(grad, *ctx.back), None, None, None
-
-
 def experts(
     how: Experts, x: Tensor, ids: Tensor, weights: Tensor | None, operands: Sequence[Tensor], *,
-    pieces: Sequence[tuple[int, int]] = (), axis: Group | None = None,
+    pieces: Sequence[tuple[int, int]] = (), axis: Group | None = None, near: int | None = None,
 ) -> Tensor:
     """The answers [*t, h'] of the experts ``ids`` [*t, k] to tokens ``x`` [*t, h]; see the head of this file.
 
@@ -86,6 +81,14 @@ def experts(
     """
     tokens = x.reshape(-1, x.shape[-1])
     chosen = ids.reshape(-1)
+    if near is not None and axis is not None and axis.size > 1:
+        keys, own = _keys(chosen, how.count, pieces, axis.size)
+        if read_counts((keys == axis.size * own + 1).sum(0, keepdim=True), 0)[0]:
+            raise RunError(f"a router chose an expert that is not among the {how.count} there are")
+        owned = keys.masked_fill(keys == axis.size * own, -1).unflatten(0, (tokens.shape[0], how.chosen))
+        each = None if weights is None else weights.reshape(-1, how.chosen)
+        answers = _sent_once(how, tokens, owned, each, operands, own, axis, near)
+        return answers.reshape(*x.shape[:-1], answers.shape[-1])
     flat = None if weights is None else weights.reshape(-1)
     order, counts = _sorted(chosen, how.count, pieces, 1 if axis is None else axis.size)
     rows = _Pick.apply(tokens, order, how.chosen)
@@ -107,6 +110,18 @@ def _sorted(ids: Tensor, count: int, pieces: Sequence[tuple[int, int]], ranks: i
 
     Slots whose experts ranks with the same tokens answer for are left out.
     """
+    keys, own = _keys(ids, count, pieces, ranks)
+    keys, order = torch.sort(keys, stable=True)
+    starts = torch.searchsorted(keys, torch.arange(ranks * own + 3, device=keys.device))
+    *kept, left, wrong = read_counts(starts.diff(), len(ids))
+    if wrong:
+        raise RunError(f"a router chose an expert that is not among the {count} there are")
+    return order[: order.shape[0] - left], [kept[start : start + own] for start in range(0, ranks * own, own)]
+
+
+def _keys(ids: Tensor, count: int, pieces: Sequence[tuple[int, int]], ranks: int) -> tuple[Tensor, int]:
+    """(for every slot its rank times the experts of a rank plus its expert there, or one more than all of these where another
+    rank with the same tokens answers, two more where no expert has the id; experts of a rank)."""
     own = count // math.prod([size for size, _ in pieces])
     owner, local = ids.div(own, rounding_mode="floor"), ids.remainder(own)
     mine = torch.ones_like(ids, dtype=torch.bool)
@@ -119,13 +134,7 @@ def _sorted(ids: Tensor, count: int, pieces: Sequence[tuple[int, int]], ranks: i
         else:
             to, stride = to + at * stride, stride * size
     keys = to * own + local
-    keys = keys.masked_fill(~mine, ranks * own).masked_fill((ids < 0) | (ids >= count), ranks * own + 1)
-    keys, order = torch.sort(keys, stable=True)
-    starts = torch.searchsorted(keys, torch.arange(ranks * own + 3, device=keys.device))
-    *kept, left, wrong = read_counts(starts.diff(), len(ids))
-    if wrong:
-        raise RunError(f"a router chose an expert that is not among the {count} there are")
-    return order[: order.shape[0] - left], [kept[start : start + own] for start in range(0, ranks * own, own)]
+    return keys.masked_fill(~mine, ranks * own).masked_fill((ids < 0) | (ids >= count), ranks * own + 1), own
 
 
 def _answered(
@@ -139,13 +148,44 @@ def _answered(
     arriving = exchange_rows(going, [1] * axis.size, [1] * axis.size, axis)  # [from rank, expert here]
     came = read_counts(arriving, len(rows))
     sent, received = [sum(row) for row in counts], [sum(row) for row in came]
-    here = _Travel.apply(rows, sent, received, axis)
+    here = Travel.apply(rows, sent, received, axis)
     expert = torch.arange(len(came[0]), device=rows.device).repeat(axis.size)
     order = torch.sort(expert.repeat_interleave(arriving.flatten(), output_size=sum(received)), stable=True).indices
-    given = None if weights is None else _Pick.apply(_Travel.apply(weights, sent, received, axis), order, 1)
+    given = None if weights is None else _Pick.apply(Travel.apply(weights, sent, received, axis), order, 1)
     made = _body(how, _Pick.apply(here, order, 1), given, operands, [sum(column) for column in zip(*came, strict=True)])
     back = _Put.apply(made, order, made.shape[0])
-    return _Travel.apply(back, received, sent, axis)  # type: ignore[no-any-return]
+    return Travel.apply(back, received, sent, axis)  # type: ignore[no-any-return]
+
+
+def _sent_once(
+    how: Experts, tokens: Tensor, ids: Tensor, weights: Tensor | None, operands: Sequence[Tensor], own: int, axis: Group,
+    near: int,
+) -> Tensor:
+    """What the experts of all ranks of ``axis``, ``own`` on each, make of tokens [t, h] that chose ``ids`` [t, k] of them."""
+
+    def here(rows: Tensor, ids: Tensor, weights: Tensor | None) -> Tensor:
+        slots = ids.flatten()
+        keys, order = torch.sort(slots.masked_fill(slots < 0, own), stable=True)
+        counts = read_counts(torch.searchsorted(keys, torch.arange(own + 1, device=keys.device)).diff(), len(slots))
+        order = order[: sum(counts)]
+        turns = Turns(order // how.chosen, len(rows), how.chosen, read_counts)
+        given = None if weights is None else _Pick.apply(weights.flatten(), order, 1)
+        made = _body(how, copies(rows, turns), None if how.scaled else given, operands, counts)
+        if how.scaled and given is not None:
+            made = made * given.unsqueeze(-1)
+        return summed(made, turns)
+
+    first = axis.rank - axis.rank % near
+    neighbours, alike = range(first, first + near), range(axis.rank % near, axis.size, near)
+    if near == 1:
+        return once(tokens, ids, weights, own, alike, axis, read_counts, here)
+
+    def among(rows: Tensor, ids: Tensor, weights: Tensor | None) -> Tensor:
+        return once(rows, ids, weights, own, neighbours, axis, read_counts, here)
+
+    if near == axis.size:
+        return among(tokens, ids, weights)
+    return once(tokens, ids, weights, own * near, alike, axis, read_counts, among)
 
 
 def _body(

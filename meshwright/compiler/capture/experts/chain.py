@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from meshwright.compiler.capture.experts.router import limited
 from meshwright.compiler.capture.rewrite import eliminate_dead_code
 from meshwright.compiler.rules import argument, default_rules
 from meshwright.ir.declared.draws import draws
@@ -358,7 +359,8 @@ def _body(chain: _Chain, graph: Graph) -> Experts:
     values |= {name: graph.values[name] for op in body for name in op.outputs}
     made = _numbered(Graph(values, (*given, *chain.operands.values()), (), tuple(body), (Ref(output),)))
     stacked = tuple(name in chain.stacked for name in chain.operands)
-    return Experts(made, chain.count, chain.chosen, scaled or not chain.weights, stacked)
+    groups = limited(graph, chain.sort.inputs[0], chain.count, chain.chosen)
+    return Experts(made, chain.count, chain.chosen, scaled or not chain.weights, stacked, limited=groups)
 
 
 def _numbered(body: Graph) -> Graph:

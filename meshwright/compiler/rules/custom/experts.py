@@ -4,7 +4,8 @@
 
 Splitting *t alone is data parallelism: experts are read differently on each rank. Splitting e alone lets every rank answer for
 its own experts, a term of a sum. Splitting both by one axis (``t0&e``) is expert parallelism: every rank has its tokens and its
-experts, and tokens travel. Splitting f makes terms of a sum (``rules.custom.inner``).
+experts, and tokens travel: a row for each of their experts, or with ``t0&e:d`` once to every d neighbours
+(``runtime.experts.mixture``). Splitting f makes terms of a sum (``rules.custom.inner``).
 
 Rows of a rank are those of its tokens: what experts get is uneven, ``Experts.imbalance`` says by how much the fullest rank
 exceeds that.
@@ -23,7 +24,7 @@ from meshwright.cost.memory.saved import saved_for_backward, storages
 from meshwright.ir.declared.experts import EXPERTS, GROUPED, ROWS, WEIGHTS, Experts, arguments
 from meshwright.ir.declared.operator import Cost, Product, Saves, Work
 from meshwright.ir.graph import Op
-from meshwright.ir.rule import TOGETHER, Factor, Local, OpRule, RuleError, Traffic, factors_of
+from meshwright.ir.rule import TOGETHER, Factor, Local, OpRule, RuleError, Traffic, factors_of, neighbourhood
 
 
 def _experts(call: Call) -> OpRule:
@@ -50,7 +51,7 @@ def _experts(call: Call) -> OpRule:
     together = tuple(f"{factor}{TOGETHER}e" for factor in tokens)
     slots, size = math.ceil(math.prod(ids.shape) * experts.imbalance), x.dtype.itemsize
     moved = tuple(
-        Traffic("all_to_all", slots * (x.shape[-1] if there else call.shape[-1]), size, backward, x.position)
+        Traffic("all_to_all", slots * (x.shape[-1] if there else call.shape[-1]), size, backward, x.position, experts.routing)
         for backward in (False, True) for there in (True, False)
     )
     rule = call.rule(rows, [[*tokens, None]], units=units, localize=_local, fused=fused)
@@ -67,6 +68,8 @@ def _local(op: Op, local: Local) -> Rewritten:
         travelled += [axis] * travels
     kwargs: tuple[tuple[str, object], ...] = (("pieces", tuple(pieces)),) if pieces else ()
     kwargs += (("axis", tuple(travelled)),) if travelled else ()
+    near = neighbourhood(local.assignment[travelled[0]])[1] if travelled else None
+    kwargs += (("near", near),) if near is not None else ()
     return EXPERTS, (piece_of(experts, local.mesh.size(local.axes_of("f"))), *given), kwargs
 
 
