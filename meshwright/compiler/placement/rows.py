@@ -150,6 +150,11 @@ class Placement:
     solved: Solved
     shared: SharedExperts | None = None
 
+    def repeated(self, start: int) -> tuple[float, float]:
+        """Seconds of a micro-batch's forward and backward for what a stage that starts at this position makes again."""
+        found = [(forward, backward) for made, last, forward, backward in self.again if made < start <= last]
+        return sum(ahead for ahead, _ in found), sum(back for _, back in found)
+
     def made_alone(self, microbatches: int) -> float:
         """Bytes of a rank of what is made of inputs alone."""
         whole, each = self.alone

@@ -172,10 +172,10 @@ class Evaluator:
     ) -> stages.Cuts:
         """Units that are cut so."""
         each = self._stage_units(units, crossing)
-        whole = [_joined(each[start:stop]) for start, stop in itertools.pairwise(starts)]
-        for made, last, forward, backward in placement.again:
-            whole = [replace(unit, forward=unit.forward + forward, backward_input=unit.backward_input + backward)
-                     if made < start <= last else unit for unit, start in zip(whole, starts, strict=False)]
+        whole = []
+        for start, stop in itertools.pairwise(starts):
+            unit, (forward, backward) = _joined(each[start:stop]), placement.repeated(start)
+            whole.append(replace(unit, forward=unit.forward + forward, backward_input=unit.backward_input + backward))
         cuts = stages.cut(whole, candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches,
                           table=table, bound=0.0)
         return replace(cuts, boundaries=tuple(starts), bound=bound)
@@ -355,8 +355,7 @@ class Evaluator:
         optimizer = float(per_rank(units.optimizer).max())
         seconds = start + float((ends + left).max()) + optimizer
         parts = self._parts(candidate, placement, units, plain, optimizer)
-        again = sum(forward + backward for made, last, forward, backward in placement.again
-                    for start in cuts.boundaries[:-1] if made < start <= last)
+        again = sum(sum(placement.repeated(start)) for start in cuts.boundaries[:-1])
         parts["compute"] += again * candidate.microbatches / candidate.pp
         parts["outside the schedule"] = max(0.0, seconds - float(ends.max()) - optimizer)  # rounding may be below nothing
         parts["pipeline bubble"] = max(0.0, seconds - sum(parts.values()))

@@ -18,7 +18,7 @@ LIGHT = frozenset({"view", "pointwise", "linear", "gather"})
 def made_again(graph: Graph, operators: Operators) -> frozenset[str]:
     """Values made of parameters by light operators alone, maybe with what is made of inputs alone (a mask), that have more
     elements in a sample than the parameters they are made of."""
-    trained = {param.value for param in graph.params if not param.buffer}
+    weights = {param.value for param in graph.params if not param.buffer}
     sampled = set(graph.inputs)
     for op in graph.ops:
         if not sampled.isdisjoint(op.inputs):
@@ -33,7 +33,7 @@ def made_again(graph: Graph, operators: Operators) -> frozenset[str]:
         if not light or not heavy.isdisjoint(op.inputs):
             heavy.update(op.outputs)
             continue
-        whole = frozenset().union(*(made.get(name, frozenset({name} & trained)) for name in op.inputs))
+        whole = frozenset().union(*(made.get(name, frozenset({name} & weights)) for name in op.inputs))
         made.update(dict.fromkeys(op.outputs, whole))
     batch = next((graph.values[name].shape[0] for name in graph.inputs if graph.values[name].shape), 1)
 
