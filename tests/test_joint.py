@@ -84,11 +84,11 @@ def search(graph: Graph, cluster: str, capacity: float, gap: float = 0.005, limi
     inputs = sum(graph.values[name].bytes_ for name in graph.inputs)
     where = Cluster.parse(cluster).with_memory(int(capacity) + inputs)
     task = Task(graph, where, rules_of(graph)[0], Pins(), "bf16", 8.0, gap, ("none", "full"))
-    return Sweep(task, _no_free_layouts, limit=limit)
+    return Sweep(task, _no_free_layouts, _no_free_layouts, limit=limit)
 
 
-def _no_free_layouts(candidate: Candidate, to_beat: float, limited_too: bool) -> Fitted:
-    raise AssertionError(f"{candidate} was not to be solved, to beat {to_beat} s, {limited_too}")
+def _no_free_layouts(candidate: Candidate, to_beat: float, limited_too: bool, floor: float | None) -> Fitted:
+    raise AssertionError(f"{candidate} was not to be solved, to beat {to_beat} s, {limited_too}, {floor}")
 
 
 # folding

@@ -186,7 +186,7 @@ def test_nothing_refused_is_proposed() -> None:
     for kib in (1000.0, 360.0, 280.0):
         where = Cluster.parse("cpu:1x4").with_memory(kib * 1024 + sum(graph().values[name].bytes_ for name in graph().inputs))
         task = Task.of(graph(), where, rules_of(graph())[0], Pins(pp=2), precision="fp32", state_bytes=8.0, gap=0.005)
-        run = Sweep(task, mock.Mock(), limit=30.0)
+        run = Sweep(task, mock.Mock(), mock.Mock(), limit=30.0)
         run.staged()
         for found in run.solved:
             seen.add(found.candidate.schedule)

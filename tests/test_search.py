@@ -27,6 +27,7 @@ from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Prediction
 from meshwright.planner import capture_model, make_plan, reprice, rules_of
 from meshwright.views.words import memory_words
+from tests.models import MODELS
 from tests.test_planner import MIB, Stack, graph_of
 
 
@@ -242,16 +243,40 @@ def test_memory_is_counted_as_it_is_replayed_with_masks_and_logits(cluster: str,
     assert all(0.95 < ratio < 1.05 for ratio in ratios), ratios
 
 
-def test_no_layout_needs_less_than_is_proven_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_layout_needs_less_than_is_proven_at_once() -> None:
     """Against the leanest plan that the solver finds of every layout and number of micro-batches."""
     graph, cluster = graph_of(Stack(3, 256), 16, 64, 256), Cluster.parse("h100:1x4").with_memory(4 * MIB)
     task = Task.of(graph, cluster, rules_of(graph)[0], Pins(), precision="bf16", state_bytes=8.0, gap=0.005)
-    proven = {count: blockwise.least_bytes(task, count) for count in (1, 2, 4)}
-    assert min(proven.values()) > 4 * MIB
-    monkeypatch.setattr(blockwise, "least_bytes", lambda task, count: 0.0)
     judge = Footprints(task.rules, 8.0).fits
-    for mesh, count in itertools.product((Mesh.of(x=4), Mesh.of(x=2, y=2)), proven):
+    for mesh, count in itertools.product((Mesh.of(x=4), Mesh.of(x=2, y=2)), (1, 2, 4)):
+        one = blockwise.one_device(task, count, judge)
+        assert one.crowded
         layout = Layout(mesh, dict.fromkeys(mesh.axes, "any"))
         with pytest.raises(OutOfMemoryError) as caught:
             blockwise.solve_layout(task, layout, count, judge, Timing(), 1e9)
-        assert proven[count] <= caught.value.least
+        assert one.least_bytes <= caught.value.least
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
+def test_what_nearly_fits_is_not_called_crowded(name: str) -> None:
+    """Memory as large as the leanest program of any layout on two devices asks for, and a little less than the bound."""
+    model, inputs = MODELS[name]()
+    inputs = {key: value.repeat(32, *[1] * (value.dim() - 1)) for key, value in inputs.items()}
+    graph = capture_model(model, (), inputs, (), None, "bf16")
+    rules = rules_of(graph)[0]
+    judge = Footprints(rules, 8.0).fits
+    held: list[float] = []
+
+    def seen(plan: Plan, found: Prediction) -> Prediction:
+        held.append(found.bytes_per_rank)
+        return found
+
+    for kind, count in itertools.product(("none", "full"), (1, 2)):
+        searched(graph, "h100:1x2", Pins(pp=1, microbatches=count, recompute=kind), seen)
+        searched(graph, "h100:1x2", Pins(dp=2, zero=3, microbatches=count, recompute=kind), seen)
+        least, held = min(held), []
+        cluster = Cluster.parse("h100:1x2").with_memory(least)
+        task = Task.of(graph, cluster, rules, Pins(), precision="bf16", state_bytes=8.0, gap=0.005)
+        assert not blockwise.one_device(task, count, judge).crowded
+        task = replace(task, cluster=cluster.with_memory(0.4 * least))
+        assert kind == "none" or blockwise.one_device(task, count, judge).crowded

@@ -11,13 +11,15 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+import numpy as np
+
 from meshwright.compiler.placement.choices import Scope, check_sequence
 from meshwright.compiler.placement.costs import SAVED, TRANSIENT, Costs, Variant
 from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.search.candidates import Layout
 from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
-from meshwright.compiler.search.fitting import Counted, Fitted, fitted
+from meshwright.compiler.search.fitting import Counted, Fitted, fitted, prediction_of
 from meshwright.compiler.search.layouts import variants
 from meshwright.compiler.search.prediction import of_blocks
 from meshwright.compiler.search.task import Fits, Task, Timing
@@ -40,7 +42,8 @@ FAR = 1.15
 replayed differ by less)."""
 
 _MASTER = 4
-"""Bytes of a parameter as the optimizer has it, and of its gradient, fp32."""
+"""Bytes of a parameter as the optimizer has it, fp32."""
+_ALONE = Layout(Mesh.of(x=1), {"x": ANY})
 
 Kinds = tuple[tuple[Variant, ...], ...]
 """Per kind of a chain its variants."""
@@ -48,12 +51,13 @@ Kinds = tuple[tuple[Variant, ...], ...]
 
 @dataclass
 class Looked:
-    """What was found of a layout with so many micro-batches: the problem, the best without a limit of memory, that as a plan,
-    and its prediction with the memory of its program, once that was replayed."""
+    """What was found of a layout with so many micro-batches: the problem, seconds that nothing on it goes below, the best
+    without a limit of memory as a plan (None where it is known not to fit), and its prediction with the memory of its program,
+    once that was replayed."""
 
     problem: Problem
-    unlimited: Solution
-    first: Counted
+    bound: float
+    first: Counted | None
     replayed: Prediction | None = None
 
 
@@ -64,42 +68,47 @@ class LayoutMemory:
     looked: by layout and micro-batches, until the memory is looked at
     ended: by micro-batches, and of a layout, the multipliers with which the latest chain within a limit of memory ended, and
         the variants that they are of
-    shares: of a layout, the bytes of a program beside what was counted of its plan, without a limit
+    shares: by micro-batches, and of a layout, the bytes of the latest program beside what was counted of its plan
     """
 
     looked: dict[tuple[Layout, int], Looked] = field(default_factory=dict)
     ended: dict[Layout | int, tuple[Multipliers, Kinds]] = field(default_factory=dict)
-    shares: dict[Layout, float] = field(default_factory=dict)
+    shares: dict[Layout | int, float] = field(default_factory=dict)
 
 
 def solve_layout(
     task: Task, layout: Layout, microbatches: int, fits: Fits, timing: Timing, to_beat: float = math.inf,
-    limited_too: bool = True, known: LayoutMemory | None = None,
+    limited_too: bool = True, known: LayoutMemory | None = None, floor: float | None = None,
 ) -> Fitted:
     """The fastest plan found on a layout that fits. ``to_beat``: seconds of a plan that is known; ``limited_too``: look for one
-    also where the fastest of all does not fit; ``known``: what earlier looks found, which this one starts from. Raises
-    OutOfMemoryError; NoBetterError if none is faster than what is known, or none was looked for; PinError or PlanError if
-    nothing runs on it."""
+    also where the fastest of all does not fit; ``known``: what earlier looks found, which this one starts from; ``floor``: if
+    the fastest of all is known not to fit, seconds that nothing which fits goes below.
+
+    Raises OutOfMemoryError; NoBetterError if none is faster than what is known, or none was looked for; PinError or PlanError
+    if nothing runs on it."""
     cutoff = to_beat * (1.0 - TIE)  # the solver ends where nothing is faster by more than the gap
     known = LayoutMemory() if known is None else known
     looked = known.looked.pop((layout, microbatches), None)
     if looked is None:
-        looked = _look(task, layout, microbatches, timing, cutoff)
-    elif looked.unlimited.bound >= cutoff * (1.0 - task.gap):
-        raise NoBetterError(looked.unlimited.bound, limited=False)
-    problem, unlimited, first = looked.problem, looked.unlimited, looked.first
+        looked = _look(task, layout, microbatches, timing, cutoff, floor)
+    elif looked.bound >= cutoff * (1.0 - task.gap):
+        raise NoBetterError(looked.bound, limited=False)
+    problem, first = looked.problem, looked.first
     capacity = task.cluster.capacity_bytes
 
     def judge(plan: Plan) -> Prediction:
-        if plan is not first.plan:
-            return fits(plan)
-        looked.replayed = looked.replayed or fits(plan)
-        known.shares[layout] = looked.replayed.bytes_per_rank / first.limit_bytes
-        return looked.replayed
+        if first is None or plan is not first.plan:
+            found = fits(plan)
+        else:
+            found = looked.replayed = looked.replayed or fits(plan)
+        share = found.bytes_per_rank / prediction_of(plan).bytes_per_rank
+        if 1 / FAR < share < FAR:  # the leanest of what does not fit may be far off
+            known.shares[microbatches] = known.shares[layout] = share
+        return found
 
-    if not limited_too and not judge(first.plan).fits:
+    if first is not None and not limited_too and not judge(first.plan).fits:
         known.looked[layout, microbatches] = looked
-        raise NoBetterError(unlimited.bound, limited=True)
+        raise NoBetterError(looked.bound, limited=True)
     if task.pins.recompute is None:
         limited = problem.with_variants(variants(layout, task.pins, microbatches, task.recompute))
     else:
@@ -117,48 +126,74 @@ def solve_layout(
         try:
             found = _solved(chain, task, timing, cutoff, hint)
         except Beaten as beaten:
-            raise NoBetterError(max(unlimited.bound, beaten.bound), limited=True) from None
+            raise NoBetterError(max(looked.bound, beaten.bound), limited=True) from None
         except Infeasible as error:
+            if not math.isfinite(error.least):
+                raise _nothing_runs(problem, task) from None
             if error.solution is None:
                 raise OutOfMemoryError.of_layout(error.least, {}, problem.mesh, microbatches, task.cluster) from None
             plan, least = _plan(limited, chain, error.solution, task), max(error.least, math.nextafter(bytes_, math.inf))
-            return Counted(plan, least, True, unlimited.bound, "gap", settled=False)
+            return Counted(plan, least, True, looked.bound, "gap", settled=False)
         finally:
             if hint.at is not None:
                 known.ended[microbatches] = known.ended[layout] = hint.at, limited.kept
         return Counted(_plan(limited, chain, found, task), bytes_, True, found.bound, found.status, settled=True)
 
-    share = known.shares.get(layout)
-    if share is None or first.limit_bytes * share <= capacity * FAR:
+    share = known.shares.get(microbatches, known.shares.get(layout))
+    if first is not None and (share is None or first.limit_bytes * share <= capacity * FAR):
         return fitted(first, within, judge, task.cluster)
-    asked = capacity / share  # the first is not replayed to learn that it does not fit
+    share = 1.0 if share is None else share
+    asked = capacity / min(share, 1.0)  # the first is not replayed to learn that it does not fit
     counted = within(asked)
     if counted.limit_bytes > asked * FAR and to_beat < math.inf:  # as long as none fits, it is replayed: to say what binds
         raise OutOfMemoryError.of_layout(counted.limit_bytes * share, {}, problem.mesh, microbatches, task.cluster)
     return fitted(counted, within, judge, task.cluster, asked)
 
 
-def least_bytes(task: Task, microbatches: int) -> float:
-    """Bytes that some device counts at least without a pipeline, whichever the layout: what one device would, under the
-    recomputation that keeps least, shared out evenly. Of parameters their masters, gradients that micro-batches sum, and the
-    optimizer's state; while a block runs it holds what it saves or makes again, the others what they keep. 0 where nothing
-    runs on one device as it is pinned."""
-    if task.fixed:
-        return 0.0
+@dataclass(frozen=True)
+class OneDevice:
+    """What some device holds at least without a pipeline, whichever the layout: what one device would, shared out evenly.
+
+    least_bytes: under the recomputation that keeps least, as it is counted or, where that is too near to tell, replayed
+    crowded: whether that is proven to be too much
+    binds: whether memory keeps out what recomputes nothing
+    """
+
+    least_bytes: float
+    crowded: bool
+    binds: bool
+
+
+def one_device(task: Task, microbatches: int, fits: Fits) -> OneDevice:
+    """Of so many micro-batches: of parameters their masters, gradients that micro-batches sum, and the optimizer's state; while
+    a block runs it holds what it saves or makes again, the others what they keep. At every moment of the program the pieces of
+    all devices hold no less than the whole values."""
+    room = task.cluster.capacity_bytes
     try:
-        problem = _problem(task, Layout(Mesh.of(x=1), {"x": ANY}), microbatches)
-    except (PinError, PlanError):
-        return 0.0
-    kinds = tuple(Variant(recompute=name) for name in task.recompute)
-    chain = problem.with_variants(kinds).chain(math.inf, 0.0)
-    rows = [[block.cost((0,) * len(block.sizes)) for block in kind.variants] for kind in chain.kinds]
-    kept = [min(float(row[SAVED]) for row in of_kind) for of_kind in rows]
-    running = [min(float(row[SAVED] + row[TRANSIENT]) for row in of_kind) for of_kind in rows]
-    most = sum(kept[n] for n in chain.sequence) + max(running[n] - kept[n] for n in set(chain.sequence))
+        problem = None if task.fixed else _problem(task, _ALONE, microbatches)
+    except (PinError, PlanError):  # nothing runs on one device as it is pinned
+        problem = None
+    if problem is None:
+        return OneDevice(0.0, crowded=False, binds=False)
+    chain = problem.with_variants(tuple(Variant(recompute=name) for name in task.recompute)).chain(math.inf, 0.0)
+    rows = [np.array([block.cost((0,) * len(block.sizes)) for block in kind.variants]) for kind in chain.kinds]
+    kinds = len(task.recompute)
+    saved, transient = (np.array([np.broadcast_to(one[:, at], kinds) for one in rows]) for at in (SAVED, TRANSIENT))
+    copies = np.array([chain.sequence.count(number) for number in range(len(rows))])
+    each = copies @ saved + transient.max(axis=0)  # [recomputations]
+    least = float(copies @ saved.min(axis=1) + ((saved + transient).min(axis=1) - saved.min(axis=1)).max())
     trained = sum(task.graph.values[param.value].numel for param in task.graph.params if param.trainable)
-    each = _MASTER * (1 + (microbatches > 1)) + task.state_bytes
-    alone = problem.alone_bytes  # ranks with samples of their own make what belongs to these
-    return task.given_bytes + (trained * each + most + alone) / task.cluster.world
+    state = _MASTER + (task.itemsize if microbatches > 1 else 0) + task.state_bytes
+    world, alone = task.cluster.world, problem.alone_bytes  # ranks with samples of their own make what belongs to these
+    standing = task.given_bytes + (trained * state + alone) / world
+    counted, binds = standing + least / world, standing + float(each[0]) / world > room * FAR
+    if not room < counted <= room * FAR:
+        return OneDevice(counted, counted > room, binds)
+    leanest = problem.with_variants((Variant(recompute=task.recompute[int(np.argmin(each))]),))
+    whole = leanest.chain(math.inf, task.given_bytes + alone)
+    replayed = fits(_plan(leanest, whole, solve(whole, gap=task.gap), task)).bytes_by_kind
+    held = standing + (replayed.get("activations", 0.0) + replayed.get("transient", 0.0)) / world
+    return OneDevice(held, held > room, binds)
 
 
 def _for_kinds(at: Multipliers, theirs: Kinds, ours: Kinds) -> Multipliers | None:
@@ -176,9 +211,14 @@ def _for_kinds(at: Multipliers, theirs: Kinds, ours: Kinds) -> Multipliers | Non
     return replace(at, alpha=alpha)
 
 
-def _look(task: Task, layout: Layout, microbatches: int, timing: Timing, cutoff: float) -> Looked:
-    """The best without a limit of memory. Raises NoBetterError, PinError or PlanError if nothing runs on the layout."""
+def _look(
+    task: Task, layout: Layout, microbatches: int, timing: Timing, cutoff: float, floor: float | None = None
+) -> Looked:
+    """The best without a limit of memory, unless that is known not to fit (``floor``). Raises NoBetterError; PinError or
+    PlanError if nothing runs on the layout."""
     problem = _problem(task, layout, microbatches)
+    if floor is not None:
+        return Looked(problem, floor, None)
     chain = _chain(problem, task, math.inf, timing)
     try:
         found = _solved(chain, task, timing, cutoff)
@@ -187,7 +227,8 @@ def _look(task: Task, layout: Layout, microbatches: int, timing: Timing, cutoff:
     except Beaten as beaten:
         raise NoBetterError(beaten.bound, limited=False) from None
     plan = _plan(problem, chain, found, task)
-    return Looked(problem, found, Counted(plan, found.bytes_ + found.transient, False, found.bound, found.status, settled=True))
+    first = Counted(plan, found.bytes_ + found.transient, False, found.bound, found.status, settled=True)
+    return Looked(problem, found.bound, first)
 
 
 def held_layout(task: Task, layout: Layout, microbatches: int) -> Prediction:

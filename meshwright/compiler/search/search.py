@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.compiler.search.blockwise import LayoutMemory, solve_layout
+from meshwright.compiler.search.blockwise import LayoutMemory, one_device, solve_layout
 from meshwright.compiler.search.candidates import Candidate, Layout
 from meshwright.compiler.search.certificate import certificate
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
@@ -65,11 +65,11 @@ def best_plan(task: Task, fits: Fits, limit: float, *, timing: Timing, progress:
 
     known = LayoutMemory()
 
-    def free(candidate: Candidate, to_beat: float, limited_too: bool) -> Fitted:
+    def free(candidate: Candidate, to_beat: float, limited_too: bool, floor: float | None) -> Fitted:
         assert candidate.layout is not None
-        return solve_layout(task, candidate.layout, candidate.microbatches, fits, timing, to_beat, limited_too, known)
+        return solve_layout(task, candidate.layout, candidate.microbatches, fits, timing, to_beat, limited_too, known, floor)
 
-    sweep = Sweep(task, free, limit=limit, progress=progress)
+    sweep = Sweep(task, free, lambda count: one_device(task, count, fits), limit=limit, progress=progress)
     world, pins = task.cluster.world, task.pins
     staged, alone = _may_have_stages(pins, world) or pins.partly, not (pins.needs_stages(world) or pins.partly)
     looked = alone and (world <= FREE_DEVICES or not staged)

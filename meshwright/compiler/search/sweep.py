@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.compiler.placement.choices import attended, exchanged, pays_mirrored
-from meshwright.compiler.search.blockwise import FAR, least_bytes
+from meshwright.compiler.search.blockwise import OneDevice
 from meshwright.compiler.search.bounds import Branch, CandidateBounds, Level
 from meshwright.compiler.search.candidates import Candidate, candidates, degrees_of
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
@@ -76,9 +76,9 @@ class Result:
 class Sweep:
     """Solves those candidates of one task that could be best.
 
-    ``free``: solves a candidate with a free layout, to beat some seconds, under a memory limit too or not. Raises
-    OutOfMemoryError, NoBetterError, PinError, PlanError. ``limit``: nominal seconds
-    after which the incumbent is taken as it is.
+    ``free``: solves a candidate with a free layout, to beat some seconds, under a memory limit too or not, with seconds that
+    nothing goes below where memory is known to bind. Raises OutOfMemoryError, NoBetterError, PinError, PlanError. ``one``: what
+    so many micro-batches take at least on one device. ``limit``: nominal seconds after which the incumbent is taken as it is.
 
     solved: candidates of data and tensor ranks that were solved, as the search counts them, best first
     open: those of them whose plans were not made yet
@@ -90,8 +90,8 @@ class Sweep:
     """
 
     def __init__(
-        self, task: Task, free: Callable[[Candidate, float, bool], Fitted], *, limit: float = _INF,
-        progress: Progress | None = None,
+        self, task: Task, free: Callable[[Candidate, float, bool, float | None], Fitted], one: Callable[[int], OneDevice], *,
+        limit: float = _INF, progress: Progress | None = None,
     ) -> None:
         self.task, self.limit, self.progress = task, limit, progress
         self.bounds = CandidateBounds(task)
@@ -102,7 +102,7 @@ class Sweep:
         self.late = False
         self.limited = False
         self.freed = False
-        self._free = free
+        self._free, self._one = free, one
         self._waiting: list[Branch] | None = None
         self._limited_too = True
         self._closed = _INF
@@ -112,7 +112,7 @@ class Sweep:
         self._nearest: DoesNotFitError | None = None
         self._refused_free: list[PinError | PlanError] = []
         self._refused: PinError | PlanError | None = None
-        self._least: dict[int, float] = {}
+        self._single: dict[int, OneDevice] = {}
         self._crowded: list[tuple[float, Candidate]] = []
 
     # what a certificate tells
@@ -224,7 +224,7 @@ class Sweep:
         nothing_fits = [error for error in self._refused_free if isinstance(error, OutOfMemoryError)]
         for candidate in self._nearest_crowded(min((error.least for error in nothing_fits), default=_INF)):
             try:
-                self._free(candidate, _INF, True)
+                self._free(candidate, _INF, True, None)
             except OutOfMemoryError as error:
                 nothing_fits.append(error)
                 self._refused_free.append(error)
@@ -364,14 +364,18 @@ class Sweep:
         candidate = node.candidate
         assert candidate.layout is not None
         seen = SeenCandidate(str(candidate.layout.mesh), candidate.microbatches)
-        least = self._least_bytes(candidate.microbatches)
-        if least > self.task.cluster.capacity_bytes * FAR:
+        one = self._one_device(candidate.microbatches)
+        if one.crowded:
             self.seen.append(replace(seen, outcome="does not fit"))
-            self._crowded.append((least, candidate))
+            self._crowded.append((one.least_bytes, candidate))
             self.bounds.counts.infeasible += 1
             return self.bounds.later(node, node.fewer)
+        if one.binds and not self._limited_too:
+            assert self._waiting is not None
+            self._waiting.append(node)
+            return []
         try:
-            made = self._free(candidate, self._incumbent, self._limited_too)
+            made = self._free(candidate, self._incumbent, self._limited_too, node.bound if one.binds else None)
         except OutOfMemoryError as error:
             self.seen.append(replace(seen, outcome="does not fit"))
             self._refused_free.append(error)
@@ -399,10 +403,10 @@ class Sweep:
         self.results.append(Result(candidate, str(candidate), made, made.seconds))
         return self._more(node, made.seconds, made.limited)
 
-    def _least_bytes(self, microbatches: int) -> float:
-        if microbatches not in self._least:
-            self._least[microbatches] = least_bytes(self.task, microbatches)
-        return self._least[microbatches]
+    def _one_device(self, microbatches: int) -> OneDevice:
+        if microbatches not in self._single:
+            self._single[microbatches] = self._one(microbatches)
+        return self._single[microbatches]
 
     def _more(self, node: Branch, seconds: float, limited: bool) -> list[Branch]:
         """A free layout with more micro-batches, of which this count takes so many seconds at least: where memory keeps it from

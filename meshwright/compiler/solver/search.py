@@ -97,8 +97,9 @@ class Search:
 
     @property
     def done(self) -> bool:
-        """The demanded gap is reached, as far as columns need not agree, or by a solution known elsewhere (``cutoff``)."""
-        return self.within(min(self.loose_time, self.cutoff))
+        """The demanded gap is reached, by a solution known elsewhere (``cutoff``) too. Columns that do not agree count unless
+        ``strict``: it may end by what is known elsewhere, and to raise the bound takes less than to branch."""
+        return self.within(min(self.time if self.strict else self.loose_time, self.cutoff))
 
     def within(self, time: float) -> bool:
         """Whether nothing is faster than so many seconds by more than the demanded gap."""
