@@ -53,6 +53,15 @@ class Net(nn.Module):
         return Output(x.square().mean(), x)
 
 
+class Asserting(Net):
+    """It asserts of what it is given."""
+
+    def forward(self, x: torch.Tensor) -> Output:
+        torch._assert_async(x.abs().max() < 100.0, "too large")
+        torch._assert_async((x.sum(1) > -5.0).all(), "negative")
+        return super().forward(x)
+
+
 EXAMPLE: dict[str, Any] = {"x": torch.zeros(4, 8)}
 
 
@@ -66,7 +75,9 @@ def plans() -> dict[str, dict[str, Any]]:
     zero = mw.plan(Net(), "cpu:1x2", EXAMPLE, pins={"dp": 2, "tp": 1, "zero": 3})
     tied = mw.plan(Net(tied=True), "cpu:1x2", EXAMPLE, pins={"dp": 1, "tp": 2}, loss_fn=loss_of)
     staged = mw.plan(Net(), "cpu:1x2", EXAMPLE, pins={"pp": 2, "microbatches": 2, "schedule": "1f1b"})
-    return {name: json.loads(json.dumps(plan_to_file(plan))) for name, plan in (("zero", zero), ("tied", tied), ("pp", staged))}
+    asserted = mw.plan(Asserting(), "cpu:1x2", EXAMPLE, pins={"dp": 2, "tp": 1})
+    made = {"zero": zero, "tied": tied, "pp": staged, "asserted": asserted}
+    return {name: json.loads(json.dumps(plan_to_file(plan))) for name, plan in made.items()}
 
 
 @pytest.mark.parametrize("target", [
@@ -247,15 +258,24 @@ def outcome(data: dict[str, Any], graph: Any) -> str:
     return "legal"
 
 
-@pytest.mark.parametrize("name", ["zero", "tied", "pp"])
+@pytest.mark.parametrize("name", ["zero", "tied", "pp", "asserted"])
 def test_mutants_are_refused_or_legal(plans: dict[str, Any], name: str) -> None:
     loss_fn = loss_of if name == "tied" else None
-    graph = capture_model(Net(tied=name == "tied"), (), EXAMPLE, (), loss_fn, "fp32")
+    model = Asserting() if name == "asserted" else Net(tied=name == "tied")
+    graph = capture_model(model, (), EXAMPLE, (), loss_fn, "fp32")
     generator, found = random.Random(name), Counter[str]()
     assert outcome(plans[name], graph) == "legal"
-    for _ in range(400):
+    for _ in range(300):
         found[outcome(mutant(plans[name], generator), graph)] += 1
-    assert found["refused"] > 200
+    assert found["refused"] > 150
+    if name == "asserted":  # what is asserted, most of all
+        for _ in range(100):
+            data = copy.deepcopy(plans[name])
+            at = data["graph"]["changes"]["ops"][generator.randrange(8)]
+            place = generator.choice((1, 2))
+            other = generator.choice((None, "mw.asserted", [{"%": "x"}], [True, ""], "aten.relu.default"))
+            same, at[place] = other == at[place], other
+            assert outcome(data, graph) == ("legal" if same else "refused")
 
 
 # ------------------------------------------------------------------------------------------------------------- on two ranks
