@@ -665,6 +665,18 @@ class TestErrors:
             capture(model, (torch.randn(2, 4),), {})
         assert caught.value.module == "1.0"
 
+    def test_a_layer_of_torch_that_takes_a_number_from_a_tensor_is_named(self):
+        with pytest.raises(CaptureError, match=r"'1' \(BatchNorm1d\).*momentum=None wants a momentum"):
+            capture(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)), (torch.randn(2, 4),), {})
+
+    def test_transforms_of_functions_are_named(self):
+        class Rows(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.vmap(super().forward)(x)
+
+        with pytest.raises(CaptureError, match=r"torch\.vmap.*What to do"):
+            capture(nn.Sequential(Rows(4, 4)), (torch.randn(2, 4),), {})
+
     def test_shapes_that_do_not_fit(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5))
         with pytest.raises(CaptureError, match=r"'0'.*shape"):

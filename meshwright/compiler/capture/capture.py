@@ -199,11 +199,12 @@ _REMEDIES = (
      "the shape of what it makes depends on the contents of a tensor: make it of a fixed size (torch.where or a mask in the "
      "place of a selection), or leave it out of the model and of loss_fn, and compute it from the outputs"),
     (("data-dependent", "datadependent", "unbacked", "_local_scalar_dense", "guardondata", ".item()"),
-     "it branches on, or takes a number from, the contents of a tensor; use torch.where, or make it a Python argument. A "
-     "torch.distributions object that looks at its arguments wants validate_args=False. If it is a loop over experts that asks "
-     "which tokens are theirs: of a transformers model set experts_implementation=\"grouped_mm\" (from_pretrained and "
-     "from_config take it); of your own, sort the tokens by expert and use torch._grouped_mm, or compute every expert on all "
-     "tokens"),
+     "it branches on, or takes a number from, the contents of a tensor; use torch.where, or make it a Python argument. If a "
+     "branch only raises for some inputs, torch._assert_async(condition, message) does, on every rank. A BatchNorm with "
+     "momentum=None wants a momentum; a torch.distributions object that looks at its arguments wants validate_args=False. If "
+     "it is a loop over experts that asks which tokens are theirs: of a transformers model set experts_implementation="
+     "\"grouped_mm\" (from_pretrained and from_config take it); of your own, sort the tokens by expert and use "
+     "torch._grouped_mm, or compute every expert on all tokens"),
     (("attributeerror", "typeerror", "keyerror", "nameerror"),
      "the forward runs into this while it is traced. If it runs as it is, it does something else under torch.export (as code "
      "that asks torch.compiler.is_exporting() does): torch.export.export(model, args, kwargs, strict=False) shows the same"),
@@ -216,13 +217,13 @@ _REMEDIES = (
 def _explain(error: Exception, model: nn.Module, shadow: nn.Module) -> CaptureError:
     module, source = failing_frame(error, shadow)
     kept = _not_kept(error)
+    inside = dict(model.named_modules()).get(module, model)
+    where = f"module {module or '(root)'!r} ({type(inside).__name__})" + (f" at {source}" if source else "")
     if kept is not None:
-        where = f"module {module or '(root)'!r} ({type(model).__name__})" + (f" at {source}" if source else "")
         return CaptureError(f"{where}: {kept}. What to do: {kept.remedy}", module=module, source=source)
     text = str(error).strip().split("\n\n")[0].split("\n")
     reason = f"{type(error).__name__}: {' '.join(text)[:400]}"
     lowered = f"{type(error).__name__} {error}".lower()
     remedy = next((advice for words, advice in _REMEDIES if any(word in lowered for word in words)),
                   "the forward must be one static graph of tensor operations: check that it runs on these inputs as it is")
-    where = f"module {module or '(root)'!r} ({type(model).__name__})" + (f" at {source}" if source else "")
     return CaptureError(f"{where} cannot be captured: {reason}. What to do: {remedy}", module=module, source=source)

@@ -196,8 +196,10 @@ class _Importer:
             return
         module, source = _module_path(node), self._source(node)
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise CaptureError(f"module {module!r} ({source}) uses {node.target}, which has no place in a static graph; "
-                               f"replace it by tensor operations", module=module, source=source)
+            name = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', node.target)}".strip(".")
+            batched = "torch.vmap or another transform of torch.func" if "functorch" in name else name
+            raise CaptureError(f"module {module or '(root)'!r} ({source}) uses {batched}, which has no place in a static "
+                               f"graph. What to do: write it as operations on whole tensors", module=module, source=source)
         if str(node.target) in _ASSERTIONS:
             self._assertion(node, module, source)
             return
