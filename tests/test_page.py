@@ -13,6 +13,7 @@ import pytest
 from meshwright.errors import InputError
 from meshwright.ir.plan import Pipeline, Plan
 from meshwright.ir.prediction import StageSeconds
+from meshwright.views.facts import facts_of
 from meshwright.views.page.data import page_data
 from meshwright.views.page.outline import outline, shown
 from meshwright.views.report import show
@@ -73,7 +74,7 @@ def test_equal_blocks_are_one_run() -> None:
 
 
 def test_edges_carry_their_reshards() -> None:
-    page = page_data(same_blocks())
+    page = page_data(facts_of(same_blocks()))
     names = {number: node[3] for number, node in enumerate(page["nodes"])}
     edges = {(names[a], names[b], loop): (page["infos"][info], times) for a, b, info, times, loop in page["edges"]}
     info, times = edges["down0", "add0", 0]
@@ -86,17 +87,17 @@ def test_edges_carry_their_reshards() -> None:
 
 
 def test_memory_time_and_clock() -> None:
-    page = page_data(piped())
+    page = page_data(facts_of(piped()))
     assert [name for name, _ in page["memory"]["ranks"]] == ["pipeline rank 0", "pipeline rank 1"]
     assert all(sum(kinds.values()) > 0 for _, kinds in page["memory"]["ranks"])
     assert [len(row) for row in page["clock"]["rows"]] == [4, 4]
     assert page["clock"]["end"] == pytest.approx(9e3, rel=0.05)  # (M + P - 1) x 3 ms, and two transfers
     assert page["step"] == 0.0125
-    assert page_data(same_blocks())["clock"] is None
+    assert page_data(facts_of(same_blocks()))["clock"] is None
 
 
 def test_a_page_says_what_differs() -> None:
-    page = page_data(same_blocks(), other())
+    page = page_data(facts_of(same_blocks()), facts_of(other()))
     changed = {node[3] for node in page["nodes"] if node[1] == "op" and page["infos"][node[4]]["changed"]}
     assert changed == {"relu0"}
     info = next(page["infos"][node[4]] for node in page["nodes"] if node[3] == "relu0")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -283,10 +284,11 @@ class Alternatives:
     def _why(self, base: _Alternative, other: _Alternative) -> str:
         """The part that costs the other way most more than the planned one."""
         more: dict[str, float] = {}
-        for (kind, variant, old), (_, _, new) in zip(base.path, other.path, strict=True):
+        steps = Counter((one, new) for one, (_, _, new) in zip(base.path, other.path, strict=True))
+        for ((kind, variant, old), new), times in steps.items():
             if old != new:
                 for label, seconds in self._differences(kind, variant, old, new):
-                    more[label] = more.get(label, 0.0) + seconds
+                    more[label] = more.get(label, 0.0) + times * seconds
         if not more:
             return "the same"
         label = max(more, key=lambda name: more[name])

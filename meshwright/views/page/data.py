@@ -21,12 +21,11 @@ from meshwright.compiler.search.plans import simulation_of
 from meshwright.cost.cluster import ClusterError
 from meshwright.footprint import footprints
 from meshwright.ir.graph import Op
-from meshwright.ir.plan import Plan
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.ir.sharding import Sharding, format_sharding
 from meshwright.ir.writing.paths import fold_paths
 from meshwright.planner import state_bytes
-from meshwright.views.facts import Facts, facts_of
+from meshwright.views.facts import Facts
 from meshwright.views.page.outline import OutlineEntry, Shown, keys, outline, shown
 from meshwright.views.prices import Move, OpPrice, Prices
 from meshwright.views.words import assignment_words, header, kept_words, not_told_apart, time_parts
@@ -35,11 +34,10 @@ HOT = 12
 Alternatives = Callable[[Op], Sequence[Mapping[str, Any]]]
 
 
-def page_data(plan: Plan, against: Plan | None = None, alternatives: Alternatives | None = None) -> dict[str, Any]:
+def page_data(facts: Facts, against: Facts | None = None, alternatives: Alternatives | None = None) -> dict[str, Any]:
     """Everything the page shows of a plan. ``against``: the plan that it is compared with; ``alternatives``: of an operator,
     best first."""
-    facts = facts_of(plan)
-    return _Page(facts, None if against is None else facts_of(against), alternatives).data()
+    return _Page(facts, against, alternatives).data()
 
 
 class _Page:

@@ -12,16 +12,16 @@ from meshwright.cost.cluster import ClusterError
 from meshwright.ir.graph import Op
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.views.alternatives import SHOWN, Alternatives
-from meshwright.views.facts import facts_of
+from meshwright.views.facts import Facts, facts_of
 from meshwright.views.page.data import page_data
 from meshwright.views.page.document import document
 from meshwright.views.words import assignment_words
 
 
-def priced(plan: Plan) -> Callable[[Op], list[dict[str, Any]]] | None:
+def priced(facts: Facts) -> Callable[[Op], list[dict[str, Any]]] | None:
     """The alternatives of an operator as the page shows them; None where the plan has no prices or no choices to compare."""
     try:
-        known = Alternatives(facts_of(plan))
+        known = Alternatives(facts)
     except (ClusterError, PlanError):
         return None
 
@@ -41,8 +41,9 @@ def priced(plan: Plan) -> Callable[[Op], list[dict[str, Any]]] | None:
 
 def write(plan: Plan, path: str | Path, against: Plan | None = None) -> None:
     """Write the page of ``plan``, and of the plan it is compared with."""
-    pages = [page_data(plan, against, priced(plan))]
-    pages += [] if against is None else [page_data(against, plan, priced(against))]
+    one, other = facts_of(plan), None if against is None else facts_of(against)
+    pages = [page_data(one, other, priced(one))]
+    pages += [] if other is None else [page_data(other, one, priced(other))]
     names = ["this plan", "the other plan"]
     path = Path(path)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
