@@ -78,6 +78,26 @@ def llama(layers: int, hidden: int, heads: int, kv: int, inner: int, vocab: int)
     ))
 
 
+def mistral() -> nn.Module:
+    """Mistral of two layers, whose window is a part of the sequence."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=8192, max_position_embeddings=4096, sliding_window=256, use_cache=False,
+    ))
+
+
+def t5() -> nn.Module:
+    """T5 of two layers on each side: a position bias that takes a gradient, and attention between two sequences."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(T5Config(
+        d_model=256, d_kv=32, d_ff=1024, num_layers=2, num_heads=8, vocab_size=8192, dropout_rate=0.0, use_cache=False,
+        decoder_start_token_id=0, pad_token_id=0,
+    ))
+
+
 def mixtral() -> nn.Module:
     """A small mixture of 8 experts, 2 per token."""
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -143,6 +163,18 @@ def llama_narrow() -> nn.Module:
     return llama(2, 64, 4, 2, 192, 512)
 
 
+def gpt2_drawing() -> nn.Module:
+    """GPT-2 with dropout in attention too, which blocks of a split sequence form the scores for."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=2, n_head=8, vocab_size=1024, n_positions=4096, use_cache=False))
+
+
+def gpt2_two() -> nn.Module:
+    """GPT-2 small's dims in two layers."""
+    return gpt2(2, 768, 12)
+
+
 STAGES: Mapping[str, Any] = {"pp": 2, "dp": 1, "tp": 1, "zero": 0, "microbatches": 8}
 CASES: Mapping[str, Case] = {
     "gpt2-small zero 0": Case(small, (8, 1024), 4, {"dp": 4, "tp": 1, "zero": 0}),
@@ -180,6 +212,21 @@ CASES: Mapping[str, Case] = {
     "llama-narrow cp 2 blocks": Case(
         llama_narrow, (1, 16384), 2, {"cp": 2, "dp": 1, "tp": 1, "zero": 3, "recompute": "full", "loss_rows": 2048}, "bf16",
         loss_fn=loss_alone),
+    "mistral cp 1": Case(mistral, (2, 2048), 1, {"dp": 1, "tp": 1, "zero": 0}),
+    "mistral cp 2 ring": Case(mistral, (2, 2048), 2, {"cp": 2, "dp": 1, "tp": 1, "zero": 0, "attention": "ring"}),
+    "mistral cp 2 ulysses": Case(mistral, (2, 2048), 2, {"cp": 2, "dp": 1, "tp": 1, "zero": 0, "attention": "ulysses"}),
+    "mistral cp 4 ring": Case(mistral, (2, 2048), 4, {"cp": 4, "dp": 1, "tp": 1, "zero": 0, "attention": "ring"}),
+    "gpt2-two cp 1": Case(gpt2_two, (4, 1024), 1, {"dp": 1, "tp": 1, "zero": 0}),
+    "gpt2-two cp 2 ring": Case(gpt2_two, (4, 1024), 2, {"cp": 2, "dp": 1, "tp": 1, "zero": 0, "attention": "ring"}),
+    "gpt2-two cp 2 ulysses": Case(gpt2_two, (4, 1024), 2, {"cp": 2, "dp": 1, "tp": 1, "zero": 0, "attention": "ulysses"}),
+    "gpt2-two cp 4 ring": Case(gpt2_two, (4, 1024), 4, {"cp": 4, "dp": 1, "tp": 1, "zero": 0, "attention": "ring"}),
+    "gpt2-two cp 4 all-gather": Case(gpt2_two, (4, 1024), 4, {"cp": 4, "dp": 1, "tp": 1, "zero": 0, "attention": "all-gather"}),
+    "gpt2-drawing cp 2 ring": Case(gpt2_drawing, (1, 4096), 2, {"cp": 2, "dp": 1, "tp": 1, "zero": 0, "attention": "ring"}),
+    "gpt2-drawing cp 2 all-gather": Case(
+        gpt2_drawing, (1, 4096), 2, {"cp": 2, "dp": 1, "tp": 1, "zero": 0, "attention": "all-gather"}),
+    "t5 cp 1": Case(t5, (2, 512), 1, {"dp": 1, "tp": 1, "zero": 0}),
+    "t5 cp 2 ring": Case(t5, (2, 512), 2, {"cp": 2, "dp": 1, "tp": 1, "zero": 0, "attention": "ring"}),
+    "t5 cp 4 ring": Case(t5, (2, 512), 4, {"cp": 4, "dp": 1, "tp": 1, "zero": 0, "attention": "ring"}),
     "mixtral zero 2": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 2}),
     "mixtral zero 3 bf16": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 3}, "bf16"),
     "mixtral tp 2 selective": Case(mixtral, (16, 512), 4, {"dp": 2, "tp": 2, "zero": 1, "recompute": "selective"}),

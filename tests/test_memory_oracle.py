@@ -18,6 +18,7 @@ OTHERS = (  # every model, level, split, recomputation and precision; programs o
     ("llama-110m selective", "llama-110m zero 3 x4", "vit tp 2 selective x4"),
     ("llama-110m cp 4 all-gather", "llama-110m cp 4 ring full", "llama-narrow cp 2 blocks"),
     ("mixtral zero 3 bf16", "mixtral full", "mixtral tp 2 selective"),
+    ("t5 cp 2 ring", "gpt2-drawing cp 2 ring", "gpt2-drawing cp 2 all-gather"),
 )
 PIPELINES = ("gpt2-small zb", "gpt2-small zbv", "gpt2-small pp 4 zero 3", "llama-110m pp 2 selective")
 

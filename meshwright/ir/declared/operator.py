@@ -49,6 +49,8 @@ LAYOUTS = ("", "reshape", "contiguous", "first")
 RECOMPUTE = ("allowed", "costly", "forbidden")
 PIECES = "mw.linear_cross_entropy"
 """The loss in pieces: logits and their cross entropy, a few rows at a time."""
+SCORE_ROWS = 1024
+"""Rows of which attention that no flash kernel takes forms the scores at a time."""
 FUSING = ("pointwise", "linear", "reduce", "norm", "factory", "view")
 """Kinds that torch.compile puts into one kernel with their pointwise neighbours."""
 

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.ir.declared.operator import SCORE_ROWS
+
 _ATEN: Any = torch.ops.aten
-ROWS = 1024
-"""Rows of which the scores are formed at a time."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _kept(shape: torch.Size, rows: slice, number: int, like: Tensor, how: Settin
 
 
 def _rows(count: int) -> list[slice]:
-    return [slice(start, min(count, start + ROWS)) for start in range(0, count, ROWS)]
+    return [slice(start, min(count, start + SCORE_ROWS)) for start in range(0, count, SCORE_ROWS)]
 
 
 def _written(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, number: int, how: Setting) -> Out:

@@ -22,7 +22,7 @@ from functools import partial
 
 from meshwright.compiler.rules.book import Declaration, declare
 from meshwright.compiler.rules.call import Call, Operand, Rewritten, argument, broadcast_dims, words
-from meshwright.ir.declared.operator import Cost, Saves, Work
+from meshwright.ir.declared.operator import SCORE_ROWS, Cost, Saves, Work
 from meshwright.ir.graph import Op
 from meshwright.ir.pins import GATHER, RING, ULYSSES
 from meshwright.ir.rule import Factor, Local, OpRule, SequenceAlgorithm
@@ -204,9 +204,16 @@ def _merging(work: Work) -> tuple[float, float]:
     return float(forward), float((query + keys) * (cast + 2 * item) + 2 * made * item)
 
 
+def _attending(work: Work) -> tuple[float, float]:
+    """The same, and the scores of a block where they are formed."""
+    forward, backward = _merging(work)
+    scores = [_scores(work, last - first, stop - start) for first, last, start, stop, *_ in work.args[6]]
+    return forward, backward + max(scores, default=0.0) + _mask_sum(work)
+
+
 def _passing(work: Work) -> tuple[float, float]:
-    """The same, and pieces on their way; in the backward the most of any moment of ``runtime.attention.forms``, without the
-    gradients that it hands on."""
+    """As ``_merging``, and pieces on their way; in the backward the most of any moment of ``runtime.attention.forms``, without
+    the gradients that it hands on."""
     forward, _ = _merging(work)
     item, steps, length = work.reads.itemsize, work.args[6], work.args[7]
     query, made = (math.prod(shape) for shape in (work.operands[0], work.results[0]))
@@ -220,12 +227,33 @@ def _passing(work: Work) -> tuple[float, float]:
             part, seen = (last - first) / rows, stop - start
             copies = part * (query + 2 * made) + seen * key * (seen < length)
             gradients = part * query + seen * key
-            most = max(most, wide + sent + item * (copies + gradients + made_before))
+            scores = _scores(work, last - first, seen)
+            most = max(most, wide + sent + item * (copies + gradients + made_before) + scores)
             made_before = gradients
         most = max(most, 2 * wide + sent)
     most = max(most, 2 * wide + (query + key * length) * (item if item < WIDE else 0))
     handed = (query + sum(math.prod(shape) for shape in work.operands[1:3])) * item
-    return forward + 2 * keys, query * max(item, WIDE) + keys + most - handed
+    return forward + 2 * keys, query * max(item, WIDE) + keys + most - handed + _mask_sum(work)
+
+
+def _scores(work: Work, rows: int, keys: int) -> float:
+    """Bytes of the scores that the backward of a block forms where no flash kernel does it, as the mask takes a gradient or
+    probabilities are dropped: of some rows at a time, fp32; and the mask's gradient of the block."""
+    masked, dropped = len(work.gradients) > 3 and work.gradients[3], bool(work.args[4])
+    if not masked and not dropped:
+        return 0.0
+    at_once = 4 + dropped + (rows > SCORE_ROWS)  # probabilities, their gradients and a difference; some of the rows before
+    formed = math.prod(work.operands[0][:-2]) * min(rows, SCORE_ROWS) * keys * at_once
+    if masked:
+        mask = work.operands[3]
+        formed += math.prod(mask[:-2]) * (rows if mask[-2] > 1 else 1) * (keys if mask[-1] > 1 else 1)
+    return formed * WIDE
+
+
+def _mask_sum(work: Work) -> float:
+    """Bytes by which the mask's gradient is wider while it is summed over blocks."""
+    masked = len(work.gradients) > 3 and work.gradients[3]
+    return float(math.prod(work.operands[3]) * max(0, WIDE - work.reads.itemsize)) if masked else 0.0
 
 
 def _head(work: Work) -> float:
@@ -252,7 +280,7 @@ in_blocks = partial(declare, None, saves=Saves.parse("0 1 2 3 r0", extra=_rows))
 RULES: Mapping[str, Declaration] = {
     "aten.scaled_dot_product_attention.default": attention(_attention, _local_attention),
     "mw.sdpa": attention(None),
-    "mw.attend": in_blocks(cost=Cost("attention", space=_merging)),
+    "mw.attend": in_blocks(cost=Cost("attention", space=_attending)),
     "mw.ring": in_blocks(cost=Cost("attention", space=_passing)),
     "mw.dealt": declare(None, cost=Cost("attention", space=_dealing), saves=Saves.parse("0 3 r0", extra=_dealt)),
     **{f"aten.{name}.input": declare(_layers) for name in words("lstm gru rnn_tanh rnn_relu")},
