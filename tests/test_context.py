@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -191,6 +192,33 @@ def test_what_cannot_be_is_refused_with_what_can() -> None:
     assert "needs pin cp" in _refused(model, batch, {"attention": "ring"})
     assert "take cp=8, or a sequence of" in _refused(model, batch, {"cp": 16}, 16)
     assert "no sequence was found" in _refused(*make("convnet"), {"cp": 2, "dp": 2})
+
+
+@pytest.mark.parametrize(("pins", "length", "text", "others"), [
+    ({"cp": 4, "ulysses": 2}, 13, "take a sequence of 12 or 16, or drop the pin ulysses", []),
+    ({"cp": 8, "ulysses": 2}, 12, "take a sequence of 8 or 16, cp=4, or drop", [{"cp": 4, "ulysses": 2, "dp": 2}]),
+    ({"cp": 2, "tp": 2, "sequence_parallel": True}, 13, "tp=2 and cp=2; take a sequence of 12 or 16, or drop",
+     [{"cp": 2, "tp": 2}]),
+    ({"tp": 4, "sequence_parallel": True}, 6, "split over tp=4; take a sequence of 4 or 7, tp=2, or drop", []),
+])
+def test_a_length_that_cannot_be_split_is_refused_with_those_that_can(
+    pins: dict[str, Any], length: int, text: str, others: list[dict[str, Any]]
+) -> None:
+    """What the message offers is planned: the lengths on both sides, the degree, the pin dropped."""
+    model, _ = make("llama")
+    devices = pins.get("cp", 1) * pins.get("tp", 1)
+
+    def batch(tokens: int) -> dict[str, torch.Tensor]:
+        return {name: torch.ones(4, tokens, dtype=torch.long) for name in ("input_ids", "labels")}
+
+    said = _refused(model, batch(length), pins, devices)
+    assert text in said
+    offered = re.search(r"a sequence of (\d+) or (\d+)", said)
+    assert offered is not None
+    for tokens in offered.groups():
+        mw.plan(model, f"cpu:1x{devices}", ((), batch(int(tokens))), pins=pins)
+    for other in others:
+        mw.plan(model, f"cpu:1x{devices}", ((), batch(length)), pins=other)
 
 
 def test_the_plan_says_how_attention_runs(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -256,11 +256,14 @@ def check_sequence(scope: Scope) -> None:
     algorithms = [one for op in graph.ops for one in rules[op.name].algorithms.values() if not one.dealt]
     attended_to = {length for algorithm in algorithms for length in algorithm.lengths}
     if len(axes) > 1 and any(length % ranks for length in attended_to):
-        raise PinError(f"pin ulysses={scope.mesh.size(HEADS)}: sequences of {sorted(attended_to)} are split over two axes, so "
-                       f"cp={ranks} must divide them; take another cp or length, or drop the pin")
+        near, common = scope.mesh.size(HEADS), math.gcd(*attended_to)
+        fewer = max((n for n in range(2 * near, ranks, near) if ranks % n == common % n == 0), default=None)
+        others = " and ".join(_nearest(n, lambda n: n % ranks == 0, ranks) for n in sorted(attended_to) if n % ranks)
+        raise PinError(f"pin ulysses={near}: sequences of {sorted(attended_to)} are split over two axes, so cp={ranks} must "
+                       f"divide them; take {others}, {f'cp={fewer}, ' if fewer else ''}or drop the pin ulysses")
     longest = max(lengths)
     if longest <= (ranks - 1) * ceil_div(longest, ranks):
-        nearest = max(n for n in range(1, ranks) if longest > (n - 1) * ceil_div(longest, n))
+        nearest = max(n for n in range(1, ranks) if ranks % n == 0 and longest > (n - 1) * ceil_div(longest, n))
         longer = next(n for n in itertools.count(longest) if n > (ranks - 1) * ceil_div(n, ranks))
         raise PinError(f"pin cp={ranks}: a sequence of {longest} leaves some of the {ranks} ranks without any; take "
                        f"cp={nearest}, or a sequence of {longer} or of a multiple of {ranks}")
@@ -295,7 +298,9 @@ def _attending(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) 
         heads = f"pin ulysses={scope.mesh.size(HEADS)} with " if len(axes) > 1 else "pin "
         ranks, shapes = scope.mesh.size(axes), [list(scope.graph.values[name].shape) for name in op.inputs[:2]]
         algorithms = [name for name in _algorithms(rule, scope.pins.attentions) if name is not None]
-        legal = [n for n in range(2, ranks) if any(_legal(rule, {axes[0]: name}, Mesh(axes[:1], (n,))) for name in algorithms)]
+        legal = [n for n in range(2, ranks) if ranks % n == 0 and any(
+            _legal(rule, {axes[0]: name}, Mesh(axes[:1], (n,))) for name in algorithms
+        )]  # a divisor: other axes take the devices that are left
         remedy = f"cp={max(legal)}" if legal else "no cp"
         raise PinError(
             f"{heads}{scope.pins.shown('attention')}: {op.target} of {op.module or 'the model'}, queries {shapes[0]} and "
@@ -407,13 +412,35 @@ def _sequence_between_blocks(
             continue  # a sequence that the operator itself does not split is split where it is read next
         kept = [a for a in found if all(a.get(axis) == factor for axis in axes)]
         if not kept:
-            length = scope.graph.values[name].shape[where[name]]
             raise PinError(
-                f"pin sequence_parallel=True: the sequence of length {length} that {op.target} of {op.module or 'the model'} "
-                f"hands on cannot be split over tp={scope.mesh.size(axes)}; use a length that tp divides, or drop the pin"
+                f"pin sequence_parallel=True: the sequence of length {scope.graph.values[name].shape[where[name]]} that "
+                f"{op.target} of {op.module or 'the model'} hands on cannot be split over "
+                f"{_other_sequences(rule, factor, axes, scope)}"
             )
         found = kept
     return found
+
+
+def _other_sequences(rule: OpRule, factor: str, tensor: Sequence[str], scope: Scope) -> str:
+    """Over which ranks a sequence that blocks hand on cannot be split, and the nearest length and degree that can be."""
+    axes = [axis for axis in scope.mesh.axes if axis in tensor or (scope.roles[axis] == SEQUENCE and scope.mesh.size(axis) > 1)]
+    before, size = scope.mesh.size([axis for axis in axes if axis not in tensor]), scope.mesh.size(tensor)
+
+    def legal(length: int, ranks: int = size) -> bool:
+        names = ("tp", "cp") if before > 1 else ("tp",)
+        return _legal(replace(rule, sizes={**rule.sizes, factor: length}), dict.fromkeys(names, factor),
+                      Mesh(names, (ranks, before)[:len(names)]))
+
+    over, found = f"tp={size}" + (f" and cp={before}" if before > 1 else ""), _nearest(rule.sizes[factor], legal, size * before)
+    fewer = max((n for n in range(2, size) if size % n == 0 and legal(rule.sizes[factor], n)), default=None)
+    return f"{over}; " + (f"take {found}, " if found else "") + (f"tp={fewer}, " if fewer else "") + "or drop the pin"
+
+
+def _nearest(length: int, legal: Callable[[int], bool], ranks: int) -> str:
+    """The lengths next to one that are legal over so many ranks, in words; empty if none is."""
+    below = [n for n in range(1, length) if legal(n)][-1:]
+    above = next(([n] for n in range(length + 1, length + 2 * ranks) if legal(n)), [])
+    return f"a sequence of {' or '.join(map(str, below + above))}" if below or above else ""
 
 
 def _pinned_tensors(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:
