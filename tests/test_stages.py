@@ -15,6 +15,7 @@ from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
 from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.stage_bound import Bound, cannot_run_in, fractional_bound, link_bound
 from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_bound
+from meshwright.compiler.pipeline.timed_bound import timed_bound
 from meshwright.cost.timeline import peak_bytes, simulate
 from meshwright.ir.schedules import ScheduleError, Table, illegal, schedule_of, schedule_table, schedules
 
@@ -469,6 +470,26 @@ def test_cuts_count_what_is_outside_of_the_micro_batches(setting: tuple[str, int
         got = cut(units, pp, v, name, m, outside=outside)
         assert got.makespan == pytest.approx(min(every)[0], rel=1e-12)
         assert got.gap == 0
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s)))
+def test_a_table_run_at_divided_units_bounds_every_cut(setting: tuple[str, int, int, int]) -> None:
+    """From links that hardly matter to such as take most of a step, with reductions behind it: below the best cut by hand, and
+    near it where units and crossings are alike and it is the crossings that take long."""
+    name, pp, v, m = setting
+    table, n, split = schedule_table(name, pp, v, m), 2 * pp * v if pp * v < 6 else pp * v + 2, schedule_of(name).split
+    for slow, seed in itertools.product((0.1, 3.0, 30.0), range(3)):
+        units = [replace(u, value=slow * u.value, gradient=slow * u.gradient) for u in random_units(n, seed)]
+        units = units if seed else [Unit(str(i), 1.0, 1.0, 1.0, value=slow, gradient=slow) for i in range(n)]
+        outside, best = outside_of(n, seed, 1.0 if split else 0.2), math.inf
+        outside = outside if seed else OutsideSeconds.nothing(n)
+        for inner in itertools.combinations(range(1, n), pp * v - 1):
+            numbers = [range(a, b) for a, b in itertools.pairwise((0, *inner, n))]
+            crossing = [[getattr(units[i - 1], k) for i in inner] for k in ("value", "gradient")]
+            best = min(best, step_by_hand(table, [[units[i] for i in own] for own in numbers], crossing, numbers, outside))
+        found, _ = timed_bound(Intervals.of([units], range(n + 1)), table, outside, 0.0, 0.0)
+        assert found <= best * (1 + 1e-9)
+        assert seed > 0 or slow < 1 or found >= 0.98 * best
 
 
 def test_reductions_move_the_cut() -> None:

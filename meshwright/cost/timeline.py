@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -107,8 +107,8 @@ class Simulation:
                 yield rank, action, float(start), float(end)
 
 
-def _run(table: Table, given: Times, overlap: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(end, duration) of every row of ``table.order``, [rows, K]."""
+def _run(table: Table, given: Times, overlap: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(end, duration, arrival of what it sends) of every row of ``table.order``, [rows, K]."""
     order = table.order
     inputs, weights = given.backward_input, given.backward_weight
     duration = np.concatenate([given.forward, inputs + weights, inputs, weights])[order.duration]
@@ -128,7 +128,7 @@ def _run(table: Table, given: Times, overlap: bool) -> tuple[np.ndarray, np.ndar
         if transfers:  # what sends nothing has link row 0 and takes no time
             arrival[low:high] = np.maximum(now, arrival[link[low:high]])
             arrival[low:high] += transfer[low:high]
-    return end, duration
+    return end, duration, arrival
 
 
 def makespans(table: Table, given: Times, *, overlap: bool = True) -> np.ndarray:
@@ -138,9 +138,49 @@ def makespans(table: Table, given: Times, *, overlap: bool = True) -> np.ndarray
 
 def spans(table: Table, given: Times, *, overlap: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Seconds at which every rank starts its first action and ends its last one, of K cases at once: float [pp, K] each."""
-    end, duration = _run(table, given, overlap)
+    end, duration, _ = _run(table, given, overlap)
     first, last = ([rows[at] for rows in table.order.row_of] for at in (0, -1))
     return end[first] - duration[first], end[last]
+
+
+class LongestPaths(NamedTuple):
+    """Of one case: when every rank ends [pp]; how often a stage's forward, backward input and backward weight lie on the
+    longest path to that end [pp, stages, 3], and what crosses each boundary, down and up [pp, stages - 1, 2]."""
+
+    ends: np.ndarray
+    runs: np.ndarray
+    sends: np.ndarray
+
+
+def longest_paths(table: Table, given: Times) -> list[LongestPaths]:
+    """The paths of which the ends of the ranks are the sums, of every case, with overlap. An end is the largest of the sums of
+    all paths, so at any other times it comes no sooner than this path's sum: a subgradient."""
+    order, stages = table.order, table.stages
+    end, _, arrival = _run(table, given, True)
+    previous, needs, link = order.previous.tolist(), order.needs.tolist(), order.link.tolist()
+    last = [int(rows[-1]) for rows in order.row_of]
+    found = []
+    for ended, arrived in zip(end.T.tolist(), arrival.T.tolist(), strict=True):
+        runs, sends = np.zeros((table.pp, 4 * stages)), np.zeros((table.pp, 2 * stages - 1))
+        for rank, row in enumerate(last):
+            ran, sent = list[int](), list[int]()
+            while row:
+                ran.append(row)
+                before, needed = previous[row], needs[row]
+                if ended[before] >= arrived[needed]:
+                    row = before
+                    continue
+                row = needed
+                sent.append(row)
+                while link[row] and arrived[link[row]] > ended[row]:
+                    row = link[row]
+                    sent.append(row)
+            np.add.at(runs[rank], order.duration[ran], 1.0)
+            np.add.at(sends[rank], order.boundary[sent], 1.0)
+        forward, whole, inputs, weights = runs.reshape(table.pp, 4, stages).transpose(1, 0, 2)
+        counted = np.stack([forward, whole + inputs, whole + weights], axis=2)
+        found.append(LongestPaths(np.array(ended)[last], counted, sends[:, :-1].reshape(table.pp, -1, 2)))
+    return found
 
 
 def simulate(
@@ -158,7 +198,7 @@ def simulate(
     >>> simulate(schedule_table("1f1b", 4, 1, 8), 1, 1, 1).makespan     # ideal 24, bubble (P - 1) / M of it
     33.0
     """
-    end, duration = _run(table, times(table.stages, forward, backward_input, backward_weight, p2p), overlap)
+    end, duration, _ = _run(table, times(table.stages, forward, backward_input, backward_weight, p2p), overlap)
     rows = table.order.row_of
     ends = tuple(end[r, 0] for r in rows)
     starts = tuple(end[r, 0] - duration[r, 0] for r in rows)

@@ -87,13 +87,13 @@ def cannot_run_in(
 ) -> bool:
     """Whether no cut runs in ``seconds`` (inf: at all), with any number of stages a rank from the first to the second of
     ``virtual_stages``: units of the most frequent class are left over when every rank has taken what it can."""
-    classes = _classes(units, outside)
+    classes = classes_of(units, outside)
     most = _whole_units(units, classes, name, pp, virtual_stages, microbatches, capacity, outside.slowed, seconds)
     return most is not None and bool(most.sum() < classes.members.max())
 
 
 def _whole_units(
-    units: Intervals, known: _Classes, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int,
+    units: Intervals, known: Classes, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int,
     capacity: np.ndarray, slowed: float, seconds: float,
 ) -> np.ndarray | None:
     """Of the most frequent class, how many units each rank runs at most in a step of ``seconds`` (inf: of any length), [pp];
@@ -221,7 +221,7 @@ class _Program(LinearProgram):
         self.split, self.turns = schedule.split, schedule.closed is not None and schedule.closed.turns
         self.margins = schedule.margins(pp, len(self.chosen), microbatches)  # if a rank had one stage of each kind
         self.slowed = outside.slowed
-        self.known = _classes(units, outside)
+        self.known = classes_of(units, outside)
         self.classes, self.first, self.members = self.known
         self.scale = float(self.classes[:3].max()) or 1.0
         self.amounts = self.variables(len(self.chosen), pp, len(self.members), units.options)
@@ -379,7 +379,7 @@ class _Program(LinearProgram):
             self.add([(self.amounts[:, :, number], 1.0)], count, count)
 
 
-class _Classes(NamedTuple):
+class Classes(NamedTuple):
     """Equal units: numbers of each class [6 as in ``Intervals`` + 3 as in ``OutsideSeconds``, classes, options], the class of
     every unit, units per class."""
 
@@ -388,10 +388,11 @@ class _Classes(NamedTuple):
     members: np.ndarray
 
 
-def _classes(units: Intervals, outside: OutsideSeconds) -> _Classes:
+def classes_of(units: Intervals, outside: OutsideSeconds) -> Classes:
+    """Units whose numbers are the same up to rounding are one class."""
     once = np.array([outside.gather, outside.reduce, outside.optimizer])[:, None].repeat(units.options, axis=1)
     numbers = np.concatenate([np.diff(units.prefix, axis=2), once])
     scale = np.abs(numbers).sum(axis=2).max(axis=1)[:, None, None] + 1e-300
     keys = np.round(numbers / scale, 12).transpose(2, 0, 1).reshape(units.count, -1)
     _, where, inverse, members = np.unique(keys, axis=0, return_index=True, return_inverse=True, return_counts=True)
-    return _Classes(numbers[:, :, where].transpose(0, 2, 1), inverse.ravel(), members)
+    return Classes(numbers[:, :, where].transpose(0, 2, 1), inverse.ravel(), members)

@@ -14,7 +14,8 @@ How: few enough cuts are all priced, in the order of their lower bound, until th
 3. they are refined best first: one unit from stage a to stage b (everything between shifts), one stage to another option;
    neighbours whose bound is no better are never simulated (``compiler.pipeline.refine``).
 
-With several stages a rank the bound is the better of packing and a linear program (``compiler.pipeline.stage_bound``).
+With several stages a rank the bound is the better of packing and a linear program (``compiler.pipeline.stage_bound``). The
+search has another, the table itself run at divided units (``compiler.pipeline.timed_bound``): it binds where transfers wait.
 """
 
 from __future__ import annotations

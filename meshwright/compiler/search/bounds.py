@@ -5,6 +5,7 @@
     PLACEMENT   the placement of (tensor, samples, context)                solved once, serves every pp and schedule
     KEPT        every ZeRO level and shard that none dominates             the parameters' price on this mesh
     DIVIDED     units that may be divided, memory and schedule exact       ``Evaluator.relaxed``
+    TIMED       the schedule's table run at divided units                  transfers that wait for each other
 
 Candidates that differ in their stages a rank only are one node until memory counts: a bound for a whole range of them comes
 first, then for its halves. Candidates with a free layout are bounded by FLOPS alone, then solved.
@@ -59,6 +60,7 @@ class Level(IntEnum):
     PLACEMENT = 2
     KEPT = 3
     DIVIDED = 4
+    TIMED = 5
 
 
 @dataclass(order=True)
@@ -184,7 +186,9 @@ class CandidateBounds:
             return self.tensor(node)
         if node.level is Level.TENSOR:
             return self.place(node)
-        return self.keep(node) if node.level is Level.PLACEMENT else self.divide(node, to_beat)
+        if node.level is Level.PLACEMENT:
+            return self.keep(node)
+        return self.divide(node, to_beat) if node.level is Level.KEPT else [self.time(node, to_beat)]
 
     def tensor(self, node: Branch) -> list[Branch]:
         """At the level TENSOR. Near ranks that exchange a sequence for heads save at most what it waits for without them. Where
@@ -292,6 +296,14 @@ class CandidateBounds:
         if len(node.virtual) > 1:
             return self.split(node, len(node.virtual) // 2, bound)
         return [node.at(Level.DIVIDED, bound)]
+
+    def time(self, node: Branch, to_beat: float) -> Branch:
+        """At the level TIMED. While there is nothing to beat, and of what is no pipeline, nothing more is said."""
+        candidate = node.candidate
+        if candidate.pp == 1 or to_beat == float("inf"):
+            return replace(node, level=Level.TIMED)
+        degrees, placement = degrees_of(candidate, node.shard), self.placement_of(node)
+        return node.at(Level.TIMED, self.evaluator.timed(candidate, degrees, node.zero, placement, node.bound, to_beat))
 
     def _miss(self, node: Branch, units: Units) -> None:
         single = node.part(node.virtual[:1], 0.0, node.number)

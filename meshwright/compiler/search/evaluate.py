@@ -29,6 +29,7 @@ from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import least_in_flight, received
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
 from meshwright.compiler.pipeline.lighten import lighten
+from meshwright.compiler.pipeline.timed_bound import timed_bound
 from meshwright.compiler.placement.blockmodel import handed_back
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK, Variant
 from meshwright.compiler.placement.rows import NONE, Placement
@@ -220,27 +221,43 @@ class Evaluator:
         stages a rank from the candidate's to ``most`` if that is more; inf if it is proven that nothing fits. ``cutoff``:
         seconds above which nothing sharper is needed."""
         capacity = self.capacity if capacity is None else capacity
-        kinds = self.kinds(candidate, zero)
-        crossing = self._places(self._crossing(degrees, placement))
-        variants = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
-        positions = stages.positions_of(crossing)
-        columns = np.array([_columns(variant) for variant in variants]).transpose(1, 0, 2)
-        units = Intervals.of_columns(columns[[0, 1, 2, 3, 4, 4]], columns[5], crossing, crossing, positions)
+        units, outside = self._divisible(candidate, degrees, zero, placement)
         several = candidate.virtual_stages, max(candidate.virtual_stages, most)
         schedule, pp, count = candidate.schedule, candidate.pp, candidate.microbatches
         slack = placement.bound / placement.seconds
-        outside = self._outside(candidate, variants[0])
         boundary = received(schedule, pp, several[0], count) * max(placement.crossing[:-1]) + placement.made_alone(count)
         boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += handed_back(count) * placement.outputs
         room = np.maximum(capacity - boundary, 1.0)
         asked = cutoff / slack
-        bound = stages.step_bound(units, pp, several, schedule, count, room, outside.at(positions), asked)
+        bound = stages.step_bound(units, pp, several, schedule, count, room, outside, asked)
         self.work["packing"] += 1
         self.work["ranks alone"] += bound.by == "stages"
         self.work["rank of divided units"] += pp * (bound.by in ("divided", "whole"))
         self.work["pair of ranks of whole units"] += pp * pp * (bound.by == "whole")
         found = bound.seconds * slack
         return max(cutoff, found) if bound.seconds >= asked > 0 else found
+
+    def timed(
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, known: float, cutoff: float
+    ) -> float:
+        """Seconds that no cut can beat, no less than ``known``, by the schedule's own table. ``cutoff``: seconds above which
+        nothing sharper is needed."""
+        units, outside = self._divisible(candidate, degrees, zero, placement)
+        slack = placement.bound / placement.seconds
+        seconds, runs = timed_bound(units, self.table(candidate), outside, known / slack, cutoff / slack)
+        self.work["action of divided units"] += runs * candidate.microbatches * candidate.stages
+        return max(known, seconds * slack)
+
+    def _divisible(
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement
+    ) -> tuple[Intervals, OutsideSeconds]:
+        """What lies between two places where a stage can begin, under every kind of recomputation."""
+        crossing = self._places(self._crossing(degrees, placement))
+        variants = [self.units(candidate, degrees, zero, placement, name) for name in self.kinds(candidate, zero)]
+        positions = stages.positions_of(crossing)
+        columns = np.array([_columns(variant) for variant in variants]).transpose(1, 0, 2)
+        units = Intervals.of_columns(columns[[0, 1, 2, 3, 4, 4]], columns[5], crossing, crossing, positions)
+        return units, self._outside(candidate, variants[0]).at(positions)
 
     def _outside(self, candidate: Candidate, units: Units) -> OutsideSeconds:
         """What units add outside the micro-batches."""

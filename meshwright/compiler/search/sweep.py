@@ -47,7 +47,7 @@ without a pipeline, and the second dive, are done."""
 _EFFORT: Mapping[str, float] = {
     "placement": 0.1, "variant": 0.0005, "alone": 0.001, "packing": 0.002, "ranks alone": 0.06, "rank of divided units": 0.0025,
     "pair of ranks of whole units": 0.0025, "stage to cut": 0.003, "stage cut": 1.2e-7, "action simulated": 2.5e-8,
-    "stage that does not fit": 0.004,
+    "stage that does not fit": 0.004, "action of divided units": 6e-6,
 }
 """Seconds of each kind of work, as ``Evaluator.work`` counts it: measured, on one core. They only decide where a search ends,
 and enter neither a price nor a bound."""
@@ -289,7 +289,7 @@ class Sweep:
             if node.candidate in solved:
                 left.append(node)
                 continue
-            if node.level is Level.DIVIDED:
+            if node.level is Level.TIMED:
                 self._solve(node)
                 solved.add(node.candidate)
                 continue
@@ -306,8 +306,8 @@ class Sweep:
         """Best first through some of the candidates; what is left of them, proven no better or out of time. ``early``: what is
         left is looked at again, so that it ends at the deadline even if nothing was found."""
         total = max(1, len(nodes))
-        ready = [node for node in nodes if node.level is Level.DIVIDED]
-        heap = [node for node in nodes if node.level is not Level.DIVIDED]
+        ready = [node for node in nodes if node.level >= Level.DIVIDED]
+        heap = [node for node in nodes if node.level < Level.DIVIDED]
         heapq.heapify(heap)
         heapq.heapify(ready)
         while heap or ready:
@@ -317,8 +317,12 @@ class Sweep:
             if deadline < _INF and (early or self._incumbent < _INF) and self.effort > deadline:
                 self.late |= not early
                 break
-            if node.level is Level.DIVIDED:
-                self._solve(heapq.heappop(ready))
+            if node.level >= Level.DIVIDED:
+                heapq.heappop(ready)
+                if node.level is Level.TIMED:
+                    self._solve(node)
+                else:
+                    heapq.heappush(ready, self.bounds.time(node, self._cutoff))
                 continue
             self._report(node, 1.0 - len(heap) / total)
             heapq.heappop(heap)
@@ -330,7 +334,7 @@ class Sweep:
                 self._solve(node)
                 continue
             for child in self.bounds.sharper(node, self._cutoff):
-                heapq.heappush(ready if child.level is Level.DIVIDED else heap, child)
+                heapq.heappush(ready if child.level >= Level.DIVIDED else heap, child)
         return heap + ready
 
     def _report(self, node: Branch, done: float) -> None:

@@ -58,8 +58,18 @@ class LinearProgram:
         whole = result.termination.reason == mathopt.TerminationReason.OPTIMAL or self.integers
         return float(result.dual_bound()) if whole else -math.inf
 
-    def _solved(self, objective: Mapping[int, float]) -> mathopt.SolveResult:
-        """Minimize. Raises NoSolutionError."""
+    def solution(self, objective: Mapping[int, float]) -> tuple[float, np.ndarray]:
+        """What ``minimum`` gives, and values of all variables at which it is so. Raises NoSolutionError."""
+        result = self._solved(objective, values=True)
+        if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
+            raise NoSolutionError
+        found = np.zeros(self.count)
+        for variable, value in result.variable_values().items():
+            found[variable.id] = value
+        return float(result.dual_bound()), found
+
+    def _solved(self, objective: Mapping[int, float], values: bool = False) -> mathopt.SolveResult:
+        """Minimize; ``values``: of the variables too. Raises NoSolutionError."""
         proto = model_pb2.ModelProto()
         proto.variables.ids.extend(range(self.count))
         proto.variables.lower_bounds.extend([0.0] * self.count)
@@ -69,25 +79,26 @@ class LinearProgram:
         proto.linear_constraints.lower_bounds.extend(self.lower)
         proto.linear_constraints.upper_bounds.extend(self.upper)
         matrix = proto.linear_constraint_matrix
-        for row, (columns, values) in enumerate(self.parts):
+        for row, (columns, weights) in enumerate(self.parts):
             order = columns.argsort()
             matrix.row_ids.extend([row] * len(columns))
             matrix.column_ids.extend(columns[order].tolist())
-            matrix.coefficients.extend(values[order].tolist())
+            matrix.coefficients.extend(weights[order].tolist())
         proto.objective.linear_coefficients.ids.extend(sorted(objective))
         proto.objective.linear_coefficients.values.extend(objective[variable] for variable in sorted(objective))
-        result = self._run(mathopt.Model.from_model_proto(proto))
+        result = self._run(mathopt.Model.from_model_proto(proto), values)
         if result.termination.reason in _NONE:
             raise NoSolutionError
         return result
 
-    def _run(self, model: mathopt.Model) -> mathopt.SolveResult:
+    def _run(self, model: mathopt.Model, values: bool) -> mathopt.SolveResult:
         if self.integers:
             params = mathopt.SolveParameters(threads=1, node_limit=NODES, heuristics=mathopt.Emphasis.OFF)
             return mathopt.solve(model, mathopt.SolverType.GSCIP, params=params)
         none = mathopt.SparseVectorFilter(filtered_items=[])
-        only = mathopt.ModelSolveParameters(  # the objective alone is read, since reading takes a while
-            variable_values_filter=none, reduced_costs_filter=none, dual_values_filter=none
+        every = mathopt.SparseVectorFilter()
+        only = mathopt.ModelSolveParameters(  # no more than what is read, since reading takes a while
+            variable_values_filter=every if values else none, reduced_costs_filter=none, dual_values_filter=none
         )
         params = mathopt.SolveParameters(iteration_limit=ITERATIONS)
         return mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, model_params=only)
