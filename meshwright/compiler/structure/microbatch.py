@@ -24,6 +24,13 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import TIME, PlanError, Schedule
 from meshwright.ir.rule import OpRule, place
 
+_INSTEAD = (
+    "use microbatches=1, or leave out of the loss what is a product of means over all samples (a mixture's load balancing, "
+    "which output_router_logits=False turns off in transformers), or plan for a smaller batch and call the model several times "
+    "before optimizer.step(), where such a term is that of each call"
+)
+"""What to do where micro-batches cannot be accumulated."""
+
 
 def split_counts(graph: Graph) -> Graph:
     """Give every cross entropy's count of valid labels an operator of its own.
@@ -92,7 +99,7 @@ def split_time(graph: Graph, rules: Mapping[str, OpRule], microbatches: int, bat
             state[name] = None if kind == "" else kind
     if graph.loss is not None and state.get(graph.loss) != "+":
         raise PlanError(f"the loss is not a sum over samples divided by a count, so it cannot be accumulated over "
-                        f"microbatches={microbatches}; use microbatches=1")
+                        f"microbatches={microbatches}; {_INSTEAD}")
     if graph.mutations:
         raise PlanError("a model that updates buffers from the whole batch (batch norm) needs microbatches=1")
     return Schedule(microbatches, time, free)
@@ -170,7 +177,7 @@ def _factor(
     if pending or added_once or len(factors) != 1 or None in factors or factors & (rule.whole | rule.internal.keys()):
         raise PlanError(
             f"{op.target} of {op.module or 'the model'} ({op.source}) needs the whole batch at once, so it cannot be "
-            "accumulated over micro-batches; use microbatches=1"
+            f"accumulated over micro-batches; {_INSTEAD}"
         )
     factor = next(iter(factors))
     assert factor is not None
