@@ -239,6 +239,8 @@ def _check_options(optimizer: str | float, precision: str, pins: Pins | Mapping[
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
         raise InputError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)} or give the bytes of "
                          "state per parameter as a number")
+    if not isinstance(optimizer, str) and not (isinstance(optimizer, int | float) and 0 <= optimizer < float("inf")):
+        raise InputError(f"optimizer={optimizer!r}: the bytes of state per parameter are a number of 0 or more")
     if precision not in PRECISIONS:
         raise InputError(f"precision {precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
     return Pins.of(pins)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.commands.answers import DEBUG, DIFFERENT, errors, print_json
+from meshwright.commands.answers import DEBUG, DIFFERENT, Commands, errors, print_json
 from meshwright.commands.clusters import profile_command, size_command, zoo_command
 from meshwright.commands.models import imported, load
 from meshwright.commands.options import (
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 IMPORTED: ContextVar[tuple[str, ...]] = ContextVar("meshwright_imported", default=())
 """The modules of --import: other processes import them too."""
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plans of parallelized PyTorch models.",
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, help="Plans of parallelized PyTorch models.",
                   pretty_exceptions_enable=False)
 
 OPEN = 'one ("4"), several ("1,2,4") or up to a bound ("<=4")'
@@ -158,6 +158,7 @@ def show(
     Example: meshwright show plan.json --html plan.html
     """
     with errors(as_json):
+        writable(html)
         with shown(verb="reading") as report:
             plan = _plan(file, report)
             from meshwright.views.report import show as printed
@@ -284,6 +285,7 @@ def simulate_command(
     Example: meshwright simulate --schedule zb --pp 4 --microbatches 8
     """
     with errors(as_json):
+        writable(trace)
         if what_if:
             from meshwright.commands.whatif import answers
 

@@ -115,6 +115,7 @@ def test_plan_from_a_function(tmp_path: Path) -> None:
         (["tests.test_cli:returns_nothing"], "must return (model, example_inputs)"),
         (["tests.test_cli:no_model"], "the model is a int; give a torch.nn.Module"),
         (["tests.test_cli:build", "--out", "nowhere/plan.json"], "there is no folder nowhere that may be written to"),
+        (["tests.test_cli:build", "--out", "."], "it is a folder; name a file"),
         (["tests.test_cli:build", "--dp", "3"], "does not divide the 4"),
         (["tests.test_cli:build", "--tp", "3,8"], "tp among 3, 8 leaves nothing"),
         (["tests.test_cli:build", "--tp", "few"], "tp='few' is not a positive integer"),
@@ -122,6 +123,7 @@ def test_plan_from_a_function(tmp_path: Path) -> None:
         (["tests.test_cli:build", "--tensor", "no sharding"], "is not PATTERN=SHARDING"),
         (["tests.test_cli:build", "--tensor", "0.weight=[_@tp"], "cannot read '[_@tp'"),
         (["tests.test_cli:build", "--optimizer", "magic"], "optimizer 'magic' is unknown"),
+        (["tests.test_cli:build", "--optimizer", "nan"], "a number of 0 or more"),
         (["tests.test_cli:build", "--precision", "fp7"], "precision 'fp7' is unknown"),
     ],
 )
@@ -436,6 +438,37 @@ def test_errors_are_a_line_and_debug_shows_the_trace() -> None:
     missing = run("plan", "nowhere.py:build", "--cluster", "cpu:1x2")
     assert missing.exit_code == WRONG
     assert "no file 'nowhere.py'" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan"], "Missing argument"),
+        (["plan", "config.json"], "Missing option '--cluster'; see "),
+        (["plan", "config.json", "--cluster", "cpu:1x4", "--batch", "few"], "Invalid value for '--batch'"),
+        (["show", "plan.json", "more"], "unexpected extra argument"),
+        (["simulate", "--pp", "0", "--microbatches", "8"], "Invalid value for '--pp'"),
+        (["diff", "--nosuch"], "No such option: --nosuch"),
+        (["nosuch"], "No such command 'nosuch'"),
+    ],
+)
+def test_wrong_words_are_a_line_too(words: list[str], message: str) -> None:
+    result = run(*words)
+    assert result.exit_code == WRONG
+    (line,) = result.stderr.splitlines()
+    assert message in line
+    assert line.endswith("--help")
+    as_json = run(*words, "--json")
+    assert as_json.exit_code == WRONG
+    assert message in json.loads(as_json.stdout)["message"]
+
+
+@pytest.mark.parametrize("where", ["    raise SystemExit(0)", "raise SystemExit(0)"])
+def test_a_function_that_ends_the_process_is_no_answer(tmp_path: Path, where: str) -> None:
+    (tmp_path / "ends.py").write_text(f"def build():\n    pass\n{where}\n")
+    result = run("plan", f"{tmp_path}/ends.py:build", "--cluster", "cpu:1x2")
+    assert result.exit_code == WRONG
+    assert "ended with sys.exit(0)" in result.stderr
 
 
 def test_a_function_in_a_file(tmp_path: Path) -> None:

@@ -3,18 +3,46 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from meshwright.errors import MeshwrightError
 
-DIFFERENT, WRONG, NOTHING_FITS, BUG = 1, 2, 3, 4
+DIFFERENT, WRONG, NOTHING_FITS, BUG, STOPPED = 1, 2, 3, 4, 130
 DEBUG: ContextVar[bool] = ContextVar("meshwright_debug", default=False)
 """Whether errors keep their traceback."""
+UsageError: Any = typer.BadParameter.__base__
+"""What typer raises for words that it cannot read; its module is not the same in all versions of typer."""
+
+
+class Commands(TyperGroup):
+    """Commands whose wrong words are answered as wrong inputs are: in a line, or in JSON where that was asked for."""
+
+    def main(
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, complete_var: str | None = None,
+        standalone_mode: bool = True, windows_expand_args: bool = True, **options: Any,
+    ) -> Any:
+        """Run the command that the words name; ends the process, as any command line does."""
+        words = list(sys.argv[1:] if args is None else args)
+        if not words or not standalone_mode:
+            return super().main(words, prog_name, complete_var, standalone_mode, windows_expand_args, **options)
+        try:
+            sys.exit(super().main(words, prog_name, complete_var, False, windows_expand_args, **options))
+        except UsageError as error:
+            where = error.ctx.command_path if error.ctx is not None else "meshwright"
+            said = f"{' '.join(error.format_message().split()).rstrip('.')}; see {where} --help"
+            if "--json" in words:
+                print_json({"error": "UsageError", "message": said})
+            typer.echo(f"meshwright: {said}", err=True)
+            sys.exit(WRONG)
+        except typer.Abort:
+            sys.exit(STOPPED)
 
 
 @contextmanager

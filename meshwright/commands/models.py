@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,10 +33,21 @@ def load(model: str, batch: int, sequence: int) -> tuple[Any, Any]:
         raise InputError(f"cannot import {model!r}: {error}") from error
     if not callable(build):
         raise InputError(f"{model!r} is a {type(build).__name__}; name a function that returns (model, example_inputs)")
-    made = build()
+    with _not_ended(model):
+        made = build()
     if not isinstance(made, tuple) or len(made) != 2:
         raise InputError(f"{model!r} returned {type(made).__name__}; it must return (model, example_inputs)")
     return made
+
+
+@contextmanager
+def _not_ended(name: str) -> Iterator[None]:
+    """Raises InputError where a person's module or function would end the process, which would look like an answer."""
+    try:
+        yield
+    except SystemExit as error:
+        said = f"{name!r} ended with sys.exit({error.code!r}); it must define, or return, a model and no more"
+        raise InputError(said) from error
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -46,7 +59,8 @@ def _from_file(path: Path) -> ModuleType:
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.parent.absolute()))
     try:
-        spec.loader.exec_module(module)
+        with _not_ended(str(path)):
+            spec.loader.exec_module(module)
     except (ImportError, SyntaxError) as error:
         raise InputError(f"cannot import {str(path)!r}: {error}") from error
     finally:
@@ -58,7 +72,8 @@ def imported(name: str) -> ModuleType:
     """A module by its name, the current folder looked into first. Raises InputError if there is none."""
     sys.path.insert(0, os.getcwd())
     try:
-        return importlib.import_module(name)
+        with _not_ended(name):
+            return importlib.import_module(name)
     except ImportError as error:
         raise InputError(f"cannot import {name!r}: {error}") from error
     finally:
@@ -102,7 +117,7 @@ def model_of(config: Any, transformers: Any) -> Any:
 
 
 def _no_model(path: Path, error: Exception) -> InputError:
-    why = str(error).partition("\n")[0]
+    why = " ".join(str(error).split())
     why = why if len(why) <= _SAID else f"{why[:_SAID].rpartition(' ')[0]} ..."
     return InputError(f"cannot build a causal language model, or the architecture that it names, from {path}: {why}; for "
                       "another kind of model name its class under \"architectures\", or give a 'module:callable'")

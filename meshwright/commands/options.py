@@ -55,9 +55,11 @@ def one_or_all(numbers: list[float]) -> float | list[float]:
 
 
 def writable(file: Path | None) -> None:
-    """Raise InputError for a file that cannot be written because of its folder: before what takes long, not after it."""
+    """Raise InputError for a file that cannot be written: before what takes long, not after it."""
     if file is not None and not os.access(file.parent, os.W_OK):
         raise InputError(f"{file} cannot be written: there is no folder {file.parent} that may be written to; make it first")
+    if file is not None and file.is_dir():
+        raise InputError(f"{file} cannot be written: it is a folder; name a file")
 
 
 def cluster_of(text: str) -> Any:
