@@ -177,6 +177,7 @@ CASES: Mapping[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
         m.b(checkpoint(lambda h: Scores.apply(m.a(h)), m.b(x), use_reentrant=False)), t),
     "detached": lambda m, x, t: _error(m.b(m.a(x) + (m.a(x).round() - m.a(x)).detach()), t),
     "without gradient": _without_gradient,
+    "converted to what it is": lambda m, x, t: _error(m.to(x.device).float().b(m.a.to(x)(x)), t),
 }
 """{name: the loss of a model}: all are kept as they are."""
 

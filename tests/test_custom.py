@@ -209,6 +209,8 @@ FORWARDS = {
     r"Random draws random numbers \(aten.rand_like": lambda m, x, t: Random.apply(m.a(x)).sum(),
     "the backward of autograd.Function .*Untraceable cannot be traced": lambda m, x, t: Untraceable.apply(m.a(x)).sum(),
     r"Unmade sets set_materialize_grads\(False\) and has several": lambda m, x, t: Unmade.apply(m.a(x))[0].sum(),
+    r"converts a module \(Module.to\)": lambda m, x, t: (m.a.to(torch.float64)(x.double()) * t).sum(),
+    r"converts a module \(Module.half\)": lambda m, x, t: (m.half() and m.a(x) * t).sum(),
     "Outside reads a tensor of the model": lambda m, x, t: Outside.apply(m.a(x), m.b).sum(),
 }
 

@@ -207,7 +207,8 @@ _REMEDIES = (
      "torch._grouped_mm, or compute every expert on all tokens"),
     (("attributeerror", "typeerror", "keyerror", "nameerror"),
      "the forward runs into this while it is traced. If it runs as it is, it does something else under torch.export (as code "
-     "that asks torch.compiler.is_exporting() does): torch.export.export(model, args, kwargs, strict=False) shows the same"),
+     "that asks torch.compiler.is_exporting() does): torch.export.export(model, args, kwargs, strict=False) shows the same. "
+     "If what is missing is an input that it makes itself otherwise (an attention_mask, say), give it with the example"),
     (("dtype", "same type"), "the dtypes of an operation's operands differ under this precision; cast them in the model"),
     (("mat1 and mat2", "size of tensor", "shape", "must match", "reduction dim", "size mismatch"),
      "the shapes do not fit: check the example inputs"),

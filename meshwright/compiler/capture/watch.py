@@ -5,9 +5,10 @@ A trace sees operators only. Within ``CaptureWatch`` (around the traced forward 
     autograd.Function                              an operator of its own                        (``functions``)
     x.data                                         x.detach()
     torch.inference_mode                           torch.no_grad
+    Module.to of a module that is so already       the module
     requires_grad_ on an activation, save_on_cpu, checkpoint, detach, no_grad                    change no gradient of a weight
     register_hook and its kin, grad_fn, retain_grad, autograd.grad, backward, requires_grad_ on a parameter, x.grad,
-    saved_tensors_hooks, a tensor that takes gradients and is not the model's, is_inference_mode_enabled
+    saved_tensors_hooks, a tensor that takes gradients and is not the model's, is_inference_mode_enabled, Module.to otherwise
                                                                                                  refused: NotKeptError
 
 Everything else that a tensor can be asked goes on as it is. A refusal that the forward catches is raised after it.
@@ -48,6 +49,10 @@ _REFUSED: Mapping[Any, tuple[str, str]] = {
 """What is called on a tensor: its name in words, and what to do instead. It would run once, while the model is captured."""
 
 _GRAD_FN, _DATA = _Attributes.grad_fn.__get__, _Attributes.data.__get__
+_CONVERSIONS: Mapping[str, tuple[Any, ...]] = {
+    "to": (), "float": (torch.float32,), "double": (torch.float64,), "half": (torch.float16,), "bfloat16": (torch.bfloat16,),
+    "cpu": ("cpu",), "cuda": ("cuda",)}
+"""Methods of a module that convert its tensors in place, and to what."""
 _SWITCHES = (Tensor.requires_grad_, _Attributes.requires_grad.__set__)
 
 
@@ -134,8 +139,35 @@ class CaptureWatch(TorchFunctionMode):
                                   "ask torch.is_grad_enabled(): each answer is captured")
             return asked()
 
-        return [_replaced(torch, "is_inference_mode_enabled", answer), _replaced(saving, "__enter__", saved),
-                _replaced(inference, "__enter__", begin), _replaced(inference, "__exit__", end)]
+        def converting(name: str) -> Any:
+            convert: Callable[..., nn.Module] = getattr(nn.Module, name)
+
+            def converted(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+                if not tracing():
+                    return convert(module, *args, **kwargs)
+                wanted = (*_CONVERSIONS[name], *args, *kwargs.values())
+                held = (*module.parameters(), *module.buffers())
+                if not all(_is_already(tensor, one) for tensor in held for one in wanted):
+                    raise self.refuse(f"the forward converts a module (Module.{name}), which would change its weights once",
+                                      "convert it before autoparallel, or convert what it reads and gives")
+                return module
+
+            return _replaced(nn.Module, name, converted)
+
+        return [*map(converting, _CONVERSIONS), _replaced(torch, "is_inference_mode_enabled", answer),
+                _replaced(saving, "__enter__", saved), _replaced(inference, "__enter__", begin),
+                _replaced(inference, "__exit__", end)]
+
+
+def _is_already(tensor: Tensor, wanted: Any) -> bool:
+    """If ``Module.to`` leaves a parameter or buffer as it is for this one of its arguments; a number is a device's."""
+    if isinstance(wanted, Tensor):
+        return _is_already(tensor, wanted.dtype) and _is_already(tensor, wanted.device)
+    if isinstance(wanted, torch.dtype):
+        return wanted == tensor.dtype or not tensor.is_floating_point()
+    if isinstance(wanted, str | torch.device):
+        return torch.device(wanted).type == tensor.device.type
+    return wanted is None or isinstance(wanted, bool | int)
 
 
 @contextmanager
