@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import pickle
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -371,3 +372,48 @@ def test_what_is_asserted_is_in_the_plan() -> None:
         else:
             with pytest.raises(MeshwrightError, match="made for another model"):
                 aligned(plan.graph, graph)
+
+
+class _Factored(nn.Module):
+    """What raises in the last layer where ``sign`` is negative, which no look at the inputs tells beforehand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor, sign: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return torch.linalg.cholesky(x.T @ x * sign + torch.eye(8) * 1e-2).square().mean()
+
+
+def _raises_in_a_step(rank: int, pins: Mapping[str, Any]) -> list[str]:
+    """What two calls raise of which the first cannot be computed, on every rank; of ranks that all raise, the step after."""
+    world = torch.distributed.get_world_size()
+    torch.manual_seed(0)
+    given, model = {"x": torch.randn(8, 8), "sign": torch.ones(())}, _Factored()
+    want = model(**given)
+    parallel: Any = autoparallel(model, init_device_mesh("cpu", (world,)), ((), given), pins=pins, progress=False)
+    parallel(**given).backward()
+    found = []
+    for _ in range(2):
+        try:
+            parallel(**{**given, "sign": -torch.ones(())})
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    if all("LinAlgError" in text[:20] for text in found):
+        torch.testing.assert_close(parallel(**given), want)
+    return found
+
+
+def test_what_one_rank_raises_in_a_step_ends_all(pool: Callable[[int], Any]) -> None:
+    """A stage that fails is waited for by nobody: the others stop within seconds, and are told why; where all ranks fail alike
+    each raises what one process does, and the run goes on."""
+    alike = pool(2).run(_raises_in_a_step, {"dp": 2})
+    assert [[text.split(":")[0] for text in found] for found in alike] == [["_LinAlgError"] * 2] * 2
+    begun = time.monotonic()
+    first, last = pool(2).run(_raises_in_a_step, {"pp": 2, "dp": 1, "tp": 1, "microbatches": 1})
+    assert time.monotonic() - begun < 60, "the pool waits for 120 seconds"
+    assert last[0].startswith("_LinAlgError")
+    told = "RunError: rank 1 failed in the middle of a step (_LinAlgError"
+    assert [text[:len(told)] for text in (*first, last[1])] == [told] * 3

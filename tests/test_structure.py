@@ -60,6 +60,7 @@ PRIVATE: Mapping[str, str] = {
                                    "_current_graph_task_id, _top_saved_tensors_default_hooks: whether a call is checkpointed",
     "runtime/checks/outputs.py": "pytree, to see operands in lists; _local_scalar_dense: a number taken out of a tensor",
     "runtime/state/norms.py": "_foreach_mul_: clipping, as torch.nn.utils does it",
+    "runtime/verdict.py": "_world, _get_default_store: the groups and the store of a process whose step failed",
     "runtime/whole.py": "pytree, to see operands in lists; the lists of types that optimizers' fast variants take",
     "runtime/pipeline/ordered.py": "_PipelineScheduleRuntime, which runs any table; _Action, in which it takes one",
     "runtime/step.py": "_foreach_mul_: scaling released gradients",

@@ -42,7 +42,7 @@ from meshwright.runtime.state.names import Modes, ModuleKind, held_elsewhere, ho
 from meshwright.runtime.state.norms import clip
 from meshwright.runtime.state.optimizer import NOTHING, Nothing
 from meshwright.runtime.step import run_step
-from meshwright.runtime.verdict import together
+from meshwright.runtime.verdict import interrupting, together
 from meshwright.runtime.whole import Role, adopt, cut_as, let_anomalies_be_found, let_optimizers_know
 
 T = TypeVar("T")
@@ -184,28 +184,33 @@ class ParallelModule(nn.Module):
         engine = self._engine[0]
         engine.reshard()  # what a forward without a backward gathered may have been written since
         engine, inputs, changes = self._agreed(args, kwargs)
-        program = engine.program
         self._calls += 1
-        seed = self._seed, self._calls
-        if isinstance(engine, PipelineStages):
-            values = run_pipeline(engine, inputs, self._trainable, seed, self.training)
-        elif engine is not self._engine[0]:
-            with torch.no_grad():
-                values = run_step(engine, inputs, self._trainable, seed, self.training)
-            values = {name: refused(value, IN_EVALUATION) for name, value in values.items()}
-        else:
-            values = run_step(engine, inputs, self._trainable, seed, self.training)
-            if program.microbatches == 1:
-                trained = self._trainable()
-                values = differentiable(values, [port.name for port in program.outputs], trained if engine.units else (),
-                                        unwritten(trained))
+        with interrupting():
+            values = self._run(engine, inputs)
         self._mutate(engine, values)
         for tensor, changed in changes:
             tensor.copy_(changed)
+        program = engine.program
         outputs = {port.name: self._ports.present(values.get(port.name), port, program) for port in program.outputs}
         if program.signature is None:
             return map_refs(program.output_tree, lambda ref: outputs[ref.name])
         return rebuild_output(program.output_tree, program.signature["output"], outputs, program.classes)
+
+    def _run(self, engine: Engine | PipelineStages, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Local values of outputs and of buffers' new contents."""
+        program, seed = engine.program, (self._seed, self._calls)
+        if isinstance(engine, PipelineStages):
+            return run_pipeline(engine, inputs, self._trainable, seed, self.training)
+        if engine is not self._engine[0]:
+            with torch.no_grad():
+                values = run_step(engine, inputs, self._trainable, seed, self.training)
+            return {name: refused(value, IN_EVALUATION) for name, value in values.items()}
+        values = run_step(engine, inputs, self._trainable, seed, self.training)
+        if program.microbatches == 1:
+            trained = self._trainable()
+            values = differentiable(values, [port.name for port in program.outputs], trained if engine.units else (),
+                                    unwritten(trained))
+        return values
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Dropout, batch statistics and buffers' updates on or off, as in the model."""

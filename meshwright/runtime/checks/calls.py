@@ -24,7 +24,7 @@ from meshwright.errors import InputError
 from meshwright.ir.graph import Ref
 from meshwright.ir.program import InputRanges, Limit
 from meshwright.runtime.interpret import run
-from meshwright.runtime.verdict import together
+from meshwright.runtime.verdict import interrupting, together
 
 SAMPLED = 4096
 """Elements of a tensor that are read to tell it from another."""
@@ -104,7 +104,8 @@ class Agreement:
         if not self.alone:
             mine = zlib.crc32(repr(sorted(said.items())).encode())
             verdict = torch.tensor([problem is not None, mine, -mine])
-            dist.all_reduce(verdict, dist.ReduceOp.MAX, group=self.group)
+            with interrupting():  # a rank that failed in the step before is no longer there
+                dist.all_reduce(verdict, dist.ReduceOp.MAX, group=self.group)
             if not verdict[0] and verdict[1] == -verdict[2]:
                 return
             everyone: list[Any] = [None] * dist.get_world_size()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from meshwright.errors import RunError
 from meshwright.ir.program import Stored
 from meshwright.runtime.groups import Groups
+from meshwright.runtime.verdict import interrupting
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def _of_all_stages(places: Sequence[TensorPlace], fault: str | None, shared: Seq
     frozen = [int(trained.get(stored.value) is False) for stored in shared]
     alarm = [int(fault is not None), *(int(trained.get(stored.value) is True) for stored in shared), *frozen]
     found = torch.tensor(alarm, device=groups.device)
-    dist.all_reduce(found, dist.ReduceOp.MAX, groups.pipeline)
+    with interrupting():  # a stage that failed in the step before is no longer there
+        dist.all_reduce(found, dist.ReduceOp.MAX, groups.pipeline)
     alarms = found.tolist()
     if alarms[0]:
         faults: list[Any] = [None] * dist.get_world_size(groups.pipeline)

@@ -243,7 +243,10 @@ class Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.part.microbatch = fwd_chunk_id
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        try:
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        except RuntimeError as error:  # torch says which stage and what went in; one process raises what is under it
+            raise error.__cause__ or error from None
         if self.is_last:
             self.losses[fwd_chunk_id] = output[0]
         return output
