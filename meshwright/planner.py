@@ -6,6 +6,7 @@ plan, so it is a function that this door hands in (``footprint``).
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -27,7 +28,8 @@ from meshwright.compiler.structure.blocks import find_blocks
 from meshwright.compiler.structure.microbatch import split_counts
 from meshwright.compiler.structure.pieces import ROWS, in_pieces, losses, rows_of
 from meshwright.compiler.structure.units import find_layers, find_units, split_at
-from meshwright.cost.cluster import Cluster
+from meshwright.cost.catalogue import catalogue
+from meshwright.cost.cluster import Cluster, ClusterError, Island
 from meshwright.cost.spread import spread
 from meshwright.errors import MeshwrightError
 from meshwright.footprint import Footprints
@@ -38,6 +40,8 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.pins import RECOMPUTE, ULYSSES, PinError, Pins
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Certificate
+from meshwright.ir.reading.fields import Field
+from meshwright.ir.reading.records import record_of, record_to
 from meshwright.ir.rule import Rules, factors_of
 from meshwright.ir.writing.versions import prices
 from meshwright.rules import rules_of
@@ -163,6 +167,7 @@ def _made(
     assert plan.certificate is not None
     return replace(
         _with_interval(plan, cluster), optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes",
+        devices=described(cluster),
         notes=(*notes, *_imbalance(plan), *idle_pins(plan, pins.by_degrees()), *plan.notes), registered=registered_of(graph),
         certificate=replace(plan.certificate, planning_seconds=dict(timing.phases)),
     )
@@ -205,13 +210,14 @@ def reprice(plan: Plan, cluster: Cluster | str | None = None) -> Plan:
     """The plan with what it takes and holds by the prices of this version, on its own cluster or on another of as many devices:
     nothing is searched, and it may need more memory than there is (``predicted.fits``). As much of the memory is left free as
     the plan left (``headroom``); a ``Cluster`` is taken as it is. The certificate, which was of other prices, is gone. Raises
-    PlanError for what no search of this version decides, ClusterError for a cluster that is not in the catalogue.
+    PlanError for what no search of this version decides, ClusterError for a cluster of which neither the catalogue nor the plan
+    has the numbers.
 
     >>> newer = reprice(plan, "b200:1x8")        # doctest: +SKIP
     """
     task = _task_of(plan, cluster)
     found = settled(task, plan, Footprints(task.rules, task.state_bytes).fits)
-    return replace(_with_interval(found, task.cluster), certificate=None)
+    return replace(_with_interval(found, task.cluster), devices=described(task.cluster), certificate=None)
 
 
 def reprice_batches(plan: Plan, times: float) -> Plan:
@@ -231,6 +237,8 @@ def _task_of(plan: Plan, cluster: Cluster | str | None) -> Task:
 def cluster_of(plan: Plan, name: str | None = None) -> Cluster:
     """The devices that a plan was made for, or others by their name, with as much of their memory left free as the plan left.
     Raises ClusterError."""
+    if plan.devices:
+        return cluster_in(plan) if name is None else Cluster.parse(name).with_headroom()
     own, predicted = Cluster.parse(plan.cluster), plan.predicted
     where = own if name is None else Cluster.parse(name)
     if predicted is None or predicted.free_bytes is None:
@@ -239,6 +247,54 @@ def cluster_of(plan: Plan, name: str | None = None) -> Cluster:
         return where.with_memory(int(predicted.capacity_bytes)) if name is None else where.with_headroom()
     free = own.capacity_bytes - predicted.capacity_bytes
     return where.with_headroom(min((free + 0.5) / own.capacity_bytes, 0.999) if free > 0 else 0.0)  # whole bytes of its own
+
+
+def described(cluster: Cluster) -> tuple[Mapping[str, Any], ...]:
+    """The numbers of a cluster as plain values, for a plan to keep: of a file, or measured. Nothing where its name says them,
+    memory aside, which a prediction has."""
+
+    def bare(one: Cluster) -> list[Island]:
+        return [replace(island, device=replace(island.device, memory_bytes=0, reserve_bytes=0, products=""))
+                for island in one.islands]
+
+    with suppress(ClusterError):
+        if bare(Cluster.parse(str(cluster))) == bare(cluster):
+            return ()
+    return tuple(json.loads(json.dumps(record_to(island))) for island in cluster.islands)
+
+
+def cluster_in(plan: Plan) -> Cluster:
+    """The cluster that a plan names, by the numbers that it was planned with. Raises ClusterError where neither the catalogue
+    nor the plan has them."""
+    if not plan.devices:
+        return Cluster.parse(plan.cluster)
+    try:
+        found = Cluster(tuple(record_of(Island, Field(dict(one), f"devices[{at}]")) for at, one in enumerate(plan.devices)))
+    except PlanError as error:
+        raise ClusterError(str(error)) from error
+    if not all(_is_whole(island) for island in found.islands):
+        raise ClusterError("the plan is damaged: devices: a number is 0 that must be more, or columns differ in length")
+    if str(found) != plan.cluster or found.world != plan.mesh.world:
+        raise ClusterError(f"the plan is damaged: its devices are {found}, not {plan.cluster} of {plan.mesh.world}")
+    return found
+
+
+def _is_whole(island: Island) -> bool:
+    """Whether prices can be made of the numbers."""
+    device, node = island.device, island.node
+    known = {table.get("kind") for table in catalogue()["node"].values()}
+    tables = (*device.measured, *device.streams, *device.attentions, *device.modules, *node.measured)
+    columns = [[one for one in vars(table).values() if isinstance(one, tuple)] for table in tables]
+    dims = (island.world, node.torus_dims) if node.kind == "torus" else (1, 0)
+    return all((
+        island.nodes, island.per_node, node.per_node, node.link_bandwidth, node.ring_efficiency, node.nics, node.nic_bandwidth,
+        node.nic_efficiency, device.memory_bytes, device.memory_bandwidth, device.matmul_efficiency, device.memory_efficiency,
+        device.units, device.tile, device.peak, *device.peak.values(), *(all(ways) for ways in device.attention.values()),
+        device.attention_kernel in device.attention, node.kind in known,
+        (math.prod(island.torus), len(island.torus)) == dims,
+        *(len({len(column) for column in table}) == 1 and all(table[0]) for table in columns),
+        *(min(column) > 0 for table in columns for column in table if column and isinstance(column[0], float)),
+    ))
 
 
 def state_bytes(plan: Plan) -> float:

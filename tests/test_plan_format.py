@@ -24,6 +24,7 @@ from meshwright.ir.reading.unfold import LARGEST_TEXT, unfolded
 from meshwright.ir.serialize import plan_hash, plan_to_dict, program_to_dict
 from meshwright.ir.writing.canonical import canonical
 from meshwright.ir.writing.plans import plan_text, plan_to_file
+from meshwright.planner import cluster_in, described
 from meshwright.programs import checked_program
 from meshwright.rules import rules_of
 from tests.backwards import CASES
@@ -172,6 +173,66 @@ def test_loading_prices_again_what_is_stale(tmp_path: Path) -> None:
     assert again.stale
     assert "not priced again" in again.notes[-1]
     assert again.predicted.step_seconds == 100.0
+
+
+OWN = """
+[cluster]
+devices = "a100@dgx-a100:1x2"
+[device.a100-80g]
+aliases = ["a100"]
+like = "v100-32g"
+memory = {value = 81251, unit = "MiB", source = "mine"}
+[[device.a100-80g.products]]
+dtype = "f32"
+shapes = [[8, 16, 32], [8, 32, 16]]
+seconds = {values = [3, 5], unit = "ms", source = "mine"}
+[node.dgx-a100]
+like = "pcie4"
+link = {value = 3, unit = "GB/s", source = "mine"}
+"""
+"""A file of a user's, under names of the catalogue."""
+
+
+def test_a_plan_keeps_the_numbers_of_a_cluster_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text(OWN)
+    pins = {"dp": 2, "tp": 1, "zero": 3}
+    plan = mw.plan(Net(), mw.Cluster.from_toml(tmp_path / "own.toml"), EXAMPLE, pins=pins)
+    named = mw.plan(Net(), "a100:1x2", EXAMPLE, pins=pins)
+    assert plan.cluster == named.cluster
+    assert not named.devices
+    assert plan.predicted.step_seconds > 1.1 * named.predicted.step_seconds
+    plan.save(tmp_path / "plan.json")
+    read = mw.load_plan(tmp_path / "plan.json")
+    assert not read.stale
+    assert cluster_in(read) == cluster_in(plan)
+    assert plan_hash(read) == plan_hash(plan) != plan_hash(named)
+    assert mw.reprice(read).predicted.step_seconds == plan.predicted.step_seconds
+    assert mw.reprice(named, cluster_in(plan)).devices == plan.devices
+    assert mw.reprice(read, "a100:1x2").predicted.step_seconds == named.predicted.step_seconds
+    text = mw.explain(read)
+    assert "as many" in text
+    assert "no prices" not in text
+    assert "cluster: " in mw.diff(named, read)
+    graph = mw.to_networkx(read)
+    assert sum(data.get("forward_seconds", 0) for _, data in graph.nodes(data=True)) > 0.003
+
+
+@pytest.mark.parametrize(("path", "value", "says"), [
+    (["device", "memory_bandwidth"], 0.0, "is 0"), (["node", "kind"], "rope", "is 0"), (["nodes"], 2, ":2x2"),
+    (["node", "name"], "other", "@other"), (["device", "measured", 0, "seconds"], [1.0], "differ"),
+    (["device", "peak"], {"bf16": -1.0}, "not negative"), (["torus"], [2, 2], "is 0"), (["device"], [], "object"),
+    (["device", "units"], 1.5, "whole"), (["device", "measured", 0, "shapes"], [[1, 2], [3, 4]], "list of 3"),
+], ids=str)
+def test_numbers_that_are_none_are_refused(tmp_path: Path, path: list[Any], value: Any, says: str) -> None:
+    (tmp_path / "own.toml").write_text(OWN)
+    devices = json.loads(json.dumps(described(mw.Cluster.from_toml(tmp_path / "own.toml"))))
+    part = devices[0]
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    plan = replace(handmade_plan(), cluster="a100-80g@dgx-a100:1x2", devices=tuple(devices))
+    with pytest.raises(mw.ClusterError, match=says):
+        cluster_in(plan)
 
 
 def test_lists_in_outputs_are_written() -> None:

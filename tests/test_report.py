@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -107,6 +108,7 @@ def test_the_page_keeps_its_width(plan: Plan, capsys: pytest.CaptureFixture[str]
     assert max(map(len, render(plan).splitlines())) <= WIDTH
     narrow = render(plan, 60)
     assert max(map(len, narrow.splitlines())) <= 60
+    assert not [line for line in render(plan, 40).splitlines() if "…" in line and re.search(r"[\[\].@]|ZeRO 2", line)]
     console = Console(width=WIDTH, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 - the console owns it
     console.print(page(plan))
     assert "f32[32@tp, 16]" in console.export_text()

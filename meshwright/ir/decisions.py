@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.ir.graph import Graph
@@ -110,6 +111,7 @@ class Decisions:
     ``assignments``: {op name: {axis: factor}}.
     ``copies``: {value: the sharding that its readers share}.
     ``groups``: one per block of the graph in order, then the root's.
+    ``devices``: the numbers of the cluster, as plain values, where they are not those that its name has in the catalogue.
     ``registered``: {operator: the rule that ``register_rule`` had declared for it, in words and as a digest}.
     ``predicted``: what a step takes and holds; None where no search made the plan.
     ``certificate``: how much better another plan could be; None where no search made the plan.
@@ -126,6 +128,7 @@ class Decisions:
     precision: str = "fp32"
     optimizer: str = "adamw"
     cluster: str = ""
+    devices: tuple[Mapping[str, Any], ...] = ()
     registered: Mapping[str, str] = field(default_factory=dict)
     predicted: Prediction | None = None
     certificate: Certificate | None = None

@@ -80,6 +80,7 @@ def _decisions(plan: Decisions) -> dict[str, Any]:
         "assignments": {name: dict(assignment) for name, assignment in plan.assignments.items() if assignment},
         "registered": dict(sorted(plan.registered.items())),
         "copies": {name: format_sharding(sharding) for name, sharding in plan.copies.items()},
+        **({"devices": list(plan.devices)} if plan.devices else {}),
     }
 
 

@@ -19,7 +19,7 @@ from meshwright.ir.writing.canonical import canonical
 from meshwright.ir.writing.paths import fold_paths
 from meshwright.views.facts import Facts, facts_of
 from meshwright.views.prices import Prices
-from meshwright.views.words import time_parts
+from meshwright.views.words import cluster_words, time_parts
 
 WIDTH = 120
 _TIMES = ("compute", "collectives", "parameters beside compute")
@@ -101,7 +101,7 @@ def _heads(old: Plan, new: Plan) -> list[tuple[str, str, str]]:
     def head(plan: Plan) -> dict[str, str]:
         known = plan.predicted
         return {
-            "mesh": str(plan.mesh), "cluster": plan.cluster, "precision": plan.precision, "optimizer": plan.optimizer,
+            "mesh": str(plan.mesh), "cluster": cluster_words(plan), "precision": plan.precision, "optimizer": plan.optimizer,
             "micro-batches": str(plan.schedule.microbatches),
             "predicted step": "unknown" if known is None else seconds_text(known.step_seconds),
             "predicted memory": "unknown" if known is None else bytes_text(known.bytes_per_rank),

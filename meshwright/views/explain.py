@@ -161,7 +161,7 @@ def _table(found: list[Alternative], chosen: Alternative) -> str:
         cells = ["->" if one.chosen else "", assignment_words(one.assignment), seconds_text(one.seconds),
                  "" if one is chosen else _signed(more, seconds_text(abs(more))),
                  "" if one is chosen else _signed(bytes_, bytes_text(abs(bytes_))), one.why]
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(cell, overflow="fold") for cell in cells))
     target = io.StringIO()
     Console(file=target, width=WIDTH, color_system=None, emoji=False).print(table)
     rest = [f"  and {len(found) - len(shown)} more that take longer"] if len(found) > len(shown) else []

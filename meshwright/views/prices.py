@@ -23,7 +23,6 @@ from meshwright.compiler.structure.activations import Saved, body_shapes, operan
 from meshwright.compiler.structure.activations import local_shapes as pieces
 from meshwright.compiler.structure.measured import ModuleTimes
 from meshwright.cost import compute
-from meshwright.cost.cluster import Cluster
 from meshwright.cost.compute import Fused, fusion
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.declared.precision import PRECISIONS
@@ -33,7 +32,7 @@ from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.reshard import STEPS, reshard
 from meshwright.ir.rule import Placed
 from meshwright.ir.sharding import Sharding, ShardingError
-from meshwright.planner import state_bytes
+from meshwright.planner import cluster_in, state_bytes
 from meshwright.views.facts import Collective, Facts
 
 
@@ -112,7 +111,7 @@ def costs_of(plan: Plan, mesh: Mesh | None = None, modules: ModuleTimes | None =
     """The prices that a plan was made with, of its mesh or of a part of it. Raises ClusterError if its cluster is not in the
     catalogue."""
     precision = PRECISIONS[plan.precision]
-    cluster = Cluster.parse(plan.cluster).with_products(precision.products)
+    cluster = cluster_in(plan).with_products(precision.products)
     return Costs(cluster, mesh or plan.mesh, microbatches=plan.schedule.microbatches, itemsize=precision.itemsize,
                  state_bytes=state_bytes(plan), modules=modules)
 
@@ -122,7 +121,7 @@ class Prices:
 
     def __init__(self, facts: Facts) -> None:
         self.facts, self.plan, self.graph = facts, facts.plan, facts.plan.graph
-        self.cluster = Cluster.parse(facts.plan.cluster)
+        self.cluster = cluster_in(facts.plan)
         modules = ModuleTimes.of(self.graph, facts.rules, self.cluster.device)
         self.costs = costs_of(facts.plan, modules=modules)
         self._index = {op.name: number for number, op in enumerate(self.graph.ops)}

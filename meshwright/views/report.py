@@ -103,8 +103,8 @@ def _header(facts: Facts) -> Table:
 
 
 def _add(table: Table, *cells: str) -> None:
-    """A row of plain text: brackets in the notation are no markup."""
-    table.add_row(*(Text(cell) for cell in cells))
+    """A row of plain text: brackets in the notation are no markup, and what is longer than its column is folded, not cut."""
+    table.add_row(*(Text(cell, overflow="fold") for cell in cells))
 
 
 def _section(section: Section, prices: Prices | None) -> Table:

@@ -14,6 +14,7 @@ from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.prediction import Prediction, SeenCandidate
 from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.ir.rule import VARYING
+from meshwright.ir.serialize import digest
 from meshwright.ir.writing.versions import prices
 from meshwright.views.facts import Facts
 
@@ -24,13 +25,19 @@ _PARTS = (
 )
 
 
+def cluster_words(plan: Plan) -> str:
+    """The cluster's name; with a digest of its numbers where they are not those of the catalogue."""
+    own = f" (numbers of its own, {digest(plan.devices)[:8]})" if plan.devices else ""
+    return (plan.cluster or "an unnamed cluster") + own
+
+
 def header(facts: Facts) -> list[tuple[str, str]]:
     """(what, text): the lines above every view of a plan."""
     plan, graph = facts.plan, facts.plan.graph
     count = sum(not param.buffer for param in graph.params)
     total = sum(graph.values[param.value].numel for param in graph.params if not param.buffer)
     lines = [
-        ("plan", f"{plan.mesh} on {plan.cluster or 'an unnamed cluster'}, {plan.mesh.world} devices"),
+        ("plan", f"{plan.mesh} on {cluster_words(plan)}, {plan.mesh.world} devices"),
         ("axes", axes_words(facts)),
         ("model", f"{total:,} parameters in {count} tensors, {len(graph.ops)} operators, {len(graph.blocks)} blocks"),
         ("step", step_words(plan)),

@@ -48,7 +48,7 @@ def read_plan(data: Any, kind: type[Made]) -> Made:
     check_depth(data)
     top = Field(data, "").record(
         "meshwright mesh cluster precision optimizer groups schedule pipeline assignments copies predicted certificate notes "
-        "graph", "registered"
+        "graph", "registered devices"
     )
     graph = read_graph(top["graph"])
     mesh = _mesh(top["mesh"])
@@ -72,7 +72,8 @@ def read_plan(data: Any, kind: type[Made]) -> Made:
             frozenset(schedule["prologue"].names(ops, "an operator of the graph")),
         ),
         pipeline=pipeline, precision=top["precision"].one_of(PRECISIONS, " or ".join(PRECISIONS)),
-        optimizer=_optimizer(top["optimizer"]), cluster=top["cluster"].text(), registered=_registered(top, graph),
+        optimizer=_optimizer(top["optimizer"]), cluster=top["cluster"].text(),
+        devices=_devices(top), registered=_registered(top, graph),
         predicted=_prediction(top["predicted"], pipeline),
         certificate=_certificate(top["certificate"]),
         notes=tuple(item.text() for item in top["notes"].items()),
@@ -170,6 +171,12 @@ def _optimizer(field: Field) -> str:
     if not good:
         raise field.wrong("the name of an optimizer, or bytes of state as in '8 bytes'")
     return text
+
+
+def _devices(top: Mapping[str, Field]) -> tuple[Mapping[str, Any], ...]:
+    """Numbers of the cluster, which who prices reads."""
+    given = top["devices"].items() if "devices" in top else []
+    return tuple({name: one.value for name, one in item.mapping().items()} for item in given)
 
 
 def _registered(top: Mapping[str, Field], graph: Graph) -> dict[str, str]:

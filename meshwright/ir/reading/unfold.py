@@ -31,7 +31,8 @@ def unfolded(data: Any) -> dict[str, Any]:
     for version in made["versions"].mapping().values():
         version.text()
     part = top["decisions"].record(
-        "mesh cluster precision optimizer microbatches pipeline blocks operators values time prologue", "registered"
+        "mesh cluster precision optimizer microbatches pipeline blocks operators values time prologue",
+        "registered devices"
     )
     shown = top["predictions"].record("predicted certificate notes")
     graph = _graph(top["graph"])
@@ -47,7 +48,7 @@ def unfolded(data: Any) -> dict[str, Any]:
                      "time": {name: field.value for name, field in _spread(part["time"], ops).items()}},
         "assignments": {name: one for name, one in assignments.items() if one},
         "copies": {name: field.value for name, field in _spread(part["values"], values).items()},
-        **({"registered": part["registered"].value} if "registered" in part else {}),
+        **{name: part[name].value for name in ("registered", "devices") if name in part},
         **{name: field.value for name, field in shown.items()}, "graph": graph,
     }
 

@@ -53,6 +53,7 @@ def plan_to_file(plan: Decisions) -> dict[str, Any]:
                         "decisions": plan_hash(plan)},
         "decisions": {
             **{name: data[name] for name in ("mesh", "cluster", "precision", "optimizer", "registered")},
+            **({"devices": data["devices"]} if plan.devices else {}),
             "microbatches": plan.schedule.microbatches, "pipeline": _pipeline(plan), "blocks": _blocks(plan),
             "operators": folded_names(plan, {
                 op.name: choice_text(plan.assignments[op.name]) for op in plan.graph.ops if plan.assignments.get(op.name)
