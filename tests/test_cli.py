@@ -434,7 +434,13 @@ def test_errors_are_a_line_and_debug_shows_the_trace() -> None:
     assert result.exit_code == BUG
     (line,) = result.stderr.splitlines()
     assert "ZeroDivisionError: dear me the rest" in line
-    assert isinstance(run("--debug", "plan", "tests.test_cli:fails", "--cluster", "cpu:1x2").exception, ZeroDivisionError)
+    shown = run("--debug", "plan", "tests.test_cli:fails", "--cluster", "cpu:1x2")
+    assert shown.exit_code == BUG  # and not Python's 1, which is "different"
+    assert "in fails\n" in shown.stderr
+    assert shown.stderr.splitlines()[-1] == line
+    given = run("plan", "tests.test_cli:test_show", "--cluster", "cpu:1x2")
+    assert given.exit_code == WRONG
+    assert "cannot be called without arguments (missing a required argument: 'saved')" in given.stderr
     missing = run("plan", "nowhere.py:build", "--cluster", "cpu:1x2")
     assert missing.exit_code == WRONG
     assert "no file 'nowhere.py'" in missing.stderr

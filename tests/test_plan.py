@@ -236,6 +236,12 @@ def test_explain_a_parameter_and_a_module(plan: Plan) -> None:
     assert "weight  blocks.1.down.weight: f32[16, 32@tp]" in module
     assert "%down1: f32[8@dp, 16] +tp   [fwd all-reduce@tp]" in module
     assert "up0" not in module
+    assert "alternatives" not in module
+    ops = tuple(replace(op, module="blocks.1.down") if op.name == "down1" else op for op in plan.graph.ops)
+    layers = replace(plan, graph=replace(plan.graph, ops=ops))
+    alone = explain(layers, "blocks.1.down")
+    assert "->" in alone
+    assert alone.partition("\n\n")[2] == explain(layers, "down1")  # the layer's only operator
 
 
 def test_an_unknown_name_gets_the_nearest(plan: Plan) -> None:

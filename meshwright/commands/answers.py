@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,7 +17,7 @@ from meshwright.errors import MeshwrightError
 
 DIFFERENT, WRONG, NOTHING_FITS, BUG, STOPPED = 1, 2, 3, 4, 130
 DEBUG: ContextVar[bool] = ContextVar("meshwright_debug", default=False)
-"""Whether errors keep their traceback."""
+"""Whether errors show their traceback."""
 UsageError: Any = typer.BadParameter.__base__
 """What typer raises for words that it cannot read; its module is not the same in all versions of typer."""
 
@@ -47,14 +48,14 @@ class Commands(TyperGroup):
 
 @contextmanager
 def errors(as_json: bool) -> Iterator[None]:
-    """An error becomes a line and an exit code; with --debug it keeps its traceback."""
+    """An error becomes a line and an exit code, with --debug behind its traceback."""
     try:
         yield
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
         if DEBUG.get():
-            raise
+            traceback.print_exc()
         known = isinstance(error, MeshwrightError | OSError)
         words = " ".join(str(error).split())
         if isinstance(error, OSError) and not isinstance(error, MeshwrightError):

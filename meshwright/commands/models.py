@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,13 @@ def load(model: str, batch: int, sequence: int) -> tuple[Any, Any]:
         raise InputError(f"cannot import {model!r}: {error}") from error
     if not callable(build):
         raise InputError(f"{model!r} is a {type(build).__name__}; name a function that returns (model, example_inputs)")
+    try:
+        inspect.signature(build).bind()
+    except TypeError as error:
+        raise InputError(f"{model!r} cannot be called without arguments ({error}); it must return (model, "
+                         "example_inputs)") from None
+    except ValueError:  # a builtin, which does not say
+        pass
     with _not_ended(model):
         made = build()
     if not isinstance(made, tuple) or len(made) != 2:

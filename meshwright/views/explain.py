@@ -1,8 +1,9 @@
 """Why a plan is as it is, in words and in the one notation.
 
-``explain(plan, name)``: an operator, a value, a parameter or a module. For an operator every other choice that the plan could
-have had stands beside the planned one with what the step would take, everything else at its best for it (``alternatives``), and
-with the part that decided; what it cannot have, with the reason. Collectives and what is kept for the backward are written as
+``explain(plan, name)``: an operator, a value, a parameter or a module; of a module with one operator that counts, such as a
+linear layer, that operator too. For an operator every other choice that the plan could have had stands beside the planned one
+with what the step would take, everything else at its best for it (``alternatives``), and with the part that decided; what it
+cannot have, with the reason. Collectives and what is kept for the backward are written as
 closed forms with their numbers in (``formulas``).
 
 ``explain(plan)``: what bounds the step, where its time and memory go, and which changes of the cluster or the batch would help
@@ -120,14 +121,15 @@ def _parameter(facts: Facts, value: str) -> str:
 
 
 def _module(facts: Facts, name: str, ops: list[Op]) -> str:
-    lines = [f"module {name}: {len(ops)} operators"]
+    lines = [f"module {name}: {len(ops)} operator{'s' if len(ops) > 1 else ''}"]
     params = [p for p in facts.plan.graph.params if any(fqn.startswith(f"{name}.") for fqn in p.fqns)]
     lines += [f"  {'buffer' if p.buffer else 'weight'}  {p.fqn}: {facts.type_of(p.value)}" for p in params]
     for op in ops:
         results = ", ".join(f"%{out}: {facts.type_of(out)}" for out in op.outputs)
         moves = "; ".join(str(step) for step in facts.around(op.name))
         lines.append(f"  {op.target:40s} {results}" + (f"   [{moves}]" if moves else ""))
-    return _wrapped(lines)
+    products = [op for op in ops if facts.rules.operators[op.target].kind in ("matmul", "attention")] or ops
+    return _wrapped(lines) + ("\n\n" + _operator(facts, products[0]) if len(products) == 1 else "")
 
 
 def _alternatives(facts: Facts, op: Op) -> str:
