@@ -3,6 +3,7 @@ again as its search priced it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cache
@@ -13,6 +14,7 @@ import torch
 
 from meshwright import PinError, Pins, Plan, PlanError
 from meshwright.compiler.placement.pin_conflicts import check_agreement
+from meshwright.compiler.placement.pinned import check_tensor_pins
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.serialize import plan_hash
@@ -233,6 +235,20 @@ def test_lines_of_the_printed_plan_are_pins() -> None:
     assert shown.strip() == "as a pin {'model.layers.0.mlp.up_proj:linear': 'dp=b0, tp=n'}"
     with pytest.raises(PinError, match="no line of a plan's tables"):
         Pins.of("time       compute 3 ms + something")
+
+
+@pytest.mark.parametrize("model", ["t5", "vit"])
+def test_rows_with_long_names_are_pins_too(model: str) -> None:
+    """Names and weights stand in a line each, however long."""
+    module, batch = models.make(model)
+    captured = capture_model(module, (), batch, (), None, "fp32")
+    plan = make_plan(captured, Cluster.parse("cpu:1x4"), Pins(dp=2, tp=2))
+    lines = render(plan).splitlines()
+    assert max(map(len, lines)) <= 120
+    rows = [line for line in lines if re.search(r"\bweight f32\[", line)]
+    pasted = Pins.of("\n".join([lines[0], *rows]))
+    assert len(pasted.tensors) == len({row.split("weight")[0] for row in rows}) > 8
+    check_tensor_pins(pasted, captured)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ _PREFACE = 16
 def render(plan: Plan, width: int = WIDTH) -> str:
     """The plan as plain text of at most ``width`` columns."""
     target = io.StringIO()
-    Console(file=target, width=width, color_system=None, force_terminal=False, emoji=False, highlight=False).print(page(plan))
+    console = Console(file=target, width=width, color_system=None, force_terminal=False, emoji=False, highlight=False)
+    console.print(page(plan, width))
     return "\n".join(line.rstrip() for line in target.getvalue().splitlines())
 
 
@@ -61,7 +62,8 @@ def show(plan: Plan, path: str | Path | None = None, *, against: Plan | None = N
     elif against is not None:
         raise InputError("against= is for a page: give a path for it, or print diff(plan, other)")
     elif sys.stdout.isatty():
-        Console(emoji=False).print(page(plan))
+        console = Console(emoji=False)
+        console.print(page(plan, console.width))
     else:
         print(render(plan))
 
@@ -75,15 +77,15 @@ def timeline(plan: Plan, path: str | Path) -> None:
     Path(path).write_text(json.dumps(chrome_trace(simulation_of(plan), beside_schedule(plan))), encoding="utf-8")
 
 
-def page(plan: Plan) -> RenderableType:
-    """The plan as a rich renderable."""
+def page(plan: Plan, width: int = WIDTH) -> RenderableType:
+    """The plan as a rich renderable, for so many columns."""
     facts = facts_of(plan)
     try:
         prices: Prices | None = Prices(facts)
     except ClusterError:
         prices = None
     parts: list[RenderableType] = [_header(facts)]
-    parts += [_section(section, prices) for section in sections(facts)]
+    parts += [_section(section, prices, width) for section in sections(facts)]
     if plan.pipeline is not None:
         parts += _stages(plan)
     parts.append(_groups(plan, prices))
@@ -107,11 +109,20 @@ def _add(table: Table, *cells: str) -> None:
     table.add_row(*(Text(cell, overflow="fold") for cell in cells))
 
 
-def _section(section: Section, prices: Prices | None) -> Table:
+_REST = 36
+"""Columns left for results and collectives where modules and weights stand in a line each, which can be pasted as a pin."""
+
+
+def _section(section: Section, prices: Prices | None, width: int) -> Table:
     table = Table(
         "module", "weights", "result", "collectives", box=box.SIMPLE_HEAD, title=Text(section.title), title_justify="left",
         title_style="bold",
     )
+    names, weights = (max(map(len, texts), default=0) for texts in (
+        [row.module for row in section.rows], [weight for row in section.rows for weight in row.weights],
+    ))
+    table.columns[0].no_wrap = names <= width - _REST
+    table.columns[1].no_wrap = names + weights <= width - _REST
     for row in section.rows:
         _add(table, row.module, "\n".join(row.weights), row.result, "\n".join(_priced(row, prices)))
     return table
