@@ -2,10 +2,11 @@
 
     folder/<sha256>.json      {"meshwright_cache": 2, "digest": ..., "order": ..., "plan": as plan.save writes it}
 
-The name is a digest of all that a search depends on: the captured graph, the cluster, the pins, the options, the versions and
-the registered rules and schedules. What is found is read like any plan file and must compute what the model's graph does.
-Whatever is wrong with an entry is said, and the plan is searched for again and takes the entry's place: a cache makes starts
-faster, it never stops one. Only one process of a run looks and writes, and files appear whole.
+The name is a digest of all that a search depends on: the captured graph, the cluster, the pins, the options, the versions, the
+prices (catalogue and formulas) and the registered rules and schedules. What is found is read like any plan file and must
+compute what the model's graph does. Whatever is wrong with an entry is said, and the plan is searched for again and takes the
+entry's place: a cache makes starts faster, it never stops one. Only one process of a run looks and writes, and files appear
+whole.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from meshwright.ir.reading.fields import load_json
 from meshwright.ir.schedules import schedules
 from meshwright.ir.serialize import digest, graph_digest
 from meshwright.ir.writing.plans import plan_text
-from meshwright.ir.writing.versions import versions
+from meshwright.ir.writing.versions import prices, versions
 from meshwright.programs import order_of
 
 FORMAT = 2
@@ -53,7 +54,7 @@ def cached(
 
 def _key(graph: Graph, cluster: Cluster, pins: Pins, options: Mapping[str, Any]) -> str:
     return digest([
-        FORMAT, graph_digest(graph), repr(cluster), repr(sorted(vars_of(pins).items())), dict(options), versions(),
+        FORMAT, graph_digest(graph), repr(cluster), repr(sorted(vars_of(pins).items())), dict(options), versions(), prices(),
         registered_of(graph), sorted(schedules()),
     ])
 

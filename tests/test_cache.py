@@ -51,7 +51,9 @@ def plan(folder: Path, width: int = 8, **given: Any) -> mw.Plan:
     return mw.plan(net(width), "cpu:1x2", EXAMPLE, **{"loss_fn": loss_of, "pins": {"dp": 2}, "cache": folder, **given})
 
 
-def test_what_is_the_same_is_found(tmp_path: Path, searches: list[Any], capsys: Any) -> None:
+def test_what_is_the_same_is_found(
+    tmp_path: Path, searches: list[Any], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = plan(tmp_path / "new"), plan(tmp_path / "new", progress=True)
     assert len(searches) == 1
     assert plan_hash(first) == plan_hash(second)
@@ -69,6 +71,9 @@ def test_what_is_the_same_is_found(tmp_path: Path, searches: list[Any], capsys: 
 
     contextvars.copy_context().run(scenario)
     assert len(searches) == len(others) + 2
+    monkeypatch.setattr(cache, "prices", lambda: "of another version")
+    plan(tmp_path / "new")
+    assert len(searches) == len(others) + 3
 
 
 def test_bad_entries_are_planned_again(tmp_path: Path, searches: list[Any]) -> None:
