@@ -380,7 +380,8 @@ class _Loaded:
             unset = bool(first.isnan()) if first.is_floating_point() or first.is_complex() else local._version == before
             if unset:
                 raise RunError(f"{fqn!r} has no contents: the program was exported without weights. Call parallel.load(folder) "
-                               "with a checkpoint, parallel.load_state_dict(...), or write into every parameter, first")
+                               "with a checkpoint, parallel.load_state_dict(...) with whole tensors, or write into every "
+                               "parameter, first")
 
 
 __all__ = ["ExportError", "Exporter", "PlanError", "export", "load"]

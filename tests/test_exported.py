@@ -6,6 +6,7 @@ import copy
 import hashlib
 import importlib.util
 import json
+import math
 import random
 import shutil
 import sys
@@ -160,6 +161,11 @@ def loading(rank: int, folder: str, names: list[str]) -> dict[str, Any]:
                 assert "without weights" in str(error), error  # noqa: PT017 - on every rank
             else:
                 raise AssertionError("it ran without weights")
+            by_hand = mw.load(f"{folder}/{name}-bare", mesh)
+            graph = by_hand.plan.graph
+            by_hand.load_state_dict({fqn: torch.full(graph.values[param.value].shape, 0.1)
+                                     for param in graph.params if not param.buffer for fqn in param.fqns}, strict=False)
+            assert math.isfinite(steps(by_hand, name)[0][-1])
             bare.load(f"{folder}/{name}-checkpoint")
             assert steps(bare, name) == first
             bare.save(f"{folder}/{name}-after")
