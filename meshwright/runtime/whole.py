@@ -220,8 +220,8 @@ def _role_of_result(func: Any, name: str, tensors: Sequence[Tensor], by_item: bo
                        f"optimizer that joins parameters (LBFGS) needs a plan without a pipeline (pins={{'pp': 1}})")
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise RunError(f"{func} on {first!r}: in a pipeline every stage would draw the same random numbers for other "
-                       f"parameters (from a generator= too, which several may share). Initialize the model before autoparallel, or "
-                       "give load_state_dict whole tensors")
+                       "parameters (from a generator= too, which several may share). Initialize the model before "
+                       "autoparallel, or give load_state_dict whole tensors")
     return Role(first, True)
 
 
