@@ -20,6 +20,7 @@ come from. A long step shows a bar on a terminal, else a line every ten seconds.
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import asdict
@@ -328,7 +329,8 @@ def simulate_command(
                          "busy_seconds": run.busy.tolist(), "in_flight": held, "actions": actions})
         else:
             typer.echo(render(run, tick=tick))
-            typer.echo(f"{run.makespan:.4g} s, bubble {run.bubble_fraction:.1%}, micro-batches held by rank: {held}")
+            said = f"{run.makespan:.4g} s, bubble {run.bubble_fraction:.1%}, micro-batches held by rank: {held}"
+            typer.echo(textwrap.fill(said, 120, subsequent_indent="  "))
             if beside:
                 words = "".join(f" + {name} {seconds:.4g} s" for name, seconds in beside.items())
                 typer.echo(f"schedule {run.makespan:.4g} s{words} = step {run.makespan + sum(beside.values()):.4g} s")

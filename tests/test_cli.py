@@ -328,6 +328,8 @@ def test_simulate(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[4].startswith("rank 3 stage 3          F0 B0 == F1 B1")
     assert "33 s, bubble 27.3%, micro-batches held by rank: [4, 3, 2, 1]" in result.stdout
+    wide = run("simulate", "--pp", 64, "--microbatches", 128).stdout.splitlines()
+    assert max(map(len, wide)) <= 120
     assert len(json.loads(trace.read_text())["traceEvents"]) == 4 + 4 * 8 * 2
     answer = json.loads(run("simulate", "--pp", 2, "--microbatches", 2, "--schedule", "gpipe", "--forward", "1,2",
                             "--backward", "3", "--json").stdout)

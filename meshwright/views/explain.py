@@ -83,7 +83,8 @@ def _operator(facts: Facts, op: Op) -> str:
     try:
         prices = Prices(facts)
     except ClusterError:
-        lines.append(f"  no prices: cluster {facts.plan.cluster or '(unnamed)'} is not in the catalogue")
+        cluster = facts.plan.cluster or "(unnamed)"
+        lines.append(f"  no prices: neither the catalogue nor the plan has the numbers of cluster {cluster}")
         return _wrapped(lines)
     cost = prices.op(op)
     parts = [("forward", cost.forward_seconds), ("backward", cost.backward_seconds), ("recomputed", cost.recompute_seconds),
