@@ -203,7 +203,11 @@ def check_mesh(pins: Pins, plan: Plan) -> None:
     have = {axis + "*" * (axis in plan.mesh.mirrored): plan.mesh.size(axis) for axis in plan.mesh.axes}
     more = {axis: size for axis, size in have.items() if size > 1}
     if pins.axes is not None and more != {axis: size for axis, size in pins.axes.items() if size > 1}:
-        raise PinError(f"pin axes={dict(pins.axes)}: a search lays these devices out as {plan.mesh}; pin that, or everything")
+        plain = {axis.removesuffix("*"): size for axis, size in pins.axes.items() if size > 1}
+        chunks = ("; cp* is a sequence in two chunks a rank, cp one in one, as with attention='ulysses', which can be pinned "
+                  "beside the axes" if plain == {axis.removesuffix("*"): size for axis, size in more.items()} else "")
+        raise PinError(f"pin axes={dict(pins.axes)}: a search lays these devices out as {plan.mesh}; pin that, or everything"
+                       f"{chunks}")
 
 
 def reprice(plan: Plan, cluster: Cluster | str | None = None) -> Plan:

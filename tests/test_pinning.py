@@ -237,6 +237,16 @@ def test_lines_of_the_printed_plan_are_pins() -> None:
         Pins.of("time       compute 3 ms + something")
 
 
+def test_the_mesh_of_a_plan_with_an_exchange_is_pinned_beside_it() -> None:
+    where = Cluster.parse("h100:1x2")
+    plan = make_plan(graph("shallow"), where, Pins(cp=2, attention="ulysses"))
+    assert str(plan.mesh) == "dp=1 x cp=2 x tp=1"
+    pasted = Pins.of(str(plan.mesh))
+    assert plan_hash(make_plan(graph("shallow"), where, replace(pasted, attention="ulysses"))) == plan_hash(plan)
+    with pytest.raises(PinError, match="attention='ulysses', which can be pinned beside"):
+        make_plan(graph("shallow"), where, pasted)
+
+
 @pytest.mark.parametrize("model", ["t5", "vit"])
 def test_rows_with_long_names_are_pins_too(model: str) -> None:
     """Names and weights stand in a line each, however long."""

@@ -1,6 +1,6 @@
 """Lines of a printed plan as pins: what a person reads in a table, pasted back.
 
-    plan  dp=2 x tp=4 on h100:1x8, 8 devices                     the mesh
+    plan  dp=2 x tp=4 on h100:1x8, 8 devices                     the mesh, or only dp=2 x tp=4
     model.layers.0..31 (32 equal blocks)                         the title of a table: what the rows under it are of
       mlp.up_proj   weight f32[14336@tp, 4096]   f32[8@dp, ...   a row: its weights; without a title of any such module
       model.layers.0..31   3   dp   dp   none                    a row of the last table: how blocks keep their parameters
@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.ir.writing.names import ROOT, Kept, kept_text
 from meshwright.ir.writing.paths import unfold_paths
 
-_MESH = re.compile(r"plan\s+(\w+\*?=\d+(?: x \w+\*?=\d+)*) on .*")
+_MESH = re.compile(r"(?:plan\s+)?(\w+\*?=\d+(?: x \w+\*?=\d+)*)(?: on .*)?")
 _TITLE = re.compile(r"(\S+) \(\d+ equal blocks\)|(outside the blocks)|([\w.]+)")
 _WEIGHT = r"(\w+) ((?:\w+)\[[^\]]*\])"
 _ROW = re.compile(rf"(?:(\S+)\s+)?{_WEIGHT}(?:\s{{2,}}.*)?")
@@ -27,6 +27,8 @@ def pins_of_lines(text: str) -> dict[str, Any]:
 
     >>> pins_of_lines("mlp.up_proj   weight f32[64@tp, 32]   f32[8@dp, 16, 64@tp]")
     {'tensors': {'*mlp.up_proj.weight': 'f32[64@tp, 32]'}}
+    >>> pins_of_lines("dp=2 x cp*=4")
+    {'axes': {'dp': 2, 'cp*': 4}}
     """
     found: dict[str, Any] = {}
     title: str | None = None
