@@ -180,6 +180,7 @@ def test_the_page_is_opened_searched_and_compared(browser: Browser, tmp_path: Pa
     browser.tap(*_at(browser, "0..1"), count=2)
     for label in ("up · linear", "relu", "down · linear", "add"):
         _shows(browser, label)
+    _panel(browser, "and 1 equal block after it")
     browser.tap(*_at(browser, "down"))
     for text in ("aten.linear.default", "f32[16, 32@tp]", "model.py:1"):
         _panel(browser, text)

@@ -96,7 +96,7 @@ class _Page:
             return [node.parent, "op", node.label, one.op.name, info, len(one.copies), list(one.stages)]
         words: dict[str, Any] = {"title": node.path or "the model"}
         if node.kind == "run":
-            words["title"] += f" and {node.times - 1} equal blocks after it" if node.times > 1 else ""
+            words["title"] += f" and {node.times - 1} equal block{'s' * (node.times > 2)} after it" if node.times > 1 else ""
             kept: dict[str, list[str]] = {}
             for group in self.plan.groups[node.run : node.run + node.times]:
                 kept.setdefault(kept_words(group), []).append(group.path)
