@@ -27,6 +27,7 @@ from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.blocks import find_blocks
 from meshwright.compiler.structure.microbatch import split_counts
 from meshwright.compiler.structure.pieces import ROWS, in_pieces, losses, rows_of
+from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.compiler.structure.units import find_layers, find_units, split_at
 from meshwright.cost.catalogue import catalogue
 from meshwright.cost.cluster import Cluster, ClusterError, Island
@@ -42,7 +43,7 @@ from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Certificate
 from meshwright.ir.reading.fields import Field
 from meshwright.ir.reading.records import record_of, record_to
-from meshwright.ir.rule import Rules, factors_of
+from meshwright.ir.rule import factors_of
 from meshwright.ir.writing.versions import prices
 from meshwright.rules import rules_of
 
@@ -148,12 +149,12 @@ def _made(
     if pins.stage_cuts:  # layers first, as a search for stages cuts them: stages cut what is there further
         graph = split_at(find_layers(graph), pins.stage_cuts)
     rules, notes = rules_of(graph, strict)
-    check_experts(pins.by_degrees(), graph, rules)
     check_tensor_pins(pins, graph)
     timing.mark("rules")
     state_bytes = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else float(optimizer)
     fits = Footprints(rules, state_bytes).fits
     task = Task.of(graph, cluster, rules, Pins(), precision=precision, state_bytes=state_bytes, gap=gap)
+    check_experts(pins.by_degrees(), task)
     given = decided(replace(task, pins=pins))
     if given is not None:
         plan = _settled(task, given, fits)
@@ -349,17 +350,22 @@ def _imbalance(plan: Plan) -> tuple[str, ...]:
                  for one in assumed)
 
 
-def check_experts(pins: Pins, graph: Graph, rules: Rules) -> None:
+def check_experts(pins: Pins, task: Task) -> None:
     """Raise PinError for experts that cannot be split as pinned."""
     if (ep := pins.ep or 1) == 1:
         return
-    mixtures = [op for op in graph.ops if rules[op.name].together]
-    if not mixtures:
+    graph, rules = task.graph, task.rules
+    stacked = StackedExperts.of(graph, task.classes).products
+    counts = {
+        op: {rules[op.name].sizes[one] for both in rules[op.name].together for one in factors_of(both)[1:]}
+        | {rules[op.name].sizes[factor] for name, factor in stacked.items() if name == op.name}
+        for op in graph.ops if rules[op.name].together or op.name in stacked
+    }
+    if not counts:
         raise PinError(f"pin ep={ep}: the model has no experts that could be split (a mixture must export as sorted tokens and "
-                       "grouped products: in transformers experts_implementation=\"grouped_mm\"); drop the pin")
-    for op in mixtures:
-        rule = rules[op.name]
-        sizes = {rule.sizes[one] for both in rule.together for one in factors_of(both)[1:]}
+                       "grouped products: in transformers experts_implementation=\"grouped_mm\"; or as products with weights "
+                       "that are stacked over experts, whose answers are summed over these); drop the pin")
+    for op, sizes in counts.items():
         if any(size % ep for size in sizes):
             raise PinError(f"pin ep={ep} does not divide the {max(sizes)} experts of {op.module or 'the model'}")
 

@@ -84,29 +84,72 @@ def granite(**more: Any) -> nn.Module:
     return GraniteMoeForCausalLM(GraniteMoeConfig(**sizes))
 
 
-class Gshard(nn.Module):
-    """Experts by einsum over everything: tokens are dispatched to places, of which an expert has a few in every sequence, and
-    combined from there; what comes too late is dropped (Lepikhin et al. 2020)."""
+def llama4(**more: Any) -> nn.Module:
+    """Every expert computes every token, scaled by how much the router chose it."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
 
-    def __init__(self, hidden: int = 16, width: int = 8, capacity: int = 2) -> None:
+    sizes = {**_SIZES, "num_hidden_layers": 2, "num_local_experts": EXPERTS, "num_experts_per_tok": 1, "head_dim": 8,
+             "intermediate_size_mlp": 16, "interleave_moe_layer_step": 2, **more}
+    return Llama4ForCausalLM(Llama4TextConfig(**sizes))
+
+
+class Dispatched(nn.Module):
+    """Experts by einsum over everything: tokens are dispatched to places, of which an expert has a few in every sequence, and
+    combined from there; what comes too late is dropped (Lepikhin et al. 2020). ``whole``: the places are those of the batch."""
+
+    def __init__(self, hidden: int, width: int, capacity: int, whole: bool = False) -> None:
         super().__init__()
-        self.embed, self.gate, self.head = nn.Embedding(VOCAB, hidden), nn.Linear(hidden, EXPERTS), nn.Linear(hidden, VOCAB)
+        self.gate = nn.Linear(hidden, EXPERTS)
         self.up = nn.Parameter(torch.randn(EXPERTS, hidden, width) / 4)
         self.down = nn.Parameter(torch.randn(EXPERTS, width, hidden) / 4)
-        self.capacity = capacity
+        self.capacity, self.whole = capacity, whole
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[batch, sequence, hidden], both ways."""
+        x = tokens.flatten(0, 1) if self.whole else tokens
+        weight, expert = self.gate(x).softmax(-1).max(-1)
+        chosen = F.one_hot(expert, EXPERTS)
+        place = (chosen.cumsum(-2) - 1) * chosen
+        kept = (chosen * (place < self.capacity)).unsqueeze(-1) * F.one_hot(place.clamp(max=self.capacity - 1), self.capacity)
+        dispatch = kept.to(x.dtype)
+        return (x + self.answers(x, dispatch, weight[..., None, None] * dispatch)).view_as(tokens)
+
+    def answers(self, x: torch.Tensor, dispatch: torch.Tensor, combine: torch.Tensor) -> torch.Tensor:
+        """[*b, s, h] tokens, [*b, s, e, c] where they go, and what counts of the answers there."""
+        sent = torch.einsum("...sec,...sh->e...ch", dispatch, x)
+        made = torch.einsum("e...cw,ewh->e...ch", torch.relu(torch.einsum("e...ch,ehw->e...cw", sent, self.up)), self.down)
+        return torch.einsum("...sec,e...ch->...sh", combine, made)
+
+
+class Multiplied(Dispatched):
+    """The same by matrix products of two and three dims, with weights that are turned."""
+
+    def __init__(self, hidden: int, width: int, capacity: int) -> None:
+        super().__init__(hidden, width, capacity)
+        self.up = nn.Parameter(self.up.detach().transpose(1, 2).contiguous())
+
+    def answers(self, x: torch.Tensor, dispatch: torch.Tensor, combine: torch.Tensor) -> torch.Tensor:
+        """[b, s, h] tokens, [b, s, e, c] where they go, and what counts of the answers there."""
+        batch, hidden = len(x), x.shape[-1]
+        sent = (dispatch.flatten(2).transpose(1, 2) @ x).unflatten(1, (EXPERTS, -1)).transpose(0, 1)
+        made = torch.bmm(torch.relu(torch.bmm(sent.reshape(EXPERTS, -1, hidden), self.up.transpose(1, 2))), self.down)
+        return combine.flatten(2) @ made.unflatten(1, (batch, -1)).transpose(0, 1).reshape(batch, -1, hidden)
+
+
+class Gshard(nn.Module):
+    """A language model of some ``layer``."""
+
+    def __init__(self, layer: Callable[[], nn.Module], hidden: int = 16, layers: int = 1) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, hidden), nn.Linear(hidden, VOCAB)
+        self.layers = nn.ModuleList(layer() for _ in range(layers))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """[batch, sequence] ids to the loss."""
         x = self.embed(input_ids)
-        weight, expert = self.gate(x).softmax(-1).max(-1)
-        chosen = F.one_hot(expert, EXPERTS)
-        place = (chosen.cumsum(1) - 1) * chosen
-        kept = (chosen * (place < self.capacity)).unsqueeze(-1) * F.one_hot(place.clamp(max=self.capacity - 1), self.capacity)
-        dispatch = kept.to(x.dtype)
-        sent = torch.einsum("bsec,bsh->ebch", dispatch, x)
-        made = torch.einsum("ebcw,ewh->ebch", torch.relu(torch.einsum("ebch,ehw->ebcw", sent, self.up)), self.down)
-        y = x + torch.einsum("bsec,ebch->bsh", weight[..., None, None] * dispatch, made)
-        return {"loss": F.cross_entropy(self.head(y).flatten(0, 1), labels.flatten(), ignore_index=-100)}
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)}
 
 
 class Looped(nn.Module):
@@ -148,7 +191,10 @@ MAKERS: Mapping[str, Callable[..., nn.Module]] = {
         num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=0.5, **more
     ),
     "mixtral skewed": lambda **more: skewed(mixtral(**more)), "deepseek skewed": lambda **more: skewed(deepseek(**more)),
-    "mixtral of four layers": lambda **more: mixtral(num_hidden_layers=4, **more), "einsum": Gshard, "loop": Looped,
+    "mixtral of four layers": lambda **more: mixtral(num_hidden_layers=4, **more), "loop": Looped,
+    "einsum": lambda: Gshard(lambda: Dispatched(16, 8, 2)), "matmul": lambda: Gshard(lambda: Multiplied(16, 8, 2)),
+    "einsum of the batch": lambda: Gshard(lambda: Dispatched(16, 8, 6, whole=True)),
+    "einsum of layers": lambda: Gshard(lambda: Dispatched(16, 8, 2), layers=4), "llama4": llama4,
 }
 
 

@@ -1,9 +1,10 @@
 """The legal choices of every operator: which factor each mesh axis splits.
 
 An axis has a *role* (``ir.mesh``): "any" (the solver decides), "data" (it splits the batch and nothing else), "expert" (the
-same, and of mixtures the batch and the experts together where it divides these), "sequence" (it splits the sequence where an
-operator can, of attention by an algorithm that the rule names or by heads) or "tensor" (it splits anything but the batch, and
-splits every weight that is contracted where it divides). Roles come from pins; without pins every axis is free.
+same, and of mixtures the batch and the experts together where it divides these, or the experts of a product), "sequence" (it
+splits the sequence where an operator can, of attention by an algorithm that the rule names or by heads) or "tensor" (it splits
+anything but the batch, and splits every weight that is contracted where it divides). Roles come from pins; without pins every
+axis is free.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.pinned import read_pin
 from meshwright.compiler.structure.dims import Dim, DimClasses, sequence_dims
 from meshwright.compiler.structure.positions import several_readers
+from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import neighbours
 from meshwright.ir.graph import Graph, Op
-from meshwright.ir.mesh import EXPERT, HEADS, SAMPLED, SEQUENCE, SHARED, TENSOR, Mesh
+from meshwright.ir.mesh import DATA, EXPERT, HEADS, SAMPLED, SEQUENCE, SHARED, TENSOR, Mesh
 from meshwright.ir.pins import ATTENTION, GATHER, RING, ULYSSES, WINDOW, PinError, Pins
 from meshwright.ir.plan import TIME, Schedule
 from meshwright.ir.rule import NEAR, VARYING, OpRule, Placed, factors_of, neighbourhood, place
@@ -61,6 +63,11 @@ class Scope:
         return sorted(found | {one for one in held if one and self.mesh.size(axes) % one == 0})
 
     @cached_property
+    def stacked(self) -> StackedExperts:
+        """Experts that are matrices of one product."""
+        return StackedExperts.of(self.graph, self.classes)
+
+    @cached_property
     def tied(self) -> frozenset[str]:
         """Trainable parameters with several readers."""
         return several_readers(self.graph)
@@ -90,11 +97,11 @@ class Scope:
 
     def splits(self, name: str, dim: int, axis: str) -> bool:
         """Whether an operator may leave a value with this dim split over the axis: ranks that have samples split the batch of
-        what is no parameter and nothing else, tensor ranks anything but the batch."""
-        role = self.roles[axis]
+        what is no parameter, or its experts, and nothing else, tensor ranks anything but the batch."""
+        role, root = self.roles[axis], self.classes.find((name, dim))
         if (role not in SAMPLED and role != TENSOR) or name in self.stored:
             return True
-        return (self.classes.find((name, dim)) in self.batch) == (role in SAMPLED)
+        return (role == EXPERT and root in self.stacked.dims) or (root in self.batch) == (role in SAMPLED)
 
     @cached_property
     def stored(self) -> frozenset[str]:
@@ -132,6 +139,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
         inner = not weights or any(rule.sizes[f] % scope.mesh.size(axis) == 0 for f in own & set(rule.splittable))
         for factor in rule.splittable:
             batch, sequence = factor in kinds["batch"], factor in kinds["sequence"]
+            batch |= role == EXPERT and factor in kinds["experts"]
             if (role in SAMPLED and not batch) or (role == TENSOR and batch) or (role == SEQUENCE and not sequence):
                 continue
             if role == TENSOR and scope.pins.sequence_parallel is False and (sequence or (factor in kinds["width"] and inner)):
@@ -150,8 +158,13 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
             found += [assignment, *_once(op, assignment, rule, scope)]
     found = _pinned_tensors(op, rule, _storable(op, rule, found, scope), scope)
     found = _attending(op, rule, found, scope)
-    found = _forced(found, kinds["batch"], scope, *SAMPLED) if on_weights else found
-    found = _forced(found, set(rule.together), scope, EXPERT)
+    if on_weights and kinds["experts"]:
+        found = _forced(_forced(found, kinds["batch"], scope, DATA), kinds["batch"] | kinds["experts"], scope, EXPERT)
+    elif on_weights:
+        found = _forced(found, kinds["batch"], scope, *SAMPLED)
+    if rule.together or op.name in scope.stacked.products:
+        own = scope.stacked.products.get(op.name)
+        found = _forced(found, {*rule.together, *([own] if own is not None else [])}, scope, EXPERT)
     found = _forced(found, kinds["sequence"] | rule.algorithms.keys() | rule.inner, scope, SEQUENCE) if on_weights else found
     if weights:
         found = _forced(found, weights, scope, TENSOR)
@@ -334,7 +347,7 @@ def _storable(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -
     trained = {param.value for param in scope.graph.params if param.trainable}.intersection(op.inputs)
     if not trained:
         return found
-    shared = SHARED - {EXPERT} if rule.together else SHARED
+    shared = SHARED - {EXPERT} if rule.together or op.name in scope.stacked.products else SHARED
     data = [axis for axis in scope.mesh.axes if scope.roles[axis] in shared and scope.mesh.size(axis) > 1]
     even = bool(scope.pins.zero) and scope.pins.shard != 1 and bool(data)
 
@@ -353,19 +366,17 @@ def _storable(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -
 
 
 def _factor_kinds(op: Op, rule: OpRule, scope: Scope) -> dict[str, set[str]]:
-    kinds: dict[str, set[str]] = {"batch": set(), "sequence": set(), "width": set()}
+    kinds: dict[str, set[str]] = {"batch": set(), "sequence": set(), "width": set(), "experts": set()}
+    classes = {"batch": scope.batch, "sequence": scope.sequence, "width": scope.width, "experts": scope.stacked.dims}
     pairs = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
     for name, dims in pairs:
         for dim, factor in enumerate(dims):
             if factor is None:
                 continue
             root = scope.classes.find((name, dim))
-            if root in scope.batch:
-                kinds["batch"].add(factor)
-            if root in scope.sequence:
-                kinds["sequence"].add(factor)
-            if root in scope.width:
-                kinds["width"].add(factor)
+            for kind, known in classes.items():
+                if root in known:
+                    kinds[kind].add(factor)
     return kinds
 
 

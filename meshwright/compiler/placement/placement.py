@@ -43,6 +43,7 @@ from meshwright.compiler.structure.folding import Folded, fold
 from meshwright.compiler.structure.measured import ModuleTimes
 from meshwright.compiler.structure.microbatch import made_alone, split_time
 from meshwright.compiler.structure.positions import operands, positions_of, results
+from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.again import made_again
 from meshwright.ir.declared.experts import EXPERTS
@@ -77,6 +78,7 @@ class Placements:
         self.fixed = fixed.under(self.folded.renamed)
         self.rules = Rules({op.name: rules[op.name] for op in self.folded.graph.ops}, rules.operators)
         self._classes = DimClasses(self.folded.graph, self.rules)
+        self._stacked = bool(StackedExperts.of(self.folded.graph, self._classes).products)
         self._known: dict[tuple[int, int, int, int, int], Placement] = {}
 
     def of(self, tensor: int, samples: int, context: int = 1, expert: int = 1, heads: int = 1) -> Placement:
@@ -85,7 +87,8 @@ class Placements:
         PlanError where the batch cannot be cut so, or no operators' choices fit together."""
         key = (tensor, samples, context, expert, heads)
         if key not in self._known:
-            found = self._shared_out(*key) if expert > 1 and not self.fixed else None
+            again = self.fixed or self._stacked  # what is held, or reads experts by products, is no mixture priced apart
+            found = self._shared_out(*key) if expert > 1 and not again else None
             self._known[key] = self._solve(*key) if found is None else found
         return self._known[key]
 

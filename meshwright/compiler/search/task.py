@@ -16,6 +16,7 @@ from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.pinned import fixed_by
 from meshwright.compiler.structure.dims import DimClasses
 from meshwright.compiler.structure.measured import ModuleTimes
+from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph
@@ -82,6 +83,7 @@ class Task:
         counts = {
             rule.sizes[one] for rule in self.rules.values() for both in rule.together for one in factors_of(both)[1:]
         }
+        counts |= StackedExperts.of(self.graph, self.classes).counts(self.classes)
         return math.gcd(*counts) if counts else 1
 
     @property
