@@ -1,8 +1,8 @@
-"""A captured graph as it were of another sequence length, for prices: no model is at hand, only its plan.
+"""A captured graph as it were of another sequence length or batch, for prices: no model is at hand, only its plan.
 
-    lengths    dims of the inputs that are a sequence, by where they lead (``structure.dims``), times the factor
-    literals   that depend on the length follow from the rules: what an operator is called with on half of the sequence, its
-               localizer says, and literals are a constant and a multiple of the length
+    dims       of the inputs that are a sequence or the batch, by where they lead (``structure.dims``), times the factor
+    literals   that depend on them follow from the rules: what an operator is called with on half of the dim, its localizer
+               says, and literals are a constant and a multiple of the size
     values     have the shapes that the operators make of these, run on tensors without contents
 
 What does not follow so is refused: parameters as long as the sequence, mixtures and functions with graphs inside, tables of
@@ -12,7 +12,7 @@ positions that are too short, operators that would communicate.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -21,12 +21,14 @@ import torch
 
 from meshwright.compiler.structure.dims import Dim, DimClasses, batch_inputs, handed_on, sequence_classes
 from meshwright.errors import MeshwrightError, PlanError
+from meshwright.ir.declared.draws import draws
 from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.gradients.custom import CUSTOM
 from meshwright.ir.graph import Graph, Op, Ref, Value
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.operators import overload
-from meshwright.ir.rule import Local, OpRule, place
+from meshwright.ir.program import DRAW
+from meshwright.ir.rule import Local, OpRule, Rules, place
 from meshwright.rules import rules_of
 from meshwright.runtime.interpret import call
 
@@ -45,40 +47,56 @@ def of_length(graph: Graph, factor: Fraction) -> Graph:
                if classes.find((name, dim)) in sequence}
     alike = {(name, dim) for name in graph.inputs for dim, size in enumerate(graph.values[name].shape)
              if size in lengths and classes.find((name, dim)) not in batch}  # labels, which are shifted before they are read
-    sequence |= classes.of(alike)
-    shapes = {name: _scaled(name, graph.values[name], sequence, classes, factor) for name in graph.inputs}
+    found = _times(graph, rules, classes, sequence | classes.of(alike), factor, "the sequence")
+    if factor > 1:
+        _positions_fit(found)
+    return found
+
+
+def of_batch(graph: Graph, factor: Fraction) -> Graph:
+    """The graph for ``factor`` times as many sequences of the same length. Raises PlanError where that does not follow."""
+    rules, _ = rules_of(graph)
+    classes = DimClasses(graph, rules)
+    return _times(graph, rules, classes, classes.of(batch_inputs(graph).items()), factor, "the batch")
+
+
+def _times(
+    graph: Graph, rules: Rules, classes: DimClasses, dims: frozenset[Dim], factor: Fraction, what: str
+) -> Graph:
+    """The graph with some dims, a union of classes, ``factor`` times as large; ``what`` they are, in words."""
+    shapes = {name: _scaled(name, graph.values[name], dims, classes, factor, what) for name in graph.inputs}
     if all(shapes[name] == graph.values[name].shape for name in graph.inputs):
-        raise PlanError("no input of the model has a sequence")
+        raise PlanError(f"no input of the model has {what.replace('the ', 'a ')}")
     held = {param.value for param in graph.params}
     for name in held:
-        if any(size > 1 and classes.find((name, dim)) in sequence for dim, size in enumerate(graph.values[name].shape)):
-            raise PlanError(f"%{name} is as long as the sequence")
-    ops = tuple(_resized(op, rules[op.name], graph, sequence, classes, factor) for op in graph.ops)
-    scaled = {op.outputs[0] for op in graph.ops if op.target == SLICE and classes.find((op.outputs[0], op.args[1])) in sequence}
+        if any(size > 1 and classes.find((name, dim)) in dims for dim, size in enumerate(graph.values[name].shape)):
+            raise PlanError(f"%{name} is as long as {what}")
+    ops = tuple(_resized(op, rules[op.name], graph, dims, classes, factor) for op in graph.ops)
+    scaled = {op.outputs[0] for op in graph.ops if op.target == SLICE and classes.find((op.outputs[0], op.args[1])) in dims}
     values = dict(graph.values) | {name: replace(graph.values[name], shape=shapes[name]) for name in graph.inputs}
     try:
         ops = _run(graph, ops, values, held, scaled, factor)
     except MeshwrightError:
         raise
-    except Exception as error:  # torch refuses a call of another length in its own ways
-        raise PlanError(f"not every operator runs at another length ({type(error).__name__})") from error
+    except Exception as error:  # torch refuses a call of other sizes in its own ways
+        raise PlanError(f"not every operator runs with {factor} times {what} ({type(error).__name__})") from error
     return replace(graph, ops=ops, values=values)
 
 
 def _scaled(
-    name: str, value: Value, sequence: frozenset[Dim], classes: DimClasses, factor: Fraction
+    name: str, value: Value, dims: frozenset[Dim], classes: DimClasses, factor: Fraction, what: str
 ) -> tuple[int, ...]:
-    found = [size * factor if size > 1 and classes.find((name, dim)) in sequence else Fraction(size)
+    found = [size * factor if size > 1 and classes.find((name, dim)) in dims else Fraction(size)
              for dim, size in enumerate(value.shape)]
     if any(size.denominator > 1 for size in found):
-        raise PlanError(f"{factor} times the sequence of %{name} is no whole number")
+        raise PlanError(f"{factor} times {what} of %{name} is no whole number")
     return tuple(map(int, found))
 
 
 def _resized(
-    op: Op, rule: OpRule, graph: Graph, sequence: frozenset[Dim], classes: DimClasses, factor: Fraction
+    op: Op, rule: OpRule, graph: Graph, scaled: frozenset[Dim], classes: DimClasses, factor: Fraction
 ) -> Op:
-    """The operator with its literals for the other length."""
+    """The operator with its literals for the other size."""
     if op.target in (EXPERTS, CUSTOM):
         raise PlanError(f"{op.target} has a graph inside")
     if rule.algorithms:
@@ -90,7 +108,7 @@ def _resized(
         return op
     pairs = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
     factors = {one: None for name, dims in pairs for dim, one in enumerate(dims)
-               if one is not None and one not in rule.whole and rule.sizes[one] > 1 and classes.find((name, dim)) in sequence}
+               if one is not None and one not in rule.whole and rule.sizes[one] > 1 and classes.find((name, dim)) in scaled}
     if not factors:
         return op
     assignment = {f"s{number}": one for number, one in enumerate(factors)}
@@ -104,19 +122,22 @@ def _resized(
             tuple(graph.values[name].shape for name in op.inputs), tuple(graph.values[name].shape for name in op.outputs),
         )
         assert rule.localize is not None
-        return rule.localize(op, local)
+        target, args, kwargs = rule.localize(op, local)
+        return target, args, tuple(pair for pair in kwargs if pair[0] != DRAW)
 
     whole, half = part(1), part(2)
+    if draws(op) and whole[0] != op.target:  # dropout, which is called with no size
+        return op
     if whole[0] != half[0]:
-        raise PlanError(f"{op.target} is another operator on a part of the sequence")
+        raise PlanError(f"{op.target} is another operator on a part of its dims")
     return replace(op, target=whole[0], args=_between(whole[1], half[1], factor), kwargs=_between(whole[2], half[2], factor))
 
 
 def _between(whole: Any, half: Any, factor: Fraction) -> Any:
-    """The literals at ``factor`` times the length, from those at the whole and at half of it."""
+    """The literals at ``factor`` times the size, from those at the whole and at half of it."""
     if isinstance(whole, tuple | list):
         if not isinstance(half, tuple | list) or len(whole) != len(half):
-            raise PlanError("arguments differ in number on a part of the sequence")
+            raise PlanError("arguments differ in number on a part of a dim")
         return type(whole)(_between(one, other, factor) for one, other in zip(whole, half, strict=True))
     if type(whole) is int and type(half) is int and whole != half:
         found = whole + 2 * (factor - 1) * (whole - half)
@@ -124,7 +145,7 @@ def _between(whole: Any, half: Any, factor: Fraction) -> Any:
             raise PlanError(f"{found} is no whole number")
         return int(found)
     if whole != half:
-        raise PlanError("arguments differ in kind on a part of the sequence")
+        raise PlanError("arguments differ in kind on a part of a dim")
     return whole
 
 
@@ -147,7 +168,7 @@ def _run(
 ) -> tuple[Op, ...]:
     """The operators, the shapes of what they make filled in. Raises PlanError for one that is neither as it was nor ``factor``
     times it."""
-    known, found = set[str](), list[Op]()  # known: made of nothing, as positions are
+    found = list[Op]()
     env = {name: torch.empty(values[name].shape, dtype=values[name].dtype, device="meta") for name in (*graph.inputs, *held)}
     with torch.no_grad():
         for op in ops:
@@ -162,14 +183,19 @@ def _run(
                     raise PlanError(f"{op} makes {list(new)} of {list(old.shape)}")
                 values[name] = replace(old, shape=new)
                 env[name] = result
-            if known.issuperset(op.inputs):
-                known.update(op.outputs)
-    for op in found:
-        if op.target == EMBEDDING and op.inputs[1] in known and factor > 1:
-            rows = values[op.inputs[0]].shape[0]
-            if math.prod(values[op.inputs[1]].shape) > MOST_INDICES or _largest(found, op.inputs[1]) >= rows:
-                raise PlanError(f"the table of {op.module or 'the model'} has {rows} positions")
     return tuple(found)
+
+
+def _positions_fit(graph: Graph) -> None:
+    """Raises PlanError for a table of positions that is read beyond its end."""
+    known = set[str]()  # made of nothing, as positions are
+    for op in graph.ops:
+        if known.issuperset(op.inputs):
+            known.update(op.outputs)
+        if op.target == EMBEDDING and op.inputs[1] in known:
+            rows = graph.values[op.inputs[0]].shape[0]
+            if math.prod(graph.values[op.inputs[1]].shape) > MOST_INDICES or _largest(graph.ops, op.inputs[1]) >= rows:
+                raise PlanError(f"the table of {op.module or 'the model'} has {rows} positions")
 
 
 def _on_meta(op: Op) -> Op:
@@ -179,7 +205,7 @@ def _on_meta(op: Op) -> Op:
     return replace(op, kwargs=(*((key, one) for key, one in op.kwargs if key != "device"), ("device", torch.device("meta"))))
 
 
-def _largest(ops: list[Op], name: str) -> int:
+def _largest(ops: Sequence[Op], name: str) -> int:
     """The largest element of what is made of nothing."""
     makers: Mapping[str, Op] = {out: op for op in ops for out in op.outputs}
     env: dict[str, torch.Tensor] = {}
@@ -195,4 +221,4 @@ def _largest(ops: list[Op], name: str) -> int:
     return int(found.max()) if found.numel() else 0
 
 
-__all__ = ["of_length"]
+__all__ = ["of_batch", "of_length"]

@@ -528,7 +528,7 @@ def test_a_system_of_the_zoo_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch)
     result = run("zoo", "Second", "--json")
     assert [row["predicted"] is None for row in json.loads(result.stdout)["systems"]] == [True, False]
     assert said["Second: capturing the model"] == said["Second: what operators may choose"] == 0.5
-    assert "Second: dp=2 x tp=2, 1 micro-batches" in said
+    assert "Second: dp=2 x tp=2, 1 micro-batch" in said
 
 
 def test_what_if(tmp_path: Path) -> None:

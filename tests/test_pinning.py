@@ -28,9 +28,11 @@ from meshwright.views.report import render
 from tests import mixtures, models
 from tests.handmade import handmade_graph, handmade_plan
 
+BATCH = 8
+
 
 @cache
-def graph(name: str) -> Graph:
+def graph(name: str, batch: int = BATCH) -> Graph:
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,
@@ -57,7 +59,7 @@ def graph(name: str) -> Graph:
     else:
         model = MixtralForCausalLM(MixtralConfig(num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2,
                                                  experts_implementation="grouped_mm", **sizes))
-    tokens = torch.zeros((8, 16), dtype=torch.int64)
+    tokens = torch.zeros((batch, 16), dtype=torch.int64)
     return capture_model(model, (), {"input_ids": tokens, "labels": tokens}, (), None, "fp32")
 
 

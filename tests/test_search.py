@@ -153,7 +153,7 @@ def test_pins_that_leave_nothing_say_which() -> None:
     assert Pins(tp=[2, 4], cp="<=2") == Pins.of({"tp": (2, 4), "cp": "<= 2"})  # type: ignore[arg-type]
     assert str(Pins.of({"schedule": "none", "sequence_parallel": [True, False]})) == "pp=1"
     assert str(Pins.of({"tp": [2]})) == "tp=2"
-    assert str(NoBetterError(0.25, limited=False)) == "takes at least 0.25 s"
+    assert str(NoBetterError(0.25, limited=False)) == "takes at least 250 ms"
 
 
 def test_headroom_is_left_free_and_printed() -> None:

@@ -105,7 +105,7 @@ def test_a_row_without_a_pipeline_is_priced() -> None:
     assert row.reason == ""
     assert row.predicted is not None
     assert row.predicted.fits
-    assert row.predicted.layout == "dp=32 zero=0 1 micro-batches full recompute"
+    assert row.predicted.layout == "dp=32 zero=0 1 micro-batch full recompute"
     assert row.ratio == pytest.approx(1.12, abs=0.01)  # as calibrated: a price that changes says so here
     assert zoo.recompute_flops(row.system) / 1e12 / 32 / row.predicted.step_seconds == pytest.approx(row.predicted.tflops)
 

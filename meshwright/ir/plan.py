@@ -27,7 +27,7 @@ from meshwright.ir.decisions import Schedule as Schedule
 from meshwright.ir.declared.operator import PIECES
 from meshwright.ir.pins import Pins
 from meshwright.ir.prediction import Prediction
-from meshwright.ir.quantities import bytes_text, seconds_text
+from meshwright.ir.quantities import bytes_text, count_text, seconds_text
 from meshwright.ir.reading.fields import load_json
 from meshwright.ir.reading.plans import read_plan
 from meshwright.ir.writing.pins import pins_of
@@ -57,7 +57,7 @@ class Plan(Decisions):
         kept: dict[GroupChoice, list[int]] = {}
         for group in self.groups[:-1]:
             kept.setdefault(replace(group, path="", stage=0), []).append(group.stage)
-        lines += [f"{len(stages)} block{'s' if len(stages) > 1 else ''}".ljust(11) + _kept(group) + _of_stages(stages)
+        lines += [count_text(len(stages), "block").ljust(11) + _kept(group) + _of_stages(stages)
                   for group, stages in kept.items()]
         lines += ["the rest".ljust(11) + _kept(group) for group in self.groups[-1:]]
         lines += [f"the loss   in pieces of {op.args[6]} tokens, made again in the backward" for op in self.graph.ops
@@ -118,7 +118,7 @@ class Plan(Decisions):
 
 def _step(plan: Plan) -> str:
     """Micro-batches, stages and the predicted seconds, as far as the plan has them."""
-    words = [f"{plan.schedule.microbatches} micro-batch{'es' if plan.schedule.microbatches > 1 else ''}"]
+    words = [count_text(plan.schedule.microbatches, "micro-batch")]
     if plan.pipeline is not None:
         words.append(f"{plan.pipeline.stages} stages on {plan.pipeline.degree} ranks under {plan.pipeline.schedule}")
     if plan.predicted is not None:

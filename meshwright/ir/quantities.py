@@ -4,15 +4,24 @@ from __future__ import annotations
 
 
 def seconds_text(value: float) -> str:
-    """A duration.
+    """A duration; more digits than three before a thousand seconds and more, rather than an exponent.
 
-    >>> seconds_text(0.01213), seconds_text(74.2), seconds_text(3.5e-6)
-    ('12.1 ms', '74.2 s', '3.5 us')
+    >>> seconds_text(0.01213), seconds_text(74.2), seconds_text(3.5e-6), seconds_text(0.9996), seconds_text(12345.0)
+    ('12.1 ms', '74.2 s', '3.5 us', '1 s', '12345 s')
     """
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= 0.9995 * size:  # what rounds to a thousand of a unit is one of the next
+            return f"{value / size:.0f} {unit}" if value >= 999.5 * size else f"{value / size:.3g} {unit}"
     return f"{value * 1e6:.3g} us"
+
+
+def count_text(number: int, what: str) -> str:
+    """A number of things, as a plural where they are not one.
+
+    >>> count_text(1, "stage"), count_text(8, "stage"), count_text(2048, "micro-batch")
+    ('1 stage', '8 stages', '2,048 micro-batches')
+    """
+    return f"{number:,} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def bytes_text(bytes_: float) -> str:

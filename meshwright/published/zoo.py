@@ -38,6 +38,7 @@ from meshwright.errors import InputError
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
+from meshwright.ir.quantities import count_text
 from meshwright.ir.schedules import schedules
 from meshwright.planner import OutOfMemoryError, capture_model, make_plan
 from meshwright.progress import Report
@@ -338,7 +339,7 @@ def layout_of(plan: Plan) -> str:
         virtual = plan.pipeline.stages // plan.pipeline.degree
         words.append(plan.pipeline.schedule + (f" x{virtual}" if virtual > 1 else ""))
     kinds = sorted({group.recompute for group in plan.groups if group.path} - {"none"})
-    return " ".join([*words, f"{plan.schedule.microbatches} micro-batches", *(f"{kind} recompute" for kind in kinds)])
+    return " ".join([*words, count_text(plan.schedule.microbatches, "micro-batch"), *(f"{kind} recompute" for kind in kinds)])
 
 
 def table(rows: Iterable[Comparison], search: bool = False) -> Table:

@@ -17,6 +17,8 @@ WIDTH = 120
 _LINES = 6
 _FULL = 0.9
 """Part of the memory above which it is said to bind: recomputation and micro-batches are what it is bought with."""
+_WAITING = 0.1
+"""Part of compute above which waiting for the host is said."""
 
 
 def whole(facts: Facts, changed: bool = True) -> str:
@@ -31,21 +33,28 @@ def whole(facts: Facts, changed: bool = True) -> str:
         share = f"{seconds / predicted.step_seconds:.1%} of the step"
         lines.append(f"{'' if number else 'time':10s} {name} {seconds_text(seconds)}, {share}")
     lines.append(f"memory     {memory_words(predicted)}")
-    lines.append(f"bound by   {_verdict(plan, parts)}")
     try:
-        lines += _most(facts, Prices(facts))
+        compute, moved = _spent(facts)
+        lines.append(f"bound by   {_verdict(plan, parts, sum(seconds for seconds, _ in compute))}")
+        lines += _most(plan, compute, moved)
         lines += _helpful(plan) if changed else []
     except ClusterError:
+        lines.append(f"bound by   {_verdict(plan, parts)}")
         lines.append(f"no prices: neither the catalogue nor the plan has the numbers of cluster {plan.cluster or '(unnamed)'}")
     wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
     return "\n".join(line if len(line) <= WIDTH else wrapper.fill(line) for line in lines)
 
 
-def _verdict(plan: Plan, parts: list[tuple[str, float]]) -> str:
+def _verdict(plan: Plan, parts: list[tuple[str, float]], kernels: float | None = None) -> str:
+    """``kernels``: seconds of the device, summed over stages; compute takes longer where it waits for their start."""
     predicted = plan.predicted
     assert predicted is not None
-    name = parts[0][0] if parts else "nothing that is known"
-    words = [name]
+    words = [parts[0][0] if parts else "nothing that is known"]
+    spent = sum(seconds for part, seconds in parts if part in ("compute", "recomputation"))
+    waiting = 0.0 if kernels is None or plan.stale else spent - kernels / (1 if plan.pipeline is None else plan.pipeline.degree)
+    if words[0] == "compute" and waiting > _WAITING * spent:
+        words[0] += (f", {seconds_text(waiting)} of it waiting for the host, which starts kernels one after the other and more "
+                     "slowly than they run: of larger micro-batches they take longer")
     recomputed = sum(seconds for part, seconds in parts if part == "recomputation")
     if predicted.bytes_per_rank > _FULL * predicted.capacity_bytes:
         more = f", which recomputation of {seconds_text(recomputed)} pays for" if recomputed else ""
@@ -53,8 +62,9 @@ def _verdict(plan: Plan, parts: list[tuple[str, float]]) -> str:
     return "; and ".join(words)
 
 
-def _most(facts: Facts, prices: Prices) -> Iterator[str]:
-    """The operators and collectives that take most of a step, equal blocks together."""
+def _spent(facts: Facts) -> tuple[list[tuple[float, str]], dict[str, float]]:
+    """Seconds of the operators and of the collectives of a step, equal blocks together. Raises ClusterError without prices."""
+    prices = Prices(facts)
     compute: list[tuple[float, str]] = []
     moved: dict[str, float] = {}
     for one in shown(facts.plan):
@@ -66,8 +76,13 @@ def _most(facts: Facts, prices: Prices) -> Iterator[str]:
                                                                               work.reduce_seconds)]
         for words, seconds in pairs:
             moved[words] = moved.get(words, 0.0) + seconds * times
+    return compute, moved
+
+
+def _most(plan: Plan, compute: list[tuple[float, str]], moved: dict[str, float]) -> Iterator[str]:
+    """The operators and collectives that take most of a step."""
     total = sum(seconds for seconds, _ in compute) or 1.0
-    stages = "" if facts.plan.pipeline is None else ", summed over stages"
+    stages = "" if plan.pipeline is None else ", summed over stages"
     yield f"operators  those that take most of a step{stages}:"
     for seconds, words in sorted(compute, key=lambda pair: -pair[0])[:_LINES]:
         yield f"{'':10s} {seconds_text(seconds):>8s}  {seconds / total:5.1%}  {words}"

@@ -1,13 +1,15 @@
 """What would help a plan most: changes of its cluster and its batch, each planned or priced, with what it gains.
 
-    twice the devices      planned at every way to use them: each degree of the plan doubled, the rest as it is; the fastest
-    twice the memory       planned at the same degrees: what recomputation, micro-batches and ZeRO cost
+    twice the devices      planned at every way to use them: each degree or axis of the plan doubled, the rest as it is; the
+                           fastest
+    twice the memory       planned on the same mesh: what recomputation, micro-batches and ZeRO cost
     faster links, devices  the plan as it is, priced on them
-    another batch          the plan as it is with twice or half as many micro-batches, so the same work in each
-    another length         planned at the same degrees on the graph of sequences twice or half as long, as many of them, where
-                           that graph follows from the plan's (``resized``)
+    another batch, length  planned on the same mesh with the graph of twice or half the batch, or of sequences twice or half as
+                           long and as many of them, where that graph follows from the plan's (``resized``); where it does
+                           not, another batch is the plan as it is with twice or half as many micro-batches
 
-The gain is in tokens per second, or in samples where a model has no tokens; a change that gains nothing is left out.
+The gain is in tokens per second, or in samples where a model has no tokens; a change that gains nothing is left out, and so is
+one that does not fit.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from meshwright.errors import MeshwrightError, PlanError
 from meshwright.ir.mesh import ANY
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
-from meshwright.ir.quantities import bytes_text, seconds_text
+from meshwright.ir.quantities import bytes_text, count_text, seconds_text
 from meshwright.planner import cluster_of, make_plan, reprice, reprice_batches, state_bytes
 from meshwright.programs import degrees_of
-from meshwright.resized import of_length
+from meshwright.resized import of_batch, of_length
 
 LEAST = 0.01
 """Gains below are not worth a line."""
@@ -59,7 +61,7 @@ def changes(plan: Plan) -> list[Change]:
     now = reprice(plan)
     assert now.predicted is not None
     found = [change for change in (*_devices(plan, now, where), *_links(plan, now, where), *_memory(plan, now, where),
-                                   *_batches(plan, where), *_lengths(plan, now, where)) if change.gain >= LEAST]
+                                   *_batches(plan, now, where), *_lengths(plan, now, where)) if change.gain >= LEAST]
     return sorted(found, key=lambda change: -((1 + change.gain) / change.devices))
 
 
@@ -71,15 +73,14 @@ def _change(what: str, now: Plan, then: Plan, work: float = 1.0, how: str = "") 
 
 
 def _devices(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:
-    """Twice as many nodes, the plan's degrees doubled one by one."""
-    degrees = _degrees(plan)
-    if len(where.islands) > 1 or degrees is None:
+    """Twice as many nodes, the plan's degrees or axes doubled one by one."""
+    if len(where.islands) > 1:
         return
     island = where.islands[0]
     twice = Cluster((replace(island, nodes=2 * island.nodes),))
     best: Plan | None = None
-    for name in ("dp", "pp", "tp", *(["cp"] if degrees["cp"] > 1 else [])):
-        then = _planned(plan, twice, Pins(**{**degrees, name: 2 * degrees[name]}))
+    for pins in _doubled(plan):
+        then = _planned(plan, twice, pins)
         if then is not None and (best is None or _seconds(then) < _seconds(best)):
             best = then
     if best is not None:
@@ -123,13 +124,10 @@ def _best_devices(nodes: int, per_node: int) -> list[Cluster]:
 
 
 def _memory(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:
-    """Twice the memory at the same degrees."""
-    degrees = _degrees(plan)
-    if degrees is None:
-        return
+    """Twice the memory on the same mesh."""
     islands = tuple(replace(island, device=replace(island.device, memory_bytes=2 * island.device.memory_bytes))
                     for island in where.islands)
-    then = _planned(plan, Cluster(islands), Pins(**degrees))
+    then = _planned(plan, Cluster(islands), _held(plan))
     if then is not None:
         yield _change("twice the memory of a device", now, then, how=_kept(then))
 
@@ -142,15 +140,37 @@ def _degrees(plan: Plan) -> dict[str, Any] | None:
     return found if found["pp"] * found["dp"] * found["tp"] * found["cp"] == plan.mesh.world else None
 
 
-def _batches(plan: Plan, where: Cluster) -> Iterator[Change]:
+def _held(plan: Plan) -> Pins:
+    """The plan's degrees as pins, or its axes where these may split anything."""
+    degrees = _degrees(plan)
+    return Pins(axes=dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True))) if degrees is None else Pins(**degrees)
+
+
+def _doubled(plan: Plan) -> Iterator[Pins]:
+    """These pins with each of the degrees or axes doubled."""
+    degrees, held = _degrees(plan), _held(plan)
+    if degrees is None:
+        yield from (replace(held, axes={**(held.axes or {}), axis: 2 * plan.mesh.size(axis)}) for axis in plan.mesh.axes)
+    else:
+        names = ("dp", "pp", "tp", *(["cp"] if degrees["cp"] > 1 else []))
+        yield from (replace(held, **{name: 2 * degrees[name]}) for name in names)
+
+
+def _batches(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:
     """Twice and half the batch."""
-    with suppress(MeshwrightError):
-        same = rebatched(plan, where, 1.0)
-        for what, factor in (("twice the batch", 2.0), ("half the batch", 0.5)):
-            with suppress(MeshwrightError):
-                then = rebatched(plan, where, factor)
-                count = round(factor * same.schedule.microbatches)
-                yield _change(f"{what}, in {count} micro-batches", same, then, factor)
+    for what, factor in (("twice the batch", Fraction(2)), ("half the batch", Fraction(1, 2))):
+        with suppress(MeshwrightError):
+            try:
+                graph = of_batch(plan.graph, factor)
+            except MeshwrightError:  # what does not follow from the graph follows from more micro-batches like the plan's
+                same, then = rebatched(plan, where, 1.0), rebatched(plan, where, float(factor))
+                if then.predicted is not None and then.predicted.fits:
+                    count = count_text(round(factor * same.schedule.microbatches), "micro-batch")
+                    yield _change(f"{what}, in {count}", same, then, float(factor))
+                continue
+            found = _planned(replace(plan, graph=graph), where, _held(plan))
+            if found is not None:
+                yield _change(what, now, found, float(factor), _kept(found))
 
 
 def rebatched(plan: Plan, where: Cluster, factor: float) -> Plan:
@@ -167,20 +187,17 @@ def rebatched(plan: Plan, where: Cluster, factor: float) -> Plan:
 
 
 def _lengths(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:
-    """Sequences twice and half as long, at the same degrees."""
-    degrees = _degrees(plan)
-    if degrees is None:
-        return
+    """Sequences twice and half as long, on the same mesh."""
     for what, factor in (("sequences twice as long", Fraction(2)), ("sequences half as long", Fraction(1, 2))):
         with suppress(MeshwrightError):
-            then = _planned(replace(plan, graph=of_length(plan.graph, factor)), where, Pins(**degrees))
+            then = _planned(replace(plan, graph=of_length(plan.graph, factor)), where, _held(plan))
             if then is not None:
                 yield _change(f"{what}, as many of them", now, then, float(factor), _kept(then))
 
 
 def _kept(plan: Plan) -> str:
     kinds = sorted({group.recompute for group in plan.groups})
-    return f"recompute {'/'.join(kinds)}, {plan.schedule.microbatches} micro-batches"
+    return f"recompute {'/'.join(kinds)}, {count_text(plan.schedule.microbatches, 'micro-batch')}"
 
 
 def _planned(plan: Plan, where: Cluster, pins: Pins) -> Plan | None:

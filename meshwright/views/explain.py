@@ -26,7 +26,7 @@ from meshwright.cost.cluster import ClusterError
 from meshwright.ir.graph import Op
 from meshwright.ir.mesh import PP, SAMPLED, SEQUENCE, role_of
 from meshwright.ir.plan import Plan, PlanError
-from meshwright.ir.quantities import bytes_text, seconds_text
+from meshwright.ir.quantities import bytes_text, count_text, seconds_text
 from meshwright.ir.rule import factors_of
 from meshwright.ir.sharding import format_sharding
 from meshwright.ir.writing.names import choice_text, names_of
@@ -122,7 +122,7 @@ def _parameter(facts: Facts, value: str) -> str:
 
 
 def _module(facts: Facts, name: str, ops: list[Op]) -> str:
-    lines = [f"module {name}: {len(ops)} operator{'s' if len(ops) > 1 else ''}"]
+    lines = [f"module {name}: {count_text(len(ops), 'operator')}"]
     params = [p for p in facts.plan.graph.params if any(fqn.startswith(f"{name}.") for fqn in p.fqns)]
     lines += [f"  {'buffer' if p.buffer else 'weight'}  {p.fqn}: {facts.type_of(p.value)}" for p in params]
     for op in ops:

@@ -12,7 +12,7 @@ from meshwright.ir.mesh import EXPERT, PP, SEQUENCE, role_of
 from meshwright.ir.pins import ATTENTION, ULYSSES, WINDOW
 from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.prediction import Prediction, SeenCandidate
-from meshwright.ir.quantities import bytes_text, seconds_text
+from meshwright.ir.quantities import bytes_text, count_text, seconds_text
 from meshwright.ir.rule import VARYING
 from meshwright.ir.serialize import digest
 from meshwright.ir.writing.versions import prices
@@ -37,7 +37,7 @@ def header(facts: Facts) -> list[tuple[str, str]]:
     count = sum(not param.buffer for param in graph.params)
     total = sum(graph.values[param.value].numel for param in graph.params if not param.buffer)
     lines = [
-        ("plan", f"{plan.mesh} on {cluster_words(plan)}, {plan.mesh.world} devices"),
+        ("plan", f"{plan.mesh} on {cluster_words(plan)}, {count_text(plan.mesh.world, 'device')}"),
         ("axes", axes_words(facts)),
         ("model", f"{total:,} parameters in {count} tensors, {len(graph.ops)} operators, {len(graph.blocks)} blocks"),
         ("step", step_words(plan)),

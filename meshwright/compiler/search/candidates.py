@@ -34,6 +34,7 @@ from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import SAMPLED, Mesh
 from meshwright.ir.pins import NO_STAGES, PinError, Pins
+from meshwright.ir.quantities import count_text
 from meshwright.ir.rule import Rules
 from meshwright.ir.schedules import illegal, schedule_of, schedules
 
@@ -96,13 +97,15 @@ class Candidate:
         return self.pp > 1 and schedule_of(self.schedule).split
 
     def __str__(self) -> str:
+        batches = count_text(self.microbatches, "micro-batch")
         if self.layout is not None:
-            return f"{self.layout.mesh}, {self.microbatches} micro-batches"
-        pipeline = f"pp={self.pp} ({self.schedule}, {self.virtual_stages} stages a rank) x " if self.pp > 1 else ""
+            return f"{self.layout.mesh}, {batches}"
+        stages = count_text(self.virtual_stages, "stage")
+        pipeline = f"pp={self.pp} ({self.schedule}, {stages} a rank) x " if self.pp > 1 else ""
         context = f"cp{'*' * self.mirrored}={self.context // self.heads} x " if self.context > 1 else ""
         context += f"up={self.heads} x " if self.heads > 1 else ""
         data = f"dp={self.data}" + (f" (ep={self.expert} of them)" if self.expert > 1 else "")
-        return f"{pipeline}{data} x {context}tp={self.tensor}, {self.microbatches} micro-batches of {self.samples}"
+        return f"{pipeline}{data} x {context}tp={self.tensor}, {batches} of {self.samples}"
 
 
 def candidates(

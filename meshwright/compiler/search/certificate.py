@@ -9,6 +9,7 @@ from meshwright.compiler.search.candidates import PIECE, Candidate
 from meshwright.compiler.search.fitting import prediction_of
 from meshwright.compiler.search.sweep import Result, Sweep
 from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate
+from meshwright.ir.quantities import seconds_text
 
 _SHOWN = 12
 """Candidates of data and tensor ranks that are listed, best first."""
@@ -76,7 +77,7 @@ def _runner_up(best: Result, sweep: Sweep) -> str:
         parts, theirs = _coarse(parts), _coarse(theirs)
     more = {part: theirs.get(part, 0.0) - parts.get(part, 0.0) for part in {**theirs, **parts}}
     most = max(more, key=lambda part: more[part])
-    return f"{name}: {seconds:.4g} s, {max(0.0, more[most]):.3g} s more of {most}"
+    return f"{name}: {seconds_text(seconds)}, {seconds_text(max(0.0, more[most]))} more of {most}"
 
 
 def _shape(candidate: Candidate) -> tuple[object, ...]:

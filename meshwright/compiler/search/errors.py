@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Plan, PlanError
-from meshwright.ir.quantities import bytes_text
+from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.ir.sharding import ceil_div
 
 _MARGIN = 0.95
@@ -33,7 +33,7 @@ class NoBetterError(Exception):
     ``limited``: whether that is proven under its memory limit only, so that more micro-batches may help."""
 
     def __init__(self, bound_seconds: float, limited: bool) -> None:
-        super().__init__(f"takes at least {bound_seconds:.4g} s")
+        super().__init__(f"takes at least {seconds_text(bound_seconds)}")
         self.bound_seconds, self.limited = bound_seconds, limited
 
 

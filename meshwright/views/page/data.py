@@ -21,7 +21,7 @@ from meshwright.compiler.search.plans import simulation_of
 from meshwright.cost.cluster import ClusterError
 from meshwright.footprint import footprints
 from meshwright.ir.graph import Op
-from meshwright.ir.quantities import bytes_text, seconds_text
+from meshwright.ir.quantities import bytes_text, count_text, seconds_text
 from meshwright.ir.sharding import Sharding, format_sharding
 from meshwright.ir.writing.paths import fold_paths
 from meshwright.planner import state_bytes
@@ -96,7 +96,7 @@ class _Page:
             return [node.parent, "op", node.label, one.op.name, info, len(one.copies), list(one.stages)]
         words: dict[str, Any] = {"title": node.path or "the model"}
         if node.kind == "run":
-            words["title"] += f" and {node.times - 1} equal block{'s' * (node.times > 2)} after it" if node.times > 1 else ""
+            words["title"] += f" and {count_text(node.times - 1, 'equal block')} after it" if node.times > 1 else ""
             kept: dict[str, list[str]] = {}
             for group in self.plan.groups[node.run : node.run + node.times]:
                 kept.setdefault(kept_words(group), []).append(group.path)
@@ -239,10 +239,11 @@ class _Page:
             price = None if node.shown is None else self.work.get(node.shown.op.name)
             if price is not None and node.shown is not None:
                 times = len(node.shown.copies)
-                found.append((times * price.compute_seconds, f"{node.label} in {node.path or 'the model'}", number))
+                where = f"{node.label} in {node.path or 'the model'}" + (f"  ×{times}" if times > 1 else "")
+                found.append((times * price.compute_seconds, where, number))
                 moved = price.gather_seconds + price.reduce_seconds
-                found.append((times * moved, f"parameters of {node.path}: gathered and reduced", number))
-                found += [(times * move.seconds, f"{move} inside {node.label} in {node.path}", number) for move in price.inside]
+                found.append((times * moved, f"parameters of {where}: gathered and reduced", number))
+                found += [(times * move.seconds, f"{move} inside {where}", number) for move in price.inside]
         for _, target, info, times, _ in edges:
             for words, *_, forward, backward in self.infos[info]["moves"]:
                 found.append((times * (forward + backward), f"{words} before {self.nodes[target].label}", target))

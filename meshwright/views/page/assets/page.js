@@ -121,7 +121,7 @@
         const lo = tree.lo[kid], hi = tree.hi[kid], input = n[1] === "input";
         const node = { data: { id: "n" + kid, label, heat: Math.round(100 * tree.cost[kid] / total) },
           classes: [open ? "open" : box ? "box" : "op", input ? "input" : "", diff && tree.changed[kid] ? "differs" : ""].join(" ") };
-        const cut = label.split("\n").map((l) => l.length > 46 ? l.slice(0, 45) + "…" : l).join("\n");
+        const cut = label.split("\n").map((l) => l.length > 60 ? l.slice(0, 59) + "…" : l).join("\n");
         node.data.label = cut;
         [node.data.wide, node.data.high] = sized(cut, box);
         node.data.colour = input || data.stages < 2 && hi < 0 ? "#eceff3" : colour(lo === Infinity ? -1 : lo);
@@ -185,7 +185,8 @@
       ? { ...cy.getElementById("n" + keep).renderedPosition() } : null;
     if (cy) cy.destroy();
     cy = cytoscape({ container: $("graph"), elements: elements(), style: STYLE, minZoom: 0.05, maxZoom: 3,
-      layout: { name: "dagre", rankDir: "TB", nodeSep: 26, rankSep: 34, edgeSep: 10, animate: false, fit: false } });
+      layout: { name: "dagre", rankDir: "TB", nodeSep: 26, rankSep: 34, edgeSep: 10, animate: false, fit: false,
+        minLen: (edge) => edge.data("label") ? 2 : 1 } });
     cy.on("tap", "node", (event) => tapped(Number(event.target.id().slice(1))));
     cy.on("dbltap", "node", (event) => toggle(Number(event.target.id().slice(1))));
     cy.on("tap", "edge", (event) => edgePanel(event.target.data("list")));
@@ -499,10 +500,13 @@
         }
       });
       g.fillStyle = "#5b6675";
-      const marks = Math.max(2, Math.min(40, Math.floor((wide - left) / 90)));
-      for (let k = 0; k <= marks; k++) {
-        g.textAlign = k === marks ? "right" : "left";
-        g.fillText(seconds(c.end * k / marks / 1e6), left + c.end * k / marks * scale, c.rows.length * high + 12);
+      const least = c.end * 90 / (wide - left), power = 10 ** Math.floor(Math.log10(least)); /* a mark every 90 pixels or more */
+      const step = power * [1, 2, 5, 10].find((k) => k * power >= least * 0.999);
+      for (let k = 0; k * step <= c.end; k++) {
+        const x = left + k * step * scale;
+        g.fillRect(x, c.rows.length * high, 1, 4);
+        g.textAlign = x + 60 < wide ? "left" : "right";
+        g.fillText(seconds(k * step / 1e6), x + (x + 60 < wide ? k && 3 : -3), c.rows.length * high + 12);
       }
       g.textAlign = "left";
     }
@@ -526,7 +530,8 @@
         + (c.considered ? "; " + c.considered + " candidates considered, " + c.pruned + " pruned by bound, " + c.infeasible + " impossible, " + c.solved + " solved" : ""), "note"));
       const best = c.seen.slice().sort((a, b) => (a.step_seconds === null ? Infinity : a.step_seconds) - (b.step_seconds === null ? Infinity : b.step_seconds));
       if (best.length) box.appendChild(table(["candidate", "#micro-batches", "#step", ""], best.slice(0, 12).map((s) =>
-        ({ cells: [s.layout, String(s.microbatches), s.step_seconds === null ? s.outcome : seconds(s.step_seconds), s.alike ? "not told apart from the best" : ""] }))));
+        ({ cells: [s.layout, String(s.microbatches), s.step_seconds === null ? "" : seconds(s.step_seconds),
+          s.step_seconds === null ? s.outcome : s.alike ? "not told apart from the best" : ""] }))));
     }
     for (const note of data.notes) box.appendChild(el("p", "Note: " + note, "note"));
   }
