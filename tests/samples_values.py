@@ -31,7 +31,7 @@ def _normalization() -> dict[str, Maker]:
         "native_layer_norm.default": lambda: [s(n(4, 2, 8), (8,), n(8), n(8), 1e-5), s(n(4, 8), (8,), None, None, 1e-5)],
         "rms_norm.default": lambda: [s(n(4, 2, 8), (8,), n(8), 1e-5)],
         "_fused_rms_norm.default": lambda: [s(n(4, 2, 8), (8,), n(8), 1e-5)],
-        "_weight_norm.default": lambda: [s(n(4, 2, 8), r(4, 1, 1)), s(n(4, 2, 8), r(1, 1, 8), 2)],
+        "_weight_norm.default": lambda: [s(n(4, 2, 8), r(4, 1, 1)), s(n(4, 2, 8), r(1, 1, 8), 2), s(n(4, 8), r(), -1)],
         "group_norm.default": lambda: [s(n(4, 8, 3), 4, n(8), n(8)), s(n(4, 8), 2)],
         "native_group_norm.default": lambda: [s(n(4, 8, 3), n(8), n(8), 4, 8, 3, 4, 1e-5)],
         "instance_norm.default": lambda: [

@@ -13,6 +13,7 @@ import transformers as hf
 from torch import nn
 
 from meshwright.compiler.capture.capture import capture
+from meshwright.compiler.rules import default_rules
 from meshwright.errors import CaptureError, InputError
 from meshwright.ir.graph import Graph, refs
 from meshwright.ir.signature import bind, rebuild_output
@@ -920,3 +921,67 @@ def test_an_eval_that_changes_weights_is_refused(write, words):
     with pytest.raises(CaptureError, match=rf"eval\(\) of the model {words}.*in the forward"):
         capture(model, (x,), {}, training=False)
     assert not model.merged
+
+
+class _Applied(nn.Module):
+    """``how`` of the module and its input."""
+
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.how = how
+        self.wide, self.row, self.one = (nn.Parameter(torch.randn(size)) for size in ((3, 3), (3,), (1,)))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, times=1):
+        y = self.how(self, x) * times
+        return (y * torch.linspace(1, 2, y.numel()).view(y.shape)).sum()
+
+
+DIMS = {
+    "cosine, broadcast": lambda m, x: F.cosine_similarity(m.row, x @ m.wide, dim=-1),
+    "cosine, more dims": lambda m, x: F.cosine_similarity(m.row, (x @ m.wide)[None].expand(2, 3, 3), dim=-2),
+    "lengths of none": lambda m, x: torch.norm_except_dim(m.wide, 2, -1) * m.row,
+    "weight norm of none": lambda m, x: torch._weight_norm(m.wide, m.one[0].abs(), -1),
+    "a dim more": lambda m, x: torch.diag_embed(x @ m.wide, 0, -3, -1),
+    "an empty one first": lambda m, x: torch.cat([torch.zeros(0), x @ m.wide, x], dim=-1),
+}
+
+
+@pytest.mark.parametrize("name", DIMS)
+def test_dims_are_those_of_all_operands(name):
+    """A negative one counts in the shape that they have together, or is none at all."""
+    equal(_Applied(DIMS[name]), (torch.randn(3, 3),))
+
+
+@pytest.mark.parametrize("how", [lambda m, x: F.linear(x, m.wide, m.one), lambda m, x: torch.addmm(m.one, x, m.wide)])
+def test_one_bias_for_all_features(how):
+    graph = equal(_Applied(how), (torch.randn(4, 3),))
+    assert all(default_rules().rule_for(op, graph) for op in graph.ops)
+
+
+def test_a_forward_is_captured_as_it_is_called():
+    """Hooks that look at how an argument is given see what they would see."""
+    def twice(module, args, kwargs):
+        return (args, {**kwargs, "x": kwargs["x"] * 2}) if "x" in kwargs else ((args[0] * 3, *args[1:]), kwargs)
+
+    for args, kwargs in (((), {"x": torch.randn(4, 3), "times": 2}), ((torch.randn(4, 3),), {"times": 2}),
+                         ((torch.randn(4, 3), 2), {})):
+        model = _Applied(lambda m, x: x @ m.wide)
+        model.register_forward_pre_hook(twice, with_kwargs=True)
+        equal(model, args, kwargs)
+
+
+GLOBAL = torch.zeros(())
+
+
+def _reaching(model):
+    return lambda module, args, output: (model.calls.add_(1), None)[1]
+
+
+@pytest.mark.parametrize("how", ["global", "closure"])
+def test_writes_into_what_is_not_the_modules_are_refused(how):
+    model = _Applied(lambda m, x: x @ m.wide * (GLOBAL.add_(1) if how == "global" else 1))
+    if how == "closure":
+        model.register_forward_hook(_reaching(model))
+    with pytest.raises(CaptureError, match=r"writes into a tensor that is no buffer of its modules.*register_buffer"):
+        capture(model, (torch.randn(4, 3),), {})

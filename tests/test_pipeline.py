@@ -14,10 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from meshwright.api import autoparallel
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.schedules import illegal_combination, schedule_of
 from meshwright.ir.serialize import plan_to_dict
+from tests.equality import compare
 from tests.pipelines import (
     as_dicts,
     at_blocks,
@@ -176,6 +180,44 @@ def test_dropout(pool: Callable[[int], Any]) -> None:
     for losses in pool(2).run(losses_with_dropout, as_dicts(plans)):
         for found in losses.values():
             torch.testing.assert_close(torch.tensor(found), torch.tensor([first, second]), rtol=1e-6, atol=0)
+
+
+class Beside(nn.Module):
+    """A layer that nothing reads, the smallest, and one whose result nobody differentiates, beside two that learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out, self.judge, self.idle = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.inside(x)
+        judged = self.judge(h)
+        y = self.out(h)
+        return {"loss": (y * (judged > 0)).square().mean() + 0 * judged.detach().mean()}
+
+
+def decayed(rank: int, cases: list[dict[str, Any]]) -> list[str]:
+    torch.set_num_threads(1)
+    problems = []
+    for pins in cases:
+        torch.manual_seed(0)
+        single, x = Beside(), torch.randn(8, 8)
+        parallel: Any = autoparallel(single, init_device_mesh("cpu", (2,)), ((x,), {}), pins=pins, progress=False)
+        for model in (single, parallel):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=1.0, eps=1e-3)
+            for _ in range(2):
+                model(x)["loss"].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        state = parallel.full_state_dict()
+        problems += [f"{pins}: {line}" for line in (compare(state, single.state_dict()) if rank == 0 else [])]
+    return problems
+
+
+def test_weights_that_the_loss_does_not_reach_have_no_gradient(pool: Callable[[int], Any]) -> None:
+    """As in one process, where an optimizer leaves them alone: with zeros a weight decay would shrink them."""
+    cases = [{"pp": 2, "dp": 1, "tp": 1, "microbatches": 2, "schedule": name} for name in ("1f1b", "zbv")]
+    assert pool(2).run(decayed, cases) == [[]] * 2
 
 
 @pytest.mark.parametrize("dying", range(2))

@@ -17,7 +17,8 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from meshwright.api import autoparallel
-from meshwright.errors import RunError
+from meshwright.errors import InputError, RunError
+from meshwright.runtime.state.names import refuse_own_state
 from tests.equality import captured_once, compare, loss_of
 
 TWO: Mapping[str, Mapping[str, Any]] = {
@@ -330,3 +331,22 @@ def test_refusals(pool: Callable[[int], Any]) -> None:
     """What the engine cannot follow is refused on every rank, by name, and changes nothing."""
     pool(2).run(refused, TWO)
     pool(4).run(refused, FOUR)
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return 1
+
+
+class Named(nn.Linear):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {f"net.{name}": x for name, x in super().state_dict(*args, **kwargs).items()}
+
+
+def test_what_state_dicts_would_lack_is_refused() -> None:
+    hooked = nn.Linear(2, 2)
+    hooked.register_state_dict_post_hook(lambda module, state, prefix, meta: state.update(more=torch.ones(1)))
+    for module, words in ((Extra(2, 2), "get_extra_state"), (Named(2, 2), "state_dict"), (hooked, "state_dict_hooks")):
+        with pytest.raises(InputError, match=f"module '0' .* changes what state_dict.. gives .{words}.*What to do"):
+            refuse_own_state(nn.Sequential(module))
+    refuse_own_state(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))

@@ -109,13 +109,15 @@ class Stages:
 
     ``table``: in which order every rank works; ``crossing[s]``: what goes from stage s to s + 1, in order, with the LOCAL shape
     of one micro-batch; ``made``: {output, or new value of a buffer: the stage that makes it}, those of the prologue left out;
-    ``stored``: every stored tensor of all stages, in one order.
+    ``stored``: every stored tensor of all stages, in one order; ``unreached``: those that are trained, and that no gradient of
+    the loss reaches: they have none, as on one device, where an optimizer leaves them alone.
     """
 
     table: Table
     crossing: tuple[tuple[Value, ...], ...]
     made: Mapping[str, int]
     stored: tuple[Stored, ...]
+    unreached: frozenset[str] = frozenset()
 
     @property
     def stage_rank(self) -> tuple[int, ...]:

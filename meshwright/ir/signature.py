@@ -155,13 +155,17 @@ def rebuild_arguments(signature: Mapping[str, Any], leaves: Iterable[torch.Tenso
     return {name: _replace(spec, example[name], stream) for name, spec in signature["bound"].items()}
 
 
-def split_arguments(signature: Mapping[str, Any], named: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """(args, kwargs) of a call with these named arguments ("name[0]" are items of ``*name``)."""
+def split_arguments(
+    signature: Mapping[str, Any], named: Mapping[str, Any], given: int | None = None
+) -> tuple[list[Any], dict[str, Any]]:
+    """(args, kwargs) of a call with these named arguments ("name[0]" are items of ``*name``). ``given``: how many of them were
+    given by position, which hooks and wrappers of the forward see; else as many as can be."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     by_position = True
     for parameter in signature["parameters"]:
         name, kind = parameter["name"], parameter["kind"]
+        by_position = by_position and (given is None or len(args) < given or kind == "positional")
         if kind == "*":
             args += [value for key, value in named.items() if key.startswith(f"{name}[")] if by_position else []
             by_position = False

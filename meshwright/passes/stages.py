@@ -76,7 +76,7 @@ class _Cut:
             constants={name: tensor for name, tensor in program.constants.items() if name in kept},
             stages=Stages(
                 self.pipeline.table(program.microbatches), self._crossing,
-                {name: s for name, s in self.made.items() if name in self.leaving | renewed}, stored,
+                {name: s for name, s in self.made.items() if name in self.leaving | renewed}, stored, self._unreached,
             ),
         )
         _check(result)
@@ -131,6 +131,16 @@ class _Cut:
             if trained and names.isdisjoint(item.value for item in trained):
                 names.add(min(trained, key=lambda item: math.prod(item.shape)).value)
         return {name: tuple(r for r, names in enumerate(held) if name in names) for name in self.stored}
+
+    @cached_property
+    def _unreached(self) -> frozenset[str]:
+        """Trained parameters to which no gradient of the loss leads."""
+        reached = {self.program.loss}
+        for segment in reversed(self.main):
+            for op in reversed(segment.graph.ops):
+                if not reached.isdisjoint(op.outputs):
+                    reached |= {name for name in op.inputs if segment.graph.values[name].differentiable}
+        return frozenset(item.value for item in self.program.stored if item.trainable) - reached
 
     def _read_by(self, rank: int, held: set[str]) -> set[str]:
         needed = self._needed(rank, held)

@@ -38,7 +38,16 @@ from meshwright.runtime.state import checkpoint
 from meshwright.runtime.state.layout import local_of
 from meshwright.runtime.state.lending import Lender
 from meshwright.runtime.state.materialize import MaterializeError, Source, fill
-from meshwright.runtime.state.names import Modes, ModuleKind, held_elsewhere, holder, kinds_of, no_hook, refuse_attribute
+from meshwright.runtime.state.names import (
+    Modes,
+    ModuleKind,
+    held_elsewhere,
+    holder,
+    kinds_of,
+    no_hook,
+    refuse_attribute,
+    refuse_own_state,
+)
 from meshwright.runtime.state.norms import clip
 from meshwright.runtime.state.optimizer import NOTHING, Nothing
 from meshwright.runtime.step import run_step
@@ -508,6 +517,7 @@ def _ordered(program: Program, model: nn.Module | None) -> list[tuple[str, Store
     by_name = {fqn: stored for stored in everything for fqn in stored.fqns if stored.value not in program.constants}
     if model is None:
         return list(by_name.items())
+    refuse_own_state(model)
     names = [
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)

@@ -81,7 +81,7 @@ def capture(
         """The graph of the next call of the shadow: a call's hooks stay on it, its plain values are what an export undoes."""
         move(shadow, moved)
         try:
-            traced = trace(shadow, fake_inputs(leaves, mode), signature, named, loss_fn, compute_dtype, owned)
+            traced = trace(shadow, fake_inputs(leaves, mode), signature, named, len(args), loss_fn, compute_dtype, owned)
         except Exception as error:
             raise _explain(error, model, shadow) from error
         graph = _imported(traced, owned, _leaf_names(signature), functional)

@@ -77,7 +77,9 @@ FILLS: Mapping[str, int | float | None] = {  # what stands in them; None: it is 
 DROPPED_KWARGS = frozenset({"device", "pin_memory", "layout", "non_blocking", "memory_format"})
 DIM_ARGUMENTS = frozenset({"dim", "dims", "dim0", "dim1"})
 SPARSE_ARGUMENTS = frozenset({"sparse", "sparse_grad"})
-ONE_MORE_DIM = frozenset({"aten.unsqueeze.default", "aten.stack.default"})
+ONE_MORE_DIM = frozenset({"aten.unsqueeze.default", "aten.stack.default", "aten.diag_embed.default"})
+WITHOUT_A_DIM = frozenset({"aten._weight_norm.default", "aten.norm_except_dim.default"})
+"""Those to which dim -1 is not the last one, but none."""
 
 
 def clean(graph: Graph) -> Graph:
@@ -211,16 +213,11 @@ def _slice_bounds(op: Op, edit: Edit) -> tuple[Any, ...]:
 
 
 def _literal_dims(target: str, op: Op, edit: Edit) -> tuple[Any, ...]:
-    """The arguments with dims counted from the front."""
+    """The arguments with dims counted from the front, in the shape that the operands have together."""
     positions = _positions(target, DIM_ARGUMENTS)
-    if not positions or not op.args:
+    if not positions or not op.inputs or target in WITHOUT_A_DIM:
         return op.args
-    first = op.args[0]
-    while isinstance(first, tuple) and first:
-        first = first[0]
-    if not isinstance(first, Ref):
-        return op.args
-    ndim = len(edit.shape(first)) + (target in ONE_MORE_DIM)
+    ndim = max(len(edit.shape(Ref(name))) for name in op.inputs) + (target in ONE_MORE_DIM)
     args = list(op.args)
     for position in positions:
         if position < len(args):

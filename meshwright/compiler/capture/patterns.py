@@ -43,7 +43,11 @@ def linear_nd(graph: Graph) -> Graph:
         if op.target == "aten.linear.default":
             x, weight, bias = arguments(op, None, None, None)
             ops: list[Op] = []
-        elif op.target == "aten.addmm.default" and not op.kwargs and len(edit.shape(op.args[0])) == 1:
+            if bias is not None and edit.shape(bias) != edit.shape(weight)[:1]:  # one number for all features
+                out = edit.values[op.outputs[0]]
+                product = edit.op(op, op.target, (x, weight), out.shape, out.dtype)
+                return product, replace(op, target="aten.add.Tensor", args=(Ref(product.outputs[0]), bias), kwargs=())
+        elif op.target == "aten.addmm.default" and not op.kwargs and edit.shape(op.args[0]) == edit.shape(op.args[2])[1:]:
             bias, x, weight = op.args
             weight, ops = _transposed(weight, op, edit)
         elif op.target in PRODUCTS and len(edit.shape(op.args[0])) > 1 and _is_weight(op.args[1], weights, edit):

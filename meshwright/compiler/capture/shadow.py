@@ -230,12 +230,12 @@ class _Wrapper(nn.Module):
     """Tensors in, tensors out; everything else happens in Python around the model."""
 
     def __init__(
-        self, model: nn.Module, signature: Mapping[str, Any], named: Mapping[str, Any],
+        self, model: nn.Module, signature: Mapping[str, Any], named: Mapping[str, Any], positional: int,
         loss_fn: Callable[..., Any] | None, dtype: torch.dtype | None, owned: Sequence[ModelTensor],
     ) -> None:
         super().__init__()
         setattr(self, WRAPPED, model)
-        self.call = (signature, named, loss_fn, dtype)
+        self.call = (signature, named, positional, loss_fn, dtype)
         self.plain = frozenset(name for item in owned if item.plain for name in item.fqns)
         self.seen, self.watch = _Seen(), CaptureWatch(frozenset(id(item.tensor) for item in owned))
 
@@ -245,10 +245,10 @@ class _Wrapper(nn.Module):
 
     def watched(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The forward, in which nothing that changes gradients goes unseen."""
-        signature, named, loss_fn, dtype = self.call
+        signature, named, positional, loss_fn, dtype = self.call
         count = len(tensors) - len(signature["targets"])
         inputs = [t.to(dtype) if dtype is not None and t.is_floating_point() else t for t in tensors[:count]]
-        args, kwargs = split_arguments(signature, rebuild_arguments(signature, inputs, named))
+        args, kwargs = split_arguments(signature, rebuild_arguments(signature, inputs, named), positional)
         model = getattr(self, WRAPPED)
         before, buffers = _values(model), _buffers(model)
         output = model(*args, **kwargs)
@@ -318,12 +318,12 @@ class Traced:
 
 
 def trace(
-    shadow: nn.Module, tensors: Sequence[torch.Tensor], signature: Mapping[str, Any], named: Mapping[str, Any],
+    shadow: nn.Module, tensors: Sequence[torch.Tensor], signature: Mapping[str, Any], named: Mapping[str, Any], positional: int,
     loss_fn: Callable[..., Any] | None, dtype: torch.dtype | None, owned: Sequence[ModelTensor],
 ) -> Traced:
-    """Export the shadow on fake inputs. The process draws afterwards what it would have drawn before. ``owned``: what the
-    model holds."""
-    wrapper = _Wrapper(shadow, signature, named, loss_fn, dtype, owned)
+    """Export the shadow on fake inputs. The process draws afterwards what it would have drawn before. ``positional``: how many
+    of the ``named`` arguments come by position; ``owned``: what the model holds."""
+    wrapper = _Wrapper(shadow, signature, named, positional, loss_fn, dtype, owned)
     with _collector_paused(), _masks_as_given():
         try:
             with generators_unchanged(is_user_file):

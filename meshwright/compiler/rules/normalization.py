@@ -42,8 +42,10 @@ def _instance_norm(call: Call) -> OpRule:
 
 
 def _weight_norm(call: Call) -> OpRule:
-    """Every slice along ``dim`` scaled to a length of its own."""
+    """Every slice along ``dim`` scaled to a length of its own; of -1, which is how torch spells none, the whole to one."""
     direction, length = call["v"], call["g"]
+    if call["dim"] == -1:
+        return call.whole()
     dims: list[Factor | None] = ["n" if i == call["dim"] % direction.ndim else None for i in range(direction.ndim)]
     return call.rule([dims, [f if size > 1 else None for f, size in zip(dims, length.shape, strict=True)]], [dims])
 

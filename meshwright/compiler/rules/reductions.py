@@ -77,7 +77,7 @@ def _cumulative_sum(call: Call) -> OpRule:
 def _cosine_similarity(call: Call) -> OpRule:
     """Along ``dim`` of two tensors that broadcast."""
     shape = torch.broadcast_shapes(*(x.shape for x in call.operands))
-    at = call["dim"] % len(shape)
+    at = call["dim"] % max(len(shape), 1)
     factors: list[Factor | None] = [None if i == at else f"dim{i}" for i in range(len(shape))]
     return call.rule([broadcast_dims(x.shape, shape, factors) for x in call.operands], [factors[:at] + factors[at + 1 :]])
 

@@ -1,8 +1,8 @@
 """The stages of a rank under torch's pipeline schedules, and what stages do together around them.
 
     step     prologue, once per rank -> the schedule: every micro-batch through every stage and back -> what stages share
-    share    gradients of a weight that several stages read are summed, by every data rank a piece; outputs go from the rank
-             that makes them to the others
+    share    gradients of a weight that several stages read are summed, by every data rank a piece; a weight that the loss does
+             not depend on has none; outputs go from the rank that makes them to the others
     stage    what a schedule moves micro-batches through (``runtime.pipeline.stage``)
 
 The gradients that the schedule computed are handed out by ``step.Release`` when the caller's backward comes.
@@ -152,7 +152,9 @@ class PipelineStages:
         sum_late({value: group for part in self.parts for value, group in part.engine.late.items()}, self.tensors)
         for stored in self.program.stored:
             parameter = self.tensors[stored.value]
-            if parameter.requires_grad and len(stored.holders) > 1:
+            if stored.value in self.stages.unreached:
+                parameter.grad = None  # zeros that came back across for what nobody differentiates
+            elif parameter.requires_grad and len(stored.holders) > 1:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 group = self.groups.sharing[stored.holders]

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.errors import AbsentError, RunError
+from meshwright.errors import AbsentError, InputError, RunError
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,29 @@ def _modes_after(model: nn.Module, mode: bool) -> dict[str, bool]:
     except Exception:  # it wants contents; modes other than the captured ones are refused at the next call
         return {}
     return {path: module.training for path, module in copied.named_modules(remove_duplicate=False)}
+
+
+_OWN_STATE = ("state_dict", "_save_to_state_dict", "get_extra_state")
+_STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
+
+
+def refuse_own_state(model: nn.Module) -> None:
+    """Raise InputError if ``state_dict()`` of the model has more than its parameters and buffers by their names: the parallel
+    module's has these, and those who read it would miss the rest."""
+    for path, module in model.named_modules():
+        found = [name for name in _OWN_STATE if not _of_torch(type(module), name)]
+        found += [name for name in _STATE_HOOKS if getattr(module, name)]
+        if found:
+            raise InputError(f"module {path or '(root)'!r} ({type(module).__name__}) changes what state_dict() gives "
+                             f"({found[0].lstrip('_')}), and that of a parallel module would be its parameters and buffers by "
+                             f"their names alone. What to do: keep what it adds in a buffer, or take it out before "
+                             f"autoparallel and change what parallel.full_state_dict() gives")
+
+
+def _of_torch(kind: type, name: str) -> bool:
+    """Whether the class has torch's own method of this name."""
+    owner = next(one for one in kind.__mro__ if name in vars(one))
+    return owner.__module__.startswith("torch.nn.")
 
 
 def no_hook(*_: Any, **__: Any) -> Any:

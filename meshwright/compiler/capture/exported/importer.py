@@ -39,9 +39,22 @@ def import_graph(traced: Traced, owned: Iterable[ModelTensor], inputs: Iterable[
     graph = None if functional or _hides_writes(program.graph) else make_functional(program.graph)
     if graph is None:
         program.graph_module.recompile()
-        program = program.run_decompositions({})
+        program = _decomposed(program)
     importer = _Importer(program, graph or program.graph, traced.functions)
     return importer.run(traced, list(owned), list(inputs))
+
+
+def _decomposed(program: ExportedProgram) -> ExportedProgram:
+    try:
+        functional: ExportedProgram = program.run_decompositions({})
+        return functional
+    except RuntimeError as error:
+        if "is mutated in the forward" not in str(error):
+            raise
+        raise CaptureError("the forward, or a hook of it, writes into a tensor that is no buffer of its modules, or into one "
+                           "that it reaches otherwise than by 'self' (a global, or what a lambda or closure names). What to "
+                           "do: make it a buffer (register_buffer), and write into self.NAME; a hook finds its module in its "
+                           "first argument") from error
 
 
 # ------------------------------------------------------------------------------------------------------------------ regions
