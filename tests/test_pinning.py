@@ -18,10 +18,11 @@ from meshwright.compiler.placement.pinned import check_tensor_pins
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.serialize import plan_hash
-from meshwright.ir.writing.names import names_of
+from meshwright.ir.writing.names import choice_text, names_of
 from meshwright.planner import capture_model, make_plan, reprice
 from meshwright.programs import degrees_of
 from meshwright.rules import rules_of
+from meshwright.views.alternatives import Alternatives
 from meshwright.views.explain import explain
 from meshwright.views.facts import facts_of
 from meshwright.views.report import render
@@ -86,6 +87,29 @@ CASES: list[tuple[str, str, Mapping[str, Any]]] = [
     ("llama", "h100:1x4", {"cp": 4, "tp": 1, "ulysses": 2, "pp": 1}),
     ("llama", "cpu:1x2", {"axes": {"x": 2}}),
 ]
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "pins", "linear"),
+    [("llama", "h100:2x4", {"dp": 2, "tp": 4}, "mlp.up_proj:linear"),
+     ("gpt2", "cpu:1x4", {"axes": {"x": 4}}, "mlp.c_fc:linear")],
+)
+def test_an_alternative_of_a_block_is_what_planning_with_its_pin_gives(
+    model: str, cluster: str, pins: Mapping[str, Any], linear: str
+) -> None:
+    where = Cluster.parse(cluster)
+    plan = make_plan(graph(model), where, Pins(**pins, microbatches=1))
+    held = {key: value for key, value in as_dict(plan.to_pins()).items() if key not in ("operators", "values")}
+    names = names_of(plan.graph)
+    op = next(op for op in plan.graph.ops if names.ops[op.name].endswith(linear))
+    pattern = names.ops[op.name].replace(".0.", ".*.")
+    known = Alternatives(facts_of(plan)).of(op)
+    assert len(known) > 1
+    for one in known[:3]:
+        again = make_plan(plan.graph, where, Pins.of({**held, "operators": {pattern: choice_text(one.assignment)}}))
+        chosen = next(found for found in Alternatives(facts_of(again)).of(op) if found.chosen)
+        assert chosen.assignment == one.assignment
+        assert one.seconds == pytest.approx(chosen.seconds, rel=1e-6)
 
 
 @pytest.mark.parametrize(("model", "cluster", "pins"), CASES, ids=lambda case: str(case)[:60])

@@ -302,7 +302,10 @@ def _move(move: Move) -> list[Any]:
 
 def _below(module: str, block: str) -> str:
     """A module's path; below a block without the block's number, so that equal blocks say the same."""
-    return module if not block or not module.startswith(block) else f"…{module.removeprefix(block)}"
+    if not block or not module.startswith(block):
+        return module
+    inside = module.removeprefix(block).lstrip(".")
+    return f"{inside} of the block" if inside else "the block"
 
 
 def _rounded(numbers: Sequence[float]) -> list[float]:
