@@ -163,8 +163,8 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     elif on_weights:
         found = _forced(found, kinds["batch"], scope, *SAMPLED)
     if rule.together or op.name in scope.stacked.products:
-        own = scope.stacked.products.get(op.name)
-        found = _forced(found, {*rule.together, *([own] if own is not None else [])}, scope, EXPERT)
+        product = scope.stacked.products.get(op.name)
+        found = _forced(found, {*rule.together, *([product] if product is not None else [])}, scope, EXPERT)
     found = _forced(found, kinds["sequence"] | rule.algorithms.keys() | rule.inner, scope, SEQUENCE) if on_weights else found
     if weights:
         found = _forced(found, weights, scope, TENSOR)
