@@ -163,6 +163,11 @@ def llama_narrow() -> nn.Module:
     return llama(2, 64, 4, 2, 192, 512)
 
 
+def llama_weights() -> nn.Module:
+    """Llama of few words: of short sequences its stages hold little but weights, their copies and gradients."""
+    return llama(4, 512, 8, 8, 1536, 512)
+
+
 def gpt2_drawing() -> nn.Module:
     """GPT-2 with dropout in attention too, which blocks of a split sequence form the scores for."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -237,6 +242,8 @@ CASES: Mapping[str, Case] = {
         vit, (256, 3, 224, 224), 4, {"dp": 2, "tp": 2, "zero": 1, "recompute": "selective", "microbatches": 4}, images=True),
     "vit full bf16": Case(vit, (256, 3, 224, 224), 4, {"dp": 4, "tp": 1, "zero": 2, "recompute": "full"}, "bf16", images=True),
     "gpt2-small 1f1b": Case(small, (8, 1024), 2, {**STAGES, "schedule": "1f1b"}),
+    "llama-weights tp 2 bf16": Case(llama_weights, (4, 128), 2, {"dp": 1, "tp": 2, "microbatches": 2}, "bf16"),
+    "llama-weights pp 4 bf16": Case(llama_weights, (8, 128), 4, {**STAGES, "pp": 4, "schedule": "1f1b"}, "bf16"),
     "gpt2-small gpipe": Case(small, (8, 1024), 2, {**STAGES, "schedule": "gpipe"}),
     "gpt2-small interleaved": Case(small, (8, 1024), 2, {**STAGES, "schedule": "interleaved1f1b", "virtual_stages": 2}),
     "gpt2-small zb": Case(small, (8, 1024), 2, {**STAGES, "schedule": "zb", "virtual_stages": 1}),

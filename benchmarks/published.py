@@ -157,12 +157,12 @@ def _read(path: Path) -> Graph:
 
 
 def planned(graph: Graph, cluster: Cluster, pins: Pins, precision: str) -> tuple[Plan, bool]:
-    """The plan of a published run, and whether it is predicted to fit. It ran, so it is priced all the same, with memory
-    unlimited; only what the row leaves open (ZeRO, micro-batches) is chosen so that it fits, if it can. All of them made all
-    logits at once."""
+    """The plan of a published run, and whether it is predicted to fit, with as much left free as plans leave. It ran, so it is
+    priced all the same, with memory unlimited; only what the row leaves open (ZeRO, micro-batches) is chosen so that it fits,
+    if it can. All of them made all logits at once."""
     pins = replace(pins, loss_rows=0)
     plan = make_plan(graph, cluster.with_memory(_UNBOUNDED), pins, precision=precision)
-    if plan.predicted.bytes_per_rank <= cluster.capacity_bytes:
+    if plan.predicted.bytes_per_rank <= cluster.with_headroom().capacity_bytes:
         return plan, True
     if None in (pins.zero, pins.microbatches):
         with suppress(OutOfMemoryError):
@@ -200,9 +200,11 @@ def _priced(row: Row, result: Result, cache: Path | None) -> Result:
     seconds = sorted(found.predicted_seconds or 0.0 for found in completions)
     first = min(completions, key=lambda found: found.predicted_seconds or 0.0)
     middle = math.sqrt(seconds[0] * seconds[-1])
+    held = [found.predicted_gb or 0.0 for found in completions]
     scale = middle / seconds[0] if seconds[0] else 1.0
     return replace(
-        first, predicted_seconds=middle, low_seconds=seconds[0], high_seconds=seconds[-1],
+        first, predicted_gb=math.sqrt(min(held) * max(held)), predicted_seconds=middle, low_seconds=seconds[0],
+        high_seconds=seconds[-1],
         predicted_tflops=first.predicted_tflops / scale if first.predicted_tflops else None,
         reason="; ".join(words for words in (assumed(row), first.reason) if words),
     )

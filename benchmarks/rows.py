@@ -93,6 +93,21 @@ for a user's router may be at its start (``IMBALANCE``)."""
 HYBRID: Sequence[str] = ("hsdp", "hybrid", "mics", "hpz")
 """Words of state that is split over some of the data ranks; all other software splits it over all of them."""
 
+BUCKETED: Sequence[str] = ("ddp bucket",)
+"""Words in "schedule", "dtype" or "notes" of software whose gradients lie in the buckets of torch's DDP."""
+
+KEPT: Sequence[str] = ("gathered inputs kept", "dtensor", "torchtitan")
+"""Words in "schedule", "dtype" or "notes" of software whose linears keep for the backward what they gathered."""
+
+WHOLE_LOGITS: Sequence[str] = ("gathered logits",)
+"""Words in "notes" of software whose loss is computed on whole logits, gathered from the tensor ranks, on each of them. Known
+error: under sequence parallelism the planner splits its loss."""
+
+SUMS: Sequence[tuple[str, str]] = (
+    # words in "dtype" or "notes", what micro-batches' gradients are summed in
+    ("fp32 grad", "fp32"), ("fp32 accumulation", "fp32"), ("bf16 grad", "narrow"), ("fp16 grad", "narrow"),
+)
+
 ALONE: Sequence[str] = ("deepspeed",)
 """Words in "schedule", "dtype" or "notes" of software whose ZeRO gathers and reduces every parameter alone."""
 
@@ -135,12 +150,14 @@ class Shape(NamedTuple):
     top_k: int
     batch: int
     seq: int
+    tied: bool = False
 
     @property
     def architecture(self) -> Architecture:
         """As ``meshwright.published.architectures`` builds it."""
         return Architecture(
-            self.family, self.layers, self.hidden, self.heads, self.ffn, self.vocab, self.kv_heads, 0, self.experts, self.top_k
+            self.family, self.layers, self.hidden, self.heads, self.ffn, self.vocab, self.kv_heads, 0, self.experts, self.top_k,
+            {"tie_word_embeddings": True} if self.tied and self.family not in ("gpt", "palm") else {},
         )
 
 
@@ -287,8 +304,8 @@ def kernels_of(row: Row) -> tuple[str, ...]:
 
 def completions_of(row: Row) -> tuple[Row, ...]:
     """The row with what it leaves open filled in, in every way there is: its attention kernel, its recomputation (none, all),
-    its stages a rank (as few and as many as its schedule has), where they start, the kernel of its loss. What ran is one of
-    them, and nobody knows which."""
+    its stages a rank (as few and as many as its schedule has), where they start, the kernel of its loss, what gradients are
+    summed in. What ran is one of them, and nobody knows which."""
     kernels = [{"attention": kernel} for kernel in kernels_of(row)]
     runs = [{}] if text_of(row, "recompute") else [{"recompute": "none"}, {"recompute": "full"}]
     stages: list[dict[str, str]] = [{}]
@@ -301,7 +318,9 @@ def completions_of(row: Row) -> tuple[Row, ...]:
                       for count in (1 + said, _most(row, most))]
     losses = [{}] if loss_of(row) else [{"loss": "merged"}, {"loss": "eager"}]
     cuts = [{"cuts": "even"}, {"cuts": "searched"}] if degree(row, "pp") > 1 and _heavy_head(row) else [{}]
-    return tuple({**row, **a, **b, **c, **d, **e} for a, b, c, d, e in itertools.product(kernels, runs, stages, cuts, losses))
+    sums = [{}] if sums_of(row) else [{"sums": "narrow"}, {"sums": "fp32"}]
+    ways = itertools.product(kernels, runs, stages, cuts, losses, sums)
+    return tuple({**row, **a, **b, **c, **d, **e, **f} for a, b, c, d, e, f in ways)
 
 
 def _most(row: Row, most: int) -> int:
@@ -332,6 +351,18 @@ def loss_of(row: Row) -> str | None:
     return stated or ("eager" if known else None)
 
 
+def sums_of(row: Row) -> str | None:
+    """What micro-batches' gradients are summed in: "fp32" (Megatron-LM, NeMo, FSDP), "narrow", the compute dtype (the default
+    of DeepSpeed's 16-bit optimizers); None: nothing tells. It plays no part where each is reduced (ZeRO 2, 3) or there is
+    one."""
+    words = text_of(row, "schedule", "dtype", "notes")
+    stated = text_of(row, "sums") or word_of(words, SUMS)
+    if stated or fused(row) or megatron(row) or precision_of(row) != "bf16" or any(word in words for word in CHECKPOINTED):
+        return stated or "fp32"
+    once = zero_of(row) in (0, 1) and batch_of(row) > (number(row, "micro_batch") or math.inf) * replicas(row)
+    return None if once else "fp32"
+
+
 def megatron(row: Row) -> bool:
     """Whether the columns say that Megatron-LM ran."""
     said = text_of(row, "schedule", "recompute")
@@ -348,7 +379,9 @@ def cluster_of(row: Row) -> Cluster:
     added = megatron(row) and (published_in(row) or MERGED) >= MERGED
     return cluster.with_kernels(
         known, fused=fused(row), overlapped=overlapped, accumulates=overlapped or added, repeats=repeats, alone=alone,
-        merged_loss=loss_of(row) == "merged",
+        merged_loss=loss_of(row) == "merged", narrow_sums=sums_of(row) == "narrow",
+        buckets=any(words in text_of(row, "schedule", "dtype", "notes") for words in BUCKETED),
+        keeps_gathered=any(words in text_of(row, "schedule", "dtype", "notes") for words in KEPT),
     )
 
 
@@ -383,7 +416,8 @@ def shape_of(row: Row) -> Shape:
     ffn = experts_ffn or integer(row, "ffn_hidden", _usual_ffn(family, hidden))
     if hidden % heads or heads % kv_heads:
         raise Unpriced(f"hidden {hidden}, {heads} heads and {kv_heads} key and value heads do not divide")
-    return Shape(family, layers, hidden, heads, kv_heads, ffn, vocab, experts, integer(row, "top_k", 0), int(batch), seq)
+    tied = bool(re.search(r"tied embeddings\s*[=:]\s*(yes|true)", text_of(row, "notes")))
+    return Shape(family, layers, hidden, heads, kv_heads, ffn, vocab, experts, integer(row, "top_k", 0), int(batch), seq, tied)
 
 
 def _family(row: Row, experts: int) -> str:
@@ -445,6 +479,7 @@ def assumed(row: Row) -> str:
     uneven = degree(row, "ep") > 1 and imbalance_of(row) > 1
     words += [f"{imbalance_of(row):g} times the mean of rows on the fullest device"] if uneven else []
     words += [] if loss_of(row) else ["a loss of one kernel or of many"]
+    words += [] if sums_of(row) else ["gradients summed in 16 or 32 bits"]
     words += ["stages of as many layers or of as much work"] if degree(row, "pp") > 1 and _heavy_head(row) else []
     words += ["any number of stages a rank"] if degree(row, "pp") > 1 and not number(row, "vpp") else []
     return "assumed: " + ", ".join(words) if words else ""
@@ -471,13 +506,16 @@ def pins_of(row: Row, world: int, blocks: Sequence[str] = ()) -> Pins:
     fixed = known is not None and (known.stages or 1) > 1
     several = known is not None and known.stages is None and known.usual > 1  # how many is left to the search
     level = zero_of_stages(zero_of(row), pp)
+    split = text_of(row, "sp") in YES and tp > 1
+    whole = tp > 1 and not split and any(words in text_of(row, "notes") for words in WHOLE_LOGITS)
     hybrid = any(words in text_of(row, "zero/fsdp", "dtype", "schedule", "notes") for words in HYBRID)
     return Pins(
         dp=dp, shard=dp if level and not hybrid else None, tp=tp, pp=pp, cp=cp, ep=ep, zero=level,
-        sequence_parallel=None if tp > 1 and not text_of(row, "sp") else text_of(row, "sp") in YES and tp > 1,
+        sequence_parallel=None if tp > 1 and not text_of(row, "sp") else split,
         schedule=schedule, stage_cuts=_even_cuts(row, pp * int(vpp or not several), blocks),
         virtual_stages=None if pp == 1 or fixed else int(vpp) if vpp else None if several else 1,
         microbatches=max(1, round(batch / (dp * micro))) if batch and micro else None, recompute=recompute_of(row),
+        operators={"*:cross_entropy": "dp=b0" if dp > 1 else ""} if whole else {},
     )
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from meshwright.cost.catalogue import Device
+from meshwright.cost.memory.fsdp import OWN, Sums
 from meshwright.cost.memory.peak import Peak, peak
 from meshwright.ir.plan import Plan
 from meshwright.ir.prediction import Prediction
 from meshwright.ir.program import Program
 from meshwright.ir.rule import Rules
-from meshwright.passes import cut_for_ranks, rank_program
+from meshwright.passes import PASSES, cut_for_ranks, fuse_gathers, rank_program
 
 LOOKED_AT = 4
 """Ranks of a pipeline that a plan is judged by: those that hold most by the search's sum, beside the first and the last
@@ -27,26 +29,29 @@ def footprints(
 ) -> dict[int, Peak]:
     """The worst moment of a training step, of a rank of every stage group by pipeline rank (without a pipeline: of rank 0).
     ``ranks``: of the pipeline, all if not given."""
-    return _peaks(plan, rank_program(plan, rules, 0), state_bytes, ranks)
+    return _peaks(plan, rank_program(plan, rules, 0), state_bytes, ranks, OWN)
 
 
-def _peaks(plan: Plan, program: Program, state_bytes: float, ranks: Collection[int] | None) -> dict[int, Peak]:
+def _peaks(
+    plan: Plan, program: Program, state_bytes: float, ranks: Collection[int] | None, sums: Sums
+) -> dict[int, Peak]:
     """``program``: of rank 0 of the whole model."""
     if plan.pipeline is None:
-        return {0: peak(program, state_bytes)}
+        return {0: peak(program, state_bytes, sums)}
     apart = plan.mesh.world // plan.pipeline.degree
     chosen = range(plan.pipeline.degree) if ranks is None else ranks
     parts = cut_for_ranks(program, plan.pipeline, [r * apart for r in chosen])
-    return {r: peak(part, state_bytes) for r, part in zip(chosen, parts, strict=True)}
+    return {r: peak(part, state_bytes, sums) for r, part in zip(chosen, parts, strict=True)}
 
 
 @dataclass
 class Footprints:
     """Judges plans one after the other: the program of the whole model is lowered once for plans that differ in recomputation
-    alone."""
+    alone. ``device``: its software may hold more, or less, than programs of this package do."""
 
     rules: Rules
     state_bytes: float
+    device: Device
     _lowered: tuple[Plan, Program] | None = None
 
     def fits(self, plan: Plan) -> Prediction:
@@ -57,7 +62,8 @@ class Footprints:
         if plan.pipeline is not None:
             fullest_first = sorted(range(len(counted)), key=lambda rank: -counted[rank])
             ranks = {0, plan.pipeline.stage_rank[-1], *fullest_first[:LOOKED_AT]}
-        found = _peaks(plan, self._program(plan), self.state_bytes, sorted(ranks))
+        sums = Sums(narrow=self.device.narrow_sums, buckets=self.device.buckets)
+        found = _peaks(plan, self._program(plan), self.state_bytes, sorted(ranks), sums)
         fullest = max(found.values(), key=lambda one: one.bytes)
         held = {rank: one.bytes for rank, one in found.items()}
         return replace(
@@ -67,7 +73,8 @@ class Footprints:
 
     def _program(self, plan: Plan) -> Program:
         if self._lowered is None or not _alike(plan, self._lowered[0]):
-            self._lowered = plan, rank_program(plan, self.rules, 0)
+            passes = [step for step in PASSES if step is not fuse_gathers or not self.device.keeps_gathered]
+            self._lowered = plan, rank_program(plan, self.rules, 0, passes)
         recompute = {group.path: group.recompute for group in plan.groups}
         program = self._lowered[1]
         segments = (s if s.prologue else replace(s, recompute=recompute[s.path]) for s in program.segments)

@@ -152,7 +152,7 @@ def _made(
     check_tensor_pins(pins, graph)
     timing.mark("rules")
     state_bytes = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else float(optimizer)
-    fits = Footprints(rules, state_bytes).fits
+    fits = Footprints(rules, state_bytes, cluster.device).fits
     task = Task.of(graph, cluster, rules, Pins(), precision=precision, state_bytes=state_bytes, gap=gap)
     check_experts(pins.by_degrees(), task)
     given = decided(replace(task, pins=pins))
@@ -221,7 +221,7 @@ def reprice(plan: Plan, cluster: Cluster | str | None = None) -> Plan:
     >>> newer = reprice(plan, "b200:1x8")        # doctest: +SKIP
     """
     task = _task_of(plan, cluster)
-    found = settled(task, plan, Footprints(task.rules, task.state_bytes).fits)
+    found = settled(task, plan, Footprints(task.rules, task.state_bytes, task.cluster.device).fits)
     return replace(_with_interval(found, task.cluster), devices=described(task.cluster), certificate=None)
 
 

@@ -23,6 +23,7 @@ from meshwright.api import autoparallel
 from meshwright.ir.plan import Plan
 from meshwright.passes import rank_program
 from meshwright.runtime.assemble import home_of
+from meshwright.runtime.engine import Casts, Slot, read
 from meshwright.views.facts import LATE, facts_of
 from tests.equality import captured_once, loss_of
 from tests.models import make
@@ -184,3 +185,19 @@ def test_a_tied_weight_is_summed_in_pieces_between_stages(pool: Callable[[int], 
     """64 x 32 elements on two data ranks: what a rank has at rest, or of what both have alike a half each."""
     for sizes in pool(WORLD).run(sizes_between_stages, (0, 1)):
         assert all(found.count(64 * 32 // 2) == 1 and 64 * 32 not in found for found in sizes)
+
+
+def test_micro_batches_of_a_step_share_copies_in_the_compute_dtype() -> None:
+    master, casts = nn.Parameter(torch.randn(4, 3)), Casts()
+    slot = Slot(None, "", master, torch.bfloat16, None, None, casts=casts)
+    with casts.shared():
+        one, two = (read([slot])[0] for _ in range(2))
+        assert one.data_ptr() == two.data_ptr()
+        (one.float().sum() + 2 * two.float().sum()).backward()
+    assert master.grad is not None
+    torch.testing.assert_close(master.grad, torch.full((4, 3), 3.0))
+    with torch.no_grad():
+        master.mul_(2)
+    assert read([slot])[0].data_ptr() != read([slot])[0].data_ptr()
+    with casts.shared():  # the next step finds what the optimizer wrote
+        torch.testing.assert_close(read([slot])[0], master.bfloat16())

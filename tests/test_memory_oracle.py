@@ -20,7 +20,10 @@ OTHERS = (  # every model, level, split, recomputation and precision; programs o
     ("mixtral zero 3 bf16", "mixtral full", "mixtral tp 2 selective"),
     ("t5 cp 2 ring", "gpt2-drawing cp 2 ring", "gpt2-drawing cp 2 all-gather"),
 )
-PIPELINES = ("gpt2-small zb", "gpt2-small zbv", "gpt2-small pp 4 zero 3", "llama-110m pp 2 selective")
+PIPELINES = (
+    "gpt2-small zb", "gpt2-small zbv", "gpt2-small pp 4 zero 3", "llama-110m pp 2 selective", "llama-weights pp 4 bf16",
+    "llama-weights tp 2 bf16",
+)
 
 
 def rows(*names: str) -> list[dict[str, Any]]:
@@ -56,5 +59,5 @@ def test_other_programs(names: tuple[str, ...]) -> None:
 def test_pipelines() -> None:
     """Every pipeline rank, whole and split backwards, under ZeRO, recomputation and tensor parallelism."""
     found = rows(*PIPELINES)
-    assert len(found) == 2 + 2 + 4 + 2
+    assert len(found) == 2 + 2 + 4 + 2 + 4 + 1
     check(found)

@@ -11,6 +11,9 @@ from types import ModuleType
 
 import pytest
 
+from meshwright.footprint import Footprints
+from meshwright.planner import rules_of
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -139,7 +142,7 @@ def test_a_row_may_have_run_on_the_kernels_of_its_time(rows):
 
 
 def test_what_a_row_leaves_open_is_priced_every_way(rows):
-    said = {**SMALL, "notes": "FlashAttention-2, fused_crossentropy"}
+    said = {**SMALL, "dtype": "bf16 (fp32 grad accumulation)", "notes": "FlashAttention-2, fused_crossentropy"}
     assert rows.completions_of(said) == ({**said, "attention": "flash2"},)
     completions = rows.completions_of({**said, "recompute": ""})
     assert [completion["recompute"] for completion in completions] == ["none", "full"]
@@ -157,6 +160,60 @@ def test_what_a_row_leaves_open_is_priced_every_way(rows):
     notes = ("FlashAttention-2", "FlashAttention-2; torch.compile")
     losses = [rows.completions_of({**said, "notes": words}) for words in notes]
     assert [[rows.cluster_of(way).device.merged_loss for way in ways] for ways in losses] == [[True, False], [False]]
+
+
+def test_gradients_are_summed_in_16_or_32_bits_where_nothing_tells(rows):
+    def narrow(**columns: str) -> list[bool]:
+        ways = rows.completions_of({**SMALL, "notes": "FlashAttention-2, fused_crossentropy", **columns})
+        return [rows.cluster_of(way).device.narrow_sums for way in ways]
+
+    assert narrow() == [True, False]
+    told = {"zero/fsdp": "3"}, {"micro_batch": "4"}, {"dtype": "bf16 FSDP"}, {"recompute": "selective"}, {"dtype": "fp32"}
+    for known in told:
+        assert narrow(**known) == [False], known
+    assert narrow(dtype="bf16 (fp32 grad accumulation)") == [False]
+    assert narrow(notes="FlashAttention-2, fused_crossentropy; bf16 gradient sums") == [True]
+
+
+def test_notes_say_what_software_holds(rows):
+    row = {**SMALL, "notes": "gradients in DDP buckets; gathered inputs kept; gathered logits; tied embeddings=yes"}
+    plain, device = rows.cluster_of(SMALL).device, rows.cluster_of(row).device
+    assert (device.buckets, device.keeps_gathered, plain.buckets, plain.keeps_gathered) == (True, True, False, False)
+    assert (rows.shape_of(row).tied, rows.shape_of(SMALL).tied) == (True, False)
+    assert rows.shape_of(row).architecture.extra == {"tie_word_embeddings": True}
+    whole = {**row, "sp": "no"}
+    pins = [rows.pins_of(one, 4).operators for one in (whole, {**whole, "dp": "1", "tp": "4"}, row, {**SMALL, "sp": "no"})]
+    assert pins == [{"*:cross_entropy": "dp=b0"}, {"*:cross_entropy": ""}, {}, {}]
+
+
+def held(published, rows, row: dict[str, str], kinds: set[str], **software: bool) -> float:
+    """Bytes of a rank of these kinds beyond those of a program of this package, of one plan under other software."""
+    graph = published.graph_of(row)
+    cluster = rows.cluster_of(row)
+    plan = published.planned(graph, cluster, rows.pins_of(row, 4), "bf16")[0]
+    devices = [cluster.device, cluster.with_kernels(**software).device]
+    found = [Footprints(rules_of(graph)[0], 8.0, device).fits(plan).bytes_by_kind for device in devices]
+    own, other = (sum(bytes_ for kind, bytes_ in one.items() if kind in kinds) for one in found)
+    return other - own
+
+
+def test_what_software_sums_gradients_in_is_held(published, rows):
+    """Of a Llama of few words and short sequences: DDP's buckets are two bytes a parameter of the rank, fp32 sums are two more
+    than sums in bf16."""
+    row = {**SMALL, "sp": "no", "tp": "1", "dp": "4", "micro_batch": "1", "vocab": "64", "seq_len": "16", "sums": "fp32",
+           "attention": "flash2", "loss": "merged", "n_layers": "8"}
+    elements = 8 * 256 * (2 * 256 * 1.5 + 3 * 512) + 2 * 64 * 256
+    sums = {"gradients", "transient"}
+    assert held(published, rows, row, sums, narrow_sums=True) == pytest.approx(-2 * elements, rel=0.2)
+    assert held(published, rows, row, sums, buckets=True) == pytest.approx(2 * elements, rel=0.2)
+
+
+def test_what_linears_gathered_is_kept_or_gathered_again(published, rows):
+    """Under sequence parallelism, of 8 layers of 2 x 4,096 tokens and a width of 256: what a layer's linears gather twice, of
+    which the rank has a half anyway; the worst moment is in the last layer's backward."""
+    row = {**SMALL, "vocab": "64", "seq_len": "4096", "sums": "fp32", "attention": "flash2", "loss": "merged", "n_layers": "8"}
+    gathered = 2 * 4096 * 256 * 2
+    assert held(published, rows, row, {"activations"}, keeps_gathered=True) == pytest.approx(8 * 2 * gathered / 2, rel=0.1)
 
 
 def test_state_is_split_over_all_data_ranks_unless_the_row_says_otherwise(rows):
@@ -290,7 +347,7 @@ def test_a_rate_alone_is_read(rows):
 
 
 def test_a_row_goes_through_the_planner(published):
-    result = published.price({**SMALL, "notes": "FlashAttention-2, fused_crossentropy"})
+    result = published.price({**SMALL, "notes": "FlashAttention-2, fused_crossentropy; fp32 gradients"})
     assert result.reason == ""
     assert result.low_seconds == result.high_seconds == pytest.approx(result.predicted_seconds)
     assert 1e-5 < result.predicted_seconds < 0.1

@@ -99,9 +99,12 @@ class Device:
     again (Megatron-LM's checkpoint) or stops at the last value kept (torch's); ``alone``: whether ZeRO moves every parameter
     in a collective of its own, when it is called for and beside nothing (DeepSpeed), or those of a block together (FSDP);
     ``merged_loss``: whether the cross entropy is one kernel each way although the rest is not compiled (FlashAttention's,
-    Liger's); ``products``: the format that matrix products run in, "" for that of their operands; ``measured``, ``streams``,
-    ``attentions``: tables of products, of what is bound by memory and of attention that stand before the formula; ``modules``:
-    of whole modules, by which the operators inside are scaled (``compiler.structure.measured``).
+    Liger's); ``narrow_sums``: whether micro-batches' gradients are summed in the compute dtype (DeepSpeed's default), not fp32;
+    ``buckets``: whether a micro-batch's gradients lie in buckets that are there all the time, beside their sums (torch's DDP);
+    ``keeps_gathered``: whether what linears gather under sequence parallelism is kept for the backward (autograd by itself),
+    not gathered again (Megatron-LM); ``products``: the format that matrix products run in, "" for that of their operands;
+    ``measured``, ``streams``, ``attentions``: tables of products, of what is bound by memory and of attention that stand before
+    the formula; ``modules``: of whole modules, by which the operators inside are scaled (``compiler.structure.measured``).
     ``sources``: of every number.
     """
 
@@ -127,6 +130,9 @@ class Device:
     modules: tuple[MeasuredModule, ...] = ()
     alone: bool = False
     merged_loss: bool = False
+    narrow_sums: bool = False
+    buckets: bool = False
+    keeps_gathered: bool = False
     fused: bool = True
     overlapped: bool = False
     accumulates: bool = False

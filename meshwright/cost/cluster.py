@@ -177,13 +177,16 @@ class Cluster:
     def with_kernels(
         self, attention: str | None = None, fused: bool | None = None, overlapped: bool | None = None,
         accumulates: bool | None = None, repeats: bool | None = None, alone: bool | None = None,
-        merged_loss: bool | None = None,
+        merged_loss: bool | None = None, narrow_sums: bool | None = None, buckets: bool | None = None,
+        keeps_gathered: bool | None = None,
     ) -> Cluster:
         """The same cluster with other software: the devices' ``attention`` kernel ("flash1", "flash2", "flash3"), whether
         chains of pointwise operators run ``fused`` (compiled) or one by one (eager), whether products run their collectives
         ``overlapped``, in pieces (Transformer Engine), whether a product ``accumulates`` gradients itself, whether
-        recomputation ``repeats`` whole blocks (Megatron-LM), whether ZeRO moves every parameter ``alone`` (DeepSpeed) and
-        whether the loss is one kernel (``merged_loss``: FlashAttention's, Liger's). None leaves it as it is."""
+        recomputation ``repeats`` whole blocks (Megatron-LM), whether ZeRO moves every parameter ``alone`` (DeepSpeed),
+        whether the loss is one kernel (``merged_loss``: FlashAttention's, Liger's), whether micro-batches' gradients are
+        summed in 16 bits (``narrow_sums``: DeepSpeed's default), lie in ``buckets`` (torch's DDP) and whether what linears
+        gather is kept (``keeps_gathered``: DTensor's linears). None leaves it as it is."""
         islands = []
         for island in self.islands:
             device = island.device
@@ -198,6 +201,9 @@ class Cluster:
                 repeats=device.repeats if repeats is None else repeats,
                 alone=device.alone if alone is None else alone,
                 merged_loss=device.merged_loss if merged_loss is None else merged_loss,
+                narrow_sums=device.narrow_sums if narrow_sums is None else narrow_sums,
+                buckets=device.buckets if buckets is None else buckets,
+                keeps_gathered=device.keeps_gathered if keeps_gathered is None else keeps_gathered,
             )
             islands.append(replace(island, device=device))
         return Cluster(tuple(islands))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Program
@@ -15,11 +15,14 @@ PASSES: tuple[Callable[[Program], Program], ...] = (fuse_gathers,)
 """Applied in this order to the lowered program."""
 
 
-def rank_program(plan: Plan, rules: Rules, rank: int) -> Program:
+def rank_program(
+    plan: Plan, rules: Rules, rank: int, passes: Sequence[Callable[[Program], Program]] = PASSES
+) -> Program:
     """The program of the whole model at one rank's place on the mesh; ``rules``: of every operator of the plan's graph, by op
-    name. It is what ``verify`` and ``typecheck`` take; with a pipeline the rank then runs ``cut_stages`` of it."""
+    name. It is what ``verify`` and ``typecheck`` take; with a pipeline the rank then runs ``cut_stages`` of it. ``passes``:
+    fewer of them, of software that lacks one."""
     program = lower(plan, rules, rank)
-    for step in PASSES:
+    for step in passes:
         program = step(program)
     return program
 

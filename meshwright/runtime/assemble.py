@@ -106,10 +106,11 @@ class _Assembly:
         self.slots: dict[str, Slot] = {}
         self.units: list[tuple[FSDPModule, int]] = []
         self.meshes, self.known, self.lend = meshes, known, lend
+        self.tensors: dict[str, Tensor] = {}
+        self.engine = Engine(program, self.tensors)
 
     def run(self) -> Engine:
-        tensors: dict[str, Tensor] = {}
-        engine = Engine(self.program, tensors)
+        tensors, engine = self.tensors, self.engine
         for stored in self.program.stored:
             if not under_fsdp(stored, self.mesh):
                 self.slots[stored.value] = self._loose(stored)
@@ -142,7 +143,8 @@ class _Assembly:
         tensor = self.known[stored.value] if stored.value in self.known else self._allocate(stored)
         data = live(self.mesh, stored.data_axes) if stored.trainable else ()
         group = self.groups.group(data) if data else None
-        return Slot(None, "", tensor, use_dtype(stored, self.program), parts(stored, self.groups), group, self._late(stored))
+        use, cut = use_dtype(stored, self.program), parts(stored, self.groups)
+        return Slot(None, "", tensor, use, cut, group, self._late(stored), casts=self.engine.casts)
 
     def _late(self, stored: Stored) -> Group | None:
         """Over which its gradient is summed together with others'."""

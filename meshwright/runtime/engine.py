@@ -22,7 +22,8 @@ no data axis reads differently, numbers without dims) is *loose*: held as it is,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,44 @@ class _Own(Function):
         return dy
 
 
+class Casts:
+    """Copies in the compute dtype of loose parameters, which the micro-batches of a pipeline's step share: otherwise there
+    would be one for every micro-batch in flight. Nothing writes parameters while they are shared."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, torch.dtype], Tensor] | None = None
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """One copy of each, from its first reader on."""
+        self._kept = {}
+        try:
+            yield
+        finally:
+            self._kept = None
+
+    def of(self, slot: Slot, local: Tensor) -> Tensor:
+        """A slot's tensor in its dtype; autograd follows it back to ``local``."""
+        if self._kept is None:
+            return local.to(slot.dtype)
+        key = id(slot), slot.dtype
+        if key not in self._kept:
+            self._kept[key] = local.detach().to(slot.dtype)
+        found: Tensor = _Cast.apply(local, self._kept[key])
+        return found
+
+
+class _Cast(Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, copy: Tensor) -> Tensor:
+        ctx.dtype = local.dtype
+        return copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy.to(ctx.dtype), None
+
+
 @dataclass(frozen=True)
 class Slot:
     """Where a stored value is read: an attribute of a unit, or a loose tensor; and what turns it into what segments use."""
@@ -98,6 +137,7 @@ class Slot:
     vary: Group | None  # over which a loose parameter's gradient is summed
     late: Group | None = None  # over which it is summed together with others'
     lent: Callable[[], Tensor] | None = None  # gives what another program holds
+    casts: Casts | None = None  # of a loose tensor
 
     def tensor(self) -> Tensor:
         if self.lent is not None:
@@ -110,7 +150,7 @@ class Slot:
         if self.vary is not None:
             local = vary(local, axis=self.vary)
         if local.dtype != self.dtype and local.is_floating_point():
-            local = local.to(self.dtype)
+            local = local.to(self.dtype) if self.casts is None else self.casts.of(self, local)
         return local if self.parts is None else split_parts(local, self.parts)
 
 
@@ -190,6 +230,7 @@ class Engine:
         self.leaving: Sequence[str] = ()
         self.late: Mapping[str, Group] = {}  # stored values whose gradients are summed together
         self.apart = self.later = False
+        self.casts = Casts()
         self.root: Callable[[Environment], dict[str, Any]] = self.body
         self.units: Sequence[tuple[FSDPModule, int]] = ()  # (unit, its ZeRO level), the root first
 

@@ -262,8 +262,8 @@ class Costs:
         ahead, back = STEPS[kind]
         forward = self._moved(ahead, axis, bytes_) if ahead else 0.0
         if differentiable and kind == "gather_vary" and by_linears:
-            both = self.collective(ahead, (axis,), bytes_) + self.collective(back, (axis,), bytes_)
-            return forward, both * (1.0 - 1.0 / self.device.contention)
+            again = 0.0 if self.device.keeps_gathered else self.collective(ahead, (axis,), bytes_)
+            return forward, (again + self.collective(back, (axis,), bytes_)) * (1.0 - 1.0 / self.device.contention)
         return forward, self._moved(back, axis, bytes_) if differentiable and back else 0.0
 
     def _moved(self, kind: str, axis: str, bytes_: float) -> float:
@@ -356,11 +356,14 @@ class Costs:
         """Bytes that a micro-batch's gradient of ``numel`` local elements moves until it is in the fp32 sum.
 
         Made in the compute dtype, it is added to a whole sum (or becomes it), or it is cast for the reduce-scatter whose result
-        is added (levels 2 and 3). Products that add to a whole sum themselves (``Device.accumulates``) do it beside their work.
+        is added (levels 2 and 3). A sum in the compute dtype (``Device.narrow_sums``) is read and written with it. Products
+        that add to a whole sum themselves (``Device.accumulates``) do it beside their work.
         """
         cast, master = numel * self.itemsize, numel * _CAST_BYTES
         if variant.zero >= 2:
             return cast + master + (3 * master / parts if self.microbatches > 1 else 0.0)
+        if self.device.narrow_sums:
+            return 3 * cast if self.microbatches > 1 else 0.0
         return 0.0 if self.device.accumulates else cast + master * (2 if self.microbatches > 1 else 1)
 
     def _kept(self, vector: Vector, numel: float, variant: Variant, parts: int, unit: Neighbours) -> None:
@@ -375,7 +378,9 @@ class Costs:
         vector[PARAMETERS] = vector[GRADIENTS] = master / parts
         vector[OPTIMIZER] = numel * self.state_bytes / parts
         if variant.zero == 1 and self.microbatches > 1:
-            vector[GRADIENTS] += master
+            vector[GRADIENTS] += cast if self.device.narrow_sums else master
+        if variant.zero < 2 and variant.data_axes and self.device.buckets:
+            vector[GRADIENTS] += cast
         if variant.zero == 3 and not unit.root:
             running = cast + cast * unit.ahead + cast + master * unit.behind
             vector[TRANSIENT] = max(running, cast * unit.ahead + cast + master)

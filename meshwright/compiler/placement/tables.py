@@ -123,7 +123,8 @@ class ResourceTables:
             table[:, :, [SEND, SEND_BACK]] = moves.counts @ (times * seconds)
         if kept:
             parts = [[self.mesh.size(one.split_axes) for one in ends] for ends in (sources, targets)]
-            pieces = np.where(moves.gathered & shard, np.array(parts[0])[:, None], np.array(parts[1])[None, :])
+            again = moves.gathered & (shard and not self.costs.device.keeps_gathered)
+            pieces = np.where(again, np.array(parts[0])[:, None], np.array(parts[1])[None, :])
             table[:, :, SAVED] = np.where(moves.same & (not saving or by_maker), 0.0, whole / pieces)
         table[moves.impossible] = np.inf
         self._tables[key] = table

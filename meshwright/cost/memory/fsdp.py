@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from meshwright.cost.memory.replay import GRADIENTS, WORK, Heap, Storage, Tape, backward, forward, hold, script_of
 from meshwright.ir.mesh import Mesh
@@ -52,6 +53,17 @@ class GatheredUnit:
         return self.zero == 3 and not self.root
 
 
+class Sums(NamedTuple):
+    """How other software than this package's sums a step's gradients (``Device``): in the compute dtype (``narrow``), out of
+    ``buckets``."""
+
+    narrow: bool = False
+    buckets: bool = False
+
+
+OWN = Sums()
+
+
 @dataclass
 class Batch:
     """A micro-batch between its forward and its backward: what each segment left, copies of parameters, outputs."""
@@ -62,9 +74,14 @@ class Batch:
 
 
 class RootUnit:
-    """Segments that one root unit holds together: a program, or a stage of it. ``leaving``: the values that it hands back."""
+    """Segments that one root unit holds together: a program, or a stage of it. ``leaving``: the values that it hands back;
+    ``shares``: whether micro-batches read the same copies of loose parameters (``engine.Casts``); ``apart``: whether gradients
+    go to the weights each on its own way (a split backward)."""
 
-    def __init__(self, program: Program, main: Sequence[Segment], leaving: Sequence[str], heap: Heap) -> None:
+    def __init__(
+        self, program: Program, main: Sequence[Segment], leaving: Sequence[str], heap: Heap, sums: Sums = OWN,
+        shares: bool = False, apart: bool = False,
+    ) -> None:
         self.program, self.mesh, self.main, self.leaving, self.heap = program, program.mesh, main, leaving, heap
         held = [stored.value for stored in program.stored]
         self.scripts = [script_of(segment.graph, held, program.operators) for segment in self.main]
@@ -72,9 +89,15 @@ class RootUnit:
         self.homes = _homes(program.stored, main, leaving)
         self.units = {home: self._unit(home) for home in (*range(len(self.main)), -1)}
         self.readers = _last_reads(main, leaving)
-        self.loose: dict[str, Storage] = {}
+        self.loose: dict[str, Storage] = {}  # gradients of what FSDP2 does not take: of this micro-batch, on their way
+        self.settled: dict[str, Storage] = {}  # and where they are summed
         self.reducing: Storage | None = None
         self.gathering: Storage | None = None
+        self.sums, self.shares, self.apart = sums, shares, apart
+        for unit in self.units.values() if sums.buckets else ():
+            if unit is not None and unit.zero < 2:
+                heap.new(unit.elements * unit.itemsize, GRADIENTS)
+        self.shared: Storage | None = None
 
     # parameters
 
@@ -93,6 +116,8 @@ class RootUnit:
 
     def forward(self, env: dict[str, Storage]) -> Batch:
         """``env``: storages by value, held once for this; what leaves is held by the result."""
+        if self.shares and self.shared is None:
+            self.shared = self._copies([s for s in self.program.stored if self._loose(s)])
         self._gather(self.units[-1])
         casts = [self._cast(-1)]
         tapes: list[Tape] = []
@@ -130,6 +155,8 @@ class RootUnit:
             if self.main[index].recompute == "none":
                 self.heap.drop(batch.casts.pop())
         self.heap.drop(batch.casts.pop())
+        if not self.apart:
+            self._settle(-1)
         if reduces and self.units[-1] is not None:
             self._reduce(self.units[-1], last)
         if last and reduces:
@@ -151,13 +178,50 @@ class RootUnit:
                 known = self._sums(name)
                 if name in known:
                     weights[name] = known[name]
-        split = frozenset(n for n in names if n in self.stored and self.stored[n].tensor.split_axes)
+        copies = {name: self._ways(self.stored[name]) for name in names if name in self.stored}
         again = self._cast(index, fused=True) if self.main[index].recompute != "none" else None
-        backward(tape, self.heap, grads, weights, split)
+        backward(tape, self.heap, grads, weights, copies)
         if again is not None:
             self.heap.drop(again)
         for name, storage in weights.items():
             self._sums(name)[name] = storage
+        if not self.apart:
+            self._settle(index)
+        root = self.units[-1] if self.sums.buckets else None
+        if root is not None and root.zero < 2 and root.itemsize < _REDUCED:  # what is ready is summed at once
+            self._widen(root)
+
+    def _ways(self, stored: Stored) -> tuple[float, ...]:
+        """By how much larger each copy of a gradient is than the last, of those made while the segment's backward runs."""
+        if gathers(stored, self.mesh):
+            return (1.0,) if stored.tensor.split_axes else ()
+        wide = self._widened(stored)
+        return ((wide,) * (wide > 1.0) + (1.0,) * (self.mesh.world > 1)) if self.apart else ()
+
+    def _widened(self, stored: Stored) -> float:
+        """By how much the gradient of a loose parameter grows in its way through the copy in the compute dtype, to fp32."""
+        dtype = self.program.compute_dtype
+        return _REDUCED / dtype.itemsize if dtype is not None and self._loose(stored) and not self.sums.narrow else 1.0
+
+    def _settle(self, home: int) -> None:
+        """Gradients of loose parameters reach their sums when their readers' backward is done, for autograd runs first what was
+        made last, and parameters are read before anything else. Where ranks hold DTensors they are copied, all together
+        (``layout.Locals``)."""
+        made: dict[str, Storage] = {}
+        for name in [name for name in self.loose if self.homes[name] == home]:
+            storage, times = self.loose.pop(name), self._widened(self.stored[name])
+            made[name] = self.heap.new(times * storage.bytes, GRADIENTS) if times > 1.0 else hold(storage)
+            self.heap.drop(storage)
+        if self.mesh.world > 1:
+            copies = {name: self.heap.new(storage.bytes, GRADIENTS) for name, storage in made.items()}
+            for storage in made.values():
+                self.heap.drop(storage)
+            made = copies
+        for name, storage in made.items():
+            if name in self.settled:
+                self.heap.drop(storage)
+            else:
+                self.settled[name] = storage
 
     def _sums(self, name: str) -> dict[str, Storage]:
         """Where a parameter's gradient is summed."""
@@ -165,15 +229,27 @@ class RootUnit:
         return unit.weights if unit is not None and name in unit.names else self.loose
 
     def _cast(self, home: int, fused: bool = False) -> Storage:
-        """Copies in the compute dtype of the parameters that FSDP2 does not gather, and of those that hold several weights of
-        which a rank exchanges rows to have its piece of each; ``fused``: of these alone."""
-        dtype = self.program.compute_dtype
+        """Copies in the compute dtype of the parameters that FSDP2 does not gather (unless they are shared), and of those that
+        hold several weights of which a rank exchanges rows to have its piece of each; ``fused``: of these alone."""
         own = [s for s in self.program.stored if self.homes.get(s.value) == home]
         copied = [s for s in own if s.fused > 1 and self.mesh.size(s.tensor.dims[s.fused_dim]) > 1]
-        if dtype is not None and not fused:
-            loose = [s for s in own if not gathers(s, self.mesh) and not s.buffer and s.dtype.is_floating_point]
-            copied += [s for s in loose if s not in copied]
+        if not fused and not self.shares:
+            copied += [s for s in own if self._loose(s) and s not in copied]
+        return self._copies(copied)
+
+    def _loose(self, stored: Stored) -> bool:
+        """Whether FSDP2 does not take it and a copy of it is read."""
+        wide = self.program.compute_dtype is not None and not stored.buffer and stored.dtype.is_floating_point
+        return wide and not gathers(stored, self.mesh) and stored.value in self.homes
+
+    def _copies(self, copied: Sequence[Stored]) -> Storage:
+        dtype = self.program.compute_dtype
         return self.heap.new(sum(local_elements(s, self.mesh) * (dtype or s.dtype).itemsize for s in copied), GATHERED)
+
+    def end(self) -> None:
+        """After a schedule: what its micro-batches shared is let go."""
+        self._done(self.shared)
+        self.shared = None
 
     # what FSDP2 does
 
@@ -222,7 +298,7 @@ class RootUnit:
         if last or unit.zero == 3:
             self._free(unit)
         if not (last or unit.zero >= 2):
-            if unit.itemsize < _REDUCED:
+            if unit.itemsize < _REDUCED and not self.sums.narrow:
                 self._widen(unit)
             return
         self._done(self.reducing)

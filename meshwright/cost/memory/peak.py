@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.cost.memory.fsdp import RootUnit, at_rest, rest_itemsize
+from meshwright.cost.memory.fsdp import OWN, RootUnit, Sums, at_rest, rest_itemsize
 from meshwright.cost.memory.pipeline_rank import PipelineRank
 from meshwright.cost.memory.replay import ACTIVATIONS, WORK, Heap, Storage, forward, hold, script_of
 from meshwright.ir.graph import refs
@@ -36,24 +36,24 @@ class Peak:
     kinds: Mapping[str, float]
 
 
-def peak(program: Program, state_bytes: float) -> Peak:
+def peak(program: Program, state_bytes: float, sums: Sums = OWN) -> Peak:
     """Of a steady training step of this rank's program. ``state_bytes``: optimizer state per parameter; torch's optimizers
-    treat DTensors one after the other, so their temporaries are those of the largest."""
+    treat DTensors one after the other, so their temporaries are those of the largest. ``sums``: of other software."""
     heap = _standing(program, state_bytes)
     joined = _Joined(program, heap)
     if program.stages is None:
-        _alone(program, heap, joined)
+        _alone(program, heap, joined, sums)
     else:
-        rank = PipelineRank(program, heap, joined.add)
+        rank = PipelineRank(program, heap, joined.add, sums)
         rank.run(_prologue(program, heap))
     joined.end()
     heap.space(2 * 4 * _largest(program))  # of the optimizer: a square root and its quotient
     return Peak(heap.peak, heap.at_peak)
 
 
-def _alone(program: Program, heap: Heap, joined: _Joined) -> None:
+def _alone(program: Program, heap: Heap, joined: _Joined, sums: Sums) -> None:
     """A step of a program without a pipeline."""
-    part = RootUnit(program, [s for s in program.segments if not s.prologue], _leaving(program), heap)
+    part = RootUnit(program, [s for s in program.segments if not s.prologue], _leaving(program), heap, sums)
     env, count = _prologue(program, heap), program.microbatches
     for index in sorted({0, count - 1}):
         batch = part.forward({name: hold(storage) if count > 1 else storage for name, storage in env.items()})

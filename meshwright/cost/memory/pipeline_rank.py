@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from meshwright.cost.memory.fsdp import Batch, RootUnit, at_rest, gathers, rest_itemsize
+from meshwright.cost.memory.fsdp import Batch, RootUnit, Sums, at_rest, gathers, rest_itemsize
 from meshwright.cost.memory.replay import ACTIVATIONS, WORK, Heap, Storage, hold
 from meshwright.ir.graph import Graph, Value
 from meshwright.ir.mesh import PP
@@ -30,8 +30,11 @@ class PipelineRank:
     """A step of a rank of a pipeline: the actions of its schedule, of a step with as many micro-batches as fill it. ``collect``
     takes what a micro-batch hands back."""
 
-    def __init__(self, program: Program, heap: Heap, collect: Callable[[Mapping[str, Storage]], None]) -> None:
+    def __init__(
+        self, program: Program, heap: Heap, collect: Callable[[Mapping[str, Storage]], None], sums: Sums
+    ) -> None:
         assert program.stages is not None
+        self.sums = sums
         self.program, self.stages, self.heap, self.collect = program, program.stages, heap, collect
         self.rank = program.mesh.coordinates(program.rank)[PP]
         mine = [stage for stage, at in enumerate(self.stages.stage_rank) if at == self.rank]
@@ -58,7 +61,7 @@ class PipelineRank:
             read |= {name for s in program.segments if s.prologue for name in _reads(s)}
             read |= {s.value for s in program.stored} - everywhere
         share = replace(program, stored=tuple(s for s in program.stored if s.value in read))
-        return RootUnit(share, main, leaving, self.heap)
+        return RootUnit(share, main, leaving, self.heap, self.sums, shares=True, apart=self.stages.table.split)
 
     def run(self, env: Mapping[str, Storage]) -> None:
         """``env``: what every micro-batch finds, storages by value."""
@@ -69,6 +72,8 @@ class PipelineRank:
         if self.stages.table.split:
             for part in self.parts.values():
                 part.reduce()
+        for part in self.parts.values():
+            part.end()
 
     def _run(self, action: Action, last: bool) -> None:
         stage, kind, microbatch = action

@@ -19,8 +19,9 @@ the segment's backward is done.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from meshwright.cost.memory.saved import saved_beside, saved_for_backward, storages
 from meshwright.ir.declared.operator import Operators, Work
@@ -183,10 +184,12 @@ def _run(tape: Tape, heap: Heap, keep: bool, stop: int, idle: int = -1) -> dict[
 
 
 def backward(
-    tape: Tape, heap: Heap, grads: dict[str, Storage], weights: dict[str, Storage], copies: frozenset[str] = frozenset()
+    tape: Tape, heap: Heap, grads: dict[str, Storage], weights: dict[str, Storage],
+    copies: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> None:
     """Run a segment's backward. ``grads``: by value; those of the results are taken, those of the inputs added.
-    ``weights``: gradients of parameters so far; ``copies``: parameters whose gradient is copied on its way there."""
+    ``weights``: gradients of parameters so far; ``copies``: by how much larger each copy that is made of a parameter's
+    gradient on its way there is than the last."""
     script = tape.script
     if tape.recompute != "none":
         end = max((i for i, (names, extra) in enumerate(script.kept) if names or extra), default=-1)
@@ -202,10 +205,10 @@ def backward(
             heap.space(script.spaces[index][1])
             for name, storage in found:
                 if name in script.weights and name not in script.graph.producers:
-                    _add(heap, weights, name, storage, name in copies)
+                    _add(heap, weights, name, storage, copies.get(name, ()))
                     heap.become(weights[name], GRADIENTS)
                 else:
-                    _add(heap, grads, name, storage, False)
+                    _add(heap, grads, name, storage)
         for storage in made.values():
             heap.drop(storage)
         for storage in tape.kept.pop(index, ()):
@@ -223,10 +226,10 @@ def _keeps_operands(script: Script, index: int) -> bool:
     return not extra and not set(names).intersection(script.graph.ops[index].outputs)
 
 
-def _add(heap: Heap, sums: dict[str, Storage], name: str, storage: Storage, copied: bool) -> None:
+def _add(heap: Heap, sums: dict[str, Storage], name: str, storage: Storage, copies: Sequence[float] = ()) -> None:
     """One more gradient of a value."""
-    if copied:
-        other = heap.new(storage.bytes, storage.kind)
+    for times in copies:
+        other = heap.new(times * storage.bytes, storage.kind)
         heap.drop(storage)
         storage = other
     if name not in sums:

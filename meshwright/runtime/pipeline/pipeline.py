@@ -15,6 +15,7 @@ Without gradients (``eval()``, ``no_grad``) every rank has every output.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,7 +146,10 @@ class PipelineStages:
 
     def forward_backward(self) -> Tensor:
         """The schedule, and what stages do together after it: every gradient is in place when it returns the loss."""
-        with torch.enable_grad():
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.engine.casts.shared())
+            stack.enter_context(torch.enable_grad())
             self.schedule.run()
         for pair in self.copies:
             _move_gradient(pair)
