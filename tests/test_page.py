@@ -200,7 +200,7 @@ def test_the_page_is_opened_searched_and_compared(browser: Browser, tmp_path: Pa
 def test_a_pipeline_has_a_clock_and_fits_a_narrow_screen(browser: Browser, tmp_path: Path) -> None:
     _opened(browser, piped(), tmp_path / "plan.html")
     assert browser.run("document.querySelectorAll('#clock canvas').length") == 1
-    assert browser.run("document.querySelectorAll('#memory .row').length") == 2
+    assert browser.run("document.querySelectorAll('#memory .rows .row').length") == 2
     assert browser.run("new Set(meshwright.cy().nodes().map((n) => n.data('colour'))).size") >= 2
     for width in (1280, 390):
         browser.size(width, 844)

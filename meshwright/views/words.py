@@ -49,7 +49,7 @@ def header(facts: Facts) -> list[tuple[str, str]]:
     if proof is None:
         return lines
     if proof.considered:
-        lines.append(("search", f"{proof.considered:,} candidates considered, {proof.pruned:,} pruned by bound, "
+        lines.append(("search", f"{count_text(proof.considered, 'candidate')} considered, {proof.pruned:,} pruned by bound, "
                                 f"{proof.infeasible:,} impossible, {proof.solved:,} solved"))
     if proof.runner_up:
         lines.append(("runner-up", proof.runner_up))
@@ -117,7 +117,8 @@ def predicted_words(predicted: Prediction | None) -> str:
     if predicted.tokens_per_second is not None:
         words.append(f"{predicted.tokens_per_second:,.0f} tokens/s")
     if predicted.tflops_per_device is not None:
-        words.append(f"{predicted.tflops_per_device:,.1f} TFLOP/s per device")
+        rate = predicted.tflops_per_device
+        words.append(f"{f'{rate:,.1f}' if rate >= 0.95 else f'{rate:.2g}'} TFLOP/s per device")
     if predicted.mfu is not None:
         words.append(f"MFU {predicted.mfu:.1%}")
     if predicted.prices != prices():

@@ -435,10 +435,12 @@
     const all = m.ranks.concat(diff && plans[1].memory ? plans[1].memory.ranks : []);
     const most = Math.max(m.capacity, ...all.map(([, kinds]) => Object.values(kinds).reduce((a, b) => a + b, 0)));
     const rows = (ranks, capacity) => {
+      const list_ = el("div", "", "rows");
       for (const [name, kinds] of ranks) {
         const total = Object.values(kinds).reduce((a, b) => a + b, 0);
-        box.appendChild(el("div", "", "row", [el("span", name), stack(Object.entries(kinds), most, KINDS, capacity), el("span", bytes(total))]));
+        list_.appendChild(el("div", "", "row", [el("span", name), stack(Object.entries(kinds), most, KINDS, capacity), el("span", bytes(total))]));
       }
+      box.appendChild(list_);
     };
     rows(m.ranks, m.capacity);
     if (diff && plans[1].memory) { box.appendChild(el("h3", names[1])); rows(plans[1].memory.ranks, plans[1].memory.capacity); }
@@ -487,11 +489,10 @@
         const y = r * high;
         g.fillStyle = "#eceff3"; g.fillRect(left, y + 1, c.end * scale, high - 2);
         g.fillStyle = "#5b6675"; g.fillText("rank " + r, 4, y + high / 2);
-        const chunks = new Set(row.map((a) => a[1])).size;
+        const lane = [...new Set(row.map((a) => a[1]))];
         for (const a of row) {
           const x = left + a[3] * scale, w = Math.max(0.4, a[4] * scale);
-          const lane = [...new Set(row.map((b) => b[1]))];
-          const shade = chunks > 1 ? 10 * (lane.indexOf(a[1]) % 3) : 0;
+          const shade = lane.length > 1 ? 10 * (lane.indexOf(a[1]) % 3) : 0;
           g.fillStyle = a[0] === "F" ? "hsl(214, 57%, " + (68 + shade) + "%)" : a[0] === "W" ? "hsl(43, 54%, " + (54 + shade) + "%)" : "hsl(139, 37%, " + (54 + shade) + "%)";
           g.fillRect(x, y + 1, Math.max(0.4, w - (w > 3 ? 0.7 : 0)), high - 2);
           const text = String(a[2]);
@@ -527,7 +528,7 @@
     if (!c) { box.appendChild(el("div", "no search made this plan", "soft")); } else {
       if (c.runner_up) box.appendChild(el("p", "Runner-up: " + c.runner_up, "note"));
       box.appendChild(el("p", "Within " + (100 * c.gap).toFixed(2) + "% of the lower bound (" + c.status + ")"
-        + (c.considered ? "; " + c.considered + " candidates considered, " + c.pruned + " pruned by bound, " + c.infeasible + " impossible, " + c.solved + " solved" : ""), "note"));
+        + (c.considered ? "; " + c.considered + (c.considered === 1 ? " candidate" : " candidates") + " considered, " + c.pruned + " pruned by bound, " + c.infeasible + " impossible, " + c.solved + " solved" : ""), "note"));
       const best = c.seen.slice().sort((a, b) => (a.step_seconds === null ? Infinity : a.step_seconds) - (b.step_seconds === null ? Infinity : b.step_seconds));
       if (best.length) box.appendChild(table(["candidate", "#micro-batches", "#step", ""], best.slice(0, 12).map((s) =>
         ({ cells: [s.layout, String(s.microbatches), s.step_seconds === null ? "" : seconds(s.step_seconds),
