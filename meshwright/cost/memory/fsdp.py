@@ -193,10 +193,11 @@ class RootUnit:
 
     def _ways(self, stored: Stored) -> tuple[float, ...]:
         """By how much larger each copy of a gradient is than the last, of those made while the segment's backward runs."""
-        if gathers(stored, self.mesh):
-            return (1.0,) if stored.tensor.split_axes else ()
+        taken, copied = gathers(stored, self.mesh), (1.0,) if stored.tensor.split_axes else ()
+        if taken or not self.apart:
+            return copied if taken else ()
         wide = self._widened(stored)
-        return ((wide,) * (wide > 1.0) + (1.0,) * (self.mesh.world > 1)) if self.apart else ()
+        return ((wide,) if wide > 1.0 else ()) + copied
 
     def _widened(self, stored: Stored) -> float:
         """By how much the gradient of a loose parameter grows in its way through the copy in the compute dtype, to fp32."""
