@@ -50,6 +50,12 @@ def test_what_needs_no_batch_is_accumulated(norm: nn.Module) -> None:
     assert set(schedule.time) == {op.name for op in graph.ops} - schedule.prologue
 
 
+def test_what_changes_once_a_call_is_named() -> None:
+    """Vectors of a spectral norm need no batch, and micro-batches would change them several times."""
+    with pytest.raises(PlanError, match=r"changes buffer 'norm\.parametrizations\.weight\.0\._u' once a call.*microbatches=1"):
+        split(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)))
+
+
 def test_one_micro_batch_splits_nothing() -> None:
     assert split(nn.BatchNorm1d(8), 1)[1] == Schedule()
 

@@ -183,16 +183,17 @@ def test_dropout(pool: Callable[[int], Any]) -> None:
 
 
 class Beside(nn.Module):
-    """A layer that nothing reads, the smallest, and one whose result nobody differentiates, beside two that learn."""
+    """A layer that nothing reads, the smallest, and two whose results nobody differentiates, beside three that learn."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inside, self.out, self.judge, self.idle = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(2, 1)
+        self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         h = self.inside(x)
-        judged = self.judge(h)
-        y = self.out(h)
+        judged = self.judge(self.second(h))
+        y = self.out(self.first(h))
         return {"loss": (y * (judged > 0)).square().mean() + 0 * judged.detach().mean()}
 
 
@@ -201,7 +202,7 @@ def decayed(rank: int, cases: list[dict[str, Any]]) -> list[str]:
     problems = []
     for pins in cases:
         torch.manual_seed(0)
-        single, x = Beside(), torch.randn(8, 8)
+        single, x = Beside(), torch.randn(8, 4, 8)
         parallel: Any = autoparallel(single, init_device_mesh("cpu", (2,)), ((x,), {}), pins=pins, progress=False)
         for model in (single, parallel):
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=1.0, eps=1e-3)
@@ -216,8 +217,8 @@ def decayed(rank: int, cases: list[dict[str, Any]]) -> list[str]:
 
 def test_weights_that_the_loss_does_not_reach_have_no_gradient(pool: Callable[[int], Any]) -> None:
     """As in one process, where an optimizer leaves them alone: with zeros a weight decay would shrink them."""
-    cases = [{"pp": 2, "dp": 1, "tp": 1, "microbatches": 2, "schedule": name} for name in ("1f1b", "zbv")]
-    assert pool(2).run(decayed, cases) == [[]] * 2
+    cases: list[dict[str, Any]] = [{"pp": 2, "dp": 1, "tp": 1, "microbatches": 2, "schedule": s} for s in ("1f1b", "zbv")]
+    assert pool(2).run(decayed, [*cases, SEQUENCE]) == [[]] * 2
 
 
 @pytest.mark.parametrize("dying", range(2))

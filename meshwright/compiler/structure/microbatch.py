@@ -101,7 +101,10 @@ def split_time(graph: Graph, rules: Mapping[str, OpRule], microbatches: int, bat
         raise PlanError(f"the loss is not a sum over samples divided by a count, so it cannot be accumulated over "
                         f"microbatches={microbatches}; {_INSTEAD}")
     if graph.mutations:
-        raise PlanError("a model that updates buffers from the whole batch (batch norm) needs microbatches=1")
+        changed = next(param.fqn for param in graph.params if param.value == graph.mutations[0][0])
+        raise PlanError(f"the forward changes buffer {changed!r} once a call (as a batch norm its statistics and a spectral "
+                        f"norm its vectors), which {microbatches} micro-batches would do {microbatches} times: needs "
+                        f"microbatches=1, or statistics that the forward does not change")
     return Schedule(microbatches, time, free)
 
 

@@ -24,18 +24,18 @@ from meshwright.runtime.state.layout import local_of
 
 
 class _VaryTogether(Function):
-    """The same values, read differently on each rank."""
+    """The same values, read differently on each rank. What no gradient reaches, on all ranks alike, has none."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, *tensors: Tensor) -> Any:
-        ctx.group, ctx.like = group, [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        ctx.set_materialize_grads(False)
+        ctx.group = group
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        whole = [torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
-                 for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=True)]
-        return None, *_summed(whole, ctx.group)
+        whole = iter(_summed([grad for grad in grads if grad is not None], ctx.group))
+        return None, *(None if grad is None else next(whole) for grad in grads)
 
 
 def vary_together(tensors: Sequence[Tensor], groups: Sequence[Group | None]) -> list[Tensor]:
