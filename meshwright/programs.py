@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import InputError
-from meshwright.ir.mesh import ANY, EXPERT, SAMPLED, SEQUENCE, TENSOR
+from meshwright.ir.mesh import ANY, EXPERT, ROUTED, SAMPLED, SEQUENCE, TENSOR
 from meshwright.ir.pins import PinError, Pins, vars_of
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.program import Program
+from meshwright.ir.rule import folded
 from meshwright.ir.schedules import illegal_combination
 from meshwright.rules import rules_of_plan
 
@@ -119,7 +120,8 @@ def degrees_of(plan: Plan) -> dict[str, int]:
     data = [axis for axis in free if all(axis in group.data_axes for group in groups)]
     rest = [axis for axis in free if not any(axis in group.data_axes for group in groups)]
     return {
-        "dp": mesh.size((*mesh.having(*SAMPLED), *data)), "ep": mesh.size(mesh.having(EXPERT)),
+        "dp": mesh.size((*mesh.having(*SAMPLED), *data)),
+        "ep": mesh.size(mesh.having(*(ROUTED if folded(plan.assignments.values()) else {EXPERT}))),
         "cp": mesh.size(mesh.having(SEQUENCE)),
         "tp": mesh.size((*mesh.having(TENSOR), *rest)),
     }

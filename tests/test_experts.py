@@ -39,13 +39,27 @@ from meshwright.planner import capture_model, make_plan, rules_of
 from meshwright.published.zoo import Trained
 from meshwright.runtime.interpret import run
 from tests.equality import EPS, RELATIVE, captured_once, compare, differences, train
-from tests.mixtures import LENGTH, deepseek, make, mixtral, qwen3
+from tests.mixtures import BATCH, LENGTH, deepseek, make, mixtral, qwen3
 
 MIXTURES = ("mixtral", "qwen2", "qwen3", "deepseek", "gpt_oss", "ernie", "granite")
 
 
 def captured(model: nn.Module, batch: Mapping[str, torch.Tensor], precision: str = "fp32") -> Graph:
     return capture_model(model, (), dict(batch), (), None, precision)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_tokens_and_what_a_router_makes_of_them_keep_their_dims(name: str) -> None:
+    """So that ranks of the sequence have tokens of their own, of the router too."""
+    model, batch = make(name)
+    graph = captured(model, batch)
+    for call in (op for op in graph.ops if op.target == EXPERTS):
+        left = list(call.inputs[:3])
+        assert {graph.values[value].shape[:2] for value in left} == {(BATCH, LENGTH)}
+        while left:  # back to the last weight
+            op = graph.ops[graph.producers[left.pop()]]
+            assert all(graph.values[value].shape[:2] == (BATCH, LENGTH) for value in op.outputs), op
+            left += [] if op.target == "aten.linear.default" else [one for one in op.inputs if one in graph.producers][:1]
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -115,6 +129,7 @@ def test_pins_that_cannot_be_are_refused() -> None:
     graph = captured(*make("qwen3"))
     for pins, says in (
         ({"dp": 4, "ep": 3}, "ep=3 does not divide the 4 experts"), ({"dp": 2, "tp": 2, "ep": 4}, "ep=4 must divide dp=2"),
+        ({"dp": 1, "cp": 4, "ep": 2}, "ep=2 must divide dp=1.*or over all of cp"),
     ):
         with pytest.raises(PinError, match=says):
             make_plan(graph, cluster, Pins(**pins))
@@ -132,8 +147,8 @@ def test_experts_shared_out_are_placed_as_a_solution_of_the_whole_would() -> Non
         graph, Cluster.parse("h100:1x8"), rules, Pins(), itemsize=2, state_bytes=8.0, recompute=("none", "selective", "full")
     )
     sent = []
-    for key in ((1, 1, 1, 2), (2, 2, 1, 4), (1, 2, 1, 2)):
-        derived, solved = placements.of(*key), placements._solve(*key, 1)
+    for key in ((1, 1, 1, 2), (2, 2, 1, 4), (1, 2, 1, 2), (1, 2, 2, 1, 1, True), (1, 1, 2, 2, 1, True)):
+        derived, solved = placements.of(*key), placements._solve(*(*key, 1, False)[:max(5, len(key))])
         assert decisions(derived, graph) == decisions(solved, graph)
         for mine, other in zip(derived.sequence, solved.sequence, strict=True):
             row, want = derived.rows[mine], solved.rows[other]
@@ -204,30 +219,33 @@ def _train(rank: int, name: str, world: int, all_pins: Sequence[Mapping[str, Any
     def build(pins: Mapping[str, Any]) -> nn.Module:
         mesh = init_device_mesh("cpu", (world,))
         parallel = autoparallel(model, mesh, ((), batch), pins={**PLAIN, **pins}, progress=False)
-        wrong.extend(f"{pins}: {one}" for one in _unsplit(parallel.plan) if "ep" in pins)
+        wrong.extend(f"{pins}: {one}" for one in (_unsplit(parallel.plan, pins["ep"]) if "ep" in pins else ()))
         return parallel
 
     with captured_once(f"mixture {name}"):
         return differences(rank, model, batch, {str(pins): partial(build, pins) for pins in all_pins}, 1.0) + wrong
 
 
-def _unsplit(plan: Plan) -> list[str]:
-    """Readers of weights of three dims, which are those of experts here, that do not read their own experts on every rank."""
+def _unsplit(plan: Plan, ranks: int) -> list[str]:
+    """Readers of weights of three dims, which are those of experts here, that do not read other experts on so many ranks of
+    data and of the sequence."""
     graph, rules = plan.graph, rules_of(plan.graph)[0]
     stacked = {param.value for param in graph.params if param.trainable and len(graph.values[param.value].shape) == 3}
     found = []
     for op in graph.ops:
         assignment = plan.assignments.get(op.name, {})
         where = place(rules[op.name], assignment, plan.mesh, [True] * len(op.inputs)).operands
-        if any("ep" not in one.dims[0] for name, one in zip(op.inputs, where, strict=True) if name in stacked):
-            found.append(f"{op.name} is split as {assignment}")
+        over = [plan.mesh.size([axis for axis in one.dims[0] if axis in ("ep", "cp")])
+                for name, one in zip(op.inputs, where, strict=True) if name in stacked]
+        found += [f"{op.name} is split as {assignment}"] * (set(over) - {ranks} != set())
     return found
 
 
 PLAIN: Mapping[str, Any] = {"tp": 1, "pp": 1, "recompute": "none", "microbatches": 1}
 """Little is left to the search."""
-FOLDED = "dp=t0, ep=t0&e, tp=t0&e"
-"""Ranks of ep and tp have tokens and experts of their own, one expert a rank here (Megatron-Core's parallel folding, etp 1)."""
+FOLDED, ALONG = "dp=t0, ep=t0&e, tp=t0&e", "dp=t0, ep=t0&e, tp=t1&e"
+"""Ranks of ep and tp have tokens and experts of their own, one expert a rank here (Megatron-Core's parallel folding, etp 1): of
+the tensor ranks samples, or pieces of the sequence."""
 ONCE_A_RANK = {"model.layers.*.mlp.experts:experts": "ep=t0&e:1"}
 ONCE_A_NODE = {"model.layers.*.mlp.experts:experts": "ep=t0&e:2"}
 """Tokens go once to each of two nodes of two ranks, not once for each of their experts."""
@@ -236,7 +254,7 @@ PAIRS: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"dp": 2, "ep": 2, "zero": 2, "microbatches": 2}, {"dp": 2, "ep": 2, "zero": 3, "recompute": "full", **ONCE_A_RANK},
     ),
     "mixtral balanced": ({"dp": 2, "ep": 2, "zero": 0},),
-    "qwen2": ({"dp": 2, "ep": 2, "zero": 3}, {"dp": 1, "tp": 2}),
+    "qwen2": ({"dp": 2, "ep": 2, "zero": 3}, {"dp": 1, "tp": 2}, {"dp": 1, "cp": 2, "ep": 2, "zero": 3, "recompute": "full"}),
     "deepseek skewed": ({"dp": 2, "ep": 2, "zero": 1, "recompute": "full", "microbatches": 2},),
     "gpt_oss": ({"dp": 2, "ep": 2, "zero": 2}, {"dp": 1, "tp": 2}),
     "ernie": ({"dp": 2, "ep": 2, "zero": 2, "microbatches": 2},),
@@ -249,8 +267,9 @@ PAIRS: Mapping[str, Sequence[Mapping[str, Any]]] = {
 FOURS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "mixtral": (
         {"dp": 4, "ep": 2, "zero": 3}, {"dp": 2, "ep": 2, "tp": 2, "zero": 1, "microbatches": 2},
-        {"dp": 2, "ep": 2, "cp": 2, "zero": 3, "microbatches": 2},
+        {"dp": 2, "ep": 4, "cp": 2, "zero": 3, "microbatches": 2},
         {"dp": 2, "ep": 2, "tp": 2, "zero": 3, "microbatches": 2, "model.layers.*.mlp.experts:experts": FOLDED},
+        {"dp": 2, "ep": 2, "tp": 2, "zero": 1, "model.layers.*.mlp.experts:experts": ALONG},
     ),
     "qwen3": (
         {"dp": 4, "ep": 4, "zero": 2}, {"dp": 4, "ep": 2, "shard": 2, "zero": 3}, {"dp": 4, "ep": 4, "zero": 2, **ONCE_A_NODE},

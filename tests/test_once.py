@@ -12,6 +12,7 @@ import torch
 from torch import distributed as dist
 
 from meshwright.compiler.capture.experts.router import limited
+from meshwright.compiler.placement.costs import Costs
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network, neighbours
 from meshwright.errors import RunError
@@ -20,7 +21,7 @@ from meshwright.ir.declared.routing import Routing
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import Plan
-from meshwright.planner import capture_model, make_plan
+from meshwright.planner import capture_model, make_plan, rules_of
 from meshwright.published.zoo import Trained
 from meshwright.runtime.collectives import Group, exchange_rows
 from meshwright.runtime.experts import mixture, once
@@ -70,6 +71,26 @@ def test_the_two_hops_are_priced_as_exchanges_of_their_own_ranks() -> None:
     assert network.seconds("all_to_all%8", "ep", 1e8) == pytest.approx(inside)
     across = Network(cluster, Mesh.of(a=2, b=2, c=8)).seconds("all_to_all", "b", 1e8)
     assert network.seconds("all_to_all/8", "ep", 1e8) == pytest.approx(across)
+
+
+def test_axes_of_samples_and_of_the_sequence_are_one_group_to_the_rows_that_travel() -> None:
+    """The same exchange as over one axis of as many ranks, whose tokens are as many."""
+    model, batch = make("deepseek")
+    graph = capture_model(model, (), dict(batch), (), None, "fp32")
+    (call,) = (op for op in graph.ops if op.target == EXPERTS)
+    rule, cluster = rules_of(graph)[0][call.name], Cluster.parse("h100:2x2")
+
+    def exchanged(assignment: dict[str, str], mesh: Mesh) -> list[tuple[str, float, bool]]:
+        assert rule.legal(assignment, mesh)
+        found = Costs(cluster, mesh, microbatches=1, itemsize=4, state_bytes=8.0).inside(rule, assignment)
+        return [(kind, bytes_, backward) for kind, axes, bytes_, backward in found if axes == mesh.axes]
+
+    both, one = Mesh.of(ep=2, cp=2), Mesh.of(ep=4)
+    for near in ("", ":2"):
+        found = exchanged({"ep": f"t0&e{near}", "cp": f"t1&e{near}"}, both)
+        assert len(found) == (8 if near else 4)
+        assert found == exchanged({"ep": f"t0&e{near}"}, one)
+    assert not rule.legal({"ep": "t0&e", "cp": "t1&e:2"}, both)  # they move in one way
 
 
 def test_the_search_sends_tokens_once_to_a_node_where_the_network_between_nodes_is_slow() -> None:

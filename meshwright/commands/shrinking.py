@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.compiler.search.stage_costs import SHARD
 from meshwright.errors import InputError
-from meshwright.ir.mesh import ANY
+from meshwright.ir.mesh import ANY, EXPERT
 from meshwright.ir.pins import ATTENTION, Pins
 from meshwright.ir.plan import Plan
 from meshwright.programs import degrees_of
@@ -46,7 +46,8 @@ def smaller(plan: Plan, processes: int) -> tuple[Pins, int]:
     pp, cp, tp, dp = _within(sizes, processes)
     zero = max((group.zero for group in plan.groups if mesh.size(group.data_axes) > 1), default=None)
     found: dict[str, Any] = dict(zip(names, (pp, cp, tp, dp), strict=True))
-    found |= {"ep": math.gcd(known["ep"], dp) if known["ep"] > 1 else None, "recompute": kind,
+    folded = math.gcd(known["ep"] // known["cp"], dp) * cp if known["ep"] > mesh.size(mesh.having(EXPERT)) else 0
+    found |= {"ep": folded or (math.gcd(known["ep"], dp) if known["ep"] > 1 else None), "recompute": kind,
               "zero": zero if dp * cp > 1 else None, "microbatches": min(2, plan.schedule.microbatches)}
     if SHARD in mesh.axes and dp > 3 and not dp % 2 and zero:
         found["shard"] = 2

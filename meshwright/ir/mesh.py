@@ -24,7 +24,8 @@ DATA, EXPERT, SEQUENCE, TENSOR, STAGE, ANY = "data", "expert", "sequence", "tens
 
     data       splits the batch and nothing else
     expert     splits the batch as data does, and of mixtures the experts: their tokens travel along it
-    sequence   splits the sequence (context parallelism); a parameter sees it as one more data axis
+    sequence   splits the sequence (context parallelism), and of mixtures the experts as well where they are folded over it; any
+               other parameter sees it as one more data axis
     tensor     splits anything but the batch
     stage      pipeline stages lie along it
     any        whatever the solver decides
@@ -38,6 +39,8 @@ SAMPLED = frozenset({DATA, EXPERT})
 SHARED = frozenset({DATA, EXPERT, SEQUENCE})
 """Roles of axes whose ranks hold the same parameters and see other tokens: gradients are summed over them, and ZeRO splits
 state over them. Experts are split over an expert axis instead, and summed over the others."""
+ROUTED = frozenset({EXPERT, SEQUENCE})
+"""Those of them whose ranks may hold different experts, if what reads these says so."""
 
 
 def role_of(axis: str) -> str:

@@ -25,7 +25,7 @@ operator's rule is declared as a line is ``meshwright.ir.notation``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,15 @@ def neighbourhood(assigned: str) -> tuple[str, int | None]:
     if not found or TOGETHER not in factor or not near.isdecimal():
         return assigned, None
     return factor, int(near)
+
+
+def folded(assignments: Iterable[Assignment]) -> bool:
+    """Whether some axis that splits the sequence splits experts together with it.
+
+    >>> folded([{"cp": "t1&e", "ep": "t0&e"}]), folded([{"cp": "t1", "ep": "t0&e"}])
+    (True, False)
+    """
+    return any(TOGETHER in factor and role_of(axis) == SEQUENCE for one in assignments for axis, factor in one.items())
 
 
 @dataclass(frozen=True)
@@ -189,6 +198,8 @@ class OpRule:
         """Whether an axis splits a factor, or what an algorithm splits, in two chunks a rank."""
         if axis not in mesh.mirrored or factor in self.inner or mesh.size(axis) == 1 or TOGETHER in factor:
             return False
+        if any(factor in factors_of(both)[1:] for both in self.together):
+            return False  # experts lie in one piece, whatever their tokens do
         if factor in self.algorithms and self.algorithms[factor].dealt:
             return False
         lengths = self.algorithms[factor].lengths if factor in self.algorithms else (self.sizes[factor],)
@@ -242,11 +253,15 @@ class OpRule:
         )
 
     def _moves(self, factor: str, assignment: Assignment, mesh: Mesh) -> bool:
-        """Whether the axes that split these factors together move what they hold in one way, among whole neighbourhoods."""
+        """Whether all axes that split factors together move what they hold in one way, among whole neighbourhoods."""
         both, near = neighbourhood(factor)
-        axes = [axis for axis, other in assignment.items() if neighbourhood(other)[0] == both]
-        alike = all(assignment[axis] == factor for axis in axes)
+        axes = self.moving(assignment)
+        alike = all(neighbourhood(assignment[axis])[1] == near for axis in axes)
         return both in self.together and alike and (near is None or (near > 0 and mesh.size(axes) % near == 0))
+
+    def moving(self, assignment: Assignment) -> tuple[str, ...]:
+        """The axes that split factors together: one group, among which the operator moves what it holds."""
+        return tuple(axis for axis, other in assignment.items() if neighbourhood(other)[0] in self.together)
 
     def _way_is_legal(self, name: str, assignment: Assignment, ranks: int, even: bool) -> bool:
         """Whether an algorithm has a piece for each of its ranks, and nothing else splits what it splits."""
@@ -398,7 +413,7 @@ def _place(rule: OpRule, assignment: Assignment, mesh: Mesh, differentiable: Seq
                     varying.add(axis)
             elif (dim := rule.dim(factor, position, is_result)) is not None:
                 split[dim] += (axis,)
-                if rule.mirrors(factor, axis, mesh):
+                if rule.mirrors(dims[dim] or factor if TOGETHER in factor else factor, axis, mesh):
                     mirrored.add(axis)
             elif is_result:
                 if neighbourhood(factor)[0] not in rule.internal and factor not in rule.algorithms:

@@ -23,7 +23,7 @@ import torch
 from meshwright.ir.declared.again import made_again
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph, Op, Param, Ref, Value, map_refs, refs
-from meshwright.ir.mesh import EXPERT, Mesh, role_of
+from meshwright.ir.mesh import ROUTED, Mesh, role_of
 from meshwright.ir.plan import TIME, Plan, PlanError
 from meshwright.ir.program import JOINED, SEED, SEEDS, Port, Program, Segment, Stored
 from meshwright.ir.reshard import ReshardStep, reshard
@@ -396,7 +396,7 @@ class _Lowering:
 
 def _split_by_expert(axis: str, tensor: Sharding) -> bool:
     """Whether a parameter's experts are split over an axis, whose other ranks then have nothing to add to its gradient."""
-    return role_of(axis) == EXPERT and axis in tensor.split_axes
+    return role_of(axis) in ROUTED and axis in tensor.split_axes
 
 
 def _owners(plan: Plan) -> dict[str, int]:

@@ -36,7 +36,7 @@ from meshwright.ir.mesh import PP, Mesh, role_of
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import GroupChoice
 from meshwright.ir.quantities import seconds_text
-from meshwright.ir.rule import Rules
+from meshwright.ir.rule import Rules, folded
 from meshwright.views.facts import Facts
 from meshwright.views.prices import costs_of
 
@@ -88,7 +88,7 @@ class Alternatives:
         costs = costs_of(plan, mesh)
         scope = Scope(
             graph, mesh, roles, Pins(), classes, batch, sequence, frozenset(passed), count, cluster=costs.network.cluster,
-            near=near_of(plan.assignments),
+            near=near_of(plan.assignments), folded=folded(plan.assignments.values()),
         )
         self.problem = Problem(scope, rules, split_time(graph, rules, count, batch_inputs(graph)), costs, kept,
                                [_variant(plan.groups[-1])])

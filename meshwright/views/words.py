@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshwright.cost.spread import apart
-from meshwright.ir.mesh import EXPERT, PP, SEQUENCE, role_of
+from meshwright.ir.mesh import PP, ROUTED, SEQUENCE, role_of
 from meshwright.ir.pins import ATTENTION, ULYSSES, WINDOW
 from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.prediction import Prediction, SeenCandidate
@@ -72,7 +72,7 @@ def axis_roles(facts: Facts) -> dict[str, list[str]]:
         if any(axis in group.data_axes for group in facts.plan.groups):
             found.append("data")
         if any(axis in stored.tensor.split_axes for stored in facts.stored.values()):
-            found.append("experts" if role_of(axis) == EXPERT else "tensor")
+            found.append("experts" if role_of(axis) in ROUTED else "tensor")
         if any(group.zero and axis in group.shard_axes for group in facts.plan.groups):
             found.append("zero")
     return roles

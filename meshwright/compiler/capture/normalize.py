@@ -10,7 +10,7 @@
     normalize_cross_entropy, reduce_losses, gather_by_sample
     fuse_projections                                         (``projections``) several projections in one weight
     simplify_masks                                           (``masks``) attention masks that are known before the run
-    gather_experts                                           (``experts``) stacked experts as one operator
+    gather_experts, tokens_nd                                (``experts``) stacked experts as one operator, tokens apart
     mark_differentiable                                      (``rewrite``) what a gradient flows through
     keep_old_values                                          (``buffers``) copies of buffers that are updated
 
@@ -31,6 +31,7 @@ import torch
 from meshwright.compiler.capture.batches import unmerge_batches
 from meshwright.compiler.capture.buffers import copy_held_outputs, keep_old_values
 from meshwright.compiler.capture.experts.chain import gather_experts
+from meshwright.compiler.capture.experts.tokens import tokens_nd
 from meshwright.compiler.capture.masks import simplify_masks
 from meshwright.compiler.capture.movement import TURN, merge_reshapes, sink_expands, split_before_permute
 from meshwright.compiler.capture.patterns import (
@@ -92,7 +93,7 @@ NORMALIZATIONS: tuple[Pass, ...] = (
     normalize_dropout, clean, merge_reshapes, normalize_batch_norm, absorb_repeat_kv, linear_nd, merge_reshapes,
     fuse_projections, merge_reshapes, unmerge_batches, merge_reshapes, split_before_permute, merge_reshapes, simplify_masks,
     sink_expands, normalize_cross_entropy, merge_reshapes, reduce_losses, gather_by_sample, mark_differentiable,
-    gather_experts, merge_reshapes, mark_differentiable, keep_old_values,
+    gather_experts, merge_reshapes, tokens_nd, merge_reshapes, mark_differentiable, keep_old_values,
     copy_held_outputs,
 )
 

@@ -24,7 +24,7 @@ from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import neighbours
 from meshwright.ir.graph import Graph, Op
-from meshwright.ir.mesh import DATA, EXPERT, HEADS, SAMPLED, SEQUENCE, SHARED, TENSOR, Mesh
+from meshwright.ir.mesh import DATA, EXPERT, HEADS, ROUTED, SAMPLED, SEQUENCE, SHARED, TENSOR, Mesh
 from meshwright.ir.pins import ATTENTION, GATHER, RING, ULYSSES, WINDOW, PinError, Pins
 from meshwright.ir.plan import TIME, Schedule
 from meshwright.ir.rule import NEAR, VARYING, OpRule, Placed, factors_of, neighbourhood, place
@@ -49,6 +49,8 @@ class Scope:
     cluster: Cluster | None = None
     near: frozenset[int] = frozenset()
     """Of a plan that is looked at: to how many neighbours its tokens go once."""
+    folded: bool = False
+    """Whether the ranks of the sequence share out the experts of mixtures too."""
 
     @cached_property
     def width(self) -> frozenset[Dim]:
@@ -129,6 +131,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     weights = _contracted_weights(op, rule, scope)
     apart = not scope.of_parameters.isdisjoint(op.outputs)
     on_weights = op.name not in scope.graph.parameter_free
+    routed = ROUTED if scope.folded or scope.fixed.folded else ROUTED - {SEQUENCE}
     per_axis = []
     for axis in scope.mesh.axes:
         role = scope.roles[axis]
@@ -147,8 +150,9 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
             allowed.append(factor)
         if role == SEQUENCE and rule.algorithms:
             allowed = _algorithms(rule, (ULYSSES,) if axis == HEADS else scope.pins.attentions)
-        if role in (EXPERT, TENSOR):
-            allowed += [both for both in rule.together if kinds["batch"].intersection(factors_of(both))]
+        of_tokens = kinds["batch"] if role in (EXPERT, TENSOR) else set[str]()
+        of_tokens = of_tokens | (kinds["sequence"] if role == TENSOR or (role == SEQUENCE and role in routed) else set())
+        allowed += [both for both in rule.together if factors_of(both)[0] in of_tokens]
         per_axis.append(allowed if scope.mesh.size(axis) > 1 else [None])
     found = []
     timed = scope.mesh.innermost(TIME, scope.microbatches)
@@ -163,8 +167,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     elif on_weights:
         found = _forced(found, kinds["batch"], scope, *SAMPLED)
     if rule.together or op.name in scope.stacked.products:
-        product = scope.stacked.products.get(op.name)
-        found = _forced(found, {*rule.together, *([product] if product is not None else [])}, scope, EXPERT)
+        found = _forced(found, {*rule.together, scope.stacked.products.get(op.name, "")}, scope, *routed)
     found = _forced(found, kinds["sequence"] | rule.algorithms.keys() | rule.inner, scope, SEQUENCE) if on_weights else found
     if weights:
         found = _forced(found, weights, scope, TENSOR)
@@ -218,10 +221,9 @@ def is_piece(piece: Sharding, whole: Sharding) -> bool:
 
 def _once(op: Op, assignment: Mapping[str, str], rule: OpRule, scope: Scope) -> Iterator[dict[str, str]]:
     """The same in which a token goes once to the neighbours that have one of its experts."""
-    for both in rule.together:
-        axes = [axis for axis, factor in assignment.items() if factor == both]
-        for near in scope.neighbourhoods(op, axes) if axes else ():
-            yield {**assignment, **dict.fromkeys(axes, f"{both}{NEAR}{near}")}
+    axes = rule.moving(assignment)
+    for near in scope.neighbourhoods(op, axes) if axes else ():
+        yield {**assignment, **{axis: f"{assignment[axis]}{NEAR}{near}" for axis in axes}}
 
 
 def near_of(assignments: Mapping[str, Mapping[str, str]]) -> frozenset[int]:
@@ -347,7 +349,7 @@ def _storable(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -
     trained = {param.value for param in scope.graph.params if param.trainable}.intersection(op.inputs)
     if not trained:
         return found
-    shared = SHARED - {EXPERT} if rule.together or op.name in scope.stacked.products else SHARED
+    shared = SHARED - ROUTED if rule.together or op.name in scope.stacked.products else SHARED
     data = [axis for axis in scope.mesh.axes if scope.roles[axis] in shared and scope.mesh.size(axis) > 1]
     even = bool(scope.pins.zero) and scope.pins.shard != 1 and bool(data)
 

@@ -35,7 +35,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import ACROSS, WITHIN, Network
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Op, Value
-from meshwright.ir.mesh import EXPERT, Mesh, role_of
+from meshwright.ir.mesh import ROUTED, Mesh, role_of
 from meshwright.ir.program import JOINED
 from meshwright.ir.reshard import STEPS, reshard
 from meshwright.ir.rule import OpRule, factors_of, neighbourhood
@@ -88,9 +88,9 @@ class Variant:
     recompute: str = "none"
 
     def of(self, split: Collection[str]) -> Variant:
-        """How it keeps a parameter that is split over these axes: what is split over an expert axis is other experts on every
-        rank of it, which share neither gradients nor state."""
-        own = {axis for axis in split if role_of(axis) == EXPERT}
+        """How it keeps a parameter that is split over these axes: over one that may split experts, every rank has others,
+        which share neither gradients nor state."""
+        own = {axis for axis in split if role_of(axis) in ROUTED}
         if not own.intersection(self.data_axes):
             return self
         data, shard = (tuple(a for a in axes if a not in own) for axes in (self.data_axes, self.shard_axes))
@@ -207,8 +207,11 @@ class Costs:
     ) -> Iterator[tuple[str, tuple[str, ...], float, bool]]:
         """The collectives inside an operator: (kind, axes, bytes of the full buffer on one rank, whether in the backward).
         ``shares``: the part of every operand that a micro-batch has, if not all of it."""
+        moving = rule.moving(assignment)
         for factor, traffic in rule.internal.items():
             axes = tuple(axis for axis in self.mesh.axes if neighbourhood(assignment.get(axis, ""))[0] == factor)
+            if factor in rule.together and axes:  # all that move are one group, priced with the first
+                axes = tuple(axis for axis in self.mesh.axes if axis in moving) if moving[0] in axes else ()
             if axes:
                 cutting = [axis for axis, other in assignment.items() if axis not in axes and factors_of(other)]
                 near = neighbourhood(assignment[axes[0]])[1]

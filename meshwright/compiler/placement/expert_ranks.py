@@ -7,6 +7,8 @@ what data ranks exchange otherwise (a sum of the loss), which is two collectives
 
     row.activations[r] += M_r (call with experts split - call with all experts)      M_r: what recomputation r makes of a call
 
+Ranks of the sequence may share them out as well (``Scope.folded``): no other call notices.
+
 A call may split the inner width or the experts over tensor ranks, whichever is faster, as long as it reads and leaves tokens as
 before. What of these is fastest is taken to be what a solution of the whole would take.
 """
@@ -37,8 +39,9 @@ from meshwright.compiler.placement.rows import (
 from meshwright.compiler.structure.activations import local_shapes
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import SEQUENCE
 from meshwright.ir.plan import Schedule
-from meshwright.ir.rule import OpRule, Placed, factors_of, place
+from meshwright.ir.rule import VARYING, OpRule, Placed, factors_of, place
 from meshwright.ir.sharding import Sharding
 
 Array = NDArray[np.float64]
@@ -83,7 +86,8 @@ class Ranks:
 def shared_out(base: Placement, ranks: Ranks, before: Ranks) -> Placement | None:
     """The placement on the mesh of ``ranks``, from one on the mesh of ``before``, whose data ranks are as many; None where a
     mixture cannot be split so, placed as it is."""
-    into = (DATA, EP) if ranks.costs.mesh.size(DATA) > 1 else (EP,)
+    mesh = ranks.costs.mesh
+    into = (DATA,) if EP not in mesh.axes else (DATA, EP) if mesh.size(DATA) > 1 else (EP,)
     splits: dict[object, dict[str, str]] = {}
     rows = []
     for row in base.rows:
@@ -127,7 +131,8 @@ def _best(
     mixture: Mixture, rule: OpRule, operator: Operator, ranks: Ranks, into: tuple[str, ...]
 ) -> dict[str, str] | None:
     """The fastest way to split a mixture's experts that reads and leaves tokens as before."""
-    op, tokens = mixture.op, len(mixture.op.inputs) - len(mixture.op.args[4])
+    op, tokens, mesh = mixture.op, len(mixture.op.inputs) - len(mixture.op.args[4]), ranks.costs.mesh
+    over = [axis for axis in mesh.axes if axis == EP or (ranks.scope.folded and ranks.scope.roles[axis] == SEQUENCE)]
 
     def ends(placed: Placed) -> list[Sharding]:
         return [*placed.operands[:tokens], *placed.results]
@@ -137,7 +142,7 @@ def _best(
     for assignment in choices(op, rule, ranks.scope, ranks.schedule.time.get(op.name)):
         where, vector = ranks.call(mixture, rule, operator, assignment)
         seconds = float(vector[[FORWARD, BACKWARD, SEND, SEND_BACK]].sum())
-        splits = EP in assignment and len(factors_of(assignment[EP])) > 1
+        splits = all(len(factors_of(assignment.get(axis, VARYING))) > 1 for axis in over if mesh.size(axis) > 1)
         if splits and ends(where) == wanted and (best is None or seconds < best[0]):
             best = seconds, assignment
     return None if best is None else best[1]

@@ -15,7 +15,7 @@ from meshwright.compiler.structure.positions import Position, operands, several_
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import GroupChoice, Plan, PlanError
-from meshwright.ir.rule import OpRule, place
+from meshwright.ir.rule import OpRule, folded, place
 from meshwright.ir.sharding import Sharding, shared_split
 
 _HYBRID = ("dp_replicate", "dp_shard")
@@ -49,6 +49,11 @@ class FixedDecisions:
             {name: variant_of(group) for name, group in zip((*starts, ""), plan.groups, strict=True)},
             rest=_at_rest(plan, rules), mirrored=bool(plan.mesh.mirrored),
         )
+
+    @property
+    def folded(self) -> bool:
+        """Whether ranks of the sequence split experts."""
+        return folded(self.assignments.values())
 
     def __bool__(self) -> bool:
         return bool(self.assignments or self.copies or self.kept)

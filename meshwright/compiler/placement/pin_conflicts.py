@@ -19,7 +19,7 @@ from meshwright.compiler.structure.units import start_of
 from meshwright.ir.mesh import ANY, HEADS, PP, SEQUENCE, TENSOR, Mesh, role_of
 from meshwright.ir.pins import NO_STAGES, Pins
 from meshwright.ir.plan import Plan, PlanError
-from meshwright.ir.rule import Rules
+from meshwright.ir.rule import Rules, folded
 
 _SPLITS = ("sequence_parallel", "attention", "tensors")
 _ROLES: Mapping[str, str] = {"sequence_parallel": TENSOR, "attention": SEQUENCE}
@@ -135,8 +135,10 @@ def _check_splits(plan: Plan, asked: Mapping[str, Pins], rules: Rules) -> None:
     batch = classes.of(batch_inputs(graph).items())
     sequence = sequence_classes(graph, passed, classes, batch)
     roles = {axis: role_of(axis) for axis in axes}
-    near = near_of(plan.assignments)
-    scope = Scope(graph, mesh, roles, Pins(), classes, batch, sequence, frozenset(passed), count, near=near)
+    scope = Scope(
+        graph, mesh, roles, Pins(), classes, batch, sequence, frozenset(passed), count, near=near_of(plan.assignments),
+        folded=folded(plan.assignments.values()),
+    )
     for op in graph.ops:
         planned, time = dict(plan.assignments.get(op.name, {})), plan.schedule.time.get(op.name)
         for name, pins in asked.items():

@@ -79,16 +79,19 @@ class Placements:
         self.rules = Rules({op.name: rules[op.name] for op in self.folded.graph.ops}, rules.operators)
         self._classes = DimClasses(self.folded.graph, self.rules)
         self._stacked = bool(StackedExperts.of(self.folded.graph, self._classes).products)
-        self._known: dict[tuple[int, int, int, int, int], Placement] = {}
+        self._known: dict[tuple[int, int, int, int, int, bool], Placement] = {}
 
-    def of(self, tensor: int, samples: int, context: int = 1, expert: int = 1, heads: int = 1) -> Placement:
+    def of(
+        self, tensor: int, samples: int, context: int = 1, expert: int = 1, heads: int = 1, folded: bool = False
+    ) -> Placement:
         """The placement of ``tensor`` x ``context`` ranks that hold ``samples`` of the batch at a time, each a piece of the
-        sequence, which the ``heads`` near ones of them exchange for heads, experts split over ``expert`` data ranks. Raises
-        PlanError where the batch cannot be cut so, or no operators' choices fit together."""
-        key = (tensor, samples, context, expert, heads)
+        sequence, which the ``heads`` near ones of them exchange for heads, experts split over ``expert`` data ranks and, if
+        they are ``folded``, over all ranks of the sequence. Raises PlanError where the batch cannot be cut so, or no operators'
+        choices fit together."""
+        key = (tensor, samples, context, expert, heads, folded)
         if key not in self._known:
             again = self.fixed or self._stacked  # what is held, or reads experts by products, is no mixture priced apart
-            found = self._shared_out(*key) if expert > 1 and not again else None
+            found = self._shared_out(*key) if (expert > 1 or folded) and not again else None
             self._known[key] = self._solve(*key) if found is None else found
         return self._known[key]
 
@@ -105,7 +108,9 @@ class Placements:
         """Placements solved so far."""
         return len(self._known)
 
-    def _shared_out(self, tensor: int, samples: int, context: int, expert: int, heads: int) -> Placement | None:
+    def _shared_out(
+        self, tensor: int, samples: int, context: int, expert: int, heads: int, folded: bool
+    ) -> Placement | None:
         """The placement from that in which every rank has all experts, where that has as many data ranks."""
         data = self._data(tensor, samples, context, 1)
         if data % expert:
@@ -115,7 +120,8 @@ class Placements:
         count = batch_size(self.folded.graph) // samples // data
         schedule = self._schedule(count)
         there, here = (
-            Ranks(self.folded.graph, self._scope(mesh, count), self._costs(mesh, count), schedule) for mesh in meshes
+            Ranks(self.folded.graph, self._scope(mesh, count, over), self._costs(mesh, count), schedule)
+            for mesh, over in zip(meshes, (folded, False), strict=True)
         )
         return shared_out(base, there, here)
 
@@ -144,14 +150,14 @@ class Placements:
             self.cluster, mesh, microbatches=count, itemsize=self.itemsize, state_bytes=self.state_bytes, modules=self._modules
         )
 
-    def _solve(self, tensor: int, samples: int, context: int, expert: int, heads: int) -> Placement:
+    def _solve(self, tensor: int, samples: int, context: int, expert: int, heads: int, folded: bool = False) -> Placement:
         data = self._data(tensor, samples, context, expert)
         mesh, count = self._mesh(data, tensor, context, expert, heads), batch_size(self.folded.graph) // samples // data
         axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
         schedule, costs = self._schedule(count), self._costs(mesh, count)
         kept = tuple(axis for axis in (DATA, EP, CONTEXT, HEADS) if axes.get(axis, 1) > 1)
         variants = [Variant(0, kept, (), kind) for kind in self.recompute]
-        scope = self._scope(mesh, count)
+        scope = self._scope(mesh, count, folded)
         problem = Problem(scope, self.rules, schedule, costs, variants, variants[:1])
         chain = problem.chain(float("inf"), 0.0)
         try:
@@ -160,14 +166,14 @@ class Placements:
             raise PlanError(nothing_runs(problem)) from None
         return _Reader(self, problem, chain, solution, count).placement(tensor, samples)
 
-    def _scope(self, mesh: Mesh, count: int) -> Scope:
+    def _scope(self, mesh: Mesh, count: int, folded: bool) -> Scope:
         graph = self.folded.graph
         passed = handed_on(graph)
         batch = self._classes.of(batch_inputs(graph).items())
         sequence = sequence_classes(graph, passed, self._classes, batch)
         roles = {axis: role_of(axis) for axis in mesh.axes}
         scope = Scope(graph, mesh, roles, self.pins, self._classes, batch, sequence, frozenset(passed), count, self.fixed,
-                      self.cluster)
+                      self.cluster, folded=folded)
         check_sequence(scope)
         return scope
 

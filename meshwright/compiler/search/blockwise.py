@@ -262,7 +262,7 @@ def _scope(task: Task, layout: Layout, microbatches: int) -> Scope:
     sequence = sequence_classes(graph, passed, classes, batch)
     scope = Scope(
         graph, layout.mesh, layout.roles, task.pins, classes, batch, sequence, frozenset(passed), microbatches, task.fixed,
-        task.cluster,
+        task.cluster, folded=layout.folded,
     )
     check_sequence(scope)
     return scope

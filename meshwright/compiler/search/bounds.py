@@ -48,8 +48,9 @@ whose bound rests on this says so (``Branch.firm`` is the bound without)."""
 
 _but_stages = operator.attrgetter(*(one.name for one in fields(Candidate) if one.name != "virtual_stages"))
 
-Placing = tuple[int, int, int, int, int]
-"""What a placement is solved for: tensor ranks, samples, ranks of the sequence, of the experts, near ones for heads."""
+Placing = tuple[int, int, int, int, int, bool]
+"""What a placement is solved for: tensor ranks, samples, ranks of the sequence, of the experts, near ones for heads, and
+whether experts are split over the sequence's."""
 
 
 class Level(IntEnum):
@@ -199,7 +200,7 @@ class CandidateBounds:
         plain = candidate.mirrored and candidate.heads > 1 and self.task.pins.ulysses is None
         key = candidate.tensor, candidate.context, 1 if plain else candidate.heads
         if key not in self._whole:
-            whole = self._placement((candidate.tensor, batch, candidate.context, 1, key[-1]))
+            whole = self._placement((candidate.tensor, batch, candidate.context, 1, key[-1], False))
             self._whole[key] = None if whole is None else (whole.bound, _weight(whole))
         known = self._whole[key]
         if known is None:
@@ -242,7 +243,7 @@ class CandidateBounds:
             try:
                 self._known[key] = self.placements.of(*key)
             except PinError as error:
-                if key[-1] == 1 or self.task.pins.ulysses is not None:
+                if key[4] == 1 or self.task.pins.ulysses is not None:
                     raise
                 self._known[key], self.refused = None, PlanError(str(error))
             except PlanError as error:  # something in the model needs the whole batch at once
@@ -335,7 +336,7 @@ def _work(
 
 
 def _placed(one: Candidate) -> Placing:
-    return one.tensor, one.samples, one.context, one.expert, one.heads
+    return one.tensor, one.samples, one.context, one.expert, one.heads, one.folded
 
 
 def _weight(placement: Placement) -> float:

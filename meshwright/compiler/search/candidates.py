@@ -49,6 +49,8 @@ class Layout:
 
     mesh: Mesh
     roles: Mapping[str, str] = field(hash=False)
+    folded: bool = False
+    """Whether the ranks of the sequence share out the experts too."""
 
     @property
     def data_size(self) -> int:
@@ -72,6 +74,7 @@ class Candidate:
     mirrored: whether each of these has two chunks of it
     expert: of the data ranks, those over which experts are split
     heads: of the ranks that split the sequence, the near ones that exchange it for heads while attention runs
+    folded: whether all ranks that split the sequence split the experts too
     """
 
     pp: int
@@ -86,6 +89,12 @@ class Candidate:
     mirrored: bool = False
     expert: int = 1
     heads: int = 1
+    folded: bool = False
+
+    @property
+    def experts(self) -> int:
+        """Ranks over which experts are split."""
+        return self.expert * (self.context if self.folded else 1)
 
     @property
     def stages(self) -> int:
@@ -105,26 +114,29 @@ class Candidate:
         context = f"cp{'*' * self.mirrored}={self.context // self.heads} x " if self.context > 1 else ""
         context += f"up={self.heads} x " if self.heads > 1 else ""
         data = f"dp={self.data}" + (f" (ep={self.expert} of them)" if self.expert > 1 else "")
+        context += "(experts over these) x " if self.folded else ""
         return f"{pipeline}{data} x {context}tp={self.tensor}, {batches} of {self.samples}"
 
 
 def candidates(
     graph: Graph, cluster: Cluster, pins: Pins, units: int, tokens: int = 0, mirrored: bool = False, experts: int = 1,
-    exchanged: tuple[int, int] = (1, 1),
+    exchanged: tuple[int, int] = (1, 1), foldable: bool = False,
 ) -> list[Candidate]:
     """All candidates. ``units``: pieces that the model can be cut into; ``tokens``: of its sequence, as far as attention can
     run on pieces of it; ``mirrored``: these are two chunks a rank; ``experts``: the number that the degree of experts divides,
-    1 where there are none; ``exchanged``: (heads, tokens) that are exchanged. Raises PinError if the pins leave none."""
+    1 where there are none; ``exchanged``: (heads, tokens) that are exchanged; ``foldable``: whether experts may be split over
+    ranks of the sequence. Raises PinError if the pins leave none."""
     batch = batch_size(graph)
-    found = _under(pins, batch, cluster, units, tokens, mirrored, experts, exchanged)
+    found = _under(pins, batch, cluster, units, tokens, mirrored, experts, exchanged, foldable)
     if not found:
         raise _nothing(batch, cluster, pins, units,
-                       lambda other: _under(other, batch, cluster, units, tokens, mirrored, experts, exchanged))
+                       lambda other: _under(other, batch, cluster, units, tokens, mirrored, experts, exchanged, foldable))
     return found
 
 
 def _under(
-    pins: Pins, batch: int, cluster: Cluster, units: int, tokens: int, mirrored: bool, experts: int, exchanged: tuple[int, int]
+    pins: Pins, batch: int, cluster: Cluster, units: int, tokens: int, mirrored: bool, experts: int,
+    exchanged: tuple[int, int], foldable: bool,
 ) -> list[Candidate]:
     """Every candidate under some pins."""
     found: list[Candidate] = []
@@ -133,15 +145,16 @@ def _under(
         for tensor in _degrees("tp", pins, cluster.world // pp, cluster.world // pp):
             for context in _contexts(pins, cluster.world // pp // tensor, tokens):
                 data = cluster.world // pp // tensor // context
-                counts, splits = _counts(data, batch, pins), _expert_degrees(data, experts, pins)
+                counts = _counts(data, batch, pins)
+                splits = _expert_degrees(data, context if foldable else 1, experts, pins)
                 for heads in near_ranks(context, tensor, cluster, pins, exchanged) if counts and splits else ():
                     for count in counts:
                         if count not in stages:
                             stages[count] = list(_schedules(pp, count, pins, units))
                         found += (
                             Candidate(pp, virtual, schedule, data, tensor, count, batch // data // count, None, context,
-                                      mirrored and context > 1, expert, heads)
-                            for schedule, virtual in stages[count] for expert in splits
+                                      mirrored and context > 1, expert, heads, folded)
+                            for schedule, virtual in stages[count] for expert, folded in splits
                         )
     return found
 
@@ -181,11 +194,14 @@ def _counts(data: int, batch: int, pins: Pins) -> list[int]:
             if pins.allows("microbatches", count) and pins.allows("micro_batch", batch // data // count)]
 
 
-def _expert_degrees(data: int, experts: int, pins: Pins) -> list[int]:
-    """Of ``data`` ranks, those that may split the experts, so that some ranks that share the state can."""
+def _expert_degrees(data: int, context: int, experts: int, pins: Pins) -> list[tuple[int, bool]]:
+    """Of ``data`` ranks, those that may split the experts, so that some ranks that share the state can, and whether all of
+    ``context`` ranks of the sequence split them as well."""
     shards = _shards(data, pins)
-    return [n for n in _degrees("ep", pins, data, math.gcd(data, experts))
-            if any(shard in (1, data) or shard % n == 0 for shard in shards)]
+    over = [(n, n * context, True) for n in divisors(data) if context > 1 and experts % (n * context) == 0]
+    over = [(n, n, False) for n in divisors(math.gcd(data, experts))] + over
+    return [(n, folded) for n, degree, folded in over
+            if pins.allows("ep", degree) and any(shard in (1, data) or shard % n == 0 for shard in shards)]
 
 
 def _schedules(pp: int, count: int, pins: Pins, units: int) -> Iterator[tuple[str, int]]:
@@ -206,7 +222,7 @@ def _schedules(pp: int, count: int, pins: Pins, units: int) -> Iterator[tuple[st
 
 _VALUES: Mapping[str, Callable[[Candidate], int | str]] = {
     "dp": lambda one: one.data, "tp": lambda one: one.tensor, "cp": lambda one: one.context, "pp": lambda one: one.pp,
-    "ep": lambda one: one.expert, "stages": lambda one: one.stages, "virtual_stages": lambda one: one.virtual_stages,
+    "ep": lambda one: one.experts, "stages": lambda one: one.stages, "virtual_stages": lambda one: one.virtual_stages,
     "microbatches": lambda one: one.microbatches, "micro_batch": lambda one: one.samples, "schedule": lambda one: one.schedule,
 }
 """What a candidate has of a pin, in the order in which an error tries to do without."""

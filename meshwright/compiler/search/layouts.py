@@ -21,12 +21,13 @@ from meshwright.ir.sharding import ceil_div
 
 
 def free_candidates(
-    graph: Graph, cluster: Cluster, pins: Pins, mirrored: bool = False, exchanged: tuple[int, int] = (1, 1)
+    graph: Graph, cluster: Cluster, pins: Pins, mirrored: bool = False, exchanged: tuple[int, int] = (1, 1),
+    foldable: bool = False,
 ) -> list[tuple[Candidate, tuple[int, ...]]]:
     """(the candidate with the fewest micro-batches, the other counts) of every layout. Raises PinError for a count or a shard
     that the pinned degrees do not allow."""
     batch, found = batch_size(graph), []
-    for layout in layouts(cluster, pins, mirrored, exchanged):
+    for layout in layouts(cluster, pins, mirrored, exchanged, foldable):
         first, *later = microbatch_counts(graph, layout, pins)
         data = layout.data_size
         samples = ceil_div(batch, data * first)
@@ -35,16 +36,17 @@ def free_candidates(
 
 
 def layouts(
-    cluster: Cluster, pins: Pins, mirrored: bool = False, exchanged: tuple[int, int] = (1, 1)
+    cluster: Cluster, pins: Pins, mirrored: bool = False, exchanged: tuple[int, int] = (1, 1), foldable: bool = False,
 ) -> list[Layout]:
     """Factorizations of the devices that the pins and the topology suggest, in a fixed order. ``mirrored``: whether sequence
-    axes give every rank two chunks; ``exchanged``: the heads and tokens that near ones of their ranks may exchange."""
+    axes give every rank two chunks; ``exchanged``: the heads and tokens that near ones of their ranks may exchange;
+    ``foldable``: whether these may split experts too."""
     world = cluster.world
     if pins.free_axes:
         given = dict(pins.axes or {})
         return [Layout(Mesh(tuple(given), tuple(given.values())), dict.fromkeys(given, ANY))]
     if (pins.cp or 1) > 1:
-        return _with_sequence(cluster, pins, mirrored, exchanged)
+        return _with_sequence(cluster, pins, mirrored, exchanged, foldable)
     if pins.dp is None and pins.tp is None and pins.ep in (None, 1):
         axes = ("x", "y")
         if cluster.nodes > 1:
@@ -56,36 +58,50 @@ def layouts(
     return [_layout(pins.dp if pins.dp is not None else world // tp, 1, tp, pins)]
 
 
-def _with_sequence(cluster: Cluster, pins: Pins, mirrored: bool, exchanged: tuple[int, int]) -> list[Layout]:
+def _with_sequence(
+    cluster: Cluster, pins: Pins, mirrored: bool, exchanged: tuple[int, int], foldable: bool
+) -> list[Layout]:
     """The layouts of a pinned cp."""
     cp = pins.cp or 1
     rest = cluster.world // cp
     tensor = [tp for tp in range(1, rest + 1) if rest % tp == 0 and pins.allows("tp", tp) and pins.allows("dp", rest // tp)]
     return [
-        _layout(rest // tp, cp, tp, pins, mirrored, heads)
+        _layout(rest // tp, cp, tp, pins, mirrored, heads, folded)
         for tp in tensor for heads in near_ranks(cp, tp, cluster, pins, exchanged)
+        for folded in _folds(rest // tp, cp, pins, foldable)
     ]
 
 
-def _layout(dp: int, cp: int, tp: int, pins: Pins, mirrored: bool = False, heads: int = 1) -> Layout:
+def _folds(dp: int, cp: int, pins: Pins, foldable: bool) -> list[bool]:
+    """Whether the pinned degree of experts may be that of data ranks alone, and that of all ranks of the sequence and some of
+    these."""
+    ep = pins.ep or 1
+    folded = foldable and ep % cp == 0 and dp % (ep // cp) == 0
+    return [False] * (dp % ep == 0 or not folded) + [True] * folded
+
+
+def _layout(
+    dp: int, cp: int, tp: int, pins: Pins, mirrored: bool = False, heads: int = 1, folded: bool = False
+) -> Layout:
     """dp x cp x tp, of cp the ``heads`` near ones apart, dp in replicas of a ZeRO group where that is pinned."""
     shard = pins.shard if pins.shard is not None else dp
     if dp % shard:
         raise PinError(f"pin shard={shard} must divide dp={dp}: it is the ZeRO group within the data ranks")
     sizes = {"dp": dp} if shard in (dp, 1) else {"dp_replicate": dp // shard, "dp_shard": shard}
-    if pins.ep not in (None, 1):
-        sizes = _with_experts(dp, shard, pins.ep)
+    if (ep := (pins.ep or 1) // (cp if folded else 1)) > 1:
+        sizes = _with_experts(dp, shard, ep)
     sizes |= {"cp": cp // heads} if cp > 1 else {}
     sizes |= {HEADS: heads} if heads > 1 else {}
     sizes["tp"] = tp
     both = frozenset({"cp"}.intersection(sizes) if mirrored else ())
-    return Layout(Mesh(tuple(sizes), tuple(sizes.values()), both), {axis: role_of(axis) for axis in sizes})
+    return Layout(Mesh(tuple(sizes), tuple(sizes.values()), both), {axis: role_of(axis) for axis in sizes}, folded)
 
 
 def _with_experts(dp: int, shard: int, ep: int) -> dict[str, int]:
     """The data ranks with experts split over ``ep`` of them, neighbours; they share the ZeRO group."""
     if dp % ep:
-        raise PinError(f"pin ep={ep} must divide dp={dp}: experts are split over some of the data ranks")
+        raise PinError(f"pin ep={ep} must divide dp={dp}: experts are split over some of the data ranks, or over all of cp and "
+                       "some of these")
     if shard in (dp, 1):
         return {"dp": dp // ep, "ep": ep}
     if shard % ep:

@@ -183,7 +183,7 @@ def _plan_of(
     task, evaluator = sweep.task, sweep.bounds.evaluator
     if _refines(found, task):
         mesh = found.degrees.mesh
-        layout = Layout(mesh, {axis: role_of(axis) for axis in mesh.axes})
+        layout = Layout(mesh, {axis: role_of(axis) for axis in mesh.axes}, found.candidate.folded)
         return _refined(sweep, layout, found.candidate.microbatches, fits, timing, to_beat, refined)
 
     def counted(one: Evaluation, limit: float) -> Counted:

@@ -90,9 +90,10 @@ def _evaluation(task: Task, plan: Plan, times: float = 1.0) -> Evaluation:
         degrees.pp, virtual, "none" if pipeline is None else pipeline.schedule, degrees.data, degrees.tensor,
         round(count * times),
         ceil_div(batch_size(plan.graph), degrees.data * count), None, degrees.context, degrees.mirrored, degrees.expert,
-        degrees.heads,
+        degrees.heads, fixed.folded,
     )
-    placement = placements.of(candidate.tensor, candidate.samples, candidate.context, candidate.expert, candidate.heads)
+    placement = placements.of(candidate.tensor, candidate.samples, candidate.context, candidate.expert, candidate.heads,
+                              candidate.folded)
     positions = placements.folded.positions
     names = [plan.graph.ops[position.start].module or "root" for position in positions]
     costs = StageCosts(task.cluster, itemsize=task.itemsize, state_bytes=task.state_bytes)

@@ -167,7 +167,9 @@ class Sweep:
             try:
                 task = self.task
                 mirrored = pays_mirrored(task.graph, task.rules, task.pins)
-                listed = free_candidates(task.graph, task.cluster, task.pins, mirrored, exchanged(task.graph, task.rules))
+                listed = free_candidates(
+                    task.graph, task.cluster, task.pins, mirrored, exchanged(task.graph, task.rules), task.foldable
+                )
             except PinError as error:
                 self._refused_free.append(error)
                 self._waiting = []
@@ -188,7 +190,7 @@ class Sweep:
             rules, mirrored = task.rules, pays_mirrored(graph, task.rules, task.pins)
             listed = candidates(
                 graph, task.cluster, task.pins, len(evaluator.names), attended(graph, rules), mirrored, task.experts,
-                exchanged(graph, rules),
+                exchanged(graph, rules), task.foldable,
             )
             start = self.bounds.start(listed)
             nodes = self._sweep([node for node in start if node.candidate.pp == 1], _EARLY * self.limit, early=True)
@@ -259,10 +261,10 @@ class Sweep:
         split = [self.bounds.split(node, 1) for node in piped if _simple(node.candidate) == simple]
         chosen = [parts[0] for parts in split]
         left += [part for parts in split for part in parts[1:]]
-        layouts: dict[tuple[int, int, int, int], list[Branch]] = {}
+        layouts: dict[tuple[int, ...], list[Branch]] = {}
         for node in chosen:
             one = node.candidate
-            layouts.setdefault((one.pp, one.tensor, one.context, one.expert), []).extend(self.bounds.tensor(node))
+            layouts.setdefault((one.pp, one.tensor, one.context, one.expert, one.folded), []).extend(self.bounds.tensor(node))
         first = sorted(min(group) for group in layouts.values())
         rest = [node for group in layouts.values() for node in sorted(group)[1:]]
         return left + rest + self._dive(first, self.effort + _DIVE * self.limit)
@@ -429,4 +431,4 @@ def _simple(candidate: Candidate) -> tuple[bool, int, int]:
 
 def _pipeline(candidate: Candidate) -> tuple[int, ...]:
     """What the second dive keeps of a candidate."""
-    return candidate.pp, candidate.tensor, candidate.context, candidate.heads, candidate.expert, candidate.microbatches
+    return candidate.pp, candidate.tensor, candidate.context, candidate.heads, candidate.experts, candidate.microbatches

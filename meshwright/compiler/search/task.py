@@ -86,6 +86,12 @@ class Task:
         counts |= StackedExperts.of(self.graph, self.classes).counts(self.classes)
         return math.gcd(*counts) if counts else 1
 
+    @cached_property
+    def foldable(self) -> bool:
+        """Whether ranks of the sequence may split the experts: the tokens of every mixture have it as a dim of their own."""
+        mixtures = [rule for rule in self.rules.values() if rule.together]
+        return all(len(rule.together) > 1 for rule in mixtures) and bool(mixtures)
+
     @property
     def itemsize(self) -> int:
         """Bytes of an element in the compute dtype."""
