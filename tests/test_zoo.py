@@ -80,8 +80,7 @@ def test_blanks_stay_blank() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("DeepSeek-V3", "schedule dualpipe: not planned yet"), ("Kimi", "not disclosed: number of devices"),
-        ("Llama 2", "not disclosed: number of devices"), ("Solar", "not disclosed: batch, sequence"),
+        ("Llama 2", "not disclosed: number of devices"), ("67B", "not disclosed: number of devices"),
         ("GLM", "not disclosed: model, number of devices"),
     ],
 )
@@ -90,6 +89,22 @@ def test_what_cannot_be_priced_keeps_its_row(name: str, reason: str) -> None:
     assert reason in row.reason
     assert row.predicted is None
     assert row.ratio is None
+
+
+def test_what_no_source_says_may_be_assumed_and_is_told_apart() -> None:
+    system = named("DeepSeek-V2")
+    assert (system.cluster, system.devices) == (None, None)
+    assert "not disclosed: number of devices" in system.obstacles()
+    taken = system.taken()
+    assert (taken.obstacles(), taken.devices, taken.pins().dp) == ([], 1024, 64)
+    assert "dp=?" in system.shown_degrees
+    assert named("DeepSeek-V3").taken().pins().schedule == "dualpipev"
+    priced = zoo.price(small(cluster=None, assumed={"cluster": "a100:1x4"}))
+    assert priced.as_dict()["assumed"] == {"cluster": "a100:1x4"}
+    assert "(assumed: cluster=a100:1x4)" in " ".join(_text([priced]).split())
+    for assumed, says in (({"batch": 4}, "batch is stated"), ({"dp": 4}, "dp is stated"), ({"size": 4}, "size cannot be")):
+        with pytest.raises(InputError, match=says):
+            small(assumed=assumed)
 
 
 @pytest.mark.parametrize("name", ["GPT 1.7B", "GPT 39.1B"])
@@ -209,12 +224,13 @@ def _text(rows: list[Comparison], search: bool = False) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "system", [s for s in SYSTEMS if s.obstacles() or (s.model is not None and s.model.layers <= 40)], ids=lambda s: s.name
+    "system", [s for s in SYSTEMS if s.taken().obstacles() or (s.model is not None and s.model.layers <= 40)],
+    ids=lambda s: s.name,
 )
 def test_systems(system: System) -> None:
     """All but the deepest, which take minutes: ``meshwright zoo`` prices them (``benchmarks/results/zoo.md``)."""
     row = zoo.price(system)
-    assert (row.predicted is None) == bool(system.obstacles()), row.reason
+    assert (row.predicted is None) == bool(system.taken().obstacles()), row.reason
     if "GPT" in system.name:
         assert row.ratio is not None
         assert spreads()["nodes"].low <= row.ratio <= 1.2  # 5 in 100 measured rows ran faster than that

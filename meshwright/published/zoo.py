@@ -76,7 +76,9 @@ class Published:
 @dataclass(frozen=True)
 class System:
     """One entry of the data. ``degrees``: pins by name, and ``undisclosed``, the axes that are used to an unknown degree.
-    ``attention``: "eager" where the run formed the matrix of scores; ``kernel``: the attention kernel, if not the device's."""
+    ``assumed``: what a plan is made with where the source is silent (cluster, batch, sequence, degrees), and the schedule in
+    the place of one that is not planned. ``attention``: "eager" where the run formed the matrix of scores; ``kernel``: the
+    attention kernel, if not the device's."""
 
     name: str
     date: str
@@ -93,11 +95,25 @@ class System:
     model: Architecture | None = None
     attention: str = "sdpa"
     kernel: str | None = None
+    assumed: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         unknown = set(self.degrees) - {*AXES, *PINNED, "undisclosed"}
         if unknown:
             raise InputError(f"system {self.name!r}: unknown degrees {', '.join(sorted(unknown))}")
+        known = [name for name in ("cluster", "batch", "sequence") if getattr(self, name) is not None]
+        known += [name for name in self.degrees if name != "schedule" or self.degrees[name] in schedules()]
+        if stated := set(self.assumed).intersection(known):
+            raise InputError(f"system {self.name!r}: {', '.join(sorted(stated))} is stated by the source, so it is not assumed")
+        if unknown := set(self.assumed) - {"cluster", "batch", "sequence", *AXES, *PINNED}:
+            raise InputError(f"system {self.name!r}: {', '.join(sorted(unknown))} cannot be assumed")
+
+    def taken(self) -> System:
+        """The system that is planned: with what is assumed."""
+        plain = {name: one for name, one in self.assumed.items() if name in ("cluster", "batch", "sequence")}
+        degrees = {name: one for name, one in self.assumed.items() if name not in plain}
+        left = [axis for axis in self.degrees.get("undisclosed", ()) if axis not in degrees]
+        return replace(self, **plain, degrees={**self.degrees, **degrees, "undisclosed": left}, assumed={})
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> System:
@@ -212,6 +228,7 @@ class Comparison:
         plans = {name: getattr(self, name) for name in ("predicted", "within", "best")}
         return {
             "name": system.name, "date": system.date, "source": system.source, "recalled": system.recalled or None,
+            "assumed": dict(system.assumed) or None,
             "note": system.note or None, "device": system.device, "devices": system.devices, "degrees": dict(system.degrees),
             "published": dict(vars(system.published)), "parameters": self.parameters, "capacity_bytes": self.capacity_bytes,
             **{name: None if plan is None else dict(vars(plan)) for name, plan in plans.items()}, "ratio": self.ratio,
@@ -248,7 +265,8 @@ def price(system: System, search: bool = False, report: Report = _silent) -> Com
     ``report``: called with what is done now and the share of this system that is done.
     """
     start = time.perf_counter()
-    row = Comparison(system, reason="; ".join(system.obstacles()), best_reason="; ".join(system.unknowns()) if search else "")
+    taken = system.taken()
+    row = Comparison(system, reason="; ".join(taken.obstacles()), best_reason="; ".join(taken.unknowns()) if search else "")
     if not row.reason or (search and not row.best_reason):
         try:
             row = _priced(row, search, report)
@@ -259,7 +277,7 @@ def price(system: System, search: bool = False, report: Report = _silent) -> Com
 
 
 def _priced(row: Comparison, search: bool, report: Report) -> Comparison:
-    system = row.system
+    system = row.system.taken()
     assert system.model is not None
     assert system.cluster is not None
     assert system.batch is not None
@@ -285,7 +303,8 @@ def _priced(row: Comparison, search: bool, report: Report) -> Comparison:
 
 def _published(row: Comparison, graph: Graph, cluster: Cluster, report: Report) -> Comparison:
     """The row with the plan of the published degrees, and what of it fits."""
-    system, pins = row.system, row.system.pins()
+    system = row.system.taken()
+    pins = system.pins()
     if pins.recompute is None:
         return replace(row, predicted=_planned(system, graph, cluster, pins, report))
     fastest = _planned(system, graph, cluster.with_memory(_UNBOUNDED), pins, report)
@@ -353,11 +372,16 @@ def table(rows: Iterable[Comparison], search: bool = False) -> Table:
             system.name, f"{count}{system.device or ''}".strip(), system.shown_degrees, _parameters(row),
             _speed(published.tflops, published.mfu, published.tokens_per_second),
             row.reason if priced is None else _of(priced, published), "" if row.ratio is None else f"{row.ratio:.2f}",
-            "" if priced is None else priced.layout, _memory(row),
+            "" if priced is None else priced.layout + _assumed(system), _memory(row),
         ]
         best = row.best_reason if row.best is None else f"{row.best.layout}: {_faster(row)}"
         found.add_row(*cells, *([best] if search else []))
     return found
+
+
+def _assumed(system: System) -> str:
+    words = ", ".join(f"{name}={one}" for name, one in system.assumed.items())
+    return f" (assumed: {words})" if words else ""
 
 
 def notes(rows: Iterable[Comparison]) -> list[str]:
