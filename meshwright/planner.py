@@ -29,12 +29,14 @@ from meshwright.compiler.structure.microbatch import split_counts
 from meshwright.compiler.structure.pieces import ROWS, in_pieces, losses, rows_of
 from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.compiler.structure.units import find_layers, find_units, split_at
-from meshwright.cost.catalogue import catalogue
+from meshwright.cost import compute
+from meshwright.cost.catalogue import Device, catalogue
 from meshwright.cost.cluster import Cluster, ClusterError, Island
 from meshwright.cost.spread import spread
 from meshwright.errors import MeshwrightError
 from meshwright.footprint import Footprints
 from meshwright.ir.declared.experts import EXPERTS
+from meshwright.ir.declared.operator import Work
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.declared.registered import registered_of
 from meshwright.ir.graph import Graph
@@ -72,7 +74,8 @@ def make_plan(
 ) -> Plan:
     """The plan of least time that fits. Raises PinError, OutOfMemoryError, PlanError.
 
-    Where it can be, the loss in pieces is looked at if with all logits nothing fits, or blocks recompute and logits are many.
+    Where it can be, the loss in pieces is looked at if with all logits nothing fits, or blocks recompute and logits are many;
+    and alone, where making them again is less of a step than the search may miss anyway (``gap``), as in long sequences.
     """
     timing = timing or Timing()
     check_pins(pins, cluster)
@@ -86,20 +89,53 @@ def make_plan(
         return made(_with_loss(graph, pins.loss_rows))
     if rows != 0:
         return made(graph)
+    pieces: Plan | None = None
+    again = _logits_again(graph, cluster.device)
+    if again <= gap:
+        with suppress(PinError):  # of an operator that is in no piece
+            pieces = made(in_pieces(graph, ROWS))
+        if pieces is not None and again * _ranks(pieces) <= gap:
+            return _sparing(pieces, again * _ranks(pieces), gap)
     try:
         whole = made(graph, partial(best_plan, limit=SECONDS))
     except OutOfMemoryError as error:
         try:
-            return made(in_pieces(graph, ROWS))
+            return pieces or made(in_pieces(graph, ROWS))
         except PinError:  # of an operator that is in no piece
             raise error from None
     recomputes = len(_kinds(pins)) > 1 and any(group.recompute != RECOMPUTE[0] for group in whole.groups)
-    if not recomputes or _logits_bytes(whole) < _FEW * cluster.capacity_bytes:
+    if pieces is None and (not recomputes or _logits_bytes(whole) < _FEW * cluster.capacity_bytes):
         return whole
     with suppress(OutOfMemoryError, PinError):
-        pieces = made(in_pieces(graph, ROWS), partial(best_plan, limit=SECONDS))
+        pieces = pieces or made(in_pieces(graph, ROWS), partial(best_plan, limit=SECONDS))
         return pieces if _seconds(pieces) < _seconds(whole) else whole
     return whole
+
+
+def _logits_again(graph: Graph, device: Device) -> float:
+    """The part of a step that a loss in pieces adds, on one device alone: the logits are made once more."""
+    operators = rules_of(graph)[0].operators
+    whole, pieces = (
+        sum(sum(compute.seconds(operators[op.target], Work.of(op, one), device, fused))
+            for op, fused in zip(one.ops, compute.fusion(one, operators), strict=True))
+        for one in (graph, in_pieces(graph, ROWS))
+    )
+    return pieces / whole - 1.0
+
+
+def _ranks(plan: Plan) -> int:
+    """Of its pipeline, on one of which the logits are made."""
+    return plan.pipeline.degree if plan.pipeline else 1
+
+
+def _sparing(plan: Plan, part: float, gap: float) -> Plan:
+    """A plan in pieces with the certificate of a search that did not look at all logits at once, which spare so much at most."""
+    proof = plan.certificate
+    assert proof is not None
+    bound = (1.0 - part) * proof.bound_seconds
+    status = "gap" if proof.status == "optimal" and 1.0 - bound / proof.objective_seconds > gap else proof.status
+    said = f"all logits at once spare no more than the product that makes them again, {part:.1%} of a step"
+    return replace(plan, certificate=replace(proof, bound_seconds=bound, status=status, assumes=(*proof.assumes, said)))
 
 
 _FEW = 0.02

@@ -230,3 +230,27 @@ def test_memory_chooses(tmp_path: Path) -> None:
     assert pinned.predicted.bytes_per_rank == found.predicted.bytes_per_rank
     slower = planned(cluster, loss_rows=2048)
     assert slower.predicted.step_seconds > whole.predicted.step_seconds  # the product that runs again
+
+
+def test_of_a_long_sequence_only_pieces_are_searched() -> None:
+    """Where making the logits again is less than the search may miss, all logits at once are not looked at, and what they could
+    spare is in the bound: it holds for the plan with all of them."""
+    torch.manual_seed(0)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                                             vocab_size=128, use_cache=False))
+
+    def planned(tokens: int, **pins: Any) -> Any:
+        batch = dict.fromkeys(("input_ids", "labels"), torch.zeros(1, tokens, dtype=torch.int64, device="meta"))
+        return mw.plan(model, "h100:1x2", ((), batch), loss_fn=mw.loss_alone, precision="bf16",
+                       pins={"cp": 2, "dp": 1, "pp": 1, "tp": 1, **pins})
+
+    assert rows_of(planned(1024).graph) == 0
+    found, whole = planned(262144), planned(262144, loss_rows=0)
+    assert rows_of(found.graph) == 2048
+    proof = found.certificate
+    assert "spare no more than the product that makes them again" in proof.assumes[-1]
+    assert proof.bound_seconds <= whole.predicted.step_seconds
+    assert found.predicted.step_seconds < whole.predicted.step_seconds * 1.02
