@@ -217,6 +217,12 @@ CASES: Mapping[str, Case] = {
     "llama-narrow cp 2 blocks": Case(
         llama_narrow, (1, 16384), 2, {"cp": 2, "dp": 1, "tp": 1, "zero": 3, "recompute": "full", "loss_rows": 2048}, "bf16",
         loss_fn=loss_alone),
+    "llama-narrow cp 2 mlps in pieces": Case(
+        llama_narrow, (1, 32768), 2,
+        {"cp": 2, "dp": 1, "tp": 1, "zero": 3, "recompute": "full", "loss_rows": 2048, "mlp_rows": 2048}, "bf16",
+        loss_fn=loss_alone),
+    "llama-narrow tp 2 mlps in pieces": Case(
+        llama_narrow, (1, 16384), 2, {"dp": 1, "tp": 2, "zero": 0, "recompute": "none", "mlp_rows": 1000}),
     "mistral cp 1": Case(mistral, (2, 2048), 1, {"dp": 1, "tp": 1, "zero": 0}),
     "mistral cp 2 ring": Case(mistral, (2, 2048), 2, {"cp": 2, "dp": 1, "tp": 1, "zero": 0, "attention": "ring"}),
     "mistral cp 2 ulysses": Case(mistral, (2, 2048), 2, {"cp": 2, "dp": 1, "tp": 1, "zero": 0, "attention": "ulysses"}),

@@ -120,7 +120,7 @@ def by_heads(
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     refused = OutOfMemoryError, PinError
     for cp in (n for n in range(min(cluster.world, shortest), 0, -1) if cluster.world % n == 0):
-        pins: dict[str, Any] = {"cp": cp, "tp": 1, "pp": 1, "zero": 3, "recompute": "full", "loss_rows": 0}
+        pins: dict[str, Any] = {"cp": cp, "tp": 1, "pp": 1, "zero": 3, "recompute": "full", "loss_rows": 0, "mlp_rows": 0}
         pins |= {"attention": ULYSSES} if cp > 1 else {}
         try:
             return longest(model, cluster, batch, pins=pins, most=most, shortest=shortest, **{"loss_fn": None, **options})

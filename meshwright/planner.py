@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +20,30 @@ from meshwright.compiler.capture.capture import capture
 from meshwright.compiler.placement.pin_conflicts import idle_pins
 from meshwright.compiler.placement.pinned import check_tensor_pins
 from meshwright.compiler.search.errors import OutOfMemoryError
-from meshwright.compiler.search.search import REFINED_DEVICES, SECONDS, best_plan, find_plan
+from meshwright.compiler.search.search import REFINED_DEVICES
 from meshwright.compiler.search.settled import decided, settled, stretched
 from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.blocks import find_blocks
 from meshwright.compiler.structure.microbatch import split_counts
-from meshwright.compiler.structure.pieces import ROWS, in_pieces, losses, rows_of
 from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.compiler.structure.units import find_layers, find_units, split_at
-from meshwright.cost import compute
-from meshwright.cost.catalogue import Device, catalogue
+from meshwright.cost.catalogue import catalogue
 from meshwright.cost.cluster import Cluster, ClusterError, Island
 from meshwright.cost.spread import spread
 from meshwright.errors import MeshwrightError
 from meshwright.footprint import Footprints
 from meshwright.ir.declared.experts import EXPERTS
-from meshwright.ir.declared.operator import Work
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.declared.registered import registered_of
 from meshwright.ir.graph import Graph
-from meshwright.ir.pins import RECOMPUTE, ULYSSES, PinError, Pins
+from meshwright.ir.pins import ULYSSES, PinError, Pins
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Certificate
 from meshwright.ir.reading.fields import Field
 from meshwright.ir.reading.records import record_of, record_to
 from meshwright.ir.rule import factors_of
 from meshwright.ir.writing.versions import prices
+from meshwright.piecewise import Search, chosen
 from meshwright.rules import rules_of
 
 __all__ = ["OPTIMIZERS", "OutOfMemoryError", "Timing", "capture_model", "check_pins", "make_plan", "rules_of"]
@@ -72,114 +69,23 @@ def make_plan(
     graph: Graph, cluster: Cluster, pins: Pins, *, optimizer: str | float = "adamw", precision: str = "fp32",
     strict: bool = False, timing: Timing | None = None, progress: Progress | None = None, gap: float = GAP,
 ) -> Plan:
-    """The plan of least time that fits. Raises PinError, OutOfMemoryError, PlanError.
-
-    Where it can be, the loss in pieces is looked at if with all logits nothing fits, or blocks recompute and logits are many;
-    and alone, where making them again is less of a step than the search may miss anyway (``gap``), as in long sequences.
-    """
+    """The plan of least time that fits, the loss and MLPs in pieces where that pays (``piecewise``). Raises PinError,
+    OutOfMemoryError, PlanError."""
     timing = timing or Timing()
     check_pins(pins, cluster)
     cluster = cluster.with_products(PRECISIONS[precision].products)
-    rows = rows_of(graph)
 
-    def made(graph: Graph, search: Search = find_plan) -> Plan:
+    def made(graph: Graph, search: Search) -> Plan:
         return _made(graph, cluster, pins, optimizer, precision, strict, timing, progress, gap, search)
 
-    if pins.loss_rows is not None:
-        return made(_with_loss(graph, pins.loss_rows))
-    if rows != 0:
-        return made(graph)
-    pieces: Plan | None = None
-    again = _logits_again(graph, cluster.device)
-    if again <= gap:
-        with suppress(PinError):  # of an operator that is in no piece
-            pieces = made(in_pieces(graph, ROWS))
-        if pieces is not None and again * _ranks(pieces) <= gap:
-            return _sparing(pieces, again * _ranks(pieces), gap)
-    try:
-        whole = made(graph, partial(best_plan, limit=SECONDS))
-    except OutOfMemoryError as error:
-        try:
-            return pieces or made(in_pieces(graph, ROWS))
-        except PinError:  # of an operator that is in no piece
-            raise error from None
-    recomputes = len(_kinds(pins)) > 1 and any(group.recompute != RECOMPUTE[0] for group in whole.groups)
-    if pieces is None and (not recomputes or _logits_bytes(whole) < _FEW * cluster.capacity_bytes):
-        return whole
-    with suppress(OutOfMemoryError, PinError):
-        pieces = pieces or made(in_pieces(graph, ROWS), partial(best_plan, limit=SECONDS))
-        return pieces if _seconds(pieces) < _seconds(whole) else whole
-    return whole
-
-
-def _logits_again(graph: Graph, device: Device) -> float:
-    """The part of a step that a loss in pieces adds, on one device alone: the logits are made once more."""
-    operators = rules_of(graph)[0].operators
-    whole, pieces = (
-        sum(sum(compute.seconds(operators[op.target], Work.of(op, one), device, fused))
-            for op, fused in zip(one.ops, compute.fusion(one, operators), strict=True))
-        for one in (graph, in_pieces(graph, ROWS))
-    )
-    return pieces / whole - 1.0
-
-
-def _ranks(plan: Plan) -> int:
-    """Of its pipeline, on one of which the logits are made."""
-    return plan.pipeline.degree if plan.pipeline else 1
-
-
-def _sparing(plan: Plan, part: float, gap: float) -> Plan:
-    """A plan in pieces with the certificate of a search that did not look at all logits at once, which spare so much at most."""
-    proof = plan.certificate
-    assert proof is not None
-    bound = (1.0 - part) * proof.bound_seconds
-    status = "gap" if proof.status == "optimal" and 1.0 - bound / proof.objective_seconds > gap else proof.status
-    said = f"all logits at once spare no more than the product that makes them again, {part:.1%} of a step"
-    return replace(plan, certificate=replace(proof, bound_seconds=bound, status=status, assumes=(*proof.assumes, said)))
-
-
-_FEW = 0.02
-"""Logits that take less than this part of a device's memory decide nothing about recomputation."""
-
-
-def _logits_bytes(plan: Plan) -> float:
-    """Of the logits on a device that a loss in pieces would not hold, in fp32 with their gradient and as they are made."""
-    found, names = 0.0, losses(plan.graph)
-    for op in (op for op in plan.graph.ops if op.name in names):
-        split = [axis for axis, factor in plan.assignments.get(op.name, {}).items() if factors_of(factor)]
-        parts = plan.mesh.size(split) * (plan.schedule.microbatches if op.name in plan.schedule.time else 1)
-        found += plan.graph.values[op.inputs[0]].numel / parts * (4 + 4 + PRECISIONS[plan.precision].itemsize)
-    return found
-
-
-Search = Callable[..., Plan]
-"""``find_plan``, or without a look at what else would fit."""
-
-
-def _kinds(pins: Pins) -> list[str]:
-    """The recomputations that pins leave open."""
-    return [kind for kind in RECOMPUTE if pins.allows("recompute", kind)]
-
-
-def _seconds(plan: Plan) -> float:
-    return math.inf if plan.predicted is None else plan.predicted.step_seconds
-
-
-def _with_loss(graph: Graph, rows: int) -> Graph:
-    """The graph with its loss as pinned. Raises PinError where it cannot be."""
-    known = rows_of(graph)
-    if known is None and rows:
-        raise PinError(f"pin loss_rows={rows}: no linear makes logits that a mean or sum of cross entropies over class indices "
-                       "alone reads; if the model returns the logits beside the loss, give loss_fn=mw.loss_alone, or pin "
-                       "loss_rows=0")
-    return in_pieces(graph, rows) if rows else graph
+    return chosen(graph, cluster, pins, precision, gap, made)
 
 
 def _made(
     graph: Graph, cluster: Cluster, pins: Pins, optimizer: str | float, precision: str, strict: bool, timing: Timing,
     progress: Progress | None, gap: float, search: Search,
 ) -> Plan:
-    """The plan for the loss as it stands in the graph. Raises what ``make_plan`` does."""
+    """The plan for the loss and the MLPs as they stand in the graph. Raises what ``make_plan`` does."""
     if progress is not None:
         progress("what operators may choose", 0.0)
     if pins.stage_cuts:  # layers first, as a search for stages cuts them: stages cut what is there further

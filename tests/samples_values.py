@@ -9,6 +9,8 @@ from torch import Tensor
 
 from tests.samples import F64, I64, Maker, Sample, b, c, i, n, r, s
 
+GATED = ("aten.silu.default", (("at", 0),), ()), ("aten.mul.Tensor", (("at", 2), ("at", 1)), ())
+
 
 def _normalization() -> dict[str, Maker]:
     def along() -> list[Sample]:
@@ -184,6 +186,10 @@ def _loss() -> dict[str, Maker]:
             s(n(2, 6, 5), n(8, 5), None, labels, -100, 0.0, 4),
             s(n(2, 6, 5), n(8, 5), n(8), labels, -100, 0.1, 100),
             s(n(8, 5), n(7, 5), None, i(7, 8), 3, 0.0, 4),  # as many pieces on every rank of the simulation
+        ],
+        "mw.mlp": lambda: [
+            s(n(2, 6, 5), (n(8, 5), n(8, 5)), (None, n(8)), GATED, n(4, 8), 4),
+            s(n(8, 5), (n(8, 5),), (n(8),), (("aten.gelu.default", (("at", 0),), (("approximate", "tanh"),)),), n(4, 8), 100),
         ],
         "cross_entropy_loss.default": lambda: [
             s(n(4, 8), i(8, 4)),

@@ -16,7 +16,8 @@ OTHERS = (  # every model, level, split, recomputation and precision; programs o
     ("gpt2-small zero 1 x4", "gpt2-medium zero 3 full", "llama-1b tp 2 bf16"),
     ("gpt2-small selective tp 2",),
     ("llama-110m selective", "llama-110m zero 3 x4", "vit tp 2 selective x4"),
-    ("llama-110m cp 4 all-gather", "llama-110m cp 4 ring full", "llama-narrow cp 2 blocks"),
+    ("llama-110m cp 4 all-gather", "llama-110m cp 4 ring full", "llama-narrow cp 2 blocks",
+     "llama-narrow cp 2 mlps in pieces"),
     ("mixtral zero 3 bf16", "mixtral full", "mixtral tp 2 selective"),
     ("t5 cp 2 ring", "gpt2-drawing cp 2 ring", "gpt2-drawing cp 2 all-gather"),
 )

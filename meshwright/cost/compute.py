@@ -203,7 +203,8 @@ def _matmul(operator: Operator, work: Work, device: Device) -> tuple[float, floa
         forward += _product(batch, m, n, k, work.reads, device)
         backward += _product(batch, m, k, n, work.reads, device) if left else 0.0
         backward += _product(batch, k, n, m, work.reads, device) if right else 0.0
-    backward += forward if operator.cost.again and (left or right) else 0.0
+    if operator.cost.again is not None and (left or right):
+        backward += sum(_product(*one, work.reads, device) for one in operator.cost.again(work))
     if operator.cost.moves is not None:
         ahead, back = (bytes_ / memory_speed(device) for bytes_ in operator.cost.moves(work))
         forward, backward = forward + ahead, backward + (back if left else 0.0)
@@ -220,7 +221,8 @@ def _kernels(operator: Operator, work: Work) -> tuple[int, int]:
     """Kernels of a product, forward and backward."""
     count = len(products(operator, work))
     sides = sum(_sides(operator, work))
-    return count, count * (sides + (operator.cost.again and sides > 0))
+    again = len(operator.cost.again(work)) if operator.cost.again is not None and sides else 0
+    return count, count * sides + again
 
 
 # ---------------------------------------------------------------------------------------------------- attention

@@ -46,8 +46,9 @@ class Pins:
     between blocks split over tp along the sequence); ``attention`` under cp: "all-gather", "ulysses" or "ring"; ``ulysses``: of
     the cp ranks the near ones (axis ``up``) that exchange sequence for heads, while attention runs over the others as it does;
     ``microbatches``; ``recompute``; ``loss_rows``: the loss in pieces, the logits of so many of a rank's tokens at a time (0:
-    all at once); ``tensors``: {pattern of a parameter name: sharding in the notation}, as a table prints it
-    ("f32[14336@tp, 4096]") or without what does not matter ("[_@tp, _]").
+    all at once); ``mlp_rows``: MLPs in pieces, the inner values of so many tokens at a time (0: all at once); ``tensors``:
+    {pattern of a parameter name: sharding in the notation}, as a table prints it ("f32[14336@tp, 4096]") or without what does
+    not matter ("[_@tp, _]").
 
     What ``Plan.to_pins`` writes (``ir.writing``): ``axes``: {axis: size} of the mesh, instead of the degrees; ``operators``:
     {name or pattern: choice}; ``values``: {name: the sharding that its readers share}; ``blocks``: {path: how its parameters
@@ -88,6 +89,7 @@ class Pins:
     micro_batch: int | None = None
     stages: int | None = None
     loss_rows: int | None = None
+    mlp_rows: int | None = None
     among: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     most: Mapping[str, int] = field(default_factory=dict)
 
@@ -104,8 +106,10 @@ class Pins:
         cuts: Any = self.stage_cuts
         if cuts is not None and not (isinstance(cuts, list | tuple) and cuts and all(isinstance(name, str) for name in cuts)):
             raise PinError(f"pin stage_cuts={cuts!r}: name the modules or operators at which stages start, in a list")
-        if self.loss_rows is not None and (type(self.loss_rows) is not int or self.loss_rows < 0):
-            raise PinError(f"pin loss_rows={self.loss_rows!r}: give the tokens whose logits are there at a time, or 0 for all")
+        for name, what in (("loss_rows", "logits"), ("mlp_rows", "inner values")):
+            rows = getattr(self, name)
+            if rows is not None and (type(rows) is not int or rows < 0):
+                raise PinError(f"pin {name}={rows!r}: give the tokens whose {what} are there at a time, or 0 for all")
         if self.schedule is not None and self.schedule not in tuple(schedules()):
             raise PinError(f"pin {unknown(self.schedule)}")
         for name, known in (("recompute", RECOMPUTE), ("attention", ATTENTION)):

@@ -24,7 +24,7 @@ from meshwright.ir.decisions import Decisions
 from meshwright.ir.decisions import GroupChoice as GroupChoice
 from meshwright.ir.decisions import Pipeline as Pipeline
 from meshwright.ir.decisions import Schedule as Schedule
-from meshwright.ir.declared.operator import PIECES
+from meshwright.ir.declared.operator import MLP, PIECES
 from meshwright.ir.pins import Pins
 from meshwright.ir.prediction import Prediction
 from meshwright.ir.quantities import bytes_text, count_text, seconds_text
@@ -62,6 +62,8 @@ class Plan(Decisions):
         lines += ["the rest".ljust(11) + _kept(group) for group in self.groups[-1:]]
         lines += [f"the loss   in pieces of {op.args[6]} tokens, made again in the backward" for op in self.graph.ops
                   if op.target == PIECES]
+        rows = dict.fromkeys(op.args[5] for op in self.graph.ops if op.target == MLP)
+        lines += [f"the MLPs   in pieces of {count} tokens, made again in the backward" for count in rows]
         lines += [f"note       {note}" for note in self.notes]
         wrapper = textwrap.TextWrapper(120, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
         return "\n".join("\n".join(wrapper.wrap(line)) for line in lines)

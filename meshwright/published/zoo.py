@@ -159,7 +159,7 @@ class System:
     def pins(self) -> Pins:
         """The published degrees (of ZeRO see ``zero_of_stages``), all logits at once."""
         pins = Pins(**{name: self.degrees[name] for name in PINNED if name in self.degrees})
-        return replace(pins, zero=zero_of_stages(pins.zero, pins.pp or 1), loss_rows=0)
+        return replace(pins, zero=zero_of_stages(pins.zero, pins.pp or 1), loss_rows=0, mlp_rows=0)
 
 
 GATHERED = 512

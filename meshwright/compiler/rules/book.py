@@ -29,7 +29,7 @@ from meshwright.ir.rule import Localize, OpRule, RuleError, Rules
 
 TABLES = (
     "pointwise", "matmul", "views", "joining", "normalization", "sequence.attention", "sequence.window", "indexing",
-    "reductions", "loss", "convolution", "factories", "random", "lowered", "custom.splits", "custom.experts",
+    "reductions", "loss", "mlp", "convolution", "factories", "random", "lowered", "custom.splits", "custom.experts",
 )
 """Modules of this folder, each with a table ``RULES`` of target -> declaration."""
 

@@ -31,6 +31,7 @@ MW_SCHEMAS: Mapping[str, str] = {
     "mw.cross_entropy": "Tensor logits, Tensor labels, ignore_index=-100, label_smoothing=0.0, offset, vocab, axes",
     "mw.linear_cross_entropy": "Tensor x, Tensor weight, Tensor? bias, Tensor labels, ignore_index=-100, label_smoothing=0.0, "
     "rows=1, offset, vocab, axes",
+    "mw.mlp": "Tensor x, Tensor weights, Tensor biases, steps, Tensor weight, rows=1",
     "mw.batch_norm": "Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, training, momentum, "
     "eps, count, axes",
     "mw.fused_linear": "Tensor x, Tensor weight, Tensor? bias, parts, transposed",

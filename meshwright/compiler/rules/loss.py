@@ -146,7 +146,7 @@ RULES: Mapping[str, Declaration] = {
     ),
     PIECES: declare(
         _linear_cross_entropy, saves=Saves.parse("0 1", extra=_tokens),
-        cost=Cost("matmul", products=_logits, space=_piece, moves=_passes, again=True),
+        cost=Cost("matmul", products=_logits, space=_piece, moves=_passes, again=_logits),
     ),
     "mw.valid_count": declare("*b -> ()", cost="reduce", saves=""),
     "aten.cross_entropy_loss.default": labelled(_class_loss, saves=PROBABILITIES),

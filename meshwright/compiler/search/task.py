@@ -18,9 +18,10 @@ from meshwright.compiler.structure.dims import DimClasses
 from meshwright.compiler.structure.measured import ModuleTimes
 from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.cost.cluster import Cluster
+from meshwright.ir.declared.operator import MLP
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph
-from meshwright.ir.pins import RECOMPUTE, Pins
+from meshwright.ir.pins import RECOMPUTE, PinError, Pins
 from meshwright.ir.plan import Plan
 from meshwright.ir.prediction import Prediction
 from meshwright.ir.rule import Rules, factors_of
@@ -61,11 +62,11 @@ class Task:
         gap: float,
     ) -> Task:
         """A task whose recomputation follows from the pins."""
-        return cls(graph, cluster, rules, pins, precision, state_bytes, gap, _kinds(pins), fixed_by(pins, graph))
+        return cls(graph, cluster, rules, pins, precision, state_bytes, gap, _kinds(pins, graph), fixed_by(pins, graph))
 
     def under(self, pins: Pins) -> Task:
         """The same under other pins."""
-        return replace(self, pins=pins, recompute=_kinds(pins))
+        return replace(self, pins=pins, recompute=_kinds(pins, self.graph))
 
     @cached_property
     def classes(self) -> DimClasses:
@@ -103,8 +104,15 @@ class Task:
         return float(sum(self.graph.values[name].bytes_ for name in dict.fromkeys(self.graph.inputs)))
 
 
-def _kinds(pins: Pins) -> tuple[str, ...]:
-    return tuple(kind for kind in RECOMPUTE if pins.allows("recompute", kind))
+def _kinds(pins: Pins, graph: Graph) -> tuple[str, ...]:
+    """Recomputations that are open. What selective recomputation keeps it knows by the dispatcher's names, products among them:
+    it would keep those of every piece of an MLP."""
+    kinds = tuple(kind for kind in RECOMPUTE if pins.allows("recompute", kind))
+    left = tuple(kind for kind in kinds if kind != "selective") if any(op.target == MLP for op in graph.ops) else kinds
+    if not left:
+        raise PinError("pin recompute='selective': MLPs in pieces make their inner values again by themselves; pin 'full' or "
+                       "'none', or mlp_rows=0")
+    return left
 
 
 @dataclass

@@ -16,6 +16,7 @@ import torch
 from meshwright.compiler.capture.rewrite import Edit, eliminate_dead_code, mark_differentiable, rewrite
 from meshwright.compiler.rules import default_rules
 from meshwright.compiler.structure.blocks import find_blocks
+from meshwright.compiler.structure.mlps import mlps_in_pieces, rows_of_mlps
 from meshwright.compiler.structure.units import find_units
 from meshwright.ir.declared.operator import PIECES, Linear
 from meshwright.ir.graph import Graph, Op, Ref
@@ -63,9 +64,10 @@ def in_pieces(graph: Graph, rows: int) -> Graph:
 
 
 def as_in(graph: Graph, other: Graph) -> Graph:
-    """The graph with its losses in pieces if those of ``other`` are."""
-    rows = rows_of(other)
-    return in_pieces(graph, rows) if rows else graph
+    """The graph with its losses and MLPs in pieces if those of ``other`` are."""
+    rows, inner = rows_of(other), rows_of_mlps(other)
+    graph = in_pieces(graph, rows) if rows else graph
+    return mlps_in_pieces(graph, inner) if inner else graph
 
 
 def _reads(graph: Graph) -> dict[str, int]:

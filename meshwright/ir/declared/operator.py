@@ -47,7 +47,7 @@ Shape = tuple[int, ...]
 KINDS_OF_WORK = ("view", "pointwise", "linear", "reduce", "norm", "gather", "copy", "matmul", "attention", "loss", "factory")
 LAYOUTS = ("", "reshape", "contiguous", "first")
 RECOMPUTE = ("allowed", "costly", "forbidden")
-PIECES = "mw.linear_cross_entropy"
+PIECES, MLP = "mw.linear_cross_entropy", "mw.mlp"
 """The loss in pieces: logits and their cross entropy, a few rows at a time."""
 SCORE_ROWS = 1024
 """Rows of which attention that no flash kernel takes forms the scores at a time."""
@@ -132,7 +132,7 @@ class Cost:
     the order of the dims; "first": as the first operand.
     ``order``: of a view that permutes dims, for every dim of the result the operand's.
     ``copies``: of a view, whether this call has its result in memory of its own all the same.
-    ``again``: whether the backward runs the products of the forward once more.
+    ``again``: the products of the forward that the backward runs once more.
     ``looked``: of attention, keys that a row sees in the mean, if not all or (causal) half of them.
     """
 
@@ -146,7 +146,7 @@ class Cost:
     copies: Callable[[Work], bool] | None = None
     looked: Bytes | None = None
     moves: Callable[[Work], tuple[float, float]] | None = None
-    again: bool = False
+    again: Products | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS_OF_WORK:

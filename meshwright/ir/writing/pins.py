@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright.ir.decisions import Decisions
-from meshwright.ir.declared.operator import PIECES
+from meshwright.ir.declared.operator import MLP, PIECES
 from meshwright.ir.pins import ROOT, Pins
 from meshwright.ir.sharding import format_sharding
 from meshwright.ir.writing.names import CanonicalNames, Kept, choice_text, kept_text, names_of
@@ -28,6 +28,8 @@ def pins_of(plan: Decisions) -> Pins:
     }
     in_pieces = [op.args[6] for op in graph.ops if op.target == PIECES]
     found |= {"loss_rows": in_pieces[0]} if in_pieces else {}
+    in_pieces = [op.args[5] for op in graph.ops if op.target == MLP]
+    found |= {"mlp_rows": in_pieces[0]} if in_pieces else {}
     if pipeline is not None:
         starts = dict(zip((block.start for block in graph.blocks), names.blocks, strict=True))
         cuts = tuple(starts.get(at, names.ops[graph.ops[at].name]) for at in pipeline.cuts[1:-1])

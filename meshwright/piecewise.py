@@ -1,0 +1,145 @@
+"""Which operators run in pieces: the loss, and the MLPs. Each is a graph of its own, for which a plan is searched.
+
+    all at once                          the rule
+    the loss in pieces                   where nothing fits, or blocks recompute and logits are many; and alone where making
+                                         them again is less of a step than a search may miss anyway, as in long sequences
+    the loss and the MLPs in pieces      where nothing fits then, and a sample has more tokens than a piece
+
+Pins settle either (``loss_rows``, ``mlp_rows``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from meshwright.compiler.search.errors import OutOfMemoryError
+from meshwright.compiler.search.search import SECONDS, best_plan, find_plan
+from meshwright.compiler.structure.mlps import ROWS as MLP_ROWS
+from meshwright.compiler.structure.mlps import many_rows, mlps_in_pieces, rows_of_mlps
+from meshwright.compiler.structure.pieces import ROWS, in_pieces, losses, rows_of
+from meshwright.cost import compute
+from meshwright.cost.catalogue import Device
+from meshwright.cost.cluster import Cluster
+from meshwright.ir.declared.operator import Work
+from meshwright.ir.declared.precision import PRECISIONS
+from meshwright.ir.graph import Graph
+from meshwright.ir.pins import RECOMPUTE, PinError, Pins
+from meshwright.ir.plan import Plan
+from meshwright.ir.rule import factors_of
+from meshwright.rules import rules_of
+
+_FEW = 0.02
+"""Logits that take less than this part of a device's memory decide nothing about recomputation."""
+Search = Callable[..., Plan]
+"""``find_plan``, or without a look at what else would fit."""
+FIRST: Search = partial(best_plan, limit=SECONDS)
+
+
+Made = Callable[[Graph, Search], Plan]
+"""Searches a graph."""
+
+
+def chosen(graph: Graph, cluster: Cluster, pins: Pins, precision: str, gap: float, made: Made) -> Plan:
+    """The plan of the graph, or of it in pieces. Raises what ``made`` does."""
+    if pins.mlp_rows and rows_of_mlps(graph) is None:
+        raise PinError(f"pin mlp_rows={pins.mlp_rows}: no linears of one value are followed by operators that work element by "
+                       "element on nothing else, then by one linear, with nobody else who reads what lies between")
+    if pins.mlp_rows is not None or not many_rows(graph):
+        return _of_losses(graph, _inner(made, pins.mlp_rows or 0), cluster, pins, precision, gap, find_plan)
+    try:
+        return _of_losses(graph, made, cluster, pins, precision, gap, FIRST)
+    except OutOfMemoryError as error:
+        rows = pins.loss_rows if pins.loss_rows is not None else ROWS if rows_of(graph) == 0 else 0
+        try:
+            return _inner(made, MLP_ROWS)(in_pieces(graph, rows) if rows else graph, find_plan)
+        except PinError:  # of an operator that is in no piece
+            raise error from None
+
+
+def _inner(made: Made, rows: int) -> Made:
+    """The same with the MLPs in pieces of so many rows, 0: all at once."""
+    return (lambda graph, search: made(mlps_in_pieces(graph, rows), search)) if rows else made
+
+
+def _of_losses(graph: Graph, made: Made, cluster: Cluster, pins: Pins, precision: str, gap: float, last: Search) -> Plan:
+    """The plan of the graph, or of it with its loss in pieces; ``last``: the search after which nothing is left to try."""
+    if pins.loss_rows is not None:
+        return made(_with_loss(graph, pins.loss_rows), last)
+    if rows_of(graph) != 0:
+        return made(graph, last)
+    pieces: Plan | None = None
+    again = _logits_again(graph, cluster.device)
+    if again <= gap:
+        with suppress(PinError):  # of an operator that is in no piece
+            pieces = made(in_pieces(graph, ROWS), last)
+        if pieces is not None and again * _ranks(pieces) <= gap:
+            return _sparing(pieces, again * _ranks(pieces), gap)
+    try:
+        whole = made(graph, FIRST)
+    except OutOfMemoryError as error:
+        try:
+            return pieces or made(in_pieces(graph, ROWS), last)
+        except PinError:  # of an operator that is in no piece
+            raise error from None
+    kinds = [kind for kind in RECOMPUTE if pins.allows("recompute", kind)]
+    recomputes = len(kinds) > 1 and any(group.recompute != RECOMPUTE[0] for group in whole.groups)
+    if pieces is None and (not recomputes or _logits_bytes(whole) < _FEW * cluster.capacity_bytes):
+        return whole
+    with suppress(OutOfMemoryError, PinError):
+        pieces = pieces or made(in_pieces(graph, ROWS), FIRST)
+        return pieces if _seconds(pieces) < _seconds(whole) else whole
+    return whole
+
+
+def _logits_again(graph: Graph, device: Device) -> float:
+    """The part of a step that a loss in pieces adds, on one device alone: the logits are made once more."""
+    operators = rules_of(graph)[0].operators
+    whole, pieces = (
+        sum(sum(compute.seconds(operators[op.target], Work.of(op, one), device, fused))
+            for op, fused in zip(one.ops, compute.fusion(one, operators), strict=True))
+        for one in (graph, in_pieces(graph, ROWS))
+    )
+    return pieces / whole - 1.0
+
+
+def _ranks(plan: Plan) -> int:
+    """Of its pipeline, on one of which the logits are made."""
+    return plan.pipeline.degree if plan.pipeline else 1
+
+
+def _sparing(plan: Plan, part: float, gap: float) -> Plan:
+    """A plan in pieces, certified by a search that did not look at all logits at once: these spare so much at most."""
+    proof = plan.certificate
+    assert proof is not None
+    bound = (1.0 - part) * proof.bound_seconds
+    status = "gap" if proof.status == "optimal" and 1.0 - bound / proof.objective_seconds > gap else proof.status
+    said = f"all logits at once spare no more than the product that makes them again, {part:.1%} of a step"
+    return replace(plan, certificate=replace(proof, bound_seconds=bound, status=status, assumes=(*proof.assumes, said)))
+
+
+def _logits_bytes(plan: Plan) -> float:
+    """Of the logits on a device that a loss in pieces would not hold, in fp32 with their gradient and as they are made."""
+    found, names = 0.0, losses(plan.graph)
+    for op in (op for op in plan.graph.ops if op.name in names):
+        split = [axis for axis, factor in plan.assignments.get(op.name, {}).items() if factors_of(factor)]
+        parts = plan.mesh.size(split) * (plan.schedule.microbatches if op.name in plan.schedule.time else 1)
+        found += plan.graph.values[op.inputs[0]].numel / parts * (4 + 4 + PRECISIONS[plan.precision].itemsize)
+    return found
+
+
+def _seconds(plan: Plan) -> float:
+    return math.inf if plan.predicted is None else plan.predicted.step_seconds
+
+
+def _with_loss(graph: Graph, rows: int) -> Graph:
+    """The graph with its loss as pinned. Raises PinError where it cannot be."""
+    known = rows_of(graph)
+    if known is None and rows:
+        raise PinError(f"pin loss_rows={rows}: no linear makes logits that a mean or sum of cross entropies over class indices "
+                       "alone reads; if the model returns the logits beside the loss, give loss_fn=mw.loss_alone, or pin "
+                       "loss_rows=0")
+    return in_pieces(graph, rows) if rows else graph
