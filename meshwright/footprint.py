@@ -77,7 +77,7 @@ class Footprints:
             self._lowered = plan, rank_program(plan, self.rules, 0, passes)
         recompute = {group.path: group.recompute for group in plan.groups}
         program = self._lowered[1]
-        segments = (s if s.prologue else replace(s, recompute=recompute[s.path]) for s in program.segments)
+        segments = (replace(s, recompute=recompute[s.path]) if s.repeated else s for s in program.segments)
         return replace(program, segments=tuple(segments))
 
 

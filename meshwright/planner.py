@@ -111,7 +111,8 @@ def _made(
     return replace(
         _with_interval(plan, cluster), optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes",
         devices=described(cluster),
-        notes=(*notes, *_imbalance(plan), *idle_pins(plan, pins.by_degrees()), *plan.notes), registered=registered_of(graph),
+        notes=(*notes, *_imbalance(plan), *_of_whole_batch(plan), *idle_pins(plan, pins.by_degrees()), *plan.notes),
+        registered=registered_of(graph),
         certificate=replace(plan.certificate, planning_seconds=dict(timing.phases)),
     )
 
@@ -290,6 +291,20 @@ def _imbalance(plan: Plan) -> tuple[str, ...]:
     assumed = sorted({experts.imbalance for experts in split})
     return tuple(f"experts are split: the fullest device is taken to get {one:g} times the mean of the rows (expert_imbalance)"
                  for one in assumed)
+
+
+def _of_whole_batch(plan: Plan) -> tuple[str, ...]:
+    """What is made of all micro-batches, and what that takes."""
+    schedule = plan.schedule
+    late = [op for op in plan.graph.ops if op.name in schedule.epilogue]
+    if not late:
+        return ()
+    first = f"{late[0].target} ({late[0].source})" if late[0].source else late[0].target
+    found = f"{first} and what follows from it are of the whole batch: they run once a step, behind the micro-batches"
+    if not schedule.ahead:
+        return (found,)
+    return (f"{found}; what their gradients depend on is made before, by one more forward of {len(schedule.ahead)} of "
+            f"{len(plan.graph.ops)} operators over all micro-batches (microbatches=1 needs none)",)
 
 
 def check_experts(pins: Pins, task: Task) -> None:

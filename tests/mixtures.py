@@ -190,6 +190,8 @@ MAKERS: Mapping[str, Callable[..., nn.Module]] = {
     "mixtral balanced": lambda **more: mixtral(
         num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=0.5, **more
     ),
+    "qwen2 masked": lambda **more: qwen2(output_router_logits=True, router_aux_loss_coef=0.5, **more),
+    "qwen3 balanced": lambda **more: qwen3(output_router_logits=True, router_aux_loss_coef=0.5, **more),
     "mixtral skewed": lambda **more: skewed(mixtral(**more)), "deepseek skewed": lambda **more: skewed(deepseek(**more)),
     "mixtral of four layers": lambda **more: mixtral(num_hidden_layers=4, **more), "loop": Looped,
     "einsum": lambda: Gshard(lambda: Dispatched(16, 8, 2)), "matmul": lambda: Gshard(lambda: Multiplied(16, 8, 2)),
@@ -199,10 +201,11 @@ MAKERS: Mapping[str, Callable[..., nn.Module]] = {
 
 
 def make(name: str, seed: int = 0, **more: Any) -> Case:
-    """The named mixture and a batch; some labels count for nothing."""
+    """The named mixture and a batch; some labels count for nothing. Of a masked one rows are of uneven lengths."""
     torch.manual_seed(seed)
     model = MAKERS[name](**more)
     ids = torch.randint(1, VOCAB, (BATCH, LENGTH))
     labels = torch.where(torch.rand(ids.shape) < 0.2, -100, ids)
-    return model.train(), {"input_ids": ids, "labels": labels}
+    mask = (torch.arange(LENGTH) < torch.randint(1, LENGTH + 1, (BATCH, 1))).long()
+    return model.train(), {"input_ids": ids, "labels": labels, **({"attention_mask": mask} if "masked" in name else {})}
 

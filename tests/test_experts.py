@@ -134,8 +134,8 @@ def test_pins_that_cannot_be_are_refused() -> None:
         with pytest.raises(PinError, match=says):
             make_plan(graph, cluster, Pins(**pins))
     balanced = captured(*make("mixtral balanced"))
-    with pytest.raises(PlanError, match=r"modeling_mixtral.*needs the whole batch at once.*several times before optimizer"):
-        make_plan(balanced, cluster, Pins(dp=4, ep=2, microbatches=2))
+    with pytest.raises(PlanError, match=r"modeling_mixtral.*needs the whole batch at once.*several times before optim.*pp=1"):
+        make_plan(balanced, cluster, Pins(dp=2, pp=2, microbatches=2))
     with pytest.raises(PinError, match="has no experts"):
         make_plan(captured(*dense("llama")), cluster, Pins(dp=4, ep=2))
 
@@ -253,7 +253,9 @@ PAIRS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "mixtral skewed": (
         {"dp": 2, "ep": 2, "zero": 2, "microbatches": 2}, {"dp": 2, "ep": 2, "zero": 3, "recompute": "full", **ONCE_A_RANK},
     ),
-    "mixtral balanced": ({"dp": 2, "ep": 2, "zero": 0},),
+    "mixtral balanced": (
+        {"dp": 2, "ep": 2, "zero": 0}, {"dp": 2, "ep": 2, "zero": 3, "microbatches": 4, "recompute": "full"},
+    ),
     "qwen2": ({"dp": 2, "ep": 2, "zero": 3}, {"dp": 1, "tp": 2}, {"dp": 1, "cp": 2, "ep": 2, "zero": 3, "recompute": "full"}),
     "deepseek skewed": ({"dp": 2, "ep": 2, "zero": 1, "recompute": "full", "microbatches": 2},),
     "gpt_oss": ({"dp": 2, "ep": 2, "zero": 2}, {"dp": 1, "tp": 2}),
@@ -273,6 +275,10 @@ FOURS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     ),
     "qwen3": (
         {"dp": 4, "ep": 4, "zero": 2}, {"dp": 4, "ep": 2, "shard": 2, "zero": 3}, {"dp": 4, "ep": 4, "zero": 2, **ONCE_A_NODE},
+    ),
+    "qwen2 masked": ({"dp": 2, "ep": 2, "tp": 2, "zero": 1, "microbatches": 2}, {"dp": 4, "zero": 2, "microbatches": 2}),
+    "qwen3 balanced": (
+        {"dp": 4, "ep": 4, "zero": 3, "microbatches": 2}, {"dp": 2, "ep": 2, "cp": 2, "zero": 1, "microbatches": 4},
     ),
     "deepseek": (
         {"pp": 2, "dp": 2, "ep": 2, "microbatches": 2, "schedule": "1f1b", "zero": 1}, {"dp": 2, "ep": 2, "cp": 2, "zero": 1},

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,12 +13,19 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
+import meshwright as mw
 from meshwright.api import autoparallel
 from meshwright.compiler.structure.microbatch import split_counts, split_time
+from meshwright.errors import VerifyError
 from meshwright.ir.graph import FILL, Graph
-from meshwright.ir.plan import PlanError, Schedule
+from meshwright.ir.plan import Plan, PlanError, Schedule
+from meshwright.ir.writing.plans import plan_text
+from meshwright.passes import rank_program
+from meshwright.passes.verify import verify
 from meshwright.planner import capture_model, rules_of
+from meshwright.programs import checked_program
 from tests.equality import differences
 
 
@@ -106,3 +116,124 @@ def _carried(rank: int) -> list[str]:
 
 def test_a_fill_that_a_later_stage_reads(pool: Callable[[int], Any]) -> None:
     assert pool(2).run(_carried) == [[], []]
+
+
+OPERATORS: Sequence[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = (
+    lambda a, b: a * b, lambda a, b: a + b, lambda a, b: a - 2 * b, lambda a, b: a / (b * b + 1), lambda a, b: a.detach() * b,
+    lambda a, b: torch.log1p(a * a) + b, lambda a, b: torch.sqrt(a * a + 0.1), lambda a, b: torch.where(a > b, a, b * b),
+)
+"""Of two values; some are linear in one, in both or in none."""
+
+
+class Drawn(nn.Module):
+    """A loss drawn from a seed: sums over the batch and what is made of them, in no particular form."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed, self.inside, self.out = seed, nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        draw, y = random.Random(self.seed), self.out(torch.tanh(self.inside(x)))
+        columns = [y[:, 0], y[:, 1] * x[:, 0], y[:, 2] ** 2]
+        sums = [draw.choice((torch.sum, torch.mean, torch.std))(column) for column in columns]
+        sums.append((y > 0).float().mean())
+        for _ in range(5):
+            sums.append(draw.choice(OPERATORS)(draw.choice(sums), draw.choice(sums)))
+        return {"loss": sum(sums[4:], start=sums[0]), "of the batch": sums[-1], "rows": y}
+
+
+def _drawn(rank: int, seeds: Sequence[int]) -> list[str]:
+    found = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        model, batch = Drawn(seed), {"x": torch.randn(8, 6)}
+
+        def build(model: nn.Module = model, batch: dict[str, torch.Tensor] = batch) -> nn.Module:
+            pins = {"dp": 2, "tp": 1, "pp": 1, "microbatches": 4, "recompute": "none"}
+            return autoparallel(model, init_device_mesh("cpu", (2,)), ((), batch), pins=pins, progress=False)
+
+        found += differences(rank, model, batch, {f"seed {seed}": build})
+        if not seed:
+            with torch.no_grad():
+                single, parallel = model.eval()(**batch), build().eval()(**batch)
+            whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in parallel.items()}
+            found += [f"outputs: {name}" for name in single if not torch.allclose(single[name], whole[name], rtol=1e-4)]
+    return found
+
+
+def test_any_loss_of_the_whole_batch(pool: Callable[[int], Any]) -> None:
+    """Gradients are those of one process whichever operators stand between sums over the batch and the loss."""
+    assert pool(2).run(_drawn, range(5)) == [[], []]
+
+
+class Apart(nn.Module):
+    """A mean over samples, beside one that is squared and a norm of a weight."""
+
+    def __init__(self, squared: bool, norm: bool) -> None:
+        super().__init__()
+        self.squared, self.norm, self.inside, self.out = squared, norm, nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inside(x)
+        loss = nn.functional.mse_loss(self.out(torch.relu(y)), x[:, :1])
+        loss = loss + y.mean() ** 2 if self.squared else loss
+        return loss + 0.1 * (self.out.weight**2).sum() if self.norm else loss
+
+
+@pytest.mark.parametrize(("squared", "norm", "again"), [(False, True, 0), (True, False, 2), (True, True, 2), (False, False, 0)])
+def test_only_what_gradients_depend_on_runs_ahead(squared: bool, norm: bool, again: int) -> None:
+    """Nothing for a sum that is only added to others; for a squared one what makes it, not the rest of the forward."""
+    graph = capture_model(Apart(squared, norm), (torch.randn(8, 8),), {}, (), None, "fp32")
+    schedule = split_time(graph, dict(rules_of(graph)[0]), 2, {"x": 0})
+    assert bool(schedule.epilogue) == (squared or norm)
+    assert len(schedule.ahead) == again
+    assert schedule.epilogue.isdisjoint(schedule.time)
+    if schedule.epilogue:
+        with pytest.raises(PlanError, match=r"needs the whole batch at once.*pp=1"):
+            split_time(graph, dict(rules_of(graph)[0]), 2, {"x": 0}, staged=True)
+
+
+def test_what_runs_ahead_is_priced_and_said() -> None:
+    def planned(squared: bool, count: int) -> Plan:
+        pins = {"dp": 2, "tp": 1, "pp": 1, "zero": 1, "microbatches": count, "recompute": "none"}
+        return mw.plan(Apart(squared, True), "h100:1x2", (torch.randn(4096, 8),), pins=pins, progress=False)
+
+    plans = {(squared, count): planned(squared, count) for squared in (False, True) for count in (1, 2)}
+    again = {key: plan.predicted.recomputation_seconds for key, plan in plans.items() if plan.predicted is not None}
+    assert again[False, 1] == again[True, 1] == again[False, 2] == 0.0 < again[True, 2]
+    assert any("one more forward of 2 of" in note for note in plans[True, 2].notes)
+    assert any("run once a step" in note for note in plans[False, 2].notes)
+
+
+def test_an_epilogue_is_read_from_a_file_as_it_was_written() -> None:
+    pins = {"tp": 1, "pp": 1, "microbatches": 2}
+    plan = mw.plan(Apart(True, True), "cpu:1x2", (torch.randn(8, 8),), pins=pins, progress=False)
+    data = json.loads(plan_text(plan))
+    read = Plan.from_dict(data)
+    assert plan_text(read) == plan_text(plan)
+    assert (len(read.schedule.epilogue), len(read.schedule.ahead)) == (len(plan.schedule.epilogue), len(plan.schedule.ahead))
+    checked_program(read, 1)
+    data["decisions"]["ahead"] = []
+    with pytest.raises(PlanError, match=r"damaged: schedule\.ahead"):
+        checked_program(Plan.from_dict(data), 0)
+    data["decisions"]["ahead"] = ["none such"]
+    with pytest.raises(PlanError, match="damaged"):
+        Plan.from_dict(data)
+
+
+@pytest.mark.parametrize("change", ["known late", "summed otherwise", "read at once"])
+def test_a_program_whose_epilogue_is_wrong_is_refused(change: str) -> None:
+    pins = {"dp": 2, "microbatches": 2, "pp": 1}
+    plan = mw.plan(Apart(True, False), "cpu:1x2", (torch.randn(8, 8),), pins=pins, progress=False)
+    rules, _ = rules_of(plan.graph)
+    program = rank_program(plan, rules, 0)
+    verify(program, plan.graph, rules)
+    collected = program.collected
+    if change == "known late":
+        collected = tuple(replace(one, ahead=False) for one in collected)
+    elif change == "summed otherwise":
+        collected = tuple(replace(one, time=None) for one in collected)
+    else:
+        collected = tuple(replace(one, value=program.inputs[0].name) for one in collected)
+    with pytest.raises(VerifyError):
+        verify(replace(program, collected=collected), plan.graph, rules)

@@ -21,6 +21,10 @@ TIME = "mb"
 """The micro-batch axis: splitting the batch over it is gradient accumulation. Not an axis of the device mesh."""
 
 
+ONCE_AND_AGAIN = ("epilogue", "ahead")
+"""Fields of a schedule that few plans have: sets of operators, left out of files where they are empty."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupChoice:
     """How the parameters of one block (``path``; "" is everything outside the blocks) are kept.
@@ -45,13 +49,24 @@ class Schedule:
     """Micro-batches and what they mean for the graph.
 
     ``time``: for every operator that a micro-batch touches the factor the time axis splits, or "+k"; ``prologue``: operators
-    that run once per step on the whole batch; ``reductions``: prologue values that replace a per-micro-batch value (the count
-    of valid labels): {value: replacement}.
+    that run once a step on the whole batch, before the micro-batches; ``epilogue``: those that run once a step behind them, on
+    sums over them or on what they made, joined; ``ahead``: operators of the micro-batches that run once more before them all,
+    without gradients, for what the gradients of the epilogue depend on.
     """
 
     microbatches: int = 1
     time: Mapping[str, str] = field(default_factory=dict)
     prologue: frozenset[str] = frozenset()
+    epilogue: frozenset[str] = frozenset()
+    ahead: frozenset[str] = frozenset()
+
+    def once(self, op: str) -> bool:
+        """Whether an operator runs once a step, not in every micro-batch."""
+        return op in self.prologue or op in self.epilogue
+
+    def times(self, op: str) -> int:
+        """How often a step an operator runs forward and backward."""
+        return 1 if self.once(op) else self.microbatches
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,10 @@ dim; segments marked ``prologue`` run once per step on the whole local batch, be
 every micro-batch needs of the whole batch, such as the count of valid labels) and take no gradient; the others run once
 per micro-batch. An output over the micro-batches is summed, joined along a dim, or taken from the last one.
 
+Segments marked ``epilogue`` run once per step behind the micro-batches, on what is ``collected`` of all of them: a loss that is
+no sum over micro-batches is made there. The gradient of the loss in what is collected is what every micro-batch goes back from.
+Where it depends on collected values, the micro-batches run once before, without gradients, up to these (``Collected.ahead``).
+
 With a pipeline the program of a rank has the segments of its stages only, each stage an environment of its own: what it reads
 of earlier stages enters with ``Stages.crossing``, and leaves for the next stage likewise. The prologue has what the rank's
 stages need, made from the inputs on every rank, never sent.
@@ -17,14 +21,14 @@ stages need, made from the inputs on every rank, never sent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from meshwright.ir.declared.operator import Operators
-from meshwright.ir.graph import Graph, Value
+from meshwright.ir.graph import Graph, Op, Ref, Value
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedules import Table
 from meshwright.ir.sharding import Sharding
@@ -78,7 +82,8 @@ class Stored:
 class Segment:
     """A part of the program. ``graph.inputs``: values it reads from the environment; ``graph.params``: the stored values it
     reads, by value name; ``graph.outputs``: what it adds to the environment. ``zero``: 0 (replicas), 1, 2 or 3;
-    ``recompute``: "none" | "selective" | "full"; ``stage``: pipeline stage."""
+    ``recompute``: "none" | "selective" | "full"; ``stage``: pipeline stage; ``prologue``, ``epilogue``: run once a step, before
+    the micro-batches or behind them."""
 
     path: str
     graph: Graph
@@ -86,6 +91,55 @@ class Segment:
     zero: int = 0
     recompute: str = "none"
     stage: int = 0
+    epilogue: bool = False
+
+    @property
+    def repeated(self) -> bool:
+        """Whether every micro-batch runs it."""
+        return not (self.prologue or self.epilogue)
+
+    def towards(self, wanted: Collection[str]) -> Segment | None:
+        """What of it makes the ``wanted`` values; None if nothing does."""
+        needed, ops = set(wanted), list[Op]()
+        for op in reversed(self.graph.ops):
+            if not needed.isdisjoint(op.outputs):
+                ops.append(op)
+                needed.update(op.inputs)
+        if not ops:
+            return None
+        graph = self.graph
+        read, made = {name for op in ops for name in op.inputs}, {name for op in ops for name in op.outputs}
+        return replace(self, graph=replace(
+            graph, ops=tuple(ops[::-1]),
+            output_tree=tuple(Ref(name) for name in graph.outputs if name in needed and name in made),
+            inputs=tuple(name for name in graph.inputs if name in read),
+            params=tuple(param for param in graph.params if param.value in read),
+            values={name: value for name, value in graph.values.items() if name in read or name in made},
+        ))
+
+
+def towards(segments: Iterable[Segment], wanted: Collection[str]) -> list[Segment]:
+    """What of some segments in order makes the ``wanted`` values."""
+    found, needed = list[Segment](), set(wanted)
+    for segment in reversed(list(segments)):
+        if (part := segment.towards(needed)) is not None:
+            found.append(part)
+            needed.update(part.graph.inputs, (param.value for param in part.graph.params))
+    return found[::-1]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What the epilogue reads of all micro-batches: ``whole`` is its name there.
+
+    ``time``: how it is put together, as in ``Port``. ``ahead``: whether the gradients of the epilogue depend on it, so that it
+    must be known before any micro-batch goes back.
+    """
+
+    value: str
+    whole: str
+    time: int | str | None
+    ahead: bool
 
 
 @dataclass(frozen=True)
@@ -161,6 +215,7 @@ class Program:
     dtype parameters are cast to when gathered or read (bf16), gradients being reduced in fp32. ``stages``: of a
     program cut into pipeline stages (``outputs`` then lists those of all stages). ``changes``, ``classes``: as in ``Graph``.
     ``bounds``: what is checked of the inputs. ``again``: values that stages make again instead of being sent them.
+    ``collected``: what the epilogue reads of the micro-batches.
     """
 
     mesh: Mesh
@@ -183,3 +238,4 @@ class Program:
     classes: Mapping[str, type] = field(default_factory=dict)
     bounds: InputRanges | None = None
     again: frozenset[str] = frozenset()
+    collected: tuple[Collected, ...] = ()

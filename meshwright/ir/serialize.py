@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from meshwright.errors import PlanError
-from meshwright.ir.decisions import Decisions
+from meshwright.ir.decisions import ONCE_AND_AGAIN, Decisions
 from meshwright.ir.declared.experts import IMBALANCE, Experts
 from meshwright.ir.gradients.custom import CustomFunction
 from meshwright.ir.graph import Graph, Ref, map_refs
@@ -75,6 +75,7 @@ def _decisions(plan: Decisions) -> dict[str, Any]:
         "schedule": {
             "microbatches": plan.schedule.microbatches, "time": dict(plan.schedule.time),
             "prologue": sorted(plan.schedule.prologue),
+            **{name: sorted(ops) for name in ONCE_AND_AGAIN if (ops := getattr(plan.schedule, name))},
         },
         "pipeline": None if plan.pipeline is None else _listed(plan.pipeline),
         "assignments": {name: dict(assignment) for name, assignment in plan.assignments.items() if assignment},
@@ -139,6 +140,7 @@ def program_to_dict(program: Program) -> dict[str, Any]:
         graph = one.graph
         return {
             "path": one.path, "prologue": one.prologue, "zero": one.zero, "recompute": one.recompute, "stage": one.stage,
+            **({"epilogue": True} if one.epilogue else {}),
             "inputs": list(graph.inputs), "params": [param.value for param in graph.params], "outputs": list(graph.outputs),
             "ops": [[op.target, packed(op.args), packed({key: _of_all(key, value) for key, value in op.kwargs}),
                      [str(graph.values[name]) for name in op.outputs]] for op in graph.ops],
@@ -155,6 +157,7 @@ def program_to_dict(program: Program) -> dict[str, Any]:
             for one in program.stored
         ],
         "segments": [segment(one) for one in program.segments],
+        **({"collected": [_listed(one) for one in program.collected]} if program.collected else {}),
     }
 
 

@@ -4,7 +4,8 @@ Walk the graph in order. For every operator the rule and the plan's assignment s
 (``rule.place``); a value that is not so yet is resharded by the steps of ``reshard`` - the same steps that were priced -
 first to the sharding its readers share (``plan.copies``), then to what this reader needs, each form once per segment. The
 call is then localized by its rule. Runs of operators of one block (and of one pipeline stage) become a segment, what lies
-between them root segments; operators of the prologue come first, in a segment of their own.
+between them root segments; operators of the prologue come first, in a segment of their own, those of the epilogue last, which
+read what micro-batches made under names of its own: there it is whole.
 
 A parameter enters a segment in its tensor placement, read differently (``~``) over the group's data axes: FSDP2 gathers it
 and sums its gradient. Over another axis over which all its readers want ``~`` the runtime sums it too, if it is small (a norm
@@ -22,16 +23,18 @@ import torch
 
 from meshwright.ir.declared.again import made_again
 from meshwright.ir.declared.precision import PRECISIONS
+from meshwright.ir.gradients.ahead import grounds, run_ahead
 from meshwright.ir.graph import Graph, Op, Param, Ref, Value, map_refs, refs
 from meshwright.ir.mesh import ROUTED, Mesh, role_of
 from meshwright.ir.plan import TIME, Plan, PlanError
-from meshwright.ir.program import JOINED, SEED, SEEDS, Port, Program, Segment, Stored
+from meshwright.ir.program import JOINED, SEED, SEEDS, Collected, Port, Program, Segment, Stored
 from meshwright.ir.reshard import ReshardStep, reshard
 from meshwright.ir.rule import Local, Placed, Rules, place
 from meshwright.ir.sharding import Sharding, shared_split
 from meshwright.ir.writing.names import names_of
 from meshwright.passes.bounds import find_bounds
 
+EPILOGUE = -3
 PROLOGUE = -2
 ROOT = -1
 
@@ -69,7 +72,15 @@ class _Lowering:
         self.time_dim: dict[str, int | str | None] = {}
         self.home: dict[str, _Draft] = {}
         self.drafts: list[_Draft] = []
-        self.prologue = _Draft(PROLOGUE)
+        self.prologue, self.epilogue = _Draft(PROLOGUE), _Draft(EPILOGUE)
+        schedule = plan.schedule
+        self.grounds = grounds(self.graph, rules, schedule.epilogue, schedule.prologue)
+        if run_ahead(self.graph, rules, schedule.epilogue, schedule.prologue) != schedule.ahead:
+            raise PlanError("the plan is damaged: schedule.ahead: these are not the operators on which the gradients of its "
+                            "epilogue depend")
+        if schedule.epilogue and plan.pipeline is not None:
+            raise PlanError("the plan has a pipeline and an epilogue of its micro-batches, which stages do not run; plan again")
+        self.collected: dict[str, Collected] = {}
         self.cuts: dict[str, int] = {}
         self.cut_names: dict[tuple[str, Sharding, int], str] = {}
         self.owner, self.called = _owners(plan), names_of(plan.graph).ops
@@ -86,9 +97,9 @@ class _Lowering:
         outputs = self._outputs()
         mutations = tuple((old, self._mutation(old, new)) for old, new in self.graph.mutations)
         in_order = sorted(self.drafts, key=lambda draft: draft.stage)  # what completes a stage's outputs was drafted last
-        drafts = [draft for draft in (self.prologue, *in_order) if draft.ops]
+        drafts = [draft for draft in (self.prologue, *in_order, self.epilogue) if draft.ops]
         leaving = {port.name for port in outputs} | {new for _, new in mutations}
-        readers: dict[str, set[int]] = {name: {-1} for name in leaving}
+        readers: dict[str, set[int]] = {name: {-1} for name in leaving | {one.value for one in self.collected.values()}}
         for number, draft in enumerate(drafts):
             for op in draft.ops:
                 for name in op.inputs:
@@ -107,6 +118,7 @@ class _Lowering:
             constants=self.graph.constants, compute_dtype=dtype, signature=self.graph.signature,
             changes=self.graph.changes, classes=self.graph.classes, bounds=find_bounds(self.graph),
             again=made_again(self.graph, self.rules.operators) if self.plan.pipeline is not None else frozenset(),
+            collected=tuple(self.collected.values()),
         )
 
     # what enters
@@ -159,6 +171,8 @@ class _Lowering:
     def _draft(self, index: int, op: Op) -> _Draft:
         if op.name in self.plan.schedule.prologue:
             return self.prologue
+        if op.name in self.plan.schedule.epilogue:
+            return self.epilogue
         block = next((i for i, b in enumerate(self.graph.blocks) if b.start <= index < b.stop), ROOT)
         stage = 0 if self.plan.pipeline is None else self.plan.pipeline.stage_of(index)
         if not self.drafts or (self.drafts[-1].block, self.drafts[-1].stage) != (block, stage):
@@ -228,13 +242,13 @@ class _Lowering:
 
     def _form(self, name: str, need: Sharding, draft: _Draft) -> str:
         if name not in draft.forms:
-            draft.forms[name] = {self.produced[name]: name}
+            draft.forms[name] = {self.produced[name]: self._collect(name) if draft is self.epilogue else name}
         forms = draft.forms[name]
         if need in forms:
             return forms[need]
         shared = self.plan.copies.get(name)
         if shared is not None and shared not in forms and need != self.produced[name]:
-            forms[shared] = self._steps(name, self.produced[name], shared, draft)
+            forms[shared] = self._steps(forms[self.produced[name]], self.produced[name], shared, draft)
             if need in forms:
                 return forms[need]
         source = shared if shared is not None and _reachable(shared, need) else self.produced[name]
@@ -260,6 +274,18 @@ class _Lowering:
             self.cuts[piece] = dim
             self.cut_names[key] = piece
         return self.cut_names[key]
+
+    def _collect(self, name: str) -> str:
+        """What micro-batches make as the epilogue reads it: its name there."""
+        time, whole, count = self.time_dim[name], self.graph.values[name].shape, self.plan.schedule.microbatches
+        shape = self.values[name].shape
+        if isinstance(time, int):
+            shape = (*shape[:time], shape[time] * count, *shape[time + 1 :])
+        fresh = self._fresh(name)
+        self.origin[fresh], self.whole[fresh] = name, whole
+        self.values[fresh] = replace(self.values[name], name=fresh, shape=shape)
+        self.collected[name] = Collected(name, fresh, time, name in self.grounds)
+        return fresh
 
     def _stored_operand(self, name: str, need: Sharding, draft: _Draft) -> str:
         forms = draft.forms.setdefault(name, {self.produced[name]: name})
@@ -345,7 +371,7 @@ class _Lowering:
                 local = self._stored_operand(name, sharding, self._last(0))
             else:
                 home = self.home[name]
-                draft = home if home is self.prologue else self._last(home.stage)
+                draft = home if home is self.prologue or home is self.epilogue else self._last(home.stage)
                 alike, source = self._alike(self._form(name, self.produced[name], draft), self.produced[name], sharding, draft)
                 local = self._form(name, sharding, draft) if alike == name else self._steps(alike, source, sharding, draft)
             if name in self.graph.inputs and local == name:
@@ -384,9 +410,9 @@ class _Lowering:
         )
         graph.verify()
         path = self.graph.blocks[draft.block].path if draft.block >= 0 else ""
-        recompute = "none" if draft.block == PROLOGUE else group.recompute
+        recompute = "none" if draft.block in (PROLOGUE, EPILOGUE) else group.recompute
         zero = 2 if group.zero == 3 and group.keep else group.zero  # kept over the micro-batches, it runs as ZeRO-2 does
-        return Segment(path, graph, draft.block == PROLOGUE, zero, recompute, draft.stage)
+        return Segment(path, graph, draft.block == PROLOGUE, zero, recompute, draft.stage, draft.block == EPILOGUE)
 
     def _owned_by(self, name: str, draft: _Draft) -> bool:
         owner = self.owner[name]
@@ -406,7 +432,7 @@ def _owners(plan: Plan) -> dict[str, int]:
     stored = {param.value for param in graph.params}
     for index, op in enumerate(graph.ops):
         block = next((i for i, b in enumerate(graph.blocks) if b.start <= index < b.stop), root)
-        if op.name in plan.schedule.prologue:
+        if op.name in plan.schedule.prologue | plan.schedule.epilogue:
             block = root
         for name in op.inputs:
             if name in stored:

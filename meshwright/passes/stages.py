@@ -21,10 +21,10 @@ from functools import cached_property
 
 import torch
 
-from meshwright.ir.graph import Ref, Value, refs
+from meshwright.ir.graph import Value, refs
 from meshwright.ir.mesh import PP
 from meshwright.ir.plan import Pipeline, PlanError
-from meshwright.ir.program import DEPENDENCY, SEED, Program, Segment, Stages
+from meshwright.ir.program import DEPENDENCY, SEED, Program, Segment, Stages, towards
 
 
 def cut_stages(program: Program, pipeline: Pipeline | None) -> Program:
@@ -67,7 +67,7 @@ class _Cut:
         mine = [item for item in stored if rank in item.holders]
         needed = self._needed(rank, {item.value for item in mine})
         own = (s for s in (*self.again, *self.main) if self.pipeline.stage_rank[s.stage] == rank)
-        segments = (*_pruned(self.prologue, needed), *own)
+        segments = (*towards(self.prologue, needed), *own)
         kept, renewed = {item.value for item in mine}, {new for _, new in program.mutations}
         result = replace(
             program, segments=segments, stored=tuple(mine),
@@ -85,7 +85,7 @@ class _Cut:
     def _made_again(self, stage: int) -> list[Segment]:
         """What a stage runs of earlier ones' segments, to make what it would be sent."""
         wanted = {name for name in self.reads[stage] & self.program.again if self.made.get(name, stage) < stage}
-        found = [replace(segment, stage=stage) for segment in _pruned((s for s in self.main if s.stage < stage), wanted)]
+        found = [replace(segment, stage=stage) for segment in towards((s for s in self.main if s.stage < stage), wanted)]
         made = {name for segment in found for name in segment.graph.outputs}
         self.reads[stage] |= {name for segment in found for name in _reads(segment)}
         self.reads[stage] -= made
@@ -144,35 +144,12 @@ class _Cut:
 
     def _read_by(self, rank: int, held: set[str]) -> set[str]:
         needed = self._needed(rank, held)
-        found = needed | {name for segment in _pruned(self.prologue, needed) for name in _reads(segment)}
+        found = needed | {name for segment in towards(self.prologue, needed) for name in _reads(segment)}
         return found & self.stored
 
 
 def _reads(segment: Segment) -> set[str]:
     return {*segment.graph.inputs, *(param.value for param in segment.graph.params)} - {SEED}
-
-
-def _pruned(segments: Iterable[Segment], needed: set[str]) -> list[Segment]:
-    """The prologue without what nobody needs."""
-    found: list[Segment] = []
-    wanted = set(needed)
-    for segment in reversed(list(segments)):
-        graph, ops = segment.graph, []
-        for op in reversed(graph.ops):
-            if wanted & set(op.outputs):
-                ops.append(op)
-                wanted |= set(op.inputs)
-        if not ops:
-            continue
-        read = {name for op in ops for name in op.inputs}
-        made = {name for op in ops for name in op.outputs}
-        outputs = tuple(Ref(name) for name in graph.outputs if name in wanted and name in made)
-        found.append(replace(segment, graph=replace(
-            graph, ops=tuple(ops[::-1]), output_tree=outputs, inputs=tuple(name for name in graph.inputs if name in read),
-            params=tuple(param for param in graph.params if param.value in read),
-            values={name: value for name, value in graph.values.items() if name in read or name in made},
-        )))
-    return found[::-1]
 
 
 def _check(program: Program) -> None:

@@ -65,8 +65,18 @@ class _Checker:
         self.cuts = dict(self.program.cuts)
         self._enter()
         for segment in self.program.segments:
+            if segment.epilogue:
+                self._collect(segment)
             self._segment(segment)
         self._leave()
+
+    def _collect(self, segment: Segment) -> None:
+        """What micro-batches made is to the epilogue what it was to them, but for its shape."""
+        for one in self.program.collected:
+            if one.whole in segment.graph.values and one.value in self.env:
+                made = self.env[one.value]
+                value = replace(segment.graph.values[one.whole], differentiable=made.requires_grad)
+                self.env[one.whole] = self._typed(value, spmd.get_local_type(made))
 
     # what enters and leaves
 

@@ -6,7 +6,10 @@ Walk the segments in order with an environment {local name: the graph value it i
     mw.*        collectives are functions on shardings, each legal on some only (``passes.communication``)
     others      the operator of the graph with that name: its rule and what its operands *are* say which factor each axis
                 splits (``passes.infer``), hence what the results are; local shapes and rewritten literals must agree
-    leaves      outputs as their ports say, the loss complete (a sum over the micro-batches), new buffers as the old
+    collected   what micro-batches made is whole to the epilogue if its rows are those of the batch, in their order; that on
+                which gradients of the epilogue depend is known ahead
+    leaves      outputs as their ports say, the loss complete (a sum over the micro-batches, or made of all of them in the
+                epilogue), new buffers as the old
 
 The gradients need no walk of their own: they are the duals of these shardings (``Sharding.gradient``), and right if every
 operand of an operator has the mark that ``rule.place`` demands. That each autograd pair in turn does what its sharding says is
@@ -21,10 +24,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from meshwright.errors import VerifyError
 from meshwright.ir.declared.operator import Linear
+from meshwright.ir.gradients.ahead import grounds
 from meshwright.ir.graph import Graph, Op, Ref, map_refs, refs
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import TIME
@@ -77,14 +82,36 @@ class _Verifier:
         self.env: dict[str, KnownForms] = {}
         self.cuts = dict(program.cuts)
         self.uncut: set[str] = set()  # values of the prologue, which micro-batches share
+        self.repeated: set[str] = set()  # values that every micro-batch makes
+        self.late: set[str] = set()  # values of the epilogue
         self.excluded: set[Choices] = set()
         self.possible: dict[Any, Possible] = {}
 
     def run(self) -> None:
         self._enter()
         for segment in self.program.segments:
+            if segment.epilogue and not self.late:
+                self._collect()
             self._segment(segment)
         self._leave()
+
+    def _collect(self) -> None:
+        """What the micro-batches made, as the epilogue reads it."""
+        names = {late: {op.name for segment in self.program.segments if (segment.epilogue if late else segment.prologue)
+                        for op in segment.graph.ops} for late in (True, False)}
+        needed = grounds(self.graph, self.rules, names[True], names[False])
+        for one in self.program.collected:
+            known = self.env.get(one.value)
+            if known is None or one.value not in self.repeated or one.whole in self.env:
+                raise VerifyError(f"%{one.whole}", "", "a value of the micro-batches under a new name", f"%{one.value}")
+            try:
+                self.env[one.whole] = self._map(known, partial(_whole, time=_WHEN.get(one.time, one.time)))
+            except MismatchError as error:
+                raise _fails(error, f"%{one.whole}", self._module(known.origin, "")) from None
+            if known.origin in needed and not one.ahead:
+                raise VerifyError(f"%{one.whole}", "", "known before any micro-batch goes back, as gradients depend on it",
+                                  "known when all have")
+            self.late.add(one.whole)
 
     # what enters
 
@@ -140,7 +167,13 @@ class _Verifier:
                 continue
             if name not in self.env:
                 raise VerifyError(f"segment {segment.path!r}", segment.path, f"%{name} of an earlier segment", "no such value")
+            if name in (self.repeated if segment.epilogue else self.late):
+                raise VerifyError(f"segment {segment.path!r}", segment.path,
+                                  "what is collected of all micro-batches, read in the epilogue alone", f"%{name}")
             known = self.env[name]
+            if segment.epilogue and name in self.stored and self.graph.values[name].differentiable:
+                raise VerifyError(f"segment {segment.path!r}", segment.path, "an epilogue that reads no trained parameter",
+                                  f"%{name}")
             if not segment.prologue and name in self.cuts and name in self.uncut:
                 known = self._cut(name, known)
             try:
@@ -155,8 +188,7 @@ class _Verifier:
                 raise _fails(error, str(op), self._op_module(op, segment)) from None
         for name in segment.graph.outputs:
             self.env[name] = inside[name]
-            if segment.prologue:
-                self.uncut.add(name)
+            (self.uncut if segment.prologue else self.late if segment.epilogue else self.repeated).add(name)
 
     def _result(self, name: str, known: KnownForms, segment: Segment) -> KnownForms:
         """What an operator made, its local shape and place checked."""
@@ -324,7 +356,7 @@ class _Verifier:
         shapes = tuple((self.graph.values[name].shape, shape) for name, shape in zip(op.outputs, local, strict=True))
         sizes = [tuple(self.graph.values[name].shape for name in values) for values in (origin.inputs, origin.outputs)]
         differentiable = tuple(self.graph.values[name].differentiable for name in origin.inputs)
-        possible, failure = self._possible(rule, tuple(forms), differentiable, shapes, segment.prologue)
+        possible, failure = self._possible(rule, tuple(forms), differentiable, shapes, not segment.repeated)
         found: list[list[Form]] = []
         for assignment, results in possible:
             try:
@@ -339,13 +371,13 @@ class _Verifier:
         return found
 
     def _possible(
-        self, rule: OpRule, forms: tuple[Form, ...], differentiable: tuple[bool, ...], shapes: Lengths, prologue: bool
+        self, rule: OpRule, forms: tuple[Form, ...], differentiable: tuple[bool, ...], shapes: Lengths, once: bool
     ) -> Possible:
         """(assignment, the results' forms) that fit operands like these, and why another does not; found once for all
         operators that share a rule, as those of equal blocks do."""
-        key = (id(rule), forms, differentiable, shapes, prologue)
+        key = (id(rule), forms, differentiable, shapes, once)
         if key not in self.possible:
-            axes = self.axes if prologue or self.count == 1 else self.site.mesh.axes
+            axes = self.axes if once or self.count == 1 else self.site.mesh.axes
             found: list[tuple[Mapping[str, str], list[Form]]] = []
             failure: MismatchError | None = None
             for assignment in assignments(rule, forms, differentiable, shapes, self.site, axes):
@@ -372,7 +404,7 @@ class _Verifier:
         if (None if loss is None else self.env[loss].origin) != self.graph.loss:
             raise VerifyError("the loss", "", f"%{self.graph.loss}", f"%{loss}")
         if loss is not None:
-            self._ends(loss, Form(Sharding.whole(0), "+" if self.count > 1 else ""), "the loss")
+            self._ends(loss, Form(Sharding.whole(0), "+" if self.count > 1 and loss not in self.late else ""), "the loss")
         for (old, new), (want_old, want_new) in itertools.zip_longest(
             self.program.mutations, self.graph.mutations, fillvalue=("nothing", "nothing")
         ):
@@ -385,7 +417,7 @@ class _Verifier:
         """Check an output port; the graph value that it is."""
         origin = self.env[port.name].origin
         sharding = self._live(port.sharding, f"output %{port.name}", self._module(origin, ""), port.shape, origin)
-        time: int | str = {None: "", "sum": "+"}.get(port.time, port.time)  # type: ignore[arg-type, assignment]
+        time = _WHEN.get(port.time, port.time)
         frame = sharding.dims[time] if isinstance(time, int) else None
         self._ends(port.name, Form(sharding, time, frame), f"output %{port.name}")
         return origin
@@ -422,6 +454,19 @@ class _Verifier:
         if origin in self.graph.producers:
             return self.graph.ops[self.graph.producers[origin]].module or default
         return default
+
+
+_WHEN: Mapping[Any, Any] = {None: "", "sum": "+"}
+"""How values are put together over micro-batches, as ports have it -> as forms have it."""
+
+
+def _whole(form: Form, time: int | str) -> Form:
+    """The form of a value that is put together of all micro-batches along ``time``."""
+    if form.time != time:
+        raise MismatchError(f"{replace(form, time=time)}", str(form))
+    if isinstance(time, int) and form.frame not in (None, form.sharding.dims[time]):
+        raise MismatchError(f"rows cut while split over {form.sharding.dims[time]}", f"rows cut while split over {form.frame}")
+    return Form(form.sharding)
 
 
 def _owner(fqn: str) -> str:

@@ -6,7 +6,7 @@ from ``runtime.state.materialize``. Home of a parameter is the one block segment
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -230,22 +230,38 @@ class _Assembly:
         self, engine: Engine, main: Sequence[Segment], runners: Mapping[int, Runner], calls: Sequence[Callable[..., object]]
     ) -> None:
         """Segments in order. What the root owns is read once, before the first, and lies in the environment."""
-        prologue = [segment for segment in self.program.segments if segment.prologue]
-        for segment in prologue:
-            runner = runners[id(segment)]
-            read = [p.value for p in segment.graph.params]
-            runner.arguments, runner.slots = (*segment.graph.inputs, *read), [self.slots[name] for name in read]
-            gathered = [name for name in read if self.slots[name].holder is not None]
-            if gathered:
-                raise PlanError(f"the prologue reads parameters {gathered}, which are gathered per micro-batch; it may read "
-                                f"inputs, buffers and frozen parameters")
-        engine.prologue = [SegmentStep(runners[id(s)], runners[id(s)], s.graph.inputs, s.graph.outputs) for s in prologue]
+        segments, program = self.program.segments, self.program
+        engine.prologue = [self._once(s, runners[id(s)]) for s in segments if s.prologue]
+        engine.epilogue = [self._once(s, runners[id(s)]) for s in segments if s.epilogue]
         engine.shared = {name: self.slots[name] for name, home in self.homes.items() if home == ROOT}
+        late = {name for s in segments if s.epilogue for name in s.graph.outputs}
+        leaving = [*(name for name in _leaving(program) if name not in late), *(one.value for one in program.collected)]
+        engine.leaving = tuple(dict.fromkeys(leaving))
+        engine.main = self._in_order(main, runners, calls, engine.leaving)
+        engine.grounds = tuple(one.value for one in program.collected if one.ahead)
+        engine.ahead = self._ahead(main, runners, calls, engine.grounds)
+
+    def _once(self, segment: Segment, runner: Runner) -> SegmentStep:
+        """What runs once a step, on what lies there."""
+        read = [p.value for p in segment.graph.params]
+        runner.arguments, runner.slots = (*segment.graph.inputs, *read), [self.slots[name] for name in read]
+        gathered = [name for name in read if self.slots[name].holder is not None]
+        if gathered:
+            raise PlanError(f"what runs once a step reads parameters {gathered}, which are gathered per micro-batch; it may "
+                            f"read inputs, buffers and frozen parameters")
+        return SegmentStep(runner, runner, segment.graph.inputs, segment.graph.outputs)
+
+    def _in_order(
+        self, main: Sequence[Segment | None], runners: Mapping[int, Runner], calls: Sequence[Callable[..., object]],
+        leaving: Collection[str],
+    ) -> list[SegmentStep]:
+        """The steps of these segments, None where one does not run. ``calls``: of each, with its parameters gathered."""
         steps: list[SegmentStep] = []
-        engine.leaving = tuple(dict.fromkeys(_leaving(self.program)))
-        needed = set(engine.leaving)
-        for index in reversed(range(len(main))):
-            segment, runner = main[index], runners[id(main[index])]
+        needed = set(leaving)
+        for index, segment in reversed(list(enumerate(main))):
+            if segment is None:
+                continue
+            runner = runners[id(segment)]
             own = [p.value for p in segment.graph.params if self.homes[p.value] == index]
             shared = [p.value for p in segment.graph.params if self.homes[p.value] != index]
             inputs = (*segment.graph.inputs, *shared)
@@ -253,7 +269,26 @@ class _Assembly:
             drops = {*inputs, *segment.graph.outputs} - needed
             needed |= set(inputs)
             steps.append(SegmentStep(runner, calls[index], inputs, segment.graph.outputs, tuple(sorted(drops))))  # type: ignore[arg-type]
-        engine.main = steps[::-1]
+        return steps[::-1]
+
+    def _ahead(
+        self, main: Sequence[Segment], runners: Mapping[int, Runner], calls: Sequence[Callable[..., object]],
+        grounds: Collection[str],
+    ) -> list[SegmentStep]:
+        """The steps that make the ``grounds``. What has parameters gathered around it runs whole, the rest as far as needed."""
+        found: list[Segment | None] = [None] * len(main)
+        parts, ways, wanted = dict(runners), list(calls), set(grounds)
+        for index, segment in reversed(list(enumerate(main))):
+            part = segment.towards(wanted)
+            if part is None:
+                continue
+            if isinstance(calls[index], nn.Module):
+                part = segment
+            else:
+                ways[index] = parts[id(part)] = Runner(part, self.groups, self.program.operators)
+            found[index] = part
+            wanted.update(part.graph.inputs, (p.value for p in part.graph.params))
+        return self._in_order(found, parts, ways, grounds)
 
 
 def _data_mesh_key(stored: Stored, groups: Groups) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -261,7 +296,7 @@ def _data_mesh_key(stored: Stored, groups: Groups) -> tuple[tuple[str, ...], tup
 
 
 def _main(program: Program) -> list[Segment]:
-    return [segment for segment in program.segments if not segment.prologue]
+    return [segment for segment in program.segments if segment.repeated]
 
 
 def _leaving(program: Program) -> list[str]:

@@ -226,8 +226,12 @@ class Engine:
         self.program, self.tensors = program, tensors
         self.prologue: Sequence[SegmentStep] = ()
         self.main: Sequence[SegmentStep] = ()
+        self.epilogue: Sequence[SegmentStep] = ()
+        self.ahead: Sequence[SegmentStep] = ()  # the part of ``main`` that makes what must be known ahead
+        self.looks_ahead = False
         self.shared: Mapping[str, Slot] = {}  # what the root owns
-        self.leaving: Sequence[str] = ()
+        self.leaving: Sequence[str] = ()  # what a micro-batch hands back or on to the epilogue
+        self.grounds: Sequence[str] = ()  # what must be known ahead
         self.late: Mapping[str, Group] = {}  # stored values whose gradients are summed together
         self.apart = self.later = False
         self.casts = Casts()
@@ -236,7 +240,7 @@ class Engine:
 
     def train(self, mode: bool) -> None:
         """Dropout and batch statistics on or off."""
-        for step in (*self.prologue, *self.main):
+        for step in (*self.prologue, *self.main, *self.ahead, *self.epilogue):
             step.runner.training = mode
 
     def split_backward(self) -> None:
@@ -252,12 +256,20 @@ class Engine:
             step.runner.later = later
 
     def body(self, environment: Environment) -> dict[str, Any]:
-        """One micro-batch, inside the root unit: every value that leaves the program."""
+        """One micro-batch, inside the root unit: every value that leaves it."""
         values = environment.values
         values.update(zip(self.shared, read(list(self.shared.values()), self.apart, self.later), strict=True))
-        for step in self.main:
+        for step in self.ahead if self.looks_ahead else self.main:
             step(values)
-        return {name: values[name] for name in self.leaving}
+        return {name: values[name] for name in (self.grounds if self.looks_ahead else self.leaving)}
+
+    def look_ahead(self, environment: Environment) -> dict[str, Any]:
+        """What must be known of a micro-batch ahead."""
+        self.looks_ahead = True
+        try:
+            return self.root(environment)
+        finally:
+            self.looks_ahead = False
 
     def set_microbatch(self, last: bool) -> None:
         """Tell FSDP2 whether gradients are reduced and parameters freed after the coming backward."""

@@ -70,7 +70,7 @@ def to_networkx(plan: Plan) -> nx.MultiDiGraph:
 
 def _operator(facts: Facts, number: int, op: Op) -> dict[str, Any]:
     plan = facts.plan
-    times = 1 if op.name in plan.schedule.prologue else plan.schedule.microbatches
+    times = plan.schedule.times(op.name)
     return {
         "kind": "op", "target": op.target, "module": op.module, "source": op.source, "times": times,
         "stage": 0 if plan.pipeline is None else plan.pipeline.stage_of(number), "block": plan.group_of(number).path,

@@ -172,7 +172,7 @@ class Prices:
 
     def times(self, op: Op) -> int:
         """How often an operator runs in a step."""
-        return 1 if op.name in self.plan.schedule.prologue else self.plan.schedule.microbatches
+        return self.plan.schedule.times(op.name)
 
     def group(self, op: Op) -> GroupChoice:
         """How the parameters are kept that it reads."""
@@ -191,12 +191,13 @@ class Prices:
         forward, backward, _, _, *sent = priced(op, rule, assignment, operator, work, graph, self.costs, fused, read)
         forward, backward = forward * times, backward * times
         passes = 3 if any(graph.values[name].differentiable for name in op.outputs) else 1
+        ahead = op.name in self.plan.schedule.ahead
         recomputed = group.recompute != "none" and bool(group.path) and not operator.keeps_results(group.recompute)
         gather, reduce_, optimizer = self._parameters(op, placed, group)
         return OpPrice(
-            flops=passes * compute.flops(operator, work) * times,
+            flops=(passes + ahead) * compute.flops(operator, work) * times,
             bytes_=sum(self.local_bytes(name, where) for name, where in zip(op.outputs, placed.results, strict=True)),
-            forward_seconds=forward, backward_seconds=backward, recompute_seconds=forward if recomputed else 0.0,
+            forward_seconds=forward * (1 + ahead), backward_seconds=backward, recompute_seconds=forward if recomputed else 0.0,
             inside=tuple(self._inside(op, assignment, placed, times, work, sent, shares_of(op, graph, read))),
             gather_seconds=gather, reduce_seconds=reduce_, optimizer_seconds=optimizer,
         )
@@ -310,8 +311,8 @@ class Prices:
         """The steps between two shardings of a value with their prices, of which this edge bears ``share``."""
         value = self.graph.values[name]
         maker = self.graph.producers.get(name)
-        times = 1 if maker is not None and self.graph.ops[maker].name in self.plan.schedule.prologue \
-            else self.plan.schedule.microbatches
+        schedule, made = self.plan.schedule, "" if maker is None else self.graph.ops[maker].name
+        times, ahead = schedule.times(made), 1 + (made in schedule.ahead)
         try:
             steps = reshard(source, target)
         except ShardingError:
@@ -322,5 +323,5 @@ class Prices:
             forward, backward = STEPS[step.kind]
             if one is not None:
                 yield Move(step.axis, forward, backward if value.differentiable else "", step.scale(self.plan.mesh) * whole,
-                           times * share, one[0] * times * share, one[1] * times * share)
+                           times * share, one[0] * times * ahead * share, one[1] * times * share)
 

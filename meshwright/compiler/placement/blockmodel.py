@@ -182,7 +182,7 @@ class Builder:
         rule = self.rules[op.name]
         read = operand_shapes(op, self.graph, rule, self.schedule)
         made = [self.tables.shapes[name] for name in op.outputs]
-        times = 1 if op.name in self.schedule.prologue else self.schedule.microbatches
+        times = self.schedule.times(op.name)
         operators = self.rules.operators
         operator, saved = operators[op.target], saved_for_backward(op, self.graph, operators)[1]
         saved = tuple(index for index in saved if op.outputs[index] in self.tables.saved.values)

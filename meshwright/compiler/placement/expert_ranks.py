@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from meshwright.compiler.placement.blockmodel import called
 from meshwright.compiler.placement.choices import Scope, choices
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, RESOURCES, SAVED, SEND, SEND_BACK, Costs
+from meshwright.compiler.placement.problem import AHEAD
 from meshwright.compiler.placement.rows import (
     DATA,
     EP,
@@ -95,7 +96,10 @@ def shared_out(base: Placement, ranks: Ranks, before: Ranks) -> Placement | None
         if changed is None:
             return None
         rows.append(changed)
-    seconds = float(sum((base.time_rows @ rows[number].activations[NONE]).max() for number in base.sequence))
+    once = [row.activations[NONE] for row in rows]
+    each = [(base.time_rows @ one).max() + (base.time_rows @ (one @ AHEAD)).max() * row.ahead
+            for one, row in zip(once, rows, strict=True)]
+    seconds = float(sum(each[number] for number in base.sequence))
     return replace(
         base, rows=tuple(rows), seconds=seconds, bound=seconds * base.bound / base.seconds, shared=SharedExperts(into, splits),
     )

@@ -15,13 +15,15 @@ samples a data rank has at a time - not on pp, dp, ZeRO or the schedule. So it i
                                     micro-batches
 
 ``time_of`` and ``bound`` are seconds of all positions for one micro-batch: no pipeline of P ranks does M of them in less than
-M bound / P.
+M bound / P. Where several micro-batches run ahead what the gradients of their epilogue depend on, that is weighed too, and is
+another placement than that of one micro-batch of as many samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -33,7 +35,7 @@ from meshwright.compiler.placement.expert_ranks import Ranks, shared_out
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.passing import ring_waits
 from meshwright.compiler.placement.pinned import told_apart
-from meshwright.compiler.placement.problem import Problem
+from meshwright.compiler.placement.problem import AHEAD, Problem
 from meshwright.compiler.placement.rows import DATA, EP, NONE, DataMove, Mixture, PlacedPosition, Placement, Solved, Use
 from meshwright.compiler.solver.chain import BlockModel, Chain, Infeasible, Solution
 from meshwright.compiler.solver.solve import solve
@@ -79,16 +81,43 @@ class Placements:
         self.rules = Rules({op.name: rules[op.name] for op in self.folded.graph.ops}, rules.operators)
         self._classes = DimClasses(self.folded.graph, self.rules)
         self._stacked = bool(StackedExperts.of(self.folded.graph, self._classes).products)
-        self._known: dict[tuple[int, int, int, int, int, bool], Placement] = {}
+        self._known: dict[tuple[int, int, int, int, int, bool, bool], Placement] = {}
+
+    @cached_property
+    def ahead(self) -> frozenset[str]:
+        """The operators that several micro-batches run ahead."""
+        return self._of_several.ahead
+
+    @cached_property
+    def refused_in_stages(self) -> PlanError | None:
+        """Why the stages of a pipeline cannot run several micro-batches, if they cannot."""
+        if self._of_several.epilogue:
+            try:
+                self._schedule(self._of_several.microbatches, staged=True)
+            except PlanError as error:
+                return error
+        return None
+
+    @cached_property
+    def _of_several(self) -> Schedule:
+        """The schedule of the fewest micro-batches that can be; of one where none can."""
+        batch = batch_size(self.folded.graph)
+        for count in (n for n in range(2, batch + 1) if batch % n == 0):
+            try:
+                return self._schedule(count)
+            except PlanError:
+                continue
+        return Schedule()
 
     def of(
-        self, tensor: int, samples: int, context: int = 1, expert: int = 1, heads: int = 1, folded: bool = False
+        self, tensor: int, samples: int, context: int = 1, expert: int = 1, heads: int = 1, folded: bool = False,
+        several: bool = False,
     ) -> Placement:
         """The placement of ``tensor`` x ``context`` ranks that hold ``samples`` of the batch at a time, each a piece of the
         sequence, which the ``heads`` near ones of them exchange for heads, experts split over ``expert`` data ranks and, if
-        they are ``folded``, over all ranks of the sequence. Raises PlanError where the batch cannot be cut so, or no operators'
-        choices fit together."""
-        key = (tensor, samples, context, expert, heads, folded)
+        they are ``folded``, over all ranks of the sequence; ``several``: a step has more than one micro-batch. Raises PlanError
+        where the batch cannot be cut so, or no operators' choices fit together."""
+        key = (tensor, samples, context, expert, heads, folded, several and bool(self.ahead))
         if key not in self._known:
             again = self.fixed or self._stacked  # what is held, or reads experts by products, is no mixture priced apart
             found = self._shared_out(*key) if (expert > 1 or folded) and not again else None
@@ -109,13 +138,13 @@ class Placements:
         return len(self._known)
 
     def _shared_out(
-        self, tensor: int, samples: int, context: int, expert: int, heads: int, folded: bool
+        self, tensor: int, samples: int, context: int, expert: int, heads: int, folded: bool, several: bool
     ) -> Placement | None:
         """The placement from that in which every rank has all experts, where that has as many data ranks."""
         data = self._data(tensor, samples, context, 1)
         if data % expert:
             return None
-        base = self.of(tensor, samples, context, heads=heads)
+        base = self.of(tensor, samples, context, heads=heads, several=several)
         meshes = [self._mesh(data, tensor, context, one, heads) for one in (expert, 1)]
         count = batch_size(self.folded.graph) // samples // data
         schedule = self._schedule(count)
@@ -141,20 +170,23 @@ class Placements:
         both = context > 1 and self.fixed.mirrored if self.fixed.mirrored is not None else both
         return Mesh(tuple(axes), tuple(axes.values()), frozenset({CONTEXT} if both else ()))
 
-    def _schedule(self, count: int) -> Schedule:
+    def _schedule(self, count: int, staged: bool = False) -> Schedule:
         graph = self.folded.graph
-        return split_time(graph, self.rules, count, batch_inputs(graph))
+        return split_time(graph, self.rules, count, batch_inputs(graph), staged)
 
     def _costs(self, mesh: Mesh, count: int) -> Costs:
         return Costs(
             self.cluster, mesh, microbatches=count, itemsize=self.itemsize, state_bytes=self.state_bytes, modules=self._modules
         )
 
-    def _solve(self, tensor: int, samples: int, context: int, expert: int, heads: int, folded: bool = False) -> Placement:
+    def _solve(
+        self, tensor: int, samples: int, context: int, expert: int, heads: int, folded: bool = False, several: bool = False
+    ) -> Placement:
         data = self._data(tensor, samples, context, expert)
         mesh, count = self._mesh(data, tensor, context, expert, heads), batch_size(self.folded.graph) // samples // data
         axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
-        schedule, costs = self._schedule(count), self._costs(mesh, count)
+        schedule = replace(self._schedule(count), ahead=self.ahead if several else frozenset())
+        costs = self._costs(mesh, count)
         kept = tuple(axis for axis in (DATA, EP, CONTEXT, HEADS) if axes.get(axis, 1) > 1)
         variants = [Variant(0, kept, (), kind) for kind in self.recompute]
         scope = self._scope(mesh, count, folded)
@@ -210,8 +242,9 @@ class _Reader:
                 numbers[key] = len(rows)
                 rows.append(self._row(at, self.solution.choices[n], charged))
             sequence.append(numbers[key])
-        times = [self.chain.time(rows[r].activations[NONE]) for r in sequence]
-        seconds = float(sum(times))
+        once = [row.activations[NONE] for row in rows]
+        times = [self.chain.time(one) + self.chain.time(one @ AHEAD) * row.ahead for one, row in zip(once, rows, strict=True)]
+        seconds = float(sum(times[r] for r in sequence))
         slack = max(0.0, 1.0 - self.solution.gap - _LIGHT * 2)
         again = made_again(folded.graph, self.owner.rules.operators)
         return Placement(
@@ -239,8 +272,8 @@ class _Reader:
                 more = kind.variants[number].cost(chosen) - kind.variants[0].cost(chosen)
             activations[name] = self._per_microbatch(plain + more)
         return PlacedPosition(
-            activations, self._weight(at, chosen), self._uses(at, chosen, charged), block, self._mixtures(at, chosen, block),
-            self._data_moves(at, chosen, block),
+            activations, self._weight(at, chosen), self._uses(at, chosen, charged), block, self.problem.ahead(at, chosen),
+            self._mixtures(at, chosen, block), self._data_moves(at, chosen, block),
         )
 
     def _mixtures(self, at: int, chosen: Sequence[int], block: bool) -> tuple[Mixture, ...]:

@@ -9,6 +9,8 @@ How a block's parameters are kept and whether it is recomputed are its variants.
 in the backward, what it reads is saved, and what it would have saved comes back while it runs (``_recomputed``); what an
 operator's declaration keeps (``Operator.keeps_results``) does not run again. It stops where torch's checkpoint does, at the
 last operator that keeps anything, before it if that keeps operands only (``_skipped``), unless the software ``repeats`` it all.
+
+What runs ahead of all micro-batches (``Schedule.ahead``) runs forward twice, a block whole (``_with_ahead``).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -26,6 +29,7 @@ from meshwright.compiler.placement.costs import (
     BACKWARD,
     BYTES_ROW,
     FORWARD,
+    GATHER,
     HOST,
     HOST_BACK,
     RESOURCES,
@@ -65,6 +69,11 @@ def _later(runs: bool) -> Array:
 WIDEST = 1 << 24
 """Entries that the tables between a position's entry and exit may have, over all variants: 128 MiB."""
 RECOMPUTED, SKIPPED = _later(True), _later(False)
+
+
+AHEAD = np.zeros((RESOURCES, RESOURCES))
+"""Resources of a part of a position -> those of its forward alone."""
+AHEAD[[FORWARD, SEND, HOST, GATHER], [FORWARD, SEND, HOST, GATHER]] = 1.0
 
 
 def _again(table: Array, skip: bool) -> Array:
@@ -107,7 +116,9 @@ class Problem:
             key = number if position.block < 0 else alike(position, self.graph, self.tied)
             self._alike.append(plain.setdefault(key, number))
             kernels = fused[position.start : position.stop]  # the sum that ends a last block is in the final norm's
-            first = keys.setdefault((key, kernels, apart(position, self.graph)), number)
+            late = tuple(op.name in schedule.epilogue for op in position.ops(self.graph)) if schedule.epilogue else ()
+            key = key, kernels, apart(position, self.graph), bool(self._ahead(number)), late
+            first = keys.setdefault(key, number)
             self._serves.append(first)
             if first == number:
                 models[number] = self.builder.build(position, self._alike[number])
@@ -186,7 +197,8 @@ class Problem:
     def _kind(self, model: Model, number: int, shared: Mapping[str, int]) -> Kind:
         coupling = (tuple(model.entry), tuple(model.exit), tuple((shared[name], var) for name, var in model.shared))
         if self.positions[number].block < 0:
-            block = BlockModel(tuple(model.sizes), tuple(model.unary), tuple(model.edges))
+            unary, edges = self._with_ahead(number, model, model.unary, model.edges, None)
+            block = BlockModel(tuple(model.sizes), tuple(unary), tuple(edges))
             return Kind((block,), (np.zeros(RESOURCES),), *coupling)
         known: dict[str, tuple[list[Array], list[Edge], frozenset[int]]] = {}
         blocks = []
@@ -196,10 +208,46 @@ class Problem:
             else:
                 if variant.recompute not in known:
                     known[variant.recompute] = self._recomputed(number, model, self._lasting(number, variant.recompute))
-                plain, edges, skipped = known[variant.recompute]
-                unary = self._kept(model, number, variant, plain, skipped)
+                again, edges, skipped = known[variant.recompute]
+                unary = self._kept(model, number, variant, again, skipped)
+            unary, edges = self._with_ahead(number, model, unary, edges, variant)
             blocks.append(BlockModel(tuple(model.sizes), tuple(unary), tuple(edges)))
         return Kind(tuple(blocks), tuple(np.zeros(RESOURCES) for _ in blocks), *coupling)
+
+    def _ahead(self, number: int) -> frozenset[int]:
+        """The operators of a position that run ahead of all micro-batches; of a block all or none."""
+        position = self.positions[number]
+        found = {i for i, op in enumerate(position.ops(self.graph)) if op.name in self.schedule.ahead}
+        return frozenset(range(position.stop - position.start) if found and position.block >= 0 else found)
+
+    def ahead(self, number: int, chosen: Sequence[int]) -> float:
+        """The part of a position's forward that runs ahead, by the seconds of its operators."""
+        model, which = self.model(number), self._ahead(self._serves[number])
+        seconds = [float(model.unary[i][chosen[i]][[FORWARD, HOST]].max()) for i in range(len(model.op_choices))]
+        return sum(seconds[i] for i in which) / sum(seconds) if sum(seconds) else float(bool(which))
+
+    def _with_ahead(
+        self, number: int, model: Model, unary: Sequence[Array], edges: Sequence[Edge], variant: Variant | None
+    ) -> tuple[list[Array], list[Edge]]:
+        """The tables of a position with what runs ahead. ``variant``: how a block keeps its parameters."""
+        which, block = self._ahead(number), self.positions[number].block >= 0
+        if not which:
+            return list(unary), list(edges)
+        plain = model.unary if variant is None else self._kept(model, number, variant, model.unary)
+        roots = {var for name, var in model.shared if name == ROOT}
+        seen: dict[tuple[int, int], Array] = {}
+
+        def more(table: Array, once: Array) -> Array:
+            key = id(table), id(once)
+            if key not in seen:
+                seen[key] = table + np.where(np.isinf(once), 0.0, once) @ AHEAD
+            return seen[key]
+
+        variables = [more(table, once) if block or var in which else table
+                     for var, (table, once) in enumerate(zip(unary, plain, strict=True))]
+        ways = [replace(e, table=more(e.table, once.table)) if block or (e.i in which and e.j not in roots) else e
+                for e, once in zip(edges, model.edges, strict=True)]
+        return variables, ways
 
     def _kept(
         self, model: Model, number: int, variant: Variant, unary: Sequence[Array], skipped: frozenset[int] | None = None
@@ -296,15 +344,16 @@ class Problem:
     # reading the solution
 
     def without_recomputation(self, chain: Chain, solution: Solution) -> Array:
-        """Resources [positions, K] of a solution (``totals``) if no block ran its forward again, all else as it is."""
+        """Resources [positions, K] of a solution (``totals``) if nothing ran its forward again, all else as it is."""
         found, known = totals(chain, solution), {}
         for number, (first, variant, chosen) in enumerate(zip(self._serves, solution.variants, solution.choices, strict=True)):
-            if self.positions[number].block < 0 or self._open(number)[variant].recompute == "none":
+            block = self.positions[number].block >= 0
+            if not self._ahead(first) and (not block or self._open(number)[variant].recompute == "none"):
                 continue
             key = first, variant, tuple(chosen)
             if key not in known:
                 model = self.model(first)
-                unary = self._kept(model, first, self._open(first)[variant], model.unary)
+                unary = self._kept(model, first, self._open(first)[variant], model.unary) if block else model.unary
                 known[key] = BlockModel(tuple(model.sizes), tuple(unary), tuple(model.edges)).cost(tuple(chosen))
             found[number] = known[key]
         return found

@@ -81,6 +81,7 @@ class PlacedPosition:
     weight: the part of its backward seconds that makes gradients of weights
     uses: the parameters that it reads
     block: whether it is a block
+    ahead: the part of its forward that runs once more, ahead of all micro-batches
     mixtures, moves: calls of mixtures in it, and what data ranks exchange of its values, which is another price where these
         ranks are two axes; of models with mixtures alone
     """
@@ -89,6 +90,7 @@ class PlacedPosition:
     weight: float
     uses: tuple[Use, ...]
     block: bool
+    ahead: float = 0.0
     mixtures: tuple[Mixture, ...] = ()
     moves: tuple[DataMove, ...] = ()
 
@@ -129,7 +131,7 @@ class Placement:
     outputs: bytes that a micro-batch hands back to the caller
     alone: bytes of what is made of inputs alone for others to read (masks), which every rank has of all its micro-batches: of
         what does not depend on the samples that a rank has, and of a micro-batch
-    seconds, bound: of a micro-batch through all positions; no placement takes less than ``bound``
+    seconds, bound: of a micro-batch through all positions, and ahead; no placement takes less than ``bound``
     time_rows: what of a position's resources follows each other; its seconds are the most of them
     solved: the choices of every position
     shared: where data ranks share out the experts, how

@@ -38,8 +38,7 @@ class ResourceTables:
         self.trainable = {param.value: param.trainable for param in graph.params}
         self._tables: dict[object, Array] = {}
         self._states: dict[tuple[Shape, bool, Opened], list[Sharding]] = {}
-        prologue = [op for op in graph.ops if op.name in schedule.prologue]
-        self._once = {name for op in prologue for name in op.outputs}
+        self._once = {name for op in graph.ops if schedule.once(op.name) for name in op.outputs}
 
     def bytes(self, name: str, sharding: Sharding) -> float:
         """Local bytes of a value within one micro-batch."""

@@ -48,9 +48,9 @@ whose bound rests on this says so (``Branch.firm`` is the bound without)."""
 
 _but_stages = operator.attrgetter(*(one.name for one in fields(Candidate) if one.name != "virtual_stages"))
 
-Placing = tuple[int, int, int, int, int, bool]
-"""What a placement is solved for: tensor ranks, samples, ranks of the sequence, of the experts, near ones for heads, and
-whether experts are split over the sequence's."""
+Placing = tuple[int, int, int, int, int, bool, bool]
+"""What a placement is solved for: tensor ranks, samples, ranks of the sequence, of the experts, near ones for heads,
+whether experts are split over the sequence's, and whether anything runs ahead of several micro-batches."""
 
 
 class Level(IntEnum):
@@ -200,7 +200,7 @@ class CandidateBounds:
         plain = candidate.mirrored and candidate.heads > 1 and self.task.pins.ulysses is None
         key = candidate.tensor, candidate.context, 1 if plain else candidate.heads
         if key not in self._whole:
-            whole = self._placement((candidate.tensor, batch, candidate.context, 1, key[-1], False))
+            whole = self._placement((candidate.tensor, batch, candidate.context, 1, key[-1], False, False))
             self._whole[key] = None if whole is None else (whole.bound, _weight(whole))
         known = self._whole[key]
         if known is None:
@@ -220,7 +220,9 @@ class CandidateBounds:
     def place(self, node: Branch) -> list[Branch]:
         """At the level PLACEMENT."""
         candidate = node.candidate
-        placement = self._placement(_placed(candidate))
+        placement = self._placement(self._placed(candidate))
+        if candidate.pp > 1 and candidate.microbatches > 1 and self.placements.refused_in_stages is not None:
+            placement, self.refused = None, self.placements.refused_in_stages
         if placement is None:
             self.counts.infeasible += len(node.virtual)
             return []
@@ -233,9 +235,13 @@ class CandidateBounds:
 
     def placement_of(self, node: Branch) -> Placement:
         """The placement of a node from the level PLACEMENT on."""
-        placement = self._known[_placed(node.candidate)]
+        placement = self._known[self._placed(node.candidate)]
         assert placement is not None
         return placement
+
+    def _placed(self, one: Candidate) -> Placing:
+        several = one.microbatches > 1 and bool(self.placements.ahead)
+        return one.tensor, one.samples, one.context, one.expert, one.heads, one.folded, several
 
     def _placement(self, key: Placing) -> Placement | None:
         if key not in self._known:
@@ -333,10 +339,6 @@ def _work(
     return MicrobatchSeconds(
         total * slack, (total - weight) * slack, least * slack, min(forward) * slack, longest * slack, sum(forward) * slack
     )
-
-
-def _placed(one: Candidate) -> Placing:
-    return one.tensor, one.samples, one.context, one.expert, one.heads, one.folded
 
 
 def _weight(placement: Placement) -> float:

@@ -396,7 +396,8 @@ class Evaluator:
     def _parts(
         self, candidate: Candidate, placement: Placement, units: Units, plain: Units, optimizer: float
     ) -> dict[str, float]:
-        """Seconds of the mean rank: compute, recomputation, communication, optimizer."""
+        """Seconds of the mean rank: compute, recomputation (with what runs ahead), communication, optimizer."""
+        ahead = float(plain.ahead.sum())
         share = candidate.microbatches / candidate.pp
         none, pinned = (
             np.array([placement.rows[row].activations[kind] for row in placement.sequence])
@@ -407,8 +408,8 @@ class Evaluator:
         recomputed += float((pinned - none)[:, [SEND, SEND_BACK]].sum())
         return {
             "compute": compute * share,
-            "exposed communication": max(0.0, plain.work - recomputed - compute) * share,
-            "recomputation": max(0.0, units.work - plain.work + recomputed) * share,
+            "exposed communication": max(0.0, plain.work - ahead - recomputed - compute) * share,
+            "recomputation": max(0.0, units.work - plain.work + ahead + recomputed) * share,
             "optimizer": optimizer,
         }
 

@@ -93,7 +93,7 @@ def _evaluation(task: Task, plan: Plan, times: float = 1.0) -> Evaluation:
         degrees.heads, fixed.folded,
     )
     placement = placements.of(candidate.tensor, candidate.samples, candidate.context, candidate.expert, candidate.heads,
-                              candidate.folded)
+                              candidate.folded, candidate.microbatches > 1)
     positions = placements.folded.positions
     names = [plan.graph.ops[position.start].module or "root" for position in positions]
     costs = StageCosts(task.cluster, itemsize=task.itemsize, state_bytes=task.state_bytes)
@@ -174,6 +174,6 @@ def decided(task: Task) -> Plan | None:
     mesh = Mesh(tuple(axes), tuple(axes.values()), frozenset(axis[:-1] for axis in pins.axes if axis.endswith("*")))
     return Plan(
         graph, mesh, fixed.assignments, fixed.copies, tuple(groups),
-        schedule=split_time(graph, task.rules, pins.microbatches, batch_inputs(graph)), pipeline=pipeline,
+        schedule=split_time(graph, task.rules, pins.microbatches, batch_inputs(graph), staged), pipeline=pipeline,
         precision=task.precision, cluster=str(task.cluster),
     )

@@ -2,6 +2,7 @@
 
     forward   = compute + critical collectives + what gathering parameters every micro-batch leaves exposed
     backward  = the same of the backward, recomputation included; its part for weights is apart (zero-bubble schedules)
+    ahead     = what of the forward runs once more, before all micro-batches
     state     = parameters, gradients, optimizer, buffers      saved, transient: of one micro-batch
     once      = seconds outside the micro-batches: gathers before the first, reductions after the last, the optimizer
 
@@ -107,11 +108,12 @@ class Units:
     gather: Array
     reduce: Array
     optimizer: Array
+    ahead: Array
 
     @property
     def work(self) -> float:
         """Seconds of all positions for one micro-batch."""
-        return float(self.forward.sum() + self.backward.sum())
+        return float(self.forward.sum() + self.backward.sum() + self.ahead.sum())
 
     def mixed(self, other: Units, where: Array) -> Units:
         """These units, but the others' where ``where`` is true."""
@@ -148,7 +150,7 @@ class StageCosts:
         are kept, if not as a search keeps them at this ZeRO level."""
         own = self.parameters(placement, degrees, zero, microbatches, kept)
         plain, run, weight = self._rows(placement, recompute)
-        each, once = own.each, own.once
+        each, once, ahead = own.each, own.once, np.array([row.ahead for row in placement.rows])
         forward = run[:, SEND] + each[:, SEND] + self.overlapped(run[:, FORWARD], each[:, GATHER], run[:, HOST])
         recomputed = (run - plain)[:, [BACKWARD, SEND_BACK]].sum(axis=1)
         backward = run[:, SEND_BACK] + each[:, SEND_BACK] + recomputed * split
@@ -159,6 +161,7 @@ class StageCosts:
             run[:, SAVED], run[:, TRANSIENT] + once[:, TRANSIENT],
             once[:, [GATHER, GATHER_ONCE, SEND]].sum(axis=1), once[:, [REDUCE, REDUCE_ONCE, SEND_BACK]].sum(axis=1),
             once[:, BACKWARD],
+            np.where(ahead > 0.0, forward, 0.0) * ahead,
         ]
         return Units(*(column[list(placement.sequence)] for column in columns))
 

@@ -6,10 +6,13 @@ is gradient accumulation, so the rules decide whether it is right:
 * operators that read no parameter run once per step, before the first micro-batch, on the whole batch (the *prologue*:
   masks, position tables, shifted labels, the count of valid labels);
 * the others split the factor that their split operands carry, or pass a pending sum through linearly;
-* the loss must come out as a pending sum over time: then the sum over the micro-batches is the loss of the whole batch.
+* what needs all micro-batches (a product of means over the batch, a logarithm of a sum) and what is made of it runs once per
+  step, behind them, on their sums or on what they made, joined (the *epilogue*), if none of it reads a parameter;
+* the loss must come out as a pending sum over time, then the sum over the micro-batches is the loss of the whole batch, or of
+  the epilogue, whose gradients the micro-batches go back from (``ir.gradients.ahead``).
 
-What would need a sum over all micro-batches in the middle (batch statistics, a loss that is not linear in its parts) cannot
-be accumulated; ``split_time`` says which operator that is.
+What would need a sum over all micro-batches in the middle (batch statistics) cannot be accumulated; ``split_time`` says which
+operator that is.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from dataclasses import replace
 
 from meshwright.cost.memory.saved import storages
 from meshwright.ir.declared.operator import Operators
+from meshwright.ir.gradients.ahead import run_ahead
 from meshwright.ir.graph import FILL, Graph, Op, Ref, Value, map_refs
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import TIME, PlanError, Schedule
@@ -30,6 +34,10 @@ _INSTEAD = (
     "before optimizer.step(), where such a term is that of each call"
 )
 """What to do where micro-batches cannot be accumulated."""
+
+
+class WholeBatchError(PlanError):
+    """An operator needs all micro-batches at once."""
 
 
 def split_counts(graph: Graph) -> Graph:
@@ -62,11 +70,14 @@ def split_counts(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops), values=values, output_tree=tree, blocks=blocks)
 
 
-def split_time(graph: Graph, rules: Mapping[str, OpRule], microbatches: int, batch_inputs: dict[str, int]) -> Schedule:
+def split_time(
+    graph: Graph, rules: Mapping[str, OpRule], microbatches: int, batch_inputs: dict[str, int], staged: bool = False
+) -> Schedule:
     """Which factor the time axis splits in every operator.
 
-    ``rules``: the rule of every op by name; ``batch_inputs``: {input: its batch dim}. Raises PlanError naming the first
-    operator that cannot be accumulated, or an input whose batch the micro-batches do not divide.
+    ``rules``: the rule of every op by name; ``batch_inputs``: {input: its batch dim}; ``staged``: in the stages of a pipeline,
+    which have no epilogue. Raises PlanError naming the first operator that cannot be accumulated, or an input whose batch the
+    micro-batches do not divide.
     """
     if microbatches == 1:
         return Schedule()
@@ -74,7 +85,9 @@ def split_time(graph: Graph, rules: Mapping[str, OpRule], microbatches: int, bat
         if graph.values[name].shape[dim] % microbatches:
             raise PlanError(f"microbatches={microbatches} does not divide the batch {graph.values[name].shape[dim]} of input "
                             f"{name!r}; choose a divisor")
-    free = prologue(graph)
+    free, parameters = prologue(graph), {param.value for param in graph.params if not param.buffer}
+    late: dict[str, WholeBatchError] = {}  # value of the epilogue -> what needs the whole batch before it
+    epilogue: set[str] = set()
     state: dict[str, int | str | None] = {}  # value -> dim split over time, "+" or None (the same in every micro-batch)
     state.update(batch_inputs)
     time: dict[str, str] = {}
@@ -86,7 +99,19 @@ def split_time(graph: Graph, rules: Mapping[str, OpRule], microbatches: int, bat
     for op in graph.ops:
         if op.name in free:
             continue
-        factor = _factor(op, rules[op.name], state, graph, time, rules, free)
+        try:
+            reason = next((late[name] for name in op.inputs if name in late), None)
+            factor = None if reason is not None else _factor(op, rules[op.name], state, graph, time, rules, free)
+        except WholeBatchError as error:
+            reason = error
+        if reason is not None:
+            if not parameters.isdisjoint(op.inputs):
+                raise reason
+            if staged:
+                raise WholeBatchError(f"{reason}. Without a pipeline (pp=1) micro-batches can be: this then runs once a step")
+            epilogue.add(op.name)
+            late.update(dict.fromkeys(op.outputs, reason))
+            continue
         if factor is None:
             state.update(dict.fromkeys(op.outputs))
             continue
@@ -97,7 +122,7 @@ def split_time(graph: Graph, rules: Mapping[str, OpRule], microbatches: int, bat
         for name, sharding in zip(op.outputs, placed.results, strict=True):
             kind = sharding.kind(TIME)
             state[name] = None if kind == "" else kind
-    if graph.loss is not None and state.get(graph.loss) != "+":
+    if graph.loss is not None and graph.loss not in late and state.get(graph.loss) != "+":
         raise PlanError(f"the loss is not a sum over samples divided by a count, so it cannot be accumulated over "
                         f"microbatches={microbatches}; {_INSTEAD}")
     if graph.mutations:
@@ -105,7 +130,16 @@ def split_time(graph: Graph, rules: Mapping[str, OpRule], microbatches: int, bat
         raise PlanError(f"the forward changes buffer {changed!r} once a call (as a batch norm its statistics and a spectral "
                         f"norm its vectors), which {microbatches} micro-batches would do {microbatches} times: needs "
                         f"microbatches=1, or statistics that the forward does not change")
-    return Schedule(microbatches, time, free)
+    epilogue |= _fills_of(graph, epilogue)
+    return Schedule(microbatches, time, free, frozenset(epilogue), run_ahead(graph, rules, epilogue, free))
+
+
+def _fills_of(graph: Graph, epilogue: set[str]) -> set[str]:
+    """The fills that the epilogue alone reads."""
+    readers, leaving = graph.consumers(), frozenset(graph.outputs)
+    fills = [op for op in graph.ops if op.target == FILL and leaving.isdisjoint(op.outputs)]
+    read = {op.name: {graph.ops[at].name for name in op.outputs for at in readers[name]} for op in fills}
+    return {name for name, found in read.items() if found and found <= epilogue}
 
 
 def prologue(graph: Graph) -> frozenset[str]:
@@ -178,7 +212,7 @@ def _factor(
         return None
     added_once = any(rule.adds(position, factor) for position in rule.added for factor in factors if factor is not None)
     if pending or added_once or len(factors) != 1 or None in factors or factors & (rule.whole | rule.internal.keys()):
-        raise PlanError(
+        raise WholeBatchError(
             f"{op.target} of {op.module or 'the model'} ({op.source}) needs the whole batch at once, so it cannot be "
             f"accumulated over micro-batches; {_INSTEAD}"
         )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from meshwright.errors import MeshwrightError, PlanError
-from meshwright.ir.decisions import TIME, Decisions, GroupChoice, Pipeline, Schedule
+from meshwright.ir.decisions import ONCE_AND_AGAIN, TIME, Decisions, GroupChoice, Pipeline, Schedule
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.declared.registered import check_registered, registered_of
 from meshwright.ir.graph import Graph
@@ -59,7 +59,7 @@ def read_plan(data: Any, kind: type[Made]) -> Made:
         if name not in ops:
             raise PlanError(f"the plan is damaged: assignments: the graph has no operator {name!r}")
         assignments[name] = _assignment(field, axes)
-    schedule = top["schedule"].record("microbatches time prologue")
+    schedule = top["schedule"].record("microbatches time prologue", " ".join(ONCE_AND_AGAIN))
     times = schedule["time"].mapping()
     if unknown := sorted(times.keys() - ops):
         raise PlanError(f"the plan is damaged: schedule.time: the graph has no operator {unknown[0]!r}")
@@ -69,7 +69,8 @@ def read_plan(data: Any, kind: type[Made]) -> Made:
         _groups(top["groups"], graph, axes, pipeline),
         schedule=Schedule(
             schedule["microbatches"].count(1, 1 << 31), {name: field.name() for name, field in times.items()},
-            frozenset(schedule["prologue"].names(ops, "an operator of the graph")),
+            *(frozenset(schedule[kind].names(ops, "an operator of the graph")) if kind in schedule else frozenset()
+              for kind in ("prologue", *ONCE_AND_AGAIN)),
         ),
         pipeline=pipeline, precision=top["precision"].one_of(PRECISIONS, " or ".join(PRECISIONS)),
         optimizer=_optimizer(top["optimizer"]), cluster=top["cluster"].text(),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshwright.errors import PlanError
+from meshwright.ir.decisions import ONCE_AND_AGAIN
 from meshwright.ir.pins import ROOT
 from meshwright.ir.reading.fields import VERSION, Field, check_depth
 from meshwright.ir.writing.names import choice_of, kept_of, key_of
@@ -32,7 +33,7 @@ def unfolded(data: Any) -> dict[str, Any]:
         version.text()
     part = top["decisions"].record(
         "mesh cluster precision optimizer microbatches pipeline blocks operators values time prologue",
-        "registered devices"
+        f"registered devices {' '.join(ONCE_AND_AGAIN)}"
     )
     shown = top["predictions"].record("predicted certificate notes")
     graph = _graph(top["graph"])
@@ -40,11 +41,12 @@ def unfolded(data: Any) -> dict[str, Any]:
     values = {row[0] for row in graph["values"]}
     chosen = _spread(part["operators"], ops)
     assignments = {name: _choice(field) for name, field in chosen.items()}
-    prologue = [name for item in part["prologue"].items() for name in _names(item, item.name(), len(ops))]
+    sets = {kind: [name for item in part[kind].items() for name in _names(item, item.name(), len(ops))]
+            for kind in ("prologue", *ONCE_AND_AGAIN) if kind in part}
     return {
         "meshwright": VERSION, **{name: part[name].value for name in ("mesh", "cluster", "precision", "optimizer")},
         "groups": _groups(part["blocks"], graph), "pipeline": _pipeline(part["pipeline"], ops),
-        "schedule": {"microbatches": part["microbatches"].value, "prologue": prologue,
+        "schedule": {"microbatches": part["microbatches"].value, **sets,
                      "time": {name: field.value for name, field in _spread(part["time"], ops).items()}},
         "assignments": {name: one for name, one in assignments.items() if one},
         "copies": {name: field.value for name, field in _spread(part["values"], values).items()},

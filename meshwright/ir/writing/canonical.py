@@ -30,8 +30,13 @@ def canonical(plan: P) -> P:
         copies={values[name]: one for name, one in plan.copies.items()},
         groups=tuple(replace(group, path=ops.get(group.path, group.path)) for group in plan.groups),
         schedule=replace(schedule, time={ops[name]: one for name, one in schedule.time.items()},
-                         prologue=frozenset(ops[name] for name in schedule.prologue)),
+                         prologue=_under(ops, schedule.prologue), epilogue=_under(ops, schedule.epilogue),
+                         ahead=_under(ops, schedule.ahead)),
     )
+
+
+def _under(ops: Mapping[str, str], names: frozenset[str]) -> frozenset[str]:
+    return frozenset(ops[name] for name in names)
 
 
 def _names(graph: Graph, inner: bool = False) -> tuple[Mapping[str, str], dict[str, str]]:

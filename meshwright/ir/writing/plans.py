@@ -19,11 +19,11 @@ them, "outside"}. ``reading.unfold`` reads it back. The same plan gives the same
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshwright.ir.decisions import Decisions
+from meshwright.ir.decisions import ONCE_AND_AGAIN, Decisions
 from meshwright.ir.pins import ROOT
 from meshwright.ir.reading.fields import FOLDED
 from meshwright.ir.serialize import graph_digest, in_lines, plan_hash, plan_to_dict
@@ -59,11 +59,17 @@ def plan_to_file(plan: Decisions) -> dict[str, Any]:
                 op.name: choice_text(plan.assignments[op.name]) for op in plan.graph.ops if plan.assignments.get(op.name)
             }),
             "values": folded_names(plan, data["copies"]), "time": folded_names(plan, data["schedule"]["time"]),
-            "prologue": list(folded_names(plan, {op.name: "" for op in plan.graph.ops if op.name in plan.schedule.prologue})),
+            "prologue": _named(plan, plan.schedule.prologue),
+            **{name: _named(plan, ops) for name in ONCE_AND_AGAIN if (ops := getattr(plan.schedule, name))},
         },
         "predictions": {"predicted": data["predicted"], "certificate": data["certificate"], "notes": data["notes"]},
         "graph": _graph(data["graph"]),
     }
+
+
+def _named(plan: Decisions, ops: Collection[str]) -> list[str]:
+    """Operators by their names."""
+    return list(folded_names(plan, {op.name: "" for op in plan.graph.ops if op.name in ops}))
 
 
 def _pipeline(plan: Decisions) -> dict[str, Any] | None:
