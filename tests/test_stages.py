@@ -15,7 +15,7 @@ from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
 from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.stage_bound import Bound, cannot_run_in, fractional_bound, link_bound
 from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_bound
-from meshwright.compiler.pipeline.timed_bound import timed_bound
+from meshwright.compiler.pipeline.timed_bound import KnownPaths, timed_bound
 from meshwright.cost.timeline import peak_bytes, simulate
 from meshwright.ir.schedules import ScheduleError, Table, illegal, schedule_of, schedule_table, schedules
 
@@ -423,16 +423,18 @@ def step_by_hand(table: Table, parts: list[list[Unit]], crossing: list[list[floa
     return float(max(0.0, *begins) + max(ends) + max(optimizers))
 
 
-@pytest.mark.parametrize("setting", [("gpipe", 3, 1, 4), ("1f1b", 2, 1, 5), ("1f1b", 3, 1, 4), ("zb", 2, 1, 4)],
-                         ids=lambda s: "-".join(map(str, s)))
+@pytest.mark.parametrize("setting", [
+    ("gpipe", 3, 1, 4), ("1f1b", 2, 1, 5), ("1f1b", 3, 1, 4), ("zb", 2, 1, 4), ("interleaved1f1b", 2, 2, 4), ("zbv", 2, 2, 4),
+], ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("seed", range(3))
 def test_no_choice_unit_by_unit_beats_the_bound(setting: tuple[str, int, int, int], seed: int) -> None:
-    """A stage may recompute some of its units, each its own way: every cut and every choice of all of them, by hand."""
+    """A stage may recompute some of its units, each its own way: every cut and every choice of all of them, by hand; and paths
+    remembered from other capacities are paths of these too."""
     name, pp, v, m = setting
     ways, table = slimmer([replace(u, pending=None) for u in random_units(6, seed)], seed), schedule_table(name, pp, v, m)
-    outside = outside_of(6, seed, 1.0 if schedule_of(name).split else 0.2)
+    outside, paths = outside_of(6, seed, 1.0 if schedule_of(name).split else 0.2), KnownPaths()
     every = []
-    for inner in itertools.combinations(range(1, 6), pp - 1):
+    for inner in itertools.combinations(range(1, 6), pp * v - 1):
         at = (0, *inner, 6)
         crossing = [[getattr(ways[0][i - 1], k) for i in inner] for k in ("value", "gradient")]
         numbers = [range(a, b) for a, b in itertools.pairwise(at)]
@@ -440,7 +442,8 @@ def test_no_choice_unit_by_unit_beats_the_bound(setting: tuple[str, int, int, in
             parts = [[ways[chosen[n]][n] for n in own] for own in numbers]
             saved = [sum(u.saved for u in p) for p in parts]
             memory = peak_bytes(table, saved)
-            held = max(memory[r] + sum(u.state for u in p) + max(u.transient for u in p) for r, p in enumerate(parts))
+            ranks = [[u for s in table.stages_of(rank) for u in parts[s]] for rank in range(pp)]
+            held = max(memory[r] + sum(u.state for u in own) + max(u.transient for u in own) for r, own in enumerate(ranks))
             every.append((held, sum(u.backward_input for p in parts for u in p), parts, crossing, numbers))
     least, most = min(one[0] for one in every), max(one[0] for one in every)
     for share in (0.05, 0.3, 0.6):
@@ -448,8 +451,15 @@ def test_no_choice_unit_by_unit_beats_the_bound(setting: tuple[str, int, int, in
         fitting = sorted((one for one in every if one[0] <= capacity), key=lambda one: one[1])[:150]
         best = min(step_by_hand(table, parts, crossing, numbers, outside) for _, _, parts, crossing, numbers in fitting)
         known = Intervals.of(ways, range(7))
-        bound = step_bound(known, pp, (1, 1), name, m, np.full(pp, capacity), outside)
-        assert bound.seconds <= best * (1 + 1e-9)
+        bound = step_bound(known, pp, (v, v), name, m, np.full(pp, capacity), outside)
+        assert bound.seconds <= best * (1 + 1e-6)
+        for cutoff in (0.0, 1.01 * best):
+            timed, *_ = timed_bound(known, table, outside, np.full(pp, capacity), 0.0, cutoff, paths)
+            assert timed <= best * (1 + 1e-6)
+            free, *_ = timed_bound(known, table, outside, np.full(pp, math.inf), 0.0, cutoff, paths)
+            assert 0.0 < free <= timed * (1 + 0.005)
+            slow, *_ = timed_bound(known, table, outside, np.full(pp, capacity), 0.0, cutoff, paths, sharp=False)
+            assert slow <= best * (1 + 1e-6)
         got = cut(ways[0], pp, v, name, m, capacity, options=ways[1:], outside=outside)
         assert got.bound <= best * (1 + 1e-9)
 
@@ -487,9 +497,23 @@ def test_a_table_run_at_divided_units_bounds_every_cut(setting: tuple[str, int, 
             numbers = [range(a, b) for a, b in itertools.pairwise((0, *inner, n))]
             crossing = [[getattr(units[i - 1], k) for i in inner] for k in ("value", "gradient")]
             best = min(best, step_by_hand(table, [[units[i] for i in own] for own in numbers], crossing, numbers, outside))
-        found, _ = timed_bound(Intervals.of([units], range(n + 1)), table, outside, 0.0, 0.0)
+        found, *_ = timed_bound(Intervals.of([units], range(n + 1)), table, outside, np.full(pp, 1e9), 0.0, 0.0, KnownPaths())
         assert found <= best * (1 + 1e-9)
         assert seed > 0 or slow < 1 or found >= 0.98 * best
+
+
+@pytest.mark.parametrize("setting", [one for one in SETTINGS if one[2] > 1], ids=lambda s: "-".join(map(str, s)))
+def test_the_only_cut_there_is_is_bounded_as_it_is(setting: tuple[str, int, int, int]) -> None:
+    """As many units as stages, crossings that take ever longer: what every cut costs where it lies, and what the first rank
+    gathers for all of its stages, is in the bound."""
+    name, pp, v, m = setting
+    table, n = schedule_table(name, pp, v, m), pp * v
+    units = [Unit(str(i), 1.0, 1.0, 1.0, value=1.0 + i, gradient=2.0 + i) for i in range(n)]
+    outside = OutsideSeconds(np.full(n, 3.0 * m), np.zeros(n), np.zeros(n), 1.0)
+    crossing = [[getattr(u, k) for u in units[:-1]] for k in ("value", "gradient")]
+    only = step_by_hand(table, [[u] for u in units], crossing, [range(i, i + 1) for i in range(n)], outside)
+    found, *_ = timed_bound(Intervals.of([units], range(n + 1)), table, outside, np.full(pp, 1e9), 0.0, 0.0, KnownPaths())
+    assert 0.99 * only <= found <= only * (1 + 1e-9)
 
 
 def test_reductions_move_the_cut() -> None:

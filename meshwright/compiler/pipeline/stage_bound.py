@@ -17,7 +17,7 @@ them takes no less than their mean. So its size does not grow with the stages of
 their numbers: what grows with it (transfers, a unit in every stage) is counted for the fewest, the mean for the most.
 
 Divided units fit where whole ones do not, so of the most frequent class a rank takes no more than the whole units that fit
-its memory and the seconds to beat (``_whole_units``). Of crossings the cheapest are assumed, of transients the least that a
+its memory and the seconds to beat (``whole_units``). Of crossings the cheapest are assumed, of transients the least that a
 rank cannot avoid: relaxations.
 """
 
@@ -88,11 +88,11 @@ def cannot_run_in(
     """Whether no cut runs in ``seconds`` (inf: at all), with any number of stages a rank from the first to the second of
     ``virtual_stages``: units of the most frequent class are left over when every rank has taken what it can."""
     classes = classes_of(units, outside)
-    most = _whole_units(units, classes, name, pp, virtual_stages, microbatches, capacity, outside.slowed, seconds)
+    most = whole_units(units, classes, name, pp, virtual_stages, microbatches, capacity, outside.slowed, seconds)
     return most is not None and bool(most.sum() < classes.members.max())
 
 
-def _whole_units(
+def whole_units(
     units: Intervals, known: Classes, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int,
     capacity: np.ndarray, slowed: float, seconds: float,
 ) -> np.ndarray | None:
@@ -112,7 +112,7 @@ def _whole_units(
     tail = ranks * (up + float(back.min()))
     spent = [(work + slowed * reduce + optimizer, budget)] + [(work + optimizer, budget - tail)] * (not split)
     bytes_ = state + counts[:, :, 0, :, None, None] * saved + counts[:, :, 1, :, None, None] * pending
-    room = np.repeat((capacity - _transient(units, pp, turns))[:, None], counts.shape[1], axis=1)
+    room = np.repeat((capacity - least_transient(units, pp, turns))[:, None], counts.shape[1], axis=1)
     for rank, part, kind in ((0, 0, kinds[0]), (0 if turns else pp - 1, -1, kinds[-1])):
         if kind != common:  # the first unit and the last are where they must be
             room[rank] -= bytes_[rank, :, part, kind].min(axis=-1)
@@ -136,7 +136,7 @@ def _most(seconds: np.ndarray, budget: np.ndarray, bytes_: np.ndarray, room: np.
     return np.asarray(np.maximum(np.nan_to_num(most, nan=np.inf), 0.0))
 
 
-def _transient(units: Intervals, pp: int, turns: bool) -> np.ndarray:
+def least_transient(units: Intervals, pp: int, turns: bool) -> np.ndarray:
     """Bytes of transients that a rank cannot avoid [pp]: of the least of its units, of the one that it must have."""
     each = units.peak.min(axis=0)
     least = np.full(pp, each[1:-1].min() if len(each) > 2 else 0.0)
@@ -160,18 +160,19 @@ def fractional_bound(
 ) -> Bound:
     """The bound whatever the cut, with any number of stages a rank from the first of ``virtual_stages``, at least 2, to the
     second. ``capacity``: bytes [pp]. With ``outside``: no step. What takes ``cutoff`` seconds or more, if that is not 0, is not
-    told apart. If divided units run in less than that, on few ranks (``_FEW``), every rank is made to run whole ones."""
+    told apart. If divided units run in less than that by no more than one unit, on few ranks (``_FEW``), every rank is made to
+    run whole ones."""
     closed = schedule_of(name).closed
     if closed is None:
         return Bound(0.0, "packing")
     outside = outside or OutsideSeconds.nothing(units.count)
     program, to_beat = _Program(units, name, pp, virtual_stages, microbatches, outside), cutoff or math.inf
-    room = capacity - _transient(units, pp, closed.turns)
+    room = capacity - least_transient(units, pp, closed.turns)
     if room.min() <= 0:
         return Bound(math.inf, "packing")
     program.place()
     program.memory(room)
-    most = _whole_units(
+    most = whole_units(
         units, program.known, name, pp, virtual_stages, microbatches, capacity, outside.slowed, to_beat,
     )
     if most is not None:
@@ -180,7 +181,9 @@ def fractional_bound(
     program.time()
     program.outside()
     divided = program.bound(to_beat)
-    if not cutoff or pp > _FEW or divided >= cutoff or not program.round():
+    one = microbatches * float(program.classes[:3].sum(axis=0).max())
+    near = cutoff == math.inf or divided + one >= cutoff > divided
+    if not near or pp > _FEW or not program.round():
         return Bound(divided, "divided")
     return Bound(max(divided, program.bound(to_beat)), "whole")
 

@@ -15,7 +15,8 @@ How: few enough cuts are all priced, in the order of their lower bound, until th
    neighbours whose bound is no better are never simulated (``compiler.pipeline.refine``).
 
 With several stages a rank the bound is the better of packing and a linear program (``compiler.pipeline.stage_bound``). The
-search has another, the table itself run at divided units (``compiler.pipeline.timed_bound``): it binds where transfers wait.
+search has another, the table itself run at divided units within memory (``compiler.pipeline.timed_bound``): it binds where
+transfers wait, and where ranks recompute to fit.
 """
 
 from __future__ import annotations

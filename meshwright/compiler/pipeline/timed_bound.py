@@ -1,145 +1,304 @@
 """A bound on the step of any cut, from the schedule's own table run at divided units.
 
-What a table takes is the largest of sums along paths, so it is convex in the seconds of the stages, and the path that is
-longest at some seconds bounds it at all others (``cost.timeline.longest_paths``). Cutting planes (Kelley 1960): a linear
-program over what every stage runs of every class of units, divided, gives stage seconds and a bound; the table is run near
-these, its longest paths become rows, and so on, until the bound is as good as what was run, or as needed. It sees what
-formulas of the schedule do not: transfers that wait for each other, and what a rank waits for in the middle of its order.
-Memory and the order of the units are dropped, of crossings the cheapest is assumed, and every unit runs in the fastest way.
+What a table takes is the largest of sums along paths, so it is convex in the seconds of the stages and of the crossings, and
+the path that is longest at some seconds bounds it at all others (``cost.timeline.longest_paths``). Cutting planes (Kelley
+1960): a linear program over what every stage runs of every class of units, divided, and where its cuts lie gives seconds and a
+bound; the table is run near these, its longest paths become rows, and so on, until the bound is as good as what was run, or as
+needed. Paths are sums of stages and crossings, whatever these take, so those found for one candidate are remembered for all
+that run the same table (``KnownPaths``). The bound sees what formulas of the schedule do not: transfers that wait for each
+other, and what a rank waits for in the middle of its order.
+
+A cut lies between two *corners*: positions between which units are of one class and crossings cost the same. As a mean of
+corners it says how many units of each class lie before it and what crosses it; of real cuts both are exact. Memory is that of
+every rank at every moment of its order, with units recomputed one by one or by parts of them. So it is a relaxation that
+leaves out only that units are whole and that a cut lies in one place.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
-from meshwright.compiler.pipeline.stage_bound import classes_of
-from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError
+from meshwright.compiler.pipeline.stage_bound import classes_of, least_transient, whole_units
+from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, UnsolvedError
 from meshwright.cost.timeline import Times, longest_paths
-from meshwright.ir.schedules import Table
+from meshwright.ir.schedules import Table, maximal
 
-_ROUNDS, _CLOSE = 6, 0.002
-"""Up to so many rounds; a bound that is so close to what was run is not raised."""
+_ROUNDS, _CLOSE = 40, 0.002
+"""So many programs are solved at most; a bound that is so close to what was run is not raised."""
+_NUMBERS, _SHARP = 150_000, 1_500_000
+"""Programs end when they have had so many numbers: a fifth of a second, and some where a bound is to be sharp."""
+_STILL, _MORE = 10, 0.0005
+"""A bound that so many programs raised by less than this part is left as it is."""
 _SHARES = (1.0, 0.5, 0.2)
 """The table is run at what the program says, and so much of the way there from the best that was run: at the ends alone it
 goes from one to another."""
 _WORST = 0.97
 """Ranks that end after so much of the step have their paths added."""
+_MISSED = 1e-5
+"""By such a part a remembered path must be longer than the step to be added."""
 _SAFE = 1 + 1e-6
 """More than what the solver's tolerance can make of a bound."""
 
 
+@dataclass
+class KnownPaths:
+    """Longest paths of one table, wherever they were found: how often a stage's forward, backward input and backward weight
+    lie on each [stages, 3], what crosses each boundary, down and up [stages - 1, 2], and the ``rank`` at which it ends."""
+
+    known: dict[tuple[int, bytes, bytes], int] = field(default_factory=dict)
+    runs: list[np.ndarray] = field(default_factory=list)
+    sends: list[np.ndarray] = field(default_factory=list)
+    rank: list[int] = field(default_factory=list)
+
+    def add(self, runs: np.ndarray, sends: np.ndarray, rank: int) -> int:
+        """The number of a path."""
+        runs, sends = runs.astype(np.float32), sends.astype(np.float32)
+        key = rank, runs.tobytes(), sends.tobytes()
+        if key not in self.known:
+            self.known[key] = len(self.runs)
+            self.runs.append(runs)
+            self.sends.append(sends)
+            self.rank.append(rank)
+        return self.known[key]
+
+
 @dataclass(frozen=True)
 class _Point:
-    """What every stage runs, [stages, classes], and what that takes: ``seconds`` of the step; of every rank when it ``ends``,
-    the ``counts`` on its longest path [pp, stages, 3] and the seconds of what is ``sent`` on it [pp]."""
+    """``amounts`` [stages, ways] of what stages run and ``places`` [stages - 1, corners] of cuts; ``seconds`` of the step, inf
+    if it was not run."""
 
     amounts: np.ndarray
-    seconds: float
-    ends: np.ndarray
-    counts: np.ndarray
-    sent: np.ndarray
+    places: np.ndarray
+    seconds: float = math.inf
+
+    def toward(self, other: _Point, share: float) -> _Point:
+        """A point between the two."""
+        return _Point(share * other.amounts + (1 - share) * self.amounts, share * other.places + (1 - share) * self.places)
 
 
 def timed_bound(
-    units: Intervals, table: Table, outside: OutsideSeconds, known: float, cutoff: float
-) -> tuple[float, int]:
-    """Seconds of a step that no cut can beat, no less than ``known``, and how often the table was run. ``cutoff``: seconds
-    above which nothing sharper is needed, if it is not 0."""
-    program = _Program(units, table, outside)
-    (best,), bound, runs = program.run([program.even()]), known, 1
-    program.learn(best)
+    units: Intervals, table: Table, outside: OutsideSeconds, room: np.ndarray, known: float, cutoff: float, paths: KnownPaths,
+    sharp: bool = True,
+) -> tuple[float, int, int]:
+    """Seconds of a step that no cut can beat, no less than ``known``; how often the table was run, and how many numbers the
+    programs that were solved had. ``room``: bytes of every rank [pp]; ``cutoff``: seconds above which nothing sharper is
+    needed, if it is not 0; ``paths``: those remembered of this table; unless ``sharp`` a bound that cannot come to the cutoff
+    is left as it is, and so is one that takes long to."""
+    program = _Program(units, table, outside, room, cutoff, paths)
+    best, bound, before = program.first(), known, list[float]()
     for _ in range(_ROUNDS):
-        if best.seconds <= bound * (1 + _CLOSE) or bound >= cutoff > 0:
+        still = len(before) >= _STILL and before[-1] <= before[-_STILL] * (1 + _MORE)
+        below = (not sharp and best.seconds < cutoff) or program.size > (_SHARP if sharp else _NUMBERS)
+        if still or below or best.seconds <= bound * (1 + _CLOSE) or bound >= cutoff > 0:
             break
         try:
-            found, amounts = program.solved()
+            found, point = program.solved()
         except NoSolutionError:
+            return max(known, cutoff or math.inf), program.runs, program.size
+        except UnsolvedError:
             break
-        bound, runs = max(bound, found), runs + len(_SHARES)
-        for point in program.run([share * amounts + (1 - share) * best.amounts for share in _SHARES]):
-            program.learn(point)
-            best = min(best, point, key=lambda one: one.seconds)
-    return bound, runs
+        bound, before = max(bound, min(found, cutoff) if cutoff else found), [*before, found]
+        if program.overflows(point) or program.remembers(point, found):
+            continue
+        shares = _SHARES if math.isfinite(best.seconds) else _SHARES[:1]
+        best = min([best, *program.run([best.toward(point, share) for share in shares])], key=lambda one: one.seconds)
+    return bound, program.runs, program.size
 
 
 class _Program(LinearProgram):
-    """What stages run and the step, in units of the longest class (``scale``); variable 0 is the step."""
+    """What stages run, where cuts lie and the step, in units of the longest class (``scale``); variable 0 is the step. A *way*
+    is a class of units under one of its options. ``runs``: of the table so far; ``size``: numbers of all programs solved."""
 
-    def __init__(self, units: Intervals, table: Table, outside: OutsideSeconds) -> None:
+    def __init__(
+        self, units: Intervals, table: Table, outside: OutsideSeconds, room: np.ndarray, cutoff: float, paths: KnownPaths
+    ) -> None:
         super().__init__()
-        self.units, self.table, self.outside = units, table, outside
-        numbers, self.kinds, self.members = classes_of(units, outside)
-        self.classes = numbers.min(axis=2)
-        self.scale = float(self.classes[:3].max()) or 1.0
-        self.crossing = [float(x[1:-1].min()) if units.count > 1 else 0.0 for x in (units.value, units.gradient)]
-        self.ranks = np.array(table.stage_rank)
-        stages, pp = table.stages, table.pp
-        self.amounts = self.variables(stages, len(self.members))
-        self.seconds, self.left, self.optimizer = self.variables(stages, 3), self.variables(pp, 1), self.variables(1)
+        self.units, self.table, self.outside, self.paths, self.runs, self.size = units, table, outside, paths, 0, 0
+        known = classes_of(units, outside)
+        turns = table.stage_rank[-1] != table.pp - 1
+        self.room = room - least_transient(units, table.pp, turns)
+        self.members, self.kinds = known.members, known.kinds
+        self.moments = [maximal(np.asarray(counts)) for counts in table.in_flight]
+        self.ways, self.of = self._ways(known.numbers)
+        self.scale = float(self.ways[:3].max()) or 1.0
+        self.corners = _corners(units, self.kinds)
+        before = np.concatenate([np.zeros((1, len(self.members))), np.cumsum(np.eye(len(self.members))[self.kinds], axis=0)])
+        self.before, self.crossing = before[self.corners], np.stack([units.value, units.gradient], axis=1)[self.corners]
+        self.ranks, self.used = np.array(table.stage_rank), set[int]()
+        self.amounts = self.variables(table.stages, len(self.of))
+        self.places = self.variables(table.stages - 1, len(self.corners))
+        self.seconds, self.left = self.variables(table.stages, 3), self.variables(table.pp, 1)
+        self.gather, self.optimizer = self.variables(2, 1)
         self._place()
         self._outside()
+        if cutoff:
+            self._no_more(whole_units(
+                units, known, table.name, table.pp, (table.stages // table.pp, table.stages // table.pp), table.microbatches,
+                room, outside.slowed, cutoff,
+            ))
+            self.add([(np.zeros(1, dtype=np.int64), 1.0)], 0.0, cutoff * _SAFE / self.scale)
+
+    def _ways(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers [9, ways] and the class of every way; where memory does not bind every unit runs in the fastest."""
+        state, saved, pending = numbers[3:6]
+        most = [np.max([np.max(counts[0]) * saved + np.max(counts[1]) * pending for counts in moments], axis=0) + state
+                for moments in self.moments]
+        held = np.array([(bytes_.max(axis=1) * self.members).sum() for bytes_ in most])
+        if (held <= self.room).all():
+            return numbers.min(axis=2), np.arange(len(self.members))
+        found = [(number, way) for number in range(len(self.members))
+                 for way in np.unique(numbers[:, number], axis=1).T]
+        return np.array([way for _, way in found]).T, np.array([number for number, _ in found])
 
     def _place(self) -> None:
-        """Every unit is somewhere, one or more in every stage, the first and the last at the ends."""
-        for number, count in enumerate(self.members.tolist()):
-            self.add([(self.amounts[:, number], 1.0)], count, count)
+        """Every unit is somewhere, one or more in every stage, cuts in their order."""
         for stage, row in enumerate(self.amounts):
             self.add([(row, 1.0)], 1.0)
-            for column, seconds in zip(self.classes[:3] / self.scale, self.seconds[stage, :, None], strict=True):
+            for column, seconds in zip(self.ways[:3] / self.scale, self.seconds[stage, :, None], strict=True):
                 self.add([(row, column), (seconds, -1.0)], 0.0, 0.0)
-        self.add([(self.amounts[0, self.kinds[:1]], 1.0)], 1.0)
-        self.add([(self.amounts[-1, self.kinds[-1:]], 1.0)], 1.0)
+            for number, count in enumerate(self.members.tolist()):
+                terms = [(row[self.of == number], 1.0)]
+                if stage:
+                    terms.append((self.places[stage - 1], self.before[:, number]))
+                if stage < self.table.stages - 1:
+                    terms.append((self.places[stage], -self.before[:, number]))
+                total = float(count) if stage == self.table.stages - 1 else 0.0
+                self.add(terms, total, total)
+        for row in self.places:
+            self.add([(row, 1.0)], 1.0, 1.0)
 
     def _outside(self) -> None:
-        """A rank's actions, what it has left after them, and the optimizer of all of them."""
-        (gather, reduce, optimizer), step = self.classes[6:] / self.scale, (np.zeros(1, dtype=np.int64), 1.0)
-        start = float(gather[self.kinds[0]])
+        """What the first rank gathers before its first action, a rank's actions, what it has left after them, and the
+        optimizer of all of them."""
+        (gather, reduce, optimizer), step = self.ways[6:] / self.scale, (np.zeros(1, dtype=np.int64), 1.0)
+        self.add([(self.gather, 1.0), (self.amounts[self.ranks == 0], -gather)], 0.0)
         for rank in range(self.table.pp):
-            own, after = self.ranks == rank, [(self.left[rank], -1.0), (self.optimizer, -1.0)]
-            self.add([step, (self.seconds[own], -float(self.table.microbatches)), *after], start)
+            own, after = self.ranks == rank, [(self.left[rank], -1.0), (self.optimizer, -1.0), (self.gather, -1.0)]
+            self.add([step, (self.seconds[own], -float(self.table.microbatches)), *after], 0.0)
             self.add([(self.optimizer, 1.0), (self.amounts[own], -optimizer)], 0.0)
             self.add([(self.left[rank], 1.0), (self.amounts[own], -self.outside.slowed * reduce)], 0.0)
             self.add([(self.left[rank], 1.0), (self.amounts[own], -reduce), (self.seconds[own, 1:], 1.0)], 0.0)
 
-    def even(self) -> np.ndarray:
-        """Divided units in their order, the same seconds in every stage: amounts [stages, classes]."""
+    def _no_more(self, most: np.ndarray | None) -> None:
+        """Of the most frequent class a rank runs no more than ``most`` units [pp]."""
+        common = int(self.members.argmax())
+        for rank, count in enumerate(most.tolist() if most is not None else ()):
+            if count < self.members[common]:
+                self.add([(self.amounts[self.ranks == rank][:, self.of == common], 1.0)], 0.0, count)
+
+    # points
+
+    def first(self) -> _Point:
+        """Divided units in their order, the same seconds in every stage, each in the first of its ways or in the one of least
+        bytes: the better of those that fit, or one that was not run."""
         work = np.diff(self.units.cheapest()[:3].sum(axis=0))
         ends = np.concatenate([[0.0], np.cumsum(work)])
-        edges = np.linspace(0.0, ends[-1], self.table.stages + 1)
-        parts = np.clip(np.minimum(edges[1:, None], ends[1:]) - np.maximum(edges[:-1, None], ends[:-1]), 0.0, None)
-        amounts = np.zeros((self.table.stages, len(self.members)))
-        np.add.at(amounts.T, self.kinds, (parts / np.maximum(work, 1e-300)).T)
-        return amounts
+        each = np.clip(np.interp(np.linspace(0.0, ends[-1], self.table.stages + 1)[1:-1], ends, np.arange(len(ends))),
+                       1.0, self.units.count - 1.0)
+        at = np.clip(np.searchsorted(self.corners, each, side="right") - 1, 0, max(0, len(self.corners) - 2))
+        places = np.zeros(self.places.shape)
+        for stage, (low, position) in enumerate(zip(at.tolist(), each.tolist(), strict=True)):
+            start, stop = self.corners[[low, min(low + 1, len(self.corners) - 1)]]
+            share = (position - start) / (stop - start) if stop > start else 0.0
+            places[stage, low] = 1.0 - share
+            places[stage, min(low + 1, len(self.corners) - 1)] += share
+        whole = np.concatenate([np.zeros((1, len(self.members))), places @ self.before, self.members[None]])
+        counts, points = np.diff(whole, axis=0), list[_Point]()
+        for order in (self.ways[:3].sum(axis=0), self.ways[3:6].sum(axis=0)):
+            chosen = [int(np.where(self.of == number, order, math.inf).argmin()) for number in range(len(self.members))]
+            amounts = np.zeros(self.amounts.shape)
+            amounts[:, chosen] = counts
+            points.append(_Point(amounts, places))
+        ran = self.run(points)
+        fits = [one for one, point in zip(ran, points, strict=True) if not self._moments_over(point)]
+        return min(fits, key=lambda one: one.seconds, default=points[1])
 
-    def run(self, cases: Sequence[np.ndarray]) -> list[_Point]:
-        """The table at what the stages run, [stages, classes] each."""
-        every = np.stack(cases, axis=2)
-        forward, inputs, weights, _, _, _, _, reduce, optimizer = np.einsum("nc,sck->nsk", self.classes, every)
-        down, up = (np.full((self.table.stages - 1, len(cases)), seconds) for seconds in self.crossing)
+    def run(self, points: Sequence[_Point]) -> list[_Point]:
+        """The points with their seconds; the longest paths to the ranks that end last become rows."""
+        every = np.stack([point.amounts for point in points], axis=2)
+        forward, inputs, weights, _, _, _, gather, reduce, optimizer = np.einsum("nw,swk->nsk", self.ways, every)
+        down, up = np.einsum("bck,cd->dbk", np.stack([point.places for point in points], axis=2), self.crossing)
         own = np.arange(self.table.pp)[:, None] == self.ranks
         back, reduce, optimizer = own @ (inputs + weights), own @ reduce, own @ optimizer
         left = np.maximum(reduce - back, self.outside.slowed * reduce)
         found = []
         for case, paths in enumerate(longest_paths(self.table, Times(forward, inputs, weights, down, up))):
             ends = paths.ends + left[:, case]
-            seconds = float(self.outside.gather[0] + ends.max() + optimizer[:, case].max())
-            sent = (paths.sends.sum(axis=1) * self.crossing).sum(axis=1)
-            found.append(_Point(every[:, :, case], seconds, ends, paths.runs, sent))
+            seconds = float((own[0] @ gather)[case] + ends.max() + optimizer[:, case].max())
+            for rank in np.flatnonzero(ends >= _WORST * ends.max()).tolist():
+                self._learn(self.paths.add(paths.runs[rank], paths.sends[rank], rank))
+            found.append(_Point(points[case].amounts, points[case].places, seconds))
+        self.runs += len(points)
         return found
 
-    def learn(self, point: _Point) -> None:
-        """The longest paths to the ranks that end last, as rows."""
-        for rank in np.flatnonzero(point.ends >= _WORST * point.ends.max()).tolist():
-            used = np.nonzero(point.counts[rank])
-            path = (self.seconds[used], -point.counts[rank][used])
-            terms = [(np.zeros(1, dtype=np.int64), 1.0), path, (self.left[rank], -1.0), (self.optimizer, -1.0)]
-            self.add(terms, float(point.sent[rank] + self.outside.gather[0]) / self.scale)
+    def _learn(self, path: int) -> None:
+        """A path as a row, once."""
+        if path in self.used:
+            return
+        self.used.add(path)
+        runs, sends, rank = self.paths.runs[path], self.paths.sends[path], self.paths.rank[path]
+        on, sent = np.nonzero(runs), sends @ self.crossing.T / self.scale  # [boundaries, corners]
+        crossed = np.flatnonzero(sent.any(axis=1))
+        self.add([
+            (np.zeros(1, dtype=np.int64), 1.0), (self.seconds[on], -runs[on]), (self.places[crossed], -sent[crossed]),
+            (self.left[rank], -1.0), (self.optimizer, -1.0), (self.gather, -1.0),
+        ], 0.0)
 
-    def solved(self) -> tuple[float, np.ndarray]:
-        """Seconds of the step at least, and amounts at which the rows say so. Raises NoSolutionError."""
+    def remembers(self, point: _Point, step: float) -> bool:
+        """Whether a path that is known and no row yet is longer than the ``step``: the longest to every rank becomes a row."""
+        unused = np.array([path for path in range(len(self.paths.runs)) if path not in self.used], dtype=np.int64)
+        if not len(unused):
+            return False
+        seconds = np.einsum("nw,sw->sn", self.ways, point.amounts)
+        runs, sends = (np.array([column[path] for path in unused]) for column in (self.paths.runs, self.paths.sends))
+        took = np.einsum("psn,sn->p", runs, seconds[:, :3]) + np.einsum("pbd,bd->p", sends, point.places @ self.crossing)
+        own = np.arange(self.table.pp)[:, None] == self.ranks
+        back, reduce, optimizer = own @ seconds[:, 1:3].sum(axis=1), own @ seconds[:, 7], own @ seconds[:, 8]
+        left, rank = np.maximum(reduce - back, self.outside.slowed * reduce), np.array(self.paths.rank)[unused]
+        took += left[rank] + optimizer.max() + own[0] @ seconds[:, 6]
+        missed = took > step * (1 + _MISSED)
+        for one in np.unique(rank[missed]):
+            self._learn(int(unused[np.where(missed & (rank == one), took, -math.inf).argmax()]))
+        return bool(missed.any())
+
+    # memory
+
+    def _moments_over(self, point: _Point) -> list[tuple[int, np.ndarray]]:
+        """The ranks that hold too much, and bytes of all that they run [stages, ways] at their worst moment."""
+        state, saved, pending = self.ways[3:6]
+        found = []
+        for rank, moments in enumerate(self.moments):
+            own = self.ranks == rank
+            held = moments[:, 0, :, None] * saved + moments[:, 1, :, None] * pending + state
+            bytes_ = np.einsum("ksw,sw->k", held, point.amounts[own])
+            if bytes_.max() > self.room[rank] * _SAFE:
+                found.append((rank, held[int(bytes_.argmax())]))
+        return found
+
+    def overflows(self, point: _Point) -> bool:
+        """Whether a rank holds too much at a point; the worst moment of each becomes a row."""
+        over = self._moments_over(point)
+        for rank, held in over:
+            self.add([(self.amounts[self.ranks == rank], held / max(self.room[rank], 1.0))], -math.inf, 1.0)
+        return bool(over)
+
+    def solved(self) -> tuple[float, _Point]:
+        """Seconds of the step at least, and a point at which the rows say so. Raises NoSolutionError."""
+        self.size += sum(len(columns) for columns, _ in self.parts)
         seconds, values = self.solution({0: 1.0})
-        return max(0.0, seconds) * self.scale / _SAFE, values[self.amounts]
+        return max(0.0, seconds) * self.scale / _SAFE, _Point(values[self.amounts], values[self.places])
+
+
+def _corners(units: Intervals, kinds: np.ndarray) -> np.ndarray:
+    """Positions of cuts, the first and the last and those that are not like both of their neighbours: what lies between two is
+    their mean, in units of each class before it and in crossings."""
+    inner = np.arange(2, units.count - 1)
+    alike = kinds[inner - 1] == kinds[inner]
+    for seconds in (units.value, units.gradient):
+        alike &= (seconds[inner - 1] == seconds[inner]) & (seconds[inner] == seconds[inner + 1])
+    return np.unique(np.concatenate([[1], inner[~alike], [units.count - 1]]))

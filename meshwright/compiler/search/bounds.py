@@ -5,7 +5,7 @@
     PLACEMENT   the placement of (tensor, samples, context)                solved once, serves every pp and schedule
     KEPT        every ZeRO level and shard that none dominates             the parameters' price on this mesh
     DIVIDED     units that may be divided, memory and schedule exact       ``Evaluator.relaxed``
-    TIMED       the schedule's table run at divided units                  transfers that wait for each other
+    TIMED       the table run at divided units, memory counted             transfers that wait, where cuts lie, all gathers
 
 Candidates that differ in their stages a rank only are one node until memory counts: a bound for a whole range of them comes
 first, then for its halves. Candidates with a free layout are bounded by FLOPS alone, then solved.
@@ -75,6 +75,7 @@ class Branch:
     virtual: stages a rank of all, ascending
     firm: what the bound is without the assumption of the level TENSOR
     zero, shard: how parameters are kept, from the level KEPT on
+    sharp: whether its bound is as sharp as the level TIMED makes it
     later: of a free layout, the counts of micro-batches to try after this one
     fewer: of a free layout, the least seconds of the counts before, or what they take at least
     """
@@ -87,6 +88,7 @@ class Branch:
     firm: float = field(compare=False, default=0.0)
     zero: int = field(compare=False, default=0)
     shard: int = field(compare=False, default=1)
+    sharp: bool = field(compare=False, default=False)
     later: tuple[int, ...] = field(compare=False, default=())
     fewer: float = field(compare=False, default=float("inf"))
 
@@ -304,13 +306,15 @@ class CandidateBounds:
             return self.split(node, len(node.virtual) // 2, bound)
         return [node.at(Level.DIVIDED, bound)]
 
-    def time(self, node: Branch, to_beat: float) -> Branch:
-        """At the level TIMED. While there is nothing to beat, and of what is no pipeline, nothing more is said."""
+    def time(self, node: Branch, to_beat: float, sharp: bool = False) -> Branch:
+        """At the level TIMED. While there is nothing to beat, and of what is no pipeline, nothing more is said. Unless
+        ``sharp``, a bound that cannot come to ``to_beat`` is left as it is."""
         candidate = node.candidate
         if candidate.pp == 1 or to_beat == float("inf"):
             return replace(node, level=Level.TIMED)
         degrees, placement = degrees_of(candidate, node.shard), self.placement_of(node)
-        return node.at(Level.TIMED, self.evaluator.timed(candidate, degrees, node.zero, placement, node.bound, to_beat))
+        timed = self.evaluator.timed(candidate, degrees, node.zero, placement, node.bound, to_beat, sharp=sharp)
+        return node.at(Level.TIMED, timed)
 
     def _miss(self, node: Branch, units: Units) -> None:
         single = node.part(node.virtual[:1], 0.0, node.number)

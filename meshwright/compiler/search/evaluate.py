@@ -29,7 +29,7 @@ from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import least_in_flight, received
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
 from meshwright.compiler.pipeline.lighten import lighten
-from meshwright.compiler.pipeline.timed_bound import timed_bound
+from meshwright.compiler.pipeline.timed_bound import KnownPaths, timed_bound
 from meshwright.compiler.placement.blockmodel import handed_back
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK, Variant
 from meshwright.compiler.placement.rows import NONE, Placement
@@ -91,6 +91,7 @@ class Evaluator:
         self.forced = tuple(forced)
         self.work: Counter[str] = Counter()
         self._tables: dict[tuple[str, int, int, int], Table] = {}
+        self._paths: dict[tuple[str, int, int, int], KnownPaths] = {}
         self._units: dict[tuple[int, Degrees, int, bool, bool, str], Units] = {}
 
     def units(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, recompute: str) -> Units:
@@ -238,14 +239,18 @@ class Evaluator:
         return max(cutoff, found) if bound.seconds >= asked > 0 else found
 
     def timed(
-        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, known: float, cutoff: float
+        self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, known: float, cutoff: float,
+        capacity: float | None = None, sharp: bool = True,
     ) -> float:
-        """Seconds that no cut can beat, no less than ``known``, by the schedule's own table. ``cutoff``: seconds above which
-        nothing sharper is needed."""
+        """Seconds that no cut can beat within ``capacity`` bytes, if not the device's, no less than ``known``, by the
+        schedule's own table. ``cutoff``: seconds above which nothing sharper is needed; ``sharp``: as of ``timed_bound``."""
         units, outside = self._divisible(candidate, degrees, zero, placement)
-        slack = placement.bound / placement.seconds
-        seconds, runs = timed_bound(units, self.table(candidate), outside, known / slack, cutoff / slack)
+        slack, table = placement.bound / placement.seconds, self.table(candidate)
+        room = self.room(candidate, placement, self.capacity if capacity is None else capacity)
+        paths = self._paths.setdefault((table.name, table.pp, table.stages, table.microbatches), KnownPaths())
+        seconds, runs, size = timed_bound(units, table, outside, room, known / slack, cutoff / slack, paths, sharp)
         self.work["action of divided units"] += runs * candidate.microbatches * candidate.stages
+        self.work["number of divided programs"] += size
         return max(known, seconds * slack)
 
     def _divisible(

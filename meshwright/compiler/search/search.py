@@ -189,7 +189,9 @@ def _plan_of(
     def counted(one: Evaluation, limit: float) -> Counted:
         recomputes_nothing, bound = set(one.recompute) == {task.recompute[0]}, one.bound
         if one.run is not None:
-            bound = max(bound, evaluator.relaxed(one.candidate, one.degrees, one.zero, one.placement, capacity=limit))
+            what = one.candidate, one.degrees, one.zero, one.placement
+            bound = max(bound, evaluator.relaxed(*what, capacity=limit))
+            bound = evaluator.timed(*what, bound, one.seconds, limit)
         return Counted(plans.of(one), limit, True, min(bound, one.seconds), "gap", settled=recomputes_nothing)
 
     def within(limit: float) -> Counted:

@@ -47,7 +47,7 @@ without a pipeline, and the second dive, are done."""
 _EFFORT: Mapping[str, float] = {
     "placement": 0.1, "variant": 0.0005, "alone": 0.001, "packing": 0.002, "ranks alone": 0.06, "rank of divided units": 0.0025,
     "pair of ranks of whole units": 0.0025, "stage to cut": 0.003, "stage cut": 1.2e-7, "action simulated": 2.5e-8,
-    "stage that does not fit": 0.004, "action of divided units": 6e-6,
+    "stage that does not fit": 0.004, "action of divided units": 6e-6, "number of divided programs": 1.5e-6,
 }
 """Seconds of each kind of work, as ``Evaluator.work`` counts it: measured, on one core. They only decide where a search ends,
 and enter neither a price nor a bound."""
@@ -106,6 +106,7 @@ class Sweep:
         self._waiting: list[Branch] | None = None
         self._limited_too = True
         self._closed = _INF
+        self._cut: list[Branch] = []
         self._alone: dict[tuple[Mesh, int], float] = {}
         self._refined: dict[tuple[Mesh, int], float] = {}
         self._left: list[Branch] = []
@@ -131,7 +132,8 @@ class Sweep:
     def _proven(self) -> float:
         """Seconds that nothing of what was solved goes below; where a mesh was refined, what that proved of all on it."""
         alone = (self._refined.get(key, bound) for key, bound in self._alone.items())
-        return min([self._closed, *self._refined.values(), *alone])
+        cut = (node.bound for node in self._cut[:1])
+        return min([self._closed, *self._refined.values(), *alone, *cut])
 
     @property
     def pruned(self) -> int:
@@ -197,6 +199,7 @@ class Sweep:
             piped = self._first_dive([node for node in start if node.candidate.pp > 1])
             nodes = self._sweep(nodes, _ALONE * self.limit)
             self._left += self._sweep(nodes + self._second_dive(piped), self.limit)
+            self._sharpen()
         except (PinError, PlanError) as error:
             self._refused = error
 
@@ -220,6 +223,7 @@ class Sweep:
         elif isinstance(made, OutOfMemoryError):
             self._refused = self._refused or made
         self._left = self._sweep(self._left, self.limit)
+        self._sharpen()
 
     def refusal(self) -> PinError | PlanError:
         """Why nothing was found: what does not fit goes before what cannot be."""
@@ -353,7 +357,8 @@ class Sweep:
             self.bounds.counts.infeasible += 1
             if self._nearest is None or error.least < self._nearest.least:
                 self._nearest = error
-            self._closed = min(self._closed, _INF if error.proven else node.bound)
+            if not error.proven:
+                heapq.heappush(self._cut, node)
             return
         for ranking in (self.solved, self.open):
             ranking.append(result)
@@ -363,7 +368,17 @@ class Sweep:
             key = degrees.mesh, node.candidate.microbatches
             self._alone[key] = min(self._alone.get(key, _INF), proven)
         else:
-            self._closed = min(self._closed, proven)
+            heapq.heappush(self._cut, replace(node, bound=proven))
+
+    def _sharpen(self) -> None:
+        """Prove more of the pipelines that were solved, the least proven first, as long as these are what the bound is of and
+        there is time: while others are looked for, no more is said of one than whether it may be better."""
+        while self._cut and self.effort <= self.limit:
+            node = self._cut[0]
+            others = min([self._closed, self._cutoff, *(other.bound for other in self._left)])
+            if node.bound >= others or node.level is not Level.TIMED or node.sharp:
+                break
+            heapq.heapreplace(self._cut, replace(self.bounds.time(node, self._cutoff, sharp=True), sharp=True))
 
     def _solve_free(self, node: Branch) -> list[Branch]:
         """Solve a candidate with a free layout; the one with more micro-batches, where memory binds and they may help."""

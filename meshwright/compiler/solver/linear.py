@@ -26,6 +26,10 @@ class NoSolutionError(Exception):
     """No values of the variables are within all limits."""
 
 
+class UnsolvedError(Exception):
+    """The solver ended without an answer: no more is known than before."""
+
+
 class LinearProgram:
     """Rows over variables that are no less than 0, some of them ``integers``; there is one variable to begin with, number 0."""
 
@@ -54,22 +58,25 @@ class LinearProgram:
     def minimum(self, objective: Mapping[int, float]) -> float:
         """What the sum of weights x variables is at least: the minimum, if there was time to find it. Raises
         NoSolutionError."""
-        result = self._solved(objective)
+        try:
+            result = self._solved(objective)
+        except UnsolvedError:
+            return -math.inf
         whole = result.termination.reason == mathopt.TerminationReason.OPTIMAL or self.integers
         return float(result.dual_bound()) if whole else -math.inf
 
     def solution(self, objective: Mapping[int, float]) -> tuple[float, np.ndarray]:
-        """What ``minimum`` gives, and values of all variables at which it is so. Raises NoSolutionError."""
+        """What ``minimum`` gives, and values of all variables at which it is so. Raises NoSolutionError, UnsolvedError."""
         result = self._solved(objective, values=True)
         if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
-            raise NoSolutionError
+            raise UnsolvedError
         found = np.zeros(self.count)
         for variable, value in result.variable_values().items():
             found[variable.id] = value
         return float(result.dual_bound()), found
 
     def _solved(self, objective: Mapping[int, float], values: bool = False) -> mathopt.SolveResult:
-        """Minimize; ``values``: of the variables too. Raises NoSolutionError."""
+        """Minimize; ``values``: of the variables too. Raises NoSolutionError, UnsolvedError."""
         proto = model_pb2.ModelProto()
         proto.variables.ids.extend(range(self.count))
         proto.variables.lower_bounds.extend([0.0] * self.count)
@@ -100,5 +107,10 @@ class LinearProgram:
         only = mathopt.ModelSolveParameters(  # no more than what is read, since reading takes a while
             variable_values_filter=every if values else none, reduced_costs_filter=none, dual_values_filter=none
         )
-        params = mathopt.SolveParameters(iteration_limit=ITERATIONS)
-        return mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, model_params=only)
+        # Where values are read a program is solved again with more rows: presolving it takes longer than it saves.
+        presolve = mathopt.Emphasis.OFF if values else None
+        params = mathopt.SolveParameters(iteration_limit=ITERATIONS, presolve=presolve)
+        try:
+            return mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, model_params=only)
+        except (AttributeError, RuntimeError, ValueError) as error:  # a failure of the solver's own
+            raise UnsolvedError from error
