@@ -262,4 +262,4 @@ def test_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     task = Task.of(graph, cluster, rules, Pins(), precision="fp32", state_bytes=8.0, gap=0.01)
     layout = Layout(Mesh.of(dp=2, tp=1), {"dp": "data", "tp": "tensor"})
     with pytest.raises(PlanError, match=text + "another rule"):
-        solve_layout(task, layout, 1, Footprints(rules, 8.0).fits, Timing())
+        solve_layout(task, layout, 1, Footprints(rules, 8.0, cluster.device).fits, Timing())

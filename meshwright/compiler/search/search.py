@@ -83,9 +83,17 @@ def best_plan(task: Task, fits: Fits, limit: float, *, timing: Timing, progress:
     if staged and alone and (looked or (best is None and not isinstance(sweep.refusal(), OutOfMemoryError))):
         sweep.free()
         best = _made(sweep, fits, timing, refined)
+    if not staged and not pins.free_axes and (task.experts > 1 if best is None else _is_open(best)):
+        sweep.staged()  # meshes of data and tensor ranks are solved sooner than those of any axes, and alone share out experts
+        best = _made(sweep, fits, timing, refined)
     if best is None:
         raise sweep.refusal()
     return best
+
+
+def _is_open(plan: Plan) -> bool:
+    """Whether a faster plan may exist that its certificate would tell apart."""
+    return plan.certificate is not None and plan.certificate.gap > TIED
 
 
 @dataclass
