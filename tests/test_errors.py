@@ -28,10 +28,12 @@ INTERNAL: Mapping[str, str] = {
     "NoSolutionError": "of one linear program; caught where a bound is made",
     "NotKeptError": "of an autograd.Function that no graph keeps; capture makes it a CaptureError",
     "StageError": "of one cut; evaluate makes it a DoesNotFitError",
+    "UnsolvedError": "of one linear program; caught where a bound is made",
     "_DemandError": "of one factor of a custom function's rule; caught beside it",
     "_NoChainError": "of operators that sort; the search for chains of experts passes them over",
     "_PartsError": "of one product inside a mixture; caught where its rule is made",
     "_TooLargeError": "of a mask that is too large to evaluate; caught beside it",
+    "_WholeBatchError": "of one operator; split_time makes it a PlanError, or runs the operator behind the micro-batches",
     "_WholeError": "of one factor of a custom function's rule; caught beside it",
 }
 """Exceptions that never leave the package, and who catches them."""

@@ -168,7 +168,9 @@ def test_tensor_ranks_may_share_out_tokens_and_experts_too() -> None:
     name = next(op.name for op in graph.ops if op.target == EXPERTS)
     pins = Pins(dp=2, ep=2, tp=4, pp=1, zero=1, microbatches=4)
     plan = make_plan(graph, Cluster.parse("h100:1x8"), pins, precision="bf16")
-    assert dict(plan.assignments[name]) == {"ep": "t0&e:1", "tp": "t0&e:1"}
+    found = dict(plan.assignments[name])
+    assert found["ep"] == "t0&e:1"
+    assert found["tp"] in ("t0&e:1", "t1&e:1")  # samples or places of their sequence: tokens either way
     assert plan.predicted is not None
     held = replace(pins, operators={"*experts:experts": "dp=t0, ep=t0&e, tp=f"})
     other = make_plan(graph, Cluster.parse("h100:1x8"), held, precision="bf16").predicted

@@ -36,7 +36,7 @@ _INSTEAD = (
 """What to do where micro-batches cannot be accumulated."""
 
 
-class WholeBatchError(PlanError):
+class _WholeBatchError(Exception):
     """An operator needs all micro-batches at once."""
 
 
@@ -86,7 +86,7 @@ def split_time(
             raise PlanError(f"microbatches={microbatches} does not divide the batch {graph.values[name].shape[dim]} of input "
                             f"{name!r}; choose a divisor")
     free, parameters = prologue(graph), {param.value for param in graph.params if not param.buffer}
-    late: dict[str, WholeBatchError] = {}  # value of the epilogue -> what needs the whole batch before it
+    late: dict[str, _WholeBatchError] = {}  # value of the epilogue -> what needs the whole batch before it
     epilogue: set[str] = set()
     state: dict[str, int | str | None] = {}  # value -> dim split over time, "+" or None (the same in every micro-batch)
     state.update(batch_inputs)
@@ -102,13 +102,13 @@ def split_time(
         try:
             reason = next((late[name] for name in op.inputs if name in late), None)
             factor = None if reason is not None else _factor(op, rules[op.name], state, graph, time, rules, free)
-        except WholeBatchError as error:
+        except _WholeBatchError as error:
             reason = error
         if reason is not None:
             if not parameters.isdisjoint(op.inputs):
-                raise reason
+                raise PlanError(str(reason))
             if staged:
-                raise WholeBatchError(f"{reason}. Without a pipeline (pp=1) micro-batches can be: this then runs once a step")
+                raise PlanError(f"{reason}. Without a pipeline (pp=1) micro-batches can be: this then runs once a step")
             epilogue.add(op.name)
             late.update(dict.fromkeys(op.outputs, reason))
             continue
@@ -212,7 +212,7 @@ def _factor(
         return None
     added_once = any(rule.adds(position, factor) for position in rule.added for factor in factors if factor is not None)
     if pending or added_once or len(factors) != 1 or None in factors or factors & (rule.whole | rule.internal.keys()):
-        raise WholeBatchError(
+        raise _WholeBatchError(
             f"{op.target} of {op.module or 'the model'} ({op.source}) needs the whole batch at once, so it cannot be "
             f"accumulated over micro-batches; {_INSTEAD}"
         )
