@@ -83,7 +83,8 @@ def best_plan(task: Task, fits: Fits, limit: float, *, timing: Timing, progress:
     if staged and alone and (looked or (best is None and not isinstance(sweep.refusal(), OutOfMemoryError))):
         sweep.free()
         best = _made(sweep, fits, timing, refined)
-    if not staged and not pins.free_axes and (task.experts > 1 if best is None else _is_open(best)):
+    shared = task.experts > 1 and not pins.says("ep")
+    if not staged and not pins.free_axes and (shared if best is None else _is_open(best)):
         sweep.staged()  # meshes of data and tensor ranks are solved sooner than those of any axes, and alone share out experts
         best = _made(sweep, fits, timing, refined)
     if best is None:
