@@ -98,14 +98,20 @@ def t5() -> nn.Module:
     ))
 
 
-def mixtral() -> nn.Module:
-    """A small mixture of 8 experts, 2 per token."""
+def mixtral(balanced: bool = False) -> nn.Module:
+    """A small mixture of 8 experts, 2 per token. ``balanced``: their load counts for the loss."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     return MixtralForCausalLM(MixtralConfig(
         hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
         vocab_size=8192, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=1024, use_cache=False,
+        output_router_logits=balanced,
     ))
+
+
+def mixtral_balanced() -> nn.Module:
+    """The same with load balancing."""
+    return mixtral(balanced=True)
 
 
 def vit() -> nn.Module:
@@ -242,6 +248,11 @@ CASES: Mapping[str, Case] = {
     "mixtral zero 3 bf16": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 3}, "bf16"),
     "mixtral tp 2 selective": Case(mixtral, (16, 512), 4, {"dp": 2, "tp": 2, "zero": 1, "recompute": "selective"}),
     "mixtral full": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 0, "recompute": "full"}),
+    "mixtral balanced x4": Case(mixtral_balanced, (16, 512), 2, {"dp": 2, "tp": 1, "zero": 2, "microbatches": 4}),
+    "mixtral balanced 1f1b": Case(mixtral_balanced, (16, 512), 2, {**STAGES, "schedule": "1f1b"}),
+    "mixtral balanced interleaved": Case(
+        mixtral_balanced, (16, 512), 2, {**STAGES, "schedule": "interleaved1f1b", "virtual_stages": 2}),
+    "mixtral balanced full": Case(mixtral_balanced, (16, 512), 2, {**STAGES, "recompute": "full", "schedule": "1f1b"}),
     "vit zero 0": Case(vit, (128, 3, 224, 224), 4, {"dp": 4, "tp": 1, "zero": 0}, images=True),
     "vit zero 3 bf16": Case(vit, (256, 3, 224, 224), 4, {"dp": 4, "tp": 1, "zero": 3}, "bf16", images=True),
     "vit tp 2 selective x4": Case(

@@ -303,8 +303,9 @@ def _of_whole_batch(plan: Plan) -> tuple[str, ...]:
     found = f"{first} and what follows from it are of the whole batch: they run once a step, behind the micro-batches"
     if not schedule.ahead:
         return (found,)
-    return (f"{found}; what their gradients depend on is made before, by one more forward of {len(schedule.ahead)} of "
-            f"{len(plan.graph.ops)} operators over all micro-batches (microbatches=1 needs none)",)
+    again = f"of {len(schedule.ahead)} of {len(plan.graph.ops)} operators" if plan.pipeline is None else "through the stages"
+    return (f"{found}; what their gradients depend on is made before, by one more forward {again} over all micro-batches "
+            "(microbatches=1 needs none)",)
 
 
 def check_experts(pins: Pins, task: Task) -> None:

@@ -191,6 +191,9 @@ MAKERS: Mapping[str, Callable[..., nn.Module]] = {
         num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=0.5, **more
     ),
     "qwen2 masked": lambda **more: qwen2(output_router_logits=True, router_aux_loss_coef=0.5, **more),
+    "qwen2 of layers balanced": lambda **more: qwen2(
+        num_hidden_layers=4, output_router_logits=True, router_aux_loss_coef=0.5, **more
+    ),
     "qwen3 balanced": lambda **more: qwen3(output_router_logits=True, router_aux_loss_coef=0.5, **more),
     "mixtral skewed": lambda **more: skewed(mixtral(**more)), "deepseek skewed": lambda **more: skewed(deepseek(**more)),
     "mixtral of four layers": lambda **more: mixtral(num_hidden_layers=4, **more), "loop": Looped,

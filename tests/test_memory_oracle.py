@@ -23,7 +23,7 @@ OTHERS = (  # every model, level, split, recomputation and precision; programs o
 )
 PIPELINES = (
     "gpt2-small zb", "gpt2-small zbv", "gpt2-small pp 4 zero 3", "llama-110m pp 2 selective", "llama-weights pp 4 bf16",
-    "llama-weights tp 2 bf16",
+    "llama-weights tp 2 bf16", "mixtral balanced interleaved",
 )
 
 
@@ -60,5 +60,5 @@ def test_other_programs(names: tuple[str, ...]) -> None:
 def test_pipelines() -> None:
     """Every pipeline rank, whole and split backwards, under ZeRO, recomputation and tensor parallelism."""
     found = rows(*PIPELINES)
-    assert len(found) == 2 + 2 + 4 + 2 + 4 + 1
+    assert len(found) == 2 + 2 + 4 + 2 + 4 + 1 + 2
     check(found)

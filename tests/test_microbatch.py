@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -126,30 +126,38 @@ OPERATORS: Sequence[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = (
 
 
 class Drawn(nn.Module):
-    """A loss drawn from a seed: sums over the batch and what is made of them, in no particular form."""
+    """A loss drawn from a seed: sums over the batch, of ``layers`` too, and what is made of them, in no particular form."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, layers: int = 0) -> None:
         super().__init__()
         self.seed, self.inside, self.out = seed, nn.Linear(6, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        draw, y = random.Random(self.seed), self.out(torch.tanh(self.inside(x)))
+        draw, y, sums = random.Random(self.seed), torch.tanh(self.inside(x)), list[torch.Tensor]()
+        for layer in self.layers:
+            y = y + torch.tanh(layer(y))
+            sums += [draw.choice((torch.sum, torch.std))(y[:, 0]), (y[:, 1] > 0).float().mean()]
+        y = self.out(y)
         columns = [y[:, 0], y[:, 1] * x[:, 0], y[:, 2] ** 2]
-        sums = [draw.choice((torch.sum, torch.mean, torch.std))(column) for column in columns]
+        sums += [draw.choice((torch.sum, torch.mean, torch.std))(column) for column in columns]
         sums.append((y > 0).float().mean())
         for _ in range(5):
             sums.append(draw.choice(OPERATORS)(draw.choice(sums), draw.choice(sums)))
         return {"loss": sum(sums[4:], start=sums[0]), "of the batch": sums[-1], "rows": y}
 
 
-def _drawn(rank: int, seeds: Sequence[int]) -> list[str]:
+def _drawn(rank: int, cases: Sequence[Mapping[str, Any]], layers: int = 0) -> list[str]:
+    """By the number of a case its seed."""
     found = []
-    for seed in seeds:
+    for seed, more in enumerate(cases):
         torch.manual_seed(seed)
-        model, batch = Drawn(seed), {"x": torch.randn(8, 6)}
+        model, batch = Drawn(seed, layers), {"x": torch.randn(8, 6)}
+        pins = {"dp": 1, "tp": 1, "microbatches": 4, "recompute": "none", **more}
 
-        def build(model: nn.Module = model, batch: dict[str, torch.Tensor] = batch) -> nn.Module:
-            pins = {"dp": 2, "tp": 1, "pp": 1, "microbatches": 4, "recompute": "none"}
+        def build(
+            model: nn.Module = model, batch: dict[str, torch.Tensor] = batch, pins: Mapping[str, Any] = pins
+        ) -> nn.Module:
             return autoparallel(model, init_device_mesh("cpu", (2,)), ((), batch), pins=pins, progress=False)
 
         found += differences(rank, model, batch, {f"seed {seed}": build})
@@ -163,7 +171,18 @@ def _drawn(rank: int, seeds: Sequence[int]) -> list[str]:
 
 def test_any_loss_of_the_whole_batch(pool: Callable[[int], Any]) -> None:
     """Gradients are those of one process whichever operators stand between sums over the batch and the loss."""
-    assert pool(2).run(_drawn, range(5)) == [[], []]
+    assert pool(2).run(_drawn, [{"dp": 2, "pp": 1}] * 5) == [[], []]
+
+
+STAGED: Sequence[Mapping[str, Any]] = (
+    {"pp": 2, "schedule": "1f1b"}, {"pp": 2, "schedule": "interleaved1f1b", "virtual_stages": 2}, {"pp": 2, "schedule": "zb"},
+    {"pp": 2, "schedule": "zbv", "virtual_stages": 2}, {"pp": 2, "schedule": "gpipe", "recompute": "full"},
+)
+
+
+def test_any_loss_of_the_whole_batch_in_a_pipeline(pool: Callable[[int], Any]) -> None:
+    """The same where sums are made in several stages, whatever the order of their micro-batches."""
+    assert pool(2).run(_drawn, STAGED, 4) == [[], []]
 
 
 class Apart(nn.Module):
@@ -188,14 +207,11 @@ def test_only_what_gradients_depend_on_runs_ahead(squared: bool, norm: bool, aga
     assert bool(schedule.epilogue) == (squared or norm)
     assert len(schedule.ahead) == again
     assert schedule.epilogue.isdisjoint(schedule.time)
-    if schedule.epilogue:
-        with pytest.raises(PlanError, match=r"needs the whole batch at once.*pp=1"):
-            split_time(graph, dict(rules_of(graph)[0]), 2, {"x": 0}, staged=True)
 
 
 def test_what_runs_ahead_is_priced_and_said() -> None:
-    def planned(squared: bool, count: int) -> Plan:
-        pins = {"dp": 2, "tp": 1, "pp": 1, "zero": 1, "microbatches": count, "recompute": "none"}
+    def planned(squared: bool, count: int, pp: int = 1) -> Plan:
+        pins = {"dp": 2 // pp, "tp": 1, "pp": pp, "microbatches": count, "recompute": "none"}
         return mw.plan(Apart(squared, True), "h100:1x2", (torch.randn(4096, 8),), pins=pins, progress=False)
 
     plans = {(squared, count): planned(squared, count) for squared in (False, True) for count in (1, 2)}
@@ -203,6 +219,12 @@ def test_what_runs_ahead_is_priced_and_said() -> None:
     assert again[False, 1] == again[True, 1] == again[False, 2] == 0.0 < again[True, 2]
     assert any("one more forward of 2 of" in note for note in plans[True, 2].notes)
     assert any("run once a step" in note for note in plans[False, 2].notes)
+    staged = [planned(squared, 2, pp=2) for squared in (False, True)]
+    without, with_it = (plan.predicted for plan in staged)
+    assert without is not None
+    assert with_it is not None
+    assert with_it.step_seconds > without.step_seconds
+    assert any("one more forward through the stages" in note for note in staged[True].notes)
 
 
 def test_an_epilogue_is_read_from_a_file_as_it_was_written() -> None:

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from meshwright.cost.timeline import (
     Times,
     chrome_trace,
+    forward_only,
     lower_bound,
     lower_bounds,
     makespans,
@@ -253,6 +254,26 @@ def test_simulation_equals_the_event_loop_and_respects_the_bound(
     assert np.all(run.bubble >= -1e-9)
     for start, end in zip(run.start, run.end, strict=True):
         assert np.all(start[1:] >= end[:-1] - 1e-12)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved1f1b", "zbv"])
+def test_a_pass_without_backwards_is_that_of_an_event_loop(name: str) -> None:
+    """Rank by rank, the stages of each one after the other; with one stage a rank it is GPipe's first half."""
+    virtual, rng = 1 if name == "gpipe" else 2, np.random.default_rng(3)
+    table = schedule_table(name, 3, virtual, 6)
+    f, c = rng.random(table.stages), rng.random(table.stages - 1)
+    found = forward_only(table, f, c)
+    zero, done, ready, link = Fraction(0), [Fraction(0)] * table.pp, [Fraction(0)] * 6, Fraction(0)
+    for s, rank in enumerate(table.stage_rank):
+        link = zero
+        for m in range(6):
+            done[rank] = ready[m] = max(done[rank], ready[m]) + Fraction(float(f[s]))
+            if s + 1 < table.stages and table.stage_rank[s + 1] != rank:
+                link = ready[m] = max(ready[m], link) + Fraction(float(c[s]))
+    assert found == pytest.approx([float(end) for end in done])
+    if virtual == 1:
+        run = simulate(table, f, 0.0, 0.0, (c, 0.0))
+        assert found == pytest.approx([end[5] for end in run.end])
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(1, 1), (2, 4), (4, 8), (4, 32), (8, 16)])

@@ -136,6 +136,22 @@ def makespans(table: Table, given: Times, *, overlap: bool = True) -> np.ndarray
     return np.asarray(_run(table, given, overlap)[0].max(axis=0))
 
 
+def forward_only(table: Table, forward: ArrayLike, value: ArrayLike) -> np.ndarray:
+    """Seconds at which every rank is done with all micro-batches of all its stages, one stage after the other, where none goes
+    back: float [pp]. ``forward``: of every stage; ``value``: of every boundary."""
+    def in_turn(ready: np.ndarray, seconds: float) -> np.ndarray:
+        before = np.arange(len(ready)) * seconds
+        return np.asarray(np.maximum.accumulate(ready - before) + before + seconds)
+
+    done, arrival = np.zeros(table.pp), np.zeros(table.microbatches)
+    for stage, (rank, seconds) in enumerate(zip(table.stage_rank, np.asarray(forward, dtype=float).tolist(), strict=True)):
+        arrival = in_turn(np.maximum(arrival, done[rank]), seconds)
+        done[rank] = arrival[-1]
+        if stage + 1 < table.stages and table.stage_rank[stage + 1] != rank:
+            arrival = in_turn(arrival, float(np.asarray(value)[stage]))
+    return done
+
+
 def spans(table: Table, given: Times, *, overlap: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Seconds at which every rank starts its first action and ends its last one, of K cases at once: float [pp, K] each."""
     end, duration, _ = _run(table, given, overlap)

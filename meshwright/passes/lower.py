@@ -72,14 +72,13 @@ class _Lowering:
         self.time_dim: dict[str, int | str | None] = {}
         self.home: dict[str, _Draft] = {}
         self.drafts: list[_Draft] = []
-        self.prologue, self.epilogue = _Draft(PROLOGUE), _Draft(EPILOGUE)
+        self.prologue = _Draft(PROLOGUE)
+        self.epilogue = _Draft(EPILOGUE, 0 if plan.pipeline is None else plan.pipeline.stages - 1)
         schedule = plan.schedule
         self.grounds = grounds(self.graph, rules, schedule.epilogue, schedule.prologue)
         if run_ahead(self.graph, rules, schedule.epilogue, schedule.prologue) != schedule.ahead:
             raise PlanError("the plan is damaged: schedule.ahead: these are not the operators on which the gradients of its "
                             "epilogue depend")
-        if schedule.epilogue and plan.pipeline is not None:
-            raise PlanError("the plan has a pipeline and an epilogue of its micro-batches, which stages do not run; plan again")
         self.collected: dict[str, Collected] = {}
         self.cuts: dict[str, int] = {}
         self.cut_names: dict[tuple[str, Sharding, int], str] = {}

@@ -7,6 +7,7 @@ leaves things out, and says what must be sent instead:
                   stage between, since torch sends to the next stage only. The loss goes on to the last stage. What is made of
                   small parameters by light operators (``declared.again``) is not sent: each stage that reads it makes it again
     prologue      the operators that this rank's stages (or an output) need of it
+    epilogue      runs on the rank of the last stage: what it collects of the micro-batches goes on to there
     stored        what this rank's stages and prologue read; a weight read on several ranks is stored on each, and what nobody
                   reads on the rank of the first stage. A rank that would train nothing stores the smallest weight of another:
                   torch's optimizers refuse an empty list
@@ -45,12 +46,14 @@ class _Cut:
     def __init__(self, program: Program, pipeline: Pipeline) -> None:
         self.program, self.pipeline = program, pipeline
         self.stored = {item.value for item in program.stored}
-        self.main = [segment for segment in program.segments if not segment.prologue]
+        self.main = [segment for segment in program.segments if segment.repeated]
         self.prologue = [segment for segment in program.segments if segment.prologue]
-        self.made = {name: segment.stage for segment in self.main for name in segment.graph.outputs}
+        self.epilogue = [segment for segment in program.segments if segment.epilogue]
+        self.made = {name: segment.stage for segment in (*self.main, *self.epilogue) for name in segment.graph.outputs}
         self.reads: list[set[str]] = [set() for _ in pipeline.stage_rank]
-        for segment in self.main:
+        for segment in (*self.main, *self.epilogue):
             self.reads[segment.stage] |= _reads(segment)
+        self.reads[-1] |= {one.value for one in program.collected}
         self.leaving = {port.name for port in program.outputs} | {ref.name for ref in refs(program.output_tree)}
         for name in sorted(self.leaving & self.stored):
             self.made[name] = next((s for s, reads in enumerate(self.reads) if name in reads), 0)
@@ -66,7 +69,7 @@ class _Cut:
         stored = tuple(replace(item, holders=holders[item.value]) for item in program.stored)
         mine = [item for item in stored if rank in item.holders]
         needed = self._needed(rank, {item.value for item in mine})
-        own = (s for s in (*self.again, *self.main) if self.pipeline.stage_rank[s.stage] == rank)
+        own = (s for s in (*self.again, *self.main, *self.epilogue) if self.pipeline.stage_rank[s.stage] == rank)
         segments = (*towards(self.prologue, needed), *own)
         kept, renewed = {item.value for item in mine}, {new for _, new in program.mutations}
         result = replace(
@@ -135,11 +138,12 @@ class _Cut:
     @cached_property
     def _unreached(self) -> frozenset[str]:
         """Trained parameters to which no gradient of the loss leads."""
-        reached = {self.program.loss}
-        for segment in reversed(self.main):
+        reached, of_micro_batches = {self.program.loss}, {one.whole: one.value for one in self.program.collected}
+        for segment in reversed((*self.main, *self.epilogue)):
             for op in reversed(segment.graph.ops):
                 if not reached.isdisjoint(op.outputs):
-                    reached |= {name for name in op.inputs if segment.graph.values[name].differentiable}
+                    flows = (name for name in op.inputs if segment.graph.values[name].differentiable)
+                    reached |= {of_micro_batches.get(name, name) for name in flows}
         return frozenset(item.value for item in self.program.stored if item.trainable) - reached
 
     def _read_by(self, rank: int, held: set[str]) -> set[str]:
@@ -164,6 +168,9 @@ def _check(program: Program) -> None:
         for segment in program.segments:
             if segment.prologue or segment.stage != s:
                 continue
+            if segment.epilogue:
+                _known({one.value for one in program.collected}, known, "the epilogue")
+                known |= {one.whole for one in program.collected}
             _known(_reads(segment), known, f"segment {segment.path!r} of stage {s}")
             known |= set(segment.graph.outputs)
         leaving = {value.name for value in stages.crossing[s]} if s < stages.last else {program.loss} - {None}

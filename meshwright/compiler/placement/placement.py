@@ -89,16 +89,6 @@ class Placements:
         return self._of_several.ahead
 
     @cached_property
-    def refused_in_stages(self) -> PlanError | None:
-        """Why the stages of a pipeline cannot run several micro-batches, if they cannot."""
-        if self._of_several.epilogue:
-            try:
-                self._schedule(self._of_several.microbatches, staged=True)
-            except PlanError as error:
-                return error
-        return None
-
-    @cached_property
     def _of_several(self) -> Schedule:
         """The schedule of the fewest micro-batches that can be; of one where none can."""
         batch = batch_size(self.folded.graph)
@@ -170,9 +160,9 @@ class Placements:
         both = context > 1 and self.fixed.mirrored if self.fixed.mirrored is not None else both
         return Mesh(tuple(axes), tuple(axes.values()), frozenset({CONTEXT} if both else ()))
 
-    def _schedule(self, count: int, staged: bool = False) -> Schedule:
+    def _schedule(self, count: int) -> Schedule:
         graph = self.folded.graph
-        return split_time(graph, self.rules, count, batch_inputs(graph), staged)
+        return split_time(graph, self.rules, count, batch_inputs(graph))
 
     def _costs(self, mesh: Mesh, count: int) -> Costs:
         return Costs(

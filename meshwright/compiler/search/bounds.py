@@ -223,8 +223,6 @@ class CandidateBounds:
         """At the level PLACEMENT."""
         candidate = node.candidate
         placement = self._placement(self._placed(candidate))
-        if candidate.pp > 1 and candidate.microbatches > 1 and self.placements.refused_in_stages is not None:
-            placement, self.refused = None, self.placements.refused_in_stages
         if placement is None:
             self.counts.infeasible += len(node.virtual)
             return []

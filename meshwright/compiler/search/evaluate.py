@@ -1,6 +1,8 @@
 """The step of one candidate with its way to keep parameters: units, cut, simulation, and what the time is spent on.
 
-    step = start + max over ranks (end of its last action + reductions left) + optimizer
+    step = ahead + start + max over ranks (end of its last action + reductions left) + optimizer
+
+    ahead       by how much what runs ahead of the schedule delays a rank's first action, the most of all ranks
 
     start       the longest gather before a rank's first action that waiting for the first micro-batch does not hide
     left        a rank's reductions of the step, less what its last backward hides (``StageCosts.exposed``; nothing where the
@@ -37,7 +39,7 @@ from meshwright.compiler.search.candidates import Candidate
 from meshwright.compiler.search.errors import DoesNotFitError
 from meshwright.compiler.search.stage_costs import Array, Degrees, StageCosts, Units
 from meshwright.compiler.structure.positions import Position
-from meshwright.cost.timeline import Simulation, simulate
+from meshwright.cost.timeline import Simulation, forward_only, simulate
 from meshwright.ir.prediction import StageSeconds
 from meshwright.ir.schedules import Table, illegal_combination, schedule_of
 
@@ -375,7 +377,7 @@ class Evaluator:
         if not candidate.split:
             left = self.costs.exposed(left, per_rank(units.backward))
         optimizer = float(per_rank(units.optimizer).max())
-        seconds = start + float((ends + left).max()) + optimizer
+        seconds = self._ahead(units, cuts, at, table, begin) + start + float((ends + left).max()) + optimizer
         parts = self._parts(candidate, placement, units, plain, optimizer)
         again = sum(sum(placement.repeated(start)) for start in cuts.boundaries[:-1])
         parts["compute"] += again * candidate.microbatches / candidate.pp
@@ -394,6 +396,14 @@ class Evaluator:
             tuple(memory.tolist()), kinds, self._starts(cuts.boundaries), tuple(p.block for p in self.positions),
             StageSeconds(cuts.forward, cuts.backward_input, cuts.backward_weight, tuple(at.tolist())), run,
         )
+
+    def _ahead(self, units: Units, cuts: stages.Cuts, at: Array, table: Table, begin: Array) -> float:
+        """Seconds by which the schedule is later for what runs ahead of it: stages before the last run forward whole, the last
+        as far as it takes. ``begin``: of every rank's first action without."""
+        if not units.ahead.any():
+            return 0.0
+        needed = float(units.ahead[cuts.boundaries[-2] :].sum())
+        return float((forward_only(table, [*cuts.forward[:-1], needed], at) - begin).max())
 
     def _starts(self, boundaries: Sequence[int]) -> tuple[int, ...]:
         return (*(self.positions[b].start for b in boundaries[:-1]), self.positions[-1].stop)

@@ -45,7 +45,7 @@ class Plans:
     def _placed(self, found: Evaluation) -> Plan:
         """What does not depend on the cuts, how parameters are kept, and recomputation."""
         task, degrees, graph = self.task, found.degrees, self._layers if found.run is not None else self.task.graph
-        schedule = split_time(graph, task.rules, found.candidate.microbatches, batch_inputs(graph), found.run is not None)
+        schedule = split_time(graph, task.rules, found.candidate.microbatches, batch_inputs(graph))
         assignments, copies = decisions(found.placement, graph)
         return Plan(
             graph, degrees.mesh, {name: renamed_assignment(a, degrees) for name, a in assignments.items()},

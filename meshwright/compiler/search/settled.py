@@ -174,6 +174,6 @@ def decided(task: Task) -> Plan | None:
     mesh = Mesh(tuple(axes), tuple(axes.values()), frozenset(axis[:-1] for axis in pins.axes if axis.endswith("*")))
     return Plan(
         graph, mesh, fixed.assignments, fixed.copies, tuple(groups),
-        schedule=split_time(graph, task.rules, pins.microbatches, batch_inputs(graph), staged), pipeline=pipeline,
+        schedule=split_time(graph, task.rules, pins.microbatches, batch_inputs(graph)), pipeline=pipeline,
         precision=task.precision, cluster=str(task.cluster),
     )

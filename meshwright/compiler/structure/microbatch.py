@@ -71,13 +71,12 @@ def split_counts(graph: Graph) -> Graph:
 
 
 def split_time(
-    graph: Graph, rules: Mapping[str, OpRule], microbatches: int, batch_inputs: dict[str, int], staged: bool = False
+    graph: Graph, rules: Mapping[str, OpRule], microbatches: int, batch_inputs: dict[str, int]
 ) -> Schedule:
     """Which factor the time axis splits in every operator.
 
-    ``rules``: the rule of every op by name; ``batch_inputs``: {input: its batch dim}; ``staged``: in the stages of a pipeline,
-    which have no epilogue. Raises PlanError naming the first operator that cannot be accumulated, or an input whose batch the
-    micro-batches do not divide.
+    ``rules``: the rule of every op by name; ``batch_inputs``: {input: its batch dim}. Raises PlanError naming the first
+    operator that cannot be accumulated, or an input whose batch the micro-batches do not divide.
     """
     if microbatches == 1:
         return Schedule()
@@ -107,8 +106,6 @@ def split_time(
         if reason is not None:
             if not parameters.isdisjoint(op.inputs):
                 raise PlanError(str(reason))
-            if staged:
-                raise PlanError(f"{reason}. Without a pipeline (pp=1) micro-batches can be: this then runs once a step")
             epilogue.add(op.name)
             late.update(dict.fromkeys(op.outputs, reason))
             continue

@@ -7,6 +7,9 @@ Every stage is a program of its own (``fsdp.Part``), with as many micro-batches 
     I    as B; but all that the forward kept, and the gradients that reach the operators that read weights, stay until
     W    which makes the weights' gradients; FSDP2 reduces those of a split backward once, when the schedule is done
 
+The rank of the last stage holds what the epilogue collects, as a rank without a pipeline does. What runs ahead of the schedule
+keeps nothing for a backward; where a rank has several stages, what it sends of all micro-batches lies there to its end.
+
 What one stage of a rank hands to another of the same rank is received without memory of its own (``PipelineRank.handed``).
 """
 
@@ -18,6 +21,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from meshwright.cost.memory.epilogue import Epilogue
 from meshwright.cost.memory.fsdp import Batch, RootUnit, Sums, at_rest, gathers, rest_itemsize
 from meshwright.cost.memory.replay import ACTIVATIONS, WORK, Heap, Storage, hold
 from meshwright.ir.graph import Graph, Value
@@ -38,6 +42,8 @@ class PipelineRank:
         self.program, self.stages, self.heap, self.collect = program, program.stages, heap, collect
         self.rank = program.mesh.coordinates(program.rank)[PP]
         mine = [stage for stage, at in enumerate(self.stages.stage_rank) if at == self.rank]
+        self.late = {name for segment in program.segments if segment.epilogue for name in segment.graph.outputs}
+        self.epilogue: Epilogue | None = None
         self.parts = {stage: self._part(stage, first=stage == mine[0]) for stage in mine}
         for stored in program.stored:  # a weight of two stages that FSDP2 takes is there twice
             more = sum(stored.value in part.stored for part in self.parts.values()) - 1
@@ -51,9 +57,10 @@ class PipelineRank:
     def _part(self, stage: int, first: bool) -> RootUnit:
         """As ``runtime.pipeline.pipeline`` shares a program out."""
         program, stages = self.program, self.stages
-        main = [s for s in program.segments if not s.prologue and s.stage == stage]
-        aside = [name for name, at in stages.made.items() if at == stage]
-        crossing = [value.name for value in stages.crossing[stage]] if stage < stages.last else [program.loss or ""]
+        main = [s for s in program.segments if s.repeated and s.stage == stage]
+        aside = [name for name, at in stages.made.items() if at == stage and name not in self.late]
+        collected = [one.value for one in program.collected]
+        crossing = [value.name for value in stages.crossing[stage]] if stage < stages.last else [program.loss or "", *collected]
         leaving = list(dict.fromkeys([*aside, *crossing]))
         read = {name for s in main for name in _reads(s)} | set(leaving)
         if first:
@@ -67,6 +74,10 @@ class PipelineRank:
         """``env``: what every micro-batch finds, storages by value."""
         table = shortest(self.stages.table)
         self.env = env
+        self._look_ahead()
+        if self.program.collected and self.stages.last in self.parts:
+            self.epilogue = Epilogue(self.program, self.heap)
+            self.epilogue.back(env)
         for action in table.ranks[self.rank]:
             self._run(action, last=action.microbatch == table.microbatches - 1)
         if self.stages.table.split:
@@ -74,6 +85,14 @@ class PipelineRank:
                 part.reduce()
         for part in self.parts.values():
             part.end()
+        if self.epilogue is not None:
+            self.collect(self.epilogue.end(env))
+
+    def _look_ahead(self) -> None:
+        """What is sent before the schedule; with one stage a rank it is no more than what comes after."""
+        if len(self.parts) > 1 and any(one.ahead for one in self.program.collected):
+            sent = (value.bytes_ for stage in self.parts if stage < self.stages.last for value in self.stages.crossing[stage])
+            self.heap.space(float(sum(sent)) * self.program.microbatches)
 
     def _run(self, action: Action, last: bool) -> None:
         stage, kind, microbatch = action
@@ -106,7 +125,9 @@ class PipelineRank:
         return [Value(self.program.loss, (), torch.float32, True)] if self.program.loss else []
 
     def _received(self, stage: int, microbatch: int) -> dict[str, Storage]:
-        """Gradients of what a stage handed on."""
+        """Gradients of what a stage handed on, or of what is collected of a micro-batch of the last."""
+        if stage == self.stages.last and self.epilogue is not None and self.epilogue.makes_the_loss:
+            return self.epilogue.gradients()
         handed = self.handed.pop((stage, microbatch, True), None)
         return handed or {v.name: self.heap.new(float(v.bytes_), WORK) for v in self._leaving(stage)}
 

@@ -1,9 +1,14 @@
 """The stages of a rank under torch's pipeline schedules, and what stages do together around them.
 
-    step     prologue, once per rank -> the schedule: every micro-batch through every stage and back -> what stages share
+    step     prologue, once per rank -> the schedule: every micro-batch through every stage and back -> what stages share ->
+             epilogue, on the rank of the last stage
     share    gradients of a weight that several stages read are summed, by every data rank a piece; a weight that the loss does
              not depend on has none; outputs go from the rank that makes them to the others
     stage    what a schedule moves micro-batches through (``runtime.pipeline.stage``)
+
+Where the epilogue makes the loss, micro-batches go back from its gradients in what is collected of them, on the last stage's
+rank. What these depend on is made before the schedule, by every micro-batch through the stages without gradients; the last
+stage then runs no more than that takes.
 
 The gradients that the schedule computed are handed out by ``step.Release`` when the caller's backward comes.
 
@@ -34,10 +39,10 @@ from meshwright.runtime.checks.gradients import BEYOND_THE_LOSS, IN_EVAL, refuse
 from meshwright.runtime.collectives import Group
 from meshwright.runtime.groups import Groups, live
 from meshwright.runtime.pipeline.ordered import Ordered
-from meshwright.runtime.pipeline.stage import Stage, StageModule
+from meshwright.runtime.pipeline.stage import BACK, Stage, StageModule
 from meshwright.runtime.state.late import sum_late
 from meshwright.runtime.state.layout import local_of
-from meshwright.runtime.step import Join, Release, microbatches_of, seed_of
+from meshwright.runtime.step import Join, Release, closed, loss_gradients, microbatches_of, seed_of
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,8 @@ class PipelineStages:
         self.program, self.groups, self.stages, self.group = program, groups, program.stages, groups.pipeline
         self.rank = groups.coordinates[PP]
         self.loss = next((port for port in program.outputs if port.name == program.loss), None)
+        self.late = {name for segment in program.segments if segment.epilogue for name in segment.graph.outputs}
+        self.values: dict[str, Any] = {}  # of the coming step: its inputs and what the prologue makes
         self.tensors: dict[str, Tensor] = {}
         self.copies: list[Copy] = []
         mine = [stage for stage, at in enumerate(self.stages.stage_rank) if at == self.rank]
@@ -94,21 +101,23 @@ class PipelineStages:
         segments = tuple(s for s in program.segments if (first if s.prologue else s.stage == stage))
         everywhere = {name for s in program.segments for name in _reads(s.graph)}
         read = {name for s in segments for name in _reads(s.graph)}
-        aside = tuple(name for name, at in stages.made.items() if at == stage)
+        aside = tuple(name for name, at in stages.made.items() if at == stage and name not in self.late)
         read |= set(aside) | (set() if not first else {s.value for s in program.stored} - everywhere)
         enters = stages.crossing[stage - 1] if stage else ()
         if stage < stages.last:
             leaves = stages.crossing[stage]
         else:
-            aside = tuple(dict.fromkeys((*aside, *([program.loss] if program.loss else []))))
-            leaves = (Value(self.loss.name, (), self.loss.dtype, True),) if self.loss else ()
+            here = [program.loss] if program.loss and program.loss not in self.late else []
+            aside = tuple(dict.fromkeys((*aside, *here, *(one.value for one in program.collected))))
+            back = BACK if program.loss in self.late else program.loss
+            leaves = (Value(str(back), (), self.loss.dtype, True),) if self.loss else ()
         ports = tuple(
             Port(name, (), torch.float32, Sharding.whole(0))
-            for name in dict.fromkeys((*aside, *(value.name for value in leaves))) if name != DEPENDENCY
+            for name in dict.fromkeys((*aside, *(value.name for value in leaves))) if name not in (DEPENDENCY, BACK)
         )
         share = replace(
             program, segments=segments, stored=tuple(s for s in program.stored if s.value in read), outputs=ports,
-            output_tree=(), loss=None, mutations=(),
+            output_tree=(), loss=None, mutations=(), collected=program.collected if stage == stages.last else (),
         )
         engine = assemble(share, self.groups, meshes, self.tensors)
         engine.sum_later(True)
@@ -119,6 +128,12 @@ class PipelineStages:
             if known is not engine.tensors[stored.value]:
                 self.copies.append(Copy(known, engine.tensors[stored.value]))
         return StageModule(stage, engine, enters, leaves, aside, self.groups.device)
+
+    @property
+    def _closes(self) -> StageModule | None:
+        """The last stage, on its rank, if there is an epilogue."""
+        part = self.parts[-1]
+        return part if part.stage == self.stages.last and part.engine.epilogue else None
 
     def train(self, mode: bool) -> None:
         """Dropout and batch statistics on or off."""
@@ -140,17 +155,32 @@ class PipelineStages:
             for pair in self.copies:
                 local_of(pair.copy).copy_(local_of(pair.original))
                 pair.copy.requires_grad_(pair.original.requires_grad)
-        environments = microbatches_of(self.program, values, seed)
+        environments, self.values = microbatches_of(self.program, values, seed), values
         for part in self.parts:
             part.begin(environments, Join(self.program))
 
+    def _look_ahead(self) -> None:
+        """Make what the micro-batches go back from, where it is not the loss of each."""
+        known = self.through(ahead=True) if any(one.ahead for one in self.program.collected) else {}
+        part = self._closes
+        if part is not None and self.program.loss in self.late:
+            part.back_from = loss_gradients(self.program, part.engine.epilogue, self.values, known)
+
+    def _close(self) -> None:
+        """Behind the last micro-batch: the epilogue."""
+        part, values, self.values = self._closes, self.values, {}
+        if part is not None and part.results is not None:
+            part.results.values = closed(part.engine, values, part.results)
+
     def forward_backward(self) -> Tensor:
         """The schedule, and what stages do together after it: every gradient is in place when it returns the loss."""
+        self._look_ahead()
         with ExitStack() as stack:
             for part in self.parts:
                 stack.enter_context(part.engine.casts.shared())
             stack.enter_context(torch.enable_grad())
             self.schedule.run()
+        self._close()
         for pair in self.copies:
             _move_gradient(pair)
         sum_late({value: group for part in self.parts for value, group in part.engine.late.items()}, self.tensors)
@@ -171,14 +201,22 @@ class PipelineStages:
         return self._from(self.stages.stage_rank[-1], mine, (), port.dtype)
 
     def forward(self) -> None:
-        """Every micro-batch through this rank's stages, without gradients.
+        """A step without gradients."""
+        self.through()
+        self._close()
+
+    @torch.no_grad()
+    def through(self, ahead: bool = False) -> Mapping[str, Tensor]:
+        """Every micro-batch through this rank's stages, without gradients. ``ahead``: before a schedule; gives what must be
+        known then, on the rank of the last stage.
 
         Stage by stage, so that a rank is free for its next stage when that has something to do. A stage that sends to the rank
         that it receives from sends when it has seen all micro-batches: sends and receives of two ranks never wait for each
-        other, for between them boundary comes after boundary.
+        other, for between them boundary comes after boundary. What was sent is held to the end, for a rank may be at another
+        stage; with one stage a rank, none is, so it waits for the transfer before.
         """
         local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        at, sent = self.stages.stage_rank, []
+        at, sent, known = self.stages.stage_rank, list[tuple[Any, Tensor]](), Join(self.program)
         for part in self.parts:
             waiting: list[tuple[Tensor, ...]] = []
             at_once = part.stage in (0, self.stages.last) or at[part.stage - 1] != at[part.stage + 1]
@@ -188,6 +226,9 @@ class PipelineStages:
                 else:
                     entering = self._receive(part)
                 part.microbatch = microbatch
+                if ahead and part.stage == self.stages.last:
+                    known.add(part.known_ahead(entering), microbatch)
+                    continue
                 leaving = part(*entering)
                 if part.stage == self.stages.last:
                     continue
@@ -196,10 +237,12 @@ class PipelineStages:
                 else:
                     waiting.append(leaving)
                 if at_once:
+                    if len(at) == len(set(at)):
+                        _wait(sent)
                     sent += self._send(part, waiting)
             sent += self._send(part, waiting)
-        for work, _ in sent:
-            work.wait()
+        _wait(sent)
+        return known.values
 
     def _receive(self, part: StageModule) -> tuple[Tensor, ...]:
         buffers = tuple(torch.empty(value.shape, dtype=value.dtype, device=part.device) for value in part.enters)
@@ -241,6 +284,13 @@ class PipelineStages:
         return here
 
 
+def _wait(sent: list[tuple[Any, Tensor]]) -> None:
+    """Until it was received; then it is let go."""
+    for work, _ in sent:
+        work.wait()
+    sent.clear()
+
+
 def _reads(graph: Graph) -> set[str]:
     return {*graph.inputs, *(param.value for param in graph.params)}
 
@@ -258,9 +308,8 @@ def run_pipeline(
     values: dict[str, Any] = {**inputs, SEED: seed_of(seed, 0)}
     pipeline.begin(values, seed)
     if not learns:
-        with torch.no_grad():
-            pipeline.forward()
-            pipeline.reshard()
+        pipeline.forward()
+        pipeline.reshard()
         found = pipeline.outputs(values, everywhere=True)
         return _refusing(found, pipeline, IN_EVAL)
     anchor = torch.zeros((), device=pipeline.groups.device, requires_grad=True)  # a rank may hold nothing that is trained

@@ -39,7 +39,10 @@ from torch.distributed.pipelining import PipelineStage
 from meshwright.ir.graph import Value
 from meshwright.ir.program import DEPENDENCY, Stages
 from meshwright.runtime.engine import Engine, Environment
-from meshwright.runtime.step import Join
+from meshwright.runtime.step import Join, part_of
+
+BACK = "__back__"
+"""What leaves the last stage where no micro-batch has a loss of its own: what it goes back from."""
 
 
 class _Enter(Function):
@@ -68,6 +71,20 @@ class _Leave(Function):
         return (None, *grads, *(None,) * ctx.entered)
 
 
+class _Back(Function):
+    """Nothing, made of values whose gradients are known."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: Sequence[Tensor], device: torch.device, *values: Tensor) -> Tensor:
+        ctx.grads = grads
+        return torch.zeros((), device=device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        grads, ctx.grads = ctx.grads, ()
+        return (None, None, *grads)
+
+
 class StageModule(nn.Module):
     """The inside of one stage. ``enters``, ``leaves``: what crosses (the last stage: the loss leaves); ``aside``: outputs that
     are kept here, put together in ``results``."""
@@ -84,6 +101,7 @@ class StageModule(nn.Module):
         self.microbatch = 0
         self.environments: Sequence[Mapping[str, Any]] = ()
         self.results: Join | None = None
+        self.back_from: Mapping[str, Tensor | None] = {}
         of_units = {id(parameter) for parameter in self.parameters()}
         for number, tensor in enumerate(engine.tensors.values()):  # those of no unit: a split backward asks the stage for all
             if isinstance(tensor, nn.Parameter) and id(tensor) not in of_units:
@@ -101,14 +119,33 @@ class StageModule(nn.Module):
     def end(self) -> dict[str, Tensor]:
         """The outputs of all micro-batches; forgets the step."""
         found = self.results.values if self.results is not None else {}
-        self.environments, self.results = (), None
+        self.environments, self.results, self.back_from = (), None, {}
         return found
+
+    def known_ahead(self, entering: Sequence[Tensor]) -> Mapping[str, Tensor]:
+        """What must be known of a micro-batch ahead of all."""
+        entered = {value.name: x for value, x in zip(self.enters, entering, strict=True)}
+        found: Mapping[str, Tensor] = self.engine.look_ahead(Environment({**self.environments[self.microbatch], **entered}))
+        return found
+
+    def _back(self, found: Mapping[str, Tensor]) -> Tensor:
+        """A number from which a micro-batch goes back from the gradients in what is collected of it."""
+        program = self.engine.program
+        pairs = [
+            (found[one.value], part) for one in program.collected
+            if (whole := self.back_from.get(one.value)) is not None and found[one.value].requires_grad
+            and (part := part_of(whole, one, self.microbatch, program.microbatches)) is not None
+        ]
+        number: Tensor = _Back.apply([part for _, part in pairs], self.device, *(value for value, _ in pairs))
+        return number
 
     def forward(self, *entering: Tensor) -> tuple[Tensor, ...]:
         entered = {
             value.name: _Enter.apply(x) if value.differentiable else x for value, x in zip(self.enters, entering, strict=True)
         }
         found = self.engine.root(Environment({**self.environments[self.microbatch], **entered}))
+        if any(value.name == BACK for value in self.leaves):
+            found[BACK] = self._back(found)
         if self.results is not None:
             self.results.add({name: found[name].detach() for name in self.aside}, self.microbatch)
         hung = [entered[value.name] for value in self.enters if value.differentiable]
