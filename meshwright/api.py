@@ -102,24 +102,25 @@ def autoparallel(
 
     first = progress and (not dist.is_initialized() or dist.get_rank() == 0)
 
-    def prepare() -> tuple[Plan | None, Graph, Pins]:
+    def prepare() -> tuple[Plan | None, Graph, Pins, int]:
         given = None if plan is None else plan if isinstance(plan, Plan) else Plan.load(plan)
         checked = mesh_pins(mesh, _check_options(optimizer or "adamw", precision or "fp32", pins))
         _check_runs(precision or "fp32" if given is None else given.precision)
         if given is None:
-            captured = capture_model(model, *example_call(model, example_inputs), loss_fn, precision or "fp32")
-            return None, with_imbalance(captured, expert_imbalance), checked
+            args, kwargs, targets = example_call(model, example_inputs)
+            captured = capture_model(model, args, kwargs, targets, loss_fn, precision or "fp32")
+            return None, with_imbalance(captured, expert_imbalance), checked, len(args)
         check_given(given, mesh, checked, optimizer, precision)
         _check_shapes(given.graph, model)
-        graph = _capture_again(given, model, example_inputs, loss_fn)
+        graph, positional = _capture_again(given, model, example_inputs, loss_fn)
         if asks(checked):
             known = replace(given, graph=aligned(given.graph, graph))
             check_agreement(known, checked, rules_of_plan(known), degrees_of(known))
-        return given, graph, checked
+        return given, graph, checked, positional
 
     with shown(first) as report:
         report("capturing the model", 0.0)
-        given, graph, checked = together(prepare)
+        given, graph, checked, positional = together(prepare)
 
         def search() -> Plan:
             if given is not None:
@@ -129,7 +130,7 @@ def autoparallel(
                           strict, cache, progress, report)
 
         found = _agree(search, graph)
-    return _build(found, model, mesh, loss_fn)
+    return _build(found, model, mesh, loss_fn, positional)
 
 
 def _found(
@@ -152,15 +153,16 @@ def _found(
     return plan
 
 
-def _capture_again(plan: Plan, model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None) -> Graph:
-    """The model as it is now, on the example or on what the plan was made with. Raises InputError where they differ."""
+def _capture_again(plan: Plan, model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None) -> tuple[Graph, int]:
+    """The model as it is now, on the example or on what the plan was made with, and how many arguments that gives by position.
+    Raises InputError where they differ."""
     signature = plan.graph.signature
     if example is None and signature is None:
         raise InputError("the plan does not say what a call looks like; give example_inputs")
     args, kwargs, targets = example_of(signature) if example is None else example_call(model, example)
     if example is not None and signature is not None:
         bind(signature, args, kwargs, targets)
-    return as_in(capture_model(model, tuple(args), kwargs, tuple(targets), loss_fn, plan.precision), plan.graph)
+    return as_in(capture_model(model, tuple(args), kwargs, tuple(targets), loss_fn, plan.precision), plan.graph), len(args)
 
 
 def _check_shapes(graph: Graph, model: nn.Module) -> None:
@@ -174,7 +176,9 @@ def _check_shapes(graph: Graph, model: nn.Module) -> None:
                                 f"{shapes.get(fqn, 'none of that name')}")
 
 
-def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh, loss_fn: Callable[..., Any] | None) -> nn.Module:
+def _build(
+    plan: Plan, model: nn.Module, mesh: DeviceMesh, loss_fn: Callable[..., Any] | None, positional: int,
+) -> nn.Module:
     """The rank's program, checked on every rank before one goes on, and the module that runs it."""
     from meshwright.exported import Exporter
     from meshwright.passes import cut_stages
@@ -192,7 +196,7 @@ def _build(plan: Plan, model: nn.Module, mesh: DeviceMesh, loss_fn: Callable[...
         there = in_mode(plan, graph, rules_of(graph)[0])
         return checked_program(replace(there, registered=registered_of(graph)), rank)
 
-    parallel.watch = CallWatch(model, plan.graph, recapture)
+    parallel.watch = CallWatch(model, plan.graph, recapture, positional)
     parallel.lower_mode = other_mode
     parallel.exporter = Exporter(plan, parallel.watch.unexportable)
     return parallel

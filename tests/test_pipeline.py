@@ -182,18 +182,33 @@ def test_dropout(pool: Callable[[int], Any]) -> None:
             torch.testing.assert_close(torch.tensor(found), torch.tensor([first, second]), rtol=1e-6, atol=0)
 
 
+class Weighed(torch.autograd.Function):
+    """Its backward has no gradient for the weight, and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
+
+
 class Beside(nn.Module):
-    """A layer that nothing reads, the smallest, and two whose results nobody differentiates, beside three that learn."""
+    """A layer that nothing reads, the smallest, two whose results nobody differentiates, weights that are counted only, and
+    weights whose gradient a function of the model's leaves out, beside three that learn."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inside, self.out, self.judge, self.idle = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(2, 1)
         self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.weight, self.counted = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        h = self.inside(x)
+        h = Weighed.apply(self.inside(x), self.weight)
         judged = self.judge(self.second(h))
-        y = self.out(self.first(h))
+        y = self.out(self.first(h)) + torch.histc(self.counted, 8)
         return {"loss": (y * (judged > 0)).square().mean() + 0 * judged.detach().mean()}
 
 

@@ -75,6 +75,15 @@ def adafactor(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(groups, lr=0.05)
 
 
+def learning(model: nn.Module, make: Callable[..., Any]) -> tuple[Any, Any]:
+    """An optimizer of two groups, and a schedule of its learning rates."""
+    named = dict(model.named_parameters())
+    decayed = [p for name, p in named.items() if name.endswith("weight") and "norm" not in name]
+    others = [p for name, p in named.items() if not (name.endswith("weight") and "norm" not in name)]
+    optimizer = make([{"params": decayed, "weight_decay": 0.1, "mark": "decayed"}, {"params": others, "weight_decay": 0.0}])
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+
+
 def prepare(pins: Mapping[str, Any], make: Callable[..., Any], p: float, seed: int) -> tuple[Any, Any, Any, Any]:
     torch.manual_seed(1)
     model: nn.Module
@@ -84,11 +93,7 @@ def prepare(pins: Mapping[str, Any], make: Callable[..., Any], p: float, seed: i
     torch.manual_seed(seed)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallel = autoparallel(model, mesh, ((), batch), pins=dict(pins), progress=False)
-    named = dict(parallel.named_parameters())
-    decayed = [p for name, p in named.items() if name.endswith("weight") and "norm" not in name]
-    others = [p for name, p in named.items() if not (name.endswith("weight") and "norm" not in name)]
-    optimizer = make([{"params": decayed, "weight_decay": 0.1, "mark": "decayed"}, {"params": others, "weight_decay": 0.0}])
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    optimizer, schedule = learning(parallel, make)
     return parallel, optimizer, schedule, batch
 
 
@@ -160,6 +165,48 @@ def elsewhere(rank: int, folder: str) -> None:
 def test_goes_on_under_another_plan(pool: Callable[[int], Any], tmp_path: Path) -> None:
     """Groups are known by names, whichever stage holds them; other groups are refused by name on every rank."""
     pool(2).run(elsewhere, str(tmp_path / "checkpoint"))
+
+
+def on_some(rank: int, pins: Mapping[str, Any], p: float, before: str, after: str) -> list[float]:
+    """Two steps: on from the folder ``before``, if there is one, and saved in ``after``."""
+    torch.set_num_threads(1)
+    run = prepare(pins, adamw, p, seed=5 if not before else len(pins))
+    if before:
+        run[0].load(before, run[1])
+        run[2].load_state_dict(torch.load(f"{before}.scheduler"))
+    losses = go_on(*run, 2)
+    run[0].save(after, run[1])
+    if rank == 0:
+        torch.save(run[2].state_dict(), f"{after}.scheduler")
+    return losses
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_goes_on_on_another_number_of_processes(pool: Callable[[int], Any], tmp_path: Path, p: float) -> None:
+    """2, then 4, then one, then 2 processes: as one process that nobody interrupted. With dropout another plan draws other
+    numbers, but which ones the checkpoint says: going on from it twice gives the same."""
+    chain: list[tuple[int, Mapping[str, Any]]] = [
+        (2, {"dp": 2, "zero": 3, "microbatches": 2}), (4, {"pp": 2, "dp": 2, "tp": 1, "microbatches": 2, "zero": 1}),
+        (1, {"microbatches": 2}), (2, {"tp": 2, "microbatches": 2})]
+    found: list[float] = []
+    before = ""
+    for number, (world, pins) in enumerate(chain):
+        after = str(tmp_path / str(number))
+        losses = pool(world).run(on_some, pins, p, before, after)
+        if p and number == 1:
+            assert pool(world).run(on_some, pins, p, before, after) == losses
+        found += losses[0]
+        before = after
+    if not p:
+        (wanted,) = pool(1).run(uninterrupted, len(found))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def uninterrupted(rank: int, steps: int) -> list[float]:
+    """The model itself, of the first plan's seed."""
+    torch.manual_seed(1)
+    model, batch = Dropped(0.0, False), {"x": torch.randn(8, 8), "target": torch.randn(8, 4)}
+    return go_on(model, *learning(model, adamw), batch, steps)
 
 
 def as_with_torch(rank: int, folder: str) -> None:

@@ -206,15 +206,30 @@ class _Holding(nn.Module):
         return {"loss": found + torch.ones(2).sum()}
 
 
+def captured(model: nn.Module, args: Any, kwargs: Any, targets: Any, training: bool, functional: bool) -> Graph:
+    return capture(model, args, kwargs, targets=targets, training=training, functional=functional)
+
+
+def test_a_call_in_another_form_is_captured_so() -> None:
+    """What looks at how arguments are given makes another graph of them, or the same."""
+    x = torch.randn(2, 8)
+    for doubled, refused in ((1.0, False), (2.0, True)):
+        model = nn.Linear(8, 8)
+        model.register_forward_pre_hook(lambda module, args, doubled=doubled: tuple(arg * doubled for arg in args))
+        watch = CallWatch(model, capture(model, (), {"input": x * 1}), captured, positional=0)
+        watch(True, (), {"input": x}, ())
+        if refused:
+            with pytest.raises(RunError, match=r"how arguments are given: with 1 by position .* than with 0"):
+                watch(True, (x,), {}, ())
+        watch(True, (), {"input": x}, ())
+
+
 def test_contents_of_what_a_forward_holds_are_watched() -> None:
     """Of objects, containers, arrays, modules that are no sub-modules; functions that are put in another's place."""
     model, x = _Holding(), torch.randn(2, 8)
     gate, scales, array, bent, times, functions = model.held
 
-    def captured(model: nn.Module, args: Any, kwargs: Any, targets: Any, training: bool, functional: bool) -> Graph:
-        return capture(model, args, kwargs, targets=targets, training=training, functional=functional)
-
-    watch = CallWatch(model, capture(model, (x,), {}), captured)
+    watch = CallWatch(model, capture(model, (x,), {}), captured, positional=1)
 
     def refused(message: str) -> None:
         with pytest.raises(RunError, match=message):

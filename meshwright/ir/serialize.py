@@ -1,12 +1,13 @@
 """Graphs and plans as JSON; ``ir.reading`` reads them back. Nothing is pickled.
 
-Tensors' uses are {"%": name}; dtypes, memory formats, layouts and devices are {"torch": name}; small constant tensors are
-lists of numbers, two for a complex one; a custom function is its name and its two graphs. Infinite and missing numbers are
-JSON's Infinity and NaN.
+Tensors' uses are {"%": name}; dtypes, memory formats, layouts and devices are {"torch": name}; a complex number is {"complex":
+[real, imaginary]}; small constant tensors are lists of numbers, two for a complex one; a custom function is its name and its
+two graphs. Infinite and missing numbers are JSON's Infinity and NaN.
 """
 
 from __future__ import annotations
 
+import cmath
 import hashlib
 import json
 from collections.abc import Mapping
@@ -195,6 +196,8 @@ def packed(tree: Any) -> Any:
         limited = [list(tree.limited)] if tree.limited != (1, 1) else []
         assumed = [tree.imbalance, *limited] if limited or tree.imbalance != IMBALANCE else []
         return {"experts": [graph_to_dict(tree.graph), tree.count, tree.chosen, tree.scaled, list(tree.stacked), *assumed]}
+    if isinstance(tree, complex) and cmath.isfinite(tree):
+        return {"complex": [tree.real, tree.imag]}
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     raise PlanError(f"cannot write {tree!r} of type {type(tree).__name__} into a plan")

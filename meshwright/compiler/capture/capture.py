@@ -11,7 +11,7 @@ output is the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from meshwright.compiler.capture.shadow import (
     trace,
 )
 from meshwright.compiler.capture.sharing import check_graph, check_strays, one_memory
+from meshwright.compiler.capture.watch import IN_FUNCTION
 from meshwright.errors import CaptureError, NotKeptError
 from meshwright.ir.gradients.hooks import lost_hooks
 from meshwright.ir.graph import Graph, Ref
@@ -184,11 +185,24 @@ def _with_loss(graph: Graph, traced: Traced, loss_fn: Callable[..., Any] | None)
     return replace(graph, loss=loss.name) if scalar and isinstance(loss, Ref) else graph
 
 
-def _not_kept(error: BaseException | None) -> NotKeptError | None:
-    """What was refused, if that is why the trace failed."""
-    while error is not None and not isinstance(error, NotKeptError):
+def _behind(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that led to it."""
+    while error is not None:
+        yield error
         error = error.__cause__ or error.__context__
-    return error
+
+
+_FUNCTIONS: Mapping[str, str] = {
+    "gaussian_nll_loss": "it looks for a negative variance; write it out: var = var + (var.clamp(min=eps) - var).detach(), "
+                         "then (var.log() + (input - target) ** 2 / var).mean() / 2",
+    "cov": "it looks at a number; write it out: x = x - x.mean(1, keepdim=True), then x @ x.mT / (x.shape[1] - 1)",
+    "corrcoef": "it looks at a number; write it out: x = x - x.mean(1, keepdim=True), x = x / x.norm(dim=1, keepdim=True), "
+                "then x @ x.mT",
+    "ctc_loss": "what it makes depends on the lengths of the targets; let the model return the log probabilities, and call "
+                "ctc_loss on what the parallel module returns (.full_tensor() is differentiable; without micro-batches and "
+                "pipelines)",
+}
+"""{function of torch that looks at the contents of tensors inside: what to do instead}."""
 
 
 _REMEDIES = (
@@ -217,7 +231,9 @@ _REMEDIES = (
 
 def _explain(error: Exception, model: nn.Module, shadow: nn.Module) -> CaptureError:
     module, source = failing_frame(error, shadow)
-    kept = _not_kept(error)
+    kept = next((behind for behind in _behind(error) if isinstance(behind, NotKeptError)), None)
+    function = next((note.removeprefix(IN_FUNCTION) for behind in _behind(error) for note in getattr(behind, "__notes__", ())
+                     if note.startswith(IN_FUNCTION)), "")
     inside = dict(model.named_modules()).get(module, model)
     where = f"module {module or '(root)'!r} ({type(inside).__name__})" + (f" at {source}" if source else "")
     if kept is not None:
@@ -227,4 +243,7 @@ def _explain(error: Exception, model: nn.Module, shadow: nn.Module) -> CaptureEr
     lowered = f"{type(error).__name__} {error}".lower()
     remedy = next((advice for words, advice in _REMEDIES if any(word in lowered for word in words)),
                   "the forward must be one static graph of tensor operations: check that it runs on these inputs as it is")
+    if remedy in (advice for _, advice in _REMEDIES[:3]):
+        remedy = _FUNCTIONS.get(function.rpartition(".")[2], remedy)
+    reason = f"{function}: {reason}" if function else reason
     return CaptureError(f"{where} cannot be captured: {reason}. What to do: {remedy}", module=module, source=source)

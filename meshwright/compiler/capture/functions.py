@@ -92,7 +92,9 @@ class Functions:
         results, output_spec = pytree.tree_flatten(output)
         self.found.append(function)
         declared = ";".join(_declared(x) for x in results if isinstance(x, torch.Tensor))
-        made = iter(_operator()([leaves[i] for i in places], len(self.found) - 1, declared))
+        operands = [leaf if gradient is not None or not need else leaf.detach()  # its backward has none for it, not zeros
+                    for leaf, gradient, need in zip((leaves[i] for i in places), function.gradients, needs, strict=True)]
+        made = iter(_operator()(operands, len(self.found) - 1, declared))
         flags = iter(function.differentiable)
         found = [_marked(next(made), next(flags)) if isinstance(x, torch.Tensor) else x for x in results]
         return pytree.tree_unflatten(found, output_spec)

@@ -180,7 +180,7 @@ def normalize_batch_norm(graph: Graph) -> Graph:
 
     def step(op: Op, edit: Edit) -> Iterable[Op] | None:
         name, args = op.target.removeprefix("aten."), op.args
-        if name == "batch_norm.default" and args[5]:
+        if name == "batch_norm.default" and args[5] and len(edit.values[args[0].name].shape) > 1:  # else empty: no statistics
             stats = [edit.new(f"{op.name}_{what}", _channels(args[0], edit), torch.float32) for what in ("mean", "var")]
             for old, new in zip(args[3:5], stats, strict=True):
                 if old is not None:

@@ -6,18 +6,20 @@ A trace sees operators only. Within ``CaptureWatch`` (around the traced forward 
     x.data                                         x.detach()
     torch.inference_mode                           torch.no_grad
     Module.to of a module that is so already       the module
+    x.random_(low, high)                           x.random_(high - low).add_(low), for no name may end in ".from"
     requires_grad_ on an activation, save_on_cpu, checkpoint, detach, no_grad                    change no gradient of a weight
     register_hook and its kin, grad_fn, retain_grad, autograd.grad, backward, requires_grad_ on a parameter, x.grad,
     saved_tensors_hooks, a tensor that takes gradients and is not the model's, is_inference_mode_enabled, Module.to otherwise
                                                                                                  refused: NotKeptError
 
-Everything else that a tensor can be asked goes on as it is. A refusal that the forward catches is raised after it.
+Everything else that a tensor can be asked goes on as it is; an error that it ends in has the name of the function as a note. A
+refusal that the forward catches is raised after it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,11 +27,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from meshwright.compiler.capture.functions import Functions, tracing
 from meshwright.errors import NotKeptError
 
+IN_FUNCTION = "in "
+"""How the note of an error begins that says in which function of torch it arose."""
 _BESIDE = "change gradients in the forward by a torch.autograd.Function (its backward is kept)"
 _WRITTEN_OUT = "write the derivative out in operators, or do without this term"
 _Attributes: Any = Tensor
@@ -90,7 +94,22 @@ class CaptureWatch(TorchFunctionMode):
                 raise self.refuse(f"the forward reads a tensor of shape {list(leaf.shape)} that takes gradients and is no "
                                   f"parameter of the model: it would be a constant of the graph",
                                   "register it as a parameter of the model (of a module that holds the model and the loss)")
-        return func(*args, **kwargs)
+        if func is Tensor.random_ and _count_of_bounds(args, kwargs) == 2:
+            return self._within(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"{IN_FUNCTION}{resolve_name(func) or func}")
+            raise
+
+    def _within(self, tensor: Tensor, *bounds: int, **named: Any) -> Tensor:
+        """``tensor.random_(low, high)``."""
+        given = [*bounds, *(named.pop(name) for name in ("from", "to") if name in named)]
+        low, high = given
+        if high is None:
+            raise self.refuse(f"the forward calls for x.random_({low}, None)", "name the number that it draws below")
+        drawn = tensor.random_(high - low, **named)
+        return drawn.add_(low) if low else drawn
 
     def refuse(self, what: str, remedy: str) -> NotKeptError:
         """The error to raise, remembered."""
@@ -157,6 +176,11 @@ class CaptureWatch(TorchFunctionMode):
         return [*map(converting, _CONVERSIONS), _replaced(torch, "is_inference_mode_enabled", answer),
                 _replaced(saving, "__enter__", saved), _replaced(inference, "__enter__", begin),
                 _replaced(inference, "__exit__", end)]
+
+
+def _count_of_bounds(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """How many of its bounds a call of ``random_`` gives."""
+    return len(args) - 1 + len(kwargs.keys() & {"from", "to"})
 
 
 def _is_already(tensor: Tensor, wanted: Any) -> bool:

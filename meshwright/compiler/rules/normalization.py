@@ -77,9 +77,9 @@ def _batch_norm(call: Call) -> OpRule:
 
 def _fixed_batch_norm(call: Call) -> OpRule:
     """By given statistics: every element by itself."""
-    if call["training"]:
-        return call.whole()
     dims = dims_of(call["input"])
+    if call["training"] or len(dims) < 2:
+        return call.whole()
     return call.rule([dims, *([dims[1]] for _ in call.operands[1:])], [dims])
 
 

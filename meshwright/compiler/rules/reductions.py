@@ -124,7 +124,7 @@ RULES: Mapping[str, Declaration] = {
     **{f"aten.{name}": reduced(_whole_dims, saves="0 r0") for name in EXTREMES},
     **{f"aten.{name}": reduced(_whole_dims, saves="r1") for name in PICKS},
     **{f"aten.{name}": declare(_whole_dims, cost="linear", saves="") for name in TESTS},
-    **{f"aten.{name}": reduced(_whole_dims) for name in COUNTS},
+    **{f"aten.{name}": reduced(_whole_dims, gradient=False) for name in COUNTS},
     **{f"aten.{name}": declare(_whole_dims) for name in WHOLE_DIMS},
     **{f"aten.{name}": declare(_along) for name in ALONG},
     **{f"aten.{name}": declare(_along, saves="") for name in words("sort.default sort.stable argsort.default")},

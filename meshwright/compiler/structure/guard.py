@@ -11,6 +11,8 @@ A graph holds one outcome of ``if self.training``, and the numbers that attribut
     default dtype of tensors that a forward makes, in the same way
     modules       swapped or added ones, and sub-modules set to another mode, are refused
     autocast      around a call is refused: ``precision`` decides
+    call          one that gives by name what was given by position, or the other way round, is captured so and compared, if
+                  hooks or a wrapper of the forward could tell
 
 The model is held weakly, so that its memory can be given back: when it is gone nobody can change it.
 """
@@ -65,7 +67,8 @@ class OtherMode:
 class CallWatch:
     """See the file's head. Called at the beginning of every call of the parallel module."""
 
-    def __init__(self, model: nn.Module, graph: Graph, capture: Capture) -> None:
+    def __init__(self, model: nn.Module, graph: Graph, capture: Capture, positional: int) -> None:
+        """``positional``: how many arguments the captured call gave by position."""
         self.model, self.capture = weakref.ref(model), capture
         constants = {name: tensor.clone() for name, tensor in graph.constants.items()}  # which the model may write into
         self.graph = replace(graph, constants=constants)
@@ -74,6 +77,7 @@ class CallWatch:
         self.state, self.outside_state = _state(model), self._outside_state()
         self.modes = _modes(model) if model.training else None
         self.modules = _modules(model)
+        self.forms = {((True, True), positional)}
 
     def __call__(self, training: bool, *call: Any) -> OtherMode | None:
         """What the model computes in this mode where that is another graph than in training. ``call``: args, kwargs, targets.
@@ -83,13 +87,27 @@ class CallWatch:
         if model is not None:
             self._unchanged(model, training, *call)
         mode = training, torch.is_grad_enabled()
+        form = mode, len(call[0])
         if mode in self.modes_seen:
+            if form not in self.forms and model is not None and _tells_forms_apart(model):
+                self._same_form(model, mode, *call)
+            self.forms.add(form)
             return self.modes_seen[mode]
         if model is None:
             raise RunError("the first call in eval(), and the first under no_grad, capture the model so, and the model is "
                            "gone; keep it until then, or call the parallel module so once before it is deleted")
         found = self.modes_seen[mode] = self._differs(model, mode, *call)
+        self.forms.add(form)
         return found
+
+    def _same_form(self, model: nn.Module, mode: Mode, *call: Any) -> None:
+        """Raise RunError if the model computes something else of the same arguments given by position, or by name."""
+        found = self._differs(model, mode, *call)
+        if found is not None:
+            known = " or ".join(str(count) for seen, count in sorted(self.forms) if seen == mode)
+            raise RunError(f"a hook or a wrapper of the model's forward looks at how arguments are given: with {len(call[0])} "
+                           f"by position it computes something else ({found.difference}) than with {known}, as it was "
+                           f"captured; give as many by position as the example did, the others by name")
 
     def unexportable(self) -> str | None:
         """Why nobody can say that the graph is the model's in eval(), None if it is: found out now if no call did."""
@@ -163,6 +181,11 @@ class CallWatch:
                 return None
             first = first or OtherMode(found, graph)
         return first
+
+
+def _tells_forms_apart(model: nn.Module) -> bool:
+    """Whether something sees which arguments come by position: hooks of the whole model, and what wraps its forward."""
+    return bool(model._forward_hooks or model._forward_pre_hooks or hasattr(model.forward, "__wrapped__"))
 
 
 def refuse_autocast() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import cmath
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -167,6 +168,11 @@ def unpacked(field: Field, graphs: Mapping[str, Callable[[Field], Any]] = Mappin
             return _LITERALS[field.at("torch").one_of(_LITERALS, "a dtype, layout or memory format of torch")]
         if value.keys() == {"device"}:
             return _device(field.at("device"))
+        if value.keys() == {"complex"}:
+            number = complex(*(part.number() for part in field.at("complex").row(2)))
+            if not cmath.isfinite(number):
+                raise field.wrong("a complex number that is finite")
+            return number
         if value.keys() == {"map"}:
             pairs = [pair.row(2) for pair in field.at("map").items()]
             found = {key.text(): unpacked(item, graphs) for key, item in pairs}
@@ -176,7 +182,7 @@ def unpacked(field: Field, graphs: Mapping[str, Callable[[Field], Any]] = Mappin
         for kind, read in graphs.items():
             if value.keys() == {kind}:
                 return read(field.at(kind))
-        raise field.wrong("a value, a name of torch, a device or a mapping")
+        raise field.wrong("a value, a name of torch, a device, a complex number or a mapping")
     if type(value) is int and abs(value) >= 1 << 64:
         raise field.wrong("a number of 64 bits")
     return value
