@@ -44,6 +44,7 @@ from meshwright.ir.reading.records import record_of, record_to
 from meshwright.ir.rule import factors_of
 from meshwright.ir.writing.versions import prices
 from meshwright.piecewise import Search, chosen
+from meshwright.resized import check_positions
 from meshwright.rules import rules_of
 
 __all__ = ["OPTIMIZERS", "OutOfMemoryError", "Timing", "capture_model", "check_pins", "make_plan", "rules_of"]
@@ -59,9 +60,10 @@ def capture_model(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...], loss_fn: Any, precision: str,
     training: bool = True, functional: bool = False,
 ) -> Graph:
-    """The model's graph at the global batch, blocks found."""
+    """The model's graph at the global batch, blocks found. Raises InputError for a sequence beyond a table of positions."""
     graph = capture(model, args, dict(kwargs), loss_fn=loss_fn, targets=targets, compute_dtype=PRECISIONS[precision].compute,
                     training=training, functional=functional)
+    check_positions(graph)
     return find_units(find_blocks(split_counts(graph)))
 
 

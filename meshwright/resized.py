@@ -7,12 +7,15 @@
 
 What does not follow so is refused: parameters as long as the sequence, mixtures and functions with graphs inside, tables of
 positions that are too short, operators that would communicate.
+
+The tables of a captured graph are looked at as well (``check_positions``): a model without contents is captured whatever it
+reads. Where the rows follow from inputs, a step checks them (``passes.bounds``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -20,7 +23,7 @@ from typing import Any
 import torch
 
 from meshwright.compiler.structure.dims import Dim, DimClasses, batch_inputs, handed_on, sequence_classes
-from meshwright.errors import MeshwrightError, PlanError
+from meshwright.errors import InputError, MeshwrightError, PlanError
 from meshwright.ir.declared.draws import draws
 from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.gradients.custom import CUSTOM
@@ -58,6 +61,37 @@ def of_batch(graph: Graph, factor: Fraction) -> Graph:
     rules, _ = rules_of(graph)
     classes = DimClasses(graph, rules)
     return _times(graph, rules, classes, classes.of(batch_inputs(graph).items()), factor, "the batch")
+
+
+def check_positions(graph: Graph) -> None:
+    """Raises InputError for a table that is read beyond its end."""
+    for op, rows, largest in positions(graph):
+        if largest is not None and largest >= rows:
+            where = f" ({op.source})" if op.source else ""
+            raise InputError(f"the table of {op.module or 'the model'}{where} has {rows} positions, and the example reads row "
+                             f"{largest}; give a sequence of at most {rows}, or a model with more positions")
+
+
+def positions(graph: Graph) -> Iterator[tuple[Op, int, int | None]]:
+    """(look-up, rows of its table, the largest row that it reads) of those whose indices the graph makes of nothing; None where
+    these are too many to look at."""
+    known, makers = set[str](), {out: op for op in graph.ops for out in op.outputs}
+    env: dict[str, torch.Tensor] = {}
+
+    def read(ref: Ref) -> torch.Tensor:
+        if ref.name not in env:
+            op = makers[ref.name]
+            made = call(op, read)
+            env.update(zip(op.outputs, made if isinstance(made, tuple | list) else (made,), strict=False))
+        return env[ref.name]
+
+    for op in graph.ops:
+        if known.issuperset(op.inputs) and not draws(op):
+            known.update(op.outputs)
+        if op.target == EMBEDDING and op.inputs[1] in known:
+            few = graph.values[op.inputs[1]].numel <= MOST_INDICES
+            indices = read(Ref(op.inputs[1])) if few else None
+            yield op, graph.values[op.inputs[0]].shape[0], None if indices is None else int(indices.max())
 
 
 def _times(
@@ -187,15 +221,10 @@ def _run(
 
 
 def _positions_fit(graph: Graph) -> None:
-    """Raises PlanError for a table of positions that is read beyond its end."""
-    known = set[str]()  # made of nothing, as positions are
-    for op in graph.ops:
-        if known.issuperset(op.inputs):
-            known.update(op.outputs)
-        if op.target == EMBEDDING and op.inputs[1] in known:
-            rows = graph.values[op.inputs[0]].shape[0]
-            if math.prod(graph.values[op.inputs[1]].shape) > MOST_INDICES or _largest(graph.ops, op.inputs[1]) >= rows:
-                raise PlanError(f"the table of {op.module or 'the model'} has {rows} positions")
+    """Raises PlanError for a table of positions that is read beyond its end, or that may be."""
+    for op, rows, largest in positions(graph):
+        if largest is None or largest >= rows:
+            raise PlanError(f"the table of {op.module or 'the model'} has {rows} positions")
 
 
 def _on_meta(op: Op) -> Op:
@@ -205,20 +234,4 @@ def _on_meta(op: Op) -> Op:
     return replace(op, kwargs=(*((key, one) for key, one in op.kwargs if key != "device"), ("device", torch.device("meta"))))
 
 
-def _largest(ops: Sequence[Op], name: str) -> int:
-    """The largest element of what is made of nothing."""
-    makers: Mapping[str, Op] = {out: op for op in ops for out in op.outputs}
-    env: dict[str, torch.Tensor] = {}
-
-    def read(ref: Ref) -> torch.Tensor:
-        if ref.name not in env:
-            op = makers[ref.name]
-            made = call(op, read)
-            env.update(zip(op.outputs, made if isinstance(made, tuple | list) else (made,), strict=False))
-        return env[ref.name]
-
-    found = read(Ref(name))
-    return int(found.max()) if found.numel() else 0
-
-
-__all__ = ["of_batch", "of_length"]
+__all__ = ["check_positions", "of_batch", "of_length"]

@@ -20,6 +20,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from meshwright import progress
+from meshwright.api import graph_of
 from meshwright.cli import app
 from meshwright.commands.answers import BUG, DIFFERENT, NOTHING_FITS, WRONG
 from meshwright.commands.models import from_config
@@ -125,6 +126,8 @@ def test_plan_from_a_function(tmp_path: Path) -> None:
         (["tests.test_cli:build", "--optimizer", "magic"], "optimizer 'magic' is unknown"),
         (["tests.test_cli:build", "--optimizer", "nan"], "a number of 0 or more"),
         (["tests.test_cli:build", "--precision", "fp7"], "precision 'fp7' is unknown"),
+        ([":build"], "no 'module:callable'"),
+        (["tests/test_cli.py"], "give 'tests/test_cli.py:NAME'"),
     ],
 )
 def test_errors_have_a_message_and_a_code(words: list[str], message: str) -> None:
@@ -367,6 +370,8 @@ def test_simulate_a_plan(llama: Path, tmp_path: Path) -> None:
         (["--pp", 2, "--microbatches", 2, "--forward", "x"], "--forward 'x'"),
         (["--pp", 2, "--microbatches", 2, "--forward", "1,2,3"], "expected a number or 2 of them"),
         (["--pp", 2, "--microbatches", 2, "--schedule", "none"], "schedule 'none' is unknown"),
+        (["--pp", 2, "--microbatches", 2, "--forward", "inf"], "non-negative numbers, got inf"),
+        (["--pp", 2, "--microbatches", 2, "--tick", "1e-9"], "more than 4096 columns of 9 s; give at least 0.0022"),
     ],
 )
 def test_simulate_errors(words: list[object], message: str) -> None:
@@ -494,6 +499,50 @@ def test_a_config_names_its_class(tmp_path: Path) -> None:
     assert type(model).__name__ == "ViTForImageClassification"
     assert set(example) == {"pixel_values", "labels"}
     assert all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("config", [
+    {"model_type": "bert", "architectures": ["BertForTokenClassification"]},
+    {"model_type": "bert", "architectures": ["BertForQuestionAnswering"]},
+    {"model_type": "resnet", "architectures": ["ResNetForImageClassification"], "depths": [1], "hidden_sizes": [8],
+     "embedding_size": 8},
+    {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "d_model": 32, "encoder_layers": 1,
+     "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_source_positions": 20},
+], ids=lambda config: config["architectures"][0])
+def test_models_of_other_kinds_are_called_as_they_take_it(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+                                                      "intermediate_size": 64, "vocab_size": 64, "pad_token_id": 0} | config))
+    model, example = from_config(tmp_path, 4, 8)
+    graph = graph_of(model, example)
+    assert graph.loss is not None
+    assert graph.values[graph.loss].shape == ()
+
+
+def test_what_cannot_be_is_refused_before_the_model_is_read(tmp_path: Path) -> None:
+    """A model that fails where it is read shows that nothing was."""
+    for words, message in [
+        (["profile", "--out", tmp_path / "mine.json"], "a name that ends with .toml"),
+        (["profile", "--out", tmp_path / "mine.toml", "--nodes", 3], "1 process on 3 nodes"),
+        (["profile", "--out", tmp_path / "mine.toml", "--precision", "fp8"], "choose one of fp32, tf32, bf16"),
+        (["size", "--device", "h100", "--tokens", 1e9, "--devices", "8,12"], "no whole number of nodes"),
+    ]:
+        result = run(words[0], "tests.test_cli:fails", *words[1:])
+        assert result.exit_code == WRONG, result.output
+        assert message in result.stderr
+    nothing = run("size", "tests.test_cli:build", "--device", "h100", "--tokens", 1e9, "--devices", 1)
+    assert nothing.exit_code == WRONG
+    assert "no tokens to count" in nothing.stderr
+
+
+def test_positions_that_a_model_has_not_are_refused(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 32, "n_head": 4,
+              "vocab_size": 64, "n_positions": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert run("plan", tmp_path, "--cluster", "cpu:1x2", "--batch", 2, "--sequence", 16).exit_code == 0
+    result = run("plan", tmp_path, "--cluster", "cpu:1x2", "--batch", 2, "--sequence", 17)
+    assert result.exit_code == WRONG
+    assert "wpe" in result.stderr
+    assert "has 16 positions, and the example reads row 16" in result.stderr
 
 
 def test_help_is_at_hand() -> None:

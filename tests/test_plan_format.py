@@ -27,6 +27,7 @@ from meshwright.ir.writing.plans import plan_text, plan_to_file
 from meshwright.planner import cluster_in, described
 from meshwright.programs import checked_program
 from meshwright.rules import rules_of
+from meshwright.views.report import render
 from tests.backwards import CASES
 from tests.backwards import make as custom
 from tests.handmade import handmade_plan
@@ -111,6 +112,46 @@ def stacked(count: int) -> Plan:
 
 
 # ------------------------------------------------------------------------------------------------------------ old and new
+class Layer(nn.Module):
+    """A layer with a residual."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Stages(nn.Module):
+    """Layers in stages, as vision models have them: the paths of the second stage's differ in their second number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.ModuleList(Layer(width) for _ in range(3)) for width in (8, 16)
+        )
+        self.wider = nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            x = x if x.shape[-1] == stage[0].up.in_features else self.wider(x)
+            for layer in stage:
+                x = layer(x)
+        return x.square().mean()
+
+
+def test_layers_in_stages_are_written_and_read() -> None:
+    plan = mw.plan(Stages(), "cpu:1x2", ((torch.zeros(4, 8),), {}), pins={"pp": 2, "microbatches": 2})
+    text = plan_text(plan)
+    assert '"stages.1.0..2"' in text
+    read = Plan.from_dict(json.loads(text))
+    assert plan_hash(read) == plan_hash(plan)
+    assert read.to_pins() == plan.to_pins()
+    rows = [line.split()[0] for line in render(plan).splitlines() if "  none " in line]
+    assert "stages.1.0..2" in rows  # blocks of another kind are in another row
+
+
 def test_equal_blocks_are_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     placed: list[Any] = []
     real = rule._place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from meshwright.cost.spread import apart
 from meshwright.ir.graph import Op, Ref, Value
 from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.prediction import SeenCandidate
-from meshwright.ir.writing.paths import fold_paths
+from meshwright.ir.writing.paths import fold_paths, unfold_paths
 from meshwright.views.facts import facts_of, sections
 from meshwright.views.report import WIDTH, page, render, show
 from meshwright.views.words import axis_roles, not_told_apart
@@ -138,6 +139,17 @@ def test_an_operator_without_a_rule_is_shown_whole(plan: Plan) -> None:
     row = next(row for section in sections(facts_of(changed)) for row in section.rows if row.module == "odd")
     assert row.result == "f32[8, 16]"
     assert any("all-gather@dp" in text for text in row.collectives)
+
+
+def test_stacks_of_stacks_fold_and_unfold() -> None:
+    """A second number that is folded stands behind a first one that is not; what is no count stays as it is."""
+    generator = random.Random(0)
+    forms = ["a.{}.b.{}", "a.{}.b.{}.c", "{}", "{}.x", "a.{}", "e.{}.f", "0{}.x", "q.{}{}.z.{}", "plain"]
+    for _ in range(300):
+        paths = [form.format(*generator.choices(range(4), k=3)) for form in generator.choices(forms, k=9)]
+        assert sorted(unfold_paths(fold_paths(paths))) == sorted(set(paths))
+    assert fold_paths([f"{side}.block.{n}" for side in ("encoder", "decoder") for n in range(3)]) == (
+        "encoder.block.0..2, decoder.block.0..2")
 
 
 def test_fold_paths() -> None:

@@ -16,6 +16,9 @@ from meshwright.errors import InputError
 from meshwright.progress import Report
 from meshwright.progress import progress as shown
 
+PROFILED = ("fp32", "tf32", "bf16")
+"""In which operators are timed."""
+
 
 def zoo_command(
     name: Annotated[str, typer.Argument(help="Only systems whose name holds this.")] = "",
@@ -83,6 +86,8 @@ def size_command(
         from meshwright.commands import sizing
 
         counts = sizing.default_counts(device) if devices is None else whole_numbers(devices, "--devices")
+        for count in counts:
+            sizing.spec_of(device, count)  # raises for what is no cluster, before the model is captured
         if longest:
             reached = _reached(model, device, counts, batch, sequence, most, precision, optimizer)
             _print_reached(reached, as_json)
@@ -128,11 +133,15 @@ def profile_command(
     """
     with errors(as_json):
         writable(out)
+        if precision not in PROFILED:
+            raise InputError(f"precision {precision!r} is not measured; choose one of {', '.join(PROFILED)}")
         with shown(verb="profiling") as report:
             report("reading the model", 0.0)
-            module, example = load(model, batch, sequence)
             from meshwright.api import graph_of
-            from meshwright.commands.profiling import write
+            from meshwright.commands.profiling import check_request, write
+
+            check_request(out, name, nodes)
+            module, example = load(model, batch, sequence)
 
             report("capturing the model", 0.0)
             graph = graph_of(module, example, precision=precision)

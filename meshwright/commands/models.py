@@ -16,8 +16,12 @@ from typing import Any
 
 from meshwright.errors import InputError
 
-TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "WithLMHeadModel")
+TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "WithLMHeadModel", "ForTokenClassification")
 """Ends of the names of classes whose labels are a token each."""
+IMAGE = 224
+"""Pixels along the sides of an image where the config does not say: ImageNet's."""
+FRAMES = 2
+"""Frames of speech that an encoder's convolutions make one position of."""
 
 
 def load(model: str, batch: int, sequence: int) -> tuple[Any, Any]:
@@ -25,7 +29,7 @@ def load(model: str, batch: int, sequence: int) -> tuple[Any, Any]:
     if os.path.exists(model):
         return from_config(Path(model), batch, sequence)
     name, colon, attribute = model.rpartition(":")
-    if not colon:
+    if not (colon and name and attribute):
         raise InputError(f"{model!r} is no file or folder and no 'module:callable'; give a transformers config, or a function "
                          "that returns (model, example_inputs)")
     try:
@@ -33,7 +37,7 @@ def load(model: str, batch: int, sequence: int) -> tuple[Any, Any]:
     except AttributeError as error:
         raise InputError(f"cannot import {model!r}: {error}") from error
     if not callable(build):
-        raise InputError(f"{model!r} is a {type(build).__name__}; name a function that returns (model, example_inputs)")
+        raise InputError(f"{model!r} is of type {type(build).__name__}; name a function that returns (model, example_inputs)")
     try:
         inspect.signature(build).bind()
     except TypeError as error:
@@ -91,6 +95,9 @@ def imported(name: str) -> ModuleType:
 def from_config(path: Path, batch: int, sequence: int) -> tuple[Any, dict[str, Any]]:
     """(model, inputs with labels). The class is the one that the config names, else a causal language model's. Raises
     InputError."""
+    if path.suffix == ".py":
+        raise InputError(f"{str(path)!r} does not say which of its functions returns (model, example_inputs); give "
+                         f"'{path}:NAME'")
     config = config_of(path)
     import torch
     import transformers
@@ -153,10 +160,16 @@ def example_of(model: Any, batch: int, sequence: int) -> dict[str, Any]:
     if model.main_input_name == "input_ids" and name.endswith(TOKENS):
         return {"input_ids": tokens, "labels": torch.empty_like(tokens)}
     labels = torch.zeros((batch,), dtype=torch.int64, device="meta")
+    if model.main_input_name == "input_ids" and name.endswith("ForQuestionAnswering"):
+        return {"input_ids": tokens, "start_positions": labels, "end_positions": torch.empty_like(labels)}
+    if model.main_input_name == "input_features" and name.endswith(TOKENS) and hasattr(model.config, "num_mel_bins"):
+        frames = FRAMES * model.config.max_source_positions  # an encoder of speech takes so many, no fewer
+        features = torch.zeros((batch, model.config.num_mel_bins, frames), device="meta")
+        return {"input_features": features, "labels": tokens}
     if model.main_input_name == "input_ids" and name.endswith("ForSequenceClassification"):
         return {"input_ids": tokens, "labels": labels}
     if model.main_input_name == "pixel_values" and name.endswith("ForImageClassification"):
-        size = model.config.image_size
+        size = getattr(model.config, "image_size", IMAGE)
         sides = (size, size) if isinstance(size, int) else tuple(size)
         images = torch.zeros((batch, getattr(model.config, "num_channels", 3), *sides), device="meta")
         return {"pixel_values": images, "labels": labels}

@@ -142,8 +142,6 @@ def write(
 ) -> Profile:
     """Profile a graph on this process's device and write the cluster file; under torchrun, rank 0 writes, and collectives are
     measured. ``like``: a device of the catalogue; None: what the driver reports, or "cpu". Raises InputError, ClusterError."""
-    if not name.isidentifier():
-        raise InputError(f"{name!r} cannot be the name of a device in a cluster file; use letters, digits and underscores")
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
     title = "one CPU process"
     if place.type == "cuda":
@@ -162,6 +160,15 @@ def write(
         if several:
             dist.destroy_process_group()
     return found
+
+
+def check_request(path: Path, name: str, nodes: int) -> None:
+    """Raise InputError for what ``write`` could not write, before anything is captured or measured."""
+    if path.suffix != ".toml":
+        raise InputError(f"{path} would not be read as a cluster file; give it a name that ends with .toml")
+    if not name.isidentifier():
+        raise InputError(f"{name!r} cannot be the name of a device in a cluster file; use letters, digits and underscores")
+    _check_nodes(int(os.environ.get("WORLD_SIZE", 1)), nodes)
 
 
 def _in_turn(cases: Iterable[Case]) -> list[Case]:
@@ -366,7 +373,8 @@ def _slowest(kind: str, count: int, ranks: int, group: Any, member: bool, place:
 def _check_nodes(world: int, nodes: int) -> None:
     """Raise InputError for nodes that do not divide the processes."""
     if world % nodes:
-        raise InputError(f"{world} processes on {nodes} nodes: give a number of nodes that divides the processes")
+        raise InputError(f"{world} process{'es' * (world > 1)} on {nodes} nodes: give a number of nodes that divides the "
+                         "processes (torchrun starts several)")
 
 
 def as_toml(found: Profile, name: str, source: str, nodes: int = 1) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from meshwright.compiler.search.prediction import tokens_of
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.ir.graph import Graph
@@ -63,7 +64,11 @@ def sizes(
     graph: Graph, device: str, counts: Sequence[int], tokens: float, price: float | None, *, pins: Pins, optimizer: str | float,
     precision: str, report: Callable[[str, float], None],
 ) -> list[Size]:
-    """A row for every count of devices, those worth having marked. ``price``: of a device for an hour."""
+    """A row for every count of devices, those worth having marked. ``price``: of a device for an hour. Raises InputError for a
+    model without tokens."""
+    if not tokens_of(graph):
+        raise InputError("the model's input has no tokens to count, so no number of them says how long training takes; "
+                         "meshwright plan says how long a step of so many samples takes")
     rows = []
     clusters = [Cluster.parse(spec_of(device, count)).with_headroom() for count in sorted(set(counts))]
     for number, cluster in enumerate(clusters):
@@ -87,8 +92,8 @@ def _size(
     except MeshwrightError as error:
         return replace(blank, reason=str(error))
     found = plan.predicted
-    if found is None or not found.tokens_per_second:
-        return replace(blank, mesh=str(plan.mesh), reason="the model's input has no tokens to count")
+    assert found is not None
+    assert found.tokens_per_second is not None
     days = tokens / found.tokens_per_second / 86400
     hours = days * 24 * cluster.world
     return replace(

@@ -60,8 +60,9 @@ def times(
         array = np.full((rows, 1), array) if array.ndim == 0 else array.reshape(len(array), -1 if array.size else 1)
         if len(array) != rows:
             raise ScheduleError(f"{name}: expected a number or {rows} of them for {stages} stages, got {len(array)}")
-        if not np.all(array >= 0):
-            raise ScheduleError(f"{name}: seconds must be non-negative numbers, got {array.min()}")
+        wrong = array[~((array >= 0) & (array < np.inf))]
+        if wrong.size:
+            raise ScheduleError(f"{name}: seconds must be non-negative numbers, got {wrong[0]}")
         arrays.append(array)
     cases = max(array.shape[1] for array in arrays)
     return Times(*(np.broadcast_to(array, (len(array), cases)) for array in arrays))
@@ -340,6 +341,9 @@ def render(what: Table | Simulation, *, tick: float | None = None, width: int = 
     spans = [span for span in run.spans() if span[3] > span[2]]
     shortest = min((end - start for *_, start, end in spans), default=1.0)
     step = tick or max(shortest, run.makespan / _MOST_TICKS)
+    if run.makespan / step > _MOST_TICKS * (1 + 1e-9):
+        raise ScheduleError(f"tick={tick:g} s makes more than {_MOST_TICKS} columns of {run.makespan:g} s; give at least "
+                            f"{run.makespan / _MOST_TICKS:.2g}")
     ticks = max(1, round(run.makespan / step))
     cells = [[""] * ticks for _ in range(run.table.stages)]
     for _, action, start, end in spans:

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterator
 
@@ -41,9 +40,9 @@ def diff(old: Plan, new: Plan) -> str:
         lines += [f"block {fold_paths(blocks)}: {change}"] if blocks else []
         lines += [f"outside the blocks: {change}"] if "" in paths else []
     for change, fqns in _grouped(_parameter_changes(before, after)).items():
-        lines.append(f"parameter {_folded(fqns)}: {change}")
+        lines.append(f"parameter {fold_paths(fqns)}: {change}")
     for change, modules in _grouped(_result_changes(before, after)).items():
-        lines.append(f"result of {_folded(list(dict.fromkeys(modules)))}: {change}")
+        lines.append(f"result of {fold_paths(list(dict.fromkeys(modules)))}: {change}")
     lines += _times(before, after)
     return "\n".join(map(_wrapped, lines)) or "no differences"
 
@@ -75,14 +74,6 @@ def _times(old: Facts, new: Facts) -> list[str]:
 
 def _seconds_or_none(seconds: float) -> str:
     return seconds_text(seconds) if seconds else "none"
-
-
-def _folded(paths: list[str]) -> str:
-    """Many modules in few: those that differ in one number together, wherever it stands."""
-    groups: dict[str, list[str]] = {}
-    for path in paths:
-        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), []).append(path)
-    return ", ".join(fold_paths(group) for group in groups.values())
 
 
 def _seconds(facts: Facts) -> dict[str, tuple[float, float, float]]:

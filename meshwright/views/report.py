@@ -33,7 +33,7 @@ from meshwright.ir.quantities import bytes_text, seconds_text
 from meshwright.ir.writing.paths import fold_paths
 from meshwright.views.facts import Facts, Section, TableRow, facts_of, sections
 from meshwright.views.prices import Prices
-from meshwright.views.words import header, not_told_apart
+from meshwright.views.words import as_read, header, not_told_apart
 
 WIDTH = 120
 _SHOWN = 8
@@ -79,6 +79,7 @@ def timeline(plan: Plan, path: str | Path) -> None:
 
 def page(plan: Plan, width: int = WIDTH) -> RenderableType:
     """The plan as a rich renderable, for so many columns."""
+    plan = as_read(plan)
     facts = facts_of(plan)
     try:
         prices: Prices | None = Prices(facts)
@@ -153,8 +154,10 @@ def _groups(plan: Plan, prices: Prices | None) -> Table:
     stages = plan.pipeline is not None
     if stages:
         table.add_column("stage")
-    for _, run in itertools.groupby(plan.groups, key=lambda group: (replace(group, path="", stage=0), bool(group.path))):
-        groups = list(run)
+    kinds = (*(block.kind for block in plan.graph.blocks), None)
+    rows = [(replace(group, path="", stage=0), kind, group) for kind, group in zip(kinds, plan.groups, strict=True)]
+    for _, run in itertools.groupby(rows, key=lambda row: row[:2]):
+        groups = [group for *_, group in run]
         first = groups[0]
         paths = [group.path or "outside the blocks" for group in groups]
         cells = [fold_paths(paths), str(first.zero), ", ".join(first.data_axes) or "-",

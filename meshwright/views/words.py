@@ -15,6 +15,7 @@ from meshwright.ir.prediction import Prediction, SeenCandidate
 from meshwright.ir.quantities import bytes_text, count_text, seconds_text
 from meshwright.ir.rule import VARYING
 from meshwright.ir.serialize import digest
+from meshwright.ir.writing.canonical import canonical
 from meshwright.ir.writing.versions import prices
 from meshwright.views.facts import Facts
 
@@ -23,6 +24,13 @@ _PARTS = (
     ("recomputation", "recomputation_seconds"), ("optimizer", "optimizer_seconds"),
     ("pipeline bubble", "pipeline_bubble_seconds"), ("outside the schedule", "outside_schedule_seconds"),
 )
+
+
+def as_read(plan: Plan) -> Plan:
+    """The plan as its file says it, where pieces of the graph that are no modules are blocks: these are called by their first
+    operators, and what a trace calls an operator says nothing to a reader."""
+    ops = {op.name for op in plan.graph.ops}
+    return canonical(plan) if any(block.path in ops for block in plan.graph.blocks) else plan
 
 
 def cluster_words(plan: Plan) -> str:

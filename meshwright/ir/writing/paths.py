@@ -6,25 +6,35 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-_RUNS = re.compile(r"(?<=\.)\d+(?:\.\.\d+)?(?:,\d+(?:\.\.\d+)?)*(?=[.:]|$)")
+_NUMBER = re.compile(r"(?<![^.])(0|[1-9]\d{0,8})(?=\.|$)")
+_RUNS = re.compile(r"(?<![^.])\d+(?:\.\.\d+)?(?:,\d+(?:\.\.\d+)?)*(?=[.:]|$)")
 MOST = 1 << 16
 """Paths that one text may stand for."""
 
 
 def fold_paths(paths: Sequence[str]) -> str:
-    """Many paths in one.
+    """Many paths in few texts: those that differ in one number are one.
 
     >>> fold_paths(["layers.0", "layers.1", "layers.2", "layers.5"])
     'layers.0..2,5'
+    >>> fold_paths(["stages.0.layers.0", "stages.0.layers.1", "stages.1.layers.0"])
+    'stages.0.layers.0..1, stages.1.layers.0'
     """
-    parts = [re.split(r"(?<=\.)(\d+)(?=\.|$)", path) for path in paths]
-    if len(paths) > 1 and len({len(part) for part in parts}) == 1:
-        differing = [i for i in range(len(parts[0])) if len({part[i] for part in parts}) > 1]
-        if len(differing) == 1 and differing[0] % 2:
-            at = differing[0]
-            parts[0][at] = ",".join(_runs(sorted(int(part[at]) for part in parts)))
-            return "".join(parts[0])
-    return ", ".join(paths)
+    alike: dict[str, list[list[str]]] = {}
+    for path in dict.fromkeys(paths):
+        alike.setdefault(_NUMBER.sub("*", path), []).append(_NUMBER.split(path))
+    return ", ".join(text for same in alike.values() for text in _folded(same))
+
+
+def _folded(paths: Sequence[list[str]]) -> list[str]:
+    """Paths of one form, split at their numbers, in as few texts as folding one of the numbers gives."""
+    ways = []
+    for at in range(len(paths[0]) - 2, 0, -2):
+        texts: dict[tuple[str, str], list[int]] = {}
+        for parts in paths:
+            texts.setdefault(("".join(parts[:at]), "".join(parts[at + 1 :])), []).append(int(parts[at]))
+        ways.append([f"{before}{','.join(_runs(sorted(numbers)))}{after}" for (before, after), numbers in texts.items()])
+    return min(ways, key=len, default=["".join(parts) for parts in paths])
 
 
 def unfold_paths(text: str, most: int = MOST) -> list[str]:
@@ -32,11 +42,13 @@ def unfold_paths(text: str, most: int = MOST) -> list[str]:
 
     >>> unfold_paths("layers.0..2,5"), unfold_paths("embed, layers.1.mlp")
     (['layers.0', 'layers.1', 'layers.2', 'layers.5'], ['embed', 'layers.1.mlp'])
+    >>> unfold_paths("stages.3.layers.0..1")
+    ['stages.3.layers.0', 'stages.3.layers.1']
     """
     found: list[str] = []
     for part in text.split(", "):
-        runs = _RUNS.search(part)
-        if runs is None or ("," not in runs[0] and ".." not in runs[0]):
+        runs = next((runs for runs in _RUNS.finditer(part) if "," in runs[0] or ".." in runs[0]), None)
+        if runs is None:
             found.append(part)
             continue
         for run in runs[0].split(","):

@@ -64,12 +64,12 @@ def folded_names(plan: Decisions, texts: Mapping[str, str], names: CanonicalName
             kind_of[names.ops[op.name]] = (block.kind, at - block.start, 0)
     for number, (name, text) in enumerate(texts.items()):
         alike.setdefault((*kind_of.get(name, (-1, number, 0)), text), []).append(name)
-    found = {}
+    found: dict[str, str] = {}
     for (*_, text), together in alike.items():
-        folded = fold_paths([name.partition(":")[0] for name in together])
         ends = {name.partition(":")[2] for name in together}
-        if len(together) > 1 and len(ends) == 1 and ", " not in folded and all(":" in name for name in together):
-            found[f"{folded}:{ends.pop()}"] = text
+        if len(together) > 1 and len(ends) == 1 and all(":" in name for name in together):
+            end = ends.pop()
+            found.update((f"{part}:{end}", text) for part in parts([name.partition(":")[0] for name in together]))
         else:
             found.update(dict.fromkeys(together, text))
     return found
