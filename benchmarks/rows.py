@@ -46,6 +46,7 @@ FLASH = "flash"
 KERNELS: Sequence[tuple[str, str]] = (
     # words in "notes" (without blanks, hyphens and underscores), attention kernel
     ("noflash", "scores"), ("withoutflash", "scores"), ("flash=off", "scores"), ("flash=no", "scores"),
+    ("flashattentionintriton", "triton"),
     ("flashattention3", "flash3"), ("flashattentionv3", "flash3"), ("flashattn3", "flash3"), ("cudnnattention", "flash3"),
     ("flashattention2", "flash2"), ("flashattentionv2", "flash2"), ("flashattn2", "flash2"), ("flashattnv2", "flash2"),
     ("flashattention1", "flash1"), ("flashattentionv1", "flash1"), ("flashattn1", "flash1"), ("flashattnv1", "flash1"),
@@ -54,16 +55,24 @@ KERNELS: Sequence[tuple[str, str]] = (
     ("flashattention", FLASH), ("flashattn", FLASH),
     ("kernel=", "scores"),  # any other kernel that a row names forms the matrix of scores, scaled and masked in its softmax
 )
-AGES: Sequence[tuple[tuple[int, int], tuple[str, ...]]] = (((2022, 5), ("scores",)), ((2023, 7), ("scores", "flash1")))
+AGES: Sequence[tuple[tuple[int, int], tuple[str, ...]]] = (
+    ((2022, 5), ("scores",)), ((2023, 7), ("scores", "flash1")), ((2024, 6), ("flash1", "flash2")), ((9999, 12), ("flash2",)),
+)
 """What was published up to (year, month) may have run on these kernels, the slowest first: Dao et al. 2022 is of that May, Dao
-2023 of that July."""
+2023 of that July, whose package took the first one's place; the third (Shah et al. 2024) has one of its own and is named."""
 LATEST = ("flash1", "flash2")
-"""What was published later, or bears no date; the third (Shah et al. 2024) has a package of its own and is named."""
+"""What bears no date."""
 SOFTWARE_KERNELS: Sequence[tuple[str, str]] = (("nemo", "flash3"), ("transformerengine", "flash3"))
 """Words in "notes" of software with an attention kernel of its own (Transformer Engine runs cuDNN's)."""
 
-LOSSES: Sequence[tuple[str, str]] = (("fusedcrossentropy", "merged"), ("flashcrossentropy", "merged"), ("liger", "merged"))
-"""Words in "notes" (without blanks, hyphens and underscores) of a cross entropy that is one kernel."""
+LOSSES: Sequence[tuple[str, str]] = (
+    # words in "notes" (without blanks, hyphens and underscores), whether a cross entropy is one kernel or many
+    ("fusedcrossentropy", "merged"), ("flashcrossentropy", "merged"), ("liger", "merged"), ("shardedcrossentropy", "eager"),
+)
+CUTS: Sequence[tuple[str, str]] = (
+    # words in "notes", where stages start
+    ("stages cut by cost", "searched"), ("stages of as many layers", "even"),
+)
 
 FUSED: Sequence[str] = ("nemo", "transformer engine", "compile", "xla", "jax")
 """Words in "notes" of software that fuses norms and what is around them (Transformer Engine is what NeMo runs on)."""
@@ -81,7 +90,9 @@ MERGED = (2022, 5)
 
 CHECKPOINTED: Sequence[str] = ("fsdp", "torchtitan")
 """Words in "schedule", "dtype" or "notes" of software that recomputes with torch's checkpoint, which stops at the last value
-that the backward needs; Megatron-LM's and its kin's run the whole block again."""
+that the backward needs; Megatron-LM's and its kin's run the whole block again, and so does torch's before ``STOPS``."""
+STOPS = (2, 1)
+"""The version of torch whose checkpoint stops early (``set_checkpoint_early_stop``)."""
 
 BALANCED: Sequence[str] = ("force balance", "token drop cf1")
 """Words in "notes" of runs whose experts all get as many rows: routing forced to, or a capacity of the mean filled up."""
@@ -317,7 +328,8 @@ def completions_of(row: Row) -> tuple[Row, ...]:
             stages = [{"vpp": str(count), "schedule": several.name if count > 1 else text_of(row, "schedule")}
                       for count in (1 + said, _most(row, most))]
     losses = [{}] if loss_of(row) else [{"loss": "merged"}, {"loss": "eager"}]
-    cuts = [{"cuts": "even"}, {"cuts": "searched"}] if degree(row, "pp") > 1 and _heavy_head(row) else [{}]
+    both = degree(row, "pp") > 1 and _heavy_head(row) and not cuts_of(row)
+    cuts = [{"cuts": "even"}, {"cuts": "searched"}] if both else [{}]
     sums = [{}] if sums_of(row) else [{"sums": "narrow"}, {"sums": "fp32"}]
     ways = itertools.product(kernels, runs, stages, cuts, losses, sums)
     return tuple({**row, **a, **b, **c, **d, **e, **f} for a, b, c, d, e, f in ways)
@@ -351,6 +363,19 @@ def loss_of(row: Row) -> str | None:
     return stated or ("eager" if known else None)
 
 
+def torch_of(row: Row) -> tuple[int, int]:
+    """The version of torch that the notes name ("torch 2.0"), a late one where they name none."""
+    found = re.search(r"\btorch (\d+)\.(\d+)", text_of(row, "notes"))
+    return (int(found[1]), int(found[2])) if found else (9, 9)
+
+
+def cuts_of(row: Row) -> str | None:
+    """Where the stages of a pipeline start whose head weighs more than a layer: "even", as many layers in each (Megatron-LM
+    cuts no other way), or "searched", by what they take; None: nothing tells."""
+    stated = text_of(row, "cuts") or word_of(text_of(row, "notes"), CUTS)
+    return stated or ("even" if megatron(row) else None)
+
+
 def sums_of(row: Row) -> str | None:
     """What micro-batches' gradients are summed in: "fp32" (Megatron-LM, NeMo, FSDP), "narrow", the compute dtype (the default
     of DeepSpeed's 16-bit optimizers); None: nothing tells. It plays no part where each is reduced (ZeRO 2, 3) or there is
@@ -375,6 +400,7 @@ def cluster_of(row: Row) -> Cluster:
     known = kernel if kernel in cluster.device.attention else None
     overlapped = any(words in text_of(row, "notes") for words in OVERLAPPED)
     repeats = not any(words in text_of(row, "schedule", "dtype", "notes") for words in CHECKPOINTED)
+    repeats = repeats or torch_of(row) < STOPS
     alone = any(words in text_of(row, "schedule", "dtype", "notes") for words in ALONE)
     added = megatron(row) and (published_in(row) or MERGED) >= MERGED
     return cluster.with_kernels(
@@ -480,7 +506,8 @@ def assumed(row: Row) -> str:
     words += [f"{imbalance_of(row):g} times the mean of rows on the fullest device"] if uneven else []
     words += [] if loss_of(row) else ["a loss of one kernel or of many"]
     words += [] if sums_of(row) else ["gradients summed in 16 or 32 bits"]
-    words += ["stages of as many layers or of as much work"] if degree(row, "pp") > 1 and _heavy_head(row) else []
+    both = degree(row, "pp") > 1 and _heavy_head(row) and not cuts_of(row)
+    words += ["stages of as many layers or of as much work"] if both else []
     words += ["any number of stages a rank"] if degree(row, "pp") > 1 and not number(row, "vpp") else []
     return "assumed: " + ", ".join(words) if words else ""
 
@@ -555,9 +582,9 @@ def _schedule(row: Row) -> str:
 
 def _even_cuts(row: Row, stages: int, blocks: Sequence[str]) -> tuple[str, ...] | None:
     """The layers at which stages start, as many in each. Where the head weighs less than a layer no other cut is faster: fewer
-    layers in the last stage are more in another. Where it weighs more, programs cut evenly or by cost, and rows do not say
-    which ("cuts" of ``completions_of``). Else, and where they do not divide, None: searched."""
-    if stages < 2 or not blocks or len(blocks) % stages or (_heavy_head(row) and text_of(row, "cuts") != "even"):
+    layers in the last stage are more in another. Where it weighs more, programs cut evenly or by cost (``cuts_of``). Else, and
+    where they do not divide, None: searched."""
+    if stages < 2 or not blocks or len(blocks) % stages or (_heavy_head(row) and cuts_of(row) != "even"):
         return None
     return tuple(blocks[len(blocks) // stages :: len(blocks) // stages])
 

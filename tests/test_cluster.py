@@ -102,7 +102,7 @@ def test_with_kernels_changes_only_the_software():
     eager = cluster.with_kernels(fused=False)
     assert not eager.device.fused
     assert eager.with_kernels(attention="flash3").with_kernels(attention="flash2", fused=True) == cluster
-    with pytest.raises(ClusterError, match="known: flash1, flash2, flash3"):
+    with pytest.raises(ClusterError, match="known: flash1, flash2, flash3, triton"):
         cluster.with_kernels(attention="flash9")
 
 

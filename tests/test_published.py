@@ -117,6 +117,7 @@ def test_columns_become_kernels(rows):
         "kernel=flash_attention2 + RMS kernel": ("flash2", False, False),
         "kernel=flash_attentionv1.0.8": ("flash1", False, False), "kernel=torch": ("torch", False, False),
         "kernel=fused": ("scores", False, False), "flash attention": ("flash", False, False),
+        "FlashAttention in Triton (attn_impl=triton)": ("triton", False, False),
         "FlashAttention-2": ("flash2", False, False), "no flash attention": ("scores", False, False),
         "NeMo2; TP comm overlap": ("flash3", True, True), "torch.compile": (None, True, False),
         "no torch.compile": (None, False, False), "compile=off": (None, False, False), "": (None, False, False),
@@ -131,11 +132,11 @@ def test_columns_become_kernels(rows):
 def test_a_row_may_have_run_on_the_kernels_of_its_time(rows):
     dates = {
         "A et al. (2104.04473)": (2021, 4), "README (Sept 2020)": (2020, 12), "C 2205.05198": (2022, 5),
-        "D 2302.13971": (2023, 2), "B 2311.05610": (2023, 11), "a sheet": None,
+        "D 2302.13971": (2023, 2), "B 2311.05610": (2023, 11), "E 2407.21783": (2024, 7), "a sheet": None,
     }
     assert {text: rows.published_in({"source": text}) for text in dates} == dates
     kernels = [rows.kernels_of({"gpu": "A100", "source": text, "notes": ""}) for text in dates]
-    assert kernels == [("scores",)] * 3 + [("scores", "flash1"), ("flash1", "flash2"), ("flash1", "flash2")]
+    assert kernels == [("scores",)] * 3 + [("scores", "flash1"), ("flash1", "flash2"), ("flash2",), ("flash1", "flash2")]
     assert rows.kernels_of({"gpu": "A100", "source": "2020", "notes": "kernel=torch"}) == ("torch",)
     assert rows.kernels_of({"gpu": "A100", "source": "", "notes": "flash attention"}) == ("flash1", "flash2")
     assert rows.kernels_of({"gpu": "A100", "source": "", "notes": "FlashAttention-2"}) == ("flash2",)
@@ -153,13 +154,28 @@ def test_what_a_row_leaves_open_is_priced_every_way(rows):
         completions = rows.completions_of({**piped, "schedule": schedule})
         assert [(completion.get("vpp") or None, completion["schedule"]) for completion in completions] == wanted
     assert len(rows.completions_of({**piped, "vpp": "2"})) == 1
-    cut = rows.completions_of({**piped, "vpp": "2", "vocab": "128000"})
-    blocks = [f"layers.{number}" for number in range(8)]
-    cuts = [rows.pins_of(completion, 4, blocks).stage_cuts for completion in cut]
-    assert cuts == [("layers.2", "layers.4", "layers.6"), None]
-    notes = ("FlashAttention-2", "FlashAttention-2; torch.compile")
+    notes = ("FlashAttention-2", "FlashAttention-2; torch.compile", "FlashAttention-2; sharded cross entropy")
     losses = [rows.completions_of({**said, "notes": words}) for words in notes]
-    assert [[rows.cluster_of(way).device.merged_loss for way in ways] for ways in losses] == [[True, False], [False]]
+    assert [[rows.cluster_of(way).device.merged_loss for way in ways] for ways in losses] == [[True, False], [False], [False]]
+
+
+def test_torch_runs_whole_blocks_again_before_its_checkpoint_stops_early(rows):
+    cases = {"": False, "torch 1.13": True, "torch 2.0 (a repository)": True, "torch 2.1": False, "torch 2.10": False}
+    row = {"gpu": "A100", "n_gpus": "8", "schedule": "FSDP"}
+    assert {notes: rows.cluster_of({**row, "notes": notes}).device.repeats for notes in cases} == cases
+    assert rows.cluster_of({**row, "schedule": "1F1B", "notes": ""}).device.repeats
+
+
+def test_stages_start_as_the_software_cuts_them(rows):
+    """Where the head weighs more than a layer: Megatron-LM has as many layers in each, others may count the head."""
+    piped = {**SMALL, "pp": "2", "tp": "1", "n_layers": "8", "vocab": "128000", "vpp": "1"}
+    even, blocks = ("layers.4",), [f"layers.{number}" for number in range(8)]
+    told = {"": [even, None], "stages cut by cost": [None], "stages of as many layers": [even]}
+    for words, wanted in told.items():
+        ways = rows.completions_of({**piped, "notes": f"FlashAttention-2, fused_crossentropy, bf16 gradient sums; {words}"})
+        assert [rows.pins_of(way, 4, blocks).stage_cuts for way in ways] == wanted
+    megatron = rows.completions_of({**piped, "vpp": "2", "notes": "FlashAttention-2"})
+    assert [rows.pins_of(way, 4, blocks).stage_cuts for way in megatron] == [("layers.2", "layers.4", "layers.6")]
 
 
 def test_gradients_are_summed_in_16_or_32_bits_where_nothing_tells(rows):

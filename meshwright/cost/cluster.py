@@ -180,9 +180,9 @@ class Cluster:
         merged_loss: bool | None = None, narrow_sums: bool | None = None, buckets: bool | None = None,
         keeps_gathered: bool | None = None,
     ) -> Cluster:
-        """The same cluster with other software: the devices' ``attention`` kernel ("flash1", "flash2", "flash3"), whether
-        chains of pointwise operators run ``fused`` (compiled) or one by one (eager), whether products run their collectives
-        ``overlapped``, in pieces (Transformer Engine), whether a product ``accumulates`` gradients itself, whether
+        """The same cluster with other software: the devices' ``attention`` kernel ("flash1", "flash2", "flash3", "triton"),
+        whether chains of pointwise operators run ``fused`` (compiled) or one by one (eager), whether products run their
+        collectives ``overlapped``, in pieces (Transformer Engine), whether a product ``accumulates`` gradients itself, whether
         recomputation ``repeats`` whole blocks (Megatron-LM), whether ZeRO moves every parameter ``alone`` (DeepSpeed),
         whether the loss is one kernel (``merged_loss``: FlashAttention's, Liger's), whether micro-batches' gradients are
         summed in 16 bits (``narrow_sums``: DeepSpeed's default), lie in ``buckets`` (torch's DDP) and whether what linears
