@@ -7,7 +7,7 @@ is split. ``Footprints.fits`` is what the search is handed, so that it need not 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from meshwright.cost.catalogue import Device
@@ -25,11 +25,21 @@ stage's. The rest keep that sum, which is a little higher than the replay."""
 
 
 def footprints(
-    plan: Plan, rules: Rules, state_bytes: float, ranks: Collection[int] | None = None
+    plan: Plan, rules: Rules, state_bytes: float, ranks: Collection[int] | None = None, device: Device | None = None
 ) -> dict[int, Peak]:
     """The worst moment of a training step, of a rank of every stage group by pipeline rank (without a pipeline: of rank 0).
-    ``ranks``: of the pipeline, all if not given."""
-    return _peaks(plan, rank_program(plan, rules, 0), state_bytes, ranks, OWN)
+    ``ranks``: of the pipeline, all if not given; ``device``: its software may hold more, or less, than programs of this
+    package do."""
+    return _peaks(plan, rank_program(plan, rules, 0, _passes(device)), state_bytes, ranks, _sums(device))
+
+
+def _passes(device: Device | None) -> list[Callable[[Program], Program]]:
+    """What lowers a plan to a program that holds what a device's software holds."""
+    return [step for step in PASSES if step is not fuse_gathers or device is None or not device.keeps_gathered]
+
+
+def _sums(device: Device | None) -> Sums:
+    return OWN if device is None else Sums(narrow=device.narrow_sums, buckets=device.buckets)
 
 
 def _peaks(
@@ -62,8 +72,7 @@ class Footprints:
         if plan.pipeline is not None:
             fullest_first = sorted(range(len(counted)), key=lambda rank: -counted[rank])
             ranks = {0, plan.pipeline.stage_rank[-1], *fullest_first[:LOOKED_AT]}
-        sums = Sums(narrow=self.device.narrow_sums, buckets=self.device.buckets)
-        found = _peaks(plan, self._program(plan), self.state_bytes, sorted(ranks), sums)
+        found = _peaks(plan, self._program(plan), self.state_bytes, sorted(ranks), _sums(self.device))
         fullest = max(found.values(), key=lambda one: one.bytes)
         held = {rank: one.bytes for rank, one in found.items()}
         return replace(
@@ -73,8 +82,7 @@ class Footprints:
 
     def _program(self, plan: Plan) -> Program:
         if self._lowered is None or not _alike(plan, self._lowered[0]):
-            passes = [step for step in PASSES if step is not fuse_gathers or not self.device.keeps_gathered]
-            self._lowered = plan, rank_program(plan, self.rules, 0, passes)
+            self._lowered = plan, rank_program(plan, self.rules, 0, _passes(self.device))
         recompute = {group.path: group.recompute for group in plan.groups}
         program = self._lowered[1]
         segments = (replace(s, recompute=recompute[s.path]) if s.repeated else s for s in program.segments)

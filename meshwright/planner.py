@@ -165,7 +165,7 @@ def reprice(plan: Plan, cluster: Cluster | str | None = None) -> Plan:
 
     >>> newer = reprice(plan, "b200:1x8")        # doctest: +SKIP
     """
-    task = _task_of(plan, cluster)
+    task = task_of(plan, cluster)
     found = settled(task, plan, Footprints(task.rules, task.state_bytes, task.cluster.device).fits)
     return replace(_with_interval(found, task.cluster), devices=described(task.cluster), certificate=None)
 
@@ -173,11 +173,11 @@ def reprice(plan: Plan, cluster: Cluster | str | None = None) -> Plan:
 def reprice_batches(plan: Plan, times: float) -> Plan:
     """The plan with what a step takes of ``times`` as large a batch, in as many more micro-batches, on its own cluster; its
     memory is as the search counts it. Raises PlanError, ClusterError as ``reprice`` does."""
-    return replace(plan, predicted=stretched(_task_of(plan, None), plan, times), certificate=None)
+    return replace(plan, predicted=stretched(task_of(plan, None), plan, times), certificate=None)
 
 
-def _task_of(plan: Plan, cluster: Cluster | str | None) -> Task:
-    """What prices a plan need."""
+def task_of(plan: Plan, cluster: Cluster | str | None) -> Task:
+    """What the prices of a plan need, on its own cluster or on another."""
     where = cluster_of(plan, cluster) if cluster is None or isinstance(cluster, str) else cluster
     where = where.with_products(PRECISIONS[plan.precision].products)
     rules, _ = rules_of(plan.graph)

@@ -1,4 +1,5 @@
-"""Predicted peak memory against torch's ``MemTracker``, on fake tensors: see ``benchmarks/memory.py``, which this runs."""
+"""Predicted peak memory against torch's ``MemTracker``, on fake tensors, and what the search counts of it: runs
+``benchmarks/memory.py`` and ``benchmarks/counted.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "memory.py"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 QUICK = ("gpt2-small zero 0", "vit zero 3 bf16", "mixtral zero 2")
 OTHERS = (  # every model, level, split, recomputation and precision; programs of one model, batch and precision share its graph
     ("gpt2-small zero 1 x4", "gpt2-medium zero 3 full", "llama-1b tp 2 bf16"),
@@ -27,9 +28,12 @@ PIPELINES = (
 )
 
 
-def rows(*names: str) -> list[dict[str, Any]]:
+COUNTED = ("gpt2-small zero 1 x4", "gpt2-small 1f1b", "llama-weights pp 4 bf16")
+
+
+def rows(*names: str, of: str = "memory.py") -> list[dict[str, Any]]:
     """What the benchmark prints for these programs (a fake process group has its own process)."""
-    run = subprocess.run([sys.executable, BENCHMARK, "--json", *names], capture_output=True, text=True, timeout=900)
+    run = subprocess.run([sys.executable, BENCHMARKS / of, "--json", *names], capture_output=True, text=True, timeout=900)
     assert run.stdout, run.stderr[-2000:]
     return list(json.loads(run.stdout.splitlines()[-1]))
 
@@ -62,3 +66,12 @@ def test_pipelines() -> None:
     found = rows(*PIPELINES)
     assert len(found) == 2 + 2 + 4 + 2 + 4 + 1 + 2
     check(found)
+
+
+def test_what_the_search_counts_is_what_the_program_holds() -> None:
+    """Whole gradients that are split behind the last micro-batch; outputs that the backward keeps anyway; gradients that are
+    copied to where they are summed."""
+    found = rows(*COUNTED, of="counted.py")
+    assert [row["name"] for row in found] == list(COUNTED)
+    for row in found:
+        assert abs(row["error"]) <= 0.02, row

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cost.cluster import Cluster
 from meshwright.errors import InputError
 from meshwright.ir.plan import Pipeline, Plan
 from meshwright.ir.prediction import StageSeconds
+from meshwright.planner import described
 from meshwright.views.facts import facts_of
 from meshwright.views.page.data import page_data
 from meshwright.views.page.outline import outline, shown
@@ -84,6 +86,15 @@ def test_edges_carry_their_reshards() -> None:
     assert edges["add0", "up0", 1][1] == edges["add0", "add0", 1][1] == 1
     assert ("x", "up0", 0) in edges
     assert ("add0", "square", 0) in edges
+
+
+def test_memory_is_what_the_software_of_the_plan_holds() -> None:
+    """DDP's buckets are held all the time, beside what programs of this package hold."""
+    own, plan = Cluster.parse("cpu:1x8"), piped()
+    plan = replace(plan, groups=tuple(replace(group, zero=1) for group in plan.groups))
+    both = [replace(plan, cluster=str(one), devices=described(one)) for one in (own, own.with_kernels(buckets=True))]
+    held = [[sum(kinds.values()) for _, kinds in page_data(facts_of(one))["memory"]["ranks"]] for one in both]
+    assert all(more > less for less, more in zip(*held, strict=True))
 
 
 def test_memory_time_and_clock() -> None:

@@ -380,8 +380,8 @@ class Costs:
         master, cast = numel * _CAST_BYTES, numel * self.itemsize
         vector[PARAMETERS] = vector[GRADIENTS] = master / parts
         vector[OPTIMIZER] = numel * self.state_bytes / parts
-        if variant.zero == 1 and self.microbatches > 1:
-            vector[GRADIENTS] += cast if self.device.narrow_sums else master
+        if variant.zero == 1 and self.microbatches > 1:  # whole until the last one's are reduced, and split behind that
+            vector[GRADIENTS] = cast if self.device.narrow_sums else master
         if variant.zero < 2 and variant.data_axes and self.device.buckets:
             vector[GRADIENTS] += cast
         if variant.zero == 3 and not unit.root:

@@ -12,7 +12,7 @@ samples a data rank has at a time - not on pp, dp, ZeRO or the schedule. So it i
                                     level
     Placement.crossing              local bytes of what a stage boundary behind each position sends
     Placement.outputs               local bytes of what a micro-batch hands back to the caller, who gets that of all
-                                    micro-batches
+                                    micro-batches (``Placement.handed_back``)
 
 ``time_of`` and ``bound`` are seconds of all positions for one micro-batch: no pipeline of P ranks does M of them in less than
 M bound / P. Where several micro-batches run ahead what the gradients of their epilogue depend on, that is weighed too, and is
@@ -239,7 +239,7 @@ class _Reader:
         again = made_again(folded.graph, self.owner.rules.operators)
         return Placement(
             tensor, samples, tuple(rows), tuple(sequence), self._crossing(frozenset()), self._crossing(again),
-            self._again(again), self._outputs(), self._alone(samples), seconds, seconds * slack, self.chain.time_rows,
+            self._again(again), *self._outputs(), self._alone(samples), seconds, seconds * slack, self.chain.time_rows,
             Solved(folded, self.problem, self.solution.choices),
         )
 
@@ -411,13 +411,16 @@ class _Reader:
                 found.append((n, max(until for _, until in handed), float(row[FORWARD]), float(row[BACKWARD])))
         return tuple(found)
 
-    def _outputs(self) -> float:
+    def _outputs(self) -> tuple[float, float]:
+        """``Placement.outputs`` and ``outputs_kept``."""
         numbers, graph = enumerate(self.owner.folded.serves), self.owner.folded.graph
         made = {at: {name for op in position.ops(graph) for name in op.outputs}
                 for at, position in enumerate(self.problem.positions)}
         last = {at for at, names in made.items() if names & {name for name in graph.outputs if graph.values[name].shape}}
         pairs = [(at, self.solution.choices[n]) for n, at in numbers if at in last]
-        return sum(bytes_ for at, chosen in pairs for _, bytes_ in self._handed_back(at, at, chosen))
+        found = [one for at, chosen in pairs for one in self._handed_back(at, at, chosen)]
+        kept = self.problem.tables.saved.values
+        return sum(bytes_ for _, bytes_ in found), sum(bytes_ for name, bytes_ in found if name in kept)
 
     def _alone(self, samples: int) -> tuple[float, float]:
         """``Placement.alone``: as it is made, what ranks with samples of their own make of these by micro-batches."""

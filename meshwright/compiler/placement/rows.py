@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from meshwright.compiler.placement.blockmodel import handed_back
 from meshwright.compiler.placement.costs import Vector
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.structure.folding import Folded
@@ -128,7 +129,7 @@ class Placement:
     sent: those of them that are sent; the rest each stage makes again
     again: of what is made again, (the position that makes it, the last that reads it, seconds of a micro-batch's forward and
         backward)
-    outputs: bytes that a micro-batch hands back to the caller
+    outputs: bytes that a micro-batch hands back to the caller; outputs_kept: those of them that its backward keeps anyway
     alone: bytes of what is made of inputs alone for others to read (masks), which every rank has of all its micro-batches: of
         what does not depend on the samples that a rank has, and of a micro-batch
     seconds, bound: of a micro-batch through all positions, and ahead; no placement takes less than ``bound``
@@ -145,6 +146,7 @@ class Placement:
     sent: tuple[float, ...]
     again: tuple[tuple[int, int, float, float], ...]
     outputs: float
+    outputs_kept: float
     alone: tuple[float, float]
     seconds: float
     bound: float
@@ -156,6 +158,10 @@ class Placement:
         """Seconds of a micro-batch's forward and backward for what a stage that starts at this position makes again."""
         found = [(forward, backward) for made, last, forward, backward in self.again if made < start <= last]
         return sum(ahead for ahead, _ in found), sum(back for _, back in found)
+
+    def handed_back(self, microbatches: int) -> float:
+        """Bytes that a rank holds of what a step hands back, beside what micro-batches keep."""
+        return handed_back(microbatches) * self.outputs - self.outputs_kept
 
     def made_alone(self, microbatches: int) -> float:
         """Bytes of a rank of what is made of inputs alone."""

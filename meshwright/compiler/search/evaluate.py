@@ -32,7 +32,6 @@ from meshwright.compiler.pipeline.in_flight import least_in_flight, received
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
 from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.timed_bound import KnownPaths, timed_bound
-from meshwright.compiler.placement.blockmodel import handed_back
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK, Variant
 from meshwright.compiler.placement.rows import NONE, Placement
 from meshwright.compiler.search.candidates import Candidate
@@ -121,7 +120,7 @@ class Evaluator:
             return False
         room = candidate.pp * (self.capacity - placement.made_alone(candidate.microbatches))
         room -= self.units(candidate, degrees, zero, placement, self.recompute[0]).state.sum()
-        room -= handed_back(candidate.microbatches) * placement.outputs
+        room -= placement.handed_back(candidate.microbatches)
         counts = [least_in_flight(candidate.schedule, candidate.pp, candidate.microbatches, one) for one in {alone, False}
                   if one or schedule_of(candidate.schedule).stages != 1]
         if room < 0 or min(counts) <= 1:
@@ -229,7 +228,7 @@ class Evaluator:
         schedule, pp, count = candidate.schedule, candidate.pp, candidate.microbatches
         slack = placement.bound / placement.seconds
         boundary = received(schedule, pp, several[0], count) * max(placement.crossing[:-1]) + placement.made_alone(count)
-        boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += handed_back(count) * placement.outputs
+        boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += placement.handed_back(count)
         room = np.maximum(capacity - boundary, 1.0)
         asked = cutoff / slack
         bound = stages.step_bound(units, pp, several, schedule, count, room, outside, asked)
@@ -286,7 +285,7 @@ class Evaluator:
         ])
         waiting = schedule_of(candidate.schedule).waiting(candidate.pp, candidate.virtual_stages, candidate.microbatches)
         found = (held + waiting) * max(placement.crossing[:-1]) + placement.made_alone(candidate.microbatches)
-        found[table.stage_rank[-1]] += handed_back(candidate.microbatches) * placement.outputs
+        found[table.stage_rank[-1]] += placement.handed_back(candidate.microbatches)
         return np.asarray(found)
 
     def kinds(self, candidate: Candidate, zero: int) -> tuple[str, ...]:
@@ -337,7 +336,7 @@ class Evaluator:
             self.work["stage that does not fit"] += candidate.stages
             received = self._boundary_bytes(candidate, placement).max() / 2**30
             words = f"{error} Masks, what was received and is handed back take up to {received:.3g} GiB beside that."
-            outputs = handed_back(candidate.microbatches) * placement.outputs / 2**30
+            outputs = placement.handed_back(candidate.microbatches) / 2**30
             if outputs > received / 2:
                 words += (f" {outputs:.3g} GiB of it are what the model returns for all micro-batches: if only the loss is "
                           "needed (no logits), give loss_fn=mw.loss_alone.")
@@ -511,7 +510,7 @@ def _take(variants: Sequence[Units], marks: Sequence[tuple[str, ...]], chosen: A
 def _held(candidate: Candidate, placement: Placement) -> float:
     """Bytes that a rank without a pipeline holds beside its units: what is made of inputs alone, and what all micro-batches
     hand back."""
-    return handed_back(candidate.microbatches) * placement.outputs + placement.made_alone(candidate.microbatches)
+    return placement.handed_back(candidate.microbatches) + placement.made_alone(candidate.microbatches)
 
 
 def _memory(units: Units) -> float:

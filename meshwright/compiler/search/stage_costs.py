@@ -158,12 +158,21 @@ class StageCosts:
         columns = [
             forward, backward, weight + recomputed * split,
             once[:, [PARAMETERS, GRADIENTS, OPTIMIZER]].sum(axis=1) + run[:, [PARAMETERS]].sum(axis=1),
-            run[:, SAVED], run[:, TRANSIENT] + once[:, TRANSIENT],
+            run[:, SAVED], self._transient(placement, run, once, kept or degrees.variant(zero), microbatches > 1),
             once[:, [GATHER, GATHER_ONCE, SEND]].sum(axis=1), once[:, [REDUCE, REDUCE_ONCE, SEND_BACK]].sum(axis=1),
             once[:, BACKWARD],
             np.where(ahead > 0.0, forward, 0.0) * ahead,
         ]
         return Units(*(column[list(placement.sequence)] for column in columns))
+
+    def _transient(self, placement: Placement, run: Array, once: Array, variant: Variant, several: bool) -> Array:
+        """Bytes beside what is kept while a row runs, or, where FSDP2 has no part in it, while gradients are copied to their
+        sums when a block's backward is done and nothing that it kept is left (``cost.memory.fsdp``)."""
+        working = run[:, TRANSIENT] + once[:, TRANSIENT]
+        if variant.data_axes:
+            return np.asarray(working)
+        copied = np.array([row.block for row in placement.rows]) * once[:, GRADIENTS] * (1 + several)
+        return np.asarray(np.maximum(working, copied - run[:, SAVED]))
 
     def _rows(self, placement: Placement, recompute: str) -> tuple[Array, Array, Array]:
         """Resources of a placement's rows without and with a recomputation, and seconds of gradients of weights."""

@@ -18,13 +18,13 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from meshwright.compiler.search.plans import simulation_of
-from meshwright.cost.cluster import ClusterError
+from meshwright.cost.cluster import ClusterError, Device
 from meshwright.footprint import footprints
 from meshwright.ir.graph import Op
 from meshwright.ir.quantities import bytes_text, count_text, seconds_text
 from meshwright.ir.sharding import Sharding, format_sharding
 from meshwright.ir.writing.paths import fold_paths
-from meshwright.planner import state_bytes
+from meshwright.planner import cluster_of, state_bytes
 from meshwright.views.facts import Facts
 from meshwright.views.page.outline import OutlineEntry, Shown, keys, outline, shown
 from meshwright.views.prices import Move, OpPrice, Prices
@@ -213,11 +213,18 @@ class _Page:
             return None
         ranks: list[Any] = [["every rank" if self.plan.pipeline is None else "the fullest rank", dict(predicted.bytes_by_kind)]]
         if self.plan.pipeline is not None:
-            peaks = footprints(self.plan, self.facts.rules, state_bytes(self.plan))
+            peaks = footprints(self.plan, self.facts.rules, state_bytes(self.plan), device=self._device())
             ranks = [[f"pipeline rank {rank}", dict(peak.kinds)] for rank, peak in sorted(peaks.items())]
         if not any(kinds for _, kinds in ranks):
             ranks = [["the fullest rank", {"all": predicted.bytes_per_rank}]]
         return {"capacity": predicted.capacity_bytes, "ranks": ranks}
+
+    def _device(self) -> Device | None:
+        """The plan's, whose software may hold more or less; None where its numbers are not to be had."""
+        try:
+            return cluster_of(self.plan).device
+        except ClusterError:
+            return None
 
     def _clock(self) -> dict[str, Any] | None:
         pipeline, predicted = self.plan.pipeline, self.plan.predicted
