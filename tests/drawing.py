@@ -53,7 +53,25 @@ def _row(h: Tensor) -> tuple[int, ...]:
     return (h.shape[0], *(1,) * (h.ndim - 1))
 
 
+def _attention(layer: Layer, h: Tensor, ask: Ask) -> Tensor:
+    """Dropout of probabilities, shown by values that have a column of their own for every key: what comes out there are the
+    probabilities that were kept."""
+    q, v = (f(h).unflatten(-1, (2, -1)).transpose(1, 2) for f in (layer.inside, layer.out))
+    width, length = v.shape[-1], v.shape[-2]
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    p = (q @ q.transpose(-1, -2) * width**-0.5).masked_fill(~seen, float("-inf")).softmax(-1)
+    if layer.given:
+        y = (p * ask(lambda: p)) @ v
+    else:
+        every = torch.cat([v, torch.eye(length, dtype=v.dtype).expand(*v.shape[:-1], length)], -1)
+        y = F.scaled_dot_product_attention(q, q, every, dropout_p=0.4, is_causal=True)
+        ask(lambda: torch.where(y[..., width:] > p / 2, 1 / 0.6, 0.0).to(y.dtype))
+        y = y[..., :width]
+    return h + y.transpose(1, 2).flatten(2)
+
+
 WAYS: Mapping[str, Way] = {
+    "attention": _attention,
     "bernoulli": lambda layer, h, ask: h * ask(lambda: torch.bernoulli(torch.full_like(h, 0.7))),
     "bernoulli of data": lambda layer, h, ask: h * ask(lambda: torch.bernoulli(h.detach().sigmoid())),
     "bernoulli in place": lambda layer, h, ask: h * ask(lambda: torch.empty_like(h).bernoulli_(h.detach().sigmoid())),

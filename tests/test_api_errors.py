@@ -49,6 +49,7 @@ def plan(**changed: Any) -> Plan:
         ({"dp": 4, "shard": 3}, ["shard=3 must divide dp=4"]),
         ({"shard": 2, "zero": 0}, ["shard=2 and zero=0 contradict"]),
         ({"sequence_parallel": True, "tp": 1}, ["sequence_parallel=True needs tp > 1"]),
+        ({"sequence_parallel": True, "dp": 2}, ["sequence_parallel=True needs tp > 1: dp=2", "leaves no ranks for it"]),
         ({"dp": 2, "tp": 2}, ["dp=2 x tp=2 make 4 devices", "the 2 there are"]),
         ({"dp": 1, "tp": 1, "pp": 1}, ["pp=1 x dp=1 x tp=1 make 1 devices but there are 2"]),
         ({"dp": 2, "microbatches": 4}, ["4 samples does not divide into dp=2 ranks x microbatches=4"]),

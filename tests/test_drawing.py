@@ -35,6 +35,29 @@ def test_what_is_drawn_is_used(pool: Callable[[int], Any], ways: list[str]) -> N
     assert [problems for problems, _ in first] == [[], []]
 
 
+SPLIT = {
+    2: [{"cp": 2, "attention": "ring"}, {"cp": 2, "attention": "ring", "recompute": "full", "zero": 3},
+        {"cp": 2, "attention": "ulysses", "recompute": "selective"}, {"cp": 2, "attention": "all-gather", "microbatches": 2}],
+    4: [{"cp": 4, "ulysses": 2, "attention": "ring", "recompute": "full"},
+        {"cp": 2, "tp": 2, "attention": "all-gather", "sequence_parallel": True}],
+}
+
+
+@pytest.mark.parametrize("world", SPLIT)
+def test_where_the_sequence_is_split(pool: Callable[[int], Any], world: int) -> None:
+    """Attention drops by each of its forms what its backward knows and every replica has; no two pieces have the same."""
+    problems, numbers = pool(world).run(trained, ("attention", "dropout"), SPLIT[world])[0]
+    assert problems == []
+    for drawn in numbers:
+        kept = [layer.bool() for layer in drawn[::2]]
+        pairs = [layer[:, :, row, key].flatten() for layer in kept for row in range(4) for key in range(row + 1)]
+        heads = [head.flatten() for layer in kept for head in layer[:, :, 1:].unbind(1)]
+        for pieces in (pairs, heads):
+            assert len({tuple(piece.tolist()) for piece in pieces}) == len(pieces)
+    if world == 2:
+        assert all(torch.equal(a, b) for a, b in zip(*numbers[:2], strict=True)), "recomputation changes no number"
+
+
 def test_a_run_is_repeated_by_its_seed(pool: Callable[[int], Any]) -> None:
     """The same seed draws the same numbers, recomputed or not; another one draws others."""
     ways = ["drop path, timm", "randn_like", "dropout", "one mask for all samples"]

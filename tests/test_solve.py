@@ -93,6 +93,19 @@ def test_infeasible_names_the_least_memory(seed, shared, share):
     assert error.solution.bytes_ + error.solution.transient == pytest.approx(error.least)
 
 
+def test_infeasible_where_the_usual_choice_is_forbidden():
+    """Two positions are leanest at a choice that the third does not have: memory is what is missing, not an assignment."""
+    light, other = np.array([1.0, 0, 1, 0]), np.array([1.0, 0, 9, 0])
+    states = (np.array([light, other]), np.array([np.full(RESOURCES, np.inf), other]))
+    blocks = [BlockModel((1, 1, 2), (np.zeros((1, 4)), np.zeros((1, 4)), costs), ()) for costs in states]
+    kinds = tuple(Kind((block,), (np.zeros(RESOURCES),), (0,), (1,), ((0, 2),)) for block in blocks)
+    chain = Chain(kinds, (0, 0, 1), (2,), np.array([[1.0, 1, 0, 0]]), np.array([0, 0, 1.0, 0]), np.zeros(4), capacity=10.0)
+    with pytest.raises(Infeasible, match="capacity of") as caught:
+        solve(chain)
+    assert 10 < caught.value.bound <= caught.value.least <= 27
+    assert solve(replace(chain, capacity=27.0)).bytes_ == 27
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_hint_changes_no_certificate(seed):
     """What another limit, or another chain of the same shape, left behind may be far off, and is a bound all the same."""

@@ -313,10 +313,10 @@ def _attending(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) 
         heads = f"pin ulysses={scope.mesh.size(HEADS)} with " if len(axes) > 1 else "pin "
         ranks, shapes = scope.mesh.size(axes), [list(scope.graph.values[name].shape) for name in op.inputs[:2]]
         algorithms = [name for name in _algorithms(rule, scope.pins.attentions) if name is not None]
-        legal = [n for n in range(2, ranks) if ranks % n == 0 and any(
+        legal = [n for n in range(2, ranks + (len(axes) > 1)) if ranks % n == 0 and any(
             _legal(rule, {axes[0]: name}, Mesh(axes[:1], (n,))) for name in algorithms
         )]  # a divisor: other axes take the devices that are left
-        remedy = f"cp={max(legal)}" if legal else "no cp"
+        remedy = (f"cp={max(legal)}" if legal else "no cp") + (" without ulysses" if len(axes) > 1 else "")
         raise PinError(
             f"{heads}{scope.pins.shown('attention')}: {op.target} of {op.module or 'the model'}, queries {shapes[0]} and "
             f"keys {shapes[1]}, cannot run so over cp={ranks}; take {remedy}, or another attention"
@@ -419,6 +419,9 @@ def _sequence_between_blocks(
     """Sequence parallelism pinned: what blocks hand on is split over tp along the sequence. ``weights``: the operator contracts
     some, and splits those instead."""
     axes = [axis for axis in scope.mesh.axes if scope.roles[axis] == TENSOR]
+    if axes and scope.mesh.size(axes) == 1:
+        raise PinError(f"pin sequence_parallel=True needs tp > 1: {scope.mesh} leaves no ranks for it; drop it, or take fewer "
+                       "ranks for something else")
     where = sequence_dims(scope.graph, scope.handed_on.intersection(op.outputs), scope.classes, scope.batch)
     for name, dims in zip(op.outputs, rule.results, strict=True):
         if name not in where or not axes or weights or (factor := dims[where[name]]) is None:

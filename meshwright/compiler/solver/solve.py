@@ -103,7 +103,8 @@ def _last_resort(root: Search, error: Infeasible, gap: float) -> Solution:
         if isinstance(leaf, Search):
             assert leaf.incumbent is not None
             return leaf.solution(leaf.incumbent, leaf.bound, "gap")
-        raise infeasible(root.chain, error.bound, leaf.least, leaf.solution)
+        if np.isfinite(leaf.least):  # else what most positions have is forbidden together
+            raise infeasible(root.chain, error.bound, leaf.least, leaf.solution)
     raise error
 
 
