@@ -120,19 +120,18 @@ def plan_command(
     Example: meshwright plan config.json --cluster h100:1x8 --batch 16 --sequence 4096 --tp 1,2,4 --out plan.json
     """
     with errors(as_json):
-        from meshwright.ir.pins import Pins
-
+        writable(out)
         words = {"dp": dp, "shard": shard, "tp": tp, "cp": cp, "attention": attention, "ep": ep, "pp": pp, "zero": zero,
                  "schedule": schedule, "virtual_stages": virtual_stages, "stages": stages, "microbatches": microbatches,
                  "micro_batch": micro_batch, "recompute": recompute}
-        pins = Pins.of({**{name: pin_of(word) for name, word in words.items()}, "sequence_parallel": sequence_parallel,
-                        "tensors": tensor_pins(tensor or [])})
-        writable(out)
         with shown(progress) as report:
             report("reading the model", 0.0)
-            module, example = load(model, batch, sequence)
             from meshwright.api import plan
+            from meshwright.ir.pins import Pins
 
+            pins = Pins.of({**{name: pin_of(word) for name, word in words.items()}, "sequence_parallel": sequence_parallel,
+                            "tensors": tensor_pins(tensor or [])})
+            module, example = load(model, batch, sequence)
             found = plan(module, cluster_of(cluster), example, optimizer=optimizer_of(optimizer), precision=precision,
                          pins=pins, strict=strict, progress=progress, cache=cache, headroom=headroom,
                          expert_imbalance=expert_imbalance)

@@ -16,7 +16,7 @@ from meshwright.errors import PlanError
 from meshwright.ir.graph import Graph
 from meshwright.planner import capture_model, make_plan, reprice, reprice_batches
 from meshwright.resized import of_batch, of_length
-from meshwright.views.changes import changes
+from meshwright.views.changes import changes, rebatched
 from meshwright.views.explain import explain
 from tests.mixtures import make as mixture
 from tests.models import make
@@ -58,6 +58,22 @@ def test_no_change_is_one_that_does_not_fit() -> None:
     assert tight.predicted.fits
     assert not reprice_batches(tight, 2.0).predicted.fits
     assert not any("twice the batch" in change.what for change in changes(tight))
+
+
+def test_another_batch_on_axes_that_may_split_anything_is_of_the_same_decisions() -> None:
+    where = Cluster.parse("cpu:1x4")
+    plan = make_plan(graph("llama"), where, Pins(axes={"x": 4}, microbatches=1))
+    assert rebatched(plan, where, 1.0).predicted.step_seconds == plan.predicted.step_seconds
+    twice = rebatched(plan, where, 2.0).predicted
+    again = make_plan(graph("llama", batch=2 * BATCH), where, replace(plan.to_pins(), microbatches=2)).predicted
+    assert (twice.step_seconds, twice.bytes_per_rank) == (again.step_seconds, again.bytes_per_rank)
+    assert twice.step_seconds < 2.01 * plan.predicted.step_seconds  # another plan, of its degrees, took 28 times as long
+    assert not rebatched(plan, where.with_memory(int(0.99 * twice.bytes_per_rank)), 2.0).predicted.fits
+    with pytest.raises(PlanError, match="no whole number of micro-batches"):
+        rebatched(plan, where, 0.5)
+    mixtral = make_plan(graph("mixtral"), where, Pins(axes={"x": 4}, microbatches=1))
+    with pytest.raises(PlanError, match="another batch on x=4 cannot be priced"):
+        rebatched(mixtral, where, 2.0)
 
 
 def test_they_stand_in_the_answer() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import subprocess
 import sys
@@ -318,6 +319,42 @@ def test_degrees_made_small_stay_what_they_are(llama: Path) -> None:
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("config", [
+    {"model_type": "falcon", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8},
+    {"model_type": "mamba2", "num_hidden_layers": 4, "hidden_size": 64, "num_heads": 8, "head_dim": 16, "n_groups": 1},
+    {"model_type": "gptj", "n_layer": 4, "n_embd": 64, "n_head": 4, "rotary_dim": 16},
+    {"model_type": "deepseek_v3", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
+     "n_routed_experts": 16, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+], ids=lambda config: config["model_type"])
+def test_what_hangs_together_in_a_config_does_in_a_small_one(config: dict[str, Any], tmp_path: Path) -> None:
+    """Heads of an expanded width, widths that follow from others, rotated parts of heads, experts in groups."""
+    from meshwright.commands.shrinking import shrunken
+
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 128}))
+    model, example = shrunken(tmp_path, Pins(dp=2, tp=2, microbatches=2))
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1e5
+    assert graph_of(model, example).loss is not None
+
+
+def narrow() -> tuple[nn.Module, Any]:
+    """An example of a width that the model does not take."""
+    return nn.Linear(4, 4), ((torch.zeros(8, 5),), {})
+
+
+def test_what_a_trace_runs_into_is_said_once() -> None:
+    said: list[str] = []
+    log, handler = logging.getLogger("torch._subclasses.fake_tensor"), logging.Handler(logging.ERROR)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        result = run("plan", "tests.test_cli:narrow", "--cluster", "cpu:1x2")
+    finally:
+        log.removeHandler(handler)
+    assert result.exit_code == WRONG
+    assert "cannot be captured" in result.stderr
+    assert not said
+
+
 def test_ranks_that_may_differ() -> None:
     assert distinct_ranks(Mesh(("dp", "tp"), (4, 4))) == list(range(16))
     assert distinct_ranks(Mesh(("dp", "tp"), (8, 4))) == [0, 3, 28, 31]
@@ -550,6 +587,29 @@ def test_help_is_at_hand() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     for name in ("plan", "show", "explain", "diff", "verify", "simulate", "zoo", "size", "profile"):
         assert "Example" in run(name, "--help").stdout
+
+
+def test_bars_come_before_what_takes_long_to_import() -> None:
+    code = """
+import sys
+from meshwright import cli
+from meshwright.commands import clusters
+from meshwright.errors import InputError
+
+def shown(*words, **options):
+    raise InputError("torch is there" if "torch" in sys.modules else "at once")
+
+cli.shown = clusters.shown = shown
+for words in (["plan", "x", "--cluster", "cpu:1x2", "--tp", "2"], ["size", "x", "--device", "cpu", "--tokens", "1e9"],
+              ["profile", "x", "--out", "x.toml"], ["zoo"], ["show", "x"], ["explain", "x"], ["diff", "x", "x"],
+              ["verify", "x"], ["simulate", "x"]):
+    try:
+        cli.app(words)
+    except SystemExit:
+        pass
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr.splitlines() == ["meshwright: at once"] * 9
 
 
 def test_a_long_step_speaks_where_nobody_looks(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

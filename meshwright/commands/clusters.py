@@ -31,11 +31,12 @@ def zoo_command(
     Example: meshwright zoo 405B
     """
     with errors(as_json):
-        from meshwright.published import zoo
-
-        chosen = zoo.systems(name=name)
         rows = []
         with shown(not published, "pricing") as report:
+            report("reading the systems", 0.0)
+            from meshwright.published import zoo
+
+            chosen = zoo.systems(name=name)
             for number, system in enumerate(chosen, 1):
                 if not published:
                     typer.echo(f"{number}/{len(chosen)} {system.name} ...", err=True)
@@ -83,11 +84,13 @@ def size_command(
     with errors(as_json):
         if longest == (tokens is not None):
             raise InputError("give --tokens to size clusters for, or --longest for the longest sequence, one of the two")
-        from meshwright.commands import sizing
+        with shown(verb="sizing") as report:
+            report("reading the options", 0.0)
+            from meshwright.commands import sizing
 
-        counts = sizing.default_counts(device) if devices is None else whole_numbers(devices, "--devices")
-        for count in counts:
-            sizing.spec_of(device, count)  # raises for what is no cluster, before the model is captured
+            counts = sizing.default_counts(device) if devices is None else whole_numbers(devices, "--devices")
+            for count in counts:
+                sizing.spec_of(device, count)  # raises for what is no cluster, before the model is captured
         if longest:
             reached = _reached(model, device, counts, batch, sequence, most, precision, optimizer)
             _print_reached(reached, as_json)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ _KEYS = ("num_key_value_heads", "num_kv_heads")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _INNER = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size",
           "shared_expert_intermediate_size")
-_HEAD = ("head_dim", "d_kv")
+_HEAD = ("head_dim", "d_kv", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rotary_dim")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k")
 _LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len")
@@ -84,16 +85,21 @@ def shrunken(path: Path, pins: Pins) -> tuple[Any, Any]:
     many = few * (2 if heads and heads > keys else 1) * (2 if few == 1 else 1)
     experts, chosen = _first(config, _EXPERTS), _first(config, _CHOSEN) or 1
     ep = pins.ep or 1
-    count = ep * -(-max(2 * ep, chosen + 1) // ep)
+    groups = _first(config, ("n_group",)) or 1  # of a router that chooses groups first: what it takes is in one
+    unit = math.lcm(ep, groups)
+    count = unit * -(-max(2 * ep, chosen + 1, (chosen if groups > 1 else 1) * groups) // unit)
+    expand = _first(config, ("expand",)) or 1  # of a scan, whose heads are of the expanded width
     sizes: list[tuple[tuple[str, ...], int]] = [
-        (_LAYERS, layers), (_HEADS, many), (_HIDDEN, many * WIDTH), (_HEAD, WIDTH), (_INNER, 2 * many * WIDTH),
+        (_LAYERS, layers), (_HEADS, many * expand), (_HIDDEN, many * WIDTH), (_HEAD, WIDTH), (_INNER, 2 * many * WIDTH),
+        (("qk_head_dim", "q_lora_rank", "kv_lora_rank"), 2 * WIDTH),
         (_KEYS, many if heads == keys else few), (_EXPERTS, min(count, experts or count)), (_LENGTH, TOKENS * cp),
         (("vocab_size",), WORDS),
     ]
     for names, size in sizes:
         for name in names:
             if isinstance(getattr(config, name, None), int):
-                setattr(config, name, size)
+                with suppress(AttributeError):  # some follow from others
+                    setattr(config, name, size)
     for name, value in config.to_dict().items():
         if isinstance(value, float) and name.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate", "drop_path_rate")):
             setattr(config, name, 0.0)

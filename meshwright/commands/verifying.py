@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshwright.commands.running import Compared, compare
-from meshwright.errors import InputError
+from meshwright.errors import InputError, MeshwrightError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP, Mesh
 from meshwright.ir.plan import Plan
@@ -74,7 +74,13 @@ def ran(
             raise InputError(f"{model!r} gives targets, and a loss function is not part of it; let the model return its loss")
         notes = [f"the model that {model} returns"]
     report("capturing the model", 0.0)
-    graph = capture_model(module, args, kwargs, (), None, "fp32")
+    try:
+        graph = capture_model(module, args, kwargs, (), None, "fp32")
+    except MeshwrightError as error:
+        if not os.path.exists(model):
+            raise
+        raise InputError(f"a shrunken copy of {model} cannot be captured ({error}); its programs are checked with "
+                         "--programs-only, and a small model of your own runs as --model module:callable") from error
     if _largest(graph) > MOST_ELEMENTS:
         raise InputError(f"the model that {model!r} returns is too large to run on CPU processes; return a small one")
     found = make_plan(graph, Cluster.parse(f"cpu:1x{world}"), pins)

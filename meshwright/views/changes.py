@@ -34,6 +34,8 @@ from meshwright.resized import of_batch, of_length
 
 LEAST = 0.01
 """Gains below are not worth a line."""
+_ROOM = 1 << 60
+"""Bytes of a device on which every plan is priced, which ``reprice`` then holds against what there is."""
 
 
 @dataclass(frozen=True)
@@ -174,16 +176,23 @@ def _batches(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:
 
 
 def rebatched(plan: Plan, where: Cluster, factor: float) -> Plan:
-    """The plan with what a step takes of ``factor`` times the batch, in as many more micro-batches; a mesh whose axes may split
-    anything is planned at its degrees first. Raises PlanError, ClusterError."""
-    if plan.mesh.having(ANY):  # stages are priced on meshes whose axes have roles
-        degrees = _degrees(plan)
-        staged = None if degrees is None else _planned(plan, where, Pins(**degrees))
-        if staged is None:
-            raise PlanError(f"another batch on {plan.mesh} cannot be priced: its axes are neither data nor tensor axes "
-                            "throughout; plan again at that batch")
-        plan = staged
-    return reprice_batches(plan, factor)
+    """The plan with what a step takes of ``factor`` times the batch, in as many more micro-batches: stage by stage on a mesh
+    whose axes have roles, else with its own decisions for the graph of that batch. Raises PlanError, ClusterError."""
+    if not plan.mesh.having(ANY):
+        return reprice_batches(plan, factor)
+    share = Fraction(factor).limit_denominator(1 << 16)
+    count = share * plan.schedule.microbatches
+    if count.denominator != 1:
+        raise PlanError(f"{factor:g} times the batch is no whole number of micro-batches like those of this plan, which has "
+                        f"{plan.schedule.microbatches}; plan again at that batch")
+    if share == 1:
+        return reprice(plan, where)
+    try:
+        graph = of_batch(plan.graph, share)
+    except PlanError as error:
+        raise PlanError(f"another batch on {plan.mesh} cannot be priced ({error}); plan again at that batch") from error
+    room, pins = where.with_memory(_ROOM), replace(plan.to_pins(), microbatches=count.numerator)
+    return reprice(make_plan(graph, room, pins, optimizer=state_bytes(plan), precision=plan.precision), where)
 
 
 def _lengths(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import logging
 import random
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -324,7 +325,7 @@ def trace(
     """Export the shadow on fake inputs. The process draws afterwards what it would have drawn before. ``positional``: how many
     of the ``named`` arguments come by position; ``owned``: what the model holds."""
     wrapper = _Wrapper(shadow, signature, named, positional, loss_fn, dtype, owned)
-    with _collector_paused(), _masks_as_given():
+    with _collector_paused(), _masks_as_given(), _errors_not_logged():
         try:
             with generators_unchanged(is_user_file):
                 program = torch.export.export(wrapper, tuple(tensors), strict=False)
@@ -335,6 +336,21 @@ def trace(
     functions = tuple(wrapper.watch.functions.found)
     return Traced(program, wrapper.seen.tree, wrapper.seen.type_, wrapper.seen.classes, functions, wrapper.seen.moved or {},
                   frozenset(wrapper.seen.assigned))
+
+
+@contextlib.contextmanager
+def _errors_not_logged() -> Iterator[None]:
+    """What a fake tensor raises it logs too, with its trace; who captures is told by the error, in a line."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+
+    def told(record: logging.LogRecord) -> bool:
+        return not record.exc_info
+
+    log.addFilter(told)
+    try:
+        yield
+    finally:
+        log.removeFilter(told)
 
 
 @contextlib.contextmanager
