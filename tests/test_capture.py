@@ -743,6 +743,50 @@ def test_buffers_that_are_updated_are_read_before():
     assert graph.ops[0].target == graph.ops[1].target == "aten.clone.default"
 
 
+@pytest.mark.parametrize("same", [
+    lambda h: h.float(), lambda h: h.to(h.device, h.dtype).type_as(h), lambda h: F.dropout(h, 0.5, False),
+    lambda h: h.view(2, 4), lambda h: h,
+], ids=["float", "twice", "dropout", "view", "itself"])
+def test_what_a_region_without_gradients_reads_has_its_gradient_outside(same):
+    """A conversion that changes nothing returns the tensor itself, also where it is made under ``no_grad``."""
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.gate, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.first(x)
+            with torch.no_grad():
+                kept = same(h)
+                chosen = self.gate(kept).sigmoid()
+            return (self.last(h) * chosen + kept).square().sum()
+
+    graph = equal(Gated(), (torch.randn(2, 4),))
+    last = next(op for op in graph.ops if "p_last_weight" in op.inputs)
+    assert graph.values[last.inputs[0]].differentiable
+
+
+@pytest.mark.parametrize("write", [lambda h: h.mul_(2), lambda h: h[:, 0].zero_(), lambda h: h.detach()[0].copy_(h[1])])
+def test_what_has_a_gradient_is_not_written_without(write):
+    """What it is then has the gradient of what it was; a copy may be written, and so may what is made without gradients."""
+    class Written(nn.Module):
+        def __init__(self, copied: bool) -> None:
+            super().__init__()
+            self.first, self.last, self.copied = nn.Linear(4, 4), nn.Linear(4, 4), copied
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.first(x)
+            with torch.no_grad():
+                held = h.clone() if self.copied else h
+                write(held)
+            return (self.last(h) * held).square().sum()
+
+    x = torch.randn(2, 4)
+    equal(Written(True), (x,))
+    with pytest.raises(CaptureError, match=r"test_capture.py.*under torch.no_grad\(\) into a tensor that has a gradient"):
+        capture(Written(False), (x,), {})
+
+
 class Scalars(nn.Module):
     """A loss beside other things, in a container of choice."""
 

@@ -19,23 +19,22 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from meshwright.compiler.capture.exported.regions import AUTOCAST, inline_regions, module_path, refuse_writes, source_of
 from meshwright.compiler.capture.exported.writes import make_functional
 from meshwright.compiler.capture.functions import uniform
-from meshwright.compiler.capture.shadow import WRAPPED, Leaf, ModelTensor, Traced, is_user_file
+from meshwright.compiler.capture.shadow import WRAPPED, Leaf, ModelTensor, Traced
 from meshwright.errors import CaptureError
 from meshwright.ir.gradients.custom import CUSTOM, CustomFunction
 from meshwright.ir.graph import ASSERTED, FILL, Graph, Op, Param, Ref, Value
 
-_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
-_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _ASSERTIONS = frozenset({"aten._assert_async.default", "aten._assert_async.msg", "aten._functional_assert_async.msg"})
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def import_graph(traced: Traced, owned: Iterable[ModelTensor], inputs: Iterable[str], functional: bool = False) -> Graph:
     """The graph of the traced program, its outputs in the user's containers. ``inputs``: names for the graph's inputs."""
     program = traced.program
-    _inline_regions(program.graph_module)
+    refuse_writes(program)
+    inline_regions(program.graph_module)
     graph = None if functional or _hides_writes(program.graph) else make_functional(program.graph)
     if graph is None:
         program.graph_module.recompile()
@@ -57,48 +56,10 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
                            "first argument") from error
 
 
-# ------------------------------------------------------------------------------------------------------------------ regions
-def _inline_regions(module: fx.GraphModule) -> None:
-    """Replace ``no_grad`` and disabled ``autocast`` regions by their nodes, in place."""
-    for node in list(module.graph.nodes):
-        if node.op == "call_function" and node.target in (_SET_GRAD, _AUTOCAST):
-            switched_off = node.target is _SET_GRAD and not node.args[0]
-            if node.target is _AUTOCAST and node.args[2]:
-                continue
-            at = 1 if node.target is _SET_GRAD else 4
-            _inline(module, node, node.args[at], node.args[at + 1:], switched_off)
-
-
-def _inline(module: fx.GraphModule, call: fx.Node, place: fx.Node, operands: Any, detach: bool) -> None:
-    graph, body = module.graph, getattr(module, str(place.target))
-    _inline_regions(body)
-    env: dict[fx.Node, Any] = {}
-    with graph.inserting_before(call):
-        for hole, operand in zip([n for n in body.graph.nodes if n.op == "placeholder"], operands, strict=True):
-            env[hole] = operand
-            val = hole.meta.get("val")
-            if detach and isinstance(val, torch.Tensor) and val.is_floating_point():
-                env[hole] = graph.call_function(torch.ops.aten.detach.default, (operand,))
-                env[hole].meta = {**call.meta, "val": val}
-        for node in body.graph.nodes:
-            if node.op == "get_attr" and not hasattr(module, node.target):
-                setattr(module, node.target, getattr(body, node.target))
-            if node.op in ("get_attr", "call_function"):
-                env[node] = graph.node_copy(node, env.__getitem__)
-            elif node.op == "output":
-                results = fx.map_arg(node.args[0], env.__getitem__)
-    for user in list(call.users):
-        user.replace_all_uses_with(results[user.args[1]])  # a region returns a tuple, read by getitem only
-        graph.erase_node(user)
-    graph.erase_node(call)
-    if not place.users:
-        graph.erase_node(place)
-
-
 def _hides_writes(graph: fx.Graph) -> bool:
     """Whether something is written by operators whose schema does not say so, or in a region that stays one."""
     return any(
-        node.target is _AUTOCAST or (str(node.target) == "aten.instance_norm.default" and node.args[3] is not None)
+        node.target is AUTOCAST or (str(node.target) == "aten.instance_norm.default" and node.args[3] is not None)
         for node in graph.nodes if node.op == "call_function"
     )
 
@@ -142,7 +103,7 @@ class _Importer:
                     self.env[node] = Ref(owners[spec.target.removeprefix(f"{WRAPPED}.")])
                 elif isinstance(self.program.constants.get(spec.target), torch.Generator):
                     user = next(iter(node.users), node)
-                    module, source = _module_path(user), self._source(user)
+                    module, source = module_path(user), self._source(user)
                     raise CaptureError(f"module {module!r} ({source}) draws from a torch.Generator of its own, whose state no "
                                        f"graph holds; drop generator=, so that it draws from torch's (torch.manual_seed before "
                                        f"autoparallel makes a run repeatable)", module=module, source=source)
@@ -192,7 +153,7 @@ class _Importer:
         self._value(name, tensor)
         self.env[node] = Ref(name)
         if not _memory(tensor) and tensor.numel():
-            raise CaptureError(f"module {_module_path(node)!r} ({self._source(node)}) reads a tensor that was made in a way a "
+            raise CaptureError(f"module {module_path(node)!r} ({self._source(node)}) reads a tensor that was made in a way a "
                                f"trace cannot follow (it has no contents); compute it by plain tensor operations")
         number = uniform(tensor)
         if number is not None:
@@ -207,7 +168,7 @@ class _Importer:
             source_node, position = node.args
             self.env[node] = self.env[source_node][position]  # type: ignore[index]
             return
-        module, source = _module_path(node), self._source(node)
+        module, source = module_path(node), self._source(node)
         if not isinstance(node.target, torch._ops.OpOverload):
             name = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', node.target)}".strip(".")
             batched = "torch.vmap or another transform of torch.func" if "functorch" in name else name
@@ -277,10 +238,7 @@ class _Importer:
     def _source(self, node: fx.Node) -> str:
         trace = node.meta.get("stack_trace") or ""
         if trace not in self.sources:
-            frames = _FRAME.findall(trace)
-            mine = [frame for frame in frames if is_user_file(frame[0])]
-            frames = mine or [frame for frame in frames if not frame[0].startswith("<")]
-            self.sources[trace] = f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}" if frames else ""
+            self.sources[trace] = source_of(trace)
         return self.sources[trace]
 
     def _split_outputs(self, outputs: list[Any], owners: Mapping[str, str]) -> tuple[tuple[tuple[str, str], ...], list[Any]]:
@@ -348,22 +306,6 @@ def _memory(tensor: torch.Tensor) -> int:
     """Address of a real tensor's memory; 0 for tensors without."""
     fake = isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor) or tensor.is_meta
     return 0 if fake or tensor.layout is not torch.strided else tensor.data_ptr()
-
-
-def _module_path(node: fx.Node) -> str:
-    """Path of the innermost module in the original model; where a module is called again, its name ends in "@1", "@2"..."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = str(next(reversed(stack.values()))[0])
-    if any("@" in key for key in stack):
-        parts = path.split(".")
-        for key, (prefix, _) in stack.items():
-            if "@" in key:
-                parts[prefix.count(".")] += key[key.rindex("@"):]
-        path = ".".join(parts)
-    head, _, rest = path.partition(".")
-    return rest if head.partition("@")[0] == WRAPPED else ""
 
 
 def _identifier(name: str) -> str:
