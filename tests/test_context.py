@@ -39,10 +39,16 @@ FOUR: dict[str, list[dict[str, Any]]] = {
         {"cp": 4, "ulysses": 2, "attention": "ring", "zero": 3},
         {"dp": 2, "cp": 2, "zero": 2, "microbatches": 2, "attention": "ring", "recompute": "full"},
         {"cp": 2, "tp": 2, "sequence_parallel": True, "attention": "all-gather"},
-        {"pp": 2, "cp": 2, "microbatches": 2, "schedule": "1f1b"},
+        {"pp": 2, "cp": 2, "microbatches": 2, "schedule": "1f1b", "zero": 3, "recompute": "selective"},
     ],
-    "t5": [{"cp": 4}, {"pp": 2, "cp": 2, "microbatches": 2, "zero": 1}],
-    "Mistral": [{"cp": 4, "zero": 3, "recompute": "full"}],  # the window reaches two pieces back
+    "t5": [
+        {"cp": 4},
+        {"pp": 2, "cp": 2, "microbatches": 2, "schedule": "gpipe", "zero": 3, "recompute": "full", "attention": "all-gather"},
+    ],
+    "Mistral": [
+        {"cp": 4, "zero": 3, "recompute": "full"},  # the window reaches two pieces back
+        {"pp": 2, "cp": 2, "microbatches": 2, "schedule": "zb", "zero": 1, "attention": "ulysses"},
+    ],
 }
 
 
