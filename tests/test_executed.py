@@ -162,6 +162,32 @@ def test_table(name: str, pins: dict[str, Any], forward: str, backward: str, par
     assert not calls.program["step"]
 
 
+def deeper() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A Llama of five layers, wider than the table's, with as many key heads as query heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=4, vocab_size=64,
+        max_position_embeddings=32, use_cache=False,
+    )
+    ids = torch.randint(1, 64, (4, 8))
+    return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
+
+
+@pytest.mark.parametrize(("pins", "forward", "backward", "parameters"), [
+    (PLAIN, "11 all_reduce, 1 all_gather", "11 all_reduce", ""), (DATA, "1 all_reduce", "", "6 all_reduce"),
+])
+def test_deeper_models_add_two_sums_a_layer_each_way(
+    pins: dict[str, Any], forward: str, backward: str, parameters: str
+) -> None:
+    """2 L + 1: attention and MLP of every layer, embedding and loss; over dp a sum for each block and one for the root."""
+    plan, calls = executed(deeper, pins)
+    assert calls.program == listed(plan)
+    assert calls.program["forward"] == counts(forward)
+    assert calls.program["backward"] == counts(backward)
+    assert calls.fsdp == counts(parameters)
+
+
 def test_norms_are_summed_once_a_step() -> None:
     """Under sequence parallelism with two micro-batches: one sum of all norms' gradients, whatever the ZeRO level."""
     pins = {"dp": 2, "tp": 2, "sequence_parallel": True, "microbatches": 2}
