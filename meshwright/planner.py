@@ -24,13 +24,14 @@ from meshwright.compiler.search.search import REFINED_DEVICES
 from meshwright.compiler.search.settled import decided, settled, stretched
 from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.blocks import find_blocks
+from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.microbatch import split_counts
 from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.compiler.structure.units import find_layers, find_units, split_at
 from meshwright.cost.catalogue import catalogue
 from meshwright.cost.cluster import Cluster, ClusterError, Island
 from meshwright.cost.spread import spread
-from meshwright.errors import MeshwrightError
+from meshwright.errors import InputError, MeshwrightError
 from meshwright.footprint import Footprints
 from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.declared.precision import PRECISIONS
@@ -75,6 +76,8 @@ def make_plan(
     OutOfMemoryError, PlanError."""
     timing = timing or Timing()
     check_pins(pins, cluster)
+    if not batch_size(graph):
+        raise InputError("the example's batch has no samples; give an example with at least one")
     cluster = cluster.with_products(PRECISIONS[precision].products)
 
     def made(graph: Graph, search: Search) -> Plan:

@@ -83,6 +83,10 @@ def test_dp_beyond_the_batch() -> None:
         ({"example_inputs": {"y": torch.zeros(4, 8)}}, ["argument 'x' of forward(x, scale) is missing"]),
         ({"example_inputs": ((torch.zeros(4, 8), 1.0, 2.0), {})}, ["2"]),
         ({"example_inputs": {}}, ["'x'"]),
+        ({"example_inputs": {"x": torch.zeros(0, 8)}}, ["batch has no samples"]),
+        ({"example_inputs": {"x": torch.zeros(4, 8).to_sparse()}}, ["'x' is f32[4, 8] (torch.sparse_coo)", "plain dense"]),
+        ({"example_inputs": {"x": torch.ones(4, 8, dtype=torch.uint16)}}, ["'x' is torch.uint16[4, 8]", "plain dense"]),
+        ({"example_inputs": {"x": torch.nested.nested_tensor([torch.ones(8)])}}, ["'x' is a nested tensor", "plain dense"]),
         ({"example_inputs": None}, ["no example inputs", "example_inputs=(args, kwargs)"]),
     ],
 )
@@ -167,6 +171,9 @@ def _errors(rank: int, folder: str) -> dict[str, str]:
     loud("another dtype", lambda: parallel(x=torch.zeros(4, 8, dtype=torch.float64)))
     loud("another constant", lambda: parallel(x=torch.zeros(4, 8), scale=2.0))
     loud("another name", lambda: parallel(y=torch.zeros(4, 8)))
+    with torch.inference_mode():
+        made = torch.zeros(4, 8)
+    loud("made for inference", lambda: parallel(x=made))
     x = torch.randn(4, 8)
     said["after"] = str(torch.allclose(parallel(x=x), Net.forward(model, x)))
     return said
@@ -182,6 +189,7 @@ RUN_TIME: dict[str, list[str]] = {
     "another dtype": ["x", "f32", "f64"],
     "another constant": ["scale", "2.0"],
     "another name": ["argument 'x' of forward(x, scale) is missing"],
+    "made for inference": ["'x' was made under torch.inference_mode()", "x.clone()"],
     "after": ["True"],
 }
 

@@ -195,6 +195,10 @@ def around(rank: int) -> list[str]:
             told = said(lambda parallel=parallel, batch=batch, reentrant=reentrant: checkpoint(
                 lambda _: parallel(**batch)["loss"], torch.ones(1, requires_grad=True), use_reentrant=reentrant).backward())
             problems += [] if "torch.utils.checkpoint" in told else [f"{pins}: checkpoint {reentrant}: {told}"]
+        for transform, x in ((torch.vmap, batch["x"][None]), (torch.func.grad, batch["x"])):
+            call = transform(lambda x, parallel=parallel, batch=batch: parallel(**{**batch, "x": x})["loss"])
+            told = said(lambda call=call, x=x: call(x))
+            problems += [] if "transform of torch.func" in told else [f"{pins}: {transform}: {told}"]
         for write in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
             told = said(lambda parallel=parallel, write=write: write(parallel))
             problems += [] if "save(" in told else [f"{pins}: pickle: {told}"]
@@ -223,7 +227,8 @@ def around(rank: int) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_around_a_call(pool: Callable[[int], Any]) -> None:
-    """torch.utils.checkpoint and pickle are refused; torch.compile, detect_anomaly and copy.deepcopy change nothing."""
+    """torch.utils.checkpoint, torch.func and pickle are refused; torch.compile, detect_anomaly and copy.deepcopy change
+    nothing."""
     assert pool(2).run(around, timeout=300) == [[]] * 2
 
 

@@ -79,6 +79,7 @@ class TestBind:
         ((X.double(), Y), {}, r"'x' is f64\[2, 3\]; the plan was made with f32\[2, 3\]"),
         ((X, Y), {"flag": False}, "'flag' is False; the plan was made with True"),
         ((X, Y), {"flag": 1}, "'flag' is 1; the plan was made with True"),
+        ((torch.nested.nested_tensor([X, X]), Y), {}, r"'x' is a nested tensor; the plan was made with f32"),
         ((X, Y), {"mode": int}, r"'mode'.*was not given when the plan was made"),
         ((X, Y), {"other": X}, r"'other' \(f32\[2, 3\]\) was not given"),
         ((X, Y), {"x": X}, "'x' is given by position and by name"),

@@ -227,6 +227,9 @@ def _names(parameters: Sequence[Spec]) -> str:
 
 def _describe(value: Any, path: str, leaves: list[torch.Tensor]) -> dict[str, Any]:
     if isinstance(value, torch.Tensor):
+        if value.is_nested or value.layout is not torch.strided or value.dtype not in DTYPE_NAMES:
+            raise InputError(f"argument {path!r} is {_show_value(value)}, which cannot be cut into pieces; give a plain dense "
+                             f"tensor (.to_dense(), to_padded_tensor, int64)")
         leaves.append(value)
         return {"tensor": path, "shape": list(value.shape), "dtype": DTYPE_NAMES[value.dtype]}
     if type(value) in _CONSTANTS:
@@ -249,7 +252,7 @@ def _match(spec: Spec, value: Any, path: str, leaves: list[torch.Tensor]) -> Non
     if "tensor" in spec:
         if not isinstance(value, torch.Tensor):
             raise InputError(f"argument {path!r} is {_show_value(value)}; the plan was made with {_show(spec)}")
-        if list(value.shape) != spec["shape"] or DTYPE_NAMES.get(value.dtype) != spec["dtype"]:
+        if value.is_nested or list(value.shape) != spec["shape"] or DTYPE_NAMES.get(value.dtype) != spec["dtype"]:
             raise InputError(f"argument {path!r} is {_show_value(value)}; the plan was made with {_show(spec)}. Pass that "
                              f"shape and dtype (the GLOBAL batch), or plan again for this one")
         leaves.append(value)
@@ -302,7 +305,10 @@ def _show(spec: Spec) -> str:
 
 def _show_value(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{DTYPE_NAMES.get(value.dtype, str(value.dtype))}{list(value.shape)}"
+        if value.is_nested:
+            return "a nested tensor"
+        layout = "" if value.layout is torch.strided else f" ({value.layout})"
+        return f"{DTYPE_NAMES.get(value.dtype, str(value.dtype))}{list(value.shape)}{layout}"
     text = repr(value)
     return text if len(text) < 60 else f"a {type(value).__name__}"
 

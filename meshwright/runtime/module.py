@@ -28,7 +28,14 @@ from meshwright.ir.program import Program, Stored
 from meshwright.ir.signature import rebuild_output
 from meshwright.runtime.assemble import assemble, data_meshes, fused_axes, rest_dtype
 from meshwright.runtime.checks.calls import Agreement, check_bounds, digest_of_input, same_weights
-from meshwright.runtime.checks.gradients import IN_EVALUATION, differentiable, refuse_checkpoint, refused, unwritten
+from meshwright.runtime.checks.gradients import (
+    IN_EVALUATION,
+    differentiable,
+    refuse_surroundings,
+    refused,
+    untransformed,
+    unwritten,
+)
 from meshwright.runtime.checks.ports import Ports
 from meshwright.runtime.checks.tensors import TensorPlace, check_tensors, originals
 from meshwright.runtime.engine import Engine
@@ -260,7 +267,8 @@ class ParallelModule(nn.Module):
         said |= {} if other is None else {"graph": other.difference}
         if problem is None:
             said |= {f"argument {name!r}": digest_of_input(tensor, self._agreement.first) for name, tensor in given.items()}
-        self._agreement.reach(problem, said)
+        with untransformed():
+            self._agreement.reach(problem, said)
         engine = self._engine[0]
         if other is not None:
             engine = self._other_engine(other)
@@ -272,7 +280,7 @@ class ParallelModule(nn.Module):
 
     def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._modes.check(self.training)
-        refuse_checkpoint()
+        refuse_surroundings()
         if self.watch is None:
             return None
         targets = kwargs.get("targets", ()) if self._program.signature and self._program.signature.get("targets") else ()

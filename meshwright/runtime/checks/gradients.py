@@ -3,6 +3,7 @@
     with one micro-batch      every output has its gradient, as in the model
     with several, pipelines   the gradients of the loss are known when the forward returns; the others are gone: asking raises
     torch.utils.checkpoint    around a call: it would be made twice, with other random numbers: raises
+    torch.func                around a call: its transforms do not reach into other processes: raises
     create_graph=True         the gradients have no graph of their own: raises
     weights written between   a forward and its backward: raises, as torch does where it needs the old ones
     torch.autograd.grad       of parameters that FSDP2 gathers, with one micro-batch: raises, for autograd knows their gathered
@@ -12,10 +13,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
@@ -44,9 +47,14 @@ def once() -> None:
                        "plain gradients only. Leave create_graph out")
 
 
-def refuse_checkpoint() -> None:
+def refuse_surroundings() -> None:
     """Raise RunError in a call that torch.utils.checkpoint would make again in the backward: it would draw other random
-    numbers, and wait for ranks that are elsewhere in a pipeline."""
+    numbers, and wait for ranks that are elsewhere in a pipeline; and in one that torch.func transforms, whose tensors have no
+    contents that ranks could compare or send."""
+    if _transformed():
+        raise RunError("the parallel module is called under torch.vmap, torch.func.grad or another transform of torch.func, "
+                       "which does not reach into other processes. Call it by itself, with a batch in the place of vmap and "
+                       "loss.backward() in the place of grad")
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     checkpointed = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
     in_backward = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
@@ -54,6 +62,15 @@ def refuse_checkpoint() -> None:
         raise RunError("the parallel module is called under torch.utils.checkpoint, or within a backward: a call that is made "
                        "again there draws other random numbers, and changes buffers twice. Take the call out of it, and let "
                        "the plan recompute: pins={'recompute': 'full'}")
+
+
+def _transformed() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def untransformed() -> AbstractContextManager[Any]:
+    """Within, tensors are plain ones, also in a call that ``torch.func`` transforms: for ranks to say that they refuse it."""
+    return temporarily_clear_interpreter_stack() if _transformed() else nullcontext()
 
 
 def whole(grad: Tensor) -> Tensor:

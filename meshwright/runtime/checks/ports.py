@@ -104,6 +104,9 @@ class Ports:
 
 
 def _check(port: Port, tensor: Tensor) -> None:
+    if tensor.is_inference() and torch.is_grad_enabled():
+        raise InputError(f"input {port.name!r} was made under torch.inference_mode(), so that no backward can read it; give "
+                         f"{port.name}.clone(), or make it under torch.no_grad()")
     inside = getattr(type(tensor), "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
     if tensor.layout != torch.strided or (inside and not isinstance(tensor, DTensor | FakeTensor)):
         raise InputError(f"input {port.name!r} is a {type(tensor).__name__} (layout {tensor.layout}), which the program cannot "
