@@ -152,6 +152,17 @@ def test_layers_in_stages_are_written_and_read() -> None:
     assert "stages.1.0..2" in rows  # blocks of another kind are in another row
 
 
+@pytest.mark.parametrize("names", [["0,1", "2,3", "5"], ["a, b", "c, d"]], ids=str)
+def test_names_with_commas_are_no_folds(names: list[str]) -> None:
+    model = nn.Sequential()
+    for name in names:
+        model.add_module(name, nn.Sequential(Layer(8), Layer(8)))
+    plan = mw.plan(model, "cpu:1x2", ((torch.zeros(4, 8),), {}), pins={"dp": 2})
+    assert plan_hash(Plan.from_dict(json.loads(plan_text(plan)))) == plan_hash(plan)
+    again = mw.plan(model, "cpu:1x2", ((torch.zeros(4, 8),), {}), pins=plan.to_pins())
+    assert plan_hash(again) == plan_hash(plan)
+
+
 def test_equal_blocks_are_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     placed: list[Any] = []
     real = rule._place

@@ -127,7 +127,7 @@ def _read(what: str, pins: Mapping[str, str], known: Mapping[str, str], read: Ca
 def _named(what: str, pattern: str, known: Mapping[str, str]) -> list[str]:
     """What a name with folded numbers or "*" stands for. Raises PinError if that is nothing."""
     try:
-        paths = unfold_paths(pattern)
+        paths = [pattern] if pattern in known else unfold_paths(pattern)
     except ValueError as error:
         raise PinError(f"pin {what}: {error}") from error
     found = []

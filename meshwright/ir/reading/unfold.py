@@ -71,7 +71,7 @@ def _spread(field: Field, known: Mapping[str, int] | set[str]) -> dict[str, Fiel
     found: dict[str, Field] = {}
     for text, one in field.mapping().items():
         one.text()
-        for name in _names(field, text, len(known)):
+        for name in [text] if text in known else _names(field, text, len(known)):
             if name not in known or name in found:
                 raise PlanError(f"the plan is damaged: {field.path}: {name!r} is " +
                                 ("given twice" if name in found else "no operator or value of the graph"))

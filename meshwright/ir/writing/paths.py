@@ -20,10 +20,17 @@ def fold_paths(paths: Sequence[str]) -> str:
     >>> fold_paths(["stages.0.layers.0", "stages.0.layers.1", "stages.1.layers.0"])
     'stages.0.layers.0..1, stages.1.layers.0'
     """
+    return ", ".join(fold_parts(paths))
+
+
+def fold_parts(paths: Sequence[str]) -> list[str]:
+    """The texts of ``fold_paths``, each for itself; a name with a comma, which would be read as a fold, folds nothing."""
+    if any("," in path for path in paths):
+        return list(dict.fromkeys(paths))
     alike: dict[str, list[list[str]]] = {}
     for path in dict.fromkeys(paths):
         alike.setdefault(_NUMBER.sub("*", path), []).append(_NUMBER.split(path))
-    return ", ".join(text for same in alike.values() for text in _folded(same))
+    return [text for same in alike.values() for text in _folded(same)]
 
 
 def _folded(paths: Sequence[list[str]]) -> list[str]:

@@ -11,7 +11,7 @@ from meshwright.ir.declared.operator import MLP, PIECES
 from meshwright.ir.pins import ROOT, Pins
 from meshwright.ir.sharding import format_sharding
 from meshwright.ir.writing.names import CanonicalNames, Kept, choice_text, kept_text, names_of
-from meshwright.ir.writing.paths import fold_paths
+from meshwright.ir.writing.paths import fold_parts
 
 
 def pins_of(plan: Decisions) -> Pins:
@@ -48,7 +48,7 @@ def _blocks(plan: Decisions, names: CanonicalNames) -> dict[str, str]:
 
 def parts(paths: Sequence[str]) -> Iterator[str]:
     """The paths in as few texts as can be."""
-    yield from fold_paths(paths).split(", ") if len(paths) > 1 else paths
+    yield from fold_parts(paths)
 
 
 def folded_names(plan: Decisions, texts: Mapping[str, str], names: CanonicalNames | None = None) -> dict[str, str]:
