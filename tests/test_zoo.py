@@ -98,7 +98,10 @@ def test_what_no_source_says_may_be_assumed_and_is_told_apart() -> None:
     taken = system.taken()
     assert (taken.obstacles(), taken.devices, taken.pins().dp) == ([], 1024, 64)
     assert "dp=?" in system.shown_degrees
-    assert named("DeepSeek-V3").taken().pins().schedule == "dualpipev"
+    assert taken.pins().schedule == "1f1b"  # a split backward recomputes nothing, which the source does
+    assert named("DeepSeek-V3").taken().pins().schedule == "1f1b"
+    with pytest.raises(InputError, match="schedule is stated"):
+        small(degrees={"dp": 4, "schedule": "gpipe"}, assumed={"schedule": "1f1b"})
     priced = zoo.price(small(cluster=None, assumed={"cluster": "a100:1x4"}))
     assert priced.as_dict()["assumed"] == {"cluster": "a100:1x4"}
     assert "(assumed: cluster=a100:1x4)" in " ".join(_text([priced]).split())

@@ -39,7 +39,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
 from meshwright.ir.quantities import count_text
-from meshwright.ir.schedules import schedules
+from meshwright.ir.schedules import schedule_of, schedules
 from meshwright.planner import OutOfMemoryError, capture_model, make_plan
 from meshwright.progress import Report
 from meshwright.published.architectures import Architecture, build
@@ -77,8 +77,8 @@ class Published:
 class System:
     """One entry of the data. ``degrees``: pins by name, and ``undisclosed``, the axes that are used to an unknown degree.
     ``assumed``: what a plan is made with where the source is silent (cluster, batch, sequence, degrees), and the schedule in
-    the place of one that is not planned. ``attention``: "eager" where the run formed the matrix of scores; ``kernel``: the
-    attention kernel, if not the device's."""
+    the place of one that is not planned, or that splits the backward, with which nothing can be recomputed here.
+    ``attention``: "eager" where the run formed the matrix of scores; ``kernel``: the attention kernel, if not the device's."""
 
     name: str
     date: str
@@ -102,7 +102,8 @@ class System:
         if unknown:
             raise InputError(f"system {self.name!r}: unknown degrees {', '.join(sorted(unknown))}")
         known = [name for name in ("cluster", "batch", "sequence") if getattr(self, name) is not None]
-        known += [name for name in self.degrees if name != "schedule" or self.degrees[name] in schedules()]
+        whole = {name for name in schedules() if not schedule_of(name).split}
+        known += [name for name in self.degrees if name != "schedule" or self.degrees[name] in whole]
         if stated := set(self.assumed).intersection(known):
             raise InputError(f"system {self.name!r}: {', '.join(sorted(stated))} is stated by the source, so it is not assumed")
         if unknown := set(self.assumed) - {"cluster", "batch", "sequence", *AXES, *PINNED}:
