@@ -204,6 +204,14 @@ def test_what_cannot_be_is_refused_with_what_can() -> None:
     assert "no sequence was found" in _refused(*make("convnet"), {"cp": 2, "dp": 2})
 
 
+def test_sequence_parallelism_beside_an_open_cp() -> None:
+    """Where tp is open, candidates without tensor ranks are passed over: they ended the search once."""
+    model, batch = make("gpt2")
+    plan = mw.plan(model, "v100-32g:4x1", ((), batch), pins={"cp": "<=4", "sequence_parallel": True})
+    assert plan.mesh.size("tp") > 1
+    assert "leave none for it" in _refused(model, batch, {"cp": "<=4", "dp": 4, "sequence_parallel": True})
+
+
 @pytest.mark.parametrize(("pins", "length", "text", "others"), [
     ({"cp": 4, "ulysses": 2}, 13, "take a sequence of 12 or 16, or drop the pin ulysses", []),
     ({"cp": 8, "ulysses": 2}, 12, "take a sequence of 8 or 16, cp=4, or drop", [{"cp": 4, "ulysses": 2, "dp": 2}]),

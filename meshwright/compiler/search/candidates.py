@@ -143,6 +143,8 @@ def _under(
     for pp in _degrees("pp", pins, min(cluster.world, units), cluster.world):
         stages: dict[int, list[tuple[str, int]]] = {}
         for tensor in _degrees("tp", pins, cluster.world // pp, cluster.world // pp):
+            if tensor == 1 and pins.sequence_parallel:
+                continue  # there is nothing to split the sequence over
             for context in _contexts(pins, cluster.world // pp // tensor, tokens):
                 data = cluster.world // pp // tensor // context
                 counts = _counts(data, batch, pins)
@@ -235,6 +237,9 @@ def _nothing(
     """Which pin leaves no candidate, and what does. ``under``: the candidates under other pins."""
     pp, usual = pins.pp or 1, 1 if pins.schedule is None else schedule_of(pins.schedule).usual
     virtual = pins.virtual_stages or usual
+    if pins.sequence_parallel and under(pins.without("sequence_parallel")):
+        return PinError(f"pin sequence_parallel=True needs tp > 1: of {count_text(cluster.world, 'device')} the other pins "
+                        f"({pins.without('sequence_parallel')}) leave none for it; drop it, or pin fewer ranks elsewhere")
     if pins.stage_cuts is not None and pins.pp is not None and (len(pins.stage_cuts) + 1) % pins.pp:
         return PinError(f"pin stage_cuts names {len(pins.stage_cuts)} cuts, so {len(pins.stage_cuts) + 1} stages, which do not "
                         f"divide over pp={pins.pp}; name pp x virtual_stages - 1 cuts")
