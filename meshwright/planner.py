@@ -20,7 +20,6 @@ from meshwright.compiler.capture.capture import capture
 from meshwright.compiler.placement.pin_conflicts import idle_pins
 from meshwright.compiler.placement.pinned import check_tensor_pins
 from meshwright.compiler.search.errors import OutOfMemoryError
-from meshwright.compiler.search.search import REFINED_DEVICES
 from meshwright.compiler.search.settled import decided, settled, stretched
 from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.blocks import find_blocks
@@ -107,7 +106,7 @@ def _made(
         plan = _settled(task, given, fits)
         timing.mark("plan")
     else:
-        check_held(pins, cluster)
+        check_held(pins)
         by_degrees = pins.by_degrees()
         task = Task.of(graph, cluster, rules, by_degrees, precision=precision, state_bytes=state_bytes, gap=gap)
         plan = search(task, fits, timing=timing, progress=progress)
@@ -138,13 +137,12 @@ def _settled(task: Task, given: Plan, fits: Fits) -> Plan:
     return replace(plan, certificate=nothing)
 
 
-def check_held(pins: Pins, cluster: Cluster) -> None:
+def check_held(pins: Pins) -> None:
     """Raise PinError for pins of blocks that a search cannot hold: one with stages keeps all blocks' parameters alike."""
     degrees = pins.by_degrees()
-    alone = degrees.free_axes or (degrees.pp == 1 and cluster.world <= REFINED_DEVICES)
-    if pins.blocks and not alone:
-        raise PinError(f"pin blocks is held without a pipeline on up to {REFINED_DEVICES} devices (pin pp=1), or where "
-                       "everything is pinned, as plan.to_pins() does; pin zero, shard and recompute instead, or everything")
+    if pins.blocks and not (degrees.free_axes or degrees.pp == 1):
+        raise PinError("pin blocks is held without a pipeline (pin pp=1), or where everything is pinned, as plan.to_pins() "
+                       "does; pin zero, shard and recompute instead, or everything")
 
 
 def check_mesh(pins: Pins, plan: Plan) -> None:

@@ -204,11 +204,18 @@ class Placements:
         kinds = tuple(replace(k, variants=k.variants[:1], variant_costs=k.variant_costs[:1]) for k in chain.kinds)
         rows = chain.time_rows.copy()
         sequence = tuple(chain.sequence[n] for n in self.folded.serves)
-        first = {k: np.sum([u.min(axis=0) for u in chain.kinds[k].variants[0].unary], axis=0) for k in dict.fromkeys(sequence)}
-        least = np.sum([first[k] for k in sequence], axis=0)
-        seconds, saved = float((rows @ least).max()), float(sum(v for v in [least[SAVED]] if np.isfinite(v)))
-        rows[:, SAVED] += _LIGHT * seconds / saved if saved else 0.0
+        blocks = {k: chain.kinds[k].variants[0] for k in dict.fromkeys(sequence)}
+        least = np.sum([u.min(axis=0) for k in sequence for u in blocks[k].unary], axis=0)
+        most = {k: sum(_most_saved(t) for t in (*one.unary, *(e.table for e in one.edges))) for k, one in blocks.items()}
+        saved = sum(most[k] for k in sequence)
+        rows[:, SAVED] += _LIGHT * float((rows @ least).max()) / saved if saved else 0.0
         return replace(chain, kinds=kinds, sequence=sequence, time_rows=rows)
+
+
+def _most_saved(table: Vector) -> float:
+    """Of all choices of a table [.., RESOURCES] that can be, the most bytes that are saved."""
+    bytes_ = table[..., SAVED]
+    return float(bytes_[np.isfinite(bytes_)].max(initial=0.0))
 
 
 @dataclass

@@ -69,11 +69,13 @@ class LayoutMemory:
     ended: by micro-batches, and of a layout, the multipliers with which the latest chain within a limit of memory ended, and
         the variants that they are of
     shares: by micro-batches, and of a layout, the bytes of the latest program beside what was counted of its plan
+    spent: nominal seconds of all solves
     """
 
     looked: dict[tuple[Layout, int], Looked] = field(default_factory=dict)
     ended: dict[Layout | int, tuple[Multipliers, Kinds]] = field(default_factory=dict)
     shares: dict[Layout | int, float] = field(default_factory=dict)
+    spent: float = 0.0
 
 
 def solve_layout(
@@ -90,7 +92,7 @@ def solve_layout(
     known = LayoutMemory() if known is None else known
     looked = known.looked.pop((layout, microbatches), None)
     if looked is None:
-        looked = _look(task, layout, microbatches, timing, cutoff, floor)
+        looked = _look(task, layout, microbatches, timing, cutoff, known, floor)
     elif looked.bound >= cutoff * (1.0 - task.gap):
         raise NoBetterError(looked.bound, limited=False)
     problem, first = looked.problem, looked.first
@@ -124,7 +126,7 @@ def solve_layout(
     def within(bytes_: float) -> Counted:
         chain = replace(unbounded(), capacity=bytes_)
         try:
-            found = _solved(chain, task, timing, cutoff, hint)
+            found = _solved(chain, task, timing, cutoff, known, hint)
         except Beaten as beaten:
             raise NoBetterError(max(looked.bound, beaten.bound), limited=True) from None
         except Infeasible as error:
@@ -212,7 +214,8 @@ def _for_kinds(at: Multipliers, theirs: Kinds, ours: Kinds) -> Multipliers | Non
 
 
 def _look(
-    task: Task, layout: Layout, microbatches: int, timing: Timing, cutoff: float, floor: float | None = None
+    task: Task, layout: Layout, microbatches: int, timing: Timing, cutoff: float, known: LayoutMemory,
+    floor: float | None = None,
 ) -> Looked:
     """The best without a limit of memory, unless that is known not to fit (``floor``). Raises NoBetterError; PinError or
     PlanError if nothing runs on the layout."""
@@ -221,7 +224,7 @@ def _look(
         return Looked(problem, floor, None)
     chain = _chain(problem, task, math.inf, timing)
     try:
-        found = _solved(chain, task, timing, cutoff)
+        found = _solved(chain, task, timing, cutoff, known, Hint())
     except Infeasible:
         raise _nothing_runs(problem, task) from None
     except Beaten as beaten:
@@ -275,11 +278,12 @@ def _chain(problem: Problem, task: Task, limit: float, timing: Timing) -> Chain:
     return chain
 
 
-def _solved(chain: Chain, task: Task, timing: Timing, cutoff: float, hint: Hint | None = None) -> Solution:
+def _solved(chain: Chain, task: Task, timing: Timing, cutoff: float, known: LayoutMemory, hint: Hint) -> Solution:
     """The best of a chain. Raises Infeasible; Beaten if nothing is faster than ``cutoff`` seconds by more than the gap."""
     try:
         return solve(chain, gap=task.gap, limit=SOLVE_SECONDS, cutoff=cutoff, hint=hint)
     finally:
+        known.spent += hint.pricer.effort.spent if hint.pricer is not None else 0.0
         timing.mark("solve")
 
 

@@ -30,7 +30,15 @@ import numpy as np
 from meshwright.compiler.placement.costs import HOST
 from meshwright.compiler.placement.placement import Placements
 from meshwright.compiler.placement.rows import NONE, Placement
-from meshwright.compiler.search.candidates import Candidate, Floors, MicrobatchSeconds, degrees_of, floor, variants_of
+from meshwright.compiler.search.candidates import (
+    Candidate,
+    Floors,
+    MicrobatchSeconds,
+    degrees_of,
+    floor,
+    layout_of,
+    variants_of,
+)
 from meshwright.compiler.search.evaluate import Evaluator
 from meshwright.compiler.search.stage_costs import StageCosts, Units
 from meshwright.compiler.search.task import Task
@@ -181,6 +189,14 @@ class CandidateBounds:
         more = replace(one, microbatches=count, samples=ceil_div(batch_size(self.graph), one.data * count))
         self.counts.considered += 1
         return [replace(node, number=next(self._numbers), candidate=more, later=node.later[1:], fewer=fewer)]
+
+    def on_layout(self, node: Branch) -> Branch:
+        """The layout of a node without a pipeline, on which its blocks may differ. They are bounded as the candidate was before
+        its parameters were priced."""
+        candidate = node.candidate
+        layout = layout_of(candidate, degrees_of(candidate, node.shard))
+        bound = floor(candidate, self.floors.work(candidate))
+        return replace(node, candidate=replace(candidate, layout=layout), number=next(self._numbers), bound=bound, firm=bound)
 
     def sharper(self, node: Branch, to_beat: float) -> list[Branch]:
         """The candidates at the next level, as several nodes where these differ; none if they cannot be. ``to_beat``: seconds

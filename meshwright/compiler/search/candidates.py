@@ -32,7 +32,7 @@ from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster, Device
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph
-from meshwright.ir.mesh import SAMPLED, Mesh
+from meshwright.ir.mesh import SAMPLED, Mesh, role_of
 from meshwright.ir.pins import NO_STAGES, PinError, Pins
 from meshwright.ir.quantities import count_text
 from meshwright.ir.rule import Rules
@@ -317,6 +317,12 @@ def degrees_of(candidate: Candidate, shard: int) -> Degrees:
         candidate.pp, candidate.data, shard, candidate.tensor, candidate.context, candidate.mirrored, candidate.expert,
         candidate.heads,
     )
+
+
+def layout_of(candidate: Candidate, degrees: Degrees) -> Layout:
+    """The layout of a candidate without a pipeline, on which its blocks may differ."""
+    mesh = degrees.mesh
+    return Layout(mesh, {axis: role_of(axis) for axis in mesh.axes}, candidate.folded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from meshwright.compiler.search.bounds import ROUNDING
 from meshwright.compiler.search.candidates import PIECE, Candidate
 from meshwright.compiler.search.fitting import prediction_of
-from meshwright.compiler.search.sweep import Result, Sweep
+from meshwright.compiler.search.sweep import UNLIKE, Result, Sweep
 from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate
 from meshwright.ir.quantities import seconds_text
 
@@ -45,7 +45,9 @@ def _assumptions(sweep: Sweep, bound: float) -> Iterator[str]:
     if sweep.solved or sweep.pruned:
         yield "placements are those that are best with memory unlimited"
     if sweep.solved[1:] or sweep.pruned:
-        yield "data ranks and micro-batches divide the batch; of what was not made into a plan, blocks keep parameters alike"
+        slower = f"of pipelines, and of what so takes {UNLIKE:.0%} longer than the best or does not fit"
+        alike = slower if sweep.unlike else "of what was not made into a plan"
+        yield f"data ranks and micro-batches divide the batch; {alike}, blocks keep parameters alike"
     pins, cluster = sweep.task.pins, sweep.task.cluster
     if not pins.says("shard") and cluster.world > 2 and (sweep.solved or sweep.pruned):
         yield "the state of a parameter is shared by all data ranks, by those of a node or by those of 4, 16, ... nodes"

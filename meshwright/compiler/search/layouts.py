@@ -1,8 +1,9 @@
 """Candidates whose mesh axes may split anything: factorizations of the devices into axes, and what the pins leave to each.
 
-The mesh is factored by the pins, or else by the topology: nodes x devices of a node; a single node also as one axis and as
-its factor pairs. What an axis may do is its role (``ir.mesh``); without pins every axis may do anything. Such a candidate has
-no pipeline. How its parameters are kept is open for every block (``variants``).
+The mesh is factored by the pins, or else by the topology: nodes x devices of a node, then as one axis and with parts of a node
+as the second; a single node as one axis and as its factor pairs. What an axis may do is its role (``ir.mesh``); without pins
+every axis may do anything. Such a candidate has no pipeline. How its parameters are kept is open for every block
+(``variants``).
 """
 
 from __future__ import annotations
@@ -49,13 +50,21 @@ def layouts(
         return _with_sequence(cluster, pins, mirrored, exchanged, foldable)
     if pins.dp is None and pins.tp is None and pins.ep in (None, 1):
         axes = ("x", "y")
-        if cluster.nodes > 1:
-            shapes: list[tuple[int, ...]] = [(cluster.nodes, cluster.per_node)]
+        shapes: list[tuple[int, ...]] = [(world,)]
+        if 1 < cluster.nodes < world:
+            within = [n for n in range(2, cluster.per_node) if cluster.per_node % n == 0]
+            shapes = [(cluster.nodes, cluster.per_node), *shapes, *((world // n, n) for n in within)]
         else:
-            shapes = [(world,)] + [(world // n, n) for n in range(2, world) if world % n == 0]
+            shapes += [(world // n, n) for n in range(2, world) if world % n == 0]
         return [Layout(Mesh(axes[: len(s)], s), dict.fromkeys(axes[: len(s)], ANY)) for s in shapes]
     tp = pins.tp if pins.tp is not None else 1 if pins.dp is None else world // pins.dp
     return [_layout(pins.dp if pins.dp is not None else world // tp, 1, tp, pins)]
+
+
+def is_topological(layout: Layout, cluster: Cluster) -> bool:
+    """Whether its axes are the nodes and their devices, or were pinned."""
+    shape = tuple(layout.mesh.size(axis) for axis in layout.mesh.axes)
+    return cluster.nodes in (1, cluster.world) or shape == (cluster.nodes, cluster.per_node) or ANY not in layout.roles.values()
 
 
 def _with_sequence(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.compiler.search.blockwise import LayoutMemory, one_device, solve_layout
-from meshwright.compiler.search.candidates import Candidate, Layout
+from meshwright.compiler.search.candidates import Layout, layout_of
 from meshwright.compiler.search.certificate import certificate
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.evaluate import Evaluation
@@ -27,8 +27,7 @@ from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.spread import spread
-from meshwright.ir.mesh import role_of
-from meshwright.ir.pins import PinError, Pins
+from meshwright.ir.pins import PinError
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.quantities import bytes_text
 from meshwright.ir.schedules import illegal_combination
@@ -36,10 +35,6 @@ from meshwright.ir.schedules import illegal_combination
 SECONDS = 18.0
 REMEDY_SECONDS = 5.0
 """Nominal limits of a search: for the plan, and for what would fit if a pin were dropped."""
-FREE_DEVICES = 8
-"""Up to so many devices, meshes whose axes may split anything are candidates; on more they take too long to solve."""
-REFINED_DEVICES = 64
-"""Up to so many devices, a winner without a pipeline is refined; on more its blocks take too long to solve."""
 TIED = 0.02
 """Certificates that are no wider tell no two plans apart: of these the one is taken that loses least in the worst case."""
 _TIE = 1e-4
@@ -62,52 +57,78 @@ def find_plan(task: Task, fits: Fits, *, timing: Timing, progress: Progress | No
 def best_plan(task: Task, fits: Fits, limit: float, *, timing: Timing, progress: Progress | None = None) -> Plan:
     """The plan of least time that fits, within ``limit`` nominal seconds. Raises OutOfMemoryError, PinError, PlanError."""
     _check_combination(task)
-
-    known = LayoutMemory()
-
-    def free(candidate: Candidate, to_beat: float, limited_too: bool, floor: float | None) -> Fitted:
-        assert candidate.layout is not None
-        return solve_layout(task, candidate.layout, candidate.microbatches, fits, timing, to_beat, limited_too, known, floor)
-
-    sweep = Sweep(task, free, lambda count: one_device(task, count, fits), limit=limit, progress=progress)
-    world, pins = task.cluster.world, task.pins
-    staged, alone = _may_have_stages(pins, world) or pins.partly, not (pins.needs_stages(world) or pins.partly)
-    looked = alone and (world <= FREE_DEVICES or not staged)
-    if looked:
-        sweep.free(limited_too=not staged)
-    if staged:
-        sweep.staged()
+    refined = Refined(task, fits, timing)
+    sweep = Sweep(
+        task, refined.solve, lambda count: one_device(task, count, fits), spent=lambda: refined.known.spent, limit=limit,
+        progress=progress,
+    )
+    alone = not (task.pins.needs_stages(task.cluster.world) or task.pins.partly)
+    if alone:
+        sweep.free(limited_too=False)
+    swept = not _one_layout(task)
+    if swept:
+        sweep.begin()
         timing.mark("search")
-    refined = Refined(known)
-    best = _made(sweep, fits, timing, refined)
-    if staged and alone and (looked or (best is None and not isinstance(sweep.refusal(), OutOfMemoryError))):
+        _made(sweep, fits, timing, refined)  # an incumbent whose memory was replayed, for what comes next to beat
+    if alone:
         sweep.free()
-        best = _made(sweep, fits, timing, refined)
-    shared = task.experts > 1 and not pins.says("ep")
-    if not staged and not pins.free_axes and (shared if best is None else _is_open(best)):
-        sweep.staged()  # meshes of data and tensor ranks are solved sooner than those of any axes, and alone share out experts
-        best = _made(sweep, fits, timing, refined)
+    sweep.blocks()
+    if swept:
+        sweep.rest()
+        timing.mark("search")
+    best = _made(sweep, fits, timing, refined)
     if best is None:
         raise sweep.refusal()
-    return best
+    return _chosen(best, sweep, fits, timing, refined)
 
 
-def _is_open(plan: Plan) -> bool:
-    """Whether a faster plan may exist that its certificate would tell apart."""
-    return plan.certificate is not None and plan.certificate.gap > TIED
+def _one_layout(task: Task) -> bool:
+    """Whether pins leave one mesh at most and no stages, or axes that may split anything: then there is nothing to sweep."""
+    pins, world = task.pins, task.cluster.world
+    if pins.needs_stages(world) or pins.partly:
+        return False
+    degrees = (pins.dp or 1) * (pins.tp or 1) * (pins.cp or 1)
+    return pins.free_axes or (degrees == world and (task.experts == 1 or pins.says("ep")))
 
 
 @dataclass
 class Refined:
-    """What became of meshes and micro-batches without a pipeline that were refined block by block, and what is known of
-    layouts by it."""
+    """Solves layouts without a pipeline block by block, each with so many micro-batches once.
 
-    known: LayoutMemory
-    made: dict[tuple[Layout, int], Fitted | NoBetterError | OutOfMemoryError] = field(default_factory=dict)
+    known: what is known of layouts by it
+    made: what became of those that were solved within memory, and what they had to beat
+    """
+
+    task: Task
+    fits: Fits
+    timing: Timing
+    known: LayoutMemory = field(default_factory=LayoutMemory)
+    made: dict[tuple[Layout, int], tuple[float, Fitted | NoBetterError | OutOfMemoryError]] = field(default_factory=dict)
+
+    def solve(
+        self, layout: Layout, microbatches: int, to_beat: float, limited_too: bool = True, floor: float | None = None
+    ) -> Fitted:
+        """The best of a layout: evaluations that differ in how they keep parameters have the same. Raises what
+        ``solve_layout`` does; NoBetterError for one that was made before."""
+        beaten, before = self.made.get((layout, microbatches), (0.0, None))
+        if isinstance(before, Fitted):
+            raise NoBetterError(before.bound_seconds, before.limited)
+        if before is not None and (isinstance(before, OutOfMemoryError) or to_beat <= beaten):
+            raise before
+        try:
+            made = solve_layout(
+                self.task, layout, microbatches, self.fits, self.timing, to_beat, limited_too, self.known, floor
+            )
+        except (NoBetterError, OutOfMemoryError) as error:
+            if limited_too:
+                self.made[layout, microbatches] = to_beat, error
+            raise
+        self.made[layout, microbatches] = to_beat, made
+        return made
 
 
-def _made(sweep: Sweep, fits: Fits, timing: Timing, refined: Refined) -> Plan | None:
-    """The plan of least time of what the sweep found, with its certificate; None if there is none."""
+def _made(sweep: Sweep, fits: Fits, timing: Timing, refined: Refined) -> Result | None:
+    """Of what the sweep found that of least time, made into a plan; None if there is none."""
     plans = Plans(sweep.task)
     best: Result | None = None
     for one in sweep.results:
@@ -117,22 +138,23 @@ def _made(sweep: Sweep, fits: Fits, timing: Timing, refined: Refined) -> Plan | 
         try:
             to_beat = math.inf if best is None else best.seconds
             made = _plan_of(found, sweep, plans, fits, timing, to_beat, refined)
-            sweep.take(found, made, _refines(found, sweep.task))
+            sweep.take(found, made, found.candidate.pp == 1)
             if best is None or made.seconds < best.seconds * (1 - _TIE):
                 best = sweep.results[-1]
         except (DoesNotFitError, NoBetterError, OutOfMemoryError) as error:
-            sweep.take(found, error, _refines(found, sweep.task))
+            sweep.take(found, error, found.candidate.pp == 1)
         timing.mark("plan")
-    if best is None:
-        return None
-    safest = _safest(best, sweep, plans, fits, timing, refined)
+    return best
+
+
+def _chosen(best: Result, sweep: Sweep, fits: Fits, timing: Timing, refined: Refined) -> Plan:
+    """The plan that is handed out, with its certificate."""
+    safest = _safest(best, sweep, fits, timing, refined)
     plan = replace(safest.fitted.plan, certificate=certificate(safest, sweep))
     return plan if safest is best else replace(plan, notes=(*plan.notes, _preferred(safest, best, sweep.task.cluster)))
 
 
-def _safest(
-    best: Result, sweep: Sweep, plans: Plans, fits: Fits, timing: Timing, refined: Refined
-) -> Result:
+def _safest(best: Result, sweep: Sweep, fits: Fits, timing: Timing, refined: Refined) -> Result:
     """Of the plans that the certificate would not tell from the best (``TIED``), the one that loses least in the worst case: if
     it takes as long as such plans took at most, and another as short as its kind did (``cost.spread``). One that was solved is
     made into a plan for it, if it would be the one; plans of one kind have one interval, so that the fastest stays."""
@@ -148,7 +170,7 @@ def _safest(
     if isinstance(found, Result):
         return found
     try:
-        made_now = _plan_of(found, sweep, plans, fits, timing, within, refined)
+        made_now = _plan_of(found, sweep, Plans(sweep.task), fits, timing, within, refined)
     except (DoesNotFitError, NoBetterError, OutOfMemoryError):
         return best
     result = Result(found.candidate, str(found), made_now, found.seconds)
@@ -190,10 +212,9 @@ def _plan_of(
 ) -> Fitted:
     """The plan of an evaluation, refined if it can be. Raises OutOfMemoryError, DoesNotFitError, NoBetterError."""
     task, evaluator = sweep.task, sweep.bounds.evaluator
-    if _refines(found, task):
-        mesh = found.degrees.mesh
-        layout = Layout(mesh, {axis: role_of(axis) for axis in mesh.axes}, found.candidate.folded)
-        return _refined(sweep, layout, found.candidate.microbatches, fits, timing, to_beat, refined)
+    if found.candidate.pp == 1:
+        layout = layout_of(found.candidate, found.degrees)
+        return refined.solve(layout, found.candidate.microbatches, to_beat)
 
     def counted(one: Evaluation, limit: float) -> Counted:
         recomputes_nothing, bound = set(one.recompute) == {task.recompute[0]}, one.bound
@@ -207,37 +228,6 @@ def _plan_of(
         return counted(evaluator.run(found.candidate, found.degrees, found.zero, found.placement, capacity=limit), limit)
 
     return fitted(counted(found, evaluator.capacity), within, fits, task.cluster)
-
-
-def _refines(found: Evaluation, task: Task) -> bool:
-    """Whether the plan of an evaluation is refined block by block."""
-    return found.candidate.pp == 1 and task.cluster.world <= REFINED_DEVICES
-
-
-def _refined(
-    sweep: Sweep, layout: Layout, microbatches: int, fits: Fits, timing: Timing, to_beat: float, refined: Refined
-) -> Fitted:
-    """The best of a layout block by block, once: evaluations that differ in how they keep parameters have the same."""
-    before = refined.made.get((layout, microbatches))
-    if isinstance(before, Fitted):
-        raise NoBetterError(before.bound_seconds, before.limited)
-    if before is not None:
-        raise before
-    try:
-        made = solve_layout(sweep.task, layout, microbatches, fits, timing, to_beat, known=refined.known)
-    except (NoBetterError, OutOfMemoryError) as error:
-        refined.made[layout, microbatches] = error
-        raise
-    refined.made[layout, microbatches] = made
-    return made
-
-
-def _may_have_stages(pins: Pins, world: int) -> bool:
-    """Whether the pins leave the number of stages open, or ask for several."""
-    if pins.free_axes:
-        return False
-    pinned = (pins.dp or 1) * (pins.tp or 1) * (pins.cp or 1)
-    return pins.needs_stages(world) or (pins.pp is None and world > max(pinned, 1))
 
 
 def _check_combination(task: Task) -> None:

@@ -19,13 +19,12 @@ from meshwright.compiler.search.blockwise import held_layout
 from meshwright.compiler.search.candidates import Candidate, Layout
 from meshwright.compiler.search.evaluate import Evaluation, Evaluator
 from meshwright.compiler.search.plans import Plans
-from meshwright.compiler.search.search import REFINED_DEVICES
 from meshwright.compiler.search.stage_costs import REPLICATE, SHARD, Degrees, StageCosts
 from meshwright.compiler.search.task import Fits, Task
 from meshwright.compiler.structure.dims import batch_inputs, batch_size
 from meshwright.compiler.structure.microbatch import split_time
 from meshwright.compiler.structure.units import find_layers, start_of
-from meshwright.ir.mesh import ANY, HEADS, PP, SAMPLED, SEQUENCE, TENSOR, Mesh, role_of
+from meshwright.ir.mesh import HEADS, PP, SAMPLED, SEQUENCE, TENSOR, Mesh, role_of
 from meshwright.ir.pins import RECOMPUTE, PinError, Pins
 from meshwright.ir.plan import GroupChoice, Pipeline, Plan, PlanError
 from meshwright.ir.prediction import Prediction
@@ -41,9 +40,8 @@ def settled(task: Task, plan: Plan, fits: Fits) -> Plan:
         raise PlanError(f"the plan is for {plan.mesh.world} devices ({plan.mesh}), {task.cluster} has {task.cluster.world}; "
                         "plan again for these")
     task = replace(task, graph=plan.graph, pins=Pins(), recompute=RECOMPUTE, fixed=FixedDecisions.of(plan, task.rules))
-    free = any(role_of(axis) == ANY for axis in plan.mesh.axes)
     try:
-        if plan.pipeline is None and (free or task.cluster.world <= REFINED_DEVICES):
+        if plan.pipeline is None:
             layout = Layout(plan.mesh, {axis: role_of(axis) for axis in plan.mesh.axes})
             predicted = held_layout(task, layout, plan.schedule.microbatches)
         else:

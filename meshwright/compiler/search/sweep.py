@@ -5,9 +5,10 @@
                       which keeps many pipelines out where memory is ample
     first dive        one pipeline of every (pp, tensor, context), under the simplest schedule, best first
     no pipeline       the rest of them
+    free layouts      where memory binds: they are dear, and are left once they are proven no faster than the incumbent
+    block by block    meshes without a pipeline whose blocks may keep parameters unlike each other, where that may be faster
     second dive       the best pipelines under other schedules and stages a rank, if they may gain much (``_WORTH``)
     everything        best first, until the least bound left is within the gap of the incumbent, or the limit is reached
-    free layouts      where memory binds: they are the dearest, and are left once they are proven no faster than the incumbent
 
 So what was never solved is proven not to be better by more than the gap, or counted as left open. The limit counts what was
 done, in seconds that it took on one machine (``_EFFORT``), not a clock: a search ends at the same place wherever it runs.
@@ -22,11 +23,11 @@ from dataclasses import dataclass, replace
 from meshwright.compiler.placement.choices import attended, exchanged, pays_mirrored
 from meshwright.compiler.search.blockwise import OneDevice
 from meshwright.compiler.search.bounds import Branch, CandidateBounds, Level
-from meshwright.compiler.search.candidates import Candidate, candidates, degrees_of
+from meshwright.compiler.search.candidates import Candidate, Layout, candidates, degrees_of
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.evaluate import Evaluation
 from meshwright.compiler.search.fitting import Fitted
-from meshwright.compiler.search.layouts import free_candidates
+from meshwright.compiler.search.layouts import free_candidates, is_topological
 from meshwright.compiler.search.task import Progress, Task
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.pins import PinError
@@ -38,12 +39,17 @@ _NEAR = 4
 """So many of the best pipelines are tried under other schedules (chosen; no bound rests on it)."""
 _WORTH = 0.03
 """The second dive solves what may be better than the incumbent by this part: the rest is left to the sweep (chosen)."""
+UNLIKE = 0.08
+"""Blocks that may keep parameters unlike each other are looked at where alike they take up to so much longer than the best: the
+most that was seen to be gained so is 6 % (chosen)."""
 _EARLY = 0.1
 _DIVE = 0.35
 _ALONE = 0.5
 _ALIKE = 0.75
 """Parts of the limit: that a first look at what has no pipeline may take, and the first dive after it; by which the candidates
 without a pipeline, and the second dive, are done."""
+_SHAPES = 1.5
+"""Nominal seconds of layouts within memory up to which further ones are solved whose axes cross nodes and devices (chosen)."""
 _EFFORT: Mapping[str, float] = {
     "placement": 0.1, "variant": 0.0005, "alone": 0.001, "packing": 0.002, "ranks alone": 0.06, "rank of divided units": 0.0025,
     "pair of ranks of whole units": 0.0025, "stage to cut": 0.003, "stage cut": 1.2e-7, "action simulated": 2.5e-8,
@@ -76,9 +82,10 @@ class Result:
 class Sweep:
     """Solves those candidates of one task that could be best.
 
-    ``free``: solves a candidate with a free layout, to beat some seconds, under a memory limit too or not, with seconds that
-    nothing goes below where memory is known to bind. Raises OutOfMemoryError, NoBetterError, PinError, PlanError. ``one``: what
-    so many micro-batches take at least on one device. ``limit``: nominal seconds after which the incumbent is taken as it is.
+    ``free``: solves a layout with so many micro-batches, to beat some seconds, under a memory limit too or not, with seconds
+    that nothing goes below where memory is known to bind. Raises OutOfMemoryError, NoBetterError, PinError, PlanError. ``one``:
+    what so many micro-batches take at least on one device. ``spent``: nominal seconds of what ``free`` solved. ``limit``:
+    nominal seconds after which the incumbent is taken as it is.
 
     solved: candidates of data and tensor ranks that were solved, as the search counts them, best first
     open: those of them whose plans were not made yet
@@ -87,11 +94,12 @@ class Sweep:
     late: whether the limit left candidates open
     limited: whether memory kept a free layout from being faster
     freed: whether free layouts were looked at
+    unlike: whether blocks that keep parameters unlike each other were looked at wherever there is no pipeline
     """
 
     def __init__(
-        self, task: Task, free: Callable[[Candidate, float, bool, float | None], Fitted], one: Callable[[int], OneDevice], *,
-        limit: float = _INF, progress: Progress | None = None,
+        self, task: Task, free: Callable[[Layout, int, float, bool, float | None], Fitted], one: Callable[[int], OneDevice], *,
+        spent: Callable[[], float], limit: float = _INF, progress: Progress | None = None,
     ) -> None:
         self.task, self.limit, self.progress = task, limit, progress
         self.bounds = CandidateBounds(task)
@@ -102,7 +110,8 @@ class Sweep:
         self.late = False
         self.limited = False
         self.freed = False
-        self._free, self._one = free, one
+        self.unlike = False
+        self._free, self._one, self._spent = free, one, spent
         self._waiting: list[Branch] | None = None
         self._limited_too = True
         self._closed = _INF
@@ -110,6 +119,8 @@ class Sweep:
         self._alone: dict[tuple[Mesh, int], float] = {}
         self._refined: dict[tuple[Mesh, int], float] = {}
         self._left: list[Branch] = []
+        self._single_stage: list[Branch] = []
+        self._later: tuple[list[Branch], list[Branch]] = [], []
         self._nearest: DoesNotFitError | None = None
         self._refused_free: list[PinError | PlanError] = []
         self._refused: PinError | PlanError | None = None
@@ -164,7 +175,8 @@ class Sweep:
 
     def free(self, limited_too: bool = True) -> None:
         """Solve the candidates whose axes may split anything, those that were not solved before; unless ``limited_too``, only
-        those whose fastest plan fits."""
+        those whose fastest plan fits. Where memory binds on several nodes, the mesh of nodes and their devices comes first, and
+        others as long as all took less than ``_SHAPES``: each may take seconds."""
         if self._waiting is None:
             try:
                 task = self.task
@@ -179,10 +191,20 @@ class Sweep:
             nodes = self.bounds.start([candidate for candidate, _ in listed])
             self._waiting = [replace(node, later=later) for node, (_, later) in zip(nodes, listed, strict=True)]
         nodes, self._waiting, self._limited_too, self.freed = self._waiting, [], limited_too, True
-        self._left += self._sweep(nodes, _INF)
+        cluster = self.task.cluster
+        first = [node for node in nodes if node.candidate.layout and is_topological(node.candidate.layout, cluster)]
+        self._left += self._sweep(first, _INF)
+        for node in nodes:
+            if node not in first and (not limited_too or self._spent() < _SHAPES):
+                self._left += self._sweep([node], _INF)
 
     def staged(self) -> None:
         """Solve the candidates of data and tensor ranks, in stages and without."""
+        self.begin()
+        self.rest()
+
+    def begin(self) -> None:
+        """Of these, what finds good plans early: without stages, and the first dive."""
         try:
             evaluator = self.bounds.evaluator
             if evaluator.capacity <= 0:
@@ -195,13 +217,50 @@ class Sweep:
                 exchanged(graph, rules), task.foldable,
             )
             start = self.bounds.start(listed)
-            nodes = self._sweep([node for node in start if node.candidate.pp == 1], _EARLY * self.limit, early=True)
+            self._single_stage = [node for node in start if node.candidate.pp == 1]
+            nodes = self._sweep(self._single_stage, _EARLY * self.limit, early=True)
             piped = self._first_dive([node for node in start if node.candidate.pp > 1])
-            nodes = self._sweep(nodes, _ALONE * self.limit)
+            self._later = self._sweep(nodes, _ALONE * self.limit), piped
+        except (PinError, PlanError) as error:
+            self._refused = error
+
+    def rest(self) -> None:
+        """Of these, all that ``begin`` left."""
+        nodes, piped = self._later
+        self._later = [], []
+        try:
             self._left += self._sweep(nodes + self._second_dive(piped), self.limit)
             self._sharpen()
         except (PinError, PlanError) as error:
             self._refused = error
+
+    def blocks(self) -> None:
+        """Solve block by block what has no pipeline and whose blocks, if they all keep their parameters alike, take little
+        longer than the best."""
+        found, evaluator = dict[tuple[Layout, int], tuple[float, Branch]](), self.bounds.evaluator
+        counts = replace(self.bounds.counts)  # these candidates were counted before
+        heap, near = list(self._single_stage), self._incumbent * (1 + UNLIKE)
+        heapq.heapify(heap)
+        while heap and heap[0].bound < near:
+            node = heapq.heappop(heap)
+            if node.level < Level.KEPT:
+                for child in self.bounds.sharper(node, near):
+                    heapq.heappush(heap, child)
+                continue
+            degrees, placement = degrees_of(node.candidate, node.shard), self.bounds.placement_of(node)
+            try:
+                alike = evaluator.run(node.candidate, degrees, node.zero, placement, cutoff=near).seconds
+            except DoesNotFitError:
+                continue
+            one = self.bounds.on_layout(node)
+            assert one.candidate.layout is not None
+            key = one.candidate.layout, one.candidate.microbatches
+            found[key] = min(found.get(key, (near, one)), (alike, one))
+        self._limited_too, self.unlike = True, True
+        for alike, node in sorted(found.values()):
+            if alike < near:
+                self._left += self._sweep([node], _INF)
+        self.bounds.counts = counts
 
     def take(
         self, found: Evaluation, made: Fitted | DoesNotFitError | NoBetterError | OutOfMemoryError, refined: bool
@@ -230,7 +289,8 @@ class Sweep:
         nothing_fits = [error for error in self._refused_free if isinstance(error, OutOfMemoryError)]
         for candidate in self._nearest_crowded(min((error.least for error in nothing_fits), default=_INF)):
             try:
-                self._free(candidate, _INF, True, None)
+                assert candidate.layout is not None
+                self._free(candidate.layout, candidate.microbatches, _INF, True, None)
             except OutOfMemoryError as error:
                 nothing_fits.append(error)
                 self._refused_free.append(error)
@@ -385,9 +445,10 @@ class Sweep:
         candidate = node.candidate
         assert candidate.layout is not None
         seen = SeenCandidate(str(candidate.layout.mesh), candidate.microbatches)
+        told: list[SeenCandidate] = [] if self.unlike else self.seen  # their meshes were told before, with blocks alike
         one = self._one_device(candidate.microbatches)
         if one.crowded:
-            self.seen.append(replace(seen, outcome="does not fit"))
+            told.append(replace(seen, outcome="does not fit"))
             self._crowded.append((one.least_bytes, candidate))
             self.bounds.counts.infeasible += 1
             return self.bounds.later(node, node.fewer)
@@ -396,14 +457,15 @@ class Sweep:
             self._waiting.append(node)
             return []
         try:
-            made = self._free(candidate, self._incumbent, self._limited_too, node.bound if one.binds else None)
+            floor = node.bound if one.binds else None
+            made = self._free(candidate.layout, candidate.microbatches, self._incumbent, self._limited_too, floor)
         except OutOfMemoryError as error:
-            self.seen.append(replace(seen, outcome="does not fit"))
+            told.append(replace(seen, outcome="does not fit"))
             self._refused_free.append(error)
             self.bounds.counts.infeasible += 1
             return self.bounds.later(node, node.fewer)
         except (PinError, PlanError) as error:
-            self.seen.append(replace(seen, outcome=str(error)))
+            told.append(replace(seen, outcome=str(error)))
             self.bounds.counts.infeasible += 1
             if candidate.microbatches > 1 and self.task.pins.microbatches is None:
                 return self.bounds.later(node, node.fewer)
@@ -414,11 +476,11 @@ class Sweep:
                 assert self._waiting is not None
                 self._waiting.append(node)
                 return []
-            self.seen.append(replace(seen, outcome=f"no better: {error}"))
+            told.append(replace(seen, outcome=f"no better: {error}"))
             self._closed = min(self._closed, error.bound_seconds)
             self.limited |= error.limited
             return self._more(node, error.bound_seconds, error.limited)
-        self.seen.append(replace(seen, step_seconds=made.seconds))
+        told.append(replace(seen, step_seconds=made.seconds))
         self._closed = min(self._closed, made.bound_seconds)
         self.limited |= made.limited
         self.results.append(Result(candidate, str(candidate), made, made.seconds))
