@@ -220,7 +220,8 @@ def test_the_search_agrees_with_trying_everything(gib: float) -> None:
             degrees = degrees_of(candidate, candidate.data)
             every.append(run.evaluator.run(candidate, degrees, zero, placement).seconds)
     outcome = search(graph, "h100:1x4", gib * GIB, gap=0.0)
-    outcome.staged()
+    outcome.begin()
+    outcome.rest()
     assert len(every) > 20
     assert outcome.solved[0].seconds == pytest.approx(min(every), rel=1e-9)
     assert len(outcome.solved) < len(every)
@@ -332,7 +333,8 @@ def test_a_model_that_fits_one_device_is_left_alone() -> None:
 def test_one_node_and_a_model_of_1_3_billion_is_data_parallel() -> None:
     graph = llama(24, 2048, 64, 2048, 51200, 5504)
     run = search(graph, "a100:1x8", 77 * GIB, limit=SECONDS)
-    run.staged()
+    run.begin()
+    run.rest()
     best = run.solved[0]
     assert (best.candidate.pp, best.candidate.tensor) == (1, 1)
     assert best.zero >= 1
@@ -342,7 +344,8 @@ def test_one_node_and_a_model_of_1_3_billion_is_data_parallel() -> None:
 def test_no_pipeline_on_a_uniform_torus() -> None:
     graph = llama(24, 2048, 256, 2048, 51200, 5504)
     run = search(graph, "tpu-v4:2x2x4", 30 * GIB, limit=SECONDS)
-    run.staged()
+    run.begin()
+    run.rest()
     assert run.solved[0].candidate.pp == 1
 
 
@@ -360,7 +363,8 @@ def test_what_a_level_cannot_hold_takes_for_ever(cluster: str) -> None:
 def test_never_tensor_parallelism_across_a_slow_network() -> None:
     graph = llama(32, 4096, 128, 4096, 32000, 11008)
     run = search(graph, "a100@pcie4:8x8", 70 * GIB, limit=SECONDS)
-    run.staged()
+    run.begin()
+    run.rest()
     best = run.solved[0]
     assert best.candidate.tensor <= 8
     across = [e for e in run.solved if e.candidate.tensor > 8]
@@ -400,7 +404,8 @@ def test_twice_the_devices_or_the_layers_take_little_longer(layers: tuple[int, i
     spent = []
     for count, where in zip(layers, cluster, strict=True):
         run = search(llama(count, 4096, 64, 4096, 32000, 14336), where, 76 * GIB)
-        run.staged()
+        run.begin()
+        run.rest()
         spent.append(run.effort)
     assert spent[1] < 1.5 * spent[0]
 

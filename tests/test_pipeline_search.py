@@ -188,7 +188,8 @@ def test_nothing_refused_is_proposed() -> None:
         pins = Pins.of({"pp": 2} if schedules is None else {"pp": 2, "schedule": list(schedules)})
         task = Task.of(graph(), where, rules_of(graph())[0], pins, precision="fp32", state_bytes=8.0, gap=0.005)
         run = Sweep(task, mock.Mock(), mock.Mock(), spent=lambda: 0.0, limit=30.0)
-        run.staged()
+        run.begin()
+        run.rest()
         for found in run.solved:
             seen.add(found.candidate.schedule)
             kinds |= set(found.recompute)

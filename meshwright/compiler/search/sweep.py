@@ -198,13 +198,9 @@ class Sweep:
             if node not in first and (not limited_too or self._spent() < _SHAPES):
                 self._left += self._sweep([node], _INF)
 
-    def staged(self) -> None:
-        """Solve the candidates of data and tensor ranks, in stages and without."""
-        self.begin()
-        self.rest()
-
     def begin(self) -> None:
-        """Of these, what finds good plans early: without stages, and the first dive."""
+        """Of the candidates of data and tensor ranks solve what finds good plans early: those without stages, and the first
+        dive."""
         try:
             evaluator = self.bounds.evaluator
             if evaluator.capacity <= 0:
@@ -225,7 +221,7 @@ class Sweep:
             self._refused = error
 
     def rest(self) -> None:
-        """Of these, all that ``begin`` left."""
+        """Solve all of them that ``begin`` left."""
         nodes, piped = self._later
         self._later = [], []
         try:
