@@ -233,9 +233,22 @@ class Sweep:
     def blocks(self) -> None:
         """Solve block by block what has no pipeline and whose blocks, if they all keep their parameters alike, take little
         longer than the best."""
-        found, evaluator = dict[tuple[Layout, int], tuple[float, Branch]](), self.bounds.evaluator
+        if not self._single_stage:
+            return
         counts = replace(self.bounds.counts)  # these candidates were counted before
-        heap, near = list(self._single_stage), self._incumbent * (1 + UNLIKE)
+        try:
+            nodes = self._nearly_best(self._incumbent * (1 + UNLIKE))
+            self._limited_too, self.unlike = True, True
+            for node in nodes:
+                self._left += self._sweep([node], _INF)
+        except (PinError, PlanError) as error:
+            self._refused = self._refused or error
+        self.bounds.counts = counts
+
+    def _nearly_best(self, near: float) -> list[Branch]:
+        """The layouts without a pipeline on which blocks that are alike take less than ``near`` seconds, best first."""
+        found, evaluator = dict[tuple[Layout, int], tuple[float, Branch]](), self.bounds.evaluator
+        heap = list(self._single_stage)
         heapq.heapify(heap)
         while heap and heap[0].bound < near:
             node = heapq.heappop(heap)
@@ -251,12 +264,9 @@ class Sweep:
             one = self.bounds.on_layout(node)
             assert one.candidate.layout is not None
             key = one.candidate.layout, one.candidate.microbatches
-            found[key] = min(found.get(key, (near, one)), (alike, one))
-        self._limited_too, self.unlike = True, True
-        for alike, node in sorted(found.values()):
             if alike < near:
-                self._left += self._sweep([node], _INF)
-        self.bounds.counts = counts
+                found[key] = min(found.get(key, (alike, one)), (alike, one))
+        return [node for _, node in sorted(found.values())]
 
     def take(
         self, found: Evaluation, made: Fitted | DoesNotFitError | NoBetterError | OutOfMemoryError, refined: bool
