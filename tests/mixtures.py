@@ -58,8 +58,8 @@ def gpt_oss(**more: Any) -> nn.Module:
     """Experts with biases, a clamp, and gates interleaved with what they gate."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    sizes = {**_SIZES, "num_hidden_layers": 1, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "head_dim": 8,
-             "layer_types": ["full_attention"], **more}
+    sizes = {**_SIZES, "num_hidden_layers": 1, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "head_dim": 8, **more}
+    sizes["layer_types"] = ["full_attention"] * sizes["num_hidden_layers"]
     model = GptOssForCausalLM(GptOssConfig(**sizes))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -107,18 +107,34 @@ class Dispatched(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """[batch, sequence, hidden], both ways."""
         x = tokens.flatten(0, 1) if self.whole else tokens
-        weight, expert = self.gate(x).softmax(-1).max(-1)
+        return self.routed(x, self.gate(x)).view_as(tokens)
+
+    def routed(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """[*b, s, h] tokens, with [*b, s, e] logits of the router, to as many."""
+        weight, expert = logits.softmax(-1).max(-1)
         chosen = F.one_hot(expert, EXPERTS)
         place = (chosen.cumsum(-2) - 1) * chosen
         kept = (chosen * (place < self.capacity)).unsqueeze(-1) * F.one_hot(place.clamp(max=self.capacity - 1), self.capacity)
         dispatch = kept.to(x.dtype)
-        return (x + self.answers(x, dispatch, weight[..., None, None] * dispatch)).view_as(tokens)
+        return x + self.answers(x, dispatch, weight[..., None, None] * dispatch)
 
     def answers(self, x: torch.Tensor, dispatch: torch.Tensor, combine: torch.Tensor) -> torch.Tensor:
         """[*b, s, h] tokens, [*b, s, e, c] where they go, and what counts of the answers there."""
         sent = torch.einsum("...sec,...sh->e...ch", dispatch, x)
         made = torch.einsum("e...cw,ewh->e...ch", torch.relu(torch.einsum("e...ch,ehw->e...cw", sent, self.up)), self.down)
         return torch.einsum("...sec,e...ch->...sh", combine, made)
+
+
+class Penalized(Dispatched):
+    """The same with what Switch and ST-MoE add to the loss: E times the sum of each expert's share times its mean probability,
+    and the mean square of the logarithm of the router's sum (z-loss)."""
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """[batch, sequence, hidden], both ways, and what is added to the loss."""
+        logits = self.gate(tokens)
+        shares = F.one_hot(logits.argmax(-1), EXPERTS).to(logits.dtype).mean((0, 1))
+        balance = EXPERTS * (shares * logits.softmax(-1).mean((0, 1))).sum()
+        return self.routed(tokens, logits), 0.5 * balance + 0.1 * logits.logsumexp(-1).square().mean()
 
 
 class Multiplied(Dispatched):
@@ -139,17 +155,20 @@ class Multiplied(Dispatched):
 class Gshard(nn.Module):
     """A language model of some ``layer``."""
 
-    def __init__(self, layer: Callable[[], nn.Module], hidden: int = 16, layers: int = 1) -> None:
+    def __init__(self, layer: Callable[[], nn.Module], hidden: int = 16, num_hidden_layers: int = 1) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, hidden), nn.Linear(hidden, VOCAB)
-        self.layers = nn.ModuleList(layer() for _ in range(layers))
+        self.layers = nn.ModuleList(layer() for _ in range(num_hidden_layers))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """[batch, sequence] ids to the loss."""
-        x = self.embed(input_ids)
+        x, added = self.embed(input_ids), []
         for layer in self.layers:
             x = layer(x)
-        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)}
+            if isinstance(x, tuple):
+                x, penalty = x
+                added.append(penalty)
+        return {"loss": sum(added, F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100))}
 
 
 class Looped(nn.Module):
@@ -177,9 +196,9 @@ def skewed(model: nn.Module) -> nn.Module:
     """Every token's first choice is expert 0, its second expert 1; expert 3 gets none."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("embed_tokens.weight"):
+            if name.endswith(("embed_tokens.weight", "embed.weight")):
                 parameter.abs_().add_(0.1)
-            elif name.endswith(("mlp.gate.weight", "mlp.router.weight")) and parameter.shape[0] == EXPERTS:
+            elif name.endswith(("gate.weight", "router.weight")) and parameter.shape[0] == EXPERTS:
                 parameter.mul_(0.1).add_(torch.tensor([1.0, 0.5, 0.0, -1.0])[:, None])
     return model
 
@@ -188,18 +207,21 @@ MAKERS: Mapping[str, Callable[..., nn.Module]] = {
     "mixtral": mixtral, "qwen2": qwen2, "qwen3": qwen3, "deepseek": deepseek, "gpt_oss": gpt_oss, "ernie": ernie,
     "granite": granite,
     "mixtral balanced": lambda **more: mixtral(
-        num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=0.5, **more
+        **{"num_hidden_layers": 1, "output_router_logits": True, "router_aux_loss_coef": 0.5, **more}
     ),
     "qwen2 masked": lambda **more: qwen2(output_router_logits=True, router_aux_loss_coef=0.5, **more),
     "qwen2 of layers balanced": lambda **more: qwen2(
         num_hidden_layers=4, output_router_logits=True, router_aux_loss_coef=0.5, **more
     ),
+    "qwen2 balanced": lambda **more: qwen2(output_router_logits=True, router_aux_loss_coef=0.5, **more),
     "qwen3 balanced": lambda **more: qwen3(output_router_logits=True, router_aux_loss_coef=0.5, **more),
     "mixtral skewed": lambda **more: skewed(mixtral(**more)), "deepseek skewed": lambda **more: skewed(deepseek(**more)),
     "mixtral of four layers": lambda **more: mixtral(num_hidden_layers=4, **more), "loop": Looped,
-    "einsum": lambda: Gshard(lambda: Dispatched(16, 8, 2)), "matmul": lambda: Gshard(lambda: Multiplied(16, 8, 2)),
-    "einsum of the batch": lambda: Gshard(lambda: Dispatched(16, 8, 6, whole=True)),
-    "einsum of layers": lambda: Gshard(lambda: Dispatched(16, 8, 2), layers=4), "llama4": llama4,
+    "einsum": lambda **more: Gshard(lambda: Dispatched(16, 8, 2), **more),
+    "matmul": lambda **more: Gshard(lambda: Multiplied(16, 8, 2), **more),
+    "einsum balanced": lambda **more: Gshard(lambda: Penalized(16, 8, 2), **more),
+    "einsum of the batch": lambda **more: Gshard(lambda: Dispatched(16, 8, 6, whole=True), **more),
+    "einsum of layers": lambda: Gshard(lambda: Dispatched(16, 8, 2), num_hidden_layers=4), "llama4": llama4,
 }
 
 

@@ -435,10 +435,10 @@ def test_zoo_prints_what_is_published() -> None:
 
 
 def test_zoo_says_why_nothing_is_predicted() -> None:
-    result = run("zoo", "GLM-5")
+    result = run("zoo", "PaLM 2")
     assert result.exit_code == 0
     assert "not disclosed: model, number of devices" in " ".join(result.stdout.replace("│", " ").split())
-    assert "1/1 GLM-5" in result.stderr
+    assert "1/1 PaLM 2" in result.stderr
     assert run("zoo", "unheard of", "--json").exit_code == WRONG
 
 

@@ -81,7 +81,7 @@ def test_blanks_stay_blank() -> None:
     ("name", "reason"),
     [
         ("Llama 2", "not disclosed: number of devices"), ("67B", "not disclosed: number of devices"),
-        ("GLM", "not disclosed: model, number of devices"),
+        ("Llama 3 70B", "not disclosed: batch"),
     ],
 )
 def test_what_cannot_be_priced_keeps_its_row(name: str, reason: str) -> None:
@@ -110,7 +110,7 @@ def test_what_no_source_says_may_be_assumed_and_is_told_apart() -> None:
             small(assumed=assumed)
 
 
-@pytest.mark.parametrize("name", ["GPT 1.7B", "GPT 39.1B"])
+@pytest.mark.parametrize("name", ["GPT 1.7B", "GPT 39.1B", "GLM-5"])
 def test_parameters_of_the_table(name: str) -> None:
     system = named(name)
     assert system.model is not None
