@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections import namedtuple
+from collections import deque, namedtuple
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,10 @@ def test_arguments_are_rebuilt_around_new_leaves():
     assert torch.equal(rest["more"]["k"], Y + 1)
 
 
+class Colour(Enum):
+    RED = 1
+
+
 class TestOutput:
     def roundtrip(self, output: Any) -> Any:
         tensors: dict[str, torch.Tensor] = {}
@@ -174,7 +179,10 @@ class TestOutput:
         ({"levels": {0: X}}, ".levels is a dict with keys that are no strings"), ({"pair": (X, {X})}, ".pair[1] is a set"),
         ([X, 1j], "[1] is a complex"), ([X, b"a"], "[1] is a bytes"), ((x for x in [X]), "the output is a generator"),
         ([X, np.float64(0.5)], "[1] is a float64"), (hf.DynamicCache(), "the output is a DynamicCache"),
-    ], ids=range(7))
+        ({"a": np.zeros(2)}, ".a is a ndarray"), ((X, deque([X])), "[1] is a deque"), ([X, torch.float32], "[1] is a dtype"),
+        ([X, range(3)], "[1] is a range"), ([X, Colour.RED], "[1] is a Colour"), ([X, len], "[1] is a builtin_function"),
+        ([X, torch.distributions.Normal(X, 1.0)], "[1] is a Normal"),
+    ], ids=range(14))
     def test_what_would_be_lost_is_refused(self, output, words):
         with pytest.raises(NotKeptError, match=re.escape(words)):
             self.roundtrip(output)

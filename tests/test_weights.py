@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -260,6 +261,40 @@ def test_losses_of_parameters(pool: Callable[[int], Any]) -> None:
     assert pool(2).run(regularized, TWO) == [[]] * 2
 
 
+def refuse_additions(parallel: Any, call: Callable[[], Any]) -> None:
+    """What nothing would read, put in by each way that there is."""
+    inner = parallel.layers[0]  # of which every stage has the modules
+    for where, name in ((parallel, "norm"), (inner, "1")):
+        child = getattr(where, name)
+        for put in (
+            lambda where=where: where.register_buffer("more", torch.ones(2)),
+            lambda where=where: where.register_parameter("more", nn.Parameter(torch.ones(2))),
+            lambda where=where: where.add_module("more", nn.Linear(2, 2)),
+            lambda where=where: where.register_module("more", nn.Linear(2, 2)),
+            lambda where=where: setattr(where, "more", nn.Parameter(torch.ones(2))),
+            lambda where=where: setattr(where, "more", nn.Linear(2, 2)),
+            lambda where=where, name=name: setattr(where, name, nn.LayerNorm(8)),
+            lambda where=where, name=name: setattr(where, name, None),
+            lambda where=where, name=name: delattr(where, name),
+        ):
+            with pytest.raises(RunError, match=r"(set on|of) (the|a sub-module of a) parallel module.*before autoparallel"):
+                put()
+        where._modules["more"] = nn.GELU()
+        with pytest.raises(RunError, match="'more' was put into"):
+            call()
+        del where._modules["more"]
+        where._modules[name] = nn.LayerNorm(8)
+        with pytest.raises(RunError, match=f"'{name}' was put into"):
+            call()
+        where._modules[name] = child
+    linear = inner[0]
+    if hasattr(linear, "weight"):
+        weight = linear.weight
+        with pytest.raises(RunError, match="before autoparallel"):
+            nn.utils.parametrizations.weight_norm(linear)
+        linear._parameters["weight"] = weight  # which torch had taken out
+
+
 def refused(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> None:
     torch.set_num_threads(1)
     for pins in cases.values():
@@ -299,6 +334,10 @@ def refused(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> None:
                     with torch.no_grad():
                         p[3].zero_()
                     assert not p.full_tensor()[3].any(), name
+
+        others = dict(named)
+        refuse_additions(parallel, partial(parallel, **batch))
+        assert dict(parallel.named_parameters()) == others
 
         def expect(match: str, parallel: Any = parallel, batch: Any = batch) -> None:
             for act in (lambda: parallel(**batch), parallel.full_state_dict):

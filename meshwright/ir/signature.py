@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from enum import Enum
 from numbers import Number
 from typing import Any
 
@@ -30,6 +32,8 @@ from meshwright.ir.sharding import DTYPE_NAMES, DTYPES
 
 Spec = Mapping[str, Any]
 _CONSTANTS = (type(None), bool, int, float, str)
+_OF_LIBRARIES = frozenset({"numpy", "torch", *sys.stdlib_module_names})
+"""Whose objects hold what somebody computed, and are no caches."""
 
 
 class AttributeDict(dict[str, Any]):
@@ -321,7 +325,8 @@ def flatten_output(
 
     Numbers, strings and None stay; an object that is no container (a key/value cache) cannot be an output of a graph and
     becomes None. ``classes`` gets the dataclasses and named tuples by the names that they have in the type. Raises NotKeptError
-    for what would be lost: the output as a whole, a set, keys that are no strings, numbers that are not Python's.
+    for what would be lost: the output as a whole, a set, keys that are no strings, numbers that are not Python's, members of
+    an enumeration, and whatever is of Python's own kinds, of NumPy's or of torch's (arrays, deques, dtypes, functions).
     """
     names = _names_of_items(output)
     if not isinstance(output, torch.Tensor) and (dataclasses.is_dataclass(output) or hasattr(output, "_fields")):
@@ -345,7 +350,8 @@ def flatten_output(
         type_ = {"kind": "dict" if plain else "object", "class": "" if plain else _class_path(type(output)),
                  "items": {key: pair[1] for key, pair in items.items()}}
         return {key: pair[0] for key, pair in items.items()}, type_
-    if not path or isinstance(output, Mapping | Set | Number | str | bytes | Iterator):
+    known = type(output).__module__.partition(".")[0] in _OF_LIBRARIES
+    if not path or known or isinstance(output, Mapping | Set | Number | str | bytes | Iterator | Enum):
         keys = " with keys that are no strings" if isinstance(output, Mapping) else ""
         what = f"the output{f' {path}' if path else ''} is a {type(output).__name__}{keys}"
         raise NotKeptError(f"{what}, which the parallel module could "

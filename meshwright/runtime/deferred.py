@@ -51,6 +51,39 @@ class Deferred(nn.Module):
         """Of the parallel module."""
         return self._module("to load a state dict").load_state_dict(*args, **kwargs)
 
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        """Of the parallel module."""
+        return self._module("its sub-modules").named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Any:
+        """Of the parallel module."""
+        return self._module("its sub-modules").named_children()
+
+    def apply(self, fn: Any) -> Any:
+        """Of the parallel module."""
+        return self._module("to apply a function").apply(fn)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Deferred:
+        self._module("to be moved or cast")._apply(fn, recurse)
+        return self
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Of the parallel module."""
+        self._module(f"to register {name!r}").register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Any, persistent: bool = True) -> None:
+        """Of the parallel module."""
+        self._module(f"to register {name!r}").register_buffer(name, tensor, persistent)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Of the parallel module."""
+        self._module(f"to add {name!r}").add_module(name, module)
+
+    register_module = add_module
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._module(f"to delete {name!r}"), name)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(nn.Module()):
             super().__setattr__(name, value)

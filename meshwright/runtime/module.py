@@ -42,6 +42,7 @@ from meshwright.runtime.engine import Engine
 from meshwright.runtime.groups import Groups, make_groups
 from meshwright.runtime.pipeline.pipeline import PipelineStages, run_pipeline
 from meshwright.runtime.state import checkpoint
+from meshwright.runtime.state.additions import Closed, Contents, check_contents, refuse_attribute
 from meshwright.runtime.state.layout import local_of
 from meshwright.runtime.state.lending import Lender
 from meshwright.runtime.state.materialize import MaterializeError, Source, fill
@@ -52,7 +53,6 @@ from meshwright.runtime.state.names import (
     holder,
     kinds_of,
     no_hook,
-    refuse_attribute,
     refuse_own_state,
 )
 from meshwright.runtime.state.norms import clip
@@ -121,7 +121,7 @@ def _default_device() -> torch.device:
     return torch.device("cpu")
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Closed):
     """See the file's head. Made by ``build``; ``plan`` is whatever the caller puts there; ``watch`` is called at every call,
     with (training, args, kwargs, targets), and may raise, or give the (difference, graph) of another mode, which
     ``lower_mode`` makes this rank's program of; ``exporter`` is what ``export`` calls."""
@@ -169,6 +169,8 @@ class ParallelModule(nn.Module):
             self.eval()
         self._model: Callable[[], nn.Module | None] = (lambda: None) if model is None else weakref.ref(model)
         self._of_model = frozenset() if model is None else _attributes(model) - vars(self).keys() - set(dir(type(self)))
+        self._built_with = [Contents.of(path, module) for path, module in self.named_modules()]
+        self.__dict__["_closed"] = "the parallel module"
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What the model has under this name the graph has read; what it has not is the caller's own."""
@@ -279,6 +281,7 @@ class ParallelModule(nn.Module):
         return (engine, *self._ports.bind(engine.program, given))
 
     def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_contents(self._built_with)
         self._modes.check(self.training)
         refuse_surroundings()
         if self.watch is None:

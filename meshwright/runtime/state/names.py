@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.errors import AbsentError, InputError, RunError
+from meshwright.runtime.state.additions import Closed, refuse_attribute
 
 
 @dataclass(frozen=True)
@@ -88,24 +89,19 @@ def no_hook(*_: Any, **__: Any) -> Any:
                    "torch.autograd.Function in the model, before autoparallel")
 
 
-def refuse_attribute(name: str, where: str) -> None:
-    """Raises RunError."""
-    raise RunError(f"attribute {name!r} is set on {where}, which runs a graph and does not read it: set it on the model, "
-                   f"before autoparallel")
-
-
 def held_elsewhere(fqn: str) -> AbsentError:
     """The error that says so."""
     return AbsentError(f"{fqn!r} is held by another stage of the pipeline, not by this rank; loop over "
                        f"parallel.named_parameters() and named_buffers(), which give the rank's own")
 
 
-class NamedModule(nn.Module):
+class NamedModule(Closed):
     """See the file's head. ``path``: of the module that it stands for; ``elsewhere``: tensors of it on other ranks."""
 
     def __init__(self, path: str, kind: ModuleKind) -> None:
         super().__init__()
-        self.__dict__.update(_path=path, _kind=kind.type, _elsewhere=set(), training=kind.training)
+        self.__dict__.update(_path=path, _kind=kind.type, _elsewhere=set(), training=kind.training,
+                             _closed="a sub-module of a parallel module")
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # type: ignore[override]
@@ -130,19 +126,7 @@ class NamedModule(nn.Module):
         """Tensors only (``checks.tensors`` says what becomes of those): nothing reads other attributes."""
         if name != "training" and not isinstance(value, Tensor | nn.Module | None) and name not in self.__dict__:
             refuse_attribute(name, "a sub-module of a parallel module")
-        nn.Module.__setattr__(self, name, value)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """In a tensor's place only (``checks.tensors`` says what becomes of it)."""
-        if name not in self._parameters:
-            refuse_attribute(name, "a sub-module of a parallel module")
-        super().register_parameter(name, param)
-
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """In a tensor's place only."""
-        if name not in self._buffers:
-            refuse_attribute(name, "a sub-module of a parallel module")
-        super().register_buffer(name, tensor, persistent)
+        super().__setattr__(name, value)
 
     register_forward_hook: Any = no_hook
     register_forward_pre_hook: Any = no_hook
