@@ -27,14 +27,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script: find benchmarks/
 
 from benchmarks import grid
-from benchmarks.models import MODELS, build, inputs
+from benchmarks.models import MODELS, Model, build, inputs
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a cluster, a global batch of samples. ``layers``: instead of the model's own."""
+    """A model, a cluster, a global batch of samples. ``layers`` and ``sequence``: instead of the model's own."""
 
     model: str
     batch: int
@@ -42,6 +42,15 @@ class Case:
     budget: float
     pins: Mapping[str, Any] = field(default_factory=dict)
     layers: int | None = None
+    sequence: int | None = None
+
+    @property
+    def size(self) -> Model:
+        """The model, at the length that is asked for."""
+        size = MODELS[self.model]
+        if self.sequence is None:
+            return size
+        return replace(size, sequence=self.sequence, config={**size.config, "max_position_embeddings": self.sequence})
 
 
 CASES: Mapping[str, Case] = {
@@ -49,6 +58,12 @@ CASES: Mapping[str, Case] = {
     "llama-8b": Case("llama-8b", 128, "h100:8x8", 20.0),
     "llama-405b": Case("llama-405b", 2048, "h100:2048x8", 60.0),
     "gpt-1t": Case("gpt-1t", 3072, "a100:384x8", 60.0),
+    "llama-8b-131k": Case("llama-8b", 8, "h100:8x8", 20.0, sequence=131072),
+    "llama-8b-1m": Case("llama-8b", 8, "h100:8x8", 20.0, sequence=1048576),
+    "llama-405b-131k": Case("llama-405b", 128, "h100:2048x8", 60.0, sequence=131072),
+    "llama-405b-131k-published": Case(
+        "llama-405b", 128, "h100:2048x8", 60.0, {"dp": 8, "cp": 16, "tp": 8, "pp": 16}, sequence=131072,
+    ),
 }
 
 
@@ -57,7 +72,7 @@ def measure(case: Case) -> dict[str, Any]:
     import meshwright as mw
     from meshwright.planner import Timing
 
-    size = MODELS[case.model]
+    size = case.size
     model = build(size, case.layers)
     timing = Timing()
     wall, cpu = time.perf_counter(), time.process_time()
@@ -80,7 +95,7 @@ def show(name: str, case: Case, found: Mapping[str, Any]) -> None:
     """One case in words."""
     pins = ", ".join(f"{pin}={value}" for pin, value in case.pins.items()) or "everything searched"
     layers = "" if case.layers is None else f"{case.layers} layers, "
-    print(f"{name}: {layers}batch {case.batch} x {MODELS[case.model].sequence}, on {case.cluster}, {pins}")
+    print(f"{name}: {layers}batch {case.batch} x {case.size.sequence}, on {case.cluster}, {pins}")
     for phase, seconds in found["phases"].items():
         print(f"  {phase:12s} {seconds:7.2f} s")
     print(f"  {'total':12s} {found['seconds']:7.2f} s of {case.budget:.0f} ({found['cpu_seconds']:.2f} s of CPU), peak memory "

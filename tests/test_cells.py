@@ -61,3 +61,10 @@ def test_a_refusal_comes_with_its_words() -> None:
         assert ran(0, cell) == ("refused", "MeshwrightError: no such mesh")
     with mock.patch.object(cells, "init_device_mesh", side_effect=RuntimeError("a raw one")):
         assert ran(0, cell) == ("RAW", "RuntimeError: a raw one")
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_view_of_a_weight_is_handed_on_after_the_weight_is_freed(pool: Callable[[int], Any], recompute: str) -> None:
+    """A learned bias under ZeRO-3 in a pipeline: its unit hands a view of it to a layer, which runs when it is freed."""
+    pins = {"cp": 2, "dp": 1, "tp": 1, "pp": 2, "schedule": "1f1b", "microbatches": 2, "zero": 3, "recompute": recompute}
+    assert pool(4).run(ran, Cell("biased causal", 12, "fp32", 0.0, pins)) == [("equal", "")] * 4

@@ -22,7 +22,7 @@ no data axis reads differently, numbers without dims) is *loose*: held as it is,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,14 +66,23 @@ class Gathered(nn.Module):
     def forward(self, *args: Any) -> Any:
         assert self.inside is not None, "parameters that no segment reads are never gathered"
         result = self.inside(*args)
+        gathered = {_storage(getattr(one, "_local_tensor", one)) for one in self.parameters(recurse=False)}
         if isinstance(result, dict):
-            return {name: _own(value) for name, value in result.items()}
-        return tuple(_own(value) for value in result)
+            return {name: _own(value, gathered) for name, value in result.items()}
+        return tuple(_own(value, gathered) for value in result)
 
 
-def _own(value: Any) -> Any:
-    """A tensor that is no view: FSDP2 hangs its backward hook on a unit's outputs and warns that in-place operators (there
-    are none here) would drop it from a view."""
+def _storage(x: Tensor) -> int:
+    """Where a tensor lies, the same for its views (a tensor without memory has a storage too)."""
+    return int(x.untyped_storage()._cdata)
+
+
+def _own(value: Any, gathered: Collection[int]) -> Any:
+    """A tensor that is no view. Of what was gathered it is a copy: others read it after the unit has freed that (ZeRO-3). Else
+    FSDP2 hangs its backward hook on a unit's outputs and warns that in-place operators (there are none here) would drop it from
+    a view."""
+    if isinstance(value, Tensor) and _storage(value) in gathered:
+        return value.clone()
     return _Own.apply(value) if isinstance(value, Tensor) and value.requires_grad and value._is_view() else value
 
 
