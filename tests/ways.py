@@ -1,7 +1,7 @@
 """What is promised of calls, modes, plans and state holds under every kind of plan: one model, tried in each way.
 
     python -m tests.ways            the ways of WAYS, a line for each trial that did not come out as it must
-    python -m tests.ways -v         a line for each trial
+    python -m tests.ways -v tp      a line for each trial of one way
 
 A trial is refused by an error of our own, with the words that it must say, or passes; on every rank alike. ``test_ways`` runs
 one of the ways.
@@ -193,7 +193,7 @@ def states(rank: int, pins: Mapping[str, Any]) -> list[Trial]:
 
     places = {
         "options": (model.options, "alpha", 0.7), "a list in options": (model.options.deep["gains"], 0, 3.0),
-        "a list in a dict": (model.table["w"], 0, 2.0), "a global": (sys.modules[__name__], "GAIN", 2.0),
+        "a list in a dict": (model.table["w"], 0, 2.0), "a global": (globals(), "GAIN", 2.0),
         "a class": (Layer, "factor", 2.0), "functions": (model.functions, 0, _thrice),
         "a layer": (model.layers[1], "act", "relu"), "dropout": (model.layers[0].drop, "p", 0.5),
         "a norm": (model.layers[0].norm, "eps", 0.5),
@@ -310,7 +310,7 @@ def main(arguments: Sequence[str]) -> int:
     from tests.pool import Pool
 
     pool, faults, count = Pool(), 0, 0
-    for way in WAYS:
+    for way in [name for name in arguments if name in WAYS] or WAYS:
         for (what, *one), (_, *two) in zip(*pool.run(2, trials, way, timeout=600), strict=True):
             count += 1
             good = one[0] and two[0]
