@@ -5,8 +5,10 @@
                says, and literals are a constant and a multiple of the size
     values     have the shapes that the operators make of these, run on tensors without contents
 
-What does not follow so is refused: parameters as long as the sequence, mixtures and functions with graphs inside, tables of
-positions that are too short, operators that would communicate.
+    mixtures   have as many rows as their tokens ask for
+
+What does not follow so is refused: parameters as long as the sequence, functions with graphs inside, tables of positions that
+are too short, operators that would communicate.
 
 The tables of a captured graph are looked at as well (``check_positions``): a model without contents is captured whatever it
 reads. Where the rows follow from inputs, a step checks them (``passes.bounds``).
@@ -25,7 +27,7 @@ import torch
 from meshwright.compiler.structure.dims import Dim, DimClasses, batch_inputs, handed_on, sequence_classes
 from meshwright.errors import InputError, MeshwrightError, PlanError
 from meshwright.ir.declared.draws import draws
-from meshwright.ir.declared.experts import EXPERTS
+from meshwright.ir.declared.experts import EXPERTS, Experts, arguments
 from meshwright.ir.gradients.custom import CUSTOM
 from meshwright.ir.graph import Graph, Op, Ref, Value
 from meshwright.ir.mesh import Mesh
@@ -131,8 +133,10 @@ def _resized(
     op: Op, rule: OpRule, graph: Graph, scaled: frozenset[Dim], classes: DimClasses, factor: Fraction
 ) -> Op:
     """The operator with its literals for the other size."""
-    if op.target in (EXPERTS, CUSTOM):
+    if op.target == CUSTOM:
         raise PlanError(f"{op.target} has a graph inside")
+    if op.target == EXPERTS:  # its rows follow from its tokens (``_answered``)
+        return op
     if rule.algorithms:
         lengths = {size for algorithm in rule.algorithms.values() for size in algorithm.lengths}
         if any(type(arg) is int and arg > 1 and arg in lengths for arg in op.args):
@@ -207,8 +211,11 @@ def _run(
     with torch.no_grad():
         for op in ops:
             op = _sliced(op, graph.values, values, op.outputs[0] in scaled, factor)
+            if op.target == EXPERTS:
+                op, made = _answered(op, graph, env)
+            else:
+                made = call(_on_meta(op), lambda ref: env[ref.name])
             found.append(op)
-            made = call(_on_meta(op), lambda ref: env[ref.name])
             results = made if isinstance(made, tuple | list) else (made,)
             for name, result in zip(op.outputs, results, strict=False):
                 old, new = values[name], tuple(result.shape)
@@ -218,6 +225,31 @@ def _run(
                 values[name] = replace(old, shape=new)
                 env[name] = result
     return tuple(found)
+
+
+def _answered(op: Op, graph: Graph, env: Mapping[str, torch.Tensor]) -> tuple[Op, torch.Tensor]:
+    """A mixture of as many rows as its tokens are now, and what it makes."""
+    experts, x, ids, *_ = arguments(op.args)
+    before, after = graph.values[ids.name].numel, env[ids.name].numel()
+    old = graph.values[op.outputs[0]]
+    made = torch.empty((*env[x.name].shape[:-1], old.shape[-1]), dtype=old.dtype, device="meta")
+    return replace(op, args=(_of_rows(experts, before, after), *op.args[1:])), made
+
+
+def _of_rows(experts: Experts, before: int, after: int) -> Experts:
+    """The experts of ``after`` rows in the place of ``before``. Raises PlanError where their graph does not tell rows apart."""
+    graph = experts.graph
+    if any(before in graph.values[name].shape for name in experts.operands):
+        raise PlanError(f"a weight of {experts.count} experts is as wide as they have rows")
+
+    def resized(tree: Any) -> Any:
+        if isinstance(tree, tuple | list):
+            return type(tree)(map(resized, tree))
+        return after if type(tree) is int and tree == before else tree
+
+    values = {name: replace(value, shape=resized(value.shape)) for name, value in graph.values.items()}
+    ops = tuple(replace(op, args=resized(op.args), kwargs=resized(op.kwargs)) for op in graph.ops)
+    return replace(experts, graph=replace(graph, values=values, ops=ops))
 
 
 def _positions_fit(graph: Graph) -> None:

@@ -19,7 +19,7 @@ from meshwright.resized import of_batch, of_length
 from meshwright.views.changes import changes, rebatched
 from meshwright.views.explain import explain
 from tests.mixtures import make as mixture
-from tests.models import make
+from tests.models import MODELS, make
 from tests.test_pinning import BATCH, graph
 
 
@@ -38,18 +38,24 @@ def test_changes_are_what_planning_them_gives(model: str, cluster: str, pins: Ma
     where = cluster.replace("v100", faster.what.split()[-1])
     assert faster.step_seconds == pytest.approx(reprice(plan, where).predicted.step_seconds)
     assert faster.gain == pytest.approx(step / faster.step_seconds - 1)
-    if "pp" in pins:
-        degrees = Pins(**{name: pins[name] for name in ("pp", "dp", "tp")})
-        larger = make_plan(graph(model, batch=2 * BATCH), Cluster.parse(cluster), degrees)
-        assert found["twice the batch"].step_seconds == pytest.approx(larger.predicted.step_seconds)
-        assert found["twice the batch"].gain == pytest.approx(2 * step / larger.predicted.step_seconds - 1)
-    else:  # the graph of a mixture is of its batch: the plan in more micro-batches
-        more = reprice_batches(plan, 2.0).predicted.step_seconds
-        assert all(one.step_seconds == pytest.approx(more) for what, one in found.items() if what.startswith("twice the batch"))
+    degrees = Pins(**{"pp": 1, "tp": 1, "cp": 1, **{name: pins[name] for name in ("pp", "dp", "tp", "ep") if name in pins}})
+    for what, factor in (("twice the batch", 2), ("half the batch", 0.5)):
+        larger = make_plan(graph(model, batch=int(factor * BATCH)), Cluster.parse(cluster), degrees).predicted.step_seconds
+        gain = factor * step / larger - 1
+        assert (what in found) == (gain >= 0.01)
+        if what in found:
+            assert found[what].step_seconds == pytest.approx(larger)
+            assert found[what].gain == pytest.approx(gain)
     assert all(":2x" in change.what for change in found.values() if change.devices == 2)
 
 
-def test_no_change_is_one_that_does_not_fit() -> None:
+def refusing(graph: Graph, factor: Fraction) -> Graph:
+    """In the place of ``of_batch``, for a graph of which nothing follows at another batch."""
+    raise PlanError("a graph inside")
+
+
+def test_no_change_is_one_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.views.changes.of_batch", refusing)  # the plan in more micro-batches
     plan = make_plan(graph("mixtral"), Cluster.parse("v100:1x4"), Pins(dp=4, ep=2))
     where = Cluster.parse("v100:1x4")
     free = where.memory_bytes - where.capacity_bytes
@@ -60,7 +66,7 @@ def test_no_change_is_one_that_does_not_fit() -> None:
     assert not any("twice the batch" in change.what for change in changes(tight))
 
 
-def test_another_batch_on_axes_that_may_split_anything_is_of_the_same_decisions() -> None:
+def test_another_batch_on_axes_that_may_split_anything_is_of_the_same_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     where = Cluster.parse("cpu:1x4")
     plan = make_plan(graph("llama"), where, Pins(axes={"x": 4}, microbatches=1))
     assert rebatched(plan, where, 1.0).predicted.step_seconds == plan.predicted.step_seconds
@@ -72,6 +78,9 @@ def test_another_batch_on_axes_that_may_split_anything_is_of_the_same_decisions(
     with pytest.raises(PlanError, match="no whole number of micro-batches"):
         rebatched(plan, where, 0.5)
     mixtral = make_plan(graph("mixtral"), where, Pins(axes={"x": 4}, microbatches=1))
+    larger = make_plan(graph("mixtral", batch=2 * BATCH), where, replace(mixtral.to_pins(), microbatches=2)).predicted
+    assert rebatched(mixtral, where, 2.0).predicted.step_seconds == larger.step_seconds
+    monkeypatch.setattr("meshwright.views.changes.of_batch", refusing)
     with pytest.raises(PlanError, match="another batch on x=4 cannot be priced"):
         rebatched(mixtral, where, 2.0)
 
@@ -89,7 +98,7 @@ def test_they_stand_in_the_answer() -> None:
 
 
 def captured(name: str) -> Graph:
-    model, batch = (mixture if name == "mixtral" else make)(name)
+    model, batch = (make if name in MODELS else mixture)(name)
     return capture_model(model, (), batch, (), None, "fp32")
 
 
@@ -104,19 +113,19 @@ def test_a_graph_of_another_length_is_the_one_captured_at_it(name: str, factor: 
     assert literals == [[arg for arg in op.args if isinstance(arg, tuple | list)] for op in wanted.ops]
 
 
-@pytest.mark.parametrize("name", ["vit", "masked_mean", "t5", "dropout"])
+@pytest.mark.parametrize("name", ["vit", "masked_mean", "t5", "dropout", "mixtral", "deepseek", "gpt_oss"])
 def test_a_graph_of_another_batch_is_the_one_captured_at_it(name: str) -> None:
     if name == "dropout":
         found, wanted = of_batch(graph("gpt2"), Fraction(2)), graph("gpt2", batch=2 * BATCH)
     else:
-        model, batch = make(name)
+        model, batch = (make if name in MODELS else mixture)(name)
         larger = {key: torch.cat([x, x]) for key, x in batch.items()}
         found, wanted = of_batch(captured(name), Fraction(2)), capture_model(model, (), larger, (), None, "fp32")
     assert [value.shape for value in found.values.values()] == [value.shape for value in wanted.values.values()]
     assert [(op.target, op.args, op.kwargs) for op in found.ops] == [(op.target, op.args, op.kwargs) for op in wanted.ops]
 
 
-@pytest.mark.parametrize(("name", "says"), [("vit", "no input"), ("mixtral", "graph inside"), ("t5", "times the sequence")])
+@pytest.mark.parametrize(("name", "says"), [("vit", "no input"), ("t5", "times the sequence")])
 def test_what_does_not_follow_at_another_length_is_refused(name: str, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         of_length(captured(name), Fraction(2))

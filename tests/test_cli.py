@@ -185,6 +185,15 @@ def test_what_does_not_fit_has_a_code_of_its_own(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["error"] == "OutOfMemoryError"
 
 
+def test_a_config_that_names_a_class_without_a_loss(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "clip", "architectures": ["CLIPModel"]}')
+    result = run("plan", tmp_path, "--cluster", "cpu:1x4")
+    assert result.exit_code == WRONG
+    assert "CLIPModel" in result.stderr
+    assert "no loss" in result.stderr
+    assert "module:callable" in result.stderr
+
+
 @pytest.mark.parametrize("text", [
     '{"model_type": "no-such-model"}', '{"model_type": "t5"}', '{"model_type": "llama", "num_hidden_layers": "two"}', "[1, 2]",
     '{"model_type": ',
@@ -303,7 +312,7 @@ def test_verify_runs_the_degrees_on_processes(llama: Path, tmp_path: Path, monke
 
 
 def test_degrees_made_small_stay_what_they_are(llama: Path) -> None:
-    from meshwright.commands.shrinking import shrunken, smaller
+    from meshwright.commands.shrinking import left_out, shrunken, smaller
     from tests.test_pinning import graph
 
     asked = Pins(pp=2, dp=2, tp=2, zero=1, microbatches=4, recompute="full", schedule="1f1b")
@@ -311,7 +320,9 @@ def test_degrees_made_small_stay_what_they_are(llama: Path) -> None:
     pins, world = smaller(plan, 8)
     assert world == 8
     assert (pins.pp, pins.dp, pins.tp, pins.zero, pins.recompute, pins.microbatches) == (2, 2, 2, 1, "full", 4)
-    assert smaller(plan, 4)[1] == 4
+    few, world = smaller(plan, 4)
+    assert (few.pp, few.tp, few.dp, world) == (2, 2, 1, 4)  # stages stay longest
+    assert left_out(plan, Mesh.of(pp=2, dp=1, tp=2)) == (["dp"], 8)
     assert smaller(plan, 1) == (Pins(pp=1, dp=1, tp=1, cp=1, recompute="full", microbatches=2), 1)
     model, example = shrunken(llama, pins)
     assert model.config.num_attention_heads % 2 == 0
@@ -543,6 +554,8 @@ def test_a_config_names_its_class(tmp_path: Path) -> None:
     {"model_type": "bert", "architectures": ["BertForQuestionAnswering"]},
     {"model_type": "resnet", "architectures": ["ResNetForImageClassification"], "depths": [1], "hidden_sizes": [8],
      "embedding_size": 8},
+    {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1,
+     "num_heads": 4, "vocab_size": 64},  # it says nothing of how a decoder starts
     {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "d_model": 32, "encoder_layers": 1,
      "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_source_positions": 20},
 ], ids=lambda config: config["architectures"][0])

@@ -196,7 +196,7 @@ def test_the_page_is_opened_searched_and_compared(browser: Browser, tmp_path: Pa
     for text in ("aten.linear.default", "f32[16, 32@tp]", "model.py:1"):
         _panel(browser, text)
     browser.click("#search")
-    browser.type("square")
+    browser.type(":mul")
     browser.until("document.querySelectorAll('#found button').length === 1")
     browser.call("Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r")
     _panel(browser, "aten.mul.Tensor")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from meshwright import PinError, Pins, Plan, PlanError
 from meshwright.compiler.placement.pin_conflicts import check_agreement
@@ -25,6 +26,7 @@ from meshwright.rules import rules_of
 from meshwright.views.alternatives import Alternatives
 from meshwright.views.explain import explain
 from meshwright.views.facts import facts_of
+from meshwright.views.prices import Prices
 from meshwright.views.report import render
 from tests import mixtures, models
 from tests.handmade import handmade_graph, handmade_plan
@@ -273,18 +275,75 @@ def test_the_mesh_of_a_plan_with_an_exchange_is_pinned_beside_it() -> None:
         make_plan(graph("shallow"), where, pasted)
 
 
-@pytest.mark.parametrize("model", ["t5", "vit"])
-def test_rows_with_long_names_are_pins_too(model: str) -> None:
-    """Names and weights stand in a line each, however long."""
-    module, batch = models.make(model)
+@pytest.mark.parametrize(("model", "cluster", "pins"), [
+    ("mixtral", "h100:1x4", {"dp": 4, "tp": 1, "microbatches": 1}),
+    ("mixtral", "cpu:1x4", {"dp": 4, "ep": 2, "zero": 3, "microbatches": 2}),
+    ("gpt2", "cpu:1x4", {"dp": 2, "tp": 2, "zero": 2, "recompute": "none", "microbatches": 2}),
+    ("llama", "cpu:1x4", {"dp": 4, "tp": 1, "recompute": "full"}),
+    ("deep", "h100:1x4", {"pp": 2, "dp": 2, "tp": 1, "microbatches": 1, "recompute": "none"}),
+    ("llama", "a100:1x4", {"dp": 2, "cp": 2, "tp": 1}),
+], ids=str)
+def test_the_parts_of_compute_are_the_whole(model: str, cluster: str, pins: Mapping[str, Any]) -> None:
+    """What operators take, gradients added up, and what is waited for the host."""
+    plan = make_plan(graph(model), Cluster.parse(cluster), Pins.of(pins))
+    prices, predicted = Prices(facts_of(plan)), plan.predicted
+    stages = 1 if plan.pipeline is None else plan.pipeline.degree
+    work = [prices.op(op) for op in plan.graph.ops]
+    parts = sum(one.compute_seconds for one in work) + prices.waiting()
+    assert parts / stages == pytest.approx(predicted.compute_seconds + (predicted.recomputation_seconds or 0.0), rel=1e-9)
+    if plan.pipeline is None:  # of a pipeline the slowest rank's
+        assert sum(one.optimizer_seconds for one in work) == pytest.approx(predicted.optimizer_seconds, rel=1e-9)
+
+
+def swin() -> models.Case:
+    """Names as long as they come: layers in stages, tables of positions."""
+    from transformers import SwinConfig, SwinForImageClassification
+
+    config = SwinConfig(image_size=16, patch_size=2, window_size=2, embed_dim=16, depths=[1, 2], num_heads=[2, 2], num_labels=5,
+                        drop_path_rate=0.0)
+    return SwinForImageClassification(config), {"pixel_values": torch.randn(BATCH, 3, 16, 16),
+                                                "labels": torch.randint(0, 5, (BATCH,))}
+
+
+class Borrowing(nn.Module):
+    """Layers whose modules read parameters of others, with names of their own kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.weight = nn.Linear(16, 16), nn.Parameter(torch.randn(16, 16))
+        names = "up-down", "a_layer_of_a_name_that_is_long" * 2
+        self.layers = nn.ModuleList(nn.ModuleDict({name: nn.Linear(16, 16) for name in names}) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            up, long = layer.values()
+            x = x + long(up(x).relu() @ self.shared.weight) @ self.weight
+        return x.square().mean()
+
+
+def borrowing() -> models.Case:
+    return Borrowing(), {"x": torch.randn(BATCH, 16)}
+
+
+@pytest.mark.parametrize("model", ["t5", "vit", "swin", "borrowing"])
+def test_every_row_of_weights_is_a_pin(model: str) -> None:
+    """However long its names: it stands in one line, and says of which parameters it is."""
+    module, batch = {"swin": swin, "borrowing": borrowing}[model]() if model in ("swin", "borrowing") else models.make(model)
     captured = capture_model(module, (), batch, (), None, "fp32")
     plan = make_plan(captured, Cluster.parse("cpu:1x4"), Pins(dp=2, tp=2))
     lines = render(plan).splitlines()
     assert max(map(len, lines)) <= 120
-    rows = [line for line in lines if re.search(r"\bweight f32\[", line)]
+    titles = {at - 2 for at, line in enumerate(lines) if line.strip().startswith("module ")}
+    rows = [line for at, line in enumerate(lines) if at in titles or re.match(r"  +(\S+ +)?\S+ f32\[.*\]( |$)", line)]
     pasted = Pins.of("\n".join([lines[0], *rows]))
-    assert len(pasted.tensors) == len({row.split("weight")[0] for row in rows}) > 8
     check_tensor_pins(pasted, captured)
+    facts = facts_of(plan)
+    read = {name for op in captured.ops for name in op.inputs}
+    wanted = {param: facts.type_of(param.value) for param in captured.params if param.trainable and param.value in read}
+    found = {param: {pasted.tensors[fqn] for fqn in param.fqns if fqn in pasted.tensors} for param in wanted}
+    assert found == {param: {text} for param, text in wanted.items()}
+    again = facts_of(make_plan(captured, Cluster.parse("cpu:1x4"), pasted))
+    assert {param: again.type_of(param.value) for param in wanted} == wanted
 
 
 @pytest.mark.parametrize(

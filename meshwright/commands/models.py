@@ -102,6 +102,11 @@ def from_config(path: Path, batch: int, sequence: int) -> tuple[Any, dict[str, A
     import torch
     import transformers
 
+    named = [name for name in getattr(config, "architectures", None) or () if hasattr(transformers, str(name))]
+    if named and _class_of(config, transformers) is None:
+        raise InputError(f"{path} names {', '.join(named)} under \"architectures\", which has no labels and so no loss; name a "
+                         "class with a head, such as one for causal language, or give a 'module:callable' whose model makes a "
+                         "loss")
     try:
         with torch.device("meta"):
             model = model_of(config, transformers)
@@ -122,6 +127,8 @@ def config_of(path: Path) -> Any:
         raise _no_model(path, error) from error
     if hasattr(config, "use_cache"):
         config.use_cache = False
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # before the labels stands some token
     return config
 
 
@@ -173,5 +180,5 @@ def example_of(model: Any, batch: int, sequence: int) -> dict[str, Any]:
         sides = (size, size) if isinstance(size, int) else tuple(size)
         images = torch.zeros((batch, getattr(model.config, "num_channels", 3), *sides), device="meta")
         return {"pixel_values": images, "labels": labels}
-    raise InputError(f"what a {name} is called with is not known here; give a 'module:callable' that returns (model, "
-                     "example_inputs)")
+    raise InputError(f"what a {name} is called with is not known here (it takes {model.main_input_name}); give a "
+                     "'module:callable' that returns (model, example_inputs)")

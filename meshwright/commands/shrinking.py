@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.compiler.search.stage_costs import SHARD
 from meshwright.errors import InputError
-from meshwright.ir.mesh import ANY, EXPERT
+from meshwright.ir.mesh import ANY, EXPERT, Mesh
 from meshwright.ir.pins import ATTENTION, Pins
 from meshwright.ir.plan import Plan
 from meshwright.programs import degrees_of
@@ -61,12 +61,24 @@ def smaller(plan: Plan, processes: int) -> tuple[Pins, int]:
 
 
 def _within(sizes: list[int], most: int) -> list[int]:
-    """The sizes, the largest divided until their product is at most so much."""
+    """The sizes, the largest divided until their product is at most so much; of equals the last, so that stages stay longest.
+    """
     found = list(sizes)
     while math.prod(found) > most:
-        at = max(range(len(found)), key=lambda n: found[n])
-        found[at] //= next(n for n in range(2, found[at] + 1) if not found[at] % n)
+        at = max(range(len(found)), key=lambda n: (found[n], n))
+        found[at] //= _least(found[at])
     return found
+
+
+def _least(size: int) -> int:
+    """The smallest number of parts above one that it divides into; 1 of one."""
+    return next((n for n in range(2, size + 1) if not size % n), 1)
+
+
+def left_out(plan: Plan, mesh: Mesh) -> tuple[list[str], int]:
+    """(the axes of a plan that have one rank each on a smaller ``mesh``, how many processes would do with all of them)."""
+    lost = [axis for axis in plan.mesh.axes if plan.mesh.size(axis) > 1 and (axis not in mesh.axes or mesh.size(axis) == 1)]
+    return lost, math.prod(_least(size) for size in plan.mesh.sizes)
 
 
 def shrunken(path: Path, pins: Pins) -> tuple[Any, Any]:

@@ -57,7 +57,7 @@ def ran(
         return (f"the plan is for {plan.mesh.world} devices and {size:,} parameters, too much for {processes} CPU processes: "
                 "give its model (--model config.json, or module:callable), and its degrees run on a small copy")
     from meshwright.commands.models import load
-    from meshwright.commands.shrinking import shrunken, smaller
+    from meshwright.commands.shrinking import left_out, shrunken, smaller
     from meshwright.cost.cluster import Cluster
     from meshwright.planner import capture_model, make_plan
 
@@ -86,6 +86,9 @@ def ran(
     found = make_plan(graph, Cluster.parse(f"cpu:1x{world}"), pins)
     if str(found.mesh) != str(plan.mesh):
         notes.append(f"on {found.mesh}, the plan is on {plan.mesh}: every degree within {processes} processes (--processes)")
+        lost, enough = left_out(plan, found.mesh)
+        if lost:
+            notes.append(f"not run: {', '.join(lost)}, for which there were no processes; --processes {enough} runs all")
     return compare(found, module, modules, notes, report)
 
 

@@ -17,6 +17,7 @@ WIDTH = 120
 _LINES = 6
 _FULL = 0.9
 """Part of the memory above which it is said to bind: recomputation and micro-batches are what it is bought with."""
+_HOST = "waiting for the host, which starts kernels"
 _WAITING = 0.1
 """Part of compute above which waiting for the host is said."""
 
@@ -34,9 +35,11 @@ def whole(facts: Facts, changed: bool = True) -> str:
         lines.append(f"{'' if number else 'time':10s} {name} {seconds_text(seconds)}, {share}")
     lines.append(f"memory     {memory_words(predicted)}")
     try:
-        compute, moved = _spent(facts)
-        lines.append(f"bound by   {_verdict(plan, parts, sum(seconds for seconds, _ in compute))}")
-        lines += _most(plan, compute, moved)
+        prices = Prices(facts)
+        compute, moved = _spent(facts, prices)
+        waiting = prices.waiting()
+        lines.append(f"bound by   {_verdict(plan, parts, waiting)}")
+        lines += _most(plan, [*compute, (waiting, _HOST)], moved)
         lines += _helpful(plan) if changed else []
     except ClusterError:
         lines.append(f"bound by   {_verdict(plan, parts)}")
@@ -45,13 +48,13 @@ def whole(facts: Facts, changed: bool = True) -> str:
     return "\n".join(line if len(line) <= WIDTH else wrapper.fill(line) for line in lines)
 
 
-def _verdict(plan: Plan, parts: list[tuple[str, float]], kernels: float | None = None) -> str:
-    """``kernels``: seconds of the device, summed over stages; compute takes longer where it waits for their start."""
+def _verdict(plan: Plan, parts: list[tuple[str, float]], waiting: float = 0.0) -> str:
+    """``waiting``: seconds of compute that are for the host, which starts kernels, summed over stages."""
     predicted = plan.predicted
     assert predicted is not None
     words = [parts[0][0] if parts else "nothing that is known"]
     spent = sum(seconds for part, seconds in parts if part in ("compute", "recomputation"))
-    waiting = 0.0 if kernels is None or plan.stale else spent - kernels / (1 if plan.pipeline is None else plan.pipeline.degree)
+    waiting /= 1 if plan.pipeline is None else plan.pipeline.degree
     if words[0] == "compute" and waiting > _WAITING * spent:
         words[0] += (f", {seconds_text(waiting)} of it waiting for the host, which starts kernels one after the other and more "
                      "slowly than they run: of larger micro-batches they take longer")
@@ -62,9 +65,8 @@ def _verdict(plan: Plan, parts: list[tuple[str, float]], kernels: float | None =
     return "; and ".join(words)
 
 
-def _spent(facts: Facts) -> tuple[list[tuple[float, str]], dict[str, float]]:
-    """Seconds of the operators and of the collectives of a step, equal blocks together. Raises ClusterError without prices."""
-    prices = Prices(facts)
+def _spent(facts: Facts, prices: Prices) -> tuple[list[tuple[float, str]], dict[str, float]]:
+    """Seconds of the operators and of the collectives of a step, equal blocks together."""
     compute: list[tuple[float, str]] = []
     moved: dict[str, float] = {}
     for one in shown(facts.plan):
@@ -85,6 +87,8 @@ def _most(plan: Plan, compute: list[tuple[float, str]], moved: dict[str, float])
     stages = "" if plan.pipeline is None else ", summed over stages"
     yield f"operators  those that take most of a step{stages}:"
     for seconds, words in sorted(compute, key=lambda pair: -pair[0])[:_LINES]:
+        if not seconds:
+            continue
         yield f"{'':10s} {seconds_text(seconds):>8s}  {seconds / total:5.1%}  {words}"
     there = sorted(((seconds, words) for words, seconds in moved.items() if seconds > 0), reverse=True)
     if there:

@@ -3,6 +3,7 @@
     Facts       the rule and the shardings of every operator, the parameters at rest, the collectives between operators
     Section     one distinct block (equal blocks together), or what runs between blocks: rows in the order of execution
     TableRow    one module's turn: its weights, its result, the collectives around it
+    parted      a section whose names leave no room beside them, in parts whose names are shorter
 
 The collectives are read off the lowered program of rank 0, so what is shown is what runs: a step belongs to the operator that
 produced its value, or, where that lies outside the segment (parameters, what another block hands on), to the one that reads it.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.ir.graph import Op
 from meshwright.ir.plan import Plan
@@ -79,8 +80,12 @@ class Facts:
 
 @dataclass(frozen=True)
 class TableRow:
-    """Consecutive operators of one module. ``module`` is relative to the block ("." is the block itself); ``steps``: its
-    collectives, where the rows of equal blocks stand first."""
+    """Consecutive operators of one module.
+
+    ``module``: from the section's, "." is the block itself. ``weights``: named from the module; from the section's module with
+    "./" or "../" before them where they are another's; else from the model, with "/". ``steps``: its collectives, where the
+    rows of equal blocks stand first.
+    """
 
     module: str
     weights: tuple[str, ...]
@@ -91,17 +96,24 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Section:
-    """Equal blocks (``paths``), or, without a path, what runs between blocks."""
+    """Equal blocks (``paths``), or, without a path, what runs between blocks; of them the module ``inside``."""
 
     paths: tuple[str, ...]
     rows: tuple[TableRow, ...]
+    inside: str = ""
 
     @property
     def title(self) -> str:
-        """ "model.layers.0..31 (32 equal blocks)" """
+        """ "model.layers.0..31 (32 equal blocks)", "outside the blocks", "model.encoder (outside the blocks)" """
         if not self.paths:
-            return "outside the blocks"
-        return fold_paths(self.paths) + (f" ({len(self.paths)} equal blocks)" if len(self.paths) > 1 else "")
+            return f"{self.inside} (outside the blocks)" if self.inside else "outside the blocks"
+        folded = fold_paths([_below(self.inside, path) for path in self.paths])
+        return folded + (f" ({len(self.paths)} equal blocks)" if len(self.paths) > 1 else "")
+
+    def fits(self, room: int) -> bool:
+        """Whether the longest name and the longest weight are no longer than so many columns."""
+        weights = (len(weight) for row in self.rows for weight in row.weights)
+        return max((len(row.module) for row in self.rows), default=0) + max(weights, default=0) <= room
 
 
 def facts_of(plan: Plan) -> Facts:
@@ -195,6 +207,29 @@ def sections(facts: Facts) -> list[Section]:
     return list(found.values())
 
 
+def parted(section: Section, room: int) -> Iterator[Section]:
+    """The section, or where its names and weights are longer than ``room`` the modules inside whose names are too long each for
+    itself, and the rows between them."""
+    if section.fits(room):
+        yield section
+        return
+    pending: list[TableRow] = []
+    for head, run in itertools.groupby(section.rows, key=lambda row: row.module.partition(".")[0]):
+        rows = list(run)
+        if replace(section, rows=(*pending, *rows)).fits(room) or (not head and not pending):
+            pending += rows
+            continue
+        if pending:
+            yield replace(section, rows=tuple(pending))
+        alone = replace(section, rows=tuple(rows))
+        pending = rows if alone.fits(room) or not head else []
+        if not pending:
+            inner = tuple(replace(row, module=_relative(row.module, head), weights=_weights_below(row, head)) for row in rows)
+            yield from parted(Section(section.paths, inner, _below(head, section.inside)), room)
+    if pending:
+        yield replace(section, rows=tuple(pending))
+
+
 def _rows(facts: Facts, ops: Sequence[Op], path: str, by_op: Mapping[str, list[Collective]]) -> tuple[TableRow, ...]:
     """One row per run of operators of a module that has weights, collectives, or a result that gradients flow through."""
     graph = facts.plan.graph
@@ -208,7 +243,7 @@ def _rows(facts: Facts, ops: Sequence[Op], path: str, by_op: Mapping[str, list[C
         last = next((out for op in reversed(turn) for out in op.outputs if graph.values[out].differentiable), None)
         if not owned and not steps and last is None:
             continue
-        weights = tuple(f"{names[name].fqn.rsplit('.', 1)[-1]} {facts.type_of(name)}" for name in owned)
+        weights = tuple(f"{_weight(names[name].fqns, module, path)} {facts.type_of(name)}" for name in owned)
         result = facts.type_of(last or turn[-1].outputs[0])
         rows.append(TableRow(_relative(module, path), weights, result, tuple(steps), moved))
     return tuple(rows)
@@ -218,3 +253,28 @@ def _relative(module: str, path: str) -> str:
     if module == path:
         return "."
     return module.removeprefix(f"{path}.") if path else module
+
+
+def _below(name: str, path: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
+
+
+def _weights_below(row: TableRow, head: str) -> tuple[str, ...]:
+    """The weights of a row as they are named from the module ``head`` of its section."""
+    found = []
+    for weight in row.weights:
+        if weight.startswith(f"./{head}."):
+            weight = "./" + weight.removeprefix(f"./{head}.")
+        elif weight.startswith("."):
+            weight = "../" + weight.removeprefix("./")
+        found.append(weight)
+    return tuple(found)
+
+
+def _weight(fqns: Sequence[str], module: str, path: str) -> str:
+    """A parameter's name from the module that reads it, from the block's path ("./") or from the model's ("/")."""
+    for mark, of in (("", module), ("./", path)):
+        found = [fqn.removeprefix(f"{of}.") if of else fqn for fqn in fqns if not of or fqn.startswith(f"{of}.")]
+        if found and (of or not mark):
+            return mark + min(found, key=lambda name: name.count("."))
+    return f"/{fqns[0]}"

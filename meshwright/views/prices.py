@@ -18,12 +18,24 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.compiler.placement.blockmodel import priced, shares_of
-from meshwright.compiler.placement.costs import BACKWARD, GATHER, GATHER_ONCE, REDUCE, REDUCE_ONCE, SEND_BACK, Costs, Variant
+from meshwright.compiler.placement.costs import (
+    BACKWARD,
+    GATHER,
+    GATHER_ONCE,
+    HOST_BACK,
+    REDUCE,
+    REDUCE_ONCE,
+    SEND_BACK,
+    Costs,
+    Variant,
+)
 from meshwright.compiler.structure.activations import Saved, body_shapes, operand_shapes, saved_values
 from meshwright.compiler.structure.activations import local_shapes as pieces
 from meshwright.compiler.structure.measured import ModuleTimes
+from meshwright.compiler.structure.positions import positions_of
 from meshwright.cost import compute
 from meshwright.cost.compute import Fused, fusion
+from meshwright.cost.memory.saved import not_repeated
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Op
@@ -87,9 +99,14 @@ class EdgePrice:
 
 @dataclass(frozen=True)
 class OpPrice:
-    """One operator. ``flops``: of one rank and step, backward included; ``bytes_``: of its results on one rank, of one
-    micro-batch; ``recompute_seconds``: its forward once more where its block is recomputed; ``inside``: its own collectives;
-    ``gather_seconds``, ``reduce_seconds``: of its parameters, beside compute; ``optimizer_seconds``: of their update."""
+    """One operator.
+
+    ``flops``: of one rank and step, backward included. ``bytes_``: of its results on one rank, of one micro-batch.
+    ``backward_seconds``: with what adds up its parameters' gradients. ``recompute_seconds``: its forward once more where its
+    block is recomputed. ``inside``: its own collectives. ``gather_seconds``, ``reduce_seconds``: of its parameters, beside
+    compute. ``optimizer_seconds``: of their update. ``host``: seconds that the host takes to start the kernels of forward,
+    backward and recomputation. What a parameter takes stands with the first operator that reads it.
+    """
 
     flops: float
     bytes_: float
@@ -100,6 +117,7 @@ class OpPrice:
     gather_seconds: float
     reduce_seconds: float
     optimizer_seconds: float
+    host: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @property
     def compute_seconds(self) -> float:
@@ -131,6 +149,17 @@ class Prices:
     @cached_property
     def _fused(self) -> tuple[Fused | None, ...]:
         return fusion(self.graph, self.facts.rules.operators)
+
+    @cached_property
+    def _never_repeated(self) -> frozenset[str]:
+        """Operators at the ends of blocks to which recomputation does not come."""
+        if self.cluster.device.repeats:
+            return frozenset()
+        found = set[str]()
+        for block in self.graph.blocks:
+            ops = self.graph.ops[block.start : block.stop]
+            found |= {ops[at].name for at in not_repeated(ops, self.graph, self.facts.rules.operators)[1]}
+        return frozenset(found)
 
     @cached_property
     def _saved(self) -> Saved:
@@ -188,19 +217,33 @@ class Prices:
         work = Work.of(op, graph, pieces(placed, read, self.plan.mesh, False), pieces(placed, made, self.plan.mesh, True))
         times, group = self.times(op), self.group(op)
         rule, fused = self.facts.rules[op.name], self._fused[self._index[op.name]]
-        forward, backward, _, _, *sent = priced(op, rule, assignment, operator, work, graph, self.costs, fused, read)
-        forward, backward = forward * times, backward * times
+        *each, sent_ahead, sent_back = priced(op, rule, assignment, operator, work, graph, self.costs, fused, read)
+        forward, backward, start, start_back = (seconds * times for seconds in each)
         passes = 3 if any(graph.values[name].differentiable for name in op.outputs) else 1
         ahead = op.name in self.plan.schedule.ahead
         recomputed = group.recompute != "none" and bool(group.path) and not operator.keeps_results(group.recompute)
-        gather, reduce_, optimizer = self._parameters(op, placed, group)
+        recomputed = recomputed and op.name not in self._never_repeated
+        gather, reduce_, optimizer, added = self._parameters(op, placed, group)
         return OpPrice(
             flops=(passes + ahead) * compute.flops(operator, work) * times,
             bytes_=sum(self.local_bytes(name, where) for name, where in zip(op.outputs, placed.results, strict=True)),
-            forward_seconds=forward * (1 + ahead), backward_seconds=backward, recompute_seconds=forward if recomputed else 0.0,
-            inside=tuple(self._inside(op, assignment, placed, times, work, sent, shares_of(op, graph, read))),
+            forward_seconds=forward * (1 + ahead), backward_seconds=backward + added,
+            recompute_seconds=forward if recomputed else 0.0,
+            inside=tuple(self._inside(op, assignment, placed, times, work, (sent_ahead, sent_back),
+                                      shares_of(op, graph, read))),
             gather_seconds=gather, reduce_seconds=reduce_, optimizer_seconds=optimizer,
+            host=(start * (1 + ahead), start_back, start if recomputed else 0.0),
         )
+
+    def waiting(self) -> float:
+        """Seconds of a step, summed over stages, by which the host takes longer to start kernels than the device to run them:
+        it runs ahead, so the sums of a block are compared, of the forward and of the backward with what is recomputed."""
+        found = 0.0
+        for position in positions_of(self.graph)[0]:
+            work = [self.op(op) for op in position.ops(self.graph)]
+            found += max(0.0, sum(one.host[0] - one.forward_seconds for one in work))
+            found += max(0.0, sum(sum(one.host[1:]) - one.backward_seconds - one.recompute_seconds for one in work))
+        return found
 
     def local_bytes(self, name: str, sharding: Sharding) -> float:
         """Bytes of a value on one rank within one micro-batch."""
@@ -242,22 +285,33 @@ class Prices:
                 size = self.local_bytes(name, where)
                 yield Move(axis, "all_reduce", "", size, times, self.costs.collective("all_reduce", (axis,), size) * times, 0.0)
 
-    def _parameters(self, op: Op, placed: Placed, group: GroupChoice) -> tuple[float, float, float]:
-        """(gather, reduce, optimizer) seconds of a step."""
+    @cached_property
+    def _bearers(self) -> dict[str, str]:
+        """{parameter: the first operator that reads it}, which bears what it takes."""
+        found: dict[str, str] = {}
+        for op in self.graph.ops:
+            for name in op.inputs:
+                if name in self._params:
+                    found.setdefault(name, op.name)
+        return found
+
+    def _parameters(self, op: Op, placed: Placed, group: GroupChoice) -> tuple[float, float, float, float]:
+        """Seconds of a step: (gather, reduce, optimizer, adding up gradients)."""
         variant = Variant(group.zero, group.data_axes, group.shard_axes, group.recompute)
-        gather = reduce_ = optimizer = 0.0
+        gather = reduce_ = optimizer = added = 0.0
         for name, need in dict(zip(op.inputs, placed.operands, strict=True)).items():
-            if name not in self._params:
+            if self._bearers.get(name) != op.name:
                 continue
             trainable = self._params[name].trainable
             elements, late = self._elements.get(group.path, 1.0), self._late.get(group.path, 0.0)
             vector = self.costs.parameter(self.graph.values[name], need, trainable, variant, elements, late=late)
             if vector is None:
-                return float("inf"), float("inf"), float("inf")
+                return (math.inf,) * 4
             gather += float(vector[[GATHER, GATHER_ONCE]].sum())
             reduce_ += float(vector[[REDUCE, REDUCE_ONCE, SEND_BACK]].sum())
-            optimizer += float(vector[BACKWARD])
-        return gather, reduce_, optimizer
+            optimizer += float(vector[HOST_BACK])
+            added += float(vector[BACKWARD] - vector[HOST_BACK])
+        return gather, reduce_, optimizer, added
 
     def step(self, step: Collective) -> Move | None:
         """What a collective of the program moves and takes, on all the edges that share it; None if no edge has it."""

@@ -30,8 +30,8 @@ from meshwright.errors import InputError
 from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.prediction import SeenCandidate
 from meshwright.ir.quantities import bytes_text, seconds_text
-from meshwright.ir.writing.paths import fold_paths
-from meshwright.views.facts import Facts, Section, TableRow, facts_of, sections
+from meshwright.ir.writing.paths import fold_parts, fold_paths, unfold_paths
+from meshwright.views.facts import Facts, Section, TableRow, facts_of, parted, sections
 from meshwright.views.prices import Prices
 from meshwright.views.words import as_read, header, not_told_apart
 
@@ -86,7 +86,9 @@ def page(plan: Plan, width: int = WIDTH) -> RenderableType:
     except ClusterError:
         prices = None
     parts: list[RenderableType] = [_header(facts)]
-    parts += [_section(section, prices, width) for section in sections(facts)]
+    for section in sections(facts):
+        for part in parted(section, width - _REST):
+            parts += [_title(part.title), _section(part, prices, width)]
     if plan.pipeline is not None:
         parts += _stages(plan)
     parts.append(_groups(plan, prices))
@@ -114,16 +116,14 @@ _REST = 36
 """Columns left for results and collectives where modules and weights stand in a line each, which can be pasted as a pin."""
 
 
+def _title(text: str) -> Text:
+    """Of a table: where it is too long for a line it goes on after a comma."""
+    return Text(text, style="bold", overflow="fold")
+
+
 def _section(section: Section, prices: Prices | None, width: int) -> Table:
-    table = Table(
-        "module", "weights", "result", "collectives", box=box.SIMPLE_HEAD, title=Text(section.title), title_justify="left",
-        title_style="bold",
-    )
-    names, weights = (max(map(len, texts), default=0) for texts in (
-        [row.module for row in section.rows], [weight for row in section.rows for weight in row.weights],
-    ))
-    table.columns[0].no_wrap = names <= width - _REST
-    table.columns[1].no_wrap = names + weights <= width - _REST
+    table = Table("module", "weights", "result", "collectives", box=box.SIMPLE_HEAD)
+    table.columns[0].no_wrap = table.columns[1].no_wrap = section.fits(width - _REST)
     for row in section.rows:
         _add(table, row.module, "\n".join(row.weights), row.result, "\n".join(_priced(row, prices)))
     return table
@@ -154,19 +154,20 @@ def _groups(plan: Plan, prices: Prices | None) -> Table:
     stages = plan.pipeline is not None
     if stages:
         table.add_column("stage")
+    table.columns[0].no_wrap = True
     kinds = (*(block.kind for block in plan.graph.blocks), None)
     rows = [(replace(group, path="", stage=0), kind, group) for kind, group in zip(kinds, plan.groups, strict=True)]
     for _, run in itertools.groupby(rows, key=lambda row: row[:2]):
-        groups = [group for *_, group in run]
-        first = groups[0]
-        paths = [group.path or "outside the blocks" for group in groups]
-        cells = [fold_paths(paths), str(first.zero), ", ".join(first.data_axes) or "-",
+        groups = {group.path or "outside the blocks": group for *_, group in run}
+        first = next(iter(groups.values()))
+        cells = [str(first.zero), ", ".join(first.data_axes) or "-",
                  ", ".join(first.shard_axes) if first.zero else "-", first.recompute]
         if prices is not None:
             cells += [seconds_text(seconds) if seconds else "-" for seconds in _kept_seconds(plan, first, prices)]
-        numbers = [group.stage for group in groups if group.path]
-        shown = "-" if not numbers else str(numbers[0]) if numbers[0] == numbers[-1] else f"{numbers[0]}..{numbers[-1]}"
-        _add(table, *cells, *([shown] if stages else []))
+        for part in fold_parts(list(groups)):
+            numbers = [groups[path].stage for path in ([part] if part in groups else unfold_paths(part)) if groups[path].path]
+            shown = "-" if not numbers else str(numbers[0]) if numbers[0] == numbers[-1] else f"{numbers[0]}..{numbers[-1]}"
+            _add(table, part, *cells, *([shown] if stages else []))
     return table
 
 

@@ -138,7 +138,8 @@ def time_parts(predicted: Prediction | None) -> list[tuple[str, float]]:
     """The parts of the step that are known, in one order; what they leave of it is "the rest"."""
     if predicted is None:
         return []
-    found = [(name, getattr(predicted, key)) for name, key in _PARTS if getattr(predicted, key)]
+    least = 1e-9 * predicted.step_seconds  # below is rounding
+    found = [(name, seconds) for name, key in _PARTS if (seconds := getattr(predicted, key)) and seconds > least]
     rest = predicted.step_seconds - sum(seconds for _, seconds in found)
     return found + ([("the rest", rest)] if rest > 1e-3 * predicted.step_seconds else [])
 

@@ -51,7 +51,7 @@ from meshwright.compiler.structure.activations import body_shapes, saved_values
 from meshwright.compiler.structure.microbatch import made_alone
 from meshwright.compiler.structure.positions import alike, positions_of, renaming, several_readers
 from meshwright.cost.compute import fusion
-from meshwright.cost.memory.saved import saved_for_backward
+from meshwright.cost.memory.saved import not_repeated
 from meshwright.ir.plan import GroupChoice, PlanError, Schedule
 from meshwright.ir.rule import Rules
 from meshwright.ir.sharding import Sharding
@@ -329,12 +329,9 @@ class Problem:
         """The last operator that keeps anything, and those that recomputation does not come to: what follows it, and itself
         where it keeps operands only (they are there before it runs)."""
         ops = self.positions[number].ops(self.graph)
-        saved = [saved_for_backward(op, self.graph, self.builder.rules.operators) for op in ops]
-        keeping = [(i, results) for i, (operands, results) in enumerate(saved) if operands or results]
-        if not keeping or self.tables.costs.device.repeats:
+        if self.tables.costs.device.repeats:
             return -1, frozenset()
-        last, results = keeping[-1]
-        return last, frozenset(range(last + bool(results), len(ops)))
+        return not_repeated(ops, self.graph, self.builder.rules.operators)
 
     def _lasting(self, number: int, recompute: str) -> frozenset[int]:
         """Operators whose results are kept under a recomputation instead of being made again."""

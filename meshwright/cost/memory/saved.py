@@ -8,6 +8,7 @@ its views: ``storages`` says in whose memory every value lies.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.ir.declared.operator import Operator, Operators, Work
@@ -90,3 +91,14 @@ def _view(operator: Operator, work: Work, result: tuple[int, ...], before: _Layo
     if len(source) == len(result):  # slices and expansions: gaps, the order kept
         return _Layout(before.order, before.dense and source == result)
     return _Layout(plain, before.contiguous and math.prod(source) == math.prod(result))
+
+
+def not_repeated(ops: Sequence[Op], graph: Graph, operators: Operators) -> tuple[int, frozenset[int]]:
+    """Of a block's operators the last one that keeps anything, and those that recomputation does not come to: what follows it,
+    and itself where it keeps operands only (they are there before it runs)."""
+    saved = [saved_for_backward(op, graph, operators) for op in ops]
+    keeping = [(i, results) for i, (operands, results) in enumerate(saved) if operands or results]
+    if not keeping:
+        return -1, frozenset()
+    last, results = keeping[-1]
+    return last, frozenset(range(last + bool(results), len(ops)))

@@ -3,6 +3,8 @@
     plan  dp=2 x tp=4 on h100:1x8, 8 devices                     the mesh, or only dp=2 x tp=4
     model.layers.0..31 (32 equal blocks)                         the title of a table: what the rows under it are of
       mlp.up_proj   weight f32[14336@tp, 4096]   f32[8@dp, ...   a row: its weights; without a title of any such module
+      mlp.up_proj   ./out.weight f32[4096, 14336@tp]             named from the title ("../": the module around it)
+      mlp.up_proj   /embed.weight f32[32000, 4096]               named from the model
       model.layers.0..31   3   dp   dp   none                    a row of the last table: how blocks keep their parameters
 """
 
@@ -15,8 +17,8 @@ from meshwright.ir.writing.names import ROOT, Kept, kept_text
 from meshwright.ir.writing.paths import unfold_paths
 
 _MESH = re.compile(r"(?:plan\s+)?(\w+\*?=\d+(?: x \w+\*?=\d+)*)(?: on .*)?")
-_TITLE = re.compile(r"(\S+) \(\d+ equal blocks\)|(outside the blocks)|([\w.]+)")
-_WEIGHT = r"(\w+) ((?:\w+)\[[^\]]*\])"
+_TITLE = re.compile(r"(.+) \((?:\d+ equal blocks|outside the blocks)\)|(outside the blocks)|([^\s\[\]]+)")
+_WEIGHT = r"(\S+) (\w+\[[^\]]*\])"
 _ROW = re.compile(rf"(?:(\S+)\s+)?{_WEIGHT}(?:\s{{2,}}.*)?")
 _KEPT = re.compile(r"(outside the blocks|\S+(?:, \S+)*)\s{2,}([0-3])\s{2,}(-|\w+(?:, \w+)*)\s{2,}(-|\w+(?:, \w+)*)\s{2,}"
                    r"(none|selective|full)\b.*")
@@ -33,7 +35,12 @@ def pins_of_lines(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     title: str | None = None
     module = ""
+    started = ""
     for line in (line.strip() for line in text.splitlines()):
+        if line.endswith(",") and not _ROW.fullmatch(line):  # a title of many paths goes on in the next line
+            started += f"{line} "
+            continue
+        line, started = started + line, ""
         if not line or set(line) <= set("─-━ ") or line.startswith(("module ", "block ")):
             continue
         if mesh := _MESH.fullmatch(line):
@@ -50,16 +57,23 @@ def pins_of_lines(text: str) -> dict[str, Any]:
         else:
             raise ValueError(f"{line!r} is no line of a plan's tables that can be pinned: a weight's row, how blocks keep "
                              "their parameters, or the plan's mesh; meshwright.explain prints the pin of an operator")
-    if not found:
-        raise ValueError(f"{text!r:.80} has no line that pins anything")
+    if started or not found:
+        raise ValueError(f"{(started or text)!r:.80} has no line that pins anything")
     return found
 
 
 def _patterns(title: str | None, module: str, weight: str, line: str) -> list[str]:
     """Names of the parameter in a row."""
-    inner = "" if module == "." else f"{module}."
-    if title is None and module in ("", "."):
-        raise ValueError(f"{line!r} does not say of which module it is; paste the title of its table as well")
+    if weight.startswith("/"):
+        return [weight[1:]]
+    if weight.startswith("."):
+        mark, _, inner = weight.rpartition("/")
+        up = mark.count("..")
+    else:
+        inner, up = weight if module == "." else f"{module}.{weight}", 0
     if title is None:
-        return [f"*{inner}{weight}"]
-    return [f"{path}.{inner}{weight}" if path else f"{inner}{weight}" for path in unfold_paths(title)]
+        if up or (module in ("", ".") and inner == weight):
+            raise ValueError(f"{line!r} does not say of which module it is; paste the title of its table as well")
+        return [f"*{inner}"]
+    around = [".".join(path.split(".")[: len(path.split(".")) - up]) for path in unfold_paths(title)]
+    return [f"{path}.{inner}" if path else inner for path in around]

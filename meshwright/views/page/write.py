@@ -11,6 +11,7 @@ from typing import Any
 from meshwright.cost.cluster import ClusterError
 from meshwright.ir.graph import Op
 from meshwright.ir.plan import Plan, PlanError
+from meshwright.ir.writing.canonical import canonical
 from meshwright.views.alternatives import SHOWN, Alternatives
 from meshwright.views.facts import Facts, facts_of
 from meshwright.views.page.data import page_data
@@ -40,8 +41,8 @@ def priced(facts: Facts) -> Callable[[Op], list[dict[str, Any]]] | None:
 
 
 def write(plan: Plan, path: str | Path, against: Plan | None = None) -> None:
-    """Write the page of ``plan``, and of the plan it is compared with."""
-    one, other = facts_of(plan), None if against is None else facts_of(against)
+    """Write the page of ``plan``, and of the plan it is compared with, with the names that pins have and none of a trace."""
+    one, other = facts_of(canonical(plan)), None if against is None else facts_of(canonical(against))
     pages = [page_data(one, other, priced(one))]
     pages += [] if other is None else [page_data(other, one, priced(other))]
     names = ["this plan", "the other plan"]

@@ -187,6 +187,7 @@
     cy = cytoscape({ container: $("graph"), elements: elements(), style: STYLE, minZoom: 0.05, maxZoom: 3,
       layout: { name: "dagre", rankDir: "TB", nodeSep: 26, rankSep: 34, edgeSep: 10, animate: false, fit: false,
         minLen: (edge) => edge.data("label") ? 2 : 1 } });
+    words();
     cy.on("tap", "node", (event) => tapped(Number(event.target.id().slice(1))));
     cy.on("dbltap", "node", (event) => toggle(Number(event.target.id().slice(1))));
     cy.on("tap", "edge", (event) => edgePanel(event.target.data("list")));
@@ -200,6 +201,21 @@
     } else fit();
     if (selected >= 0) cy.getElementById("n" + selected).select();
     legend();
+  }
+  function words() { /* the words of an edge go to where they lie on no node and on no other words, as near its middle as can be */
+    const taken = cy.nodes().filter((n) => !n.isParent()).map((n) => n.boundingBox({ includeLabels: false }));
+    cy.edges(".paid").forEach((edge) => {
+      const from = edge.sourceEndpoint(), to = edge.targetEndpoint(), mid = edge.midpoint(), [wide, high] = sized(edge.data("label"));
+      const room = (t, side) => {
+        const x = from.x + t * (to.x - from.x) + side * wide / 2, y = from.y + t * (to.y - from.y);
+        return { x, y, x1: x - wide / 2, x2: x + wide / 2, y1: y - high / 2, y2: y + high / 2 };
+      };
+      const free = (b) => !taken.some((o) => b.x1 < o.x2 && o.x1 < b.x2 && b.y1 < o.y2 && o.y1 < b.y2);
+      const tried = [0, 1, -1].flatMap((side) => [0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8, 0.1, 0.9].map((t) => room(t, side)));
+      const found = tried.find(free) || tried[0];
+      edge.style({ "text-margin-x": found.x - mid.x, "text-margin-y": found.y - mid.y });
+      taken.push(found);
+    });
   }
   function fit() {
     const all = cy.elements(), width = cy.width(), height = cy.height(), box = all.boundingBox();
