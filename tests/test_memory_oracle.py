@@ -28,7 +28,10 @@ PIPELINES = (
 )
 
 
-COUNTED = ("gpt2-small zero 1 x4", "gpt2-small 1f1b", "llama-weights pp 4 bf16")
+COUNTED = (
+    "gpt2-small zero 1 x4", "gpt2-small 1f1b", "llama-weights pp 4 bf16", "gpt2-two cp 1", "gpt2-two cp 4 all-gather",
+    "gpt2-drawing cp 2 ring", "t5 cp 2 ring",
+)
 
 
 def rows(*names: str, of: str = "memory.py") -> list[dict[str, Any]]:
@@ -70,7 +73,8 @@ def test_pipelines() -> None:
 
 def test_what_the_search_counts_is_what_the_program_holds() -> None:
     """Whole gradients that are split behind the last micro-batch; outputs that the backward keeps anyway; gradients that are
-    copied to where they are summed."""
+    copied to where they are summed; one micro-batch, whose gradients are there when its activations are not; keys that are
+    gathered through a view; logits in another order; what attention in blocks forms of scores."""
     found = rows(*COUNTED, of="counted.py")
     assert [row["name"] for row in found] == list(COUNTED)
     for row in found:

@@ -201,6 +201,11 @@ def test_parameters_by_level_and_place() -> None:
     assert of(2, Neighbours())[TRANSIENT] == 6 * numel
     assert of(0, Neighbours())[PARAMETERS] == 6 * numel
     assert of(0, Neighbours())[GATHER] == 0
+    assert root[GRADIENTS] == 6 * numel  # its bf16 gradient and the fp32 buffer that is reduced, when no activations are left
+    several = Costs(NODE, Mesh.of(x=4), microbatches=2, itemsize=2, state_bytes=8)
+    later = several.parameter(value, need, True, Variant(2, ("x",), ("x",)), numel, Neighbours(root=True))
+    assert later is not None
+    assert later[GRADIENTS] == 5 * numel  # of the micro-batch before the buffer that is still being reduced, and a quarter
 
 
 def test_gradients_of_micro_batches_are_added_up() -> None:

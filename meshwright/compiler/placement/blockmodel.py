@@ -39,6 +39,7 @@ from meshwright.compiler.structure.activations import local_shapes, operand_shap
 from meshwright.compiler.structure.positions import Place, Position, operands, results
 from meshwright.cost.compute import Fused
 from meshwright.cost.memory.saved import saved_beside, saved_for_backward
+from meshwright.cost.memory.working import beside_output, copied, held_outputs, kept_later, space
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import TENSOR
@@ -100,6 +101,7 @@ class Builder:
         self.rules, self.schedule, self.tables, self.costs = rules, schedule, tables, tables.costs
         self.handed, self.tied, self.fused, self.root_variants = handed, tied, fused, root_variants
         self.params = {param.value for param in self.graph.params}
+        self.later = kept_later(self.graph, rules.operators)
         self._charged: set[str] = set()
         self._priced: dict[tuple[int, int], tuple[list[dict[str, str]], list[Placed], Array, Fused | None]] = {}
         self._free = self
@@ -187,13 +189,15 @@ class Builder:
         operator, saved = operators[op.target], saved_for_backward(op, self.graph, operators)[1]
         saved = tuple(index for index in saved if op.outputs[index] in self.tables.saved.values)
         flows = any(self.graph.values[name].differentiable for name in op.outputs)
+        later = self.later.get(op.name, 0.0) / (self.schedule.microbatches if times > 1 else 1)
         unary = np.zeros((len(found), RESOURCES))
         for row, assignment, where in zip(unary, found, placed, strict=True):
             fused = self.fused[op.name]
             row[:] = called(op, rule, assignment, where, operator, self.graph, self.costs, fused, read, made, times)
             row[SAVED] = sum(self.tables.bytes(op.outputs[index], where.results[index]) for index in saved) + (
-                row[SAVED] if flows else 0.0
+                row[SAVED] + copied(op, rule, where, self.graph, self.mesh, self.costs.itemsize) if flows else 0.0
             )
+            row[TRANSIENT] = space(op, rule, assignment, where, operators, self.graph, self.mesh, (read, made), later)
         return unary
 
     # values
@@ -255,12 +259,14 @@ class Builder:
 
     def _output(self, model: Model, name: str, made: Place) -> None:
         """An output of the model: its pending sums are completed, and it is held for the caller, of every micro-batch."""
-        held = handed_back(self.schedule.microbatches) - (name in self.tables.saved.values)
+        saved, weights = name in self.tables.saved.values, self.params & {n for n, yes in self.tables.trainable.items() if yes}
+        op = self.graph.ops[self.graph.producers[name]]
         for row, placed in zip(model.unary[made[0]], model.placed[made[0]], strict=True):
             state = placed.results[made[1]]
             seconds = self.costs.collective("all_reduce", tuple(sorted(state.partial)), self.tables.bytes(name, state))
             row[SEND] += seconds * self.schedule.microbatches
-            row[SAVED] += self.tables.bytes(name, state) * held
+            row[SAVED] += self.tables.bytes(name, state) * held_outputs(self.schedule.microbatches, saved, state)
+            row[TRANSIENT] += beside_output(op, placed, state, weights, self.graph, self.mesh, self.costs.itemsize)
 
     # parameters
 
@@ -323,11 +329,6 @@ class Builder:
         return float(sum(numel for numel in found.values() if numel <= JOINED))
 
 
-def handed_back(microbatches: int) -> int:
-    """How many times the bytes of a micro-batch's output a step holds: of all micro-batches joined, and the one at work."""
-    return microbatches + (microbatches > 1)
-
-
 def called(
     op: Op, rule: OpRule, assignment: Mapping[str, str], where: Placed, operator: Operator, graph: Graph, costs: Costs,
     fused: Fused | None, read: Sequence[tuple[int, ...]], made: Sequence[tuple[int, ...]], times: int,
@@ -338,7 +339,7 @@ def called(
     work = Work.of(op, graph, local_shapes(where, read, costs.mesh, False), local_shapes(where, made, costs.mesh, True))
     seconds = priced(op, rule, assignment, operator, work, graph, costs, fused, read)
     row[[FORWARD, BACKWARD, HOST, HOST_BACK, SEND, SEND_BACK]] = np.array(seconds) * times
-    row[SAVED], row[TRANSIENT] = saved_beside(operator, work), _space(operator, work)
+    row[SAVED] = saved_beside(operator, work)
     return row
 
 
@@ -363,14 +364,6 @@ def priced(
 def shares_of(op: Op, graph: Graph, read: Sequence[tuple[int, ...]]) -> list[float]:
     """The part of every operand that is there at a time; ``read``: their shapes within a micro-batch."""
     return [math.prod(shape) / max(1, graph.values[name].numel) for name, shape in zip(op.inputs, read, strict=True)]
-
-
-def _space(operator: Operator, work: Work) -> int:
-    """Bytes of the gradient of a loss's logits, which is as large as anything: in fp32, and in their own dtype."""
-    if operator.kind != "loss" or not work.operands:
-        return 0
-    itemsize = work.reads.itemsize
-    return math.prod(work.operands[0]) * (max(4, itemsize) + (itemsize if itemsize < 4 else 0))
 
 
 def pruned(model: Model, fewer: Collection[int] | None = None) -> Model:

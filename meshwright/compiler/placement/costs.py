@@ -25,6 +25,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,11 +69,28 @@ def time_rows(contention: float, microbatches: int = 1, each: bool = True, once:
     return rows
 
 
-BYTES_ROW, TRANSIENT_ROW = np.zeros(RESOURCES), np.zeros(RESOURCES)
-BYTES_ROW[[PARAMETERS, GRADIENTS, OPTIMIZER, SAVED]] = 1.0
+Vector = NDArray[np.float64]
+
+TRANSIENT_ROW = np.zeros(RESOURCES)
 TRANSIENT_ROW[TRANSIENT] = 1.0
 
-Vector = NDArray[np.float64]
+
+@cache
+def bytes_row(microbatches: int) -> Vector:
+    """[RESOURCES]: what is held at the worst moment, which is when the last micro-batch's backward begins: all activations, and
+    the gradients of the micro-batches before, if there are any."""
+    row = np.zeros(RESOURCES)
+    row[[PARAMETERS, OPTIMIZER, SAVED]] = 1.0
+    row[GRADIENTS] = float(microbatches > 1)
+    return row
+
+
+def most_bytes(resources: Vector, microbatches: int) -> float:
+    """Bytes of positions [n, RESOURCES] at the worst moment: that of ``bytes_row``, or the end of a backward, when all
+    gradients are there and no activations."""
+    total = resources.sum(axis=0)
+    begun = float(total @ bytes_row(microbatches) + resources[:, TRANSIENT].max())
+    return max(begun, float(total[[PARAMETERS, GRADIENTS, OPTIMIZER]].sum()))
 
 _CAST_BYTES = 4
 """Of an element of a gradient or a master weight, which are fp32."""
@@ -374,8 +392,10 @@ class Costs:
 
         While a block's backward runs there are its gradient in the compute dtype and the fp32 buffer that the block behind it
         is still reducing (or its own, once the gradient is in it); under ZeRO-3 also its gathered parameters, until they are
-        freed, and those of the block ahead. The root's parameters and gradients are whole while any block runs. With one
-        micro-batch a gradient at rest takes the place of the gathered parameters that are freed with it.
+        freed, and those of the block ahead. The root's parameters are whole while any block runs, and where every micro-batch
+        reduces, the root's gradients are still being reduced when the next one's backward begins. With one micro-batch
+        gradients are all there when no activations are (``bytes_row``): those at rest take the place of the gathered parameters
+        that are freed with them, the root's are being reduced.
         """
         master, cast = numel * _CAST_BYTES, numel * self.itemsize
         vector[PARAMETERS] = vector[GRADIENTS] = master / parts
@@ -390,10 +410,12 @@ class Costs:
             return
         if variant.data_axes or self.itemsize < _CAST_BYTES:  # FSDP2 gathers a copy whatever the level
             vector[PARAMETERS] += cast
-        if variant.data_axes and self.microbatches == 1:
-            vector[GRADIENTS] = 0.0 if unit.root else max(0.0, vector[GRADIENTS] - cast)
-        if variant.data_axes and unit.root:
-            vector[GRADIENTS] += cast
-            vector[TRANSIENT] = master
+        if unit.root and variant.data_axes:
+            if self.microbatches == 1:
+                vector[GRADIENTS] = cast + master
+            elif variant.zero >= 2:  # of the micro-batch before
+                vector[GRADIENTS] += master
         elif variant.data_axes:
+            vector[GRADIENTS] = max(0.0, vector[GRADIENTS] - cast * (self.microbatches == 1))
             vector[TRANSIENT] = cast + master
+

@@ -27,9 +27,9 @@ from functools import cached_property
 
 import numpy as np
 
-from meshwright.compiler.placement.blockmodel import ROOT, Model, handed_back
+from meshwright.compiler.placement.blockmodel import ROOT, Model
 from meshwright.compiler.placement.choices import Scope, check_sequence, pays_mirrored
-from meshwright.compiler.placement.costs import BACKWARD, FORWARD, RESOURCES, SAVED, SECONDS, Costs, Variant, Vector
+from meshwright.compiler.placement.costs import BACKWARD, FORWARD, RESOURCES, SAVED, SECONDS, TRANSIENT, Costs, Variant, Vector
 from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.expert_ranks import Ranks, shared_out
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
@@ -47,6 +47,7 @@ from meshwright.compiler.structure.microbatch import made_alone, split_time
 from meshwright.compiler.structure.positions import operands, positions_of, results
 from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.memory.working import beside_output, handed_back, held_outputs
 from meshwright.ir.declared.again import made_again
 from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.declared.operator import Work
@@ -259,8 +260,10 @@ class _Reader:
         edges = tuple(e for e in model.edges if e.j not in roots)
         plain = BlockModel(tuple(model.sizes), tuple(model.unary), edges).cost(chosen)
         # what is handed back is held by the step, not by what is in flight
-        for name, bytes_ in self._handed_back(at, self.problem.serves(at), chosen):
-            plain[SAVED] -= bytes_ * (handed_back(self.count) - (name in self.problem.tables.saved.values))
+        for bytes_, kept in self._handed_back(at, self.problem.serves(at), chosen):
+            plain[SAVED] -= bytes_ * (handed_back(self.count) - kept)
+        beside, waiting = self._gradients(at, chosen)
+        plain[TRANSIENT] -= beside
         block = position.block >= 0
         activations = {}
         for number, name in enumerate(self.owner.recompute):
@@ -270,7 +273,7 @@ class _Reader:
             activations[name] = self._per_microbatch(plain + more)
         return PlacedPosition(
             activations, self._weight(at, chosen), self._uses(at, chosen, charged), block, self.problem.ahead(at, chosen),
-            self._mixtures(at, chosen, block), self._data_moves(at, chosen, block),
+            self._mixtures(at, chosen, block), self._data_moves(at, chosen, block), beside, waiting,
         )
 
     def _mixtures(self, at: int, chosen: Sequence[int], block: bool) -> tuple[Mixture, ...]:
@@ -352,6 +355,23 @@ class _Reader:
             total += problem.tables.costs.waited_for(op, operator, assignment, both, weights)
         return total
 
+    def _gradients(self, at: int, chosen: Sequence[int]) -> tuple[float, float]:
+        """Bytes of gradients: of the weights that make an output, and of those from which weights' gradients are made; beside a
+        loss the latter take the place of what the loss had kept (``torch.distributed.pipelining`` lets go of it in I)."""
+        graph, model, tables = self.owner.folded.graph, self.problem.model(at), self.problem.tables
+        weights = {param.value for param in graph.params if param.trainable}
+        ops, kinds = self.problem.positions[self.problem.serves(at)].ops(graph), self.owner.rules.operators
+        beside, waiting, lost = 0.0, 0.0, any(kinds[op.target].kind == "loss" for op in ops)
+        for i, op in enumerate(ops):
+            placed = model.placed[i][chosen[i]]
+            if not lost and not weights.isdisjoint(op.inputs) and kinds[op.target].kind in ("matmul", "norm"):
+                waiting += sum(tables.bytes(name, state) for name, state in zip(op.outputs, placed.results, strict=True)
+                               if graph.values[name].differentiable)
+            for name, state in zip(op.outputs, placed.results, strict=True):
+                if name in graph.outputs:
+                    beside += beside_output(op, placed, state, weights, graph, tables.mesh, tables.costs.itemsize)
+        return beside, waiting
+
     def _local(self, op: Op, placed: Placed) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         tables = self.problem.tables
         read = operand_shapes(op, self.owner.folded.graph, self.owner.rules[op.name], tables.schedule)
@@ -426,8 +446,7 @@ class _Reader:
         last = {at for at, names in made.items() if names & {name for name in graph.outputs if graph.values[name].shape}}
         pairs = [(at, self.solution.choices[n]) for n, at in numbers if at in last]
         found = [one for at, chosen in pairs for one in self._handed_back(at, at, chosen)]
-        kept = self.problem.tables.saved.values
-        return sum(bytes_ for _, bytes_ in found), sum(bytes_ for name, bytes_ in found if name in kept)
+        return sum(bytes_ for bytes_, _ in found), sum(bytes_ * kept for bytes_, kept in found)
 
     def _alone(self, samples: int) -> tuple[float, float]:
         """``Placement.alone``: as it is made, what ranks with samples of their own make of these by micro-batches."""
@@ -449,12 +468,13 @@ class _Reader:
                         whole += bytes_
         return whole, each
 
-    def _handed_back(self, at: int, position: int, chosen: Sequence[int]) -> list[tuple[str, float]]:
-        """(value, bytes of a micro-batch) of what the model hands back, of a position whose model is that of ``at``."""
-        graph, placed = self.owner.folded.graph, self.problem.model(at).placed
+    def _handed_back(self, at: int, position: int, chosen: Sequence[int]) -> list[tuple[float, int]]:
+        """(bytes of a micro-batch, how many times those are held anyway) of what the model hands back, of a position whose
+        model is that of ``at``."""
+        graph, placed, tables = self.owner.folded.graph, self.problem.model(at).placed, self.problem.tables
         wanted = {name for name in graph.outputs if graph.values[name].shape}
         return [
-            (name, self.problem.tables.bytes(name, state))
+            (tables.bytes(name, state), handed_back(1) - held_outputs(1, name in tables.saved.values, state))
             for i, op in enumerate(self.problem.positions[position].ops(graph))
             for name, state in zip(op.outputs, placed[i][chosen[i]].results, strict=True) if name in wanted
         ]

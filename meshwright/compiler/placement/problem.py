@@ -27,7 +27,6 @@ from meshwright.compiler.placement.blockmodel import ROOT, Builder, Model
 from meshwright.compiler.placement.choices import Scope, handed_out
 from meshwright.compiler.placement.costs import (
     BACKWARD,
-    BYTES_ROW,
     FORWARD,
     GATHER,
     HOST,
@@ -41,6 +40,7 @@ from meshwright.compiler.placement.costs import (
     Costs,
     Neighbours,
     Variant,
+    bytes_row,
     time_rows,
 )
 from meshwright.compiler.placement.pinned import told_apart
@@ -170,7 +170,7 @@ class Problem:
         order = {number: index for index, number in enumerate(kinds)}
         return Chain(
             kinds=tuple(kinds.values()), sequence=tuple(order[first] for first in self._serves), shared_sizes=tuple(sizes),
-            time_rows=self._time_rows(), bytes_row=BYTES_ROW, transient_row=TRANSIENT_ROW,
+            time_rows=self._time_rows(), bytes_row=bytes_row(self.schedule.microbatches), transient_row=TRANSIENT_ROW,
             capacity=capacity, fixed_bytes=fixed_bytes, fixed_time=0.0,
         )
 

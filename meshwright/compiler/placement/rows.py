@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.compiler.placement.blockmodel import handed_back
 from meshwright.compiler.placement.costs import Vector
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.structure.folding import Folded
+from meshwright.cost.memory.working import handed_back
 from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.graph import Graph, Op, Value
 from meshwright.ir.rule import Placed
@@ -85,6 +85,9 @@ class PlacedPosition:
     ahead: the part of its forward that runs once more, ahead of all micro-batches
     mixtures, moves: calls of mixtures in it, and what data ranks exchange of its values, which is another price where these
         ranks are two axes; of models with mixtures alone
+    beside_output: bytes of gradients of weights that are made while an output of the model is held (``working``): not in a
+        pipeline, which puts it among those of all micro-batches before
+    waiting: bytes of the gradients from which those of weights are made, which wait for W where the backward is split
     """
 
     activations: Mapping[str, Vector]
@@ -94,6 +97,8 @@ class PlacedPosition:
     ahead: float = 0.0
     mixtures: tuple[Mixture, ...] = ()
     moves: tuple[DataMove, ...] = ()
+    beside_output: float = 0.0
+    waiting: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,8 @@ class Placement:
     sent: those of them that are sent; the rest each stage makes again
     again: of what is made again, (the position that makes it, the last that reads it, seconds of a micro-batch's forward and
         backward)
-    outputs: bytes that a micro-batch hands back to the caller; outputs_kept: those of them that its backward keeps anyway
+    outputs: bytes that a micro-batch hands back to the caller; outputs_kept: those of them that its backward keeps anyway, less
+        those that are put in another order besides
     alone: bytes of what is made of inputs alone for others to read (masks), which every rank has of all its micro-batches: of
         what does not depend on the samples that a rank has, and of a micro-batch
     seconds, bound: of a micro-batch through all positions, and ahead; no placement takes less than ``bound``

@@ -108,8 +108,9 @@ class ResourceTables:
         """
         value = self.graph.values[name]
         kept, shard, by_maker = (name in names for names in (self.saved.values, self.saved.by_linears, self.saved.by_makers))
-        times = self.times(name)
-        key = (self.shapes[name], value.dtype, value.differentiable, kept, shard, by_maker, times, saving, sources, targets)
+        times, view = self.times(name), name in self.saved.by_views
+        is_kept = kept, shard, by_maker, view, saving
+        key = (self.shapes[name], value.dtype, value.differentiable, is_kept, times, sources, targets)
         if key in self._tables:
             return self._tables[key]
         whole, moves = self.whole(name), paths(sources, targets)
@@ -125,6 +126,9 @@ class ResourceTables:
             again = moves.gathered & (shard and not self.costs.device.keeps_gathered)
             pieces = np.where(again, np.array(parts[0])[:, None], np.array(parts[1])[None, :])
             table[:, :, SAVED] = np.where(moves.same & (not saving or by_maker), 0.0, whole / pieces)
+        if view and saving:  # a gathered one is kept, not the value that it shows
+            split = [np.array([self.mesh.size(one.split_axes) for one in ends]) for ends in (sources, targets)]
+            table[:, :, SAVED] = np.maximum(0.0, whole / split[1][None, :] - whole / split[0][:, None])
         table[moves.impossible] = np.inf
         self._tables[key] = table
         return table

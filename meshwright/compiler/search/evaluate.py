@@ -120,7 +120,7 @@ class Evaluator:
             return False
         room = candidate.pp * (self.capacity - placement.made_alone(candidate.microbatches))
         room -= self.units(candidate, degrees, zero, placement, self.recompute[0]).state.sum()
-        room -= placement.handed_back(candidate.microbatches)
+        room += self._twice(candidate, degrees, zero, placement).sum() - placement.handed_back(candidate.microbatches)
         counts = [least_in_flight(candidate.schedule, candidate.pp, candidate.microbatches, one) for one in {alone, False}
                   if one or schedule_of(candidate.schedule).stages != 1]
         if room < 0 or min(counts) <= 1:
@@ -141,14 +141,15 @@ class Evaluator:
         variants, marks = self._variants(candidate, degrees, zero, placement)
         crossing = self._crossing(degrees, placement)
         table = self.table(candidate)
-        cuts = self._cut(candidate, placement, variants, crossing, table, capacity, cutoff)
+        twice = self._twice(candidate, degrees, zero, placement)
+        cuts = self._cut(candidate, placement, variants, crossing, table, capacity, cutoff, twice)
         chosen = np.zeros(len(self.names), dtype=int)
         for stage, option in enumerate(cuts.options):
             chosen[cuts.boundaries[stage] : cuts.boundaries[stage + 1]] = option
         units, recompute = _take(variants, marks, chosen)
         ways = [(units, recompute)]
         if any(name != self.recompute[0] for name in recompute):
-            room = self.room(candidate, placement, capacity)
+            room = self.room(candidate, placement, capacity + twice)
             ways.append(self._lightened(candidate, degrees, zero, placement, cuts, table, room, recompute))
         found = []
         for units, recompute in ways:  # summed as those of a plan that is read (``settled``), to the bit
@@ -163,10 +164,12 @@ class Evaluator:
         """The units of a cut, each recomputed no more than memory asks for, and how."""
         kinds = self.kinds(candidate, zero)
         variants = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
-        saved, state, transient = (np.array([getattr(one, key) for one in variants]) for key in ("saved", "state", "transient"))
+        saved, pending, state, transient = (
+            np.array([getattr(one, key) for one in variants]) for key in ("saved", "pending", "state", "transient")
+        )
         work = np.array([one.forward + one.backward for one in variants])
         before = np.array([kinds.index(name) for name in recompute])
-        chosen = lighten(np.array([saved, saved, state]), transient, work, table, cuts.boundaries, room.tolist(), before)
+        chosen = lighten(np.array([saved, pending, state]), transient, work, table, cuts.boundaries, room.tolist(), before)
         return _take(variants, [(name,) * len(recompute) for name in kinds], chosen)
 
     def _as_cut(
@@ -178,7 +181,9 @@ class Evaluator:
         whole = []
         for start, stop in itertools.pairwise(starts):
             unit, (forward, backward) = _joined(each[start:stop]), placement.repeated(start)
-            whole.append(replace(unit, forward=unit.forward + forward, backward_input=unit.backward_input + backward))
+            waits = unit.pending if start else unit.saved  # torch leaves all of the first stage to W
+            forward, backward = unit.forward + forward, unit.backward_input + backward
+            whole.append(replace(unit, forward=forward, backward_input=backward, pending=waits))
         cuts = stages.cut(whole, candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches,
                           table=table, bound=0.0)
         return replace(cuts, boundaries=tuple(starts), bound=bound)
@@ -229,7 +234,7 @@ class Evaluator:
         slack = placement.bound / placement.seconds
         boundary = received(schedule, pp, several[0], count) * max(placement.crossing[:-1]) + placement.made_alone(count)
         boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += placement.handed_back(count)
-        room = np.maximum(capacity - boundary, 1.0)
+        room = np.maximum(capacity - boundary + self._twice(candidate, degrees, zero, placement), 1.0)
         asked = cutoff / slack
         bound = stages.step_bound(units, pp, several, schedule, count, room, outside, asked)
         self.work["packing"] += 1
@@ -247,7 +252,8 @@ class Evaluator:
         schedule's own table. ``cutoff``: seconds above which nothing sharper is needed; ``sharp``: as of ``timed_bound``."""
         units, outside = self._divisible(candidate, degrees, zero, placement)
         slack, table = placement.bound / placement.seconds, self.table(candidate)
-        room = self.room(candidate, placement, self.capacity if capacity is None else capacity)
+        capacity = self.capacity if capacity is None else capacity
+        room = self.room(candidate, placement, capacity + self._twice(candidate, degrees, zero, placement))
         paths = self._paths.setdefault((table.name, table.pp, table.stages, table.microbatches), KnownPaths())
         seconds, runs, size = timed_bound(units, table, outside, room, known / slack, cutoff / slack, paths, sharp)
         self.work["action of divided units"] += runs * candidate.microbatches * candidate.stages
@@ -270,8 +276,8 @@ class Evaluator:
         slowed = 1.0 if candidate.split else float(self.costs.exposed(np.ones(1), np.full(1, np.inf))[0])
         return OutsideSeconds(units.gather, units.reduce, units.optimizer, slowed)
 
-    def room(self, candidate: Candidate, placement: Placement, capacity: float) -> Array:
-        """Bytes of every rank [pp] for its units, of ``capacity`` bytes."""
+    def room(self, candidate: Candidate, placement: Placement, capacity: float | Array) -> Array:
+        """Bytes of every rank [pp] for its units, of ``capacity`` bytes, of all or of each."""
         return np.asarray(np.maximum(capacity - self._boundary_bytes(candidate, placement), 1.0))
 
     def _boundary_bytes(self, candidate: Candidate, placement: Placement) -> Array:
@@ -287,6 +293,14 @@ class Evaluator:
         found = (held + waiting) * max(placement.crossing[:-1]) + placement.made_alone(candidate.microbatches)
         found[table.stage_rank[-1]] += placement.handed_back(candidate.microbatches)
         return np.asarray(found)
+
+    def _twice(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement) -> Array:
+        """Bytes of every rank [pp] that its units count twice: a weight of the first and the last stage is one where a rank has
+        both; its gradients are two, and so is the parameter if FSDP2 takes it."""
+        stage_rank, found = self.table(candidate).stage_rank, np.zeros(candidate.pp)
+        if stage_rank[0] == stage_rank[-1]:
+            found[stage_rank[0]] = self.costs.shared_bytes(placement, degrees, zero, candidate.microbatches)
+        return found
 
     def kinds(self, candidate: Candidate, zero: int) -> tuple[str, ...]:
         """The recomputations that may be combined with a schedule."""
@@ -319,9 +333,9 @@ class Evaluator:
 
     def _cut(
         self, candidate: Candidate, placement: Placement, variants: Sequence[Units], crossing: Array, table: Table,
-        capacity: float, cutoff: float,
+        capacity: float, cutoff: float, twice: Array,
     ) -> stages.Cuts:
-        room = self.room(candidate, placement, capacity)
+        room = self.room(candidate, placement, capacity + twice)
         options = [self._stage_units(variant, crossing) for variant in variants]
         self.work["stage to cut"] += candidate.stages
         try:
@@ -355,7 +369,8 @@ class Evaluator:
 
     def _stage_units(self, units: Units, crossing: Array) -> list[stages.Unit]:
         places = self._places(crossing).tolist()
-        rows = zip(self.names, *(column.tolist() for column in _columns(units)), places, places, strict=True)
+        columns = [column.tolist() for column in (*_columns(units), units.pending)]
+        rows = zip(self.names, *columns[:-1], places, places, columns[-1], strict=True)
         return [stages.Unit(*row) for row in rows]
 
     def _result(
@@ -383,10 +398,11 @@ class Evaluator:
         parts["outside the schedule"] = max(0.0, seconds - float(ends.max()) - optimizer)  # rounding may be below nothing
         parts["pipeline bubble"] = max(0.0, seconds - sum(parts.values()))
         boundary = self._boundary_bytes(candidate, placement)
-        memory = np.array(cuts.memory) + boundary
+        twice = self._twice(candidate, degrees, zero, placement)
+        memory = np.array(cuts.memory) + boundary - twice
         fullest = int(np.argmax(memory))
         state, alone = float(per_rank(units.state)[fullest]), placement.made_alone(candidate.microbatches)
-        kinds = {"state": state, "activations": cuts.memory[fullest] - state, "inputs": alone,
+        kinds = {"state": state - float(twice[fullest]), "activations": cuts.memory[fullest] - state, "inputs": alone,
                  "received and handed back": float(boundary[fullest]) - alone}
         slack = placement.bound / placement.seconds
         return Evaluation(
@@ -497,6 +513,7 @@ def _joined(units: Sequence[stages.Unit]) -> stages.Unit:
     return stages.Unit(
         units[0].name, total("forward"), total("backward_input"), total("backward_weight"), total("state"), total("saved"),
         max(unit.transient for unit in units), last.value, last.gradient,
+        sum(unit.saved if unit.pending is None else unit.pending for unit in units),
     )
 
 

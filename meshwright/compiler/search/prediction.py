@@ -23,6 +23,7 @@ from meshwright.compiler.placement.costs import (
     SEND,
     SEND_BACK,
     TRANSIENT,
+    most_bytes,
 )
 from meshwright.compiler.placement.problem import Problem, totals
 from meshwright.compiler.search.evaluate import Evaluation
@@ -52,9 +53,14 @@ def of_blocks(task: Task, problem: Problem, chain: Chain, solution: Solution, mi
     exposed = overlap.exposed(forward, gather, contention) + overlap.exposed(one * forward, first, contention)
     exposed += overlap.exposed(backward, reduce_, contention) + overlap.exposed(one * backward, last, contention)
     held = {name: float(resources[:, index].sum()) for name, index in MEMORY.items()}
+    transient = float(resources[:, TRANSIENT].max())
+    if microbatches == 1:  # gradients or activations, by which is the worst moment
+        backward_begins = held["activations"] + transient >= held["gradients"]
+        held["gradients" if backward_begins else "activations"] = 0.0
+        transient *= backward_begins
     found = Prediction(
         step_seconds=solution.time,
-        bytes_per_rank=solution.bytes_ + solution.transient,
+        bytes_per_rank=chain.fixed_bytes + most_bytes(resources, microbatches),
         capacity_bytes=task.cluster.capacity_bytes,
         free_bytes=task.cluster.memory_bytes - task.cluster.capacity_bytes,
         compute_seconds=float((forward + backward).sum()) - again - (optimizer or 0.0),
@@ -62,7 +68,7 @@ def of_blocks(task: Task, problem: Problem, chain: Chain, solution: Solution, mi
         optimizer_seconds=optimizer,
         communication_seconds=float((send + back + gather + reduce_ + first + last).sum()),
         exposed_communication_seconds=float((send + back + exposed).sum()) - sent_again,
-        bytes_by_kind={**held, "inputs": chain.fixed_bytes, "transient": float(resources[:, TRANSIENT].max())},
+        bytes_by_kind={**held, "inputs": chain.fixed_bytes, "transient": transient},
     )
     return _with_throughput(found, task, step_flops(task.graph, task.rules.operators))
 

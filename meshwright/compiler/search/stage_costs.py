@@ -43,6 +43,7 @@ from meshwright.compiler.placement.costs import (
     Neighbours,
     Variant,
     Vector,
+    bytes_row,
 )
 from meshwright.compiler.placement.placement import CONTEXT, TENSOR
 from meshwright.compiler.placement.rows import DATA, EP, NONE, PlacedPosition, Placement, Use
@@ -104,6 +105,7 @@ class Units:
     weight: Array
     state: Array
     saved: Array
+    pending: Array
     transient: Array
     gather: Array
     reduce: Array
@@ -155,20 +157,23 @@ class StageCosts:
         recomputed = (run - plain)[:, [BACKWARD, SEND_BACK]].sum(axis=1)
         backward = run[:, SEND_BACK] + each[:, SEND_BACK] + recomputed * split
         backward = backward + self.overlapped(run[:, BACKWARD] + each[:, BACKWARD], each[:, REDUCE], run[:, HOST_BACK])
+        waiting = np.array([row.waiting for row in placement.rows])
         columns = [
             forward, backward, weight + recomputed * split,
-            once[:, [PARAMETERS, GRADIENTS, OPTIMIZER]].sum(axis=1) + run[:, [PARAMETERS]].sum(axis=1),
-            run[:, SAVED], self._transient(placement, run, once, kept or degrees.variant(zero), microbatches > 1),
+            once[:, bytes_row(microbatches) > 0].sum(axis=1) + run[:, PARAMETERS],
+            run[:, SAVED], run[:, SAVED] + waiting,
+            self._transient(placement, run, once, kept or degrees.variant(zero), microbatches > 1, degrees.pp > 1),
             once[:, [GATHER, GATHER_ONCE, SEND]].sum(axis=1), once[:, [REDUCE, REDUCE_ONCE, SEND_BACK]].sum(axis=1),
             once[:, BACKWARD],
             np.where(ahead > 0.0, forward, 0.0) * ahead,
         ]
         return Units(*(column[list(placement.sequence)] for column in columns))
 
-    def _transient(self, placement: Placement, run: Array, once: Array, variant: Variant, several: bool) -> Array:
+    def _transient(self, placement: Placement, run: Array, once: Array, variant: Variant, several: bool, staged: bool) -> Array:
         """Bytes beside what is kept while a row runs, or, where FSDP2 has no part in it, while gradients are copied to their
         sums when a block's backward is done and nothing that it kept is left (``cost.memory.fsdp``)."""
         working = run[:, TRANSIENT] + once[:, TRANSIENT]
+        working += [0.0 if staged else row.beside_output for row in placement.rows]
         if variant.data_axes:
             return np.asarray(working)
         copied = np.array([row.block for row in placement.rows]) * once[:, GRADIENTS] * (1 + several)
@@ -249,6 +254,17 @@ class StageCosts:
                 axes = variant.shard_axes if variant.zero else variant.data_axes
                 total[SEND_BACK] += 2 * self.crossing(degrees, bytes_ / degrees.mesh.size(axes))
                 total[SEND_BACK] += 0.0 if variant.zero else costs.collective("all_gather", axes, bytes_)
+        return total
+
+    def shared_bytes(self, placement: Placement, degrees: Degrees, zero: int, microbatches: int) -> float:
+        """Bytes of what several positions read that are counted with each of them, where one rank has them all."""
+        costs, variant, total = self._prices(degrees, microbatches), degrees.variant(zero), 0.0
+        for row in (placement.rows[at] for at in placement.sequence):
+            for use in row.uses:
+                if not use.first:
+                    need, unit = renamed(use.need, degrees), Neighbours(root=not row.block)
+                    found = costs.parameter(use.value, need, use.trainable, variant, use.group, unit, use.late)
+                    total += 0.0 if found is None else found[OPTIMIZER] + (0.0 if variant.data_axes else found[PARAMETERS])
         return total
 
     def _prices(self, degrees: Degrees, microbatches: int) -> Costs:

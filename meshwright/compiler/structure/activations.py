@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from meshwright.compiler.structure.microbatch import made_alone
 from meshwright.cost.memory.saved import saved_for_backward
 from meshwright.ir.declared.operator import Operators
 from meshwright.ir.graph import Graph, Op
@@ -22,11 +23,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Saved:
-    """Values kept for the backward; those of them that only linears keep; those of them that their own maker keeps."""
+    """Values kept for the backward; those of them that only linears keep; those of them that their own maker keeps; views of
+    such values by which they are kept."""
 
     values: frozenset[str]
     by_linears: frozenset[str]
     by_makers: frozenset[str]
+    by_views: frozenset[str] = frozenset()
 
 
 def body_shapes(graph: Graph, rules: Mapping[str, OpRule], schedule: Schedule) -> dict[str, Shape]:
@@ -63,22 +66,23 @@ def _cut(shape: Shape, dims: tuple[str | None, ...], factor: str, count: int) ->
 
 
 def saved_values(graph: Graph, operators: Operators) -> Saved:
-    """What autograd keeps of a graph, through views."""
+    """What autograd keeps of a graph, through views; what is made of inputs alone is there anyway."""
     viewed: dict[str, str] = {}
     for op in graph.ops:
         if operators[op.target].kind == "view" and op.inputs:
             viewed.update({name: viewed.get(op.inputs[0], op.inputs[0]) for name in op.outputs})
-    outside = {param.value for param in graph.params}.union(graph.inputs)
-    saved, other, makers = set[str](), set[str](), set[str]()
+    outside = {param.value for param in graph.params}.union(graph.inputs, made_alone(graph, operators))
+    saved, other, makers, views = set[str](), set[str](), set[str](), set[str]()
     for op in graph.ops:
         operands, results = saved_for_backward(op, graph, operators)
         makers.update(op.outputs[i] for i in results)
         if not any(graph.values[name].differentiable for name in op.outputs):
             continue
         for name in [op.inputs[i] for i in operands] + [op.outputs[i] for i in results]:
-            if name in outside:
+            if name in outside or viewed.get(name) in outside:
                 continue
             saved.add(viewed.get(name, name))
+            views.update({name} & viewed.keys())
             if operators[op.target].linear is None or name in viewed:
                 other.add(viewed.get(name, name))
-    return Saved(frozenset(saved), frozenset(saved - other), frozenset(makers & saved))
+    return Saved(frozenset(saved), frozenset(saved - other), frozenset(makers & saved), frozenset(views))

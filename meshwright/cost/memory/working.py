@@ -1,0 +1,113 @@
+"""Bytes that are there beside what autograd keeps: while a call runs, and with an output of the model.
+
+    space              of calls that are as large as anything: a loss's gradients of the logits, linears and losses in pieces,
+                       attention whose algorithm forms scores or passes pieces on
+    beside_output      the gradient of the weight that makes an output (the logits), which is made before anything is let go
+    copied             a weight of several parts that is split, of which every rank makes its piece of each
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from meshwright.cost.memory.saved import saved_for_backward, storages
+from meshwright.ir.declared.operator import Operators, Work
+from meshwright.ir.graph import Graph, Op
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.program import DRAW
+from meshwright.ir.rule import Local, OpRule, Placed, factors_of
+from meshwright.ir.sharding import Sharding
+
+_WIDE = 4
+"""Bytes of an element in fp32."""
+Shapes = Sequence[tuple[int, ...]]
+
+
+def space(
+    op: Op, rule: OpRule, assignment: Mapping[str, str], where: Placed, operators: Operators, graph: Graph, mesh: Mesh,
+    shapes: tuple[Shapes, Shapes], later: float = 0.0,
+) -> float:
+    """Bytes that a call needs beside operands and results. ``shapes``: of operands and results before they are split;
+    ``later``: bytes that later operators of its block keep (``kept_later``), which a backward has let go of when it comes to
+    this one; they are split as this one is (assumed).
+
+    A loss's is the gradient of the logits in fp32, and in their own dtype. An algorithm's is that of the operator that the
+    program calls in its place (``OpRule.localize``), on the first rank."""
+    operator, split = operators[op.target], any(name in rule.algorithms for name in assignment.values())
+    if operator.kind != "loss" and operator.cost.again is None and not split:
+        return 0.0
+    read, made = (
+        [sharding.local_shape(shape, mesh) for sharding, shape in zip(ends, whole, strict=True)]
+        for ends, whole in zip((where.operands, where.results), shapes, strict=True)
+    )
+    work = Work.of(op, graph, read, made)
+    if operator.kind == "loss" and work.operands:
+        itemsize = work.reads.itemsize
+        return float(math.prod(work.operands[0]) * (max(_WIDE, itemsize) + (itemsize if itemsize < _WIDE else 0)))
+    if split and rule.localize is not None:
+        local = Local(mesh, dict.fromkeys(mesh.axes, 0), assignment, where, tuple(shapes[0]), tuple(shapes[1]))
+        target, args, kwargs = rule.localize(op, local)
+        call = replace(op, target=target, args=args, kwargs=tuple(pair for pair in kwargs if pair[0] != DRAW))
+        operator, work = operators[target], Work.of(call, graph, read, made)
+    if operator.cost.space is None:
+        return 0.0
+    forward, backward = operator.cost.space(work)
+    return float(max(0.0, max(forward, backward) - later / mesh.size([a for a, one in assignment.items() if factors_of(one)])))
+
+
+def kept_later(graph: Graph, operators: Operators) -> dict[str, float]:
+    """Of every operator the bytes that those after it keep, each value once: of its block, or of what lies between two."""
+    base, found = storages(graph, operators), dict[str, float]()
+    params = {param.value for param in graph.params}
+    ends = sorted({0, len(graph.ops), *(at for block in graph.blocks for at in (block.start, block.stop))})
+    for start, stop in pairwise(ends):
+        seen, total = set[str](), 0.0
+        for op in reversed(graph.ops[start:stop]):
+            found[op.name] = total
+            operands, results = saved_for_backward(op, graph, operators)
+            for name in (*(op.inputs[at] for at in operands), *(op.outputs[at] for at in results)):
+                if (root := base[name]) not in seen | params:
+                    seen.add(root)
+                    total += graph.values[name].bytes_
+    return found
+
+
+def beside_output(
+    op: Op, placed: Placed, state: Sharding, weights: Collection[str], graph: Graph, mesh: Mesh, itemsize: int
+) -> float:
+    """Bytes of the gradients of trainable ``weights`` of which a call makes an output of the model: the output is held while
+    they are made, beside its own gradient. Nothing where it is cast for the loss, whose fp32 gradient is larger and gone by
+    then, or held in another order. A piece of a weight whose gradient FSDP2 sums is copied once."""
+    if itemsize < _WIDE or state.mirrored:
+        return 0.0
+    total = 0.0
+    for name, need in zip(op.inputs, placed.operands, strict=True):
+        if name in weights:
+            parts = mesh.size(need.split_axes)
+            total += graph.values[name].numel / parts * itemsize * (1 + (1 < parts < mesh.world))
+    return total
+
+
+def held_outputs(microbatches: int, saved: bool, state: Sharding) -> int:
+    """How many times the bytes of a micro-batch's output a step holds beside what its backward keeps: of all micro-batches
+    joined, and the one at work; what lies in another order than the caller's is handed back as a copy."""
+    return handed_back(microbatches) - (saved and not state.mirrored)
+
+
+def handed_back(microbatches: int) -> int:
+    """How many times the bytes of a micro-batch's output a step holds: of all micro-batches joined, and the one at work."""
+    return microbatches + (microbatches > 1)
+
+
+def copied(op: Op, rule: OpRule, placed: Placed, graph: Graph, mesh: Mesh, itemsize: int) -> float:
+    """Bytes of the pieces of weights of several parts (``OpRule.fused``) that a call reads split: a copy, held as what autograd
+    keeps is."""
+    return sum(
+        graph.values[op.inputs[at]].numel / mesh.size(placed.operands[at].split_axes) * itemsize
+        for at, (dim, parts) in rule.fused.items()
+        if parts > 1 and at < len(op.inputs) and mesh.size(placed.operands[at].dims[dim]) > 1
+    )
+
