@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.compiler.placement.pin_conflicts import asks, check_agreement
-from meshwright.compiler.structure.guard import CallWatch
+from meshwright.compiler.structure.calls.guard import CallWatch
 from meshwright.compiler.structure.pieces import as_in
 from meshwright.compiler.structure.same import aligned
 from meshwright.cost.cluster import Cluster

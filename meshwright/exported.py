@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.compiler.structure.guard import refuse_autocast
+from meshwright.compiler.structure.calls.guard import refuse_autocast
 from meshwright.errors import ExportError, InputError, MeshwrightError, PlanError, RunError
 from meshwright.ir.mesh import PP, SEQUENCE, role_of
 from meshwright.ir.pins import Pins

@@ -25,7 +25,6 @@ from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.blocks import find_blocks
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.microbatch import split_counts
-from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.compiler.structure.units import find_layers, find_units, split_at
 from meshwright.cost.catalogue import catalogue
 from meshwright.cost.cluster import Cluster, ClusterError, Island
@@ -316,7 +315,7 @@ def check_experts(pins: Pins, task: Task) -> None:
     if (ep := pins.ep or 1) == 1:
         return
     graph, rules = task.graph, task.rules
-    stacked = StackedExperts.of(graph, task.classes).products
+    stacked = task.structure.stacked.products
     counts = {
         op: {rules[op.name].sizes[one] for both in rules[op.name].together for one in factors_of(both)[1:]}
         | {rules[op.name].sizes[factor] for name, factor in stacked.items() if name == op.name}

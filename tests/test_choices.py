@@ -13,7 +13,8 @@ from meshwright.compiler.placement.pinned import check_tensor_pins
 from meshwright.compiler.search.blockwise import solve_layout
 from meshwright.compiler.search.candidates import Layout
 from meshwright.compiler.search.task import Task, Timing
-from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_dims
+from meshwright.compiler.structure.dims import batch_size, handed_on
+from meshwright.compiler.structure.structure import Structure
 from meshwright.cost.cluster import Cluster
 from meshwright.footprint import Footprints
 from meshwright.ir.graph import Graph, Op
@@ -28,11 +29,7 @@ from tests.test_planner import Stack, graph_of, of_models
 
 
 def scope_of(graph: Graph, mesh: Mesh, roles: Mapping[str, str], pins: Pins, microbatches: int = 1) -> Scope:
-    classes = DimClasses(graph, rules_of(graph)[0])
-    batch = classes.of(batch_inputs(graph).items())
-    passed = handed_on(graph)
-    sequence = classes.of(sequence_dims(graph, passed, classes, batch).items())
-    return Scope(graph, mesh, roles, pins, classes, batch, sequence, frozenset(passed), microbatches)
+    return Scope(Structure(graph, rules_of(graph)[0]), mesh, roles, pins, microbatches)
 
 
 def open_to(graph: Graph, op: Op, roles: Mapping[str, str], pins: Pins = Pins(), size: int = 2) -> list[dict[str, str]]:  # noqa: B008
@@ -143,9 +140,9 @@ def test_dims_are_known_by_where_they_come_from() -> None:
     assert batch_size(graph) == 4
     scope = scope_of(graph, Mesh.of(tp=2), {"tp": "tensor"}, Pins())
     logits = next(name for name in graph.outputs if len(graph.values[name].shape) == 3)
-    assert scope.classes.find((logits, 0)) in scope.batch
-    assert scope.classes.find((logits, 1)) in scope.sequence
-    assert scope.classes.find((logits, 2)) not in scope.batch | scope.sequence
+    assert scope.classes.find((logits, 0)) in scope.structure.batch
+    assert scope.classes.find((logits, 1)) in scope.structure.sequence
+    assert scope.classes.find((logits, 2)) not in scope.structure.batch | scope.structure.sequence
 
 
 def test_only_layers_hand_on() -> None:

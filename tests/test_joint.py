@@ -32,9 +32,9 @@ from meshwright.compiler.search.sweep import Sweep
 from meshwright.compiler.search.task import Task
 from meshwright.compiler.solver.chain import Chain
 from meshwright.compiler.solver.solve import solve
-from meshwright.compiler.structure.dims import DimClasses, batch_inputs, handed_on
 from meshwright.compiler.structure.folding import fold
-from meshwright.compiler.structure.microbatch import made_alone, split_time
+from meshwright.compiler.structure.microbatch import made_alone
+from meshwright.compiler.structure.structure import Structure
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.timeline import simulate
 from meshwright.ir.graph import Graph
@@ -97,14 +97,11 @@ def _no_free_layouts(candidate: Candidate, to_beat: float, limited_too: bool, fl
 def _chain(graph: Graph) -> Chain:
     rules = rules_of(graph)[0]
     mesh = Mesh((DATA, TENSOR), (2, 2))
-    classes, passed = DimClasses(graph, rules), handed_on(graph)
-    batch = classes.of(batch_inputs(graph).items())
-    sequence = classes.of((name, 1) for name in passed) - batch
-    scope = Scope(graph, mesh, {DATA: "data", TENSOR: "tensor"}, Pins(), classes, batch, sequence, frozenset(passed), 1)
+    structure = Structure(graph, rules)
+    scope = Scope(structure, mesh, {DATA: "data", TENSOR: "tensor"}, Pins(), 1)
     costs = Costs(Cluster.parse("h100:1x4"), mesh, microbatches=1, itemsize=2, state_bytes=8.0)
     variants = [Variant(0, (DATA,))]
-    schedule = split_time(graph, rules, 1, batch_inputs(graph))
-    return Problem(scope, rules, schedule, costs, variants, variants).chain(math.inf, 0.0)
+    return Problem(scope, structure.schedule(1), costs, variants, variants).chain(math.inf, 0.0)
 
 
 def test_folding_changes_nothing_but_the_size_of_the_graph() -> None:

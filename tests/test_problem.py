@@ -37,9 +37,8 @@ from meshwright.compiler.search.layouts import variants
 from meshwright.compiler.solver.chain import Chain
 from meshwright.compiler.solver.oracle import brute_force, flow_mip
 from meshwright.compiler.solver.solve import solve
-from meshwright.compiler.structure.dims import DimClasses, batch_inputs
-from meshwright.compiler.structure.microbatch import split_time
 from meshwright.compiler.structure.positions import positions_of, several_readers
+from meshwright.compiler.structure.structure import Structure
 from meshwright.cost import overlap
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph, Value
@@ -56,13 +55,12 @@ NODE = Cluster.parse("h100:1x4")
 def problem(graph: Graph, mesh: Mesh, cluster: Cluster = NODE, recompute: tuple[str, ...] = ("none",)) -> Problem:
     """Everything open on a mesh."""
     rules, _ = rules_of(graph)
-    classes = DimClasses(graph, rules)
+    structure = Structure(graph, rules)
     layout = Layout(mesh, dict.fromkeys(mesh.axes, "any"))
-    batch = classes.of(batch_inputs(graph).items())
-    scope = Scope(graph, mesh, layout.roles, Pins(), classes, batch, frozenset(), frozenset(), 1)
+    scope = Scope(structure, mesh, layout.roles, Pins(), 1)
     costs = Costs(cluster, mesh, microbatches=1, itemsize=4, state_bytes=8)
     ways = partial(variants, layout, Pins(), 1)
-    return Problem(scope, rules, split_time(graph, rules, 1, batch_inputs(graph)), costs, ways(recompute), ways(("none",)))
+    return Problem(scope, structure.schedule(1), costs, ways(recompute), ways(("none",)))
 
 
 def small(name: str) -> Chain:

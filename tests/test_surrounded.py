@@ -16,8 +16,7 @@ from meshwright.compiler.search.candidates import Layout
 from meshwright.compiler.search.layouts import variants
 from meshwright.compiler.solver.chain import Infeasible
 from meshwright.compiler.solver.solve import solve
-from meshwright.compiler.structure.dims import DimClasses, batch_inputs, handed_on, sequence_classes
-from meshwright.compiler.structure.microbatch import split_time
+from meshwright.compiler.structure.structure import Structure
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph, Op, Param, Ref, Value
 from meshwright.ir.mesh import Mesh, role_of
@@ -75,13 +74,11 @@ def surrounded(run: OperatorRun, weights: bool) -> Graph:
 
 
 def problem(graph: Graph, rules: Rules, mesh: Mesh, pins: Pins) -> tuple[Scope, Problem]:
-    classes, passed, roles = DimClasses(graph, rules), handed_on(graph), {axis: role_of(axis) for axis in mesh.axes}
-    batch = classes.of(batch_inputs(graph).items())
-    sequence = sequence_classes(graph, passed, classes, batch)
-    scope = Scope(graph, mesh, roles, pins, classes, batch, sequence, frozenset(passed), 1)
+    structure, roles = Structure(graph, rules), {axis: role_of(axis) for axis in mesh.axes}
+    scope = Scope(structure, mesh, roles, pins, 1)
     kept = variants(Layout(mesh, roles), pins, 1, ("none",))
     costs = Costs(CLUSTER, mesh, microbatches=1, itemsize=4, state_bytes=8)
-    return scope, Problem(scope, rules, split_time(graph, rules, 1, batch_inputs(graph)), costs, kept, kept)
+    return scope, Problem(scope, structure.schedule(1), costs, kept, kept)
 
 
 def faults(target: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.api import autoparallel
 from meshwright.compiler.capture.capture import capture
-from meshwright.compiler.structure.guard import CallWatch
+from meshwright.compiler.structure.calls.guard import CallWatch
 from meshwright.errors import RunError
 from meshwright.ir.graph import Graph
 

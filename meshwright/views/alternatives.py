@@ -28,9 +28,8 @@ from meshwright.compiler.placement.costs import Variant
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.solver.chain import Array, Chain
 from meshwright.compiler.solver.elimination import Eliminated, Eliminator, Tables
-from meshwright.compiler.structure.dims import DimClasses, batch_inputs, handed_on, sequence_classes
 from meshwright.compiler.structure.folding import fold
-from meshwright.compiler.structure.microbatch import split_time
+from meshwright.compiler.structure.structure import Structure
 from meshwright.ir.graph import Op
 from meshwright.ir.mesh import PP, Mesh, role_of
 from meshwright.ir.pins import Pins
@@ -79,19 +78,15 @@ class Alternatives:
         mesh = Mesh(tuple(axes), tuple(plan.mesh.size(axis) for axis in axes), plan.mesh.mirrored)
         rules = Rules({op.name: facts.rules[op.name] for op in graph.ops}, facts.rules.operators)
         count = plan.schedule.microbatches
-        classes = DimClasses(graph, rules)
-        passed = handed_on(graph)
-        batch = classes.of(batch_inputs(graph).items())
-        sequence = sequence_classes(graph, passed, classes, batch)
+        structure = Structure(graph, rules)
         roles = {axis: role_of(axis) for axis in axes}
         kept = list(dict.fromkeys(map(_variant, plan.groups[:-1]))) or [_variant(plan.groups[-1])]
         costs = costs_of(plan, mesh)
         scope = Scope(
-            graph, mesh, roles, Pins(), classes, batch, sequence, frozenset(passed), count, cluster=costs.network.cluster,
+            structure, mesh, roles, Pins(), count, cluster=costs.network.cluster,
             near=near_of(plan.assignments), folded=folded(plan.assignments.values()),
         )
-        self.problem = Problem(scope, rules, split_time(graph, rules, count, batch_inputs(graph)), costs, kept,
-                               [_variant(plan.groups[-1])])
+        self.problem = Problem(scope, structure.schedule(count), costs, kept, [_variant(plan.groups[-1])])
         self.chain: Chain = self.problem.chain(math.inf, 0.0)
         self._tables = Tables()
         self._rows: dict[tuple[int, int], Array] = {}

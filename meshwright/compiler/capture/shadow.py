@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.compiler.capture.chance import ChanceError, generators_unchanged, raised_where_drawn
 from meshwright.compiler.capture.watch import CaptureWatch
-from meshwright.compiler.structure.outside import PLAIN
+from meshwright.compiler.structure.calls.outside import PLAIN
 from meshwright.errors import CaptureError, NotKeptError
 from meshwright.ir.gradients.custom import CustomFunction
 from meshwright.ir.signature import flatten_output, rebuild_arguments, split_arguments

@@ -45,7 +45,7 @@ from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import TENSOR
 from meshwright.ir.plan import PlanError, Schedule
 from meshwright.ir.program import JOINED
-from meshwright.ir.rule import OpRule, Placed, Rules, place
+from meshwright.ir.rule import OpRule, Placed, place
 from meshwright.ir.sharding import Sharding
 
 ROOT = ""
@@ -88,26 +88,26 @@ class Model:
 class Builder:
     """Builds the models of a graph's positions.
 
-    ``handed``: of values made of inputs alone the form in which they leave their position; ``tied``: parameters with several
-    readers; ``fused``: what the fused kernel of an operator reads and writes.
+    ``handed``: of values made of inputs alone the form in which they leave their position; ``fused``: what the fused kernel of
+    an operator reads and writes.
     """
 
     def __init__(
-        self, scope: Scope, rules: Rules, schedule: Schedule, tables: ResourceTables, *,
-        handed: Mapping[str, Sharding], tied: frozenset[str], fused: Mapping[str, Fused | None],
-        root_variants: Sequence[Variant],
+        self, scope: Scope, schedule: Schedule, tables: ResourceTables, *,
+        handed: Mapping[str, Sharding], fused: Mapping[str, Fused | None], root_variants: Sequence[Variant],
     ) -> None:
         self.scope, self.graph, self.mesh = scope, scope.graph, scope.mesh
-        self.rules, self.schedule, self.tables, self.costs = rules, schedule, tables, tables.costs
-        self.handed, self.tied, self.fused, self.root_variants = handed, tied, fused, root_variants
+        self.rules, self.tied = scope.structure.rules, scope.structure.tied
+        self.schedule, self.tables, self.costs = schedule, tables, tables.costs
+        self.handed, self.fused, self.root_variants = handed, fused, root_variants
         self.params = {param.value for param in self.graph.params}
         self.later = kept_later(self.graph, rules.operators)
         self._charged: set[str] = set()
         self._priced: dict[tuple[int, int], tuple[list[dict[str, str]], list[Placed], Array, Fused | None]] = {}
         self._free = self
         if scope.fixed != NOTHING_FIXED:  # what is summed together is priced alike whatever is held
-            self._free = Builder(replace(scope, fixed=NOTHING_FIXED), rules, schedule, tables, handed=handed, tied=tied,
-                                 fused=fused, root_variants=root_variants)
+            self._free = Builder(replace(scope, fixed=NOTHING_FIXED), schedule, tables, handed=handed, fused=fused,
+                                 root_variants=root_variants)
 
     def build(self, position: Position, alike: int) -> Model:
         """The model of one position; ``alike``: a number that positions have in common which differ in their kernels alone. A

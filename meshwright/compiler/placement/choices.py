@@ -18,9 +18,8 @@ from functools import cached_property
 
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.pinned import read_pin
-from meshwright.compiler.structure.dims import Dim, DimClasses, sequence_dims
-from meshwright.compiler.structure.positions import several_readers
-from meshwright.compiler.structure.stacked import StackedExperts
+from meshwright.compiler.structure.dims import DimClasses, sequence_dims
+from meshwright.compiler.structure.structure import Structure
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import neighbours
 from meshwright.ir.graph import Graph, Op
@@ -36,14 +35,10 @@ from meshwright.ir.writing.names import choice_text
 class Scope:
     """What the choices of a graph depend on, besides the operator itself."""
 
-    graph: Graph
+    structure: Structure
     mesh: Mesh
     roles: Mapping[str, str]
     pins: Pins
-    classes: DimClasses
-    batch: frozenset[Dim]
-    sequence: frozenset[Dim]
-    handed_on: frozenset[str]
     microbatches: int
     fixed: FixedDecisions = NOTHING_FIXED
     cluster: Cluster | None = None
@@ -52,11 +47,15 @@ class Scope:
     folded: bool = False
     """Whether the ranks of the sequence share out the experts of mixtures too."""
 
-    @cached_property
-    def width(self) -> frozenset[Dim]:
-        """The last dim of what blocks hand on."""
-        shapes = {name: self.graph.values[name].shape for name in self.handed_on}
-        return frozenset(self.classes.of((name, len(shape) - 1) for name, shape in shapes.items() if len(shape) >= 3))
+    @property
+    def graph(self) -> Graph:
+        """Of the operators."""
+        return self.structure.graph
+
+    @property
+    def classes(self) -> DimClasses:
+        """Which of its dims are the same."""
+        return self.structure.classes
 
     def neighbourhoods(self, op: Op, axes: Sequence[str]) -> list[int]:
         """To how many neighbours of a group of these axes a token may go once: those on a node, and what is held."""
@@ -65,50 +64,23 @@ class Scope:
         return sorted(found | {one for one in held if one and self.mesh.size(axes) % one == 0})
 
     @cached_property
-    def stacked(self) -> StackedExperts:
-        """Experts that are matrices of one product."""
-        return StackedExperts.of(self.graph, self.classes)
-
-    @cached_property
-    def tied(self) -> frozenset[str]:
-        """Trainable parameters with several readers."""
-        return several_readers(self.graph)
-
-    @cached_property
-    def of_parameters(self) -> frozenset[str]:
-        """Values made of trainable parameters and of nothing that has a sample: turned weights, scales plus one, position
-        biases. Their gradients may be summed where the parameters' are."""
-        graph, found = self.graph, {param.value for param in self.graph.params if param.trainable}
-        params = frozenset(found)
-        for op in graph.ops:
-            flows = [name for name in op.inputs if graph.values[name].differentiable]
-            if flows and found.issuperset(flows) and not self._sampled(op):
-                found.update(name for name in op.outputs if graph.values[name].differentiable)
-        return frozenset(found) - params
-
-    @cached_property
     def of_every_sample(self) -> frozenset[str]:
         """Those of them that an operator reads which is not made of parameters alone, and runs for all samples on every data
         rank: experts, whose tokens were sorted over the whole batch. Then nothing is left to sum."""
         found: set[str] = set()
         for op in reversed(self.graph.ops):
-            inner = self.of_parameters.intersection(op.outputs)
+            inner = self.structure.of_parameters.intersection(op.outputs)
             if (inner and found.intersection(inner)) or (not inner and not self._split_by_sample(op)):
-                found.update(self.of_parameters.intersection(op.inputs))
+                found.update(self.structure.of_parameters.intersection(op.inputs))
         return frozenset(found)
 
     def splits(self, name: str, dim: int, axis: str) -> bool:
         """Whether an operator may leave a value with this dim split over the axis: ranks that have samples split the batch of
         what is no parameter, or its experts, and nothing else, tensor ranks anything but the batch."""
         role, root = self.roles[axis], self.classes.find((name, dim))
-        if (role not in SAMPLED and role != TENSOR) or name in self.stored:
+        if (role not in SAMPLED and role != TENSOR) or name in self.structure.stored:
             return True
-        return (role == EXPERT and root in self.stacked.dims) or (root in self.batch) == (role in SAMPLED)
-
-    @cached_property
-    def stored(self) -> frozenset[str]:
-        """Parameters and buffers."""
-        return frozenset(param.value for param in self.graph.params)
+        return (role == EXPERT and root in self.structure.stacked.dims) or (root in self.structure.batch) == (role in SAMPLED)
 
     def _split_by_sample(self, op: Op) -> bool:
         """Whether the data axes may split the operator's samples."""
@@ -118,18 +90,12 @@ class Scope:
             for factor in _factor_kinds(op, rule, self)["batch"].intersection(rule.splittable)
         )
 
-    def _sampled(self, op: Op) -> bool:
-        return any(
-            self.classes.find((name, dim)) in self.batch
-            for name in (*op.inputs, *op.outputs) for dim in range(len(self.graph.values[name].shape))
-        )
-
 
 def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[str, str]]:
     """All assignments of ``op`` that can run and that the pins allow, idle ones first; never empty."""
     kinds = _factor_kinds(op, rule, scope)
     weights = _contracted_weights(op, rule, scope)
-    apart = not scope.of_parameters.isdisjoint(op.outputs)
+    apart = not scope.structure.of_parameters.isdisjoint(op.outputs)
     on_weights = op.name not in scope.graph.parameter_free
     routed = ROUTED if scope.folded or scope.fixed.folded else ROUTED - {SEQUENCE}
     per_axis = []
@@ -166,8 +132,8 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
         found = _forced(_forced(found, kinds["batch"], scope, DATA), kinds["batch"] | kinds["experts"], scope, EXPERT)
     elif on_weights:
         found = _forced(found, kinds["batch"], scope, *SAMPLED)
-    if rule.together or op.name in scope.stacked.products:
-        found = _forced(found, {*rule.together, scope.stacked.products.get(op.name, "")}, scope, *routed)
+    if rule.together or op.name in scope.structure.stacked.products:
+        found = _forced(found, {*rule.together, scope.structure.stacked.products.get(op.name, "")}, scope, *routed)
     found = _forced(found, kinds["sequence"] | rule.algorithms.keys() | rule.inner, scope, SEQUENCE) if on_weights else found
     if weights:
         found = _forced(found, weights, scope, TENSOR)
@@ -190,7 +156,7 @@ def handed_out(names: Iterable[str], scope: Scope, schedule: Schedule) -> dict[s
     axes = tuple(axis for axis in scope.mesh.axes if scope.roles[axis] in SAMPLED and scope.mesh.size(axis) > 1)
     split: dict[str, Sharding] = {}
     for name, form in forms.items() if axes else ():
-        dims = [dim for dim in range(len(form.dims)) if classes.find((name, dim)) in scope.batch]
+        dims = [dim for dim in range(len(form.dims)) if classes.find((name, dim)) in scope.structure.batch]
         if len(dims) == 1 and name not in leaving:
             split[name] = replace(form, dims=tuple(axes if dim == dims[0] else () for dim in range(len(form.dims))))
     placed = {}
@@ -262,7 +228,7 @@ def check_sequence(scope: Scope) -> None:
     ranks, graph = scope.mesh.size(axes), scope.graph
     lengths = {
         graph.values[name].shape[dim] for op in graph.ops for name in op.outputs
-        for dim in range(len(graph.values[name].shape)) if scope.classes.find((name, dim)) in scope.sequence
+        for dim in range(len(graph.values[name].shape)) if scope.classes.find((name, dim)) in scope.structure.sequence
     }
     if not lengths:
         raise PinError(f"pin cp={ranks}: no sequence was found in this model: its blocks hand on nothing with a dim beside "
@@ -349,7 +315,7 @@ def _storable(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -
     trained = {param.value for param in scope.graph.params if param.trainable}.intersection(op.inputs)
     if not trained:
         return found
-    shared = SHARED - ROUTED if rule.together or op.name in scope.stacked.products else SHARED
+    shared = SHARED - ROUTED if rule.together or op.name in scope.structure.stacked.products else SHARED
     data = [axis for axis in scope.mesh.axes if scope.roles[axis] in shared and scope.mesh.size(axis) > 1]
     even = bool(scope.pins.zero) and scope.pins.shard != 1 and bool(data)
 
@@ -360,7 +326,7 @@ def _storable(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -
             for dim, axes in enumerate(_splits(assignment, dims, scope.mesh))
         ]
         return not any(
-            set(axes).intersection(data) or (even and name not in scope.tied and size % scope.mesh.size(axes))
+            set(axes).intersection(data) or (even and name not in scope.structure.tied and size % scope.mesh.size(axes))
             for name, size, axes in split
         )
 
@@ -369,7 +335,8 @@ def _storable(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -
 
 def _factor_kinds(op: Op, rule: OpRule, scope: Scope) -> dict[str, set[str]]:
     kinds: dict[str, set[str]] = {"batch": set(), "sequence": set(), "width": set(), "experts": set()}
-    classes = {"batch": scope.batch, "sequence": scope.sequence, "width": scope.width, "experts": scope.stacked.dims}
+    classes = {"batch": scope.structure.batch, "sequence": scope.structure.sequence,
+               "width": scope.structure.width, "experts": scope.structure.stacked.dims}
     pairs = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
     for name, dims in pairs:
         for dim, factor in enumerate(dims):
@@ -422,7 +389,7 @@ def _sequence_between_blocks(
     if axes and scope.mesh.size(axes) == 1:
         raise PinError(f"pin sequence_parallel=True needs tp > 1: {scope.mesh} leaves no ranks for it; drop it, or take fewer "
                        "ranks for something else")
-    where = sequence_dims(scope.graph, scope.handed_on.intersection(op.outputs), scope.classes, scope.batch)
+    where = sequence_dims(scope.graph, scope.structure.handed_on.intersection(op.outputs), scope.classes, scope.structure.batch)
     for name, dims in zip(op.outputs, rule.results, strict=True):
         if name not in where or not axes or weights or (factor := dims[where[name]]) is None:
             continue  # a sequence that the operator itself does not split is split where it is read next

@@ -110,7 +110,7 @@ def _row(
 ) -> PlacedPosition | None:
     """One row; ``splits`` gathers how mixtures are split, by what they are and how they were."""
     activations, weight, moved = dict(row.activations), row.weight, dict[str, Sharding]()
-    rules = ranks.scope.classes.rules
+    rules = ranks.scope.structure.rules
     for mixture in row.mixtures:
         op, key = mixture.op, call_key(mixture.op.args[0], mixture.assignment)
         rule, operator = rules[op.name], rules.operators[op.target]

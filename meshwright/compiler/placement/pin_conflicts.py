@@ -14,7 +14,8 @@ from typing import Any
 from meshwright.compiler.placement.choices import Scope, choices, near_of
 from meshwright.compiler.placement.fixed import variant_of
 from meshwright.compiler.placement.pinned import check_tensor_pins, fixed_by
-from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_classes
+from meshwright.compiler.structure.dims import batch_size
+from meshwright.compiler.structure.structure import Structure
 from meshwright.compiler.structure.units import start_of
 from meshwright.ir.mesh import ANY, HEADS, PP, SEQUENCE, TENSOR, Mesh, role_of
 from meshwright.ir.pins import NO_STAGES, Pins
@@ -131,13 +132,9 @@ def _check_splits(plan: Plan, asked: Mapping[str, Pins], rules: Rules) -> None:
             raise PlanError(f"pin {pins.shown(name)} is given beside a plan whose mesh is {plan.mesh}, "
                             f"{'of which any axis may split anything' if free > 1 else 'with nothing to split so'}{_REMEDY}")
     check_tensor_pins(asked.get("tensors", Pins()), graph)
-    classes, passed, count = DimClasses(graph, rules), handed_on(graph), plan.schedule.microbatches
-    batch = classes.of(batch_inputs(graph).items())
-    sequence = sequence_classes(graph, passed, classes, batch)
-    roles = {axis: role_of(axis) for axis in axes}
     scope = Scope(
-        graph, mesh, roles, Pins(), classes, batch, sequence, frozenset(passed), count, near=near_of(plan.assignments),
-        folded=folded(plan.assignments.values()),
+        Structure(graph, rules), mesh, {axis: role_of(axis) for axis in axes}, Pins(), plan.schedule.microbatches,
+        near=near_of(plan.assignments), folded=folded(plan.assignments.values()),
     )
     for op in graph.ops:
         planned, time = dict(plan.assignments.get(op.name, {})), plan.schedule.time.get(op.name)

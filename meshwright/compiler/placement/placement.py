@@ -40,12 +40,12 @@ from meshwright.compiler.placement.rows import DATA, EP, NONE, DataMove, Mixture
 from meshwright.compiler.solver.chain import BlockModel, Chain, Infeasible, Solution
 from meshwright.compiler.solver.solve import solve
 from meshwright.compiler.structure.activations import local_shapes, operand_shapes
-from meshwright.compiler.structure.dims import DimClasses, batch_inputs, batch_size, handed_on, sequence_classes
+from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.folding import Folded, fold
 from meshwright.compiler.structure.measured import ModuleTimes
-from meshwright.compiler.structure.microbatch import made_alone, split_time
-from meshwright.compiler.structure.positions import operands, positions_of, results
-from meshwright.compiler.structure.stacked import StackedExperts
+from meshwright.compiler.structure.microbatch import made_alone
+from meshwright.compiler.structure.positions import operands, results
+from meshwright.compiler.structure.structure import Structure
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.memory.working import beside_output, handed_back, held_outputs
 from meshwright.ir.declared.again import made_again
@@ -80,8 +80,7 @@ class Placements:
         self.folded: Folded = fold(graph, rules.operators, told_apart(pins, fixed, graph, self._modules))
         self.fixed = fixed.under(self.folded.renamed)
         self.rules = Rules({op.name: rules[op.name] for op in self.folded.graph.ops}, rules.operators)
-        self._classes = DimClasses(self.folded.graph, self.rules)
-        self._stacked = bool(StackedExperts.of(self.folded.graph, self._classes).products)
+        self._structure = Structure(self.folded.graph, self.rules)
         self._known: dict[tuple[int, int, int, int, int, bool, bool], Placement] = {}
 
     @cached_property
@@ -95,7 +94,7 @@ class Placements:
         batch = batch_size(self.folded.graph)
         for count in (n for n in range(2, batch + 1) if batch % n == 0):
             try:
-                return self._schedule(count)
+                return self._structure.schedule(count)
             except PlanError:
                 continue
         return Schedule()
@@ -110,7 +109,8 @@ class Placements:
         where the batch cannot be cut so, or no operators' choices fit together."""
         key = (tensor, samples, context, expert, heads, folded, several and bool(self.ahead))
         if key not in self._known:
-            again = self.fixed or self._stacked  # what is held, or reads experts by products, is no mixture priced apart
+            # what is held, or reads experts by products, is no mixture priced apart
+            again = self.fixed or self._structure.stacked.products
             found = self._shared_out(*key) if (expert > 1 or folded) and not again else None
             self._known[key] = self._solve(*key) if found is None else found
         return self._known[key]
@@ -119,9 +119,10 @@ class Placements:
         """Seconds of a micro-batch that all attention waits for in rings over ``context`` ranks; see ``passing``."""
         folded, mesh = self.folded, self._mesh(1, tensor, context, 1, 1)
         count = batch_size(folded.graph) // samples
-        positions, _ = positions_of(folded.graph)
+        positions = self._structure.positions
         ops = [op for at in folded.serves for op in positions[at].ops(folded.graph)]
-        return ring_waits(ops, folded.graph, self.rules, self._costs(mesh, count), self._schedule(count), CONTEXT, TENSOR)
+        schedule = self._structure.schedule(count)
+        return ring_waits(ops, folded.graph, self.rules, self._costs(mesh, count), schedule, CONTEXT, TENSOR)
 
     @property
     def count(self) -> int:
@@ -138,7 +139,7 @@ class Placements:
         base = self.of(tensor, samples, context, heads=heads, several=several)
         meshes = [self._mesh(data, tensor, context, one, heads) for one in (expert, 1)]
         count = batch_size(self.folded.graph) // samples // data
-        schedule = self._schedule(count)
+        schedule = self._structure.schedule(count)
         there, here = (
             Ranks(self.folded.graph, self._scope(mesh, count, over), self._costs(mesh, count), schedule)
             for mesh, over in zip(meshes, (folded, False), strict=True)
@@ -161,10 +162,6 @@ class Placements:
         both = context > 1 and self.fixed.mirrored if self.fixed.mirrored is not None else both
         return Mesh(tuple(axes), tuple(axes.values()), frozenset({CONTEXT} if both else ()))
 
-    def _schedule(self, count: int) -> Schedule:
-        graph = self.folded.graph
-        return split_time(graph, self.rules, count, batch_inputs(graph))
-
     def _costs(self, mesh: Mesh, count: int) -> Costs:
         return Costs(
             self.cluster, mesh, microbatches=count, itemsize=self.itemsize, state_bytes=self.state_bytes, modules=self._modules
@@ -176,12 +173,12 @@ class Placements:
         data = self._data(tensor, samples, context, expert)
         mesh, count = self._mesh(data, tensor, context, expert, heads), batch_size(self.folded.graph) // samples // data
         axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
-        schedule = replace(self._schedule(count), ahead=self.ahead if several else frozenset())
+        schedule = replace(self._structure.schedule(count), ahead=self.ahead if several else frozenset())
         costs = self._costs(mesh, count)
         kept = tuple(axis for axis in (DATA, EP, CONTEXT, HEADS) if axes.get(axis, 1) > 1)
         variants = [Variant(0, kept, (), kind) for kind in self.recompute]
         scope = self._scope(mesh, count, folded)
-        problem = Problem(scope, self.rules, schedule, costs, variants, variants[:1])
+        problem = Problem(scope, schedule, costs, variants, variants[:1])
         chain = problem.chain(float("inf"), 0.0)
         try:
             solution = solve(self._stretched(chain), gap=GAP)
@@ -190,13 +187,8 @@ class Placements:
         return _Reader(self, problem, chain, solution, count).placement(tensor, samples)
 
     def _scope(self, mesh: Mesh, count: int, folded: bool) -> Scope:
-        graph = self.folded.graph
-        passed = handed_on(graph)
-        batch = self._classes.of(batch_inputs(graph).items())
-        sequence = sequence_classes(graph, passed, self._classes, batch)
         roles = {axis: role_of(axis) for axis in mesh.axes}
-        scope = Scope(graph, mesh, roles, self.pins, self._classes, batch, sequence, frozenset(passed), count, self.fixed,
-                      self.cluster, folded=folded)
+        scope = Scope(self._structure, mesh, roles, self.pins, count, self.fixed, self.cluster, folded=folded)
         check_sequence(scope)
         return scope
 

@@ -47,13 +47,10 @@ from meshwright.compiler.placement.pinned import told_apart
 from meshwright.compiler.placement.reachable import reachable
 from meshwright.compiler.placement.tables import Array, ResourceTables
 from meshwright.compiler.solver.chain import BlockModel, Chain, Edge, Kind, Solution
-from meshwright.compiler.structure.activations import body_shapes, saved_values
 from meshwright.compiler.structure.microbatch import made_alone
-from meshwright.compiler.structure.positions import alike, positions_of, renaming, several_readers
-from meshwright.cost.compute import fusion
+from meshwright.compiler.structure.positions import alike, renaming
 from meshwright.cost.memory.saved import not_repeated
 from meshwright.ir.plan import GroupChoice, PlanError, Schedule
-from meshwright.ir.rule import Rules
 from meshwright.ir.sharding import Sharding
 
 
@@ -89,22 +86,21 @@ class Problem:
     """
 
     def __init__(
-        self, scope: Scope, rules: Rules, schedule: Schedule, costs: Costs,
+        self, scope: Scope, schedule: Schedule, costs: Costs,
         block_variants: Sequence[Variant], root_variants: Sequence[Variant],
     ) -> None:
+        structure = self.structure = scope.structure
         self.graph, self.mesh, self.schedule, self.fixed = scope.graph, scope.mesh, schedule, scope.fixed
         self.block_variants = tuple(block_variants)
         self.root_variants = (self.fixed.kept[""],) if "" in self.fixed.kept else tuple(root_variants)
-        shapes = body_shapes(self.graph, rules, schedule)
+        shapes = structure.shapes(schedule.microbatches)
         self.tables = ResourceTables(
-            self.graph, scope.mesh, schedule, costs, shapes, saved_values(self.graph, rules.operators), scope.of_parameters,
-            scope.splits,
+            self.graph, scope.mesh, schedule, costs, shapes, structure.saved, structure.of_parameters, scope.splits
         )
-        self.positions, alone = positions_of(self.graph)
-        self.tied = several_readers(self.graph)
-        fused, apart = fusion(self.graph, rules.operators), told_apart(scope.pins, scope.fixed, self.graph, costs.modules)
+        self.positions, self.tied, fused = structure.positions, structure.tied, structure.fused
+        apart = told_apart(scope.pins, scope.fixed, self.graph, costs.modules)
         self.builder = Builder(
-            scope, rules, schedule, self.tables, handed=handed_out(alone, scope, schedule), tied=self.tied,
+            scope, schedule, self.tables, handed=handed_out(structure.leaving_alone, scope, schedule),
             root_variants=self.root_variants, fused=dict(zip((op.name for op in self.graph.ops), fused, strict=True)),
         )
         self._serves: list[int] = []  # position -> the first position like it
@@ -146,7 +142,7 @@ class Problem:
     @cached_property
     def alone_bytes(self) -> float:
         """Bytes of a rank, all step long, of what is made of inputs alone for other operators to read (masks, positions)."""
-        base, handed = made_alone(self.graph, self.builder.rules.operators), self.builder.handed
+        base, handed = made_alone(self.graph, self.structure.rules.operators), self.builder.handed
         return float(sum(
             self.graph.values[name].bytes_ / (self.mesh.size(handed[name].split_axes) if name in handed else 1) for name in base
         ))

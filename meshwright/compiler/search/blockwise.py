@@ -26,8 +26,6 @@ from meshwright.compiler.search.task import Fits, Task, Timing
 from meshwright.compiler.solver.chain import Beaten, Chain, Infeasible, Solution
 from meshwright.compiler.solver.pricing import Multipliers
 from meshwright.compiler.solver.solve import Hint, solve
-from meshwright.compiler.structure.dims import batch_inputs, handed_on, sequence_classes
-from meshwright.compiler.structure.microbatch import split_time
 from meshwright.ir.mesh import ANY, Mesh
 from meshwright.ir.pins import PinError, vars_of
 from meshwright.ir.plan import Plan, PlanError
@@ -248,24 +246,19 @@ def held_layout(task: Task, layout: Layout, microbatches: int) -> Prediction:
 
 def _problem(task: Task, layout: Layout, microbatches: int) -> Problem:
     """The choices of every block, without recomputation unless it is pinned."""
-    schedule = split_time(task.graph, task.rules, microbatches, batch_inputs(task.graph))
+    schedule = task.structure.schedule(microbatches)
     costs = Costs(
         task.cluster, layout.mesh, microbatches=microbatches, itemsize=task.itemsize, state_bytes=task.state_bytes,
         modules=task.modules,
     )
     root = variants(layout, task.pins, microbatches, ("none",))
     blocks = variants(layout, task.pins, microbatches, task.recompute[:1])
-    return Problem(_scope(task, layout, microbatches), task.rules, schedule, costs, blocks, root)
+    return Problem(_scope(task, layout, microbatches), schedule, costs, blocks, root)
 
 
 def _scope(task: Task, layout: Layout, microbatches: int) -> Scope:
-    graph, classes = task.graph, task.classes
-    passed = handed_on(graph)
-    batch = classes.of(batch_inputs(graph).items())
-    sequence = sequence_classes(graph, passed, classes, batch)
     scope = Scope(
-        graph, layout.mesh, layout.roles, task.pins, classes, batch, sequence, frozenset(passed), microbatches, task.fixed,
-        task.cluster, folded=layout.folded,
+        task.structure, layout.mesh, layout.roles, task.pins, microbatches, task.fixed, task.cluster, folded=layout.folded
     )
     check_sequence(scope)
     return scope

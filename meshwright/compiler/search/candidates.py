@@ -32,7 +32,7 @@ from meshwright.cost import compute
 from meshwright.cost.cluster import Cluster, Device
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph
-from meshwright.ir.mesh import SAMPLED, Mesh, role_of
+from meshwright.ir.mesh import ANY, DATA, SAMPLED, TENSOR, Mesh, role_of
 from meshwright.ir.pins import NO_STAGES, PinError, Pins
 from meshwright.ir.quantities import count_text
 from meshwright.ir.rule import Rules
@@ -56,6 +56,21 @@ class Layout:
     def data_size(self) -> int:
         """Ranks that can only split the batch."""
         return self.mesh.size([axis for axis in self.mesh.axes if self.roles[axis] in SAMPLED])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the axes with several ranks, in order."""
+        return tuple(size for size in self.mesh.sizes if size > 1)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether every axis may split anything, in one chunk a rank."""
+        return set(self.roles.values()) == {ANY} and not self.mesh.mirrored
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether what its axes may do is a part of what free ones may: some split samples, the others anything else."""
+        return {self.roles[axis] for axis in self.mesh.axes if self.mesh.size(axis) > 1} <= {DATA, TENSOR}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from meshwright.compiler.search.evaluate import Evaluation
 from meshwright.compiler.search.prediction import of_stages, step_flops
 from meshwright.compiler.search.stage_costs import Degrees, renamed, renamed_assignment
 from meshwright.compiler.search.task import Task
-from meshwright.compiler.structure.dims import batch_inputs
-from meshwright.compiler.structure.microbatch import split_time
+from meshwright.compiler.structure.structure import Structure
 from meshwright.compiler.structure.units import find_layers
 from meshwright.cost.timeline import Simulation, simulate
 from meshwright.ir.graph import Graph
@@ -44,8 +43,8 @@ class Plans:
 
     def _placed(self, found: Evaluation) -> Plan:
         """What does not depend on the cuts, how parameters are kept, and recomputation."""
-        task, degrees, graph = self.task, found.degrees, self._layers if found.run is not None else self.task.graph
-        schedule = split_time(graph, task.rules, found.candidate.microbatches, batch_inputs(graph))
+        task, degrees, structure = self.task, found.degrees, self._layers if found.run is not None else self.task.structure
+        graph, schedule = structure.graph, structure.schedule(found.candidate.microbatches)
         assignments, copies = decisions(found.placement, graph)
         return Plan(
             graph, degrees.mesh, {name: renamed_assignment(a, degrees) for name, a in assignments.items()},
@@ -54,8 +53,8 @@ class Plans:
         )
 
     @cached_property
-    def _layers(self) -> Graph:
-        return find_layers(self.task.graph)
+    def _layers(self) -> Structure:
+        return Structure(find_layers(self.task.graph), self.task.rules, self.task.structure.classes)
 
     @cached_property
     def _flops(self) -> float:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.compiler.search.blockwise import LayoutMemory, one_device, solve_layout
+from meshwright.compiler.search.blockwise import TIE, LayoutMemory, one_device, solve_layout
 from meshwright.compiler.search.candidates import Layout, layout_of
 from meshwright.compiler.search.certificate import certificate
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
@@ -109,8 +109,11 @@ class Refined:
         self, layout: Layout, microbatches: int, to_beat: float, limited_too: bool = True, floor: float | None = None
     ) -> Fitted:
         """The best of a layout: evaluations that differ in how they keep parameters have the same. Raises what
-        ``solve_layout`` does; NoBetterError for one that was made before."""
+        ``solve_layout`` does; NoBetterError for one that was made before, and where axes that may split anything, of the same
+        sizes in the same order, are proven to take too long."""
         beaten, before = self.made.get((layout, microbatches), (0.0, None))
+        if before is None:
+            self._check_wider(layout, microbatches, to_beat)
         if isinstance(before, Fitted):
             raise NoBetterError(before.bound_seconds, before.limited)
         if before is not None and (isinstance(before, OutOfMemoryError) or to_beat <= beaten):
@@ -125,6 +128,14 @@ class Refined:
             raise
         self.made[layout, microbatches] = to_beat, made
         return made
+
+    def _check_wider(self, layout: Layout, microbatches: int, to_beat: float) -> None:
+        """Raise NoBetterError if what was solved with wider roles on axes of these sizes proves that nothing here is faster."""
+        enough = to_beat * (1 - TIE) * (1 - self.task.gap)
+        for (wider, count), (_, made) in self.made.items() if layout.is_narrow else ():
+            same = count == microbatches and wider.is_free and wider.sizes == layout.sizes
+            if same and not isinstance(made, OutOfMemoryError) and made.bound_seconds >= enough:
+                raise NoBetterError(made.bound_seconds, made.limited)
 
 
 def _made(sweep: Sweep, fits: Fits, timing: Timing, refined: Refined) -> Result | None:

@@ -14,9 +14,8 @@ from functools import cached_property
 
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.pinned import fixed_by
-from meshwright.compiler.structure.dims import DimClasses
 from meshwright.compiler.structure.measured import ModuleTimes
-from meshwright.compiler.structure.stacked import StackedExperts
+from meshwright.compiler.structure.structure import Structure
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.operator import MLP
 from meshwright.ir.declared.precision import PRECISIONS
@@ -69,9 +68,9 @@ class Task:
         return replace(self, pins=pins, recompute=_kinds(pins, self.graph))
 
     @cached_property
-    def classes(self) -> DimClasses:
-        """Which dims of the graph are the same."""
-        return DimClasses(self.graph, self.rules)
+    def structure(self) -> Structure:
+        """What is read off the graph."""
+        return Structure(self.graph, self.rules)
 
     @cached_property
     def modules(self) -> ModuleTimes | None:
@@ -84,7 +83,7 @@ class Task:
         counts = {
             rule.sizes[one] for rule in self.rules.values() for both in rule.together for one in factors_of(both)[1:]
         }
-        counts |= StackedExperts.of(self.graph, self.classes).counts(self.classes)
+        counts |= self.structure.stacked.counts(self.structure.classes)
         return math.gcd(*counts) if counts else 1
 
     @cached_property

@@ -33,8 +33,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from meshwright.compiler.structure.calls.outside import PLAIN, places
 from meshwright.compiler.structure.evaluation import difference, in_evaluation
-from meshwright.compiler.structure.outside import PLAIN, places
 from meshwright.errors import CaptureError, InputError, MeshwrightError, RunError
 from meshwright.ir.graph import Graph
 from meshwright.ir.signature import example_of

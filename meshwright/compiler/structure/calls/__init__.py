@@ -1,0 +1,1 @@
+"""What a call of a captured model finds changed since it was captured: attributes, globals, the mode."""

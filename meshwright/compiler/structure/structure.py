@@ -1,0 +1,120 @@
+"""What planning reads off a graph and its rules, whatever the mesh: each is found once and serves every candidate."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from meshwright.compiler.structure.activations import Saved, Shape, body_shapes, saved_values
+from meshwright.compiler.structure.dims import Dim, DimClasses, batch_inputs, handed_on, sequence_classes
+from meshwright.compiler.structure.microbatch import split_time
+from meshwright.compiler.structure.positions import Position, positions_of, several_readers
+from meshwright.compiler.structure.stacked import StackedExperts
+from meshwright.cost.compute import Fused, fusion
+from meshwright.ir.graph import Graph, Op
+from meshwright.ir.plan import Schedule
+from meshwright.ir.rule import Rules
+
+
+class Structure:
+    """Of one graph under its rules; nothing in it is changed by who reads it."""
+
+    def __init__(self, graph: Graph, rules: Rules, classes: DimClasses | None = None) -> None:
+        self.graph, self.rules = graph, rules
+        self.classes = DimClasses(graph, rules) if classes is None else classes
+        self._schedules: dict[int, Schedule] = {}
+        self._shapes: dict[int, dict[str, Shape]] = {}
+
+    def schedule(self, microbatches: int) -> Schedule:
+        """What so many micro-batches split. Raises PlanError where an operator cannot run in them (``split_time``)."""
+        if microbatches not in self._schedules:
+            self._schedules[microbatches] = split_time(self.graph, self.rules, microbatches, self.batch_inputs)
+        return self._schedules[microbatches]
+
+    def shapes(self, microbatches: int) -> dict[str, Shape]:
+        """The shape of every value within one of so many micro-batches."""
+        if microbatches not in self._shapes:
+            self._shapes[microbatches] = body_shapes(self.graph, self.rules, self.schedule(microbatches))
+        return self._shapes[microbatches]
+
+    @cached_property
+    def batch_inputs(self) -> dict[str, int]:
+        """{input with samples: its batch dim}."""
+        return batch_inputs(self.graph)
+
+    @cached_property
+    def batch(self) -> frozenset[Dim]:
+        """The classes of dims that are samples."""
+        return self.classes.of(self.batch_inputs.items())
+
+    @cached_property
+    def handed_on(self) -> frozenset[str]:
+        """Values that layers hand to the next."""
+        return frozenset(handed_on(self.graph))
+
+    @cached_property
+    def sequence(self) -> frozenset[Dim]:
+        """The classes of dims that are a sequence."""
+        return sequence_classes(self.graph, self.handed_on, self.classes, self.batch)
+
+    @cached_property
+    def width(self) -> frozenset[Dim]:
+        """The last dim of what blocks hand on."""
+        shapes = {name: self.graph.values[name].shape for name in self.handed_on}
+        return frozenset(self.classes.of((name, len(shape) - 1) for name, shape in shapes.items() if len(shape) >= 3))
+
+    @cached_property
+    def _positions(self) -> tuple[list[Position], frozenset[str]]:
+        return positions_of(self.graph)
+
+    @property
+    def positions(self) -> list[Position]:
+        """The blocks and the runs of the root's operators between them."""
+        return self._positions[0]
+
+    @property
+    def leaving_alone(self) -> frozenset[str]:
+        """Values made of inputs and buffers alone that leave their position."""
+        return self._positions[1]
+
+    @cached_property
+    def fused(self) -> tuple[Fused | None, ...]:
+        """Per operator what its kernel reads and writes (``cost.compute.fusion``)."""
+        return fusion(self.graph, self.rules.operators)
+
+    @cached_property
+    def saved(self) -> Saved:
+        """Values that are kept for the backward."""
+        return saved_values(self.graph, self.rules.operators)
+
+    @cached_property
+    def stored(self) -> frozenset[str]:
+        """Parameters and buffers."""
+        return frozenset(param.value for param in self.graph.params)
+
+    @cached_property
+    def tied(self) -> frozenset[str]:
+        """Trainable parameters with several readers."""
+        return several_readers(self.graph)
+
+    @cached_property
+    def stacked(self) -> StackedExperts:
+        """Experts that are matrices of one product."""
+        return StackedExperts.of(self.graph, self.classes)
+
+    @cached_property
+    def of_parameters(self) -> frozenset[str]:
+        """Values made of trainable parameters and of nothing that has a sample: turned weights, scales plus one, position
+        biases. Their gradients may be summed where the parameters' are."""
+        graph, found = self.graph, {param.value for param in self.graph.params if param.trainable}
+        params = frozenset(found)
+        for op in graph.ops:
+            flows = [name for name in op.inputs if graph.values[name].differentiable]
+            if flows and found.issuperset(flows) and not self._sampled(op):
+                found.update(name for name in op.outputs if graph.values[name].differentiable)
+        return frozenset(found) - params
+
+    def _sampled(self, op: Op) -> bool:
+        return any(
+            self.classes.find((name, dim)) in self.batch
+            for name in (*op.inputs, *op.outputs) for dim in range(len(self.graph.values[name].shape))
+        )
