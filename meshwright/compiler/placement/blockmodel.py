@@ -39,7 +39,7 @@ from meshwright.compiler.structure.activations import local_shapes, operand_shap
 from meshwright.compiler.structure.positions import Place, Position, operands, results
 from meshwright.cost.compute import Fused
 from meshwright.cost.memory.saved import saved_beside, saved_for_backward
-from meshwright.cost.memory.working import beside_output, copied, held_outputs, kept_later, space
+from meshwright.cost.memory.working import beside_output, copied, held_outputs, space
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import TENSOR
@@ -101,7 +101,7 @@ class Builder:
         self.schedule, self.tables, self.costs = schedule, tables, tables.costs
         self.handed, self.fused, self.root_variants = handed, fused, root_variants
         self.params = {param.value for param in self.graph.params}
-        self.later = kept_later(self.graph, rules.operators)
+        self.later = scope.structure.kept_later
         self._charged: set[str] = set()
         self._priced: dict[tuple[int, int], tuple[list[dict[str, str]], list[Placed], Array, Fused | None]] = {}
         self._free = self

@@ -10,6 +10,7 @@ from meshwright.compiler.structure.microbatch import split_time
 from meshwright.compiler.structure.positions import Position, positions_of, several_readers
 from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.cost.compute import Fused, fusion
+from meshwright.cost.memory.working import kept_later
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.plan import Schedule
 from meshwright.ir.rule import Rules
@@ -85,6 +86,11 @@ class Structure:
     def saved(self) -> Saved:
         """Values that are kept for the backward."""
         return saved_values(self.graph, self.rules.operators)
+
+    @cached_property
+    def kept_later(self) -> dict[str, float]:
+        """Of every operator the bytes that those after it in its block keep (``cost.memory.working``)."""
+        return kept_later(self.graph, self.rules.operators)
 
     @cached_property
     def stored(self) -> frozenset[str]:
