@@ -26,6 +26,8 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
 }
 
 
@@ -61,6 +63,25 @@ MODELS: Mapping[str, Model] = {
     "llama-405b": _llama(126, 16384, 53248, 128, 8, 128256, 405.8e9, rope_theta=500000.0),
     "gpt-1t": _gpt2(128, 25600, 160, 51200, 2048, 1008e9, n_inner=102400),
 }
+
+
+def _deepseek(heads: int, vocab: int, experts: int, dense: int, groups: tuple[int, int], parameters: float) -> Model:
+    config = {
+        "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": heads,
+        "num_key_value_heads": heads, "vocab_size": vocab, "max_position_embeddings": 4096, "n_routed_experts": experts,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": dense,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "n_group": groups[0], "topk_group": groups[1],
+    }
+    return Model("deepseek_v3", config, 4096, parameters)
+
+
+MIXTURES: Mapping[str, Model] = {
+    "mixtral-8x7b": _llama(32, 4096, 14336, 32, 8, 32000, 46.7e9, "mixtral", 4096, num_local_experts=8, num_experts_per_tok=2),
+    "deepseek-v3": _deepseek(128, 129280, 256, 3, (8, 4), 671e9),
+    "kimi-k2": _deepseek(64, 163840, 384, 1, (1, 1), 1026e9),
+}
+"""Mixtures of experts, which are no points of the grid."""
 
 
 def build(model: Model, layers: int | None = None) -> Any:

@@ -27,9 +27,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script: find benchmarks/
 
 from benchmarks import grid
-from benchmarks.models import MODELS, Model, build, inputs
+from benchmarks.models import MIXTURES, MODELS, Model, build, inputs
 
 GIB = 2**30
+ALL = {**MODELS, **MIXTURES}
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Case:
     @property
     def size(self) -> Model:
         """The model, at the length that is asked for."""
-        size = MODELS[self.model]
+        size = ALL[self.model]
         if self.sequence is None:
             return size
         return replace(size, sequence=self.sequence, config={**size.config, "max_position_embeddings": self.sequence})
@@ -64,16 +65,32 @@ CASES: Mapping[str, Case] = {
     "llama-405b-131k-published": Case(
         "llama-405b", 128, "h100:2048x8", 60.0, {"dp": 8, "cp": 16, "tp": 8, "pp": 16}, sequence=131072,
     ),
+    "mixtral-8x7b": Case("mixtral-8x7b", 256, "h100:8x8", 30.0),
+    "deepseek-v3": Case("deepseek-v3", 15360, "h800:256x8", 90.0),
+    "deepseek-v3-published": Case("deepseek-v3", 15360, "h800:256x8", 90.0, {
+        "dp": 128, "tp": 1, "pp": 16, "ep": 64, "zero": 1, "schedule": "1f1b",
+    }),
+    "deepseek-v3-gb200": Case("deepseek-v3", 4096, "gb200:4x64", 90.0, {
+        "dp": 32, "tp": 1, "pp": 8, "ep": 32, "zero": 1, "schedule": "interleaved1f1b", "virtual_stages": 4,
+        "microbatches": 128,
+    }),
+    "kimi-k2": Case("kimi-k2", 16384, "h800:128x8", 90.0),
+    "kimi-k2-published": Case("kimi-k2", 16384, "h800:128x8", 90.0, {
+        "dp": 64, "tp": 1, "pp": 16, "ep": 16, "zero": 1, "schedule": "interleaved1f1b",
+    }),
 }
+"""``deepseek-v3-gb200`` is Megatron-Core's layout on 256 GB200."""
 
 
 def measure(case: Case) -> dict[str, Any]:
     """Plan once, here: seconds by phase, bytes, what was found."""
     import meshwright as mw
     from meshwright.planner import Timing
+    from meshwright.published.zoo import Trained
 
     size = case.size
     model = build(size, case.layers)
+    model = Trained(model) if case.model in MIXTURES else model
     timing = Timing()
     wall, cpu = time.perf_counter(), time.process_time()
     plan = mw.plan(

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright import PinError, load
 from meshwright.api import autoparallel
+from meshwright.commands.verifying import verify_rank
 from meshwright.compiler.placement.costs import SEND
 from meshwright.compiler.placement.placement import Placements
 from meshwright.compiler.placement.rows import decisions
@@ -135,6 +136,18 @@ def test_pins_that_cannot_be_are_refused() -> None:
             make_plan(graph, cluster, Pins(**pins))
     with pytest.raises(PinError, match="has no experts"):
         make_plan(captured(*dense("llama")), cluster, Pins(dp=4, ep=2))
+
+
+def test_programs_of_experts_over_ranks_of_the_sequence_and_of_tensors_are_verified() -> None:
+    graph = captured(*make("qwen3"))
+    for pins in (
+        {"dp": 1, "cp": 2, "ep": 2}, {"dp": 2, "cp": 2, "ep": 4, "zero": 3}, {"dp": 2, "ep": 2, "tp": 2, "operators": {
+            "*experts:experts": ALONG,
+        }},
+    ):
+        plan = make_plan(graph, Cluster.parse(f"cpu:1x{pins['dp'] * 2}"), Pins(**{"pp": 1, "tp": 1, **pins}))
+        for rank in range(plan.mesh.world):
+            verify_rank(plan, rank)
 
 
 def test_experts_shared_out_are_placed_as_a_solution_of_the_whole_would() -> None:

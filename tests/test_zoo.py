@@ -128,6 +128,17 @@ def test_a_row_without_a_pipeline_is_priced() -> None:
     assert zoo.recompute_flops(row.system) / 1e12 / 32 / row.predicted.step_seconds == pytest.approx(row.predicted.tflops)
 
 
+def test_a_row_is_priced_in_its_precision() -> None:
+    wide = replace(SMALL, hidden=2048, ffn=8192, heads=16, kv_heads=16)
+    bf16, fp8 = (
+        zoo.price(small(cluster="h100:1x4", device="h100", sequence=1024, model=wide, precision=precision)).predicted
+        for precision in ("bf16", "fp8")
+    )
+    assert bf16 is not None
+    assert fp8 is not None
+    assert 0.5 * bf16.step_seconds < fp8.step_seconds < 0.95 * bf16.step_seconds
+
+
 def test_a_row_with_a_pipeline_is_priced() -> None:
     row = zoo.price(small(degrees={"dp": 1, "tp": 2, "pp": 2, "microbatches": 4, "zero": 0}))
     assert row.reason == ""
@@ -198,6 +209,8 @@ def test_bad_entries_are_refused(tmp_path: Path) -> None:
         System.of({**entry, "degrees": {"qp": 2}})
     with pytest.raises(InputError, match="counts='x'"):
         System.of({**entry, "published": {"counts": "x"}})
+    with pytest.raises(InputError, match="precision 'fp4' is none of fp32"):
+        System.of({**entry, "precision": "fp4"})
     with pytest.raises(InputError, match="no architecture for family 'rnn'"):
         System.of({**entry, "model": {"family": "rnn", "layers": 1, "hidden": 1, "heads": 1, "ffn": 1, "vocab": 1}})
     with pytest.raises(InputError, match="no system named 'unheard'"):

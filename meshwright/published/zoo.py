@@ -35,6 +35,7 @@ from torch import nn
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.spread import regime, spread
 from meshwright.errors import InputError
+from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
@@ -78,6 +79,7 @@ class System:
     """One entry of the data. ``degrees``: pins by name, and ``undisclosed``, the axes that are used to an unknown degree.
     ``assumed``: what a plan is made with where the source is silent (cluster, batch, sequence, degrees), and the schedule in
     the place of one that is not planned, or that splits the backward, with which nothing can be recomputed here.
+    ``precision``: a name of ``PRECISIONS``, also one that is planned and not run here.
     ``attention``: "eager" where the run formed the matrix of scores; ``kernel``: the attention kernel, if not the device's."""
 
     name: str
@@ -92,12 +94,15 @@ class System:
     batch: int | None = None
     sequence: int | None = None
     optimizer: str | float = "adamw"
+    precision: str = "bf16"
     model: Architecture | None = None
     attention: str = "sdpa"
     kernel: str | None = None
     assumed: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise InputError(f"system {self.name!r}: precision {self.precision!r} is none of {', '.join(PRECISIONS)}")
         unknown = set(self.degrees) - {*AXES, *PINNED, "undisclosed"}
         if unknown:
             raise InputError(f"system {self.name!r}: unknown degrees {', '.join(sorted(unknown))}")
@@ -229,7 +234,7 @@ class Comparison:
         plans = {name: getattr(self, name) for name in ("predicted", "within", "best")}
         return {
             "name": system.name, "date": system.date, "source": system.source, "recalled": system.recalled or None,
-            "assumed": dict(system.assumed) or None,
+            "assumed": dict(system.assumed) or None, "precision": system.precision,
             "note": system.note or None, "device": system.device, "devices": system.devices, "degrees": dict(system.degrees),
             "published": dict(vars(system.published)), "parameters": self.parameters, "capacity_bytes": self.capacity_bytes,
             **{name: None if plan is None else dict(vars(plan)) for name, plan in plans.items()}, "ratio": self.ratio,
@@ -288,7 +293,7 @@ def _priced(row: Comparison, search: bool, report: Report) -> Comparison:
     model = build(system.model, system.sequence, system.attention)
     row = replace(row, parameters=sum(p.numel() for p in model.parameters()) / 1e9, capacity_bytes=cluster.capacity_bytes)
     ids = torch.zeros(system.batch, system.sequence, dtype=torch.int64, device="meta")
-    graph = capture_model(Trained(model), (), {"input_ids": ids, "labels": ids.clone()}, (), None, "bf16")
+    graph = capture_model(Trained(model), (), {"input_ids": ids, "labels": ids.clone()}, (), None, system.precision)
     if not row.reason:
         try:
             row = _published(row, graph, cluster, report)
@@ -324,7 +329,7 @@ def _said(error: Exception) -> str:
 
 def _planned(system: System, graph: Graph, cluster: Cluster, pins: Pins, report: Report) -> PricedSystem:
     """One plan's predictions. Raises OutOfMemoryError, PinError, PlanError."""
-    plan = make_plan(graph, cluster, pins, precision="bf16", optimizer=system.optimizer, progress=report)
+    plan = make_plan(graph, cluster, pins, precision=system.precision, optimizer=system.optimizer, progress=report)
     predicted, peak = plan.predicted, cluster.device.flops(torch.bfloat16)
     assert predicted is not None
     seconds, tflops = predicted.step_seconds, predicted.tflops_per_device or 0.0
@@ -382,7 +387,8 @@ def table(rows: Iterable[Comparison], search: bool = False) -> Table:
 
 def _assumed(system: System) -> str:
     words = ", ".join(f"{name}={one}" for name, one in system.assumed.items())
-    return f" (assumed: {words})" if words else ""
+    precision = "" if system.precision == "bf16" else f" in {system.precision}"
+    return precision + (f" (assumed: {words})" if words else "")
 
 
 def notes(rows: Iterable[Comparison]) -> list[str]:
