@@ -146,6 +146,7 @@ def test_programs_of_experts_over_ranks_of_the_sequence_and_of_tensors_are_verif
         }},
     ):
         plan = make_plan(graph, Cluster.parse(f"cpu:1x{pins['dp'] * 2}"), Pins(**{"pp": 1, "tp": 1, **pins}))
+        assert all(plan.assignments[op.name] for op in plan.graph.ops if op.target == EXPERTS)
         for rank in range(plan.mesh.world):
             verify_rank(plan, rank)
 

@@ -38,6 +38,7 @@ from meshwright.compiler.placement.rows import (
     over_all,
 )
 from meshwright.compiler.structure.activations import local_shapes
+from meshwright.cost.memory.working import copied
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import SEQUENCE
@@ -64,6 +65,8 @@ class Ranks:
         found = called(op, rule, assignment, where, operator, self.graph, self.costs, None, *mixture.shapes, 1)
         if not any(self.graph.values[name].differentiable for name in op.outputs):
             found[SAVED] = 0.0
+        else:
+            found[SAVED] += copied(op, rule, where, self.graph, mesh, self.costs.itemsize)
         return where, found
 
     def move(self, move: DataMove, into: tuple[str, ...] = (DATA,)) -> Array:

@@ -87,7 +87,8 @@ def beside_schedule(plan: Plan) -> dict[str, float]:
     found = {} if predicted is None else {
         "outside the schedule": predicted.outside_schedule_seconds, "optimizer": predicted.optimizer_seconds,
     }
-    return {name: seconds for name, seconds in found.items() if seconds}
+    least = 0.0 if predicted is None else 1e-9 * predicted.step_seconds  # below is rounding
+    return {name: seconds for name, seconds in found.items() if seconds and seconds > least}
 
 
 def simulation_of(plan: Plan) -> Simulation:
