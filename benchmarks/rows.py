@@ -107,12 +107,19 @@ HYBRID: Sequence[str] = ("hsdp", "hybrid", "mics", "hpz")
 BUCKETED: Sequence[str] = ("ddp bucket",)
 """Words in "schedule", "dtype" or "notes" of software whose gradients lie in the buckets of torch's DDP."""
 
+PLAIN_LOSS: Sequence[str] = ("torch cross entropy",)
+"""Words in "notes" of software whose loss is torch's own cross entropy: its softmax is kept, whose gradient lies beside that of
+the loss."""
+
+KEPT_LOGITS: Sequence[str] = ("outputs of two micro-batches",)
+"""Words in "schedule" or "notes" of software that keeps what the last stage hands on, logits, in two buffers (DeepSpeed's
+pipeline engine and its kin)."""
+
 KEPT: Sequence[str] = ("gathered inputs kept", "dtensor", "torchtitan")
 """Words in "schedule", "dtype" or "notes" of software whose linears keep for the backward what they gathered."""
 
 WHOLE_LOGITS: Sequence[str] = ("gathered logits",)
-"""Words in "notes" of software whose loss is computed on whole logits, gathered from the tensor ranks, on each of them. Known
-error: under sequence parallelism the planner splits its loss."""
+"""Words in "notes" of software whose loss is computed on whole logits, gathered from the tensor ranks, on each of them."""
 
 SUMS: Sequence[tuple[str, str]] = (
     # words in "dtype" or "notes", what micro-batches' gradients are summed in
@@ -408,6 +415,8 @@ def cluster_of(row: Row) -> Cluster:
         merged_loss=loss_of(row) == "merged", narrow_sums=sums_of(row) == "narrow",
         buckets=any(words in text_of(row, "schedule", "dtype", "notes") for words in BUCKETED),
         keeps_gathered=any(words in text_of(row, "schedule", "dtype", "notes") for words in KEPT),
+        plain_loss=any(words in text_of(row, "notes") for words in PLAIN_LOSS),
+        kept_logits=2 if any(words in text_of(row, "schedule", "notes") for words in KEPT_LOGITS) else 0,
     )
 
 
@@ -534,7 +543,7 @@ def pins_of(row: Row, world: int, blocks: Sequence[str] = ()) -> Pins:
     several = known is not None and known.stages is None and known.usual > 1  # how many is left to the search
     level = zero_of_stages(zero_of(row), pp)
     split = text_of(row, "sp") in YES and tp > 1
-    whole = tp > 1 and not split and any(words in text_of(row, "notes") for words in WHOLE_LOGITS)
+    whole = tp > 1 and any(words in text_of(row, "notes") for words in WHOLE_LOGITS)
     hybrid = any(words in text_of(row, "zero/fsdp", "dtype", "schedule", "notes") for words in HYBRID)
     return Pins(
         dp=dp, shard=dp if level and not hybrid else None, tp=tp, pp=pp, cp=cp, ep=ep, zero=level,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from meshwright.cost.catalogue import Device
-from meshwright.cost.memory.fsdp import OWN, Sums
+from meshwright.cost.memory.fsdp import OWN, Software
 from meshwright.cost.memory.peak import Peak, peak
 from meshwright.ir.plan import Plan
 from meshwright.ir.prediction import Prediction
@@ -25,12 +25,13 @@ stage's. The rest keep that sum, which is a little higher than the replay."""
 
 
 def footprints(
-    plan: Plan, rules: Rules, state_bytes: float, ranks: Collection[int] | None = None, device: Device | None = None
+    plan: Plan, rules: Rules, state_bytes: float, ranks: Collection[int] | None = None, device: Device | None = None,
+    allocates: bool = False,
 ) -> dict[int, Peak]:
     """The worst moment of a training step, of a rank of every stage group by pipeline rank (without a pipeline: of rank 0).
     ``ranks``: of the pipeline, all if not given; ``device``: its software may hold more, or less, than programs of this
-    package do."""
-    return _peaks(plan, rank_program(plan, rules, 0, _passes(device)), state_bytes, ranks, _sums(device))
+    package do; ``allocates``: whether torch's allocator is replayed, too (``Peak.reserved``)."""
+    return _peaks(plan, rank_program(plan, rules, 0, _passes(device)), state_bytes, ranks, _software(device), allocates)
 
 
 def _passes(device: Device | None) -> list[Callable[[Program], Program]]:
@@ -38,20 +39,21 @@ def _passes(device: Device | None) -> list[Callable[[Program], Program]]:
     return [step for step in PASSES if step is not fuse_gathers or device is None or not device.keeps_gathered]
 
 
-def _sums(device: Device | None) -> Sums:
-    return OWN if device is None else Sums(narrow=device.narrow_sums, buckets=device.buckets)
+def _software(device: Device | None) -> Software:
+    return OWN if device is None else Software(device.narrow_sums, device.buckets, device.plain_loss, device.kept_logits)
 
 
 def _peaks(
-    plan: Plan, program: Program, state_bytes: float, ranks: Collection[int] | None, sums: Sums
+    plan: Plan, program: Program, state_bytes: float, ranks: Collection[int] | None, software: Software,
+    allocates: bool = False,
 ) -> dict[int, Peak]:
     """``program``: of rank 0 of the whole model."""
     if plan.pipeline is None:
-        return {0: peak(program, state_bytes, sums)}
+        return {0: peak(program, state_bytes, software, allocates)}
     apart = plan.mesh.world // plan.pipeline.degree
     chosen = range(plan.pipeline.degree) if ranks is None else ranks
     parts = cut_for_ranks(program, plan.pipeline, [r * apart for r in chosen])
-    return {r: peak(part, state_bytes, sums) for r, part in zip(chosen, parts, strict=True)}
+    return {r: peak(part, state_bytes, software, allocates) for r, part in zip(chosen, parts, strict=True)}
 
 
 @dataclass
@@ -72,7 +74,7 @@ class Footprints:
         if plan.pipeline is not None:
             fullest_first = sorted(range(len(counted)), key=lambda rank: -counted[rank])
             ranks = {0, plan.pipeline.stage_rank[-1], *fullest_first[:LOOKED_AT]}
-        found = _peaks(plan, self._program(plan), self.state_bytes, sorted(ranks), _sums(self.device))
+        found = _peaks(plan, self._program(plan), self.state_bytes, sorted(ranks), _software(self.device))
         fullest = max(found.values(), key=lambda one: one.bytes)
         held = {rank: one.bytes for rank, one in found.items()}
         return replace(

@@ -37,6 +37,13 @@ def test_two_processes(pool: Callable[[int], Any], name: str) -> None:
     assert pool(2).run(check, name, 2, pins, timeout=300) == [[]] * 2
 
 
+def test_a_loss_on_whole_logits_under_sequence_parallelism(pool: Callable[[int], Any]) -> None:
+    """What is pinned of an operator goes before what sequence parallelism asks of all: every rank computes the loss of all
+    tokens and words, as software does that gathers its logits."""
+    pins = [{"dp": 1, "tp": 2, "sequence_parallel": True, "operators": {"*:cross_entropy": ""}}]
+    assert pool(2).run(check, "llama", 2, pins, timeout=200) == [[]] * 2
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_one_process(pool: Callable[[int], Any], name: str) -> None:
     """World size 1 is an ordinary case."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from meshwright.footprint import Footprints
 from meshwright.planner import rules_of
@@ -199,7 +201,7 @@ def test_notes_say_what_software_holds(rows):
     assert rows.shape_of(row).architecture.extra == {"tie_word_embeddings": True}
     whole = {**row, "sp": "no"}
     pins = [rows.pins_of(one, 4).operators for one in (whole, {**whole, "dp": "1", "tp": "4"}, row, {**SMALL, "sp": "no"})]
-    assert pins == [{"*:cross_entropy": "dp=b0"}, {"*:cross_entropy": ""}, {}, {}]
+    assert pins == [{"*:cross_entropy": "dp=b0"}, {"*:cross_entropy": ""}, {"*:cross_entropy": "dp=b0"}, {}]
 
 
 def held(published, rows, row: dict[str, str], kinds: set[str], **software: bool) -> float:
@@ -230,6 +232,59 @@ def test_what_linears_gathered_is_kept_or_gathered_again(published, rows):
     row = {**SMALL, "vocab": "64", "seq_len": "4096", "sums": "fp32", "attention": "flash2", "loss": "merged", "n_layers": "8"}
     gathered = 2 * 4096 * 256 * 2
     assert held(published, rows, row, {"activations"}, keeps_gathered=True) == pytest.approx(8 * 2 * gathered / 2, rel=0.1)
+
+
+def test_torchs_cross_entropy_and_kept_logits_are_held(published, rows):
+    """Of many words and narrow layers the worst moment is in the loss: torch's own holds three times the logits in fp32 there,
+    one more than this package's; two micro-batches' logits in bf16 are what pipeline engines keep."""
+    row = {**SMALL, "sp": "no", "tp": "1", "dp": "4", "vocab": "32000", "sums": "fp32", "attention": "flash2", "loss": "eager"}
+    logits = 2 * 128 * 32000
+    kinds = {"activations", "transient"}
+    assert held(published, rows, row, kinds, plain_loss=True) == pytest.approx(4 * logits, rel=1e-3)
+    assert held(published, rows, row, kinds, kept_logits=2) == pytest.approx(2 * 2 * logits, rel=1e-3)
+    said = rows.cluster_of({**row, "notes": "torch cross entropy; outputs of two micro-batches kept"}).device
+    assert (said.plain_loss, said.kept_logits) == (True, 2)
+    tracker, narrow = MemTracker(), torch.zeros(256, 32000, dtype=torch.bfloat16, requires_grad=True)
+    with tracker:
+        torch.nn.functional.cross_entropy(narrow.float(), torch.zeros(256, dtype=torch.int64)).backward()
+    total = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert total == pytest.approx(3 * 4 * logits, rel=0.01)
+
+
+def test_what_ran_out_of_memory_did_not_run(rows, steps):
+    """No configuration stands in both files with the same kernels, and almost every row says which."""
+    with (ROOT / "benchmarks" / "data" / "out_of_memory.csv").open(encoding="utf-8") as file:
+        out = list(csv.DictReader(file))
+    keys = ("n_gpus", "tp", "sp", "pp", "dp", "micro_batch", "seq_len", "recompute")
+
+    def stated(row: dict[str, str]) -> tuple[object, ...]:
+        return rows.kernel_of(row), rows.normed(row), *(rows.text_of(row, key).removesuffix(".0") for key in keys)
+
+    open_ = [row for row in out if rows.kernel_of(row) is None]
+    assert (len(out), len(open_)) == (257, 7)
+    ran = {stated(row) for row in steps.values()}
+    assert not [row["row_id"] for row in out if stated(row) in ran]
+
+
+def test_rows_are_judged_by_what_the_allocator_reserves(published, tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    fits = importlib.import_module("fits")
+    out, ran = tmp_path / "out_of_memory.csv", tmp_path / "ran.csv"
+    wide = {**SMALL, "row_id": "S2", "micro_batch": "4096", "global_batch_seqs": "8192", "vocab": "128000"}
+    for path, some in ((ran, [SMALL, {**SMALL, "gpu": "Other"}]), (out, [wide, SMALL])):
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, SMALL)
+            writer.writeheader()
+            writer.writerows(some)
+    assert fits.main([str(ran), str(out), "--json"]) == 0
+    *judged, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    found = {(one["row"], one["ran"]): one["fits"] for one in judged if not one["reason"]}
+    assert found == {("S1", True): True, ("S1", False): True, ("S2", False): False}
+    assert all(one["gib"] <= one["reserved_gib"] for one in judged)
+    totals = [one for one in last["counts"] if one[0] in ("out of memory", "ran")]
+    assert totals == [["ran", 1, 0, 0], ["out of memory", 2, 1, 1]]
+    assert fits.main([str(ran), str(out)]) == 0
+    assert "predicted not to fit" in capsys.readouterr().out
 
 
 def test_state_is_split_over_all_data_ranks_unless_the_row_says_otherwise(rows):

@@ -102,7 +102,9 @@ class Device:
     Liger's); ``narrow_sums``: whether micro-batches' gradients are summed in the compute dtype (DeepSpeed's default), not fp32;
     ``buckets``: whether a micro-batch's gradients lie in buckets that are there all the time, beside their sums (torch's DDP);
     ``keeps_gathered``: whether what linears gather under sequence parallelism is kept for the backward (autograd by itself),
-    not gathered again (Megatron-LM); ``products``: the format that matrix products run in, "" for that of their operands;
+    not gathered again (Megatron-LM); ``plain_loss``: whether the cross entropy is torch's own, which keeps its softmax, whose
+    gradient lies beside that of the loss; ``kept_logits``: micro-batches whose logits are kept until others take their place
+    (two in pipeline engines like DeepSpeed's); ``products``: the format that products run in, "" for that of their operands;
     ``measured``, ``streams``, ``attentions``: tables of products, of what is bound by memory and of attention that stand before
     the formula; ``modules``: of whole modules, by which the operators inside are scaled (``compiler.structure.measured``).
     ``sources``: of every number.
@@ -133,6 +135,8 @@ class Device:
     narrow_sums: bool = False
     buckets: bool = False
     keeps_gathered: bool = False
+    plain_loss: bool = False
+    kept_logits: int = 0
     fused: bool = True
     overlapped: bool = False
     accumulates: bool = False

@@ -178,15 +178,17 @@ class Cluster:
         self, attention: str | None = None, fused: bool | None = None, overlapped: bool | None = None,
         accumulates: bool | None = None, repeats: bool | None = None, alone: bool | None = None,
         merged_loss: bool | None = None, narrow_sums: bool | None = None, buckets: bool | None = None,
-        keeps_gathered: bool | None = None,
+        keeps_gathered: bool | None = None, plain_loss: bool | None = None, kept_logits: int | None = None,
     ) -> Cluster:
         """The same cluster with other software: the devices' ``attention`` kernel ("flash1", "flash2", "flash3", "triton"),
         whether chains of pointwise operators run ``fused`` (compiled) or one by one (eager), whether products run their
         collectives ``overlapped``, in pieces (Transformer Engine), whether a product ``accumulates`` gradients itself, whether
         recomputation ``repeats`` whole blocks (Megatron-LM), whether ZeRO moves every parameter ``alone`` (DeepSpeed),
         whether the loss is one kernel (``merged_loss``: FlashAttention's, Liger's), whether micro-batches' gradients are
-        summed in 16 bits (``narrow_sums``: DeepSpeed's default), lie in ``buckets`` (torch's DDP) and whether what linears
-        gather is kept (``keeps_gathered``: DTensor's linears). None leaves it as it is."""
+        summed in 16 bits (``narrow_sums``: DeepSpeed's default), lie in ``buckets`` (torch's DDP), whether what linears
+        gather is kept (``keeps_gathered``: DTensor's linears), whether a cross entropy's softmax is kept and its gradient lies
+        beside that of the loss (``plain_loss``: torch's own) and of how many micro-batches the logits are kept
+        (``kept_logits``: 2 in pipeline engines like DeepSpeed's). None leaves it as it is."""
         islands = []
         for island in self.islands:
             device = island.device
@@ -204,6 +206,8 @@ class Cluster:
                 narrow_sums=device.narrow_sums if narrow_sums is None else narrow_sums,
                 buckets=device.buckets if buckets is None else buckets,
                 keeps_gathered=device.keeps_gathered if keeps_gathered is None else keeps_gathered,
+                plain_loss=device.plain_loss if plain_loss is None else plain_loss,
+                kept_logits=device.kept_logits if kept_logits is None else kept_logits,
             )
             islands.append(replace(island, device=device))
         return Cluster(tuple(islands))

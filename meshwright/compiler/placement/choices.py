@@ -137,7 +137,7 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
     found = _forced(found, kinds["sequence"] | rule.algorithms.keys() | rule.inner, scope, SEQUENCE) if on_weights else found
     if weights:
         found = _forced(found, weights, scope, TENSOR)
-    elif scope.pins.sequence_parallel and on_weights and kinds["sequence"] & set(rule.splittable):
+    elif scope.pins.sequence_parallel and on_weights and kinds["sequence"] & set(rule.splittable) and not _is_held(op, scope):
         # nothing with a sequence dim is computed over again on every tensor-parallel rank
         found = _forced(found, set(rule.splittable) - kinds["batch"], scope, TENSOR)
     if scope.pins.sequence_parallel:
@@ -196,6 +196,10 @@ def near_of(assignments: Mapping[str, Mapping[str, str]]) -> frozenset[int]:
     """To how many neighbours tokens go once in a plan."""
     found = (neighbourhood(factor)[1] for assignment in assignments.values() for factor in assignment.values())
     return frozenset(near for near in found if near is not None)
+
+
+def _is_held(op: Op, scope: Scope) -> bool:
+    return scope.fixed.assignment(op.name, scope.mesh) is not None
 
 
 def _held(op: Op, found: list[dict[str, str]], scope: Scope) -> list[dict[str, str]]:

@@ -21,7 +21,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from meshwright.cost.memory.replay import GRADIENTS, WORK, Heap, Storage, Tape, backward, forward, hold, script_of
+import torch
+
+from meshwright.cost.memory.replay import (
+    ACTIVATIONS,
+    GRADIENTS,
+    WORK,
+    Heap,
+    Storage,
+    Tape,
+    backward,
+    forward,
+    hold,
+    logits_of,
+    script_of,
+    with_plain_loss,
+)
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.program import Program, Segment, Stored
 from meshwright.ir.sharding import ceil_div
@@ -53,15 +68,18 @@ class GatheredUnit:
         return self.zero == 3 and not self.root
 
 
-class Sums(NamedTuple):
-    """How other software than this package's sums a step's gradients (``Device``): in the compute dtype (``narrow``), out of
-    ``buckets``."""
+class Software(NamedTuple):
+    """What other software than this package's holds of a step (``Device``). ``narrow``: gradients are summed in the compute
+    dtype; ``buckets``: out of buckets; ``plain_loss``: the gradient of a cross entropy's softmax lies beside that of its loss;
+    ``kept_logits``: micro-batches whose logits are kept."""
 
     narrow: bool = False
     buckets: bool = False
+    plain_loss: bool = False
+    kept_logits: int = 0
 
 
-OWN = Sums()
+OWN = Software()
 
 
 @dataclass
@@ -79,12 +97,17 @@ class RootUnit:
     go to the weights each on its own way (a split backward)."""
 
     def __init__(
-        self, program: Program, main: Sequence[Segment], leaving: Sequence[str], heap: Heap, sums: Sums = OWN,
+        self, program: Program, main: Sequence[Segment], leaving: Sequence[str], heap: Heap, software: Software = OWN,
         shares: bool = False, apart: bool = False,
     ) -> None:
         self.program, self.mesh, self.main, self.leaving, self.heap = program, program.mesh, main, leaving, heap
         held = [stored.value for stored in program.stored]
         self.scripts = [script_of(segment.graph, held, program.operators) for segment in self.main]
+        if software.plain_loss:
+            self.scripts = [with_plain_loss(script, program.operators) for script in self.scripts]
+        for script in self.scripts if software.kept_logits else ():
+            itemsize = (program.compute_dtype or torch.float32).itemsize
+            heap.new(float(software.kept_logits * logits_of(script, program.operators) * itemsize), ACTIVATIONS)
         self.stored = {stored.value: stored for stored in program.stored}
         self.homes = _homes(program.stored, main, leaving)
         self.units = {home: self._unit(home) for home in (*range(len(self.main)), -1)}
@@ -93,8 +116,8 @@ class RootUnit:
         self.settled: dict[str, Storage] = {}  # and where they are summed
         self.reducing: Storage | None = None
         self.gathering: Storage | None = None
-        self.sums, self.shares, self.apart = sums, shares, apart
-        for unit in self.units.values() if sums.buckets else ():
+        self.software, self.shares, self.apart = software, shares, apart
+        for unit in self.units.values() if software.buckets else ():
             if unit is not None and unit.zero < 2:
                 heap.new(unit.elements * unit.itemsize, GRADIENTS)
         self.shared: Storage | None = None
@@ -187,7 +210,7 @@ class RootUnit:
             self._sums(name)[name] = storage
         if not self.apart:
             self._settle(index)
-        root = self.units[-1] if self.sums.buckets else None
+        root = self.units[-1] if self.software.buckets else None
         if root is not None and root.zero < 2 and root.itemsize < _REDUCED:  # what is ready is summed at once
             self._widen(root)
 
@@ -202,7 +225,7 @@ class RootUnit:
     def _widened(self, stored: Stored) -> float:
         """By how much the gradient of a loose parameter grows in its way through the copy in the compute dtype, to fp32."""
         dtype = self.program.compute_dtype
-        return _REDUCED / dtype.itemsize if dtype is not None and self._loose(stored) and not self.sums.narrow else 1.0
+        return _REDUCED / dtype.itemsize if dtype is not None and self._loose(stored) and not self.software.narrow else 1.0
 
     def _settle(self, home: int) -> None:
         """Gradients of loose parameters reach their sums when their readers' backward is done, for autograd runs first what was
@@ -299,7 +322,7 @@ class RootUnit:
         if last or unit.zero == 3:
             self._free(unit)
         if not (last or unit.zero >= 2):
-            if unit.itemsize < _REDUCED and not self.sums.narrow:
+            if unit.itemsize < _REDUCED and not self.software.narrow:
                 self._widen(unit)
             return
         self._done(self.reducing)

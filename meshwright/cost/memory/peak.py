@@ -13,7 +13,8 @@ micro-batch on. A rank of a pipeline runs the actions of its schedule instead (`
 the micro-batches lies there while they run, as its gradients do, which are made before them; what runs ahead of them all keeps
 nothing for a backward, and is no more than what comes after it.
 
-Not seen here: the allocator's fragmentation, the libraries' own work spaces, the CUDA context (``Device.reserve_bytes``).
+Not seen here: what the allocator cannot use (unless it ``allocates``, too), the libraries' own work spaces, the CUDA context
+(``Device.reserve_bytes``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.cost.memory.epilogue import Epilogue, leaving_of
-from meshwright.cost.memory.fsdp import OWN, RootUnit, Sums, at_rest, rest_itemsize
+from meshwright.cost.memory.fsdp import OWN, RootUnit, Software, at_rest, rest_itemsize
 from meshwright.cost.memory.pipeline_rank import PipelineRank
 from meshwright.cost.memory.replay import ACTIVATIONS, WORK, Heap, Storage, forward, hold, script_of
 from meshwright.ir.program import Program
@@ -32,32 +33,35 @@ from meshwright.ir.program import Program
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes per rank at the worst moment of a step, and by kind."""
+    """Bytes per rank at the worst moment of a step, and by kind; ``reserved``: what torch's allocator must have for them, None
+    if that was not asked for."""
 
     bytes: float
     kinds: Mapping[str, float]
+    reserved: float | None = None
 
 
-def peak(program: Program, state_bytes: float, sums: Sums = OWN) -> Peak:
+def peak(program: Program, state_bytes: float, software: Software = OWN, allocates: bool = False) -> Peak:
     """Of a steady training step of this rank's program. ``state_bytes``: optimizer state per parameter; torch's optimizers
-    treat DTensors one after the other, so their temporaries are those of the largest. ``sums``: of other software."""
-    heap = _standing(program, state_bytes)
+    treat DTensors one after the other, so their temporaries are those of the largest. ``software``: whose step it is;
+    ``allocates``: whether the allocator is replayed, too."""
+    heap = _standing(program, state_bytes, allocates)
     joined = _Joined(program, heap)
     if program.stages is None:
-        _alone(program, heap, joined, sums)
+        _alone(program, heap, joined, software)
     else:
-        rank = PipelineRank(program, heap, joined.add, sums)
+        rank = PipelineRank(program, heap, joined.add, software)
         rank.run(_prologue(program, heap))
     joined.end()
     heap.space(2 * 4 * _largest(program))  # of the optimizer: a square root and its quotient
-    return Peak(heap.peak, heap.at_peak)
+    return Peak(heap.peak, heap.at_peak, None if heap.arena is None else heap.arena.reserved)
 
 
-def _alone(program: Program, heap: Heap, joined: _Joined, sums: Sums) -> None:
+def _alone(program: Program, heap: Heap, joined: _Joined, software: Software) -> None:
     """A step of a program without a pipeline."""
     leaving = leaving_of(program)
     handed_on = dict.fromkeys((*leaving, *(one.value for one in program.collected)))
-    part = RootUnit(program, [s for s in program.segments if s.repeated], list(handed_on), heap, sums)
+    part = RootUnit(program, [s for s in program.segments if s.repeated], list(handed_on), heap, software)
     env, count = _prologue(program, heap), program.microbatches
     epilogue = Epilogue(program, heap)
     epilogue.back(env)
@@ -101,14 +105,14 @@ class _Joined:
             self.heap.drop(storage)
 
 
-def _standing(program: Program, state_bytes: float) -> Heap:
+def _standing(program: Program, state_bytes: float, allocates: bool) -> Heap:
     """What is there all the time."""
     rest = {s.value: at_rest(s, program.mesh) for s in program.stored}
     return Heap({
         "parameters": sum(rest[s.value] * rest_itemsize(s, program) for s in program.stored),
         "optimizer": sum(rest[s.value] for s in program.stored if s.trainable) * state_bytes,
         "inputs": float(sum(_bytes(port.shape, port.dtype) for port in program.inputs)),
-    })
+    }, allocates)
 
 
 def _largest(program: Program) -> float:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from meshwright.cost.memory.epilogue import Epilogue
-from meshwright.cost.memory.fsdp import Batch, RootUnit, Sums, at_rest, gathers, rest_itemsize
+from meshwright.cost.memory.fsdp import Batch, RootUnit, Software, at_rest, gathers, rest_itemsize
 from meshwright.cost.memory.replay import ACTIVATIONS, WORK, Heap, Storage, hold
 from meshwright.ir.graph import Graph, Value
 from meshwright.ir.mesh import PP
@@ -35,10 +35,10 @@ class PipelineRank:
     takes what a micro-batch hands back."""
 
     def __init__(
-        self, program: Program, heap: Heap, collect: Callable[[Mapping[str, Storage]], None], sums: Sums
+        self, program: Program, heap: Heap, collect: Callable[[Mapping[str, Storage]], None], software: Software
     ) -> None:
         assert program.stages is not None
-        self.sums = sums
+        self.software = software
         self.program, self.stages, self.heap, self.collect = program, program.stages, heap, collect
         self.rank = program.mesh.coordinates(program.rank)[PP]
         mine = [stage for stage, at in enumerate(self.stages.stage_rank) if at == self.rank]
@@ -68,7 +68,7 @@ class PipelineRank:
             read |= {name for s in program.segments if s.prologue for name in _reads(s)}
             read |= {s.value for s in program.stored} - everywhere
         share = replace(program, stored=tuple(s for s in program.stored if s.value in read))
-        return RootUnit(share, main, leaving, self.heap, self.sums, shares=True, apart=self.stages.table.split)
+        return RootUnit(share, main, leaving, self.heap, self.software, shares=True, apart=self.stages.table.split)
 
     def run(self, env: Mapping[str, Storage]) -> None:
         """``env``: what every micro-batch finds, storages by value."""

@@ -20,9 +20,10 @@ the segment's backward is done.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from meshwright.cost.memory.allocator import Arena, Block
 from meshwright.cost.memory.saved import saved_beside, saved_for_backward, storages
 from meshwright.ir.declared.operator import Operators, Work
 from meshwright.ir.graph import Graph, Op
@@ -33,17 +34,19 @@ WORK, ACTIVATIONS, GRADIENTS = "transient", "activations", "gradients"
 class Storage:
     """A piece of memory: bytes, what it is for, and how many hold it."""
 
-    __slots__ = ("bytes", "holders", "kind")
+    __slots__ = ("block", "bytes", "holders", "kind")
 
-    def __init__(self, bytes_: float, kind: str) -> None:
-        self.bytes, self.kind, self.holders = bytes_, kind, 1
+    def __init__(self, bytes_: float, kind: str, block: Block | None = None) -> None:
+        self.bytes, self.kind, self.holders, self.block = bytes_, kind, 1, block
 
 
 class Heap:
-    """The storages alive: their sum by kind, and as it was when the sum was highest."""
+    """The storages alive: their sum by kind, and as it was when the sum was highest. ``allocates``: whether they are laid into
+    the segments of torch's allocator, too (``arena``)."""
 
-    def __init__(self, standing: Mapping[str, float]) -> None:
+    def __init__(self, standing: Mapping[str, float], allocates: bool = False) -> None:
         self.kinds = dict(standing)
+        self.arena = Arena(sum(standing.values())) if allocates else None
         self.total = sum(standing.values())
         self.peak, self.at_peak = self.total, dict(standing)
 
@@ -52,7 +55,7 @@ class Heap:
         self.kinds[kind] = self.kinds.get(kind, 0.0) + bytes_
         self.total += bytes_
         self._mark()
-        return Storage(bytes_, kind)
+        return Storage(bytes_, kind, None if self.arena is None else self.arena.take(bytes_))
 
     def drop(self, storage: Storage) -> None:
         """One holder fewer; the last one frees it."""
@@ -60,6 +63,8 @@ class Heap:
         if not storage.holders:
             self.kinds[storage.kind] -= storage.bytes
             self.total -= storage.bytes
+            if self.arena is not None:
+                self.arena.give(storage.block)
 
     def become(self, storage: Storage, kind: str) -> None:
         """The same memory, from now on for something else."""
@@ -123,6 +128,24 @@ def script_of(graph: Graph, held: Iterable[str], operators: Operators) -> Script
     gradients = tuple(_gradients(op, one, graph, operators) for op, one in zip(graph.ops, work, strict=True))
     last_reads = {index: tuple(roots) for index, roots in going.items()}
     return Script(graph, base, kept, last_reads, weights, results_kept, gradients, spaces)
+
+
+def with_plain_loss(script: Script, operators: Operators) -> Script:
+    """The same segment under torch's own cross entropy: of a loss's backward the gradient of the picked logarithms, as wide as
+    the logits, lies beside that of the logits."""
+    losses = {i: script.graph.values[op.inputs[0]] for i, op in enumerate(script.graph.ops) if _loses(op, operators)}
+    spaces = [(forward, backward + (float(losses[i].bytes_) if i in losses else 0.0))
+              for i, (forward, backward) in enumerate(script.spaces)]
+    return replace(script, spaces=tuple(spaces))
+
+
+def logits_of(script: Script, operators: Operators) -> int:
+    """Numbers of the logits that a segment's losses read."""
+    return sum(script.graph.values[op.inputs[0]].numel for op in script.graph.ops if _loses(op, operators))
+
+
+def _loses(op: Op, operators: Operators) -> bool:
+    return operators[op.target].kind == "loss"
 
 
 def _kept(

@@ -1,0 +1,102 @@
+"""torch's caching allocator on a device: what a sequence of allocations makes it reserve, beyond what is alive.
+
+    sizes       rounded to 512 bytes; up to 1 MiB from segments of 2 MiB, up to 10 MiB from segments of 20 MiB, larger ones
+                from a segment of their own (rounded to 2 MiB)
+    take        the smallest idle block that is large enough, cut where more than 1 MiB is left (512 bytes in small segments);
+                else a new segment
+    give        a block, joined with the idle ones beside it
+
+Near the limit of memory segments that are idle as a whole are given back before a new one is asked for, so ``reserved`` is the
+least that a device must have: what lies in segments in which anything is alive. Gradients that the first backward leaves in
+the large blocks of its loss, say, keep those from the losses to come. (Constants of c10/cuda/CUDACachingAllocator.cpp without
+``expandable_segments``, under which nothing is lost so.)
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+
+MIB = 2**20
+ROUND = 512
+SMALL, SMALL_SEGMENT = MIB, 2 * MIB
+MIDDLE, MIDDLE_SEGMENT = 10 * MIB, 20 * MIB
+LARGE_ROUND = 2 * MIB
+
+
+@dataclass(eq=False)
+class Block:
+    """A piece of a segment: bytes, the blocks beside it, whether nothing lives in it."""
+
+    bytes: int
+    small: bool
+    before: Block | None = None
+    after: Block | None = None
+    idle: bool = False
+    number: int = field(default=0, compare=False)
+
+
+class Arena:
+    """The segments of a device. ``standing``: bytes that are there all the time, in segments of their own."""
+
+    def __init__(self, standing: float = 0.0) -> None:
+        self.held = self.reserved = float(standing)
+        self.idle: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+        self.count = 0
+
+    def take(self, bytes_: float) -> Block | None:
+        """A block for so many bytes; None for nothing."""
+        if bytes_ < 1:
+            return None
+        size = _up(int(bytes_), ROUND)
+        small = size <= SMALL
+        pool = self.idle[small]
+        at = bisect.bisect_left(pool, (size, 0))
+        block = pool.pop(at)[2] if at < len(pool) else self._segment(size, small)
+        block.idle = False
+        left = block.bytes - size
+        if left >= ROUND if small else left > SMALL:
+            rest = Block(left, small, block, block.after)
+            if block.after is not None:
+                block.after.before = rest
+            block.after, block.bytes = rest, size
+            self._lay(rest)
+        return block
+
+    def give(self, block: Block | None) -> None:
+        """Nothing lives in the block any more."""
+        if block is None:
+            return
+        for other in (block.after, block.before):
+            if other is None or not other.idle:
+                continue
+            pool = self.idle[other.small]
+            pool.pop(bisect.bisect_left(pool, (other.bytes, other.number)))
+            first, second = (block, other) if other is block.after else (other, block)
+            first.bytes += second.bytes
+            first.after = second.after
+            if second.after is not None:
+                second.after.before = first
+            block = first
+        self._lay(block)
+
+    def _lay(self, block: Block) -> None:
+        self.count += 1
+        block.idle, block.number = True, self.count
+        bisect.insort(self.idle[block.small], (block.bytes, block.number, block))
+
+    def _segment(self, size: int, small: bool) -> Block:
+        """A new segment, after those that are idle as a whole were given back."""
+        for kind, pool in self.idle.items():
+            whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
+            self.held -= sum(entry[0] for entry in whole)
+            if whole:
+                self.idle[kind] = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
+        bytes_ = SMALL_SEGMENT if small else MIDDLE_SEGMENT if size < MIDDLE else _up(size, LARGE_ROUND)
+        self.held += bytes_
+        self.reserved = max(self.reserved, self.held)
+        return Block(bytes_, small)
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
