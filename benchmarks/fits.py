@@ -47,7 +47,7 @@ KEYS = ("n_gpus", "tp", "pp", "sp", "micro_batch", "seq_len")
 
 
 @dataclass(frozen=True)
-class Judged:
+class Outcome:
     """A row, the GiB that are alive and that are reserved by prediction (of the way that needs least) and that a plan may use;
     how it ran."""
 
@@ -74,10 +74,10 @@ class Fits:
         self.cache = cache
         self.held: dict[str, tuple[float, float]] = {}
 
-    def judge(self, row: Row, ran: bool) -> Judged:
+    def judge(self, row: Row, ran: bool) -> Outcome:
         """A row; one that cannot be planned has the reason."""
         config = " ".join(f"{key}={text_of(row, key).removesuffix('.0')}" for key in KEYS if text_of(row, key))
-        found = Judged(row.get("row_id") or "", ran, 0.0, 0.0, 0.0, text_of(row, "recompute"), "", config)
+        found = Outcome(row.get("row_id") or "", ran, 0.0, 0.0, 0.0, text_of(row, "recompute"), "", config)
         try:
             kernel = " or ".join(kernels_of(row)) + ("" if normed(row) else ", norms in several kernels")
             held = [self._held(completion) for completion in completions_of(row)]
@@ -113,9 +113,9 @@ def rows_to_judge(files: Sequence[Path], source: str, every: int) -> list[tuple[
     return sorted(both, key=lambda one: [text_of(one[0], key).removesuffix(".0") for key in ("seq_len", "global_batch_seqs")])
 
 
-def counts(judged: Iterable[Judged]) -> list[tuple[str, int, int, int]]:
+def counts(judged: Iterable[Outcome]) -> list[tuple[str, int, int, int]]:
     """By outcome, recomputation and kernels: rows, those predicted not to fit, and those of which as much is alive."""
-    groups: dict[str, list[Judged]] = {}
+    groups: dict[str, list[Outcome]] = {}
     for item in judged:
         if not item.reason:
             outcome = "ran" if item.ran else "out of memory"
@@ -127,7 +127,7 @@ def counts(judged: Iterable[Judged]) -> list[tuple[str, int, int, int]]:
     ]
 
 
-def show(judged: Sequence[Judged], console: Console) -> None:
+def show(judged: Sequence[Outcome], console: Console) -> None:
     """Print the rows that are predicted wrongly, then the counts."""
     table = Table("row", "outcome", "recomputation", "kernels", "configuration", "GiB alive", "reserved", "room")
     for item in sorted(judged, key=lambda item: -item.gib):

@@ -5,16 +5,16 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.cost.memory.allocator import MIB, Arena, Block
+from meshwright.cost.memory.allocator import MIB, Arena, Stretch
 
 
-def segment(block: Block) -> Block:
+def segment(block: Stretch) -> Stretch:
     while block.before is not None:
         block = block.before
     return block
 
 
-def segment_bytes(block: Block | None) -> int:
+def segment_bytes(block: Stretch | None) -> int:
     return 0 if block is None else block.bytes + segment_bytes(block.after)
 
 
@@ -55,7 +55,7 @@ def test_small_sizes_share_segments() -> None:
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 60 * MIB), st.integers(0, 7)), max_size=60))
 @settings(max_examples=60, deadline=None)
 def test_nothing_overlaps_and_all_that_lives_is_reserved(steps: list[tuple[bool, int, int]]) -> None:
-    arena, alive = Arena(), list[tuple[int, Block]]()
+    arena, alive = Arena(), list[tuple[int, Stretch]]()
     for takes, size, which in steps:
         if takes or not alive:
             block = arena.take(size)

@@ -25,13 +25,13 @@ LARGE_ROUND = 2 * MIB
 
 
 @dataclass(eq=False)
-class Block:
+class Stretch:
     """A piece of a segment: bytes, the blocks beside it, whether nothing lives in it."""
 
     bytes: int
     small: bool
-    before: Block | None = None
-    after: Block | None = None
+    before: Stretch | None = None
+    after: Stretch | None = None
     idle: bool = False
     number: int = field(default=0, compare=False)
 
@@ -41,10 +41,10 @@ class Arena:
 
     def __init__(self, standing: float = 0.0) -> None:
         self.held = self.reserved = float(standing)
-        self.idle: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+        self.idle: dict[bool, list[tuple[int, int, Stretch]]] = {True: [], False: []}
         self.count = 0
 
-    def take(self, bytes_: float) -> Block | None:
+    def take(self, bytes_: float) -> Stretch | None:
         """A block for so many bytes; None for nothing."""
         if bytes_ < 1:
             return None
@@ -56,14 +56,14 @@ class Arena:
         block.idle = False
         left = block.bytes - size
         if left >= ROUND if small else left > SMALL:
-            rest = Block(left, small, block, block.after)
+            rest = Stretch(left, small, block, block.after)
             if block.after is not None:
                 block.after.before = rest
             block.after, block.bytes = rest, size
             self._lay(rest)
         return block
 
-    def give(self, block: Block | None) -> None:
+    def give(self, block: Stretch | None) -> None:
         """Nothing lives in the block any more."""
         if block is None:
             return
@@ -80,12 +80,12 @@ class Arena:
             block = first
         self._lay(block)
 
-    def _lay(self, block: Block) -> None:
+    def _lay(self, block: Stretch) -> None:
         self.count += 1
         block.idle, block.number = True, self.count
         bisect.insort(self.idle[block.small], (block.bytes, block.number, block))
 
-    def _segment(self, size: int, small: bool) -> Block:
+    def _segment(self, size: int, small: bool) -> Stretch:
         """A new segment, after those that are idle as a whole were given back."""
         for kind, pool in self.idle.items():
             whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
@@ -95,7 +95,7 @@ class Arena:
         bytes_ = SMALL_SEGMENT if small else MIDDLE_SEGMENT if size < MIDDLE else _up(size, LARGE_ROUND)
         self.held += bytes_
         self.reserved = max(self.reserved, self.held)
-        return Block(bytes_, small)
+        return Stretch(bytes_, small)
 
 
 def _up(value: int, unit: int) -> int:

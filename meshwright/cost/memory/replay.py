@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from meshwright.cost.memory.allocator import Arena, Block
+from meshwright.cost.memory.allocator import Arena, Stretch
 from meshwright.cost.memory.saved import saved_beside, saved_for_backward, storages
 from meshwright.ir.declared.operator import Operators, Work
 from meshwright.ir.graph import Graph, Op
@@ -36,7 +36,7 @@ class Storage:
 
     __slots__ = ("block", "bytes", "holders", "kind")
 
-    def __init__(self, bytes_: float, kind: str, block: Block | None = None) -> None:
+    def __init__(self, bytes_: float, kind: str, block: Stretch | None = None) -> None:
         self.bytes, self.kind, self.holders, self.block = bytes_, kind, 1, block
 
 
