@@ -82,6 +82,7 @@ class Placements:
         self.rules = Rules({op.name: rules[op.name] for op in self.folded.graph.ops}, rules.operators)
         self._structure = Structure(self.folded.graph, self.rules)
         self._known: dict[tuple[int, int, int, int, int, bool, bool], Placement] = {}
+        self._built = 0
 
     @cached_property
     def ahead(self) -> frozenset[str]:
@@ -128,6 +129,12 @@ class Placements:
     def count(self) -> int:
         """Placements solved so far."""
         return len(self._known)
+
+    @property
+    def built(self) -> int:
+        """Choices of operators for which problems were built so far: what most of the work goes by. Placements whose experts
+        are shared out after others were solved have none."""
+        return self._built
 
     def _shared_out(
         self, tensor: int, samples: int, context: int, expert: int, heads: int, folded: bool, several: bool
@@ -179,6 +186,7 @@ class Placements:
         variants = [Variant(0, kept, (), kind) for kind in self.recompute]
         scope = self._scope(mesh, count, folded)
         problem = Problem(scope, schedule, costs, variants, variants[:1])
+        self._built += problem.choices
         chain = problem.chain(float("inf"), 0.0)
         try:
             solution = solve(self._stretched(chain), gap=GAP)

@@ -129,6 +129,11 @@ class Problem:
         return self._serves[number]
 
     @property
+    def choices(self) -> int:
+        """Of operators, in the models that were built: what building goes by."""
+        return sum(len(choices) for model in self._models.values() for choices in model.op_choices)
+
+    @property
     def kept(self) -> tuple[tuple[Variant, ...], ...]:
         """Per kind of the chain its variants; what lies outside of the blocks has one."""
         return tuple(self._open(n) if self.positions[n].block >= 0 else self.root_variants[:1] for n in self._models)

@@ -261,7 +261,7 @@ class CandidateBounds:
 
     def _placement(self, key: Placing) -> Placement | None:
         if key not in self._known:
-            self.evaluator.work["placement"] += 1
+            built = self.placements.built
             try:
                 self._known[key] = self.placements.of(*key)
             except PinError as error:
@@ -270,6 +270,8 @@ class CandidateBounds:
                 self._known[key], self.refused = None, PlanError(str(error))
             except PlanError as error:  # something in the model needs the whole batch at once
                 self._known[key], self.refused = None, error
+            self.evaluator.work["placement"] += 1
+            self.evaluator.work["choice of a placement"] += self.placements.built - built
         return self._known[key]
 
     def keep(self, node: Branch) -> list[Branch]:

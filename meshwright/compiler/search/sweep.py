@@ -47,11 +47,11 @@ _DIVE = 0.35
 _ALONE = 0.5
 _ALIKE = 0.75
 """Parts of the limit: that a first look at what has no pipeline may take, and the first dive after it; by which the candidates
-without a pipeline, and the second dive, are done."""
+without a pipeline, and the second dive (as the look for blocks unlike each other), are done."""
 _SHAPES = 1.5
 """Nominal seconds of layouts within memory up to which further ones are solved whose axes cross nodes and devices (chosen)."""
 _EFFORT: Mapping[str, float] = {
-    "placement": 0.1, "variant": 0.0005, "alone": 0.001, "packing": 0.002, "ranks alone": 0.06, "rank of divided units": 0.0025,
+    "placement": 0.02, "choice of a placement": 0.0003, "variant": 0.0005, "alone": 0.001, "packing": 0.002, "ranks alone": 0.06, "rank of divided units": 0.0025,
     "pair of ranks of whole units": 0.0025, "stage to cut": 0.003, "stage cut": 1.2e-7, "action simulated": 2.5e-8,
     "stage that does not fit": 0.004, "action of divided units": 6e-6, "number of divided programs": 1.5e-6,
 }
@@ -111,6 +111,7 @@ class Sweep:
         self.limited = False
         self.freed = False
         self.unlike = False
+        self._told = False
         self._free, self._one, self._spent = free, one, spent
         self._waiting: list[Branch] | None = None
         self._limited_too = True
@@ -232,25 +233,26 @@ class Sweep:
 
     def blocks(self) -> None:
         """Solve block by block what has no pipeline and whose blocks, if they all keep their parameters alike, take little
-        longer than the best."""
+        longer than the best; of what is found within the limit."""
         if not self._single_stage:
             return
         counts = replace(self.bounds.counts)  # these candidates were counted before
         try:
-            nodes = self._nearly_best(self._incumbent * (1 + UNLIKE))
-            self._limited_too, self.unlike = True, True
+            nodes, self.unlike = self._nearly_best(self._incumbent * (1 + UNLIKE))
+            self._limited_too, self._told = True, True
             for node in nodes:
                 self._left += self._sweep([node], _INF)
         except (PinError, PlanError) as error:
             self._refused = self._refused or error
         self.bounds.counts = counts
 
-    def _nearly_best(self, near: float) -> list[Branch]:
-        """The layouts without a pipeline on which blocks that are alike take less than ``near`` seconds, best first."""
+    def _nearly_best(self, near: float) -> tuple[list[Branch], bool]:
+        """The layouts without a pipeline on which blocks that are alike take less than ``near`` seconds, best first; whether
+        these are all."""
         found, evaluator = dict[tuple[Layout, int], tuple[float, Branch]](), self.bounds.evaluator
         heap = list(self._single_stage)
         heapq.heapify(heap)
-        while heap and heap[0].bound < near:
+        while heap and heap[0].bound < near and self.effort <= _ALIKE * self.limit:
             node = heapq.heappop(heap)
             if node.level < Level.KEPT:
                 for child in self.bounds.sharper(node, near):
@@ -266,7 +268,7 @@ class Sweep:
             key = one.candidate.layout, one.candidate.microbatches
             if alike < near:
                 found[key] = min(found.get(key, (alike, one)), (alike, one))
-        return [node for _, node in sorted(found.values())]
+        return [node for _, node in sorted(found.values())], not heap or heap[0].bound >= near
 
     def take(
         self, found: Evaluation, made: Fitted | DoesNotFitError | NoBetterError | OutOfMemoryError, refined: bool
@@ -451,7 +453,7 @@ class Sweep:
         candidate = node.candidate
         assert candidate.layout is not None
         seen = SeenCandidate(str(candidate.layout.mesh), candidate.microbatches)
-        told: list[SeenCandidate] = [] if self.unlike else self.seen  # their meshes were told before, with blocks alike
+        told: list[SeenCandidate] = [] if self._told else self.seen  # their meshes were told before, with blocks alike
         one = self._one_device(candidate.microbatches)
         if one.crowded:
             told.append(replace(seen, outcome="does not fit"))
