@@ -115,8 +115,9 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def calls(rank: int, pins: Mapping[str, Any]) -> list[Trial]:
-    """Inputs and initial weights (point 7 of what was found silent), and outputs other than the loss (6)."""
-    parallel = _parallel(make(), pins)
+    """Inputs and initial weights (point 7 of what was found silent), other outputs (6), whose the optimizer is."""
+    model = make()
+    parallel = _parallel(model, pins)
 
     def other_weights() -> None:
         torch.manual_seed(rank)
@@ -126,6 +127,11 @@ def calls(rank: int, pins: Mapping[str, Any]) -> list[Trial]:
         found = parallel(**batch())
         total = found["loss"] + 0.1 * _whole(found["logits"]).pow(2).mean()
         total.backward()
+
+    def optimized(trained: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trained(**batch())["loss"].backward()
+        optimizer.step()
 
     def changed(name: str, value: int) -> dict[str, Tensor]:
         return {**batch(), name: batch()[name].index_fill_(1, torch.tensor([2]), value)}
@@ -139,6 +145,8 @@ def calls(rank: int, pins: Mapping[str, Any]) -> list[Trial]:
         ("another dtype", "i32", lambda: parallel(**{**batch(), "ids": batch()["ids"].int()})),
         ("other weights on one rank", "other weights than rank 0", other_weights),
         ("a gradient through another output", "" if one_graph else "loss_fn=", other_output),
+        ("the optimizer of the model", "of parallel.parameters()", lambda: optimized(parallel)),
+        ("the model trained by itself", "", lambda: optimized(model)),
     ]
 
 

@@ -24,7 +24,8 @@ class Deferred(nn.Module):
         """The parallel module's output; plans and builds it first if this is the first call."""
         if self.__dict__["_built"] is None:
             built = self.__dict__["_build"](args, kwargs)
-            built.train(self.training)
+            if built.training != self.training:  # else its sub-modules are in the modes in which they were captured
+                built.train(self.training)
             self.__dict__["_built"] = built
         return self.__dict__["_built"](*args, **kwargs)
 
@@ -50,6 +51,11 @@ class Deferred(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Of the parallel module."""
         return self._module("to load a state dict").load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Of the parallel module, as a part of the module that is loaded."""
+        for path, module in self._module("to load a state dict").named_modules():
+            module._load_from_state_dict(state_dict, f"{prefix}{path}{'.' if path else ''}", *args)
 
     def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
         """Of the parallel module."""

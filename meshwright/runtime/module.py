@@ -37,6 +37,7 @@ from meshwright.runtime.checks.gradients import (
     unwritten,
 )
 from meshwright.runtime.checks.ports import Ports
+from meshwright.runtime.checks.strangers import watch_optimizers
 from meshwright.runtime.checks.tensors import TensorPlace, check_tensors, originals
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.groups import Groups, make_groups
@@ -56,7 +57,7 @@ from meshwright.runtime.state.names import (
     refuse_own_state,
 )
 from meshwright.runtime.state.norms import clip
-from meshwright.runtime.state.optimizer import NOTHING, Nothing
+from meshwright.runtime.state.optimizer import NOTHING, Nothing, nothing_on, with_nothing
 from meshwright.runtime.step import run_step
 from meshwright.runtime.verdict import interrupting, together
 from meshwright.runtime.whole import Role, adopt, cut_as, let_anomalies_be_found, let_optimizers_know
@@ -141,7 +142,7 @@ class ParallelModule(Closed):
         self._ports = Ports(groups)
         self._engine = (engine,)  # in a tuple: its units are no submodules of this one
         self._names = list(names)
-        self.__dict__[NOTHING] = Nothing(torch.empty(0, device=groups.device)) if program.stages else None  # not registered
+        self.__dict__[NOTHING] = nothing_on(groups.device) if program.stages else None  # not registered
         self._places: list[TensorPlace] = []
         for path in self._kinds:
             holder(self, path.split("."), self._kinds)
@@ -152,7 +153,10 @@ class ParallelModule(Closed):
                 self._register(fqn, stored, tensor)
             else:
                 *above, key = fqn.split(".")
-                holder(self, above, self._kinds).__dict__.setdefault("_elsewhere", set()).add(key)
+                where = holder(self, above, self._kinds)
+                where.__dict__.setdefault("_elsewhere", set()).add(key)
+                for depth in range(1, len(above) + 1 if stored.trainable else 1):
+                    holder(self, above[:depth], self._kinds).__dict__.setdefault(NOTHING, nothing_on(groups.device))
         self._modes = Modes.of(self, self._kinds)
         for tensor in self.parameters():
             if isinstance(tensor, DTensor) and tensor.requires_grad:
@@ -163,6 +167,7 @@ class ParallelModule(Closed):
         everything = program.stages.stored if program.stages else ()
         self._shared = [stored for stored in everything if stored.trainable and len(stored.holders) > 1]
         self._originals = originals(model)
+        watch_optimizers(self, self._originals)
         self._agreement = Agreement()
         self._hooks = None if model is None else HookGuard(model)
         if model is not None and not model.training:
@@ -242,11 +247,8 @@ class ParallelModule(Closed):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of this rank. Where all that its stage of a pipeline holds is frozen, ``Nothing`` comes after them, for an
         optimizer that is made of what is left to train."""
-        yield from (own := list(super().named_parameters(prefix, recurse, remove_duplicate)))
-        nothing: nn.Parameter | None = self.__dict__.get(NOTHING)
-        if recurse and nothing is not None and not any(p.requires_grad for _, p in own):
-            nothing.requires_grad_()
-            yield f"{prefix}{'.' if prefix else ''}{NOTHING}", nothing
+        own = super().named_parameters(prefix, recurse, remove_duplicate)
+        yield from with_nothing(own, self.__dict__.get(NOTHING) if recurse else None, prefix)
 
     def _trainable(self) -> list[Tensor]:
         return [p for p in self.parameters() if p.requires_grad and not isinstance(p, Nothing)]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import AbsentError, InputError, RunError
 from meshwright.runtime.state.additions import Closed, refuse_attribute
+from meshwright.runtime.state.optimizer import NOTHING, with_nothing
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,14 @@ class NamedModule(Closed):
                            f"under their names, and does nothing with them; call it on the model, before autoparallel")
         raise AbsentError(f"sub-module {path!r} of a parallel module has no attribute {name!r}: it holds the tensors of a "
                           f"{kind.__name__} under their names, and nothing else; ask the model that was parallelized")
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of this rank; where another stage of a pipeline has what is trained of this module, ``Nothing`` for an
+        optimizer of it."""
+        own = super().named_parameters(prefix, recurse, remove_duplicate)
+        return with_nothing(own, self.__dict__.get(NOTHING) if recurse else None, prefix)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Tensors only (``checks.tensors`` says what becomes of those): nothing reads other attributes."""

@@ -11,7 +11,7 @@ place, so that a captured graph goes on reading them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,22 @@ NOTHING = "nothing_to_train"
 
 class Nothing(nn.Parameter):
     """A parameter without elements and without a gradient. Torch's optimizers refuse an empty list; a rank whose stage of a
-    pipeline is frozen would raise that alone, while the others train."""
+    pipeline is frozen, or has nothing of a sub-module, would raise that alone, while the others train."""
+
+
+def nothing_on(device: torch.device) -> Nothing:
+    """One of them."""
+    return Nothing(torch.empty(0, device=device), requires_grad=False)
+
+
+def with_nothing(
+    own: Iterable[tuple[str, nn.Parameter]], nothing: Nothing | None, prefix: str
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """A rank's parameters, and ``nothing`` after them if there is none among them to train."""
+    yield from (listed := list(own))
+    if nothing is not None and not any(parameter.requires_grad for _, parameter in listed):
+        nothing.requires_grad_()
+        yield f"{prefix}{'.' if prefix else ''}{NOTHING}", nothing
 
 
 def named(known: Named, optimizer: torch.optim.Optimizer) -> dict[Tensor, Stored]:
