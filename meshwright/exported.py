@@ -224,14 +224,7 @@ def load(folder: str | Path, mesh: DeviceMesh, *, classes: Iterable[type] = ()) 
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def prepare() -> tuple[_Export, Program]:
-        found = _read(source)
-        check_given(found.plan, mesh, mesh_pins(mesh, Pins()), None, None)
-        graph = found.plan.graph
-        output = None if graph.signature is None else graph.signature["output"]
-        graph = replace(graph, classes=classes_by_name(output, given))
-        whole = checked_program(replace(found.plan, graph=graph), rank)
-        _check_program(whole, found, source)
-        return found, cut_stages(whole, found.plan.pipeline)
+        return prepared(source, rank, lambda plan: check_given(plan, mesh, mesh_pins(mesh, Pins()), None, None), given)
 
     found, program = together(prepare)
     if len(set(_gathered(found.digest))) > 1:
@@ -247,6 +240,22 @@ def load(folder: str | Path, mesh: DeviceMesh, *, classes: Iterable[type] = ()) 
     if not found.training:
         parallel.eval()
     return parallel
+
+
+def prepared(
+    folder: Path, rank: int, check: Callable[[Plan], object] = lambda plan: None, classes: Sequence[type] = (),
+) -> tuple[_Export, Program]:
+    """What was exported and this rank's program, in its stages. ``check``: raises for a plan that is not for this mesh.
+
+    Raises ExportError for what cannot be run here."""
+    found = _read(folder)
+    check(found.plan)
+    graph = found.plan.graph
+    output = None if graph.signature is None else graph.signature["output"]
+    graph = replace(graph, classes=classes_by_name(output, classes))
+    whole = checked_program(replace(found.plan, graph=graph), rank)
+    _check_program(whole, found, folder)
+    return found, cut_stages(whole, found.plan.pipeline)
 
 
 def _read(folder: Path) -> _Export:

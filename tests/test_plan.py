@@ -244,6 +244,26 @@ def test_explain_a_parameter_and_a_module(plan: Plan) -> None:
     assert alone.partition("\n\n")[2] == explain(layers, "down1")  # the layer's only operator
 
 
+@pytest.mark.parametrize("long", [".".join(["a_rather_long_module_name"] * 4), "x" * 140], ids=["many words", "one word"])
+def test_answers_keep_their_width_whatever_names_are_long(plan: Plan, long: str) -> None:
+    """What is longer than a line is broken, and nothing is left out."""
+    graph = plan.graph
+    named = replace(
+        graph,
+        params=tuple(replace(one, fqns=tuple(fqn.replace("blocks", long) for fqn in one.fqns)) for one in graph.params),
+        ops=tuple(replace(op, module=op.module.replace("blocks", long)) for op in graph.ops),
+        blocks=tuple(replace(block, path=block.path.replace("blocks", long)) for block in graph.blocks),
+    )
+    groups = tuple(replace(group, path=group.path.replace("blocks", long)) for group in plan.groups)
+    renamed = replace(plan, graph=named, groups=groups)
+    other = replace(renamed, groups=tuple(replace(group, zero=3) for group in groups))
+    names = (None, "up0", f"{long}.0.up.weight", f"{long}.0", f"{long}.1.down")
+    for text in (*(explain(renamed, name, changes=False) for name in names), diff(renamed, other), str(renamed)):
+        assert max(map(len, text.splitlines())) <= 120
+    assert f"{long}.0.up.weight" in "".join(explain(renamed, names[2]).split())
+    assert f"{long}.0..1:zero2->3" in "".join(diff(renamed, other).split())
+
+
 def test_an_unknown_name_gets_the_nearest(plan: Plan) -> None:
     with pytest.raises(PlanError, match=r"no operator, .* 'blocks.0.up.weigth'; did you mean blocks.0.up.weight"):
         explain(plan, "blocks.0.up.weigth")

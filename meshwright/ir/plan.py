@@ -65,7 +65,7 @@ class Plan(Decisions):
         rows = dict.fromkeys(op.args[5] for op in self.graph.ops if op.target == MLP)
         lines += [f"the MLPs   in pieces of {count} tokens, made again in the backward" for count in rows]
         lines += [f"note       {note}" for note in self.notes]
-        wrapper = textwrap.TextWrapper(120, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
+        wrapper = textwrap.TextWrapper(120, subsequent_indent=" " * 11, break_on_hyphens=False)
         return "\n".join("\n".join(wrapper.wrap(line)) for line in lines)
 
     def __repr__(self) -> str:

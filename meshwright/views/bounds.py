@@ -44,7 +44,7 @@ def whole(facts: Facts, changed: bool = True) -> str:
     except ClusterError:
         lines.append(f"bound by   {_verdict(plan, parts)}")
         lines.append(f"no prices: neither the catalogue nor the plan has the numbers of cluster {plan.cluster or '(unnamed)'}")
-    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 11, break_on_hyphens=False)
     return "\n".join(line if len(line) <= WIDTH else wrapper.fill(line) for line in lines)
 
 

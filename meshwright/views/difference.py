@@ -48,7 +48,7 @@ def diff(old: Plan, new: Plan) -> str:
 
 
 def _wrapped(line: str) -> str:
-    return textwrap.fill(line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _times(old: Facts, new: Facts) -> list[str]:

@@ -96,8 +96,8 @@ def _operator(facts: Facts, op: Op) -> str:
 
 
 def _wrapped(lines: list[str]) -> str:
-    """Lines within the width, continued under their text."""
-    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
+    """Lines within the width, continued under their text; only names that are longer than a line are broken."""
+    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 11, break_on_hyphens=False)
     return "\n".join(line if len(line) <= WIDTH else wrapper.fill(line) for line in lines)
 
 
@@ -118,7 +118,7 @@ def _parameter(facts: Facts, value: str) -> str:
     readers = [op for op in graph.ops if value in op.inputs]
     lines += [f"  read by  {op.name} ({op.target}) of {op.module or 'the model'}" for op in readers]
     lines += ["  read by  no operator"] if not readers else []
-    return "\n".join(lines) + "".join("\n\n" + _operator(facts, op) for op in readers[:_SHOWN])
+    return _wrapped(lines) + "".join("\n\n" + _operator(facts, op) for op in readers[:_SHOWN])
 
 
 def _module(facts: Facts, name: str, ops: list[Op]) -> str:
