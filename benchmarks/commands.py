@@ -65,9 +65,10 @@ MORE: Mapping[str, Mapping[str, Any]] = {
     "distilbert": {"n_layers": 2, "n_heads": 4, "dim": 32, "hidden_dim": 64},
     "resnet": {"depths": [2, 2], "hidden_sizes": [16, 32]},
     "convnext": {"depths": [1, 1, 2, 1], "hidden_sizes": [8, 16, 32, 64]}, "albert": {"embedding_size": 16},
-    "swin": {"depths": [1, 1, 2, 1], "num_heads": [1, 2, 4, 8], "embed_dim": 8, "window_size": 4, "image_size": 64},
+    "swin": {"depths": [1, 1, 2, 1], "num_heads": [1, 2, 4, 8], "embed_dim": 8, "window_size": 4, "image_size": 128},
     "wav2vec2": {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}, "deberta-v2": {"relative_attention": True},
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1, "state_size": 8, "chunk_size": 8},
+    "whisper": {"decoder_attention_heads": 4, "decoder_layers": 2},
     "mamba": {"state_size": 4, "intermediate_size": 64, "time_step_rank": 4},
 }
 """What the names of sizes do not tell."""
