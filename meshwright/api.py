@@ -271,7 +271,8 @@ def _cluster_of(mesh: DeviceMesh) -> Cluster:
 
 
 def example_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-    """(args, kwargs, targets) from what a user may give as example inputs. Raises InputError without a model or an example."""
+    """(args, kwargs, targets) from what a user may give as example inputs; a target alone is the only one. Raises InputError
+    without a model or an example."""
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
     if example is None:
@@ -283,5 +284,6 @@ def example_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[
     if not isinstance(example, tuple | list):
         return (example,), {}, ()
     if len(example) in (2, 3) and isinstance(example[0], tuple | list) and isinstance(example[1], Mapping):
-        return tuple(example[0]), dict(example[1]), tuple(example[2]) if len(example) == 3 else ()
+        targets = example[2] if len(example) == 3 else ()
+        return tuple(example[0]), dict(example[1]), tuple(targets) if isinstance(targets, tuple | list) else (targets,)
     return tuple(example), {}, ()

@@ -93,6 +93,25 @@ def test_infeasible_names_the_least_memory(seed, shared, share):
     assert error.solution.bytes_ + error.solution.transient == pytest.approx(error.least)
 
 
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10**6), st.booleans(), st.floats(0.3, 1.3))
+def test_what_is_hopeless_is_proven_to_be(seed, shared, share):
+    """Where any assignment needs more than what is hopeless, no more than that is said; never where one needs less."""
+    chain = random_chain(seed, transient=True, shared=shared, sequence=(0, 1, 1))
+    least = brute_force(chain, "memory")
+    need, hint = least.bytes_ + least.transient, Hint()
+    chain = replace(chain, capacity=0.5 * share * need)
+    for _ in range(2):  # the second time it is known
+        with pytest.raises(Infeasible, match="capacity of") as caught:
+            solve(chain, hint=hint, hopeless=share * need)
+        assert caught.value.bound <= need * (1 + EXACT)
+        if caught.value.solution is None:
+            assert share * need < caught.value.bound
+        else:
+            assert share >= 1 - EXACT or caught.value.bound <= share * need
+    assert solve(replace(chain, capacity=1.001 * need), hint=hint, hopeless=1.1 * need).time > 0
+
+
 def test_infeasible_where_the_usual_choice_is_forbidden():
     """Two positions are leanest at a choice that the third does not have: memory is what is missing, not an assignment."""
     light, other = np.array([1.0, 0, 1, 0]), np.array([1.0, 0, 9, 0])

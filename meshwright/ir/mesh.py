@@ -111,12 +111,13 @@ class Mesh:
 
     def size(self, axes: str | Iterable[str]) -> int:
         """Number of ranks along one axis, or along several together (1 for none)."""
-        names = (axes,) if isinstance(axes, str) else tuple(axes)
-        try:
-            return math.prod([self.sizes[self.axes.index(name)] for name in names])
-        except ValueError:
-            unknown = next(name for name in names if name not in self.axes)
-            raise MeshError(f"mesh {self} has no axis {unknown!r}") from None
+        names = (axes,) if isinstance(axes, str) else axes if isinstance(axes, tuple) else tuple(axes)
+        total = 1
+        for name in names:
+            if name not in self.axes:
+                raise MeshError(f"mesh {self} has no axis {name!r}")
+            total *= self.sizes[self.axes.index(name)]
+        return total
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's index along every axis."""

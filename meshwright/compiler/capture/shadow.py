@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -325,7 +326,7 @@ def trace(
     """Export the shadow on fake inputs. The process draws afterwards what it would have drawn before. ``positional``: how many
     of the ``named`` arguments come by position; ``owned``: what the model holds."""
     wrapper = _Wrapper(shadow, signature, named, positional, loss_fn, dtype, owned)
-    with _collector_paused(), _masks_as_given(), _errors_not_logged():
+    with _collector_paused(), _masks_as_given(), _errors_not_logged(), _use_lazy_graph_module(True):  # no code: it is not run
         try:
             with generators_unchanged(is_user_file):
                 program = torch.export.export(wrapper, tuple(tensors), strict=False)

@@ -124,7 +124,8 @@ def solve_layout(
     def within(bytes_: float) -> Counted:
         chain = replace(unbounded(), capacity=bytes_)
         try:
-            found = _solved(chain, task, timing, cutoff, known, hint)
+            hopeless = bytes_ * FAR if to_beat < math.inf else math.inf  # as long as none fits, the leanest says what binds
+            found = _solved(chain, task, timing, cutoff, known, hint, hopeless)
         except Beaten as beaten:
             raise NoBetterError(max(looked.bound, beaten.bound), limited=True) from None
         except Infeasible as error:
@@ -137,6 +138,8 @@ def solve_layout(
         finally:
             if hint.at is not None:
                 known.ended[microbatches] = known.ended[layout] = hint.at, limited.kept
+        if found.time > to_beat:  # out of time, so within less memory it finds nothing faster
+            raise NoBetterError(max(looked.bound, found.bound), limited=True)
         return Counted(_plan(limited, chain, found, task), bytes_, True, found.bound, found.status, settled=True)
 
     share = known.shares.get(microbatches, known.shares.get(layout))
@@ -271,10 +274,12 @@ def _chain(problem: Problem, task: Task, limit: float, timing: Timing) -> Chain:
     return chain
 
 
-def _solved(chain: Chain, task: Task, timing: Timing, cutoff: float, known: LayoutMemory, hint: Hint) -> Solution:
+def _solved(
+    chain: Chain, task: Task, timing: Timing, cutoff: float, known: LayoutMemory, hint: Hint, hopeless: float = math.inf
+) -> Solution:
     """The best of a chain. Raises Infeasible; Beaten if nothing is faster than ``cutoff`` seconds by more than the gap."""
     try:
-        return solve(chain, gap=task.gap, limit=SOLVE_SECONDS, cutoff=cutoff, hint=hint)
+        return solve(chain, gap=task.gap, limit=SOLVE_SECONDS, cutoff=cutoff, hint=hint, hopeless=hopeless)
     finally:
         known.spent += hint.pricer.effort.spent if hint.pricer is not None else 0.0
         timing.mark("solve")

@@ -106,7 +106,7 @@ def fitted(
         asked = counted.limit_bytes * (_SHORT if counted.limited else 1.0) * predicted.capacity_bytes / predicted.bytes_per_rank
         try:
             counted = within(asked)
-        except (DoesNotFitError, NoBetterError):
+        except (DoesNotFitError, NoBetterError, OutOfMemoryError):
             if best is not None:
                 return best
             raise

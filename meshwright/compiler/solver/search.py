@@ -43,7 +43,8 @@ class Search:
     """State of the search: known columns, best bound with its multipliers, incumbent. Lives for one call of ``solve``.
 
     ``cutoff``: time of a solution known elsewhere. ``strict``: end, by ``Beaten``, once nothing here can be faster. ``start``:
-    multipliers that are tried at once. ``loose``: columns within the capacity that may disagree on the shared variables, and
+    multipliers that are tried at once. ``hopeless``: bytes that to need more of is the end; ``memory_bound``: that any
+    assignment needs. ``loose``: columns within the capacity that may disagree on the shared variables, and
     their time.
     """
 
@@ -65,11 +66,13 @@ class Search:
     loose_time: float = np.inf
     lightest: list[Column] | None = None
     memory_bound: float = -np.inf
+    hopeless: float = np.inf
     iterations: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> Search:
         """Search until the gap is reached, nothing is left to try, or the time is over. Raises Infeasible, Beaten."""
+        self._check_memory()
         self._unconstrained()
         self.check()
         if self.loose is None:
@@ -89,6 +92,11 @@ class Search:
         """The same, where all choices take at least ``bound`` and the best found takes ``time``."""
         if self.strict and self.cutoff <= time and self.cutoff - bound <= self.gap * abs(self.cutoff):
             raise Beaten(bound)
+
+    def _check_memory(self) -> None:
+        """Raise Infeasible once any assignment is known to need more memory than there may be."""
+        if self.memory_bound > self.hopeless:
+            raise infeasible(self.chain, self.memory_bound, self.memory_bound, None)
 
     @property
     def late(self) -> bool:
@@ -224,6 +232,8 @@ class Search:
         for _ in range(ROUNDS):
             found, priced = self.price(at, everyone=not np.isfinite(bound))
             bound = max(bound, found)
+            self.memory_bound = max(self.memory_bound, bound)
+            self._check_memory()
             new, path = self._add(priced, 0.0, FEW)
             if path is not None and self._memory(path) < least:
                 least, lightest = self._memory(path), path
@@ -238,7 +248,7 @@ class Search:
         chosen = self._choose(0.0)
         if chosen is not None and self._memory(chosen) < least:
             least, lightest = self._memory(chosen), chosen
-        self.lightest, self.memory_bound = lightest, bound
+        self.lightest = lightest
         if self.loose is None:
             agreed = lightest is not None and agree(self.chain, lightest)
             nearest = self.solution(lightest, -np.inf, "infeasible") if lightest is not None and agreed else None

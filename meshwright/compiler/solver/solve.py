@@ -41,10 +41,11 @@ BRANCHED = 2.0
 class Hint:
     """The best multipliers of a solve, which the next chain like it tries at once: where they are as good there, they prove
     that nothing is faster than its cutoff, and nothing else need be solved. And what a chain was priced with, for one that
-    differs in its capacity alone."""
+    differs in its capacity alone, with the bytes that any assignment needs as far as they were looked for."""
 
     at: Multipliers | None = None
     pricer: Pricer | None = None
+    least: float = -np.inf
 
     def for_(self, pricer: Pricer) -> Multipliers | None:
         """The multipliers, if they are a point of this chain's dual."""
@@ -58,29 +59,35 @@ class Hint:
 
 def solve(
     chain: Chain, *, gap: float = 0.005, limit: float = 30.0, progress: Progress | None = None, cutoff: float = np.inf,
-    hint: Hint | None = None,
+    hint: Hint | None = None, hopeless: float = np.inf,
 ) -> Solution:
     """The least time of a chain within its capacity, within ``gap`` of the certified bound where ``limit`` (nominal seconds,
     see effort.py) allows.
 
     ``progress`` is called with (incumbent time, bound, phase). Deterministic. Raises ``Infeasible`` with the least memory if
     nothing fits, and ``Beaten`` with the bound once it is known that nothing is faster than ``cutoff`` by more than the gap.
-    ``hint``: what an earlier solve of a chain like this one found, and the place for what this one finds.
+    ``hint``: what an earlier solve of a chain like this one found, and the place for what this one finds. ``hopeless``: once
+    any assignment is known to need more bytes, ``Infeasible`` is raised as it is, without a look for the least.
     """
     began = clock.monotonic()
-    known = None if hint is None else hint.pricer
-    pricer = known if known is not None and known.prices(chain) else Pricer(chain)
+    hint = Hint() if hint is None else hint
+    if hint.pricer is None or not hint.pricer.prices(chain):
+        hint.pricer, hint.least = Pricer(chain), -np.inf
+    pricer = hint.pricer
     pricer.effort = Effort(limit)
     seconds = {"plan": clock.monotonic() - began}
-    start = None if hint is None else hint.for_(pricer)
-    root = Search(chain, pricer, gap, progress, cutoff=cutoff, strict=cutoff < np.inf, start=start, seconds=seconds)
+    root = Search(
+        chain, pricer, gap, progress, cutoff=cutoff, strict=cutoff < np.inf, start=hint.for_(pricer), seconds=seconds,
+        hopeless=hopeless, memory_bound=hint.least,
+    )
     try:
         best, bound = _shared(root.run())
     except Infeasible as error:
+        if root.memory_bound > hopeless:
+            raise
         return _last_resort(root, error, gap)
     finally:
-        if hint is not None:
-            hint.at, hint.pricer = root.best or hint.at, pricer
+        hint.at, hint.least = root.best or hint.at, root.memory_bound
     assert best.incumbent is not None
     status = "optimal" if best.time - bound <= gap * best.time else "time_limit" if best.late else "gap"
     solution = best.solution(best.incumbent, bound, status)

@@ -172,10 +172,13 @@ class PipelineRank:
 
 def shortest(table: Table) -> Table:
     """The table of the same schedule with the fewest micro-batches of those tried with which every rank holds as many at once:
-    what comes after repeats what was."""
+    what comes after repeats what was. They are more than there are ranks by two at least, so that every rank runs a backward
+    that finds gradients there while it holds as many as ever; where it has several stages, a round more, so that each meets
+    each other's."""
     schedule, virtual = schedule_of(table.name), table.stages // table.pp
     in_turn = table.microbatches // max(1, table.microbatches // table.pp)
-    for count in sorted({2 * table.pp, 2 * in_turn, 4 * table.pp, 4 * in_turn}):
+    few = {table.pp + 2, 2 * table.pp, 2 * in_turn} if virtual == 1 else {3 * table.pp, 3 * in_turn}
+    for count in sorted({*few, 4 * table.pp, 4 * in_turn}):
         if count < table.microbatches and schedule.illegal(table.pp, virtual, count) is None:
             short = schedule.table(table.pp, virtual, count)
             if all(np.array_equal(one, other) for one, other in zip(short.in_flight, table.in_flight, strict=True)):
