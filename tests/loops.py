@@ -332,7 +332,7 @@ LOOPS: Mapping[str, tuple[Loop, Mapping[str, str]]] = {
     "vectors": (vectors, {**dict.fromkeys(ALL, ".copy_"), "pp": "of its own stages"}), "averaged copy": (averaged_copy, {}),
     "swa": (swa, {}),
     "restored": (restored, {}), "partly loaded": (partly_loaded, {}), "half": (converted, dict.fromkeys(ALL, "")),
-    "to itself": (converted_to_itself, {}), "tied later": (tied_later, dict.fromkeys(ALL, "")),
+    "to itself": (converted_to_itself, {}), "tied later": (tied_later, dict.fromkeys(ALL, "before autoparallel")),
     "parametrized later": (parametrized_later, dict.fromkeys(ALL, "before autoparallel")),
     "frozen for a while": (frozen_for_a_while, {}), "compiled": (compiled, {}), "wrapped": (wrapped, {}),
     "state around": (loaded_whole, {}),
@@ -340,9 +340,6 @@ LOOPS: Mapping[str, tuple[Loop, Mapping[str, str]]] = {
 }
 """{name: (loop, {way: a word of its refusal, or RUNS})}: equal under the ways that are not named."""
 
-OF_A_STAGE = ("tied later", "parametrized later")
-OF_A_STAGE_SAYS = "the rank of the stage refuses alone"
-"""What changes weights of one stage: in a pipeline its rank alone refuses, where others have nothing to change."""
 DEFERRED = "deferred"
 """The way of a module that has no example: its first call is made here."""
 _PLANS: dict[str, Any] = {}
@@ -408,9 +405,6 @@ def main(arguments: Sequence[str]) -> int:
     pool, faults, count = Pool(), 0, 0
     for way in [name for name in arguments if name in (*WAYS, DEFERRED)] or (*WAYS, DEFERRED):
         for name in names:
-            if way == "pp" and name in OF_A_STAGE:
-                print(f"{way:14} {name:20} not tried, and not counted: {OF_A_STAGE_SAYS}", flush=True)
-                continue
             try:
                 (_, *one), (_, *two) = (found[0] for found in pool.run(2, trials, way, [name], timeout=90))
             except WorkerError as error:

@@ -19,6 +19,7 @@ from meshwright.ir.quantities import bytes_text
 from meshwright.ir.serialize import plan_hash
 from meshwright.passes import rank_program
 from meshwright.planner import OutOfMemoryError, capture_model, make_plan, rules_of
+from meshwright.programs import checked_program
 from tests.models import MODELS, make
 
 FOUR = Cluster.parse("h100:1x4")
@@ -271,3 +272,26 @@ def test_plan_is_the_public_way_in() -> None:
     plan = mw.plan(Mlp(8, 8), "h100:1x4", ((torch.randn(8, 8),), {}, ()), loss_fn=lambda y: y.sum(), pins={"dp": 4})
     assert plan.mesh.axes == ("dp", "tp")
     assert plan.predicted.step_seconds > 0
+
+
+class Pairs(nn.Module):
+    """Each sample's counterpart among those of the batch, which is split as the classes are; a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.none = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.first(x).tanh() @ self.second(x).tanh().t()
+        own = torch.arange(len(x))
+        both = nn.functional.cross_entropy(logits, own) + nn.functional.cross_entropy(logits.t(), own)
+        return both + self.none.sum()
+
+
+def test_what_one_rank_alone_does_not_split() -> None:
+    """A data axis of one rank, in a pipeline; and what has no elements costs nothing."""
+    plan = mw.plan(Pairs(), "cpu:1x2", ((torch.randn(8, 8),), {}), pins={"pp": 2, "dp": 1, "microbatches": 2})
+    for rank in range(2):
+        targets = [op for segment in checked_program(plan, rank).segments for op in segment.graph.ops if "cross" in op.target]
+        assert targets
+        assert all("axes" not in dict(op.kwargs) for op in targets)

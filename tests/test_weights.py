@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from meshwright.api import autoparallel
@@ -288,11 +288,11 @@ def refuse_additions(parallel: Any, call: Callable[[], Any]) -> None:
             call()
         where._modules[name] = child
     linear = inner[0]
-    if hasattr(linear, "weight"):
-        weight = linear.weight
-        with pytest.raises(RunError, match="before autoparallel"):
-            nn.utils.parametrizations.weight_norm(linear)
-        linear._parameters["weight"] = weight  # which torch had taken out
+    tied = partial(setattr, linear, "weight", nn.Parameter(torch.ones(2)))
+    for change in (tied, lambda: delattr(linear, "weight"), lambda: setattr(linear, "weight", None),
+                   *(partial(f, linear) for f in (nn.utils.weight_norm, nn.utils.spectral_norm, parametrizations.weight_norm))):
+        with pytest.raises(RunError, match="before autoparallel"):  # by each rank itself, for others do not come to know
+            change()
 
 
 def refused(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> None:
@@ -352,11 +352,11 @@ def refused(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> None:
         expect("'norm.bias' was frozen when")
         if holder is not None:
             holder.bias.requires_grad_(False)
-            kept, holder.weight = holder.weight, nn.Parameter(torch.ones(8))
+            kept, holder._parameters["weight"] = holder.weight, nn.Parameter(torch.ones(8))
         expect("'norm.weight' of the parallel module was replaced")
         if holder is not None:
-            holder.weight = kept
-            del parallel.shift
+            holder._parameters["weight"] = kept
+            del parallel._buffers["shift"]
         expect("'shift' of the parallel module was removed")
         if holder is not None:
             parallel._buffers["shift"] = next(place.tensor for place in parallel._places if place.fqn == "shift")

@@ -151,7 +151,7 @@ def calls(rank: int, pins: Mapping[str, Any]) -> list[Trial]:
 
 
 def modes(rank: int, pins: Mapping[str, Any]) -> list[Trial]:
-    """``eval()`` and ``no_grad`` between training steps (4)."""
+    """``eval()`` and ``no_grad`` between training steps (4), and ``eval()`` of another."""
 
     def both() -> Any:
         single = make()
@@ -172,7 +172,13 @@ def modes(rank: int, pins: Mapping[str, Any]) -> list[Trial]:
         state = parallel.full_state_dict()
         return wrong + compare(state, single.state_dict()) if rank == 0 else wrong
 
-    return [("eval() and no_grad between steps", "", both)]
+    def of_the_model() -> None:
+        model = make()
+        parallel = _parallel(model, pins)
+        model.eval()
+        parallel(**batch())
+
+    return [("eval() and no_grad between steps", "", both), ("eval() of the model", "Call parallel.eval()", of_the_model)]
 
 
 def states(rank: int, pins: Mapping[str, Any]) -> list[Trial]:

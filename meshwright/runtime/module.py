@@ -37,20 +37,19 @@ from meshwright.runtime.checks.gradients import (
     unwritten,
 )
 from meshwright.runtime.checks.ports import Ports
-from meshwright.runtime.checks.strangers import watch_optimizers
+from meshwright.runtime.checks.strangers import check_whose_mode, watch_optimizers
 from meshwright.runtime.checks.tensors import TensorPlace, check_tensors, originals
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.groups import Groups, make_groups
 from meshwright.runtime.pipeline.pipeline import PipelineStages, run_pipeline
 from meshwright.runtime.state import checkpoint
-from meshwright.runtime.state.additions import Closed, Contents, check_contents, refuse_attribute
+from meshwright.runtime.state.additions import Closed, Contents, check_contents, held_elsewhere, refuse_attribute
 from meshwright.runtime.state.layout import local_of
 from meshwright.runtime.state.lending import Lender
 from meshwright.runtime.state.materialize import MaterializeError, Source, fill
 from meshwright.runtime.state.names import (
     Modes,
     ModuleKind,
-    held_elsewhere,
     holder,
     kinds_of,
     no_hook,
@@ -154,7 +153,8 @@ class ParallelModule(Closed):
             else:
                 *above, key = fqn.split(".")
                 where = holder(self, above, self._kinds)
-                where.__dict__.setdefault("_elsewhere", set()).add(key)
+                where.__dict__["_elsewhere"].add(key)
+                where.__dict__["_tensors"] += [] if stored.buffer else [key]
                 for depth in range(1, len(above) + 1 if stored.trainable else 1):
                     holder(self, above[:depth], self._kinds).__dict__.setdefault(NOTHING, nothing_on(groups.device))
         self._modes = Modes.of(self, self._kinds)
@@ -175,6 +175,7 @@ class ParallelModule(Closed):
         self._model: Callable[[], nn.Module | None] = (lambda: None) if model is None else weakref.ref(model)
         self._of_model = frozenset() if model is None else _attributes(model) - vars(self).keys() - set(dir(type(self)))
         self._built_with = [Contents.of(path, module) for path, module in self.named_modules()]
+        self._untold = None if model is None else model.training  # the mode of the model, until this module's is set
         self.__dict__["_closed"] = "the parallel module"
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -190,7 +191,7 @@ class ParallelModule(Closed):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in self.__dict__.get("_elsewhere", ()):
+            if name in self.__dict__["_elsewhere"]:
                 raise held_elsewhere(name) from None
             raise
 
@@ -240,6 +241,7 @@ class ParallelModule(Closed):
         self._engine[0].train(mode)
         super().train(mode)
         self._modes.set(mode)
+        self._untold = None
         return self
 
     def named_parameters(
@@ -284,6 +286,7 @@ class ParallelModule(Closed):
 
     def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_contents(self._built_with)
+        check_whose_mode(self._model(), self._untold)
         self._modes.check(self.training)
         refuse_surroundings()
         if self.watch is None:
@@ -462,7 +465,7 @@ class ParallelModule(Closed):
         twin = ParallelModule(program, groups, engine, self._seed, None, self._names, self._kinds)
         twin.plan, twin._calls, twin._originals, twin.exporter = self.plan, self._calls, self._originals, self.exporter
         twin.watch, twin.lower_mode, twin._of_model = self.watch, self.lower_mode, self._of_model
-        twin._model = self._model
+        twin._model, untold = self._model, self._untold
         memo[id(self)] = twin
         with torch.no_grad():
             for value, old in self._engine[0].tensors.items():
@@ -473,6 +476,7 @@ class ParallelModule(Closed):
                     continue
                 new.requires_grad_(old.requires_grad)  # without its gradient, as torch copies parameters
         twin.train(self.training)
+        twin._untold = untold
         for (_, mine, _), (_, its, _) in zip(self._modes.modules, twin._modes.modules, strict=True):
             its.training = mine.training
         return twin
@@ -509,6 +513,7 @@ class ParallelModule(Closed):
         module = holder(self, path, self._kinds)
         table: dict[str, Any] = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
         table[key] = tensor
+        module.__dict__["_tensors"] += [key] if isinstance(tensor, nn.Parameter) else []
         if not isinstance(tensor, nn.Parameter) and not stored.persistent:
             module._non_persistent_buffers_set.add(key)
         self._places.append(TensorPlace(fqn, stored, tensor, table, key))

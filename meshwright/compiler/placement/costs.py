@@ -331,7 +331,7 @@ class Costs:
         master, count = numel * _CAST_BYTES, self.microbatches
         own = tuple(axis for axis in self.mesh.axes if axis in need.varying and axis not in variant.data_axes)
         if own and numel <= JOINED:
-            joined = max(late, numel)
+            joined = max(late, numel, 1)  # a parameter may have no elements
             vector[SEND_BACK] += self.collective("all_reduce", own, joined * _CAST_BYTES) * numel / joined
         else:
             vector[SEND_BACK] += count * sum(self.collective("all_reduce", (axis,), master) for axis in sorted(own))
@@ -339,7 +339,7 @@ class Costs:
         def share(kind: str, axes: tuple[str, ...], itemsize: float) -> float:
             if self.device.alone:
                 return self.collective(kind, axes, numel * itemsize)
-            return self.collective(kind, axes, group * itemsize) * numel / group
+            return self.collective(kind, axes, group * itemsize) * numel / max(group, 1)
 
         parts = self.mesh.size(variant.shard_axes) if variant.zero else 1
         replicas = tuple(axis for axis in variant.data_axes if axis not in (variant.shard_axes if variant.zero else ()))

@@ -1,9 +1,12 @@
-"""Optimizers of the model that was parallelized: the parallel module has parameters of its own, so they would update nothing.
+"""Optimizers and modes of the model that was parallelized: the parallel module has parameters and modes of its own.
 
 ``optimizer = AdamW(model.parameters())`` before ``autoparallel(model, ...)`` is right around DistributedDataParallel, which
 trains the model's own parameters. Here it would leave every weight as it is and say nothing. Such a step is known by this:
 none of the optimizer's parameters has a gradient, and one of them is the model's. Torch calls ``watch_optimizers``'s hook after
 every step of an optimizer, as long as the parallel module is there. A model that is trained by itself has gradients.
+
+``model.eval()`` before an evaluation of the parallel module would leave that in training. It is known by this: the model's mode
+is another than it was, and the parallel module's was never set. Who uses both has set both.
 """
 
 from __future__ import annotations
@@ -36,3 +39,12 @@ def watch_optimizers(parallel: torch.nn.Module, before: Sequence[Original]) -> N
 
     if known:
         weakref.finalize(parallel, register_optimizer_step_post_hook(check).remove)
+
+
+def check_whose_mode(model: torch.nn.Module | None, before: bool | None) -> None:
+    """Raise RunError if ``model`` is in another mode than ``before``; None: the parallel module's own mode was set since."""
+    if model is not None and before is not None and model.training != before:
+        done, now = ("train", "eval") if before else ("eval", "train")
+        raise RunError(f"{now}() was called on the model that was parallelized, and the parallel module has a mode of its own: "
+                       f"it is in {done}(), as it was built. Call parallel.{now}() (or parallel.{done}(), if the model's own "
+                       f"mode is for a use of the model itself)")

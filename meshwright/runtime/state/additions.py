@@ -1,9 +1,11 @@
 """What is put into a module that runs a graph: nothing would read it, so it is refused with its name.
 
 ``Closed`` is for the parallel module and its sub-modules. Once ``__dict__["_closed"]`` says what to call it, it takes no more
-parameters, buffers or sub-modules, nor another module in a sub-module's place, and its sub-modules cannot be deleted. A tensor
-in the place of one of its own is taken, for that may be put back: ``checks.tensors`` looks at them in every call. ``Contents``
-finds what was written into the dicts of a module directly.
+parameters, buffers or sub-modules, no other tensor or module in the place of one that it has, and none can be deleted. What was
+written into the dicts of a module directly is found by ``checks.tensors`` and ``Contents``, at the next call.
+
+In a pipeline the other ranks do not come to know of such an error, so each rank must find it by itself, also where another
+stage has the tensor: ``OwnTensors`` answers for those with an error, where a plain dict would say that there is no such name.
 """
 
 from __future__ import annotations
@@ -14,7 +16,43 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.errors import RunError
+from meshwright.errors import AbsentError, RunError
+
+
+def held_elsewhere(fqn: str) -> AbsentError:
+    """The error that says so."""
+    return AbsentError(f"{fqn!r} is held by another stage of the pipeline, not by this rank; loop over "
+                       f"parallel.named_parameters() and named_buffers(), which give the rank's own. To tie, replace or "
+                       f"parametrize it, change the model, before autoparallel")
+
+
+def other_tensor(name: str, where: str, deleted: bool) -> RunError:
+    """The error that refuses one in the place of another, or none."""
+    return RunError(f"{name!r} of {where} is {'deleted' if deleted else 'given another tensor'}, and the graph that runs reads "
+                    f"the one that it was built with. Write into it (with torch.no_grad(): p.copy_(new), the whole tensor or a "
+                    f"DTensor); or tie, replace or parametrize it in the model, before autoparallel")
+
+
+class OwnTensors(dict[str, Any]):
+    """Parameters of a module by name, none of which can be deleted. Asking for one of ``elsewhere``, which other stages of a
+    pipeline have, raises."""
+
+    def __init__(self, elsewhere: set[str], path: str) -> None:
+        super().__init__()
+        self._elsewhere, self._prefix = elsewhere, f"{path}." if path else ""
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        if name in self._elsewhere:
+            raise held_elsewhere(f"{self._prefix}{name}")
+        return False
+
+    def __delitem__(self, name: str) -> None:
+        raise other_tensor(f"{self._prefix}{name}", "a parallel module", True) if name in self else KeyError(name)
+
+    def __missing__(self, name: str) -> Any:
+        raise held_elsewhere(f"{self._prefix}{name}") if name in self._elsewhere else KeyError(name)
 
 
 def refuse_attribute(name: str, where: str) -> None:
@@ -24,21 +62,35 @@ def refuse_attribute(name: str, where: str) -> None:
 
 
 class Closed(nn.Module):
-    """See the file's head."""
+    """See the file's head. ``path``: of the module that it stands for."""
+
+    def __init__(self, path: str = "") -> None:
+        super().__init__()
+        self.__dict__["_elsewhere"] = elsewhere = set[str]()
+        self.__dict__["_parameters"] = OwnTensors(elsewhere, path)
+        self.__dict__["_tensors"] = []  # names of parameters, those of other stages too, in the model's order
 
     def _closed_to(self, name: str, table: dict[str, Any]) -> None:
         where = self.__dict__.get("_closed")
         if where is not None and name not in table:
             refuse_attribute(name, where)
 
+    def _keeps(self, name: str, value: Any, tables: Sequence[dict[str, Any]]) -> None:
+        """Raise RunError if ``value`` is not the tensor that has this name."""
+        where = self.__dict__.get("_closed")
+        if where is not None and any(name in table and table[name] is not value for table in tables):
+            raise other_tensor(name, where, value is None)
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """In a tensor's place only."""
+        """The one that is there only."""
         self._closed_to(name, self._parameters)
+        self._keeps(name, param, (self._parameters,))
         super().register_parameter(name, param)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """In a tensor's place only."""
+        """The one that is there only."""
         self._closed_to(name, self._buffers)
+        self._keeps(name, tensor, (self._buffers,))
         super().register_buffer(name, tensor, persistent)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
@@ -49,13 +101,16 @@ class Closed(nn.Module):
     register_module = add_module
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """No sub-modules: none would run."""
+        """No sub-modules: none would run; no other tensors: none would be read."""
+        if "_closed" in self.__dict__ and name not in self.__dict__:
+            self._keeps(name, value, (self._parameters, self._buffers))
         if (isinstance(value, nn.Module) or name in self._modules) and self._modules.get(name) is not value:
             self._closed_to(name, {})
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        """No sub-modules."""
+        """No sub-modules, no tensors."""
+        self._keeps(name, None, (self._parameters, self._buffers))
         if name in self._modules:
             where = self.__dict__.get("_closed")
             raise RunError(f"sub-module {name!r} of {where} is deleted, and the graph that runs has it: delete it from the "

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.errors import AbsentError, InputError, RunError
-from meshwright.runtime.state.additions import Closed, refuse_attribute
+from meshwright.runtime.state.additions import Closed, held_elsewhere, refuse_attribute
 from meshwright.runtime.state.optimizer import NOTHING, with_nothing
 
 
@@ -90,18 +90,12 @@ def no_hook(*_: Any, **__: Any) -> Any:
                    "torch.autograd.Function in the model, before autoparallel")
 
 
-def held_elsewhere(fqn: str) -> AbsentError:
-    """The error that says so."""
-    return AbsentError(f"{fqn!r} is held by another stage of the pipeline, not by this rank; loop over "
-                       f"parallel.named_parameters() and named_buffers(), which give the rank's own")
-
-
 class NamedModule(Closed):
-    """See the file's head. ``path``: of the module that it stands for; ``elsewhere``: tensors of it on other ranks."""
+    """See the file's head. ``path``: of the module that it stands for; ``_elsewhere``: tensors of it on other ranks."""
 
     def __init__(self, path: str, kind: ModuleKind) -> None:
-        super().__init__()
-        self.__dict__.update(_path=path, _kind=kind.type, _elsewhere=set(), training=kind.training,
+        super().__init__(path)
+        self.__dict__.update(_path=path, _kind=kind.type, training=kind.training,
                              _closed="a sub-module of a parallel module")
 
     @property  # type: ignore[misc]
@@ -149,34 +143,45 @@ class NamedModule(Closed):
 
 
 class Several(NamedModule):
-    """Of a container: its parts by number or name, as the model's."""
+    """Of a container: its parts by number or name, as the model's. A parameter that another stage of a pipeline holds counts,
+    and is refused when it is asked for."""
 
-    def _parts(self) -> dict[str, Any]:
-        return {**self._modules, **self._parameters}
+    def _names(self) -> list[str]:
+        return [*self._modules, *self.__dict__["_tensors"]]
 
     def __len__(self) -> int:
-        return len(self._parts())
+        return len(self._names())
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._parts() if issubclass(self.__class__, nn.ModuleDict | nn.ParameterDict) else self._parts().values())
+        return iter(self.keys() if issubclass(self.__class__, nn.ModuleDict | nn.ParameterDict) else self.values())
 
     def __contains__(self, key: Any) -> bool:
-        return key in self._parts()
+        return key in self._names()
 
     def __getitem__(self, key: Any) -> Any:
-        return getattr(self, key) if isinstance(key, str) else list(self._parts().values())[key]
+        if isinstance(key, slice):
+            return [getattr(self, name) for name in self._names()[key]]
+        return getattr(self, key if isinstance(key, str) else self._names()[key])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        refuse_attribute(str(key), "a sub-module of a parallel module")
+
+    def __delitem__(self, key: Any) -> None:
+        names = self._names()[key] if isinstance(key, slice) else [key if isinstance(key, str) else self._names()[key]]
+        for name in names:
+            delattr(self, name)
 
     def keys(self) -> Any:
         """As of a dict."""
-        return self._parts().keys()
+        return self._names()
 
     def values(self) -> Any:
         """As of a dict."""
-        return self._parts().values()
+        return [getattr(self, name) for name in self._names()]
 
     def items(self) -> Any:
         """As of a dict."""
-        return self._parts().items()
+        return [(name, getattr(self, name)) for name in self._names()]
 
 
 _SEVERAL = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
