@@ -20,7 +20,6 @@ come from. A long step shows a bar on a terminal, else a line every ten seconds.
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import asdict
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.commands.answers import DEBUG, DIFFERENT, Commands, errors, print_json
+from meshwright.commands.answers import DEBUG, DIFFERENT, Commands, errors, in_width, print_json
 from meshwright.commands.clusters import profile_command, size_command, zoo_command
 from meshwright.commands.models import imported, load
 from meshwright.commands.options import (
@@ -255,9 +254,9 @@ def verify(
             print_json({"verified": True, "world": plan.mesh.world, "ranks": ranks, "operators": len(plan.graph.ops), **said})
         else:
             same = "" if len(ranks) == plan.mesh.world else "; the others run one of these"
-            typer.echo(f"verified: {len(ranks)} of {plan.mesh.world} ranks ({plan.mesh}) compute what the graph's "
-                       f"{len(plan.graph.ops)} operators say{same}")
-            typer.echo(f"not run: {found}" if isinstance(found, str) else str(found))
+            typer.echo(in_width(f"verified: {len(ranks)} of {plan.mesh.world} ranks ({plan.mesh}) compute what the graph's "
+                                f"{len(plan.graph.ops)} operators say{same}"))
+            typer.echo(in_width(f"not run: {found}") if isinstance(found, str) else str(found))
     if not equal:
         raise typer.Exit(DIFFERENT)
 
@@ -297,7 +296,7 @@ def simulate_command(
                 print_json({"what_if": [{"what": one.what, "fits": one.predicted.fits, **one.predicted.as_json()}
                                          for one in found]})
             else:
-                typer.echo("\n".join(map(str, found)))
+                typer.echo("\n".join(in_width(str(one)) for one in found))
             return
         from meshwright.cost.timeline import chrome_trace, render, simulate
         from meshwright.ir.schedules import schedule_of, schedule_table
@@ -329,10 +328,10 @@ def simulate_command(
         else:
             typer.echo(render(run, tick=tick))
             said = f"{run.makespan:.4g} s, bubble {run.bubble_fraction:.1%}, micro-batches held by rank: {held}"
-            typer.echo(textwrap.fill(said, 120, subsequent_indent="  "))
+            typer.echo(in_width(said))
             if beside:
                 words = "".join(f" + {name} {seconds:.4g} s" for name, seconds in beside.items())
-                typer.echo(f"schedule {run.makespan:.4g} s{words} = step {run.makespan + sum(beside.values()):.4g} s")
+                typer.echo(in_width(f"schedule {run.makespan:.4g} s{words} = step {run.makespan + sum(beside.values()):.4g} s"))
         if trace is not None:
             typer.echo(f"trace written to {trace}", err=True)
 

@@ -209,12 +209,13 @@ def _run(
     found = list[Op]()
     env = {name: torch.empty(values[name].shape, dtype=values[name].dtype, device="meta") for name in (*graph.inputs, *held)}
     with torch.no_grad():
-        for op in ops:
+        for own, op in zip(graph.ops, ops, strict=True):
             op = _sliced(op, graph.values, values, op.outputs[0] in scaled, factor)
             if op.target == EXPERTS:
                 op, made = _answered(op, graph, env)
             else:
                 made = call(_on_meta(op), lambda ref: env[ref.name])
+            op = own if op.target != own.target and _makes(own, made, env) else op
             found.append(op)
             results = made if isinstance(made, tuple | list) else (made,)
             for name, result in zip(op.outputs, results, strict=False):
@@ -225,6 +226,16 @@ def _run(
                 values[name] = replace(old, shape=new)
                 env[name] = result
     return tuple(found)
+
+
+def _makes(op: Op, wanted: Any, env: Mapping[str, torch.Tensor]) -> bool:
+    """Whether an operator that is called with no size makes the same of these operands as what runs on pieces in its place."""
+    try:
+        made = call(_on_meta(op), lambda ref: env[ref.name])
+    except Exception:  # torch refuses a call of other sizes in its own ways
+        return False
+    pairs = zip(*(one if isinstance(one, tuple | list) else (one,) for one in (made, wanted)), strict=False)
+    return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
 
 def _answered(op: Op, graph: Graph, env: Mapping[str, torch.Tensor]) -> tuple[Op, torch.Tensor]:

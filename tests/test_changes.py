@@ -113,7 +113,7 @@ def test_a_graph_of_another_length_is_the_one_captured_at_it(name: str, factor: 
     assert literals == [[arg for arg in op.args if isinstance(arg, tuple | list)] for op in wanted.ops]
 
 
-@pytest.mark.parametrize("name", ["vit", "masked_mean", "t5", "dropout", "mixtral", "deepseek", "gpt_oss"])
+@pytest.mark.parametrize("name", ["vit", "masked_mean", "t5", "dropout", "heads", "mixtral", "deepseek", "gpt_oss"])
 def test_a_graph_of_another_batch_is_the_one_captured_at_it(name: str) -> None:
     if name == "dropout":
         found, wanted = of_batch(graph("gpt2"), Fraction(2)), graph("gpt2", batch=2 * BATCH)

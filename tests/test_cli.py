@@ -58,6 +58,35 @@ def returns_nothing() -> None:
     """Not what a model function should do."""
 
 
+def runs_into() -> None:
+    """Nor this."""
+    raise KeyError("weights")
+
+
+async def waits() -> tuple[nn.Module, Any]:
+    """A pair, but only when it is awaited."""
+    return build()
+
+
+class Oddly(nn.Module):
+    """Names that patterns and the keys of a trace have a use for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("[x@dp]", "größe 1:2,3", "twice@1"):
+            self.add_module(name, nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in (*self.children(), *self.children()):
+            x = module(x)
+        return x.sum()
+
+    @staticmethod
+    def made() -> tuple[nn.Module, Any]:
+        """What "tests.test_cli:Oddly.made" names."""
+        return Oddly(), {"x": torch.randn(4, 8)}
+
+
 def no_model() -> tuple[Any, Any]:
     """A pair, but not of a model."""
     return 1, ((), {})
@@ -115,6 +144,8 @@ def test_plan_from_a_function(tmp_path: Path) -> None:
         (["nothing.json"], "no file or folder"),
         (["tests.test_cli:missing"], "cannot import"),
         (["tests.test_cli:returns_nothing"], "must return (model, example_inputs)"),
+        (["tests.test_cli:runs_into"], "failed at test_cli.py:"),
+        (["tests.test_cli:waits"], "returned coroutine; it must return (model, example_inputs)"),
         (["tests.test_cli:no_model"], "the model is a int; give a torch.nn.Module"),
         (["tests.test_cli:build", "--out", "nowhere/plan.json"], "there is no folder nowhere that may be written to"),
         (["tests.test_cli:build", "--out", "."], "it is a folder; name a file"),
@@ -539,6 +570,18 @@ def test_a_function_in_a_file(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
+def test_names_are_what_they_are(tmp_path: Path) -> None:
+    """A name in brackets, with marks of the notation or of a second call is a name: pinned, written, explained."""
+    file = tmp_path / "größe 1.json"
+    result = run("plan", "tests.test_cli:Oddly.made", "--cluster", "cpu:1x2", "--tp", 2, "--out", file,
+                 "--tensor", "[x@dp].weight=[8@tp, 8]", "--tensor", "größe 1:2,3.weight=[8@tp, 8]")
+    assert result.exit_code == 0, result.output
+    for name in ("[x@dp]", "größe 1:2,3", "twice@1", "[x@dp]@1", "twice@1@1"):
+        assert run("explain", file, name).stdout.startswith(f"module {name}: ")
+    assert "placed   bf16[8@tp, 8]" in run("explain", file, "[x@dp].weight").stdout
+    assert run("diff", file, file).exit_code == 0
+
+
 def test_a_config_names_its_class(tmp_path: Path) -> None:
     config = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 32, "num_hidden_layers": 1,
               "num_attention_heads": 4, "intermediate_size": 64, "image_size": 16, "patch_size": 8}
@@ -669,7 +712,7 @@ def test_what_if(tmp_path: Path) -> None:
     assert small["capacity_bytes"] < plain["capacity_bytes"]
     assert "as it is: step" in run("simulate", path, "--what-if", "cluster=a100:2x2").stdout
     assert "batch=2: step" in run("simulate", path, "--what-if", "batch=2").stdout
-    for change, words in (("batch=0.3", "makes them whole"), ("memory=-1", "give a factor"),
+    for change, words in (("batch=0.3", "makes them whole"), ("memory=-1", "give a factor"), ("memory=1e-9", "a larger factor"),
                           ("cluster=h100:1x8", "again for")):
         refused = run("simulate", path, "--what-if", change)
         assert refused.exit_code == 2

@@ -282,14 +282,19 @@ def test_the_mesh_of_a_plan_with_an_exchange_is_pinned_beside_it() -> None:
     ("llama", "cpu:1x4", {"dp": 4, "tp": 1, "recompute": "full"}),
     ("deep", "h100:1x4", {"pp": 2, "dp": 2, "tp": 1, "microbatches": 1, "recompute": "none"}),
     ("llama", "a100:1x4", {"dp": 2, "cp": 2, "tp": 1}),
+    ("llama", "cpu:1x4", {"dp": 1, "tp": 4, "recompute": "full", "sequence_parallel": True}),
+    ("gpt2", "cpu:1x4", {"dp": 2, "tp": 2, "recompute": "selective"}),
+    ("mixtral", "h100:1x4", {"dp": 1, "cp": 2, "tp": 2, "recompute": "full"}),
 ], ids=str)
 def test_the_parts_of_compute_are_the_whole(model: str, cluster: str, pins: Mapping[str, Any]) -> None:
-    """What operators take, gradients added up, and what is waited for the host."""
+    """What operators take, gradients added up, what is waited for the host, and collectives that run again."""
     plan = make_plan(graph(model), Cluster.parse(cluster), Pins.of(pins))
     prices, predicted = Prices(facts_of(plan)), plan.predicted
     stages = 1 if plan.pipeline is None else plan.pipeline.degree
     work = [prices.op(op) for op in plan.graph.ops]
-    parts = sum(one.compute_seconds for one in work) + prices.waiting()
+    moves = [move for one in work for move in one.inside]
+    moves += [move for op in plan.graph.ops for edge in prices.edges(op) for move in edge.moves]
+    parts = sum(one.compute_seconds for one in work) + prices.waiting() + sum(move.again_seconds for move in moves)
     assert parts / stages == pytest.approx(predicted.compute_seconds + (predicted.recomputation_seconds or 0.0), rel=1e-9)
     if plan.pipeline is None:  # of a pipeline the slowest rank's
         assert sum(one.optimizer_seconds for one in work) == pytest.approx(predicted.optimizer_seconds, rel=1e-9)

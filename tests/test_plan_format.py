@@ -347,6 +347,7 @@ def test_small_files_do_not_become_huge(plans: list[Plan], what: str, limit: str
 
 
 # ----------------------------------------------------------------------------------------------------------------- schema
+SCHEMA = Path(meshwright.__file__).parent / "ir/reading/plan.schema.json"
 TYPES: dict[str, Callable[[Any], bool]] = {
     "object": lambda one: isinstance(one, dict), "array": lambda one: isinstance(one, list),
     "string": lambda one: isinstance(one, str), "null": lambda one: one is None,
@@ -374,8 +375,7 @@ def conforms(data: Any, schema: dict[str, Any]) -> bool:
 
 
 def test_files_are_as_the_schema_says(plans: list[Plan]) -> None:
-    path = Path(meshwright.__file__).parent / "ir/reading/plan.schema.json"
-    schema = json.loads(path.read_text(encoding="utf-8"))
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     for plan in plans:
         data = json.loads(plan_text(plan))
         assert conforms(data, schema)

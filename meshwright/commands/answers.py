@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,6 +69,11 @@ def errors(as_json: bool) -> Iterator[None]:
         typer.echo(f"meshwright: {words}", err=True)
         fits = type(error).__name__ != "OutOfMemoryError"
         raise typer.Exit(BUG if not known else WRONG if fits else NOTHING_FITS) from None
+
+
+def in_width(line: str) -> str:
+    """A line of an answer within 120 columns, continued under its text."""
+    return textwrap.fill(line, 120, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def print_json(value: Mapping[str, Any]) -> None:

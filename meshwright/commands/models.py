@@ -6,15 +6,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import operator
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from meshwright.errors import InputError
+from meshwright.errors import InputError, MeshwrightError
 
 TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "WithLMHeadModel", "ForTokenClassification")
 """Ends of the names of classes whose labels are a token each."""
@@ -33,7 +35,7 @@ def load(model: str, batch: int, sequence: int) -> tuple[Any, Any]:
         raise InputError(f"{model!r} is no file or folder and no 'module:callable'; give a transformers config, or a function "
                          "that returns (model, example_inputs)")
     try:
-        build = getattr(_from_file(Path(name)) if name.endswith(".py") else imported(name), attribute)
+        build = operator.attrgetter(attribute)(_from_file(Path(name)) if name.endswith(".py") else imported(name))
     except AttributeError as error:
         raise InputError(f"cannot import {model!r}: {error}") from error
     if not callable(build):
@@ -46,10 +48,24 @@ def load(model: str, batch: int, sequence: int) -> tuple[Any, Any]:
     except ValueError:  # a builtin, which does not say
         pass
     with _not_ended(model):
-        made = build()
+        try:
+            made = build()
+        except MeshwrightError:
+            raise
+        except Exception as error:  # whatever a person's function runs into
+            raise InputError(f"{model!r} failed{_at(error)}: {type(error).__name__}: {error}; mend it, it must return (model, "
+                             "example_inputs)") from error
+    if inspect.iscoroutine(made):
+        made.close()
     if not isinstance(made, tuple) or len(made) != 2:
         raise InputError(f"{model!r} returned {type(made).__name__}; it must return (model, example_inputs)")
     return made
+
+
+def _at(error: Exception) -> str:
+    """Where an error was raised, as far as that is in a file."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
 @contextmanager
@@ -73,8 +89,10 @@ def _from_file(path: Path) -> ModuleType:
     try:
         with _not_ended(str(path)):
             spec.loader.exec_module(module)
-    except (ImportError, SyntaxError) as error:
-        raise InputError(f"cannot import {str(path)!r}: {error}") from error
+    except MeshwrightError:
+        raise
+    except Exception as error:  # whatever a person's file runs into
+        raise InputError(f"cannot import {str(path)!r}: {type(error).__name__}{_at(error)}: {error}") from error
     finally:
         sys.path.remove(str(path.parent.absolute()))
     return module
@@ -86,8 +104,10 @@ def imported(name: str) -> ModuleType:
     try:
         with _not_ended(name):
             return importlib.import_module(name)
-    except ImportError as error:
-        raise InputError(f"cannot import {name!r}: {error}") from error
+    except MeshwrightError:
+        raise
+    except Exception as error:  # whatever a person's module runs into
+        raise InputError(f"cannot import {name!r}: {type(error).__name__}{_at(error)}: {error}") from error
     finally:
         sys.path.remove(os.getcwd())
 

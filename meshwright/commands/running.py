@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from meshwright.commands.answers import in_width
 from meshwright.errors import InputError, RunError
 from meshwright.ir.declared.draws import draws
 from meshwright.ir.declared.experts import Experts
@@ -64,7 +65,7 @@ class Compared:
         lines = [f"ran on {self.world} CPU processes ({self.mesh}) and on one: {words}",
                  f"  loss {self.loss:.8g}, on one process {self.alone:.8g}",
                  f"  gradients of {len(self.worst)} parameters, off by at most {one:.2g} of the largest element ({name})"]
-        return "\n".join([*lines, *wrong[:10], *(f"  {note}" for note in self.notes)])
+        return "\n".join(map(in_width, [*lines, *wrong[:10], *(f"  {note}" for note in self.notes)]))
 
     def as_json(self) -> dict[str, Any]:
         """The fields, and whether they are equal."""

@@ -70,4 +70,8 @@ def _changed(plan: Plan, cluster: Cluster, change: str) -> Cluster | float:
             inner = factor if name == "bandwidth" else 1.0
             node = replace(node, link_bandwidth=node.link_bandwidth * inner, nic_bandwidth=node.nic_bandwidth * factor)
         islands.append(replace(island, device=device, node=node))
-    return Cluster(tuple(islands))
+    found = Cluster(tuple(islands))
+    if name == "memory" and found.capacity_bytes <= 0:
+        raise InputError(f"--what-if {change!r} leaves no memory beside what is left free ({bytes_text(found.memory_bytes)} in "
+                         "all); give a larger factor")
+    return found

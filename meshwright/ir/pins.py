@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -31,6 +32,12 @@ OPEN = (*BOUNDED, "schedule", "recompute", "attention", "sequence_parallel")
 """Pins that may be lists of values."""
 _NAMED = ("tensors", "operators", "values", "blocks")
 _BOUND = re.compile(r"<=\s*(\d+)")
+
+
+def named_by(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pin is for: the one that it is to the letter, brackets and all, else those that it matches."""
+    names = list(names)
+    return [pattern] if pattern in names else fnmatch.filter(names, pattern)
 
 
 class PinError(MeshwrightError, ValueError):

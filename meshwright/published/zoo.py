@@ -21,6 +21,7 @@ TFLOP/s and MFU are counted as the source counts them. "recompute" (Narayanan et
 
 from __future__ import annotations
 
+import difflib
 import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -261,7 +262,10 @@ def systems(path: str | Path | None = None, name: str = "") -> tuple[System, ...
     found = tuple(System.of(entry) for entry in tomllib.loads(file.read_text(encoding="utf-8"))["system"])
     chosen = tuple(system for system in found if name.lower() in system.name.lower())
     if not chosen:
-        raise InputError(f"no system named {name!r}; there are {', '.join(system.name for system in found)}")
+        names = [system.name for system in found]
+        near = difflib.get_close_matches(name, names, n=4, cutoff=0.0)
+        raise InputError(f"no system named {name!r}; the nearest of {len(names)} are {'; '.join(near)}; meshwright zoo has "
+                         "all without a name")
     return chosen
 
 

@@ -60,7 +60,7 @@ def explain(plan: Plan, name: str | None = None, *, changes: bool = True) -> str
         return _module(facts, name, inside)
     known = {*(op.name for op in graph.ops), *(fqn for p in graph.params for fqn in p.fqns), *(op.module for op in graph.ops)}
     near = difflib.get_close_matches(name, sorted(known - {""}), n=3, cutoff=0.4)
-    hint = f"; did you mean {', '.join(near)}?" if near else ""
+    hint = f"; did you mean {', '.join(near)}?" if near else "; the tables of the plan (show) have the names that it knows"
     raise PlanError(f"the plan has no operator, parameter or module {name!r}{hint}")
 
 
@@ -122,7 +122,7 @@ def _parameter(facts: Facts, value: str) -> str:
 
 
 def _module(facts: Facts, name: str, ops: list[Op]) -> str:
-    lines = [f"module {name}: {count_text(len(ops), 'operator')}"]
+    lines = [f"module {name or '(the model)'}: {count_text(len(ops), 'operator')}"]
     params = [p for p in facts.plan.graph.params if any(fqn.startswith(f"{name}.") for fqn in p.fqns)]
     lines += [f"  {'buffer' if p.buffer else 'weight'}  {p.fqn}: {facts.type_of(p.value)}" for p in params]
     for op in ops:
@@ -137,7 +137,7 @@ def _alternatives(facts: Facts, op: Op) -> str:
     try:
         found = Alternatives(facts).of(op)
     except PlanError as error:
-        return f"  no alternatives are priced: {error}"
+        return _wrapped([f"  no alternatives are priced: {error}"])
     if found is None:
         return "  no alternatives are priced: too many combinations of shardings reach this operator"
     chosen = next((one for one in found if one.chosen), None)
@@ -149,8 +149,7 @@ def _alternatives(facts: Facts, op: Op) -> str:
     else:
         lines = ["  alternatives, everything else at its best for them: seconds of a step's operators, mean rank; how many",
                  "  stages, micro-batches and ranks there are stays as planned", _table(found, chosen)]
-    lines += [f"  not open: {reason}" for reason in _closed(facts, op, found)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(_wrapped([f"  not open: {reason}"]) for reason in _closed(facts, op, found))])
 
 
 def _table(found: list[Alternative], chosen: Alternative) -> str:

@@ -37,7 +37,7 @@ def to_networkx(plan: Plan) -> nx.MultiDiGraph:
         fqns, trainable                                                                of parameters and buffers
     Edge attributes
         value, operand (position), shape, dtype, have and need (shardings in the notation), collectives (separated by "; "),
-        bytes (of their buffers, each as often as it runs), seconds, forward_seconds, backward_seconds
+        bytes (of their buffers, each as often as it runs), seconds, forward_seconds, backward_seconds, recompute_seconds
 
     Raises PlanError if the plan does not fit the rules of its operators.
     """
@@ -101,4 +101,5 @@ def _use(facts: Facts, op: Op, position: int, moves: tuple[Move, ...]) -> dict[s
         "seconds": float(sum(m.seconds for m in moves)),
         "forward_seconds": float(sum(m.forward_seconds for m in moves)),
         "backward_seconds": float(sum(m.backward_seconds for m in moves)),
+        "recompute_seconds": float(sum(m.again_seconds for m in moves)),
     }

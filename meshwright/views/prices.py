@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.compiler.placement.blockmodel import priced, shares_of
@@ -52,7 +52,7 @@ from meshwright.views.facts import Collective, Facts
 class Move:
     """One step between two shardings, or a collective inside an operator. ``forward``, ``backward``: the collectives, "" for
     local work; ``bytes_``: the group's full buffer on one rank, each time; ``times``: how often in a step; seconds are those of
-    a step."""
+    a step, ``again_seconds`` those of a forward that runs once more where its block is recomputed."""
 
     axis: str
     forward: str
@@ -61,11 +61,12 @@ class Move:
     times: float
     forward_seconds: float
     backward_seconds: float
+    again_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Both ways."""
-        return self.forward_seconds + self.backward_seconds
+        """Both ways, and what runs again."""
+        return self.forward_seconds + self.backward_seconds + self.again_seconds
 
     def __str__(self) -> str:
         words = [f"{way} {name.replace('_', '-')}@{self.axis}" for way, name in
@@ -88,7 +89,7 @@ class EdgePrice:
 
     @property
     def seconds(self) -> float:
-        """Of a step, both ways."""
+        """Of a step, both ways, and what runs again."""
         return sum(move.seconds for move in self.moves)
 
     @property
@@ -151,15 +152,31 @@ class Prices:
         return fusion(self.graph, self.facts.rules.operators)
 
     @cached_property
-    def _never_repeated(self) -> frozenset[str]:
-        """Operators at the ends of blocks to which recomputation does not come."""
+    def _ends(self) -> Mapping[str, str]:
+        """{operator at the end of a block, to which recomputation does not come: the last one there that keeps anything}."""
         if self.cluster.device.repeats:
-            return frozenset()
-        found = set[str]()
+            return {}
+        found = dict[str, str]()
         for block in self.graph.blocks:
             ops = self.graph.ops[block.start : block.stop]
-            found |= {ops[at].name for at in not_repeated(ops, self.graph, self.facts.rules.operators)[1]}
-        return frozenset(found)
+            last, at_end = not_repeated(ops, self.graph, self.facts.rules.operators)
+            found |= {ops[at].name: ops[last].name for at in at_end}
+        return found
+
+    def _runs_again(self, op: Op) -> bool:
+        """Whether an operator's forward runs again in the backward."""
+        kind, path = self.group(op).recompute, self.group(op).path
+        keeps = self.facts.rules.operators[op.target].keeps_results(kind)
+        return kind != "none" and bool(path) and not keeps and op.name not in self._ends
+
+    def _moved_again(self, name: str, reader: Op, shared: bool) -> bool:
+        """Whether the way of a value to a reader, or to the copy that its readers share, is gone again in the backward."""
+        group, maker = self.group(reader), self.graph.producers.get(name)
+        if group.recompute == "none" or not group.path:
+            return False
+        if maker is not None and self.plan.group_of(maker) is group and not self._runs_again(self.graph.ops[maker]):
+            return False
+        return shared or self._ends.get(reader.name, reader.name) == reader.name
 
     @cached_property
     def _saved(self) -> Saved:
@@ -221,16 +238,17 @@ class Prices:
         forward, backward, start, start_back = (seconds * times for seconds in each)
         passes = 3 if any(graph.values[name].differentiable for name in op.outputs) else 1
         ahead = op.name in self.plan.schedule.ahead
-        recomputed = group.recompute != "none" and bool(group.path) and not operator.keeps_results(group.recompute)
-        recomputed = recomputed and op.name not in self._never_repeated
+        recomputed = self._runs_again(op)
         gather, reduce_, optimizer, added = self._parameters(op, placed, group)
         return OpPrice(
             flops=(passes + ahead) * compute.flops(operator, work) * times,
             bytes_=sum(self.local_bytes(name, where) for name, where in zip(op.outputs, placed.results, strict=True)),
             forward_seconds=forward * (1 + ahead), backward_seconds=backward + added,
             recompute_seconds=forward if recomputed else 0.0,
-            inside=tuple(self._inside(op, assignment, placed, times, work, (sent_ahead, sent_back),
-                                      shares_of(op, graph, read))),
+            inside=tuple(
+                replace(move, again_seconds=move.forward_seconds * recomputed) for move in
+                self._inside(op, assignment, placed, times, work, (sent_ahead, sent_back), shares_of(op, graph, read))
+            ),
             gather_seconds=gather, reduce_seconds=reduce_, optimizer_seconds=optimizer,
             host=(start * (1 + ahead), start_back, start if recomputed else 0.0),
         )
@@ -326,7 +344,7 @@ class Prices:
         if not same:
             return None
         return Move(step.axis, step.forward, step.backward, same[0].bytes_, sum(m.times for m in same),
-                    sum(m.forward_seconds for m in same), sum(m.backward_seconds for m in same))
+                    *(sum(getattr(m, f"{way}_seconds") for m in same) for way in ("forward", "backward", "again")))
 
     @cached_property
     def _consumers(self) -> dict[str, list[int]]:
@@ -339,7 +357,7 @@ class Prices:
             maker = self.graph.producers.get(name)
             source = self.graph.ops[maker].name if maker is not None else name
             have = self.made(name)
-            moves = () if name in self._params else self._moves(name, need)
+            moves = () if name in self._params else self._moves(name, need, op)
             found.append(EdgePrice(name, source, op.name, position, have, need, moves))
         return tuple(found)
 
@@ -353,16 +371,18 @@ class Prices:
             return self.facts.stored[name].tensor
         return Sharding.whole(len(self.graph.values[name].shape))
 
-    def _moves(self, name: str, need: Sharding) -> tuple[Move, ...]:
+    def _moves(self, name: str, need: Sharding, reader: Op) -> tuple[Move, ...]:
         copy = self.plan.copies.get(name)
-        equal = self._readers[name, need]
+        equal, again = self._readers[name, need], self._moved_again(name, reader, False)
         if copy is None:
-            return tuple(self._between(name, self.made(name), need, 1.0 / equal))
+            return tuple(self._between(name, self.made(name), need, 1.0 / equal, again))
         count = sum(number for (value, _), number in self._readers.items() if value == name) if copy != self.made(name) else 1
-        return (*self._between(name, self.made(name), copy, 1.0 / count), *self._between(name, copy, need, 1.0 / equal))
+        first = self._between(name, self.made(name), copy, 1.0 / count, self._moved_again(name, reader, True))
+        return (*first, *self._between(name, copy, need, 1.0 / equal, again))
 
-    def _between(self, name: str, source: Sharding, target: Sharding, share: float) -> Iterator[Move]:
-        """The steps between two shardings of a value with their prices, of which this edge bears ``share``."""
+    def _between(self, name: str, source: Sharding, target: Sharding, share: float, again: bool) -> Iterator[Move]:
+        """The steps between two shardings of a value with their prices, of which this edge bears ``share``; ``again``: they are
+        gone once more in the backward."""
         value = self.graph.values[name]
         maker = self.graph.producers.get(name)
         schedule, made = self.plan.schedule, "" if maker is None else self.graph.ops[maker].name
@@ -376,6 +396,7 @@ class Prices:
             one = self.costs.reshard(step.before, step.after, whole, value.differentiable, name in self._saved.by_linears)
             forward, backward = STEPS[step.kind]
             if one is not None:
+                there, back = one[0] * times * share, one[1] * times * share
                 yield Move(step.axis, forward, backward if value.differentiable else "", step.scale(self.plan.mesh) * whole,
-                           times * share, one[0] * times * ahead * share, one[1] * times * share)
+                           times * share, there * ahead, back, there * again)
 

@@ -9,7 +9,6 @@ axis is free.
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import neighbours
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import DATA, EXPERT, HEADS, ROUTED, SAMPLED, SEQUENCE, SHARED, TENSOR, Mesh
-from meshwright.ir.pins import ATTENTION, GATHER, RING, ULYSSES, WINDOW, PinError, Pins
+from meshwright.ir.pins import ATTENTION, GATHER, RING, ULYSSES, WINDOW, PinError, Pins, named_by
 from meshwright.ir.plan import TIME, Schedule
 from meshwright.ir.rule import NEAR, VARYING, OpRule, Placed, factors_of, neighbourhood, place
 from meshwright.ir.sharding import Sharding, ceil_div
@@ -439,7 +438,7 @@ def _pinned_tensors(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Sc
         if name not in owners:
             continue
         for pattern, text in scope.pins.tensors.items():
-            if not any(fnmatch.fnmatch(fqn, pattern) for fqn in owners[name].fqns):
+            if not named_by(pattern, owners[name].fqns):
                 continue
             want = read_pin(text)[0].dims
             for axis in {axis for axes in want for axis in axes} - set(scope.mesh.axes):

@@ -6,7 +6,6 @@ What is named becomes ``FixedDecisions`` over the axes of one mesh, so the degre
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
@@ -16,7 +15,7 @@ from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.structure.measured import ModuleTimes
 from meshwright.compiler.structure.positions import Position, operands
 from meshwright.ir.graph import Graph
-from meshwright.ir.pins import ROOT, PinError, Pins
+from meshwright.ir.pins import ROOT, PinError, Pins, named_by
 from meshwright.ir.sharding import Sharding, ShardingError, format_sharding, parse_type
 from meshwright.ir.writing.names import CanonicalNames, Kept, choice_of, kept_of, names_of
 from meshwright.ir.writing.paths import unfold_paths
@@ -28,7 +27,7 @@ def check_tensor_pins(pins: Pins, graph: Graph) -> None:
     """Raise PinError for a pin of a parameter that the model does not have, or of another shape."""
     params = {fqn: param for param in graph.params if not param.buffer for fqn in param.fqns}
     for pattern, text in pins.tensors.items():
-        found = fnmatch.filter(params, pattern)
+        found = named_by(pattern, params)
         if not found:
             raise PinError(f"pin {pattern!r} names no parameter of the model{_near(pattern, params)}")
         for fqn in found:
@@ -65,7 +64,7 @@ def told_apart(
     the same tables."""
     pinned = {
         param.value: texts for param in graph.params
-        if (texts := tuple(text for pattern, text in pins.tensors.items() if fnmatch.filter(param.fqns, pattern)))
+        if (texts := tuple(text for pattern, text in pins.tensors.items() if named_by(pattern, param.fqns)))
     }
 
     def of(position: Position, graph: Graph) -> object:

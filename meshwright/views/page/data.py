@@ -304,7 +304,8 @@ def _lines(facts: Facts, op: Op) -> Iterator[str]:
 
 
 def _move(move: Move) -> list[Any]:
-    return [str(move), bytes_text(move.bytes_), *_rounded([move.times, move.forward_seconds, move.backward_seconds])]
+    behind = move.backward_seconds + move.again_seconds
+    return [str(move), bytes_text(move.bytes_), *_rounded([move.times, move.forward_seconds, behind])]
 
 
 def _below(module: str, block: str) -> str:

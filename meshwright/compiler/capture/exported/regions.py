@@ -153,17 +153,19 @@ def source_of(trace: str) -> str:
     return f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}" if frames else ""
 
 
+_AGAIN = re.compile(r"@\d+$")
+"""What torch.export puts behind the key of a module that is called again."""
+
+
 def module_path(node: fx.Node) -> str:
     """Path of the innermost module in the original model; where a module is called again, its name ends in "@1", "@2"..."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
     path = str(next(reversed(stack.values()))[0])
-    if any("@" in key for key in stack):
-        parts = path.split(".")
-        for key, (prefix, _) in stack.items():
-            if "@" in key:
-                parts[prefix.count(".")] += key[key.rindex("@"):]
-        path = ".".join(parts)
+    called = {prefix.count("."): again[0] for key, (prefix, _) in stack.items()
+              if (again := _AGAIN.search(key)) and key[: again.start()].endswith(prefix.rpartition(".")[2])}
+    if called:
+        path = ".".join(part + called.get(at, "") for at, part in enumerate(path.split(".")))
     head, _, rest = path.partition(".")
     return rest if head.partition("@")[0] == WRAPPED else ""
