@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from meshwright.compiler.search.bounds import ROUNDING
 from meshwright.compiler.search.candidates import PIECE, Candidate
 from meshwright.compiler.search.fitting import prediction_of
-from meshwright.compiler.search.sweep import UNLIKE, Result, Sweep
+from meshwright.compiler.search.sweep import Result, Sweep
 from meshwright.ir.prediction import Certificate, Prediction, SeenCandidate
 from meshwright.ir.quantities import seconds_text
 
@@ -45,7 +45,7 @@ def _assumptions(sweep: Sweep, bound: float) -> Iterator[str]:
     if sweep.solved or sweep.pruned:
         yield "placements are those that are best with memory unlimited"
     if sweep.solved[1:] or sweep.pruned:
-        slower = f"of pipelines, and of what so takes {UNLIKE:.0%} longer than the best or does not fit"
+        slower = f"of pipelines, and of what so takes {sweep.near:.0%} longer than the best or does not fit"
         alike = slower if sweep.unlike else "of what was not made into a plan"
         yield f"data ranks and micro-batches divide the batch; {alike}, blocks keep parameters alike"
     pins, cluster = sweep.task.pins, sweep.task.cluster

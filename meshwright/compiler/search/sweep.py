@@ -40,8 +40,8 @@ _NEAR = 4
 _WORTH = 0.03
 """The second dive solves what may be better than the incumbent by this part: the rest is left to the sweep (chosen)."""
 UNLIKE = 0.08
-"""Blocks that may keep parameters unlike each other are looked at where alike they take up to so much longer than the best: the
-most that was seen to be gained so is 6 % (chosen)."""
+"""Blocks that may keep parameters unlike each other are looked at where alike they take up to so much longer than the best, or
+than is gained so by what was looked at, where that is more (chosen)."""
 _EARLY = 0.1
 _DIVE = 0.35
 _ALONE = 0.5
@@ -96,6 +96,7 @@ class Sweep:
     limited: whether memory kept a free layout from being faster
     freed: whether free layouts were looked at
     unlike: whether blocks that keep parameters unlike each other were looked at wherever there is no pipeline
+    near: where blocks alike take so much longer than the best, they were not
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Sweep:
         self.limited = False
         self.freed = False
         self.unlike = False
+        self.near = UNLIKE
         self._told = False
         self._free, self._one, self._spent = free, one, spent
         self._waiting: list[Branch] | None = None
@@ -239,7 +241,7 @@ class Sweep:
             return
         counts = replace(self.bounds.counts)  # these candidates were counted before
         try:
-            nodes, self.unlike = self._nearly_best(self._incumbent * (1 + UNLIKE))
+            nodes, self.unlike = self._nearly_best(self._incumbent * (1 + self.near))
             self._limited_too, self._told = True, True
             for node in nodes:
                 self._left += self._sweep([node], _INF)
@@ -285,7 +287,10 @@ class Sweep:
             else:
                 self._closed = min(self._closed, made.bound_seconds)
         if isinstance(made, Fitted):
-            self.results.append(Result(found.candidate, str(found), made, found.seconds))
+            if refined:
+                self.near = max(self.near, found.seconds / made.seconds - 1)
+            counted = made.seconds if refined else found.seconds  # what is made block by block was counted so
+            self.results.append(Result(found.candidate, str(found), made, counted))
         elif isinstance(made, DoesNotFitError):
             self._nearest = self._nearest or made
         elif isinstance(made, OutOfMemoryError):
