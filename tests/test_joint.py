@@ -87,8 +87,8 @@ def search(graph: Graph, cluster: str, capacity: float, gap: float = 0.005, limi
     return Sweep(task, _no_free_layouts, _no_free_layouts, spent=lambda: 0.0, limit=limit)
 
 
-def _no_free_layouts(candidate: Candidate, to_beat: float, limited_too: bool, floor: float | None) -> Fitted:
-    raise AssertionError(f"{candidate} was not to be solved, to beat {to_beat} s, {limited_too}, {floor}")
+def _no_free_layouts(candidate: Candidate, to_beat: float, floor: float | None) -> Fitted:
+    raise AssertionError(f"{candidate} was not to be solved, to beat {to_beat} s, {floor}")
 
 
 # folding

@@ -48,29 +48,15 @@ Kinds = tuple[tuple[Variant, ...], ...]
 
 
 @dataclass
-class Looked:
-    """What was found of a layout with so many micro-batches: the problem, seconds that nothing on it goes below, the best
-    without a limit of memory as a plan (None where it is known not to fit), and its prediction with the memory of its program,
-    once that was replayed."""
-
-    problem: Problem
-    bound: float
-    first: Counted | None
-    replayed: Prediction | None = None
-
-
-@dataclass
 class LayoutMemory:
     """What earlier looks at layouts found, for later ones to start from.
 
-    looked: by layout and micro-batches, until the memory is looked at
     ended: by micro-batches, and of a layout, the multipliers with which the latest chain within a limit of memory ended, and
         the variants that they are of
     shares: by micro-batches, and of a layout, the bytes of the latest program beside what was counted of its plan
     spent: nominal seconds of all solves
     """
 
-    looked: dict[tuple[Layout, int], Looked] = field(default_factory=dict)
     ended: dict[Layout | int, tuple[Multipliers, Kinds]] = field(default_factory=dict)
     shares: dict[Layout | int, float] = field(default_factory=dict)
     spent: float = 0.0
@@ -78,37 +64,29 @@ class LayoutMemory:
 
 def solve_layout(
     task: Task, layout: Layout, microbatches: int, fits: Fits, timing: Timing, to_beat: float = math.inf,
-    limited_too: bool = True, known: LayoutMemory | None = None, floor: float | None = None,
+    known: LayoutMemory | None = None, floor: float | None = None,
 ) -> Fitted:
-    """The fastest plan found on a layout that fits. ``to_beat``: seconds of a plan that is known; ``limited_too``: look for one
-    also where the fastest of all does not fit; ``known``: what earlier looks found, which this one starts from; ``floor``: if
-    the fastest of all is known not to fit, seconds that nothing which fits goes below.
+    """The fastest plan found on a layout that fits. ``to_beat``: seconds of a plan that is known; ``known``: what earlier looks
+    found, which this one starts from; ``floor``: if the fastest of all is known not to fit, seconds that nothing which fits
+    goes below.
 
-    Raises OutOfMemoryError; NoBetterError if none is faster than what is known, or none was looked for; PinError or PlanError
-    if nothing runs on it."""
+    Raises OutOfMemoryError; NoBetterError if none is faster than what is known; PinError or PlanError if nothing runs on it."""
     cutoff = to_beat * (1.0 - TIE)  # the solver ends where nothing is faster by more than the gap
     known = LayoutMemory() if known is None else known
-    looked = known.looked.pop((layout, microbatches), None)
-    if looked is None:
-        looked = _look(task, layout, microbatches, timing, cutoff, known, floor)
-    elif looked.bound >= cutoff * (1.0 - task.gap):
-        raise NoBetterError(looked.bound, limited=False)
-    problem, first = looked.problem, looked.first
+    problem = _problem(task, layout, microbatches)
+    first: Counted | None = None
+    if floor is None:
+        first = _unlimited(problem, task, timing, cutoff, known)
+        floor = first.bound_seconds
     capacity = task.cluster.capacity_bytes
 
     def judge(plan: Plan) -> Prediction:
-        if first is None or plan is not first.plan:
-            found = fits(plan)
-        else:
-            found = looked.replayed = looked.replayed or fits(plan)
+        found = fits(plan)
         share = found.bytes_per_rank / prediction_of(plan).bytes_per_rank
         if 1 / FAR < share < FAR:  # the leanest of what does not fit may be far off
             known.shares[microbatches] = known.shares[layout] = share
         return found
 
-    if first is not None and not limited_too and not judge(first.plan).fits:
-        known.looked[layout, microbatches] = looked
-        raise NoBetterError(looked.bound, limited=True)
     if task.pins.recompute is None:
         limited = problem.with_variants(variants(layout, task.pins, microbatches, task.recompute))
     else:
@@ -127,19 +105,19 @@ def solve_layout(
             hopeless = bytes_ * FAR if to_beat < math.inf else math.inf  # as long as none fits, the leanest says what binds
             found = _solved(chain, task, timing, cutoff, known, hint, hopeless)
         except Beaten as beaten:
-            raise NoBetterError(max(looked.bound, beaten.bound), limited=True) from None
+            raise NoBetterError(max(floor, beaten.bound), limited=True) from None
         except Infeasible as error:
             if not math.isfinite(error.least):
                 raise _nothing_runs(problem, task) from None
             if error.solution is None:
                 raise OutOfMemoryError.of_layout(error.least, {}, problem.mesh, microbatches, task.cluster) from None
             plan, least = _plan(limited, chain, error.solution, task), max(error.least, math.nextafter(bytes_, math.inf))
-            return Counted(plan, least, True, looked.bound, "gap", settled=False)
+            return Counted(plan, least, True, floor, "gap", settled=False)
         finally:
             if hint.at is not None:
                 known.ended[microbatches] = known.ended[layout] = hint.at, limited.kept
         if found.time > to_beat:  # out of time, so within less memory it finds nothing faster
-            raise NoBetterError(max(looked.bound, found.bound), limited=True)
+            raise NoBetterError(max(floor, found.bound), limited=True)
         return Counted(_plan(limited, chain, found, task), bytes_, True, found.bound, found.status, settled=True)
 
     share = known.shares.get(microbatches, known.shares.get(layout))
@@ -214,15 +192,8 @@ def _for_kinds(at: Multipliers, theirs: Kinds, ours: Kinds) -> Multipliers | Non
     return replace(at, alpha=alpha)
 
 
-def _look(
-    task: Task, layout: Layout, microbatches: int, timing: Timing, cutoff: float, known: LayoutMemory,
-    floor: float | None = None,
-) -> Looked:
-    """The best without a limit of memory, unless that is known not to fit (``floor``). Raises NoBetterError; PinError or
-    PlanError if nothing runs on the layout."""
-    problem = _problem(task, layout, microbatches)
-    if floor is not None:
-        return Looked(problem, floor, None)
+def _unlimited(problem: Problem, task: Task, timing: Timing, cutoff: float, known: LayoutMemory) -> Counted:
+    """The best without a limit of memory. Raises NoBetterError; PinError or PlanError if nothing runs on the layout."""
     chain = _chain(problem, task, math.inf, timing)
     try:
         found = _solved(chain, task, timing, cutoff, known, Hint())
@@ -231,8 +202,7 @@ def _look(
     except Beaten as beaten:
         raise NoBetterError(beaten.bound, limited=False) from None
     plan = _plan(problem, chain, found, task)
-    first = Counted(plan, found.bytes_ + found.transient, False, found.bound, found.status, settled=True)
-    return Looked(problem, found.bound, first)
+    return Counted(plan, found.bytes_ + found.transient, False, found.bound, found.status, settled=True)
 
 
 def held_layout(task: Task, layout: Layout, microbatches: int) -> Prediction:

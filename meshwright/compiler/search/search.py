@@ -63,8 +63,6 @@ def best_plan(task: Task, fits: Fits, limit: float, *, timing: Timing, progress:
         progress=progress,
     )
     alone = not (task.pins.needs_stages(task.cluster.world) or task.pins.partly)
-    if alone:
-        sweep.free(limited_too=False)
     swept = not _one_layout(task)
     if swept:
         sweep.begin()
@@ -105,9 +103,7 @@ class Refined:
     known: LayoutMemory = field(default_factory=LayoutMemory)
     made: dict[tuple[Layout, int], tuple[float, Fitted | NoBetterError | OutOfMemoryError]] = field(default_factory=dict)
 
-    def solve(
-        self, layout: Layout, microbatches: int, to_beat: float, limited_too: bool = True, floor: float | None = None
-    ) -> Fitted:
+    def solve(self, layout: Layout, microbatches: int, to_beat: float, floor: float | None = None) -> Fitted:
         """The best of a layout: evaluations that differ in how they keep parameters have the same. Raises what
         ``solve_layout`` does; NoBetterError for one that was made before, and where axes that may split anything, of the same
         sizes in the same order, are proven to take too long."""
@@ -119,12 +115,9 @@ class Refined:
         if before is not None and (isinstance(before, OutOfMemoryError) or to_beat <= beaten):
             raise before
         try:
-            made = solve_layout(
-                self.task, layout, microbatches, self.fits, self.timing, to_beat, limited_too, self.known, floor
-            )
+            made = solve_layout(self.task, layout, microbatches, self.fits, self.timing, to_beat, self.known, floor)
         except (NoBetterError, OutOfMemoryError) as error:
-            if limited_too:
-                self.made[layout, microbatches] = to_beat, error
+            self.made[layout, microbatches] = to_beat, error
             raise
         self.made[layout, microbatches] = to_beat, made
         return made

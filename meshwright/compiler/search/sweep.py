@@ -1,11 +1,10 @@
 """The order in which candidates are bounded and solved: best first by lower bound (``bounds``), with good incumbents early.
 
-    free layouts      first, where memory does not bind: they are solved at once, and everything else must beat them
     no pipeline       best first; there is nothing to cut, so what is left at the level KEPT is solved at once; a short look,
                       which keeps many pipelines out where memory is ample
     first dive        one pipeline of every (pp, tensor, context), under the simplest schedule, best first
     no pipeline       the rest of them
-    free layouts      where memory binds: they are dear, and are left once they are proven no faster than the incumbent
+    free layouts      solved at once, to beat the incumbent; where memory binds they are dear
     block by block    meshes without a pipeline whose blocks may keep parameters unlike each other, where that may be faster
     second dive       the best pipelines under other schedules and stages a rank, if they may gain much (``_WORTH``)
     everything        best first, until the least bound left is within the gap of the incumbent, or the limit is reached
@@ -83,9 +82,9 @@ class Result:
 class Sweep:
     """Solves those candidates of one task that could be best.
 
-    ``free``: solves a layout with so many micro-batches, to beat some seconds, under a memory limit too or not, with seconds
-    that nothing goes below where memory is known to bind. Raises OutOfMemoryError, NoBetterError, PinError, PlanError. ``one``:
-    what so many micro-batches take at least on one device. ``spent``: nominal seconds of what ``free`` solved. ``limit``:
+    ``free``: solves a layout with so many micro-batches, to beat some seconds, with seconds that nothing goes below where
+    memory is known to bind. Raises OutOfMemoryError, NoBetterError, PinError, PlanError. ``one``: what so many micro-batches
+    take at least on one device. ``spent``: nominal seconds of what ``free`` solved. ``limit``:
     nominal seconds after which the incumbent is taken as it is.
 
     solved: candidates of data and tensor ranks that were solved, as the search counts them, best first
@@ -100,7 +99,7 @@ class Sweep:
     """
 
     def __init__(
-        self, task: Task, free: Callable[[Layout, int, float, bool, float | None], Fitted], one: Callable[[int], OneDevice], *,
+        self, task: Task, free: Callable[[Layout, int, float, float | None], Fitted], one: Callable[[int], OneDevice], *,
         spent: Callable[[], float], limit: float = _INF, progress: Progress | None = None,
     ) -> None:
         self.task, self.limit, self.progress = task, limit, progress
@@ -116,8 +115,6 @@ class Sweep:
         self.near = UNLIKE
         self._told = False
         self._free, self._one, self._spent = free, one, spent
-        self._waiting: list[Branch] | None = None
-        self._limited_too = True
         self._closed = _INF
         self._cut: list[Branch] = []
         self._alone: dict[tuple[Mesh, int], float] = {}
@@ -177,29 +174,26 @@ class Sweep:
 
     # the way
 
-    def free(self, limited_too: bool = True) -> None:
-        """Solve the candidates whose axes may split anything, those that were not solved before; unless ``limited_too``, only
-        those whose fastest plan fits. Where memory binds on several nodes, the mesh of nodes and their devices comes first, and
-        others as long as all took less than ``_SHAPES``: each may take seconds."""
-        if self._waiting is None:
-            try:
-                task = self.task
-                mirrored = pays_mirrored(task.graph, task.rules, task.pins)
-                listed = free_candidates(
-                    task.graph, task.cluster, task.pins, mirrored, exchanged(task.graph, task.rules), task.foldable
-                )
-            except PinError as error:
-                self._refused_free.append(error)
-                self._waiting = []
-                return
-            nodes = self.bounds.start([candidate for candidate, _ in listed])
-            self._waiting = [replace(node, later=later) for node, (_, later) in zip(nodes, listed, strict=True)]
-        nodes, self._waiting, self._limited_too, self.freed = self._waiting, [], limited_too, True
-        cluster = self.task.cluster
+    def free(self) -> None:
+        """Solve the candidates whose axes may split anything. Where memory binds on several nodes, the mesh of nodes and their
+        devices comes first, and others as long as all took less than ``_SHAPES``: each may take seconds."""
+        self.freed = True
+        task, cluster = self.task, self.task.cluster
+        try:
+            mirrored = pays_mirrored(task.graph, task.rules, task.pins)
+            listed = free_candidates(
+                task.graph, cluster, task.pins, mirrored, exchanged(task.graph, task.rules), task.foldable
+            )
+        except PinError as error:
+            self._refused_free.append(error)
+            return
+        started = self.bounds.start([candidate for candidate, _ in listed])
+        nodes = [replace(node, later=later) for node, (_, later) in zip(started, listed, strict=True)]
         first = [node for node in nodes if node.candidate.layout and is_topological(node.candidate.layout, cluster)]
         self._left += self._sweep(first, _INF)
         for node in nodes:
-            if node not in first and (not limited_too or self._spent() < _SHAPES):
+            binds = self._one_device(node.candidate.microbatches).binds
+            if node not in first and (not binds or self._spent() < _SHAPES):
                 self._left += self._sweep([node], _INF)
 
     def begin(self) -> None:
@@ -242,7 +236,7 @@ class Sweep:
         counts = replace(self.bounds.counts)  # these candidates were counted before
         try:
             nodes, self.unlike = self._nearly_best(self._incumbent * (1 + self.near))
-            self._limited_too, self._told = True, True
+            self._told = True
             for node in nodes:
                 self._left += self._sweep([node], _INF)
         except (PinError, PlanError) as error:
@@ -304,7 +298,7 @@ class Sweep:
         for candidate in self._nearest_crowded(min((error.least for error in nothing_fits), default=_INF)):
             try:
                 assert candidate.layout is not None
-                self._free(candidate.layout, candidate.microbatches, _INF, True, None)
+                self._free(candidate.layout, candidate.microbatches, _INF, None)
             except OutOfMemoryError as error:
                 nothing_fits.append(error)
                 self._refused_free.append(error)
@@ -466,13 +460,9 @@ class Sweep:
             self._crowded.append((one.least_bytes, candidate))
             self.bounds.counts.infeasible += 1
             return self.bounds.later(node, node.fewer)
-        if one.binds and not self._limited_too:
-            assert self._waiting is not None
-            self._waiting.append(node)
-            return []
         try:
             floor = node.bound if one.binds else None
-            made = self._free(candidate.layout, candidate.microbatches, self._incumbent, self._limited_too, floor)
+            made = self._free(candidate.layout, candidate.microbatches, self._incumbent, floor)
         except OutOfMemoryError as error:
             told.append(replace(seen, outcome="does not fit"))
             self._refused_free.append(error)
@@ -486,10 +476,6 @@ class Sweep:
             self._refused_free.append(error)
             return []
         except NoBetterError as error:
-            if error.limited and not self._limited_too:
-                assert self._waiting is not None
-                self._waiting.append(node)
-                return []
             told.append(replace(seen, outcome=f"no better: {error}"))
             self._closed = min(self._closed, error.bound_seconds)
             self.limited |= error.limited
