@@ -10,5 +10,5 @@ from tests.ways import trials
 
 def test_what_is_promised_holds_under_tensor_parallelism(pool: Callable[[int], Any]) -> None:
     for found in pool(2).run(trials, "tp", ["calls", "modes", "plans"], timeout=200):
-        assert len(found) == 21
+        assert len(found) == 22
         assert [trial for trial in found if not trial[1]] == []

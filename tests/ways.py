@@ -145,6 +145,8 @@ def calls(rank: int, pins: Mapping[str, Any]) -> list[Trial]:
         ("another dtype", "i32", lambda: parallel(**{**batch(), "ids": batch()["ids"].int()})),
         ("other weights on one rank", "other weights than rank 0", other_weights),
         ("a gradient through another output", "" if one_graph else "loss_fn=", other_output),
+        ("another method on one rank", "while rank 0 calls",
+         lambda: parallel.full_state_dict() if rank else parallel(**batch())),
         ("the optimizer of the model", "of parallel.parameters()", lambda: optimized(parallel)),
         ("the model trained by itself", "", lambda: optimized(model)),
     ]

@@ -372,7 +372,7 @@ class ParallelModule(Closed):
 
         Every element counts once, wherever it lies and however often it is replicated or tied. Every rank calls this.
         """
-        self._check()
+        self._check("clip_grad_norm_")
         everything = self._program.stages.stored if self._program.stages else self._program.stored
         tensors = self._engine[0].tensors
         pieces = [(stored, tensors.get(stored.value)) for stored in everything]
@@ -380,20 +380,20 @@ class ParallelModule(Closed):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The single process's state dict: plain CPU tensors on rank 0, an empty dict elsewhere. Every rank calls this."""
-        self._check()
+        self._check("full_state_dict")
         return checkpoint.gather_state_dict(self._entries(), self._groups, lambda stored: rest_dtype(stored, self._program))
 
     def save(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint that ``load`` reads under any plan and world; see ``runtime.state.checkpoint.save``. A learning
         rate scheduler is the caller's: its ``state_dict()`` is to be kept beside."""
-        self._check()
+        self._check("save")
         counters = {"seed": self._seed, "calls": self._calls}
         checkpoint.save(self._entries(changing=True), self._groups, folder, optimizer, counters)
 
     def load(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Read a checkpoint in place, the optimizer's options and the place in the random numbers too, so that the run goes on
         as if it had not been interrupted, whatever torch.manual_seed says; see ``runtime.state.checkpoint.load``."""
-        self._check()
+        self._check("load")
         self._engine[0].reshard()
         counters = checkpoint.load(self._entries(changing=True), self._groups, folder, optimizer)
         self._seed, self._calls = counters.get("seed", self._seed), counters.get("calls", self._calls)
@@ -404,7 +404,7 @@ class ParallelModule(Closed):
         if self.exporter is None:
             raise RunError("this parallel module was built from a program alone and has no plan to export; make it with "
                            "meshwright.autoparallel")
-        self._check()
+        self._check("export")
         self.exporter(self, Path(folder), weights)
 
     @property
@@ -439,7 +439,7 @@ class ParallelModule(Closed):
         tensors of one process, which are taken from the first rank. What other stages of a pipeline hold is passed over."""
         if assign:
             raise CheckpointError("assign=True would take the parameters from under the engine; load into them (assign=False)")
-        self._check()
+        self._check("load_state_dict")
         self._engine[0].reshard()
         mine = {place.fqn for place in self._places}
         others = {fqn for fqn, _ in self._names} - mine
@@ -458,7 +458,7 @@ class ParallelModule(Closed):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A parallel module of its own under the same plan (a moving average of the weights). Every rank calls this."""
-        self._check()
+        self._check("copy.deepcopy")
         program, groups = self._program, self._groups
         meshes = data_meshes(program.stages.stored if program.stages else program.stored, groups)
         engine = PipelineStages(program, groups, meshes) if program.stages else assemble(program, groups, meshes)
@@ -518,8 +518,11 @@ class ParallelModule(Closed):
             module._non_persistent_buffers_set.add(key)
         self._places.append(TensorPlace(fqn, stored, tensor, table, key))
 
-    def _check(self) -> None:
+    def _check(self, method: str = "") -> None:
+        """``method``: that every rank has to call."""
         check_tensors(self._places, self._originals, self._shared, self._groups)
+        if method:
+            self._agreement.on(method)
 
 
 def _attributes(model: nn.Module) -> frozenset[str]:

@@ -81,6 +81,7 @@ class Whole(DTensor):
             self.detach().copy_(new)
 
     @property
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def grad(self) -> Any:
         """The gradient, which computes as one tensor too."""
         found = _GRAD.__get__(self)

@@ -1,8 +1,8 @@
 """A call that is right on every rank, or refused on every rank, before any of them starts to wait for another.
 
-Each rank says, in one all-reduce of three numbers, whether its call is in order and what a digest of it is: the modes, and
-contents of the inputs. If a rank has an error, or the digests differ, all ranks exchange what they know and raise. It runs over
-a group on the CPU, so that no device is waited for.
+Each rank says, in one all-reduce of three numbers, whether its call is in order and what a digest of it is: the method, the
+modes, and contents of the inputs. If a rank has an error, or the digests differ, all ranks exchange what they know and raise.
+It runs over a group on the CPU, so that no device is waited for.
 
 ``digest`` reads a tensor whole in the first call, later evenly spaced elements (``SAMPLED``); what lies on a device is read in
 the first call only, later its shape and dtype count. Of a DTensor the GLOBAL shape counts, for every rank brings its own share.
@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.errors import InputError
+from meshwright.errors import InputError, MeshwrightError, RunError
 from meshwright.ir.graph import Ref
 from meshwright.ir.program import InputRanges, Limit
 from meshwright.runtime.interpret import run
 from meshwright.runtime.verdict import interrupting, together
 
+_METHOD = "method"
 SAMPLED = 4096
 """Elements of a tensor that are read to tell it from another."""
 
@@ -98,9 +99,17 @@ class Agreement:
     def reach(self, problem: Exception | None, said: Mapping[str, Any]) -> None:
         """Raise on every rank if one has a problem, or if ranks do not say the same. Every rank calls this.
 
-        ``said``: {what it is about: value}, the same on all ranks if all is well.
+        ``said``: {what it is about: value} of a forward, the same on all ranks if all is well.
         """
         self.calls += 1
+        self._agree(problem, {_METHOD: "the parallel module itself", **said})
+
+    def on(self, method: str) -> None:
+        """Raise on every rank unless all are in this method, which every rank has to call: where a loader ends earlier on one
+        rank, that one saves while the others go on."""
+        self._agree(None, {_METHOD: f"{method}()"})
+
+    def _agree(self, problem: Exception | None, said: Mapping[str, Any]) -> None:
         if not self.alone:
             mine = zlib.crc32(repr(sorted(said.items())).encode())
             verdict = torch.tensor([problem is not None, mine, -mine])
@@ -115,12 +124,17 @@ class Agreement:
             raise problem
 
 
-def _told(everyone: Sequence[tuple[str | None, Mapping[str, Any]]]) -> InputError:
+def _told(everyone: Sequence[tuple[str | None, Mapping[str, Any]]]) -> MeshwrightError:
     """The error of another rank, or what ranks disagree about."""
     for rank, (problem, _) in enumerate(everyone):
         if problem is not None:
             return InputError(f"rank {rank} refused this call: {problem}")
     first = everyone[0][1]
+    for rank, (_, said) in enumerate(everyone):
+        if said[_METHOD] != first[_METHOD]:
+            return RunError(f"rank {rank} calls {said[_METHOD]} while rank 0 calls {first[_METHOD]}; these are calls of all "
+                            f"ranks, in the same order on each. Call them outside of `if rank == 0`, and give every rank as "
+                            f"many batches")
     odd = {rank: [key for key in first if said.get(key) != first[key]] for rank, (_, said) in enumerate(everyone)}
     odd = {rank: keys for rank, keys in odd.items() if keys}
     rank, keys = next(iter(odd.items()))
