@@ -344,7 +344,7 @@ class Local:
         return (mine * length, length), ((2 * ranks - 1 - mine) * length, length)
 
     def axes_of(self, factor: Factor) -> tuple[str, ...]:
-        """The axes that split a factor, alone or together with others, in the mesh's order. None of them is of a single rank."""
+        """The axes that split a factor, alone or together with others, in the mesh's order; none of a single rank."""
         split = (axis for axis in self.mesh.axes if self.mesh.size(axis) > 1)
         return tuple(axis for axis in split if factor in factors_of(self.assignment.get(axis, VARYING)))
 
