@@ -101,7 +101,9 @@ def test_memory_time_and_clock() -> None:
     page = page_data(facts_of(piped()))
     assert [name for name, _ in page["memory"]["ranks"]] == ["pipeline rank 0", "pipeline rank 1"]
     assert all(sum(kinds.values()) > 0 for _, kinds in page["memory"]["ranks"])
-    assert [len(row) for row in page["clock"]["rows"]] == [4, 4]
+    forward, backward = ["F", 0, 1000.0], ["B", 0, 2000.0]
+    assert page["clock"]["rows"][0] == [[forward, backward], "AAB+2200B+1000"]  # two of each, told as they follow each other
+    assert page["clock"]["rows"][1][1] == "A+1100BAB"
     assert page["clock"]["end"] == pytest.approx(9e3, rel=0.05)  # (M + P - 1) x 3 ms, and two transfers
     assert page["step"] == 0.0125
     assert page_data(facts_of(same_blocks()))["clock"] is None
@@ -213,6 +215,11 @@ def test_a_pipeline_has_a_clock_and_fits_a_narrow_screen(browser: Browser, tmp_p
     assert browser.run("document.querySelectorAll('#clock canvas').length") == 1
     assert browser.run("document.querySelectorAll('#memory .rows .row').length") == 2
     assert browser.run("new Set(meshwright.cy().nodes().map((n) => n.data('colour'))).size") >= 2
+    for x, told in ((60, "rank 0, stage 0: forward of micro-batch 0, from 0 for 1 ms"), (480, "bubble")):
+        at = browser.run("(() => { const c = document.querySelector('#clock canvas'); c.scrollIntoView({block: 'center'}); "
+                         "const r = c.getBoundingClientRect(); return [r.x, r.y]; })()")
+        browser.tap(at[0] + x, at[1] + 5)
+        browser.until(f"document.getElementById('clock-tip').textContent === {json.dumps(told)}")
     for width in (1280, 390):
         browser.size(width, 844)
         browser.until(f"document.documentElement.clientWidth === {width}")

@@ -231,10 +231,11 @@ class _Page:
         if pipeline is None or predicted is None or predicted.stages is None:
             return None
         run = simulation_of(self.plan)
-        rows: list[list[list[Any]]] = [[] for _ in range(pipeline.degree)]
+        rows: list[list[tuple[str, int, int, float, float]]] = [[] for _ in range(pipeline.degree)]
         for rank, action, start, end in run.spans():
-            rows[rank].append([action.kind, action.stage, action.microbatch, round(start * 1e6), round((end - start) * 1e6)])
-        return {"schedule": pipeline.schedule, "end": round(run.makespan * 1e6), "bubble": run.bubble_fraction, "rows": rows}
+            rows[rank].append((action.kind, action.stage, action.microbatch, start * 1e6, (end - start) * 1e6))
+        return {"schedule": pipeline.schedule, "end": round(run.makespan * 1e6, 1), "bubble": run.bubble_fraction,
+                "rows": [_lane(row) for row in rows]}
 
     def _stages(self) -> int:
         return 1 if self.plan.pipeline is None else self.plan.pipeline.stages
@@ -301,6 +302,29 @@ def _lines(facts: Facts, op: Op) -> Iterator[str]:
         yield kept_words(plan.group_of(number))
     if plan.pipeline is not None:
         yield f"stage {plan.pipeline.stage_of(number)}"
+
+
+def _lane(row: Sequence[tuple[str, int, int, float, float]]) -> list[Any]:
+    """What a rank does, from (kind, stage, micro-batch, start, microseconds) in order, as [[kind, stage, microseconds], ...]
+    and a text: each action is the letters of its number among those, its micro-batch where that is not the next one of
+    them, and "+" with the microseconds that the rank has waited before it."""
+    kinds: dict[tuple[str, int, float], int] = {}
+    following, words, now = list[int](), list[str](), 0.0
+    for kind, stage, micro, start, long in row:
+        what = kind, stage, round(long, 1)
+        if what not in kinds:
+            kinds[what] = len(kinds)
+            following.append(0)
+        number, waited = kinds[what], max(0, round(start - now))
+        micro_text = str(micro) if micro != following[number] else ""
+        words.append(f"{number:o}".translate(_LETTERS).capitalize() + micro_text + (f"+{waited}" if waited else ""))
+        now += waited + what[2]
+        following[number] = micro + 1
+    return [[list(what) for what in kinds], "".join(words)]
+
+
+_LETTERS = str.maketrans("01234567", "abcdefgh")
+"""Digits of base 8 as letters."""
 
 
 def _move(move: Move) -> list[Any]:

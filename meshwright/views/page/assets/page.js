@@ -466,15 +466,30 @@
   }
   const ACTION = { F: ["forward", 62, 74], B: ["backward", 40, 60], I: ["backward of inputs", 40, 60], W: ["backward of weights", 46, 84] };
   let zoom = 1;
+  function lane([kinds, text]) { /* [kind, stage, micro-batch, start, microseconds] of every action (data.py, _lane) */
+    const next = kinds.map(() => 0), found = [];
+    let now = 0;
+    for (const [, letters, micro, waited] of text.matchAll(/([A-Z][a-z]*)(\d*)(?:\+(\d+))?/g)) {
+      let k = 0;
+      for (const letter of letters.toLowerCase()) k = 8 * k + letter.charCodeAt(0) - 97;
+      const [kind, stage, long] = kinds[k];
+      if (micro) next[k] = Number(micro);
+      now += Number(waited || 0);
+      found.push([kind, stage, next[k]++, now, long]);
+      now += long;
+    }
+    return found;
+  }
   function clock() {
     const box = clear($("clock")), c = data.clock;
     box.hidden = !c;
     if (!c) return;
+    const lanes = c.rows.map(lane), has = (kind) => c.rows.some(([kinds]) => kinds.some((one) => one[0] === kind));
     box.appendChild(el("h2", "The pipeline under " + c.schedule + ": " + seconds(c.end / 1e6) + ", bubbles " + (100 * c.bubble).toFixed(1) + "% of the ranks' time"));
     const bar = el("div", "", "keys");
     bar.appendChild(keyOf("#7fa6dc", "forward"));
-    bar.appendChild(keyOf("#5fb57a", "backward" + (c.rows.some((r) => r.some((a) => a[0] === "I")) ? " of inputs" : "")));
-    if (c.rows.some((r) => r.some((a) => a[0] === "W"))) bar.appendChild(keyOf("#c9a64b", "backward of weights"));
+    bar.appendChild(keyOf("#5fb57a", "backward" + (has("I") ? " of inputs" : "")));
+    if (has("W")) bar.appendChild(keyOf("#c9a64b", "backward of weights"));
     bar.appendChild(keyOf("#eceff3", "bubble"));
     for (const [text, by] of [["−", 0.5], ["+", 2]]) {
       const b = el("button", text);
@@ -491,29 +506,32 @@
     tip.id = "clock-tip";
     box.appendChild(tip);
     const left = 54, high = Math.max(9, Math.min(22, 420 / c.rows.length));
-    let drawn = [];
+    let scale = 1;
+    const wide_of = (a) => Math.max(0.4, a[4] * scale);
     function paint() {
       const wide = Math.min(30000, Math.max(200, view.clientWidth - 2) * zoom), ratio = zoom > 4 ? 1 : Math.min(2, window.devicePixelRatio || 1);
       canvas.width = wide * ratio; canvas.height = (high * c.rows.length + 22) * ratio;
       canvas.style.width = wide + "px"; canvas.style.height = high * c.rows.length + 22 + "px";
-      const g = canvas.getContext("2d"), scale = (wide - left - 6) / c.end;
+      const g = canvas.getContext("2d");
+      scale = (wide - left - 6) / c.end;
       g.scale(ratio, ratio);
       g.font = Math.min(11, high - 1) + "px system-ui, sans-serif";
       g.textBaseline = "middle";
-      drawn = [];
-      c.rows.forEach((row, r) => {
+      lanes.forEach((row, r) => {
         const y = r * high;
         g.fillStyle = "#eceff3"; g.fillRect(left, y + 1, c.end * scale, high - 2);
         g.fillStyle = "#5b6675"; g.fillText("rank " + r, 4, y + high / 2);
-        const lane = [...new Set(row.map((a) => a[1]))];
+        const stages = [...new Set(c.rows[r][0].map((one) => one[1]))], colours = {};
+        for (const [kind, stage] of c.rows[r][0]) {
+          const shade = stages.length > 1 ? 10 * (stages.indexOf(stage) % 3) : 0;
+          colours[kind + stage] = kind === "F" ? "hsl(214, 57%, " + (68 + shade) + "%)" : kind === "W" ? "hsl(43, 54%, " + (54 + shade) + "%)" : "hsl(139, 37%, " + (54 + shade) + "%)";
+        }
         for (const a of row) {
-          const x = left + a[3] * scale, w = Math.max(0.4, a[4] * scale);
-          const shade = lane.length > 1 ? 10 * (lane.indexOf(a[1]) % 3) : 0;
-          g.fillStyle = a[0] === "F" ? "hsl(214, 57%, " + (68 + shade) + "%)" : a[0] === "W" ? "hsl(43, 54%, " + (54 + shade) + "%)" : "hsl(139, 37%, " + (54 + shade) + "%)";
+          const x = left + a[3] * scale, w = wide_of(a);
+          g.fillStyle = colours[a[0] + a[1]];
           g.fillRect(x, y + 1, Math.max(0.4, w - (w > 3 ? 0.7 : 0)), high - 2);
           const text = String(a[2]);
           if (w > 7 * text.length + 4 && high > 10) { g.fillStyle = "#14202e"; g.fillText(text, x + 3, y + high / 2); }
-          drawn.push([x, y, w, a, r]);
         }
       });
       g.fillStyle = "#5b6675";
@@ -529,14 +547,14 @@
     }
     function at(event) {
       const r = canvas.getBoundingClientRect(), x = event.clientX - r.left, y = event.clientY - r.top;
-      const hit = drawn.find((d) => x >= d[0] && x <= d[0] + d[2] && y >= d[1] && y < d[1] + high);
-      tip.textContent = hit ? "rank " + hit[4] + ", stage " + hit[3][1] + ": " + ACTION[hit[3][0]][0] + " of micro-batch " + hit[3][2] + ", from "
-        + seconds(hit[3][3] / 1e6) + " for " + seconds(hit[3][4] / 1e6) : y < c.rows.length * high && x > left ? "bubble" : "";
+      const rank = Math.floor(y / high), hit = (lanes[rank] || []).find((a) => x >= left + a[3] * scale && x <= left + a[3] * scale + wide_of(a));
+      tip.textContent = hit ? "rank " + rank + ", stage " + hit[1] + ": " + ACTION[hit[0]][0] + " of micro-batch " + hit[2] + ", from "
+        + seconds(hit[3] / 1e6) + " for " + seconds(hit[4] / 1e6) : y < c.rows.length * high && x > left ? "bubble" : "";
     }
     canvas.addEventListener("mousemove", at);
     canvas.addEventListener("click", at);
     clock.paint = paint;
-    paint();
+    setTimeout(paint); /* behind the first picture of the page, below which it stands */
   }
   function rest() {
     const box = clear($("search-card")), c = data.candidates;
