@@ -237,15 +237,19 @@ class Sweep:
         try:
             nodes, self.unlike = self._nearly_best(self._incumbent * (1 + self.near))
             self._told = True
-            for node in nodes:
+            for alike, node in nodes:
+                if alike > self._incumbent * (1 + self.near):  # less than before, once one of them is better
+                    break
+                made = len(self.results)
                 self._left += self._sweep([node], _INF)
+                self.near = max([self.near, *(alike / one.seconds - 1 for one in self.results[made:])])
         except (PinError, PlanError) as error:
             self._refused = self._refused or error
         self.bounds.counts = counts
 
-    def _nearly_best(self, near: float) -> tuple[list[Branch], bool]:
-        """The layouts without a pipeline on which blocks that are alike take less than ``near`` seconds, best first; whether
-        these are all."""
+    def _nearly_best(self, near: float) -> tuple[list[tuple[float, Branch]], bool]:
+        """The layouts without a pipeline on which blocks that are alike take less than ``near`` seconds, with these, best first;
+        whether these are all."""
         found, evaluator = dict[tuple[Layout, int], tuple[float, Branch]](), self.bounds.evaluator
         heap = list(self._single_stage)
         heapq.heapify(heap)
@@ -265,7 +269,7 @@ class Sweep:
             key = one.candidate.layout, one.candidate.microbatches
             if alike < near:
                 found[key] = min(found.get(key, (alike, one)), (alike, one))
-        return [node for _, node in sorted(found.values())], not heap or heap[0].bound >= near
+        return sorted(found.values()), not heap or heap[0].bound >= near
 
     def take(
         self, found: Evaluation, made: Fitted | DoesNotFitError | NoBetterError | OutOfMemoryError, refined: bool
