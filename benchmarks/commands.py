@@ -110,6 +110,9 @@ def commands(folder: Path, run: bool) -> Iterator[tuple[str, list[str]]]:
     factors = [word for what in ("bandwidth=0.5", "memory=0.5", "batch=2") for word in ("--what-if", what)]
     yield "simulate --what-if", ["simulate", second, *factors]
     yield "verify", ["verify", second, *(["--model", config] if run else ["--programs-only"])]
+    mine = str(folder / "mine.toml")
+    yield "profile", ["profile", config, *sizes, "--seconds", "2", "--out", mine]
+    yield "plan by a profile", ["plan", config, "--cluster", mine, *sizes]
     yield "size", ["size", config, "--device", "h100", "--devices", "2,4", "--tokens", "1e9", *sizes, "--price", "2"]
 
 

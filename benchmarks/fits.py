@@ -4,8 +4,8 @@
 
 A row of ``data/out_of_memory.csv`` ran out of memory, one of any other file ran (default: ``data/steps.csv`` beside it, as far
 as it has the sources of the former). A row is predicted not to fit where every way in which it may have run
-(``rows.completions_of``) makes torch's allocator reserve more (``cost.memory.allocator``) than a plan may use of its device:
-its memory less the context and the part that plans leave free (``headroom``). What is alive at the worst moment, without the
+(``rows.completions_of``) makes torch's allocator (``cost.memory.allocator``) run out of what a plan may use of its device: its
+memory less the context and the part that plans leave free (``headroom``). What is alive at the worst moment, without the
 allocator, is judged beside it.
 ``--every``: each so-many-th row of a file.
 
@@ -98,7 +98,8 @@ class Fits:
             graph = graph_of(row, self.cache)
             pins = replace(pins_of(row, cluster.world, [block.path for block in graph.blocks]), loss_rows=0)
             plan = make_plan(graph, cluster.with_memory(UNBOUNDED), pins, precision=precision_of(row))
-            ranks = footprints(plan, rules_of(plan.graph)[0], OPTIMIZERS["adamw"], device=cluster.device, allocates=True)
+            room = float(cluster.with_headroom().capacity_bytes)
+            ranks = footprints(plan, rules_of(plan.graph)[0], OPTIMIZERS["adamw"], device=cluster.device, room=room)
             self.held[key] = max(one.bytes for one in ranks.values()), max(one.reserved or 0.0 for one in ranks.values())
         return self.held[key]
 

@@ -71,7 +71,7 @@ LOSSES: Sequence[tuple[str, str]] = (
 )
 CUTS: Sequence[tuple[str, str]] = (
     # words in "notes", where stages start
-    ("stages cut by cost", "searched"), ("stages of as many layers", "even"),
+    ("stages cut by cost", "searched"), ("stages of as many layers", "even"), ("stages of as many modules", "modules"),
 )
 
 FUSED: Sequence[str] = ("nemo", "transformer engine", "compile", "xla", "jax")
@@ -114,6 +114,14 @@ the loss."""
 KEPT_LOGITS: Sequence[str] = ("outputs of two micro-batches",)
 """Words in "schedule" or "notes" of software that keeps what the last stage hands on, logits, in two buffers (DeepSpeed's
 pipeline engine and its kin)."""
+
+KEPT_HEADS: Sequence[str] = ("heads of one product",)
+"""Words in "notes" of software in which the values of attention are a slice of one product with queries and keys, which is kept
+whole for them, that lays the result of several samples out anew before the next product, and picks what turns queries and keys
+by their positions in every layer."""
+
+FLAT: Sequence[str] = ("flat optimizer state",)
+"""Words in "notes" of software whose ZeRO holds a rank's part of all parameters, and of their state, in one tensor each."""
 
 KEPT: Sequence[str] = ("gathered inputs kept", "dtensor", "torchtitan")
 """Words in "schedule", "dtype" or "notes" of software whose linears keep for the backward what they gathered."""
@@ -378,7 +386,8 @@ def torch_of(row: Row) -> tuple[int, int]:
 
 def cuts_of(row: Row) -> str | None:
     """Where the stages of a pipeline start whose head weighs more than a layer: "even", as many layers in each (Megatron-LM
-    cuts no other way), or "searched", by what they take; None: nothing tells."""
+    cuts no other way), "modules", as many of its parts, the embedding, the last norm and the head being one each (DeepSpeed's
+    "uniform" and its kin's), or "searched", by what they take; None: nothing tells."""
     stated = text_of(row, "cuts") or word_of(text_of(row, "notes"), CUTS)
     return stated or ("even" if megatron(row) else None)
 
@@ -417,6 +426,8 @@ def cluster_of(row: Row) -> Cluster:
         keeps_gathered=any(words in text_of(row, "schedule", "dtype", "notes") for words in KEPT),
         plain_loss=any(words in text_of(row, "notes") for words in PLAIN_LOSS),
         kept_logits=2 if any(words in text_of(row, "schedule", "notes") for words in KEPT_LOGITS) else 0,
+        keeps_heads=any(words in text_of(row, "notes") for words in KEPT_HEADS),
+        flat_state=any(words in text_of(row, "notes") for words in FLAT),
     )
 
 
@@ -593,6 +604,11 @@ def _even_cuts(row: Row, stages: int, blocks: Sequence[str]) -> tuple[str, ...] 
     """The layers at which stages start, as many in each. Where the head weighs less than a layer no other cut is faster: fewer
     layers in the last stage are more in another. Where it weighs more, programs cut evenly or by cost (``cuts_of``). Else, and
     where they do not divide, None: searched."""
+    if stages > 1 and blocks and cuts_of(row) == "modules":
+        parts = ["", *blocks, "", ""]
+        few, more = divmod(len(parts), stages)
+        starts = itertools.accumulate(few + (stage < more) for stage in range(stages - 1))
+        return tuple(parts[start] for start in starts)
     if stages < 2 or not blocks or len(blocks) % stages or (_heavy_head(row) and cuts_of(row) != "even"):
         return None
     return tuple(blocks[len(blocks) // stages :: len(blocks) // stages])

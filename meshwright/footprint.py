@@ -26,12 +26,12 @@ stage's. The rest keep that sum, which is a little higher than the replay."""
 
 def footprints(
     plan: Plan, rules: Rules, state_bytes: float, ranks: Collection[int] | None = None, device: Device | None = None,
-    allocates: bool = False,
+    room: float | None = None,
 ) -> dict[int, Peak]:
     """The worst moment of a training step, of a rank of every stage group by pipeline rank (without a pipeline: of rank 0).
     ``ranks``: of the pipeline, all if not given; ``device``: its software may hold more, or less, than programs of this
-    package do; ``allocates``: whether torch's allocator is replayed, too (``Peak.reserved``)."""
-    return _peaks(plan, rank_program(plan, rules, 0, _passes(device)), state_bytes, ranks, _software(device), allocates)
+    package do; ``room``: bytes of a device for which torch's allocator is replayed, too (``Peak.reserved``)."""
+    return _peaks(plan, rank_program(plan, rules, 0, _passes(device)), state_bytes, ranks, _software(device), room)
 
 
 def _passes(device: Device | None) -> list[Callable[[Program], Program]]:
@@ -40,20 +40,24 @@ def _passes(device: Device | None) -> list[Callable[[Program], Program]]:
 
 
 def _software(device: Device | None) -> Software:
-    return OWN if device is None else Software(device.narrow_sums, device.buckets, device.plain_loss, device.kept_logits)
+    if device is None:
+        return OWN
+    return Software(
+        device.narrow_sums, device.buckets, device.plain_loss, device.kept_logits, device.keeps_heads, device.flat_state
+    )
 
 
 def _peaks(
     plan: Plan, program: Program, state_bytes: float, ranks: Collection[int] | None, software: Software,
-    allocates: bool = False,
+    room: float | None = None,
 ) -> dict[int, Peak]:
     """``program``: of rank 0 of the whole model."""
     if plan.pipeline is None:
-        return {0: peak(program, state_bytes, software, allocates)}
+        return {0: peak(program, state_bytes, software, room)}
     apart = plan.mesh.world // plan.pipeline.degree
     chosen = range(plan.pipeline.degree) if ranks is None else ranks
     parts = cut_for_ranks(program, plan.pipeline, [r * apart for r in chosen])
-    return {r: peak(part, state_bytes, software, allocates) for r, part in zip(chosen, parts, strict=True)}
+    return {r: peak(part, state_bytes, software, room) for r, part in zip(chosen, parts, strict=True)}
 
 
 @dataclass

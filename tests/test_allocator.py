@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost.memory.allocator import MIB, Arena, Stretch
+from meshwright.cost.memory.replay import Heap
 
 
 def segment(block: Stretch) -> Stretch:
@@ -40,6 +41,33 @@ def test_what_stays_in_a_large_block_keeps_it_from_the_next_large_one() -> None:
     arena.give(kept)
     arena.take(150 * MIB)  # what is idle as a whole is given back before more is asked for
     assert (arena.reserved, arena.held) == (200 * MIB, 150 * MIB)
+
+
+def test_segments_are_given_back_only_where_there_is_no_room() -> None:
+    """So what stays may be laid into one that is idle, and another that is needed whole comes on top."""
+    reserved = {}
+    for room in (0, 400 * MIB):
+        arena = Arena(room=room)
+        arena.give(arena.take(100 * MIB))
+        arena.take(300 * MIB)
+        held = arena.held
+        arena.take(20 * MIB)
+        arena.take(100 * MIB)
+        reserved[room] = held, arena.reserved
+    assert reserved == {0: (300 * MIB, 420 * MIB), 400 * MIB: (400 * MIB, 500 * MIB)}
+
+
+def test_optimizer_state_is_laid_into_what_a_first_step_left() -> None:
+    """Counted from the beginning, but its memory comes late: into the block that the next step's loss needs whole."""
+    heap = Heap({"parameters": 10.0 * MIB, "optimizer": 40.0 * MIB}, room=0.0, late=40.0 * MIB)
+    for step in range(2):
+        heap.drop(heap.new(100.0 * MIB, "transient"))
+        heap.new(20.0 * MIB, "gradients")
+        assert heap.peak == 150 * MIB
+        assert heap.arena is not None
+        assert heap.arena.reserved == (110 if step == 0 else 210) * MIB
+        if step == 0:
+            heap.restart([20.0 * MIB, 20.0 * MIB])
 
 
 def test_small_sizes_share_segments() -> None:

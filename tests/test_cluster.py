@@ -277,6 +277,47 @@ def test_bad_tables_say_what_is_wrong(tmp_path, table, message):
         Cluster.from_toml(path)
 
 
+FILE = """[cluster]
+devices = "mine@office:1x4"
+[device.mine]
+like = "a100-80g"
+memory_bandwidth = {value = 1500, unit = "GB/s", source = "label"}
+memory = {value = 48, unit = "GiB", source = "label"}
+units = {value = 100, unit = "1", source = "label"}
+[[device.mine.products]]
+dtype = "f32"
+shapes = [[4096, 4096, 4096]]
+seconds = {values = [610], unit = "us", source = "mine"}
+[node.office]
+like = "pcie4"
+link = {value = 25, unit = "GB/s", source = "label"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[610]", '["x"]', "seconds needs finite numbers above 0, not 'x'"), ("[610]", "[[1]]", r"not \[1\]"),
+        ("[610]", "610", "a list"), ("[610]", "[nan]", "finite"), ("[610]", "[1e400]", "finite"), ("[610]", "[0]", "above 0"),
+        ("[610]", "[true]", "finite"), ('"us"', "3", "unknown unit 3"), ("value = 1500", "value = 0", "above 0"),
+        ("[[device.mine.products]]", "[device.mine.products]", "tables of their own"),
+        ("value = 1500", "value = nan", "finite"), ("value = 25", "value = 0", "above 0"),
+        ("value = 48", "value = 1", "more memory than that"), ("value = 100", "value = 0.5", "at least one of each"),
+        ('like = "a100-80g"', 'like = "mine"', "like itself, by way of 'mine'"),
+        ('like = "a100-80g"', "like = []", "not in the catalogue"),
+        ('like = "pcie4"', 'like = "pcie4"\nper_node = "x"', "not a int"),
+        ("[device.mine]", "[device]\nother = 3\n[device.mine]", "a table"),
+    ],
+)
+def test_files_with_odd_values_are_refused(tmp_path, old, new, message):
+    path = tmp_path / "odd.toml"
+    path.write_text(FILE, encoding="utf-8")
+    assert Cluster.from_toml(path).device.measured[0].seconds == pytest.approx((610e-6,))
+    path.write_text(FILE.replace(old, new), encoding="utf-8")
+    with pytest.raises(ClusterError, match=message):
+        Cluster.from_toml(path)
+
+
 def test_toml_without_a_cluster(tmp_path):
     path = tmp_path / "none.toml"
     path.write_text("", encoding="utf-8")

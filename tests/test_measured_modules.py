@@ -14,8 +14,8 @@ from meshwright.compiler.placement.costs import BACKWARD, FORWARD
 from meshwright.compiler.placement.placement import Placements
 from meshwright.compiler.search.candidates import Floors
 from meshwright.compiler.structure.measured import ModuleTimes
-from meshwright.cost.catalogue import ClusterError
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.tables import ClusterError
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import Pins
 from meshwright.planner import make_plan

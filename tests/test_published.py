@@ -251,6 +251,29 @@ def test_torchs_cross_entropy_and_kept_logits_are_held(published, rows):
     assert total == pytest.approx(3 * 4 * logits, rel=0.01)
 
 
+def test_values_that_are_a_slice_keep_the_whole_product(rows, published):
+    """Of 3 layers of 4 heads of 64: queries and keys lie there beside what attention keeps, with what turns them, and of
+    several samples its result once more."""
+    row = {**SMALL, "sp": "no", "tp": "1", "dp": "4", "vocab": "64", "seq_len": "2048", "sums": "fp32", "attention": "flash2",
+           "loss": "merged", "n_layers": "3"}
+    one = 2048 * 256 * 2
+    for samples, each in ((1, one + one / 2 + one), (2, 2 * (2 * one + one / 2 + one))):  # two queries share a key; 4 turns
+        said = {**row, "micro_batch": str(samples)}
+        assert held(published, rows, said, {"activations"}, keeps_heads=True) == pytest.approx(3 * each, rel=0.02)
+    said = rows.cluster_of({**row, "notes": "heads of one product; flat optimizer state"}).device
+    assert (said.keeps_heads, said.flat_state) == (True, True)
+
+
+def test_stages_of_as_many_modules_count_embedding_norm_and_head(rows):
+    """Of 40 layers 43 modules: with two stages the first has the embedding and 21 layers, with four 10, 11, 11 and 8."""
+    row = {**SMALL, "n_layers": "40", "pp": "2", "dp": "1", "tp": "2", "notes": "stages of as many modules"}
+    blocks = [f"layers.{i}" for i in range(40)]
+    assert {rows.cuts_of(way) for way in rows.completions_of(row)} == {"modules"}
+    assert rows.pins_of(row, 4, blocks).stage_cuts == ("layers.21",)
+    four = {**row, "pp": "4", "tp": "1"}
+    assert rows.pins_of(four, 4, blocks).stage_cuts == ("layers.10", "layers.21", "layers.32")
+
+
 def test_what_ran_out_of_memory_did_not_run(rows, steps):
     """No configuration stands in both files with the same kernels, and almost every row says which."""
     with (ROOT / "benchmarks" / "data" / "out_of_memory.csv").open(encoding="utf-8") as file:

@@ -1,8 +1,8 @@
 """The catalogue: devices and nodes from tables whose numbers carry a unit and a source.
 
 Tables ``[device.NAME]`` and ``[node.NAME]`` hold numbers ``{value, unit, source}``; ``like = "NAME"`` takes over what is not
-given; ``[sources]`` spells the sources out. ``catalogue.toml`` beside this file is the one that comes along. Quantities leave
-this module in bytes, bytes per second, seconds and FLOP/s; decimal units are powers of ten, "MiB" and "GiB" powers of two.
+given; ``[sources]`` spells the sources out. ``catalogue.toml`` beside this file is the one that comes along. Units, and tables
+of what was measured: ``tables``.
 """
 
 from __future__ import annotations
@@ -17,72 +17,24 @@ from typing import Any
 
 import torch
 
-from meshwright.errors import MeshwrightError
+from meshwright.cost.tables import (
+    ClusterError,
+    MeasuredAttention,
+    MeasuredCollective,
+    MeasuredModule,
+    MeasuredProducts,
+    MeasuredStream,
+    read_attention,
+    read_collective,
+    read_module,
+    read_number,
+    read_products,
+    read_stream,
+    read_tables,
+)
 from meshwright.ir.sharding import DTYPE_NAMES
 
-_UNITS: Mapping[str, float] = {
-    "1": 1.0, "W": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0,
-    "B": 1.0, "MB": 1e6, "GB": 1e9, "MiB": 2.0**20, "GiB": 2.0**30,
-    "Gb/s": 1e9 / 8, "GB/s": 1e9, "TB/s": 1e12, "TFLOP/s": 1e12,
-}
 _FABRICS = ("switch", "ring", "bus", "mesh", "torus")
-
-
-class ClusterError(MeshwrightError, ValueError):
-    """A cluster that cannot be read, or a device or node that is not known."""
-
-
-@dataclass(frozen=True)
-class MeasuredProducts:
-    """Seconds of matrix products, M x K by K x N, in one dtype, as ``shapes`` of (M, N, K)."""
-
-    dtype: str
-    shapes: tuple[tuple[int, int, int], ...]
-    seconds: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class MeasuredStream:
-    """Seconds that a kind of work that is bound by memory (``operator.KINDS_OF_WORK``) takes to move so many bytes."""
-
-    kind: str
-    dtype: str
-    bytes_: tuple[float, ...]
-    seconds: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class MeasuredAttention:
-    """Seconds (forward, backward) of attention, as ``shapes`` of (batch, heads, queries, keys, head dim), in one dtype."""
-
-    dtype: str
-    causal: bool
-    shapes: tuple[tuple[int, int, int, int, int], ...]
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class MeasuredModule:
-    """Seconds (forward, backward) of a call of the modules whose path matches ``module`` ("model.layers.*": "*" for what
-    stands between two dots), in one dtype, as ``points`` of (samples on a rank, tensor ranks, tokens of a sample)."""
-
-    module: str
-    dtype: str
-    points: tuple[tuple[int, int, int], ...]
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class MeasuredCollective:
-    """Seconds of a collective over a group of ``ranks`` on ``nodes``, by bytes of the group's full buffer on one rank."""
-
-    kind: str
-    ranks: int
-    nodes: int
-    bytes_: tuple[float, ...]
-    seconds: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -104,7 +56,10 @@ class Device:
     ``keeps_gathered``: whether what linears gather under sequence parallelism is kept for the backward (autograd by itself),
     not gathered again (Megatron-LM); ``plain_loss``: whether the cross entropy is torch's own, which keeps its softmax, whose
     gradient lies beside that of the loss; ``kept_logits``: micro-batches whose logits are kept until others take their place
-    (two in pipeline engines like DeepSpeed's); ``products``: the format that products run in, "" for that of their operands;
+    (two in pipeline engines like DeepSpeed's); ``keeps_heads``: whether the values of attention are a slice of one product with
+    queries and keys, which is kept whole for them, and its result is laid out anew where there are several samples;
+    ``flat_state``: whether a rank's optimizer state is one tensor of each kind, not one for every parameter;
+    ``products``: the format that products run in, "" for that of their operands;
     ``measured``, ``streams``, ``attentions``: tables of products, of what is bound by memory and of attention that stand before
     the formula; ``modules``: of whole modules, by which the operators inside are scaled (``compiler.structure.measured``).
     ``sources``: of every number.
@@ -137,6 +92,8 @@ class Device:
     keeps_gathered: bool = False
     plain_loss: bool = False
     kept_logits: int = 0
+    keeps_heads: bool = False
+    flat_state: bool = False
     fused: bool = True
     overlapped: bool = False
     accumulates: bool = False
@@ -232,35 +189,53 @@ def device_for(name: str, memory_bytes: int) -> str:
     fitting = [key for key, family in families.items() if family in words and len(family) == length]
     if not fitting:
         raise ClusterError(f"no device of the catalogue matches {name!r}; pass a Cluster; known: {', '.join(sorted(tables))}")
-    sizes = {key: _number(lookup(key, catalogue(), "device")[1]["memory"], key) for key in fitting}
+    sizes = {key: read_number(lookup(key, catalogue(), "device")[1]["memory"], key) for key in fitting}
     nearest: str = min(fitting, key=lambda key: abs(sizes[key] - memory_bytes))
     return nearest
 
 
-def lookup(name: str, everything: Mapping[str, Any], what: str) -> tuple[str, dict[str, Any]]:
-    """(canonical name, table with ``like`` resolved); the error lists the known ones and the nearest."""
+def lookup(
+    name: str, everything: Mapping[str, Any], what: str, seen: tuple[str, ...] = ()
+) -> tuple[str, dict[str, Any]]:
+    """(canonical name, table with ``like`` resolved); the error lists the known ones and the nearest. ``seen``: those that are
+    like this one."""
     tables = everything[what]
+    _check_shape(what, tables)
     aliases = {alias: key for key, table in tables.items() for alias in (key, *table.get("aliases", ()))}
     if name.lower() not in aliases:
         near = difflib.get_close_matches(name.lower(), aliases, n=1, cutoff=0.0)
         raise ClusterError(f"unknown {what} {name!r}; the nearest is {near[0]!r}; known: {', '.join(sorted(tables))}")
     key = aliases[name.lower()]
+    if key in seen:
+        way = " and ".join(map(repr, seen))
+        raise ClusterError(f"{what} {key!r} is like itself, by way of {way}; name one of the catalogue")
     table = dict(tables[key])
     if "like" in table:
-        if table["like"] not in tables:
+        if not isinstance(table["like"], str) or table["like"] not in tables:
             raise ClusterError(f"{what} {key!r} is like {table['like']!r}, which is not in the catalogue")
-        base = lookup(table["like"], everything, what)[1]
+        base = lookup(table["like"], everything, what, (*seen, key))[1]
         nested = {part: {**base.get(part, {}), **table.get(part, {})} for part in ("peak", "attention")}
         table = {**base, **table, **nested}
     return key, table
 
 
-def _number(entry: Any, where: str) -> float:
-    if not isinstance(entry, Mapping) or not {"value", "unit", "source"} <= set(entry):
-        raise ClusterError(f"{where} must be {{value = ..., unit = ..., source = ...}}, not {entry!r}")
-    if entry["unit"] not in _UNITS:
-        raise ClusterError(f"{where} has unknown unit {entry['unit']!r}; known: {', '.join(_UNITS)}")
-    return float(entry["value"]) * _UNITS[entry["unit"]]
+def _check_shape(what: str, tables: Mapping[str, Any]) -> None:
+    """Raise ClusterError for devices or nodes that are no tables, or hold something else where text or tables belong."""
+    kinds: Mapping[str, type] = {
+        "title": str, "aliases": list, "peak": dict, "attention": dict, "per_node": int, "torus_dims": int,
+    }
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ClusterError(f"{what} {name!r} is {table!r}; it is a table, as in [{what}.{name}]")
+        for key, kind in kinds.items():
+            if key in table and (not isinstance(table[key], kind) or isinstance(table[key], bool)):
+                raise ClusterError(f"{what}.{name}.{key} is {table[key]!r}, not a {kind.__name__}")
+        sides = table.get("attention", {}).items()
+        for kernel, both in sides:
+            if not isinstance(both, dict) or not {"forward", "backward"} <= set(both):
+                raise ClusterError(f"{what}.{name}.attention.{kernel} is {both!r}; it has a forward and a backward")
+        if table.get("per_node", 1) < 1:
+            raise ClusterError(f"{what}.{name}.per_node is {table['per_node']}; a node has at least one device")
 
 
 def _read(what: str, name: str, table: Mapping[str, Any], keys: Mapping[str, str], texts: Mapping[str, str]) -> dict[str, Any]:
@@ -268,7 +243,9 @@ def _read(what: str, name: str, table: Mapping[str, Any], keys: Mapping[str, str
     missing = [key for key in keys if key not in table]
     if missing:
         raise ClusterError(f"{what} {name!r} lacks {', '.join(missing)}")
-    numbers: dict[str, Any] = {field_: _number(table[key], f"{what}.{name}.{key}") for key, field_ in keys.items()}
+    numbers: dict[str, Any] = {
+        field_: read_number(table[key], f"{what}.{name}.{key}", above=key in _ABOVE) for key, field_ in keys.items()
+    }
     numbers["sources"] = {field_: _source(table[key], texts) for key, field_ in keys.items()}
     return numbers
 
@@ -289,9 +266,8 @@ _NODE_KEYS: Mapping[str, str] = {
     "nics": "nics", "nic": "nic_bandwidth", "nic_latency": "nic_latency", "nic_efficiency": "nic_efficiency",
     "start": "start_latency",
 }
-_STREAMS = ("pointwise", "linear", "reduce", "norm", "gather", "copy", "loss", "factory")
-"""Kinds of work (``ir.declared.operator.KINDS_OF_WORK``) that are bound by memory."""
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
+_ABOVE = {*_DEVICE_KEYS, "link", "ring", "nic_efficiency", "overlapped_bandwidth"} - {"reserve", "kernel"}
+"""What divides."""
 _NODE_OPTIONAL: Mapping[str, str] = {
     "congestion": "congestion", "overlapped_bandwidth": "overlapped_bandwidth", "ring_hop": "ring_hop", "ring_out": "ring_out",
 }
@@ -303,26 +279,30 @@ def read_device(name: str, table: Mapping[str, Any], texts: Mapping[str, str]) -
     peaks = table.get("peak", {})
     if not peaks:
         raise ClusterError(f"device {name!r} lists no peak FLOP/s, as in peak.bf16 = {{...}}")
-    peak = {dtype: _number(entry, f"device.{name}.peak.{dtype}") for dtype, entry in peaks.items()}
+    peak = {dtype: read_number(entry, f"device.{name}.peak.{dtype}", above=True) for dtype, entry in peaks.items()}
     numbers["sources"].update({f"peak.{dtype}": _source(entry, texts) for dtype, entry in peaks.items()})
     for key in ("memory_bytes", "reserve_bytes", "units", "tile"):
         numbers[key] = int(numbers[key])
+    if min(numbers["units"], numbers["tile"]) < 1 or numbers["memory_bytes"] <= numbers["reserve_bytes"]:
+        raise ClusterError(f"device {name!r} has {numbers['units']} units with tiles of {numbers['tile']} and "
+                           f"{numbers['memory_bytes']} B of memory, of which {numbers['reserve_bytes']} B are its context's; "
+                           "give at least one of each, and more memory than that (reserve)")
     kernels, default = table.get("attention", {}), str(table.get("attention_kernel"))
     if default not in kernels:
         raise ClusterError(f"device {name!r} runs attention kernel {default!r}, but lists {', '.join(kernels) or 'none'}")
     attention = {}
     for kernel, sides in kernels.items():
         where = f"device.{name}.attention.{kernel}"
-        attention[kernel] = (_number(sides.get("forward"), where), _number(sides.get("backward"), where))
+        attention[kernel] = (read_number(sides["forward"], where, True), read_number(sides["backward"], where, True))
         numbers["sources"][f"attention.{kernel}"] = _source(sides["forward"], texts)
     slower = _clocks(name, table)
     numbers["matmul_efficiency"] *= slower
     attention = {kernel: (ahead * slower, back * slower) for kernel, (ahead, back) in attention.items()}
     return Device(
-        measured=tuple(_products(name, entry) for entry in table.get("products", ())),
-        streams=tuple(_stream(name, entry) for entry in table.get("streams", ())),
-        attentions=tuple(_attention(name, entry) for entry in table.get("attentions", ())),
-        modules=tuple(_module(name, entry) for entry in table.get("modules", ())),
+        measured=read_tables(name, table, "products", read_products),
+        streams=read_tables(name, table, "streams", read_stream),
+        attentions=read_tables(name, table, "attentions", read_attention),
+        modules=read_tables(name, table, "modules", read_module),
         name=name, title=table.get("title", name), peak=peak, attention=attention, attention_kernel=default, **numbers
     )
 
@@ -337,100 +317,10 @@ def _clocks(name: str, table: Mapping[str, Any]) -> float:
     """
     if not {"power", "rated"} <= set(table):
         return 1.0
-    power, rated = (_number(table[key], f"device.{name}.{key}") for key in ("power", "rated"))
+    power, rated = (read_number(table[key], f"device.{name}.{key}", above=True) for key in ("power", "rated"))
     if power <= _IDLE * rated:
         raise ClusterError(f"device {name!r} runs at {power:g} W, no more than the {_IDLE * rated:g} W that it idles at")
     return float(min(1.0, ((power / rated - _IDLE) / (1.0 - _IDLE)) ** (1 / 3)))
-
-
-def _column(entry: Mapping[str, Any], key: str, where: str) -> tuple[float, ...]:
-    """A column {values, unit, source} of a measured table, ascending order not needed; all above 0."""
-    column = entry.get(key)
-    if not isinstance(column, Mapping) or not {"values", "unit", "source"} <= set(column):
-        raise ClusterError(f"{where}: {key} must be {{values = [...], unit = ..., source = ...}}, not {column!r}")
-    found = tuple(_number({**column, "value": value}, f"{where}.{key}") for value in column["values"])
-    if not found or min(found) <= 0:
-        raise ClusterError(f"{where}: {key} needs numbers above 0, not {column['values']!r}")
-    return found
-
-
-def _products(name: str, entry: Mapping[str, Any]) -> MeasuredProducts:
-    where = f"device {name!r}, products"
-    seconds = _column(entry, "seconds", where)
-    shapes = _shapes(entry, ("M", "N", "K"), len(seconds), where)
-    return MeasuredProducts(_dtype(entry, where), shapes, seconds)  # type: ignore[arg-type]
-
-
-def _stream(name: str, entry: Mapping[str, Any]) -> MeasuredStream:
-    where = f"device {name!r}, streams"
-    bytes_, seconds = _column(entry, "bytes", where), _column(entry, "seconds", where)
-    if len(bytes_) != len(seconds):
-        raise ClusterError(f"{where}: {len(bytes_)} bytes and {len(seconds)} seconds; give as many of both")
-    if entry.get("kind") not in _STREAMS:
-        raise ClusterError(f"{where}: kind {entry.get('kind')!r} is none of {', '.join(_STREAMS)}")
-    order = sorted(range(len(bytes_)), key=bytes_.__getitem__)
-    ordered = (tuple(column[i] for i in order) for column in (bytes_, seconds))
-    return MeasuredStream(entry["kind"], _dtype(entry, where), *ordered)
-
-
-def _attention(name: str, entry: Mapping[str, Any]) -> MeasuredAttention:
-    where = f"device {name!r}, attentions"
-    forward, backward = _column(entry, "forward", where), _column(entry, "backward", where)
-    shapes = _shapes(entry, ("batch", "heads", "queries", "keys", "head dim"), len(forward), where)
-    if len(forward) != len(backward):
-        raise ClusterError(f"{where}: {len(forward)} seconds forward and {len(backward)} backward; give as many of both")
-    if not isinstance(entry.get("causal", False), bool):
-        raise ClusterError(f"{where}: causal must be true or false, not {entry['causal']!r}")
-    causal = entry.get("causal", False)
-    return MeasuredAttention(_dtype(entry, where), causal, shapes, forward, backward)  # type: ignore[arg-type]
-
-
-def _module(name: str, entry: Mapping[str, Any]) -> MeasuredModule:
-    where = f"device {name!r}, modules"
-    pattern = entry.get("module")
-    if not isinstance(pattern, str) or not all(pattern.split(".")):
-        raise ClusterError(f"{where}: module must be a path such as \"model.layers.*\", not {pattern!r}")
-    forward, backward = _column(entry, "forward", where), _column(entry, "backward", where)
-    if len(forward) != len(backward):
-        raise ClusterError(f"{where}: {len(forward)} seconds forward and {len(backward)} backward; give as many of both")
-    points = _shapes(entry, ("samples", "tensor ranks", "tokens"), len(forward), where, "point")
-    if len(set(points)) < len(points):
-        raise ClusterError(f"{where}: a point stands there twice")
-    return MeasuredModule(pattern, _dtype(entry, where), points, forward, backward)  # type: ignore[arg-type]
-
-
-def _shapes(
-    entry: Mapping[str, Any], dims: tuple[str, ...], count: int, where: str, what: str = "shape"
-) -> tuple[tuple[int, ...], ...]:
-    """The shapes of a measured table, one for each of its ``count`` rows."""
-    shapes = entry.get(f"{what}s", ())
-    whole = isinstance(shapes, list) and all(
-        isinstance(shape, list) and len(shape) == len(dims) and all(type(size) is int and size > 0 for size in shape)
-        for shape in shapes
-    )
-    if not whole or len(shapes) != count:
-        raise ClusterError(f"{where}: every one of {count} seconds needs a {what} [{', '.join(dims)}], got {shapes!r}")
-    return tuple(tuple(shape) for shape in shapes)
-
-
-def _dtype(entry: Mapping[str, Any], where: str) -> str:
-    if entry.get("dtype") not in DTYPE_NAMES.values():
-        raise ClusterError(f"{where}: dtype {entry.get('dtype')!r} is none of {', '.join(DTYPE_NAMES.values())}")
-    return str(entry["dtype"])
-
-
-def _collectives(name: str, entry: Mapping[str, Any]) -> MeasuredCollective:
-    where = f"node {name!r}, collectives"
-    bytes_, seconds = _column(entry, "bytes", where), _column(entry, "seconds", where)
-    ranks, nodes = entry.get("ranks"), entry.get("nodes", 1)
-    if len(bytes_) != len(seconds):
-        raise ClusterError(f"{where}: {len(bytes_)} bytes and {len(seconds)} seconds; give as many of both")
-    if entry.get("kind") not in _COLLECTIVES:
-        raise ClusterError(f"{where}: kind {entry.get('kind')!r} is none of {', '.join(_COLLECTIVES)}")
-    if not isinstance(ranks, int) or not isinstance(nodes, int) or nodes < 1 or ranks < 2 or ranks % nodes:
-        raise ClusterError(f"{where}: {ranks!r} ranks on {nodes!r} nodes is no group; at least 2, as many on every node")
-    order = sorted(range(len(bytes_)), key=bytes_.__getitem__)
-    return MeasuredCollective(entry["kind"], ranks, nodes, tuple(bytes_[i] for i in order), tuple(seconds[i] for i in order))
 
 
 def read_node(name: str, table: Mapping[str, Any], texts: Mapping[str, str]) -> Node:
@@ -443,5 +333,5 @@ def read_node(name: str, table: Mapping[str, Any], texts: Mapping[str, str]) -> 
     return Node(
         name=name, title=table.get("title", name), kind=table["kind"], per_node=table["per_node"],
         torus_dims=table.get("torus_dims", 0), **numbers,
-        measured=tuple(_collectives(name, entry) for entry in table.get("collectives", ())),
+        measured=read_tables(name, table, "collectives", read_collective),
     )

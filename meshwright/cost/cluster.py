@@ -23,7 +23,6 @@ import networkx as nx
 import sympy
 
 from meshwright.cost.catalogue import (
-    ClusterError,
     Device,
     Node,
     catalogue,
@@ -34,6 +33,7 @@ from meshwright.cost.catalogue import (
     read_device,
     read_node,
 )
+from meshwright.cost.tables import ClusterError
 
 __all__ = ["Cluster", "ClusterError", "Device", "Island", "Node", "device_for", "known_devices", "known_nodes"]
 
@@ -179,6 +179,7 @@ class Cluster:
         accumulates: bool | None = None, repeats: bool | None = None, alone: bool | None = None,
         merged_loss: bool | None = None, narrow_sums: bool | None = None, buckets: bool | None = None,
         keeps_gathered: bool | None = None, plain_loss: bool | None = None, kept_logits: int | None = None,
+        keeps_heads: bool | None = None, flat_state: bool | None = None,
     ) -> Cluster:
         """The same cluster with other software: the devices' ``attention`` kernel ("flash1", "flash2", "flash3", "triton"),
         whether chains of pointwise operators run ``fused`` (compiled) or one by one (eager), whether products run their
@@ -187,8 +188,10 @@ class Cluster:
         whether the loss is one kernel (``merged_loss``: FlashAttention's, Liger's), whether micro-batches' gradients are
         summed in 16 bits (``narrow_sums``: DeepSpeed's default), lie in ``buckets`` (torch's DDP), whether what linears
         gather is kept (``keeps_gathered``: DTensor's linears), whether a cross entropy's softmax is kept and its gradient lies
-        beside that of the loss (``plain_loss``: torch's own) and of how many micro-batches the logits are kept
-        (``kept_logits``: 2 in pipeline engines like DeepSpeed's). None leaves it as it is."""
+        beside that of the loss (``plain_loss``: torch's own), of how many micro-batches the logits are kept
+        (``kept_logits``: 2 in pipeline engines like DeepSpeed's), whether what attention keeps of its values is the one product
+        that they are a slice of (``keeps_heads``) and whether a rank's optimizer state is one tensor of each kind
+        (``flat_state``), not one for every parameter. None leaves it as it is."""
         islands = []
         for island in self.islands:
             device = island.device
@@ -208,6 +211,8 @@ class Cluster:
                 keeps_gathered=device.keeps_gathered if keeps_gathered is None else keeps_gathered,
                 plain_loss=device.plain_loss if plain_loss is None else plain_loss,
                 kept_logits=device.kept_logits if kept_logits is None else kept_logits,
+                keeps_heads=device.keeps_heads if keeps_heads is None else keeps_heads,
+                flat_state=device.flat_state if flat_state is None else flat_state,
             )
             islands.append(replace(island, device=device))
         return Cluster(tuple(islands))

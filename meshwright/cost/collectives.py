@@ -42,8 +42,8 @@ from typing import Any, overload
 import numpy as np
 import sympy
 
-from meshwright.cost.catalogue import MeasuredCollective
 from meshwright.cost.cluster import Cluster, ClusterError, Island
+from meshwright.cost.tables import MeasuredCollective
 from meshwright.ir.mesh import Mesh
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")

@@ -23,7 +23,8 @@ import numpy as np
 from meshwright.compiler.structure.activations import local_shapes
 from meshwright.compiler.structure.dims import Dim, DimClasses, batch_inputs, batch_size, handed_on, sequence_dims
 from meshwright.cost import compute
-from meshwright.cost.catalogue import Device, MeasuredModule
+from meshwright.cost.catalogue import Device
+from meshwright.cost.tables import MeasuredModule
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import ANY, SAMPLED, TENSOR, Mesh, role_of

@@ -6,9 +6,9 @@
                 else a new segment
     give        a block, joined with the idle ones beside it
 
-Near the limit of memory segments that are idle as a whole are given back before a new one is asked for, so ``reserved`` is the
-least that a device must have: what lies in segments in which anything is alive. Gradients that the first backward leaves in
-the large blocks of its loss, say, keep those from the losses to come. (Constants of c10/cuda/CUDACachingAllocator.cpp without
+Where a new segment is more than there is room for, those that are idle as a whole are given back first; ``reserved`` is the
+most that was held: more than the room if even so it did not fit. Gradients that the first backward leaves in the large blocks
+of its loss, say, keep those from the losses to come. (Constants of c10/cuda/CUDACachingAllocator.cpp without
 ``expandable_segments``, under which nothing is lost so.)
 """
 
@@ -37,10 +37,12 @@ class Stretch:
 
 
 class Arena:
-    """The segments of a device. ``standing``: bytes that are there all the time, in segments of their own."""
+    """The segments of a device. ``standing``: bytes that are there all the time, in segments of their own; ``room``: bytes
+    that it may reserve before it gives any back."""
 
-    def __init__(self, standing: float = 0.0) -> None:
+    def __init__(self, standing: float = 0.0, room: float = 0.0) -> None:
         self.held = self.reserved = float(standing)
+        self.room = room
         self.idle: dict[bool, list[tuple[int, int, Stretch]]] = {True: [], False: []}
         self.count = 0
 
@@ -86,13 +88,13 @@ class Arena:
         bisect.insort(self.idle[block.small], (block.bytes, block.number, block))
 
     def _segment(self, size: int, small: bool) -> Stretch:
-        """A new segment, after those that are idle as a whole were given back."""
-        for kind, pool in self.idle.items():
+        """A new segment; where there is no room for it, after those that are idle as a whole were given back."""
+        bytes_ = SMALL_SEGMENT if small else MIDDLE_SEGMENT if size < MIDDLE else _up(size, LARGE_ROUND)
+        for kind, pool in self.idle.items() if self.held + bytes_ > self.room else ():
             whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
             self.held -= sum(entry[0] for entry in whole)
             if whole:
                 self.idle[kind] = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
-        bytes_ = SMALL_SEGMENT if small else MIDDLE_SEGMENT if size < MIDDLE else _up(size, LARGE_ROUND)
         self.held += bytes_
         self.reserved = max(self.reserved, self.held)
         return Stretch(bytes_, small)

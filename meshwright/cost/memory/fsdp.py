@@ -36,6 +36,7 @@ from meshwright.cost.memory.replay import (
     logits_of,
     script_of,
     with_plain_loss,
+    with_whole_heads,
 )
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.program import Program, Segment, Stored
@@ -71,12 +72,15 @@ class GatheredUnit:
 class Software(NamedTuple):
     """What other software than this package's holds of a step (``Device``). ``narrow``: gradients are summed in the compute
     dtype; ``buckets``: out of buckets; ``plain_loss``: the gradient of a cross entropy's softmax lies beside that of its loss;
-    ``kept_logits``: micro-batches whose logits are kept."""
+    ``kept_logits``: micro-batches whose logits are kept; ``keeps_heads``: values of attention keep the one product that they
+    are a slice of; ``flat_state``: optimizer state is one tensor of each kind."""
 
     narrow: bool = False
     buckets: bool = False
     plain_loss: bool = False
     kept_logits: int = 0
+    keeps_heads: bool = False
+    flat_state: bool = False
 
 
 OWN = Software()
@@ -105,9 +109,11 @@ class RootUnit:
         self.scripts = [script_of(segment.graph, held, program.operators) for segment in self.main]
         if software.plain_loss:
             self.scripts = [with_plain_loss(script, program.operators) for script in self.scripts]
-        for script in self.scripts if software.kept_logits else ():
+        if software.keeps_heads:
+            self.scripts = [with_whole_heads(script, program.operators) for script in self.scripts]
+        for script in self.scripts * software.kept_logits:
             itemsize = (program.compute_dtype or torch.float32).itemsize
-            heap.new(float(software.kept_logits * logits_of(script, program.operators) * itemsize), ACTIVATIONS)
+            heap.new(float(logits_of(script, program.operators) * itemsize), ACTIVATIONS)
         self.stored = {stored.value: stored for stored in program.stored}
         self.homes = _homes(program.stored, main, leaving)
         self.units = {home: self._unit(home) for home in (*range(len(self.main)), -1)}

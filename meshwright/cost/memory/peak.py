@@ -13,7 +13,9 @@ micro-batch on. A rank of a pipeline runs the actions of its schedule instead (`
 the micro-batches lies there while they run, as its gradients do, which are made before them; what runs ahead of them all keeps
 nothing for a backward, and is no more than what comes after it.
 
-Not seen here: what the allocator cannot use (unless it ``allocates``, too), the libraries' own work spaces, the CUDA context
+With the allocator the step is replayed twice: optimizer state is made behind the first one, in what that left.
+
+Not seen here: what the allocator cannot use (unless its ``room`` is given), the libraries' own work spaces, the CUDA context
 (``Device.reserve_bytes``).
 """
 
@@ -30,22 +32,34 @@ from meshwright.cost.memory.pipeline_rank import PipelineRank
 from meshwright.cost.memory.replay import ACTIVATIONS, WORK, Heap, Storage, forward, hold, script_of
 from meshwright.ir.program import Program
 
+_STATE = 4
+"""Bytes of an element of optimizer state."""
+
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes per rank at the worst moment of a step, and by kind; ``reserved``: what torch's allocator must have for them, None
-    if that was not asked for."""
+    """Bytes per rank at the worst moment of a step, and by kind; ``reserved``: the most that torch's
+    allocator has for them on a device of so much room, None if that was not asked for."""
 
     bytes: float
     kinds: Mapping[str, float]
     reserved: float | None = None
 
 
-def peak(program: Program, state_bytes: float, software: Software = OWN, allocates: bool = False) -> Peak:
+def peak(program: Program, state_bytes: float, software: Software = OWN, room: float | None = None) -> Peak:
     """Of a steady training step of this rank's program. ``state_bytes``: optimizer state per parameter; torch's optimizers
     treat DTensors one after the other, so their temporaries are those of the largest. ``software``: whose step it is;
-    ``allocates``: whether the allocator is replayed, too."""
-    heap = _standing(program, state_bytes, allocates)
+    ``room``: bytes of a device for which the allocator is replayed, too."""
+    heap = _standing(program, state_bytes, room)
+    _step(program, heap, software)
+    if heap.arena is not None:  # torch's optimizers make their state in their first step, behind the first backward
+        states = _states(program, state_bytes, software.flat_state)
+        heap.restart(states, states[0] if software.flat_state and states else None)  # whole gradients are gone by then
+        _step(program, heap, software)
+    return Peak(heap.peak, heap.at_peak, None if heap.arena is None else heap.arena.reserved)
+
+
+def _step(program: Program, heap: Heap, software: Software) -> None:
     joined = _Joined(program, heap)
     if program.stages is None:
         _alone(program, heap, joined, software)
@@ -53,8 +67,7 @@ def peak(program: Program, state_bytes: float, software: Software = OWN, allocat
         rank = PipelineRank(program, heap, joined.add, software)
         rank.run(_prologue(program, heap))
     joined.end()
-    heap.space(2 * 4 * _largest(program))  # of the optimizer: a square root and its quotient
-    return Peak(heap.peak, heap.at_peak, None if heap.arena is None else heap.arena.reserved)
+    heap.space(2 * max(_states(program, _STATE, software.flat_state), default=0.0))  # a square root and its quotient
 
 
 def _alone(program: Program, heap: Heap, joined: _Joined, software: Software) -> None:
@@ -105,18 +118,22 @@ class _Joined:
             self.heap.drop(storage)
 
 
-def _standing(program: Program, state_bytes: float, allocates: bool) -> Heap:
+def _standing(program: Program, state_bytes: float, room: float | None) -> Heap:
     """What is there all the time."""
     rest = {s.value: at_rest(s, program.mesh) for s in program.stored}
+    state = sum(rest[s.value] for s in program.stored if s.trainable) * state_bytes
     return Heap({
         "parameters": sum(rest[s.value] * rest_itemsize(s, program) for s in program.stored),
-        "optimizer": sum(rest[s.value] for s in program.stored if s.trainable) * state_bytes,
+        "optimizer": state,
         "inputs": float(sum(_bytes(port.shape, port.dtype) for port in program.inputs)),
-    }, allocates)
+    }, room, late=state)
 
 
-def _largest(program: Program) -> float:
-    return max((at_rest(s, program.mesh) for s in program.stored if s.trainable), default=0.0)
+def _states(program: Program, state_bytes: float, flat: bool) -> list[float]:
+    """Bytes of the tensors of optimizer state, in their order: fp32 ones of every parameter, or of each kind one (``flat``)."""
+    kinds = round(state_bytes / _STATE)
+    elements = [at_rest(s, program.mesh) for s in program.stored if s.trainable]
+    return [bytes_ * _STATE for bytes_ in ([sum(elements)] if flat else elements) for _ in range(kinds)]
 
 
 def _prologue(program: Program, heap: Heap) -> dict[str, Storage]:

@@ -41,12 +41,14 @@ class Storage:
 
 
 class Heap:
-    """The storages alive: their sum by kind, and as it was when the sum was highest. ``allocates``: whether they are laid into
-    the segments of torch's allocator, too (``arena``)."""
+    """The storages alive: their sum by kind, and as it was when the sum was highest. ``room``: of a device, in which they are
+    laid into the segments of torch's allocator, too (``arena``); ``late``: the part of what is standing that comes behind a
+    first step (``restart``)."""
 
-    def __init__(self, standing: Mapping[str, float], allocates: bool = False) -> None:
-        self.kinds = dict(standing)
-        self.arena = Arena(sum(standing.values())) if allocates else None
+    def __init__(self, standing: Mapping[str, float], room: float | None = None, late: float = 0.0) -> None:
+        self.standing, self.kinds = dict(standing), dict(standing)
+        self.arena = None if room is None else Arena(sum(standing.values()) - late, room)
+        self.blocks: dict[int, Stretch] = {}
         self.total = sum(standing.values())
         self.peak, self.at_peak = self.total, dict(standing)
 
@@ -55,7 +57,10 @@ class Heap:
         self.kinds[kind] = self.kinds.get(kind, 0.0) + bytes_
         self.total += bytes_
         self._mark()
-        return Storage(bytes_, kind, None if self.arena is None else self.arena.take(bytes_))
+        block = None if self.arena is None else self.arena.take(bytes_)
+        if block is not None:
+            self.blocks[id(block)] = block
+        return Storage(bytes_, kind, block)
 
     def drop(self, storage: Storage) -> None:
         """One holder fewer; the last one frees it."""
@@ -63,8 +68,27 @@ class Heap:
         if not storage.holders:
             self.kinds[storage.kind] -= storage.bytes
             self.total -= storage.bytes
-            if self.arena is not None:
+            if self.arena is not None and storage.block is not None:
+                del self.blocks[id(storage.block)]
                 self.arena.give(storage.block)
+
+    def restart(self, late: Iterable[float], beside: float | None = None) -> None:
+        """Behind a first step: what comes late is laid into the segments as that step left them, beside what it still holds
+        (``beside``: so many bytes instead); then that is let go."""
+        assert self.arena is not None
+        if beside is not None:
+            self._let_go()
+            self.new(beside, GRADIENTS)
+        for bytes_ in late:
+            self.arena.take(bytes_)
+        self._let_go()
+        self.kinds, self.total = dict(self.standing), sum(self.standing.values())
+
+    def _let_go(self) -> None:
+        assert self.arena is not None
+        for block in self.blocks.values():
+            self.arena.give(block)
+        self.blocks.clear()
 
     def become(self, storage: Storage, kind: str) -> None:
         """The same memory, from now on for something else."""
@@ -137,6 +161,20 @@ def with_plain_loss(script: Script, operators: Operators) -> Script:
     spaces = [(forward, backward + (float(losses[i].bytes_) if i in losses else 0.0))
               for i, (forward, backward) in enumerate(script.spaces)]
     return replace(script, spaces=tuple(spaces))
+
+
+def with_whole_heads(script: Script, operators: Operators) -> Script:
+    """The same segment where attention's values are a slice of one product with queries and keys, which is kept whole for them,
+    where its result is laid out anew, and kept so as well, if there are several samples, and where queries and keys are each
+    turned by a cosine and a sine that are picked by position and kept, of one head."""
+    values, kept = script.graph.values, list(script.kept)
+    for index, op in enumerate(script.graph.ops):
+        if operators[op.target].kind == "attention" and kept[index][0]:
+            query, key, result = (values[name] for name in (*op.inputs[:2], op.outputs[0]))
+            again = result.bytes_ if result.shape[0] > 1 else 0
+            turns = 2 * (query.bytes_ / query.shape[1] + key.bytes_ / key.shape[1])
+            kept[index] = kept[index][0], kept[index][1] + float(query.bytes_ + key.bytes_ + again + turns)
+    return replace(script, kept=tuple(kept))
 
 
 def logits_of(script: Script, operators: Operators) -> int:
