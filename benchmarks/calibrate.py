@@ -1,6 +1,6 @@
 """Calibration: constants in, published rows in, constants out; and how far off they are on sources that were left out.
 
-    python benchmarks/calibrate.py [FILE.csv ...] [--most N] [--rounds N] [--cache FOLDER] [--json] [--write]
+    python benchmarks/calibrate.py [FILE.csv ...] [--most N] [--rounds N] [--linear] [--cache FOLDER] [--json] [--write]
 
 Free are the numbers of ``meshwright/cost/catalogue.toml`` whose source is "fit", as far as the rows' devices and nodes use
 them. With x their logarithms (of what a contention has above 1, of what a bandwidth beside compute lacks) and r a row's
@@ -10,13 +10,16 @@ log(predicted / measured), it minimizes
 
 h is Huber's function, so that anomalous rows do not pull; w gives a source of n rows the weight of sqrt(n); x0 and d
 (``PRIORS``) say where such a constant is at all, whatever the input holds, so that calibrating again from the output gives the
-output. Each round prices the rows at the constants and a little beside each, and solves the linear problem (Gauss-Newton).
+output. Each round prices the rows at the constants, and their plans as they stand a little beside each, and solves the linear
+problem (Gauss-Newton).
 
 ``LEFT OUT``: for every source (``source_of``: the repository or paper, not its tables) the linear problem is solved again
 without its rows, and they are priced by constants that have not seen them. That error is the one to expect; the fitted one
 stands beside it. ``--most``: fit on at most so many rows of every model of a source, evenly spread; ``--judged``: judge at most
-so many; ``--linear``: judge those that are fitted, by the linear problem alone. ``--write`` puts the constants into the
-catalogue and the left-out spread into ``spread.toml``. A row that leaves something open counts with the middle of its range.
+so many; ``--linear``: judge those that are fitted, by the linear problem alone; ``--rounds 0``: at the constants as they are.
+``--write`` puts the constants into the catalogue and the left-out spread into ``spread.toml``, with a digest of the rows and
+constants that it is of. With ``--cache`` what a row took is kept as well, so that a run that was ended goes on where it was. A
+row that leaves something open counts with the middle of its range.
 There is no constant of a row, a model or a source.
 """
 
@@ -24,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import itertools
 import json
 import math
@@ -33,6 +37,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +63,18 @@ from rows import (
 
 from meshwright.compiler.search.prediction import step_flops
 from meshwright.compiler.search.search import SECONDS, best_plan
+from meshwright.compiler.search.settled import settled
 from meshwright.compiler.search.task import Task, Timing
 from meshwright.compiler.structure.units import split_at
 from meshwright.cost import spread
 from meshwright.cost.catalogue import catalogue, lookup, read_device, read_node
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import MeshwrightError
+from meshwright.ir.graph import Graph
+from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
 from meshwright.ir.prediction import Prediction
+from meshwright.ir.rule import Rules
 from meshwright.planner import GAP, OPTIMIZERS, rules_of
 
 NOISE = 0.06
@@ -74,6 +83,7 @@ STEP = 0.05
 FAR = 0.4
 """Differences of x: of the derivatives, and the most of a round."""
 UNBOUNDED = 2**50  # bytes
+FILES = (DATA / "steps.csv", DATA / "scale.csv")
 COST = Path(spread.__file__).parent
 Path_ = tuple[str, str, str]  # (device or node, its name, the number)
 
@@ -214,44 +224,95 @@ def uses(cluster: Cluster, tables: Mapping[str, Any], path: Path_) -> bool:
 
 
 @dataclass
+class Way:
+    """One way in which a row may have run, at any constants. ``again`` prices a plan as it stands, without a search: where
+    constants move a little, what another plan would gain is of second order."""
+
+    row: Row
+    graph: Graph
+    rules: Rules
+
+    @classmethod
+    def of(cls, row: Row, cache: Path | None) -> Way:
+        graph = graph_of(row, cache)
+        pins = pins_of(row, cluster_of(row).world, [block.path for block in graph.blocks])
+        graph = split_at(graph, pins.stage_cuts or ())
+        return cls(row, graph, rules_of(graph)[0])
+
+    def plan(self, tables: Mapping[str, Any]) -> Plan:
+        """The plan of least time, memory aside."""
+        pins = pins_of(self.row, cluster_of(self.row).world, [block.path for block in self.graph.blocks])
+        return best_plan(self._task(self.graph, self.rules, pins, tables), _predicted, SECONDS, timing=Timing())
+
+    def again(self, plan: Plan, tables: Mapping[str, Any]) -> Plan:
+        """The same plan at other constants."""
+        rules = self.rules if plan.graph is self.graph else rules_of(plan.graph)[0]
+        return settled(self._task(plan.graph, rules, Pins(), tables), plan, _predicted)
+
+    def error(self, plan: Plan) -> float:
+        """log(predicted / measured)."""
+        seconds = measured_seconds(self.row)
+        if not seconds:
+            cluster = cluster_of(self.row)
+            tflops = measured_tflops(self.row, cluster.device.flops(torch.bfloat16)) or 1.0
+            seconds = step_flops(self.graph, self.rules.operators) * counted(self.row) / cluster.world / tflops / 1e12
+        return math.log(_predicted(plan).step_seconds / seconds)
+
+    def _task(self, graph: Graph, rules: Rules, pins: Pins, tables: Mapping[str, Any]) -> Task:
+        wide = recast(cluster_of(self.row), tables).with_memory(UNBOUNDED)
+        return Task.of(
+            graph, wide, rules, pins, precision=precision_of(self.row), state_bytes=OPTIMIZERS["adamw"], gap=GAP
+        )
+
+
+@dataclass
 class Pricer:
-    """Seconds of rows at any constants. Decisions are taken anew each time: degrees are pinned, so little is open."""
+    """Seconds of rows at any constants. Degrees are pinned, so little is open. ``cache`` keeps graphs, and the slopes of a case
+    for as long as its row, the constants and the package stay what they are."""
 
     tables: Mapping[str, Any]
     cache: Path | None
 
     def errors(self, case: Case, sets: Sequence[Mapping[Path_, float]]) -> list[float]:
         """log(predicted / measured) of a case at each set of constants; the middle of its ways."""
-        completions = [self._priced(completion) for completion in case.completions]
-        every = [[completion(patched(self.tables, values)) for completion in completions] for values in sets]
+        ways = [Way.of(completion, self.cache) for completion in case.completions]
+        every = [[way.error(way.plan(patched(self.tables, values))) for way in ways] for values in sets]
         return [(min(errors) + max(errors)) / 2 for errors in every]
 
     def slopes(
         self, case: Case, base: Mapping[Path_, float], moved: Sequence[Mapping[Path_, float]]
     ) -> tuple[float, list[float]]:
         """The error of a case, and by how much each other set changes that of its first way."""
-        first, *others = [self._priced(completion) for completion in case.completions]
-        own = first(patched(self.tables, base))
-        errors = [own, *(completion(patched(self.tables, base)) for completion in others)]
-        return (min(errors) + max(errors)) / 2, [first(patched(self.tables, values)) - own for values in moved]
+        if self.cache is None:
+            return self._slopes(case, base, moved)
+        own = [sorted(values.items()) for values in (base, *moved)]
+        key = repr((case.completions, own, self.tables, _programs()))
+        kept = self.cache / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.slopes.json"
+        if not kept.exists():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(json.dumps(self._slopes(case, base, moved)))
+        error, changes = json.loads(kept.read_text())
+        return error, changes
 
-    def _priced(self, row: Row) -> Callable[[Mapping[str, Any]], float]:
-        graph = graph_of(row, self.cache)
-        cluster, precision = cluster_of(row), precision_of(row)
-        pins = pins_of(row, cluster.world, [block.path for block in graph.blocks])
-        graph = split_at(graph, pins.stage_cuts or ())
-        rules = rules_of(graph)[0]
-        seconds = measured_seconds(row)
-        if not seconds:
-            tflops = measured_tflops(row, cluster.device.flops(torch.bfloat16)) or 1.0
-            seconds = step_flops(graph, rules.operators) * counted(row) / cluster.world / tflops / 1e12
+    def _slopes(
+        self, case: Case, base: Mapping[Path_, float], moved: Sequence[Mapping[Path_, float]]
+    ) -> tuple[float, list[float]]:
+        tables = patched(self.tables, base)
+        ways = [Way.of(completion, self.cache) for completion in case.completions]
+        first = ways[0].plan(tables)
+        own = ways[0].error(first)
+        errors = [own, *(way.error(way.plan(tables)) for way in ways[1:])]
+        changes = [ways[0].error(ways[0].again(first, patched(self.tables, values))) - own for values in moved]
+        return (min(errors) + max(errors)) / 2, changes
 
-        def error(tables: Mapping[str, Any]) -> float:
-            wide = recast(cluster, tables).with_memory(UNBOUNDED)
-            task = Task.of(graph, wide, rules, pins, precision=precision, state_bytes=OPTIMIZERS["adamw"], gap=GAP)
-            return math.log(_predicted(best_plan(task, _predicted, SECONDS, timing=Timing())).step_seconds / seconds)
 
-        return error
+@lru_cache(maxsize=1)
+def _programs() -> str:
+    """A digest of all that seconds are made by, the catalogue aside; memory is unlimited."""
+    files = [Path(pins_of.__code__.co_filename)]
+    files += sorted(file for folder in ("compiler", "cost", "ir") for file in (COST.parent / folder).rglob("*.py")
+                    if file.parent.name != "memory")
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _predicted(plan: Plan) -> Prediction:
@@ -314,7 +375,9 @@ class Calibration:
         return errors, slopes
 
     def run(self, rounds: int, say: Callable[[str], None]) -> tuple[np.ndarray, np.ndarray]:
-        """Fit; the errors and slopes at the last place they were taken."""
+        """Fit; the errors at the last place, and slopes where they were taken last. Without ``rounds`` nothing moves."""
+        if not rounds:
+            return self.slopes(say)
         for number in range(rounds):
             errors, slopes = self.slopes(lambda text, number=number: say(f"round {number + 1}: {text}"))  # type: ignore[misc]
             change = solve(errors, slopes, weights_of(self.cases), self.x, self.priors)
@@ -429,19 +492,31 @@ def regret_of(judged: Sequence[Judged]) -> dict[str, float]:
     return {"groups": len(one), "first within 5%": within[0], "first three within 5%": within[1], "worst": max(one)}
 
 
-def write(
-    values: Mapping[Path_, float], spreads: Mapping[str, spread.Spread], apart: float, folder: Path = COST
-) -> None:
-    """Put the constants into the catalogue's text, and the spreads beside it."""
+def origin(files: Sequence[Path] = FILES, tables: Mapping[str, Any] | None = None) -> str:
+    """A digest of rows and of the constants that may be fitted: what a spread is of."""
+    found = hashlib.sha256(b"".join(file.read_bytes() for file in files))
+    tables = catalogue() if tables is None else tables
+    numbers_ = [(kind, name, key, number["value"]) for kind in ("device", "node") for name, table in tables[kind].items()
+                for key, number in table.items() if isinstance(number, Mapping) and number.get("source") == "fit"]
+    found.update(repr(sorted(numbers_)).encode())
+    return found.hexdigest()[:16]
+
+
+def write(values: Mapping[Path_, float], folder: Path = COST) -> None:
+    """Put constants into the catalogue's text."""
     text = (folder / "catalogue.toml").read_text(encoding="utf-8")
     for (kind, name, key), value in values.items():
         pattern = re.compile(rf"(\[{kind}\.{re.escape(name)}\]\n(?:(?!\n\[)[\s\S])*?\n{key} = {{value = )[\d.e-]+")
         text, count = pattern.subn(lambda found, value=value: f"{found[1]}{value:.4g}", text)  # type: ignore[misc]
         assert count == 1, (kind, name, key)
     (folder / "catalogue.toml").write_text(text, encoding="utf-8")
-    lines = [f'"{name}" = {{low = {s.low:g}, high = {s.high:g}, rows = {s.rows}}}' for name, s in spreads.items()]
-    head = (folder / "spread.toml").read_text(encoding="utf-8").partition("[order]")[0]
-    text = f"{head}[order]\napart = {apart:g}\n\n[regime]\n" + "\n".join(lines) + "\n"
+
+
+def write_spread(spreads: Mapping[str, spread.Spread], apart: float, of: str, folder: Path = COST) -> None:
+    """Put spreads into their file. ``of``: their ``origin``."""
+    lines = [f'"{name}" = {{low = {s.low:g}, high = {s.high:g}, rows = {s.rows}}}' for name, s in sorted(spreads.items())]
+    head = (folder / "spread.toml").read_text(encoding="utf-8").partition("[")[0]
+    text = f'{head}[made]\nof = "{of}"\n\n[order]\napart = {apart:g}\n\n[regime]\n' + "\n".join(lines) + "\n"
     (folder / "spread.toml").write_text(text, encoding="utf-8")
 
 
@@ -466,18 +541,19 @@ def show(
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description="fit the catalogue's constants to published rows")
-    parser.add_argument("files", nargs="*", type=Path, default=[DATA / "steps.csv", DATA / "scale.csv"])
+    parser.add_argument("files", nargs="*", type=Path, default=list(FILES))
     parser.add_argument("--most", type=int, default=6, help="rows of every model of a source to fit on")
     parser.add_argument("--judged", type=int, default=10**6, help="rows of every model of a source to judge")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of the fit; 0 leaves the constants as they are")
     parser.add_argument("--linear", action="store_true",
-                        help="judge the rows that are fitted by the linear problem alone: minutes, once graphs are kept")
-    parser.add_argument("--cache", type=Path, default=None, help="a folder that keeps captured graphs")
+                        help="judge the rows that are fitted, by the linear problem alone: no row is priced again")
+    parser.add_argument("--cache", type=Path, default=None, help="a folder that keeps captured graphs and what rows took")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--write", action="store_true", help="put constants and spread into the package")
+    parser.add_argument("--write", action="store_true",
+                        help="put constants (if there were rounds) and the spread into the package")
     options = parser.parse_args(arguments)
-    if options.linear and options.write:
-        parser.error("--linear judges the rows that are fitted only: what is written is judged by prices, without it")
+    if options.linear and options.write and options.rounds:
+        parser.error("with --linear no row is priced at the constants that a fit ends at: --write takes --rounds 0 beside it")
 
     def say(text: str) -> None:
         print(f"\r{text}", end="", file=sys.stderr, flush=True)
@@ -511,7 +587,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(lines, before, after, console)
         console.print(f"regret, sources left out: {regret_of(judged)}")
     if options.write:
-        write(after, found, apart_of(judged))
+        write(after if options.rounds else {})
+        write_spread(found, apart_of(judged), origin(options.files))
     return 0
 
 

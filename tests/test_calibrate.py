@@ -139,7 +139,8 @@ def test_what_is_written_is_what_is_read(calibrate, tmp_path):
         shutil.copy(calibrate.COST / name, tmp_path / name)
     values = {("device", "h100-80g", "depth"): 93.25, ("node", "dgx-a100", "congestion"): 0.125}
     spreads = {"all": spread.Spread(0.8, 1.3, 7), "many nodes": spread.Spread(0.9, 2.0, 12)}
-    calibrate.write(values, spreads, 0.07, tmp_path)
+    calibrate.write(values, tmp_path)
+    calibrate.write_spread(spreads, 0.07, "0123456789abcdef", tmp_path)
     before, after = catalogue(), tomllib.loads((tmp_path / "catalogue.toml").read_text())
     for kind, name, key in values:
         assert after[kind][name][key].pop("value") == pytest.approx(values[kind, name, key], rel=1e-3)
@@ -148,7 +149,32 @@ def test_what_is_written_is_what_is_read(calibrate, tmp_path):
     assert changed == set(values)
     text = tomllib.loads((tmp_path / "spread.toml").read_text())
     assert text["regime"]["many nodes"] == {"low": 0.9, "high": 2.0, "rows": 12}
-    assert text["order"]["apart"] == 0.07
+    assert (text["order"]["apart"], text["made"]["of"]) == (0.07, "0123456789abcdef")
+
+
+def test_a_spread_says_of_which_rows_and_constants_it_is(calibrate, tmp_path):
+    other = {("device", "h100-80g", "depth"): 93.25}
+    changed = tmp_path / "steps.csv"
+    changed.write_text(calibrate.FILES[0].read_text(encoding="utf-8").replace("R00000", "R99999"), encoding="utf-8")
+    digests = [calibrate.origin(), calibrate.origin(tables=calibrate.patched(catalogue(), other)),
+               calibrate.origin([changed, calibrate.FILES[1]])]
+    assert (len(set(digests)), digests[0]) == (3, calibrate.origin())
+
+
+def test_plans_are_priced_at_constants_beside_without_a_search(calibrate, tmp_path):
+    """As a search prices them, and kept: what a row took is not asked for again."""
+    row = {**ROW, "hidden": "512", "ffn_hidden": "1024", "pp": "2", "tp": "1"}
+    case = calibrate.Case(row, (row,), "a/a", ("a/a", "small", "a100"))
+    pricer, way = calibrate.Pricer(catalogue(), tmp_path), calibrate.Way.of(row, tmp_path)
+    path = ("device", "a100-80g", "memory_efficiency")
+    tables = calibrate.patched(catalogue(), {path: 0.5})
+    made = way.plan(catalogue())
+    assert way.error(way.again(made, catalogue())) == pytest.approx(way.error(made), rel=1e-9)
+    assert way.error(way.again(made, tables)) == pytest.approx(way.error(way.plan(tables)), rel=1e-6)
+    known = pricer.slopes(case, {}, [{path: 0.5}])
+    assert known[1][0] == pytest.approx(way.error(way.again(made, tables)) - way.error(made))
+    assert known == calibrate.Pricer(catalogue(), tmp_path).slopes(case, {}, [{path: 0.5}])
+    assert len(list(tmp_path.glob("*.slopes.json"))) == 1
 
 
 def test_spreads_hold_most_rows(calibrate):
