@@ -37,12 +37,15 @@ Box = tuple[tuple[int, int], ...]
 
 
 def under_fsdp(stored: Stored, mesh: Mesh) -> bool:
-    """Whether FSDP2 gathers it and reduces its gradient; FSDP2 takes no tensors without dims."""
-    return stored.trainable and bool(live(mesh, stored.data_axes)) and bool(stored.shape)
+    """Whether FSDP2 gathers it and reduces its gradient; FSDP2 takes no tensors without dims or elements."""
+    return stored.trainable and bool(live(mesh, stored.data_axes)) and bool(stored.shape) and 0 not in stored.shape
 
 
 def split_dim(stored: Stored, mesh: Mesh) -> int:
-    """The dim that FSDP2 cuts: the first; or, if that has fewer rows than there are shards, one that the shards divide."""
+    """The dim that FSDP2 cuts: the first; or, if that has fewer rows than there are shards, one that the shards divide. One of
+    no length, where there is one: its pieces are the whole."""
+    if 0 in stored.shape:
+        return stored.shape.index(0)
     shards = mesh.size(live(mesh, stored.shard_axes))
     lengths = [piece(size, mesh, axes, None)[1] for size, axes in zip(stored.shape, stored.tensor.dims, strict=True)]
     if lengths[0] >= shards:
