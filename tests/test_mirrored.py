@@ -53,6 +53,16 @@ def test_steps_lead_from_any_to_any(source: str, target: str) -> None:
     assert now == wanted
 
 
+def test_a_piece_of_a_mirrored_piece_is_never_gathered() -> None:
+    """Logits that come back in the caller's order are as large as ever, however their sequence is split; what has no other dim
+    is gathered."""
+    steps = reshard(parse_sharding("[_, _@(cp*,tp), _]"), parse_sharding("[_, _@(cp,tp), _]"))
+    assert [str(step) for step in steps] == ["all_to_all(dim 1 -> 2)@tp", "mirror(dim 1)@cp", "all_to_all(dim 2 -> 1)@tp"]
+    assert {step.scale(MESH) for step in steps} == {1 / 4}
+    steps = reshard(parse_sharding("[_@(cp*,tp)]"), parse_sharding("[_@(cp,tp)]"))
+    assert [step.kind for step in steps] == ["all_gather", "mirror", "slice"]
+
+
 def _mine(x: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     chunks = x.chunk(2 * size, 1)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from meshwright.compiler.search import blockwise, search
 from meshwright.compiler.search.candidates import Layout
@@ -280,6 +280,29 @@ def test_memory_is_counted_as_it_is_replayed_with_masks_and_logits(cluster: str,
         return found
 
     searched(graph, cluster, pins, seen)
+    assert ratios
+    assert all(0.95 < ratio < 1.05 for ratio in ratios), ratios
+
+
+def test_logits_of_a_sequence_over_two_axes_are_counted_as_they_are_replayed() -> None:
+    """They come back in the caller's order without ever being whole over one of the axes."""
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, use_cache=False,
+    )
+    ids = torch.empty((4, 4096), dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    graph = capture_model(model, (ids,), {"labels": ids}, (), None, "bf16")
+    ratios: list[float] = []
+
+    def seen(plan: Plan, found: Prediction) -> Prediction:
+        assert plan.predicted is not None
+        assert plan.mesh.size(("cp", "up")) == 8
+        ratios.append(plan.predicted.bytes_per_rank / found.bytes_per_rank)
+        return found
+
+    searched(graph, "h100:1x8", Pins(cp=8, ulysses=4, tp=1), seen)
     assert ratios
     assert all(0.95 < ratio < 1.05 for ratio in ratios), ratios
 

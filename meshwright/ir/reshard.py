@@ -20,7 +20,8 @@ and reduce-scatters first, all-to-alls, then gathers, all-reduces last on what i
 gradient of that sum is whole on every rank, and so is the term's.
 
 What is mirrored (``*``) is another split than what is not: gathers, slices and the others put chunks in order, and ``mirror``
-goes from one to the other, either way.
+goes from one to the other, either way. Axes that split the pieces further stay split meanwhile, on another dim: logits of a
+sequence that is split over ``(cp*,up)`` are never whole over ``up``.
 
 Only the innermost axis of a dim can be removed and only an innermost axis added, so a split that must leave from under
 another takes that one along. Sources: the local SPMD calculus of ``spmd_types``; Korthikanti et al. 2022 for the pairs.
@@ -104,7 +105,8 @@ def reshard(source: Sharding, target: Sharding) -> tuple[ReshardStep, ...]:
 
 def _next(now: Sharding, target: Sharding) -> ReshardStep | None:
     """The next step, by priority, or None when ``now`` is the target."""
-    return _add(now, target) or _move(now, target) or _mirror(now, target) or _remove(now, target) or _finish(now, target)
+    kinds = (_add, _move, _mirror, _aside, _remove, _finish)
+    return next((step for step in (kind(now, target) for kind in kinds) if step is not None), None)
 
 
 def _set(now: Sharding, dim: int, axes: tuple[str, ...], target: Sharding | None = None) -> Sharding:
@@ -156,6 +158,17 @@ def _mirror(now: Sharding, target: Sharding) -> ReshardStep | None:
             axis = have[-1]
             if (axis in now.mirrored) != (axis in target.mirrored):
                 return ReshardStep("mirror", axis, now, replace(now, mirrored=now.mirrored ^ {axis}), dim)
+    return None
+
+
+def _aside(now: Sharding, target: Sharding) -> ReshardStep | None:
+    """An innermost axis that is to stay, but from over which one must be mirrored, or no longer: to the last dim that nothing
+    is to split, from where it comes back."""
+    for dim, have in enumerate(now.dims):
+        want, free = target.dims[dim], [to for to, axes in enumerate(target.dims) if to != dim and not axes]
+        if len(have) > 1 and free and have == want[: len(have)] and not _stays(now, target, dim):
+            after = _set(_set(now, dim, have[:-1]), free[-1], (*now.dims[free[-1]], have[-1]))
+            return ReshardStep("all_to_all", have[-1], now, after, dim, free[-1])
     return None
 
 

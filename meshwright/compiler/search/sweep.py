@@ -248,8 +248,8 @@ class Sweep:
         self.bounds.counts = counts
 
     def _nearly_best(self, near: float) -> tuple[list[tuple[float, Branch]], bool]:
-        """The layouts without a pipeline on which blocks that are alike take less than ``near`` seconds, with these, best first;
-        whether these are all."""
+        """The layouts without a pipeline on which blocks that are alike take less than ``near`` seconds, with these seconds,
+        best first; whether these are all."""
         found, evaluator = dict[tuple[Layout, int], tuple[float, Branch]](), self.bounds.evaluator
         heap = list(self._single_stage)
         heapq.heapify(heap)
