@@ -601,6 +601,13 @@ def test_a_config_names_its_class(tmp_path: Path) -> None:
      "num_heads": 4, "vocab_size": 64},  # it says nothing of how a decoder starts
     {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "d_model": 32, "encoder_layers": 1,
      "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_source_positions": 20},
+    {"model_type": "audio-spectrogram-transformer", "architectures": ["ASTForAudioClassification"], "max_length": 32,
+     "num_mel_bins": 16},
+    {"model_type": "vision-encoder-decoder", "architectures": ["VisionEncoderDecoderModel"],
+     "encoder": {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+                 "intermediate_size": 64, "image_size": 16, "patch_size": 8},
+     "decoder": {"model_type": "mbart", "d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4,
+                 "decoder_ffn_dim": 64, "vocab_size": 64, "add_cross_attention": True, "is_decoder": True}},
 ], ids=lambda config: config["architectures"][0])
 def test_models_of_other_kinds_are_called_as_they_take_it(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,

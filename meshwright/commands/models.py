@@ -20,6 +20,10 @@ from meshwright.errors import InputError, MeshwrightError
 
 TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "WithLMHeadModel", "ForTokenClassification")
 """Ends of the names of classes whose labels are a token each."""
+READER = "VisionEncoderDecoderModel"
+"""One that reads an image and writes tokens."""
+KINDS = (*TOKENS, READER)
+"""Ends of the names of classes that make a loss, beside those with "For" in them."""
 IMAGE = 224
 """Pixels along the sides of an image where the config does not say: ImageNet's."""
 FRAMES = 2
@@ -145,10 +149,13 @@ def config_of(path: Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # whatever transformers makes of the file
         raise _no_model(path, error) from error
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
-    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # before the labels stands some token
+    for part in (config, getattr(config, "decoder", None)):
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
+    if getattr(config, "is_encoder_decoder", False):  # some token stands before the labels, and one for those left out
+        for name in ("pad_token_id", "decoder_start_token_id"):
+            if getattr(config, name, None) is None:
+                setattr(config, name, getattr(config, "pad_token_id", None) or 0)
     return config
 
 
@@ -173,7 +180,7 @@ def _class_of(config: Any, transformers: Any) -> Any:
     """The first architecture that the config names and transformers has; None if there is none with a loss."""
     for name in getattr(config, "architectures", None) or ():
         cls = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
-        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and ("For" in name or name.endswith(TOKENS)):
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and ("For" in name or name.endswith(KINDS)):
             return cls
     return None
 
@@ -195,10 +202,15 @@ def example_of(model: Any, batch: int, sequence: int) -> dict[str, Any]:
         return {"input_features": features, "labels": tokens}
     if model.main_input_name == "input_ids" and name.endswith("ForSequenceClassification"):
         return {"input_ids": tokens, "labels": labels}
-    if model.main_input_name == "pixel_values" and name.endswith("ForImageClassification"):
-        size = getattr(model.config, "image_size", IMAGE)
+    if model.main_input_name == "pixel_values" and name.endswith(("ForImageClassification", READER)):
+        seen = model.config.encoder if name.endswith(READER) else model.config
+        size = getattr(seen, "image_size", IMAGE)
         sides = (size, size) if isinstance(size, int) else tuple(size)
-        images = torch.zeros((batch, getattr(model.config, "num_channels", 3), *sides), device="meta")
-        return {"pixel_values": images, "labels": labels}
+        images = torch.zeros((batch, getattr(seen, "num_channels", 3), *sides), device="meta")
+        return {"pixel_values": images, "labels": tokens if name.endswith(READER) else labels}
+    sound = hasattr(model.config, "num_mel_bins") and hasattr(model.config, "max_length")
+    if model.main_input_name == "input_values" and sound and name.endswith("ForAudioClassification"):
+        heard = torch.zeros((batch, model.config.max_length, model.config.num_mel_bins), device="meta")
+        return {"input_values": heard, "labels": labels}
     raise InputError(f"what a {name} is called with is not known here (it takes {model.main_input_name}); give a "
                      "'module:callable' that returns (model, example_inputs)")
