@@ -1,0 +1,315 @@
+"""Models that nobody planned for: each on one process and under every kind of plan. Equal, or refused by an error of our own on
+every rank; nothing else.
+
+    python -m tests.strangers               every model under every plan of WAYS, a line for each that is neither
+    python -m tests.strangers -v pp norm    a line for each trial: of one way, of the models whose names hold a word
+
+Every model is trained, evaluated with and without gradients and trained again, in double precision. What it says on the way and
+its weights and buffers afterwards are compared. ``test_strangers`` runs some of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+from torch.optim import SGD
+
+from meshwright.api import autoparallel
+from meshwright.errors import MeshwrightError
+from tests import backwards
+from tests.equality import RELATIVE, compare
+
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "dp": {"dp": 2, "zero": 2, "microbatches": 1}, "micro-batches": {"dp": 2, "zero": 3, "microbatches": 2},
+    "tp": {"dp": 1, "tp": 2}, "pp": {"pp": 2, "dp": 1, "tp": 1, "microbatches": 2},
+    "interleaved": {"pp": 2, "microbatches": 4, "schedule": "interleaved1f1b"},
+    "zb": {"pp": 2, "microbatches": 4, "schedule": "zb"}, "zbv": {"pp": 2, "microbatches": 4, "schedule": "zbv"},
+    "dualpipev": {"pp": 2, "microbatches": 4, "schedule": "dualpipev"},
+    "gpipe": {"pp": 2, "microbatches": 4, "schedule": "gpipe"},
+    "pp x dp": {"pp": 2, "dp": 2, "tp": 1, "zero": 2, "microbatches": 2},
+    "pp x tp": {"pp": 2, "dp": 1, "tp": 2, "microbatches": 2},
+}
+FOUR = ("pp x dp", "pp x tp")
+D, T, B = 8, 4, 8
+Body = Callable[[Any, Tensor], Tensor]
+
+
+class Stranger(nn.Module):
+    """Linears around ``body``, which reads what ``parts`` gives the model; ``loss`` of (model, output, target, input)."""
+
+    def __init__(self, parts: Mapping[str, Any], body: Body, loss: Callable[..., Tensor] | None) -> None:
+        super().__init__()
+        self.inside, self.mid, self.head = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 3)
+        for name, part in parts.items():
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+        self.body, self.loss = body, loss
+
+    def forward(self, x: Tensor, t: Tensor) -> dict[str, Tensor]:
+        h = self.body(self, self.inside(x))
+        y = self.head(self.mid(h).tanh())
+        return {"loss": (y - t).square().mean() if self.loss is None else self.loss(self, y, t, h), "y": y}
+
+
+def data(seed: int = 0) -> dict[str, Tensor]:
+    """A batch."""
+    drawn = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(B, T, D, generator=drawn).double(), "t": torch.randn(B, T, 3, generator=drawn).double()}
+
+
+def weight(*shape: int) -> nn.Parameter:
+    """Drawn."""
+    return nn.Parameter(torch.randn(shape) * 0.3)
+
+
+class Symmetric(nn.Module):
+    """A parametrization."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).transpose(-1, -2)
+
+    def right_inverse(self, x: Tensor) -> Tensor:
+        return x.triu()
+
+
+class Norms(torch.autograd.Function):
+    """A gradient over its norm, which is no sum over samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / (grad.norm() + 1e-6)
+
+
+class Asks(torch.autograd.Function):
+    """Computes what is asked for; the weight learns three times as fast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, w = ctx.saved_tensors
+        asked = ctx.needs_input_grad
+        return grad * w if asked[0] else None, (3 * grad * x).sum((0, 1)) if asked[1] else None
+
+
+def normed(norm: Callable[..., Any], **options: Any) -> Callable[[], Mapping[str, Any]]:
+    """Two linears whose weights are made by ``norm``."""
+    return lambda: {name: norm(nn.Linear(D, D), "weight", **options) for name in ("one", "two")}
+
+
+def two(m: Any, x: Tensor) -> Tensor:
+    return m.two(m.one(x).tanh())  # type: ignore[no-any-return]
+
+
+def cells(m: Any, x: Tensor) -> Tensor:
+    h = c = x.new_zeros(x.shape[0], D)
+    found = []
+    for step in x.unbind(1):
+        h, c = m.cell(step, (h, c))
+        found.append(h)
+    return torch.stack(found, 1)
+
+
+def fixed_point(m: Any, x: Tensor) -> Tensor:
+    z = torch.zeros_like(x)
+    with torch.no_grad():
+        for _ in range(3):
+            z = torch.tanh(m.more(z) * 0.5 + x)
+    return torch.tanh(m.more(z) * 0.5 + x)
+
+
+def quantized(m: Any, x: Tensor) -> Tensor:
+    hot = F.one_hot((x.unsqueeze(-2) - m.codes).square().sum(-1).argmin(-1), 5).to(x.dtype)
+    if m.training:
+        with torch.no_grad():
+            m.counts.mul_(0.9).add_(hot.sum((0, 1)), alpha=0.1)
+    return x + (hot @ m.codes - x).detach()
+
+
+def queued(m: Any, x: Tensor) -> Tensor:
+    keys = x.mean(1)
+    found = x + (keys @ m.queue.clone().t()).logsumexp(-1).view(-1, 1, 1)
+    with torch.no_grad():
+        m.queue.index_copy_(0, (m.at + torch.arange(B)) % 32, keys)
+        m.at.add_(B).remainder_(32)
+    return found
+
+
+def grouped(m: Any, x: Tensor) -> Tensor:
+    to = torch.arange(B * T) % 5
+    return x + torch.zeros(5, D, dtype=x.dtype).index_add(0, to, x.flatten(0, 1))[to].view_as(x)
+
+
+def skips(m: Any, x: Tensor) -> Tensor:
+    x, kept = x.transpose(1, 2), []
+    for down, norm in zip(m.down, m.norm, strict=True):
+        x = norm(down(x)).relu()
+        kept.append(x)
+        x = F.avg_pool1d(x, 2)
+    for up in m.up:
+        x = up(x) + kept.pop()
+    return x.transpose(1, 2)
+
+
+def pairs(m: Any, y: Tensor, t: Tensor, h: Tensor) -> Tensor:
+    a, b = F.normalize(m.mid(h).mean(1), dim=-1), F.normalize(h.flip(-1).mean(1), dim=-1)
+    logits, own = a @ b.t() * m.scale.exp().clamp(max=100), torch.arange(B)
+    return F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own) + 0.1 * y.square().mean()
+
+
+def correlated(m: Any, y: Tensor, t: Tensor, h: Tensor) -> Tensor:
+    a, b = ((z - z.mean(0)) / (z.std(0) + 1e-3) for z in (h.mean(1), m.mid(h).mean(1)))
+    return (a.t() @ b / B - torch.eye(D, dtype=y.dtype)).square().sum() + 0.1 * y.square().mean()
+
+
+Case = tuple[Callable[[], Mapping[str, Any]], Body, Callable[..., Tensor] | None]
+
+
+def function(body: Body) -> Case:
+    """A body between whose parts gradients are not the derivative."""
+    return lambda: {"more": nn.Linear(D, D), "step": nn.Parameter(torch.tensor(0.1)), "steps": weight(D)}, body, None
+
+
+def of(parts: Callable[[], Mapping[str, Any]], body: Body, loss: Callable[..., Tensor] | None = None) -> Case:
+    """A case."""
+    return parts, body, loss
+
+
+ROUND, REVERSE = backwards.Round, backwards.Reverse
+MODELS: Mapping[str, Case] = {
+    "rounded": function(lambda m, x: m.more(ROUND.apply(x, 4.0))),
+    "reversed": function(lambda m, x: REVERSE.apply(m.more(x), 0.5)),
+    "nested": function(lambda m, x: REVERSE.apply(ROUND.apply(REVERSE.apply(m.more(x), 2.0), 4.0), 0.5)),
+    "learned step": function(lambda m, x: backwards.Quantize.apply(m.more(x), m.step)),
+    "rounded weight": function(lambda m, x: F.linear(x, ROUND.apply(m.more.weight, 4.0))),
+    "asks": function(lambda m, x: Asks.apply(m.more(x), m.steps)),
+    "norm of a gradient": function(lambda m, x: Norms.apply(m.more(x))),
+    "weight norm": of(normed(parametrizations.weight_norm), two), "old weight norm": of(normed(nn.utils.weight_norm), two),
+    "spectral norm": of(normed(parametrizations.spectral_norm), two),
+    "old spectral norm": of(normed(nn.utils.spectral_norm), two),
+    "orthogonal": of(normed(parametrizations.orthogonal, orthogonal_map="cayley"), two),
+    "parametrized": of(lambda: {name: parametrize.register_parametrization(nn.Linear(D, D), "weight", Symmetric())
+                                for name in ("one", "two")}, two),
+    "one block thrice": of(dict, lambda m, x: x + m.mid(m.inside(x + m.mid(m.inside(x).tanh())).tanh())),
+    "tensors in a list": of(lambda: {"scales": [torch.full((D,), 0.5 + i).double() for i in range(3)]},
+                            lambda m, x: x * m.scales[0] * m.scales[2] + m.scales[1]),
+    "complex": of(lambda: {"pairs": weight(T // 2 + 1, D, 2)}, lambda m, x: torch.fft.irfft(
+        torch.fft.rfft(x, dim=1) * torch.view_as_complex(m.pairs), n=T, dim=1)),
+    "hypernetwork": of(lambda: {"code": weight(4), "maker": nn.Linear(4, D * D)},
+                       lambda m, x: F.linear(x, m.maker(m.code).view(D, D))),
+    "lists of weights": of(lambda: {"ws": nn.ParameterList([weight(D, D) for _ in range(3)])}, lambda m, x: (
+        x @ torch.stack(list(m.ws)).sum(0) @ torch.cat([m.ws[0][:4], m.ws[1][4:]]))),
+    "recurrent": of(lambda: {"lstm": nn.LSTM(D, D, 2, batch_first=True, bidirectional=True),
+                             "gru": nn.GRU(2 * D, D, batch_first=True)}, lambda m, x: m.gru(m.lstm(x)[0])[0]),
+    "cell": of(lambda: {"cell": nn.LSTMCell(D, D)}, cells), "fixed point": of(lambda: {"more": nn.Linear(D, D)}, fixed_point),
+    "statistics": of(lambda: {"norm": nn.BatchNorm1d(T)}, lambda m, x: m.norm(x)),
+    "codebook": of(lambda: {"codes": torch.randn(5, D), "counts": torch.ones(5)}, quantized),
+    "queue": of(lambda: {"queue": torch.randn(32, D), "at": torch.zeros((), dtype=torch.long)}, queued),
+    "groups across the batch": of(dict, grouped), "skips": of(lambda: {
+        "down": nn.ModuleList(nn.Conv1d(D, D, 3, padding=1) for _ in range(2)),
+        "norm": nn.ModuleList(nn.GroupNorm(2, D) for _ in range(2)),
+        "up": nn.ModuleList(nn.ConvTranspose1d(D, D, 2, 2) for _ in range(2))}, skips),
+    "no elements": of(lambda: {"none": nn.Parameter(torch.empty(0, 3)), "wide": nn.Parameter(torch.empty(4, 0)),
+                               "number": nn.Parameter(torch.tensor(2.0))},
+                      lambda m, x: x * m.number + m.none.sum() + m.wide.sum(1).sum()),
+    "solved": of(dict, lambda m, x: torch.linalg.solve(
+        x.transpose(1, 2) @ x + torch.eye(D, dtype=x.dtype), x.transpose(1, 2)).transpose(1, 2)),
+    "frozen and small": of(lambda: {"base": nn.Linear(D, D).requires_grad_(False), "low": nn.Linear(D, 2),
+                                    "high": nn.Linear(2, D)}, lambda m, x: m.base(x) + 2 * m.high(m.low(x))),
+    "pairs": of(lambda: {"scale": nn.Parameter(torch.tensor(1.0))}, lambda m, x: x, pairs),
+    "correlated": of(dict, lambda m, x: x, correlated),
+    "hardest": of(dict, lambda m, x: x, lambda m, y, t, h: (y - t).square().mean((1, 2)).topk(3).values.mean()),
+    "penalized": of(dict, lambda m, x: x, lambda m, y, t, h: (y - t).square().mean() + 0.01 * sum(
+        p.abs().sum() for p in m.parameters()) + 0.1 * (m.mid.weight @ m.mid.weight.t()).norm()),
+}
+"""{name: (its parts, its body, its loss)}."""
+
+
+def loop(model: Any) -> list[float]:
+    """Steps, and evaluations with and without gradients between them; what they say."""
+    optimizer, said = SGD([p for p in model.parameters() if p.requires_grad], lr=0.05), []
+    for step in range(2):
+        loss = model(**data(step))["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        said.append(loss.item())
+        for gradients in (True, False):
+            model.eval()
+            with torch.set_grad_enabled(gradients):
+                said.append(float(model(**data(step + 5))["loss"]))
+            model.train()
+    return said
+
+
+def trials(rank: int, way: str, names: Sequence[str]) -> list[tuple[str, str]]:
+    """(model, what came out: "equal", "refused: ...", or what is wrong) under a way."""
+    torch.set_num_threads(1)
+    found = []
+    for name in names:
+        single, model = (_made(name) for _ in range(2))
+        try:
+            mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+            parallel: Any = autoparallel(model, mesh, ((), data()), pins=dict(WAYS[way]), progress=False)
+            said, state = loop(parallel), parallel.full_state_dict()
+        except MeshwrightError as error:
+            found.append((name, f"refused: {type(error).__name__}: {error}"))
+            continue
+        except Exception as error:
+            found.append((name, f"RAW {type(error).__name__}: {error}"))
+            continue
+        wanted = loop(single)
+        problems = compare(state, {key: x.detach() for key, x in single.state_dict().items()}) if rank == 0 else []
+        have, want = (torch.tensor(one, dtype=torch.float64) for one in (said, wanted))
+        problems += [] if torch.allclose(have, want, rtol=RELATIVE, atol=1e-9) else [f"{said} instead of {wanted}"]
+        found.append((name, "; ".join(problems[:3]) or "equal"))
+    return found
+
+
+def _made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    parts, body, loss = MODELS[name]
+    return Stranger(parts(), body, loss).double()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what did not come out as it must."""
+    from tests import strangers
+    from tests.pool import Pool, WorkerError
+
+    asked = [word for word in arguments if word not in WAYS and not word.startswith("-")]
+    names = [name for name in MODELS if not asked or any(word in name for word in asked)]
+    pool, faults, count = Pool(), 0, 0
+    for way in [name for name in arguments if name in WAYS] or WAYS:
+        for name in names:
+            try:
+                results = [one[0][1] for one in pool.run(4 if way in FOUR else 2, strangers.trials, way, [name], timeout=90)]
+            except WorkerError as error:
+                results = [str(error)]
+            good = len({result.partition(":")[0] for result in results}) == 1 and results[0].startswith(("equal", "refused"))
+            count, faults = count + 1, faults + (not good)
+            if not good or "-v" in arguments:
+                print(f"{way:14} {name:24} {'' if good else 'WRONG: '}{' | '.join(dict.fromkeys(results))}", flush=True)
+    pool.close()
+    print(f"{count} trials, {faults} neither equal nor refused on every rank")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,19 @@
+"""Some of the models of ``tests.strangers``; the rest: ``python -m tests.strangers``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.strangers import trials
+
+SOME = {"pp": ["pairs", "lists of weights", "nested", "no elements"], "dp": ["no elements", "queue"]}
+
+
+@pytest.mark.parametrize("way", SOME)
+def test_models_are_equal(pool: Callable[[int], Any], way: str) -> None:
+    """Through training, evaluation and training again."""
+    for found in pool(2).run(trials, way, SOME[way]):
+        assert found == [(name, "equal") for name in SOME[way]]
