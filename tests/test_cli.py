@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from meshwright import progress
+from meshwright import api, progress
 from meshwright.api import graph_of
 from meshwright.cli import app
 from meshwright.commands.answers import BUG, DIFFERENT, NOTHING_FITS, WRONG
@@ -515,15 +515,20 @@ def test_the_front_is_what_nobody_beats() -> None:
     assert [row.worth_having for row in front(rows)] == [False, True, True, False, False]
 
 
-def test_errors_are_a_line_and_debug_shows_the_trace() -> None:
+def test_errors_are_a_line_and_debug_shows_the_trace(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("plan", "tests.test_cli:fails", "--cluster", "cpu:1x2")
-    assert result.exit_code == BUG
+    assert result.exit_code == WRONG
     (line,) = result.stderr.splitlines()
     assert "ZeroDivisionError: dear me the rest" in line
     shown = run("--debug", "plan", "tests.test_cli:fails", "--cluster", "cpu:1x2")
-    assert shown.exit_code == BUG  # and not Python's 1, which is "different"
+    assert shown.exit_code == WRONG  # and not Python's 1, which is "different"
     assert "in fails\n" in shown.stderr
     assert shown.stderr.splitlines()[-1] == line
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "make_plan", lambda *args, **kwargs: fails())
+        bug = run("plan", llama.parent, "--cluster", "cpu:1x2", "--batch", 4, "--sequence", 8)
+    assert bug.exit_code == BUG
+    assert "ZeroDivisionError: dear me the rest" in bug.stderr
     given = run("plan", "tests.test_cli:test_show", "--cluster", "cpu:1x2")
     assert given.exit_code == WRONG
     assert "cannot be called without arguments (missing a required argument: 'saved')" in given.stderr
