@@ -150,7 +150,7 @@ def config_of(path: Path) -> Any:
     except Exception as error:  # whatever transformers makes of the file
         raise _no_model(path, error) from error
     for part in (config, getattr(config, "decoder", None)):
-        if hasattr(part, "use_cache"):
+        if part is not None and hasattr(part, "use_cache"):
             part.use_cache = False
     if getattr(config, "is_encoder_decoder", False):  # some token stands before the labels, and one for those left out
         for name in ("pad_token_id", "decoder_start_token_id"):

@@ -32,7 +32,7 @@ from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.quantities import bytes_text
 from meshwright.ir.schedules import illegal_combination
 
-SECONDS = 18.0
+SECONDS = 19.0
 REMEDY_SECONDS = 5.0
 """Nominal limits of a search: for the plan, and for what would fit if a pin were dropped."""
 TIED = 0.02

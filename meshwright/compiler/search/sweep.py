@@ -50,8 +50,8 @@ without a pipeline, and the second dive (as the look for blocks unlike each othe
 _SHAPES = 1.5
 """Nominal seconds of layouts within memory up to which further ones are solved whose axes cross nodes and devices (chosen)."""
 _EFFORT: Mapping[str, float] = {
-    "placement": 0.02, "choice of a placement": 0.0003, "variant": 0.0005, "alone": 0.001, "packing": 0.002,
-    "ranks alone": 0.06, "rank of divided units": 0.0025, "pair of ranks of whole units": 0.0025, "stage to cut": 0.003,
+    "placement": 0.02, "choice of a placement": 0.0003, "variant": 0.0003, "alone": 0.001, "packing": 0.001,
+    "ranks alone": 0.02, "rank of divided units": 0.0025, "pair of ranks of whole units": 0.0025, "stage to cut": 0.003,
     "stage cut": 1.2e-7, "action simulated": 2.5e-8, "stage that does not fit": 0.004, "action of divided units": 6e-6,
     "number of divided programs": 1.5e-6,
 }
