@@ -77,6 +77,18 @@ def test_what_is_left_out_is_counted(quickly):
     assert found.left_out["for lack of time"] > 10
 
 
+def test_a_profile_of_nothing_is_not_written(tmp_path, quickly, monkeypatch):
+    path = tmp_path / "model.py"
+    path.write_text(f"from {__name__} import build\n")
+    monkeypatch.setattr(profiling, "REPEATED", 1e12)  # every call would take too long
+    words = ["profile", f"{path}:build", "--out", str(tmp_path / "mine.toml"), "--seconds", "1"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "nothing was measured within 1 s" in result.stderr
+    assert "for lack of time; give it more --seconds" in result.stderr
+    assert not (tmp_path / "mine.toml").exists()
+
+
 def test_the_command_says_what_it_wrote(tmp_path, quickly):
     path = tmp_path / "model.py"
     path.write_text(f"from {__name__} import build\n")

@@ -141,7 +141,8 @@ def write(
     path: Path, graph: Graph, *, like: str | None, name: str, nodes: int, seconds: float, report: Callable[[str, float], None]
 ) -> Profile:
     """Profile a graph on this process's device and write the cluster file; under torchrun, rank 0 writes, and collectives are
-    measured. ``like``: a device of the catalogue; None: what the driver reports, or "cpu". Raises InputError, ClusterError."""
+    measured. ``like``: a device of the catalogue; None: what the driver reports, or "cpu". Raises InputError, where nothing was
+    measured too, and ClusterError."""
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
     title = "one CPU process"
     if place.type == "cuda":
@@ -153,6 +154,10 @@ def write(
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
     try:
         found = profile(graph, like or "cpu", place, seconds=seconds, report=report, nodes=nodes)
+        if not found.tables:
+            left = "; ".join(f"{count} calls were left out {why}" for why, count in sorted(found.left_out.items()))
+            raise InputError(f"nothing was measured within {seconds:g} s, so {path} is not written: {left or 'no calls'}; give "
+                             "it more --seconds, or a smaller batch")
         text = as_toml(found, name, f"measured on {title}, torch {torch.__version__}", nodes)
         if not several or dist.get_rank() == 0:
             path.write_text(text, encoding="utf-8")
