@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import meshwright as mw
 from meshwright.errors import MeshwrightError
 from meshwright.ir.serialize import digest
 from meshwright.ir.signature import AttributeDict
+from tests.exports import without
 from tests.test_plan_files import mutant
 
 SOURCE = '''
@@ -131,19 +131,6 @@ def exporting(rank: int, folder: str, names: list[str]) -> dict[str, Any]:
         parallel.save(f"{folder}/{name}-checkpoint")
         found[name] = steps(parallel, name)
     return found
-
-
-@contextmanager
-def without(*modules: str) -> Iterator[None]:
-    """No import of these."""
-    before = {name: sys.modules.get(name) for name in modules}
-    sys.modules.update(dict.fromkeys(modules, None))
-    try:
-        yield
-    finally:
-        for name, module in before.items():
-            sys.modules.pop(name)
-            sys.modules.update({name: module} if module is not None else {})
 
 
 def loading(rank: int, folder: str, names: list[str]) -> dict[str, Any]:

@@ -38,8 +38,8 @@ _STATE = 4
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes per rank at the worst moment of a step, and by kind; ``reserved``: the most that torch's
-    allocator has for them on a device of so much room, None if that was not asked for."""
+    """Bytes per rank at the worst moment of a step, and by kind; ``reserved``: the most that torch's allocator has for them on
+    a device of so much room, None if that was not asked for."""
 
     bytes: float
     kinds: Mapping[str, float]
