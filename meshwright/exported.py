@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.compiler.structure.calls.guard import refuse_autocast
 from meshwright.errors import ExportError, InputError, MeshwrightError, PlanError, RunError
+from meshwright.ir.graph import collector_paused
 from meshwright.ir.mesh import PP, SEQUENCE, role_of
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
@@ -242,6 +243,7 @@ def load(folder: str | Path, mesh: DeviceMesh, *, classes: Iterable[type] = ()) 
     return parallel
 
 
+@collector_paused()
 def prepared(
     folder: Path, rank: int, check: Callable[[Plan], object] = lambda plan: None, classes: Sequence[type] = (),
 ) -> tuple[_Export, Program]:

@@ -10,9 +10,11 @@ lists of tensors are tuples of ``Ref``. ``mw.*`` targets are meshwright's own op
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +27,10 @@ FILL = "aten.full.default"
 """One number everywhere, so that any piece is like any other; the only spelling of a fill in a graph."""
 ASSERTED = "mw.asserted"
 """In ``Graph.changes``: (what must hold, a text that says what it is) -> the former, or an error."""
+
+LITERALS: frozenset[type] = frozenset({int, float, bool, str, type(None)})
+"""Types of most arguments that are no values of the graph: what walks arguments asks this first."""
+_LISTS = (tuple, list)
 
 
 class GraphError(MeshwrightError, ValueError):
@@ -208,10 +214,10 @@ def refs(tree: Any) -> Iterator[Ref]:
     """Every Ref in nested tuples, lists and dicts, in order."""
     if isinstance(tree, Ref):
         yield tree
-    elif isinstance(tree, tuple | list):
+    elif isinstance(tree, _LISTS):
         for item in tree:
             yield from refs(item)
-    elif isinstance(tree, Mapping):
+    elif type(tree) not in LITERALS and isinstance(tree, Mapping):
         for item in tree.values():
             yield from refs(item)
 
@@ -220,6 +226,8 @@ def map_refs(tree: Any, rename: Any) -> Any:
     """The same tree with every Ref replaced by ``rename(ref)``."""
     if isinstance(tree, Ref):
         return rename(tree)
+    if type(tree) in LITERALS:
+        return tree
     if isinstance(tree, tuple):
         return tuple(map_refs(item, rename) for item in tree)
     if isinstance(tree, list):
@@ -227,6 +235,31 @@ def map_refs(tree: Any, rename: Any) -> Any:
     if isinstance(tree, Mapping):
         return {key: map_refs(item, rename) for key, item in tree.items()}
     return tree
+
+
+def renamed(op: Op, names: Sequence[str]) -> Op:
+    """The operator reading these values, in the order of ``inputs``."""
+    if (*names,) == op.inputs:
+        return op
+    queue = iter(names)
+
+    def next_(ref: Ref) -> Ref:
+        return Ref(next(queue))
+
+    return replace(op, args=map_refs(op.args, next_), kwargs=map_refs(op.kwargs, next_))
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Without the cyclic garbage collector, which walks a growing graph again and again (a sixth of the time that making one
+    takes); graphs and what is made of them have no cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def arguments(op: Op, read: Callable[[Ref], Any]) -> tuple[list[Any], dict[str, Any]]:

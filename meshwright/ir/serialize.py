@@ -10,8 +10,8 @@ from __future__ import annotations
 import cmath
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from meshwright.errors import PlanError
 from meshwright.ir.decisions import ONCE_AND_AGAIN, Decisions
 from meshwright.ir.declared.experts import IMBALANCE, Experts
 from meshwright.ir.gradients.custom import CustomFunction
-from meshwright.ir.graph import Graph, Ref, map_refs
+from meshwright.ir.graph import LITERALS, Graph, Ref
 from meshwright.ir.program import DRAW, Port, Program, Segment
 from meshwright.ir.reading.fields import VERSION
 from meshwright.ir.sharding import DTYPE_NAMES, format_sharding
@@ -48,7 +48,8 @@ def graph_to_dict(graph: Graph) -> dict[str, Any]:
 
 
 def _listed(record: Any) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(record).items()}
+    found = ((field.name, getattr(record, field.name)) for field in fields(record))
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found}
 
 
 def elements(tensor: torch.Tensor) -> list[Any]:
@@ -103,7 +104,7 @@ def graph_digest(graph: Graph) -> str:
     made: dict[str, str] = {}
 
     def known(tree: Any) -> Any:
-        return packed(map_refs(tree, lambda ref: made[ref.name]))
+        return packed(tree, lambda ref: made[ref.name])
 
     def kind(name: str) -> list[Any]:
         value = graph.values[name]
@@ -177,18 +178,25 @@ def in_lines(data: Any, depth: int) -> str:
     return json.dumps(data)
 
 
-def packed(tree: Any) -> Any:
-    """A tree of literals and uses of values as JSON-able values; ``reading.fields.unpacked`` reads it."""
+def _use(ref: Ref) -> Any:
+    return {"%": ref.name}
+
+
+def packed(tree: Any, use: Callable[[Ref], Any] = _use) -> Any:
+    """A tree of literals and uses of values as JSON-able values; ``reading.fields.unpacked`` reads it. ``use``: what stands for
+    the use of a value."""
+    if type(tree) in LITERALS:
+        return tree
     if isinstance(tree, Ref):
-        return {"%": tree.name}
+        return use(tree)
     if isinstance(tree, torch.dtype | torch.memory_format | torch.layout):
         return {"torch": str(tree).removeprefix("torch.")}
     if isinstance(tree, torch.device):
         return {"device": str(tree)}
     if isinstance(tree, tuple | list):
-        return [packed(item) for item in tree]
+        return [packed(item, use) for item in tree]
     if isinstance(tree, Mapping):
-        return {"map": [[packed(key), packed(item)] for key, item in tree.items()]}
+        return {"map": [[packed(key, use), packed(item, use)] for key, item in tree.items()]}
     if isinstance(tree, CustomFunction):
         both = [graph_to_dict(tree.forward), graph_to_dict(tree.backward)]
         return {"function": [tree.name, *both, list(tree.differentiable)]}
@@ -198,6 +206,6 @@ def packed(tree: Any) -> Any:
         return {"experts": [graph_to_dict(tree.graph), tree.count, tree.chosen, tree.scaled, list(tree.stacked), *assumed]}
     if isinstance(tree, complex) and cmath.isfinite(tree):
         return {"complex": [tree.real, tree.imag]}
-    if tree is None or isinstance(tree, bool | int | float | str):
+    if isinstance(tree, bool | int | float | str):
         return tree
     raise PlanError(f"cannot write {tree!r} of type {type(tree).__name__} into a plan")

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from meshwright.ir.graph import FILL, Op, Ref, map_refs
+from meshwright.ir.graph import FILL, Op, renamed
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import TIME
 from meshwright.ir.program import Stored
@@ -204,18 +204,13 @@ def same_call(
     ``shapes``: the global ones of the operands and of the results; ``called``: the operator's name in pins.
     """
     assignment = _sent_once(rule, assignment, dict(op.kwargs).get("near"), site.mesh)
-    queue = iter(names)
-    renamed = replace(
-        origin,
-        args=map_refs(origin.args, lambda ref: Ref(next(queue))),
-        kwargs=map_refs(origin.kwargs, lambda ref: Ref(next(queue))),
-    )
+    here = renamed(origin, names)
     placed = place(rule, assignment, site.mesh, [True] * len(rule.operands))
 
     def call(coordinates: Mapping[str, int]) -> tuple[str, Any, Any]:
         if rule.localize is None:
-            return _plain_call(renamed.target, renamed.args, renamed.kwargs)
-        return _plain_call(*rule.localize(renamed, Local(site.mesh, coordinates, assignment, placed, *shapes, name=called)))
+            return _plain_call(here.target, here.args, here.kwargs)
+        return _plain_call(*rule.localize(here, Local(site.mesh, coordinates, assignment, placed, *shapes, name=called)))
 
     want, have = call(site.coordinates), _plain_call(op.target, op.args, op.kwargs)
     if have != want:

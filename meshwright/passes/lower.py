@@ -24,7 +24,7 @@ import torch
 from meshwright.ir.declared.again import made_again
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.gradients.ahead import grounds, run_ahead
-from meshwright.ir.graph import Graph, Op, Param, Ref, Value, map_refs, refs
+from meshwright.ir.graph import Graph, Op, Param, Ref, Value, map_refs, refs, renamed
 from meshwright.ir.mesh import ROUTED, Mesh, role_of
 from meshwright.ir.plan import TIME, Plan, PlanError
 from meshwright.ir.program import JOINED, SEED, SEEDS, Collected, Port, Program, Segment, Stored
@@ -83,6 +83,7 @@ class _Lowering:
         self.cuts: dict[str, int] = {}
         self.cut_names: dict[tuple[str, Sharding, int], str] = {}
         self.owner, self.called = _owners(plan), names_of(plan.graph).ops
+        self.block_of = {at: i for i, b in enumerate(self.graph.blocks) for at in range(b.start, b.stop)}
         self.ports: dict[str, Port] = {}
         self.names: set[str] = set(self.graph.values)
         self.origin: dict[str, str] = {}  # local name -> the graph value it is a form of
@@ -172,7 +173,7 @@ class _Lowering:
             return self.prologue
         if op.name in self.plan.schedule.epilogue:
             return self.epilogue
-        block = next((i for i, b in enumerate(self.graph.blocks) if b.start <= index < b.stop), ROOT)
+        block = self.block_of.get(index, ROOT)
         stage = 0 if self.plan.pipeline is None else self.plan.pipeline.stage_of(index)
         if not self.drafts or (self.drafts[-1].block, self.drafts[-1].stage) != (block, stage):
             self.drafts.append(_Draft(block, stage))
@@ -205,16 +206,11 @@ class _Lowering:
             tuple(self.graph.values[name].shape for name in op.inputs),
             tuple(self.graph.values[name].shape for name in op.outputs), name=self.called[op.name],
         )
-        queue = iter(names)
-        renamed = replace(
-            op,
-            args=map_refs(op.args, lambda ref: Ref(next(queue))),
-            kwargs=map_refs(op.kwargs, lambda ref: Ref(next(queue))),
-        )
+        here = renamed(op, names)
         if rule.localize is not None:
-            target, args, kwargs = rule.localize(renamed, local)
-            renamed = replace(renamed, target=target, args=args, kwargs=kwargs)
-        draft.ops.append(renamed)
+            target, args, kwargs = rule.localize(here, local)
+            here = replace(here, target=target, args=args, kwargs=kwargs)
+        draft.ops.append(here)
         for index, (name, sharding) in enumerate(zip(op.outputs, placed.results, strict=True)):
             value = self.graph.values[name]
             self.values[name] = replace(value, shape=local.result_shape(index))

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
-from meshwright.ir.graph import refs
+from meshwright.ir.graph import collector_paused, refs
 from meshwright.ir.plan import PlanError
 from meshwright.ir.program import Program, Segment, Stored
 from meshwright.ir.sharding import ShardingError
@@ -64,6 +64,7 @@ def data_meshes(stored: Sequence[Stored], groups: Groups) -> Meshes:
     return meshes
 
 
+@collector_paused()
 def assemble(
     program: Program, groups: Groups, meshes: Meshes | None = None, known: Mapping[str, Tensor] | None = None,
     lend: Callable[[Stored], Callable[[], Tensor]] | None = None,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import logging
 import random
 import types
@@ -35,6 +34,7 @@ from meshwright.compiler.capture.watch import CaptureWatch
 from meshwright.compiler.structure.calls.outside import PLAIN
 from meshwright.errors import CaptureError, NotKeptError
 from meshwright.ir.gradients.custom import CustomFunction
+from meshwright.ir.graph import collector_paused
 from meshwright.ir.signature import flatten_output, rebuild_arguments, split_arguments
 
 WRAPPED = "model"
@@ -326,7 +326,7 @@ def trace(
     """Export the shadow on fake inputs. The process draws afterwards what it would have drawn before. ``positional``: how many
     of the ``named`` arguments come by position; ``owned``: what the model holds."""
     wrapper = _Wrapper(shadow, signature, named, positional, loss_fn, dtype, owned)
-    with _collector_paused(), _masks_as_given(), _errors_not_logged(), _use_lazy_graph_module(True):  # no code: it is not run
+    with collector_paused(), _masks_as_given(), _errors_not_logged(), _use_lazy_graph_module(True):  # no code: it is not run
         try:
             with generators_unchanged(is_user_file):
                 program = torch.export.export(wrapper, tuple(tensors), strict=False)
@@ -363,18 +363,6 @@ def _masks_as_given() -> Iterator[None]:
         yield
     finally:
         transformer._detect_is_causal_mask = detect
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Without the cyclic garbage collector, which walks the growing graph again and again (a sixth of the time)."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def failing_frame(error: BaseException, shadow: nn.Module) -> tuple[str, str]:

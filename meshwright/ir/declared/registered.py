@@ -21,7 +21,7 @@ from typing import Any
 from meshwright.errors import PlanError
 from meshwright.ir.declared.experts import Experts
 from meshwright.ir.gradients.custom import CustomFunction
-from meshwright.ir.graph import Graph
+from meshwright.ir.graph import LITERALS, Graph, Ref
 
 _registered: ContextVar[Mapping[str, str]] = ContextVar("meshwright_registered", default=MappingProxyType({}))
 
@@ -60,6 +60,8 @@ def _targets(graph: Graph) -> Collection[str]:
 
 
 def _inside(tree: Any) -> Iterator[Graph]:
+    if type(tree) in LITERALS or type(tree) is Ref:
+        return
     if isinstance(tree, CustomFunction):
         yield from (tree.forward, tree.backward)
     elif isinstance(tree, Experts):

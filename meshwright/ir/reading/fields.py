@@ -34,12 +34,21 @@ _LITERALS: Mapping[str, Any] = {
 _DEVICES = ("cpu", "cuda", "meta", "xpu", "mps", "hpu")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, and its path made when it is asked for: there is one for every value of a file
 class Field:
-    """A value of a file, and its path in it."""
+    """A value of a file, and where it is: ``key`` in the field ``within``, or at the path ``key``."""
 
     value: Any
-    path: str
+    key: str | int
+    within: Field | None = None
+
+    @property
+    def path(self) -> str:
+        """Where it is in the file, as errors say it."""
+        before = "" if self.within is None else self.within.path
+        if isinstance(self.key, int):
+            return f"{before}[{self.key}]"
+        return f"{before}.{self.key}" if before else self.key
 
     def wrong(self, expected: str) -> PlanError:
         """The error that says what was expected here."""
@@ -49,14 +58,13 @@ class Field:
 
     def at(self, key: str | int) -> Field:
         """A part of it."""
-        where = f"[{key}]" if isinstance(key, int) else f".{key}" if self.path else key
-        return Field(self.value[key], f"{self.path}{where}")
+        return Field(self.value[key], key, self)
 
     def mapping(self) -> dict[str, Field]:
         """The fields of an object."""
         if type(self.value) is not dict or not all(type(key) is str for key in self.value):
             raise self.wrong("an object")
-        return {key: self.at(key) for key in self.value}
+        return {key: Field(value, key, self) for key, value in self.value.items()}
 
     def record(self, names: str, optional: str = "") -> dict[str, Field]:
         """The fields of an object that has these and no others."""
@@ -73,7 +81,7 @@ class Field:
         """The items of a list."""
         if type(self.value) is not list:
             raise self.wrong("a list")
-        return [self.at(i) for i in range(len(self.value))]
+        return [Field(value, i, self) for i, value in enumerate(self.value)]
 
     def row(self, count: int) -> list[Field]:
         """Those of a list of so many."""
@@ -144,13 +152,13 @@ def load_json(text: str) -> Any:
 
 def check_depth(data: Any) -> None:
     """Raise PlanError for what nests without end."""
-    level, depth = [data], 0
+    level, depth = [data] if type(data) in (dict, list) else [], 0
     while level:
         depth += 1
         if depth > _DEEPEST:
             raise PlanError(f"the plan is damaged: it nests deeper than {_DEEPEST} levels")
-        level = [item for part in level if isinstance(part, dict | list)
-                 for item in (part.values() if isinstance(part, dict) else part) if isinstance(item, dict | list)]
+        level = [item for part in level for item in (part.values() if type(part) is dict else part)
+                 if type(item) in (dict, list)]
 
 
 def unpacked(field: Field, graphs: Mapping[str, Callable[[Field], Any]] = MappingProxyType({})) -> Any:
