@@ -60,6 +60,7 @@ class _Checker:
     env: dict[str, Tensor] = field(default_factory=dict)
     seen: dict[Any, tuple[tuple[Types, bool], ...]] = field(default_factory=dict)
     """What segments that were checked make of what they read: equal blocks are checked once."""
+    made: dict[Any, Tensor] = field(default_factory=dict)
 
     def run(self) -> None:
         self.cuts = dict(self.program.cuts)
@@ -102,9 +103,12 @@ class _Checker:
         return {at: spmd.V if axis in sharding.split_axes else otherwise for axis, at in self.axes.items()}
 
     def _typed(self, value: Value, types: Types) -> Tensor:
-        """A meta tensor of a local value."""
-        tensor = torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.differentiable)
-        return _stamp(tensor, types)
+        """A meta tensor of a local value; like ones are one tensor, as nothing writes into any."""
+        key = value.shape, value.dtype, value.differentiable, tuple(types.items())
+        if key not in self.made:
+            tensor = torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.differentiable)
+            self.made[key] = _stamp(tensor, types)
+        return self.made[key]
 
     def _leave(self) -> None:
         for port in self.program.outputs:
