@@ -299,14 +299,16 @@ def test_rows_are_judged_by_what_the_allocator_reserves(published, tmp_path, cap
             writer = csv.DictWriter(file, SMALL)
             writer.writeheader()
             writer.writerows(some)
-    assert fits.main([str(ran), str(out), "--json"]) == 0
+    assert fits.main([str(ran), str(out), "--json", "--cache", str(tmp_path)]) == 0
     *judged, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     found = {(one["row"], one["ran"]): one["fits"] for one in judged if not one["reason"]}
     assert found == {("S1", True): True, ("S1", False): True, ("S2", False): False}
     assert all(one["gib"] <= one["reserved_gib"] for one in judged)
     totals = [one for one in last["counts"] if one[0] in ("out of memory", "ran")]
     assert totals == [["ran", 1, 0, 0], ["out of memory", 2, 1, 1]]
-    assert fits.main([str(ran), str(out)]) == 0
+    assert list(tmp_path.glob("*.held.json"))  # what rows hold is kept, and not replayed again
+    monkeypatch.setattr(fits, "make_plan", None)
+    assert fits.main([str(ran), str(out), "--cache", str(tmp_path)]) == 0
     assert "predicted not to fit" in capsys.readouterr().out
 
 
