@@ -48,6 +48,33 @@ def cells() -> Iterator[Cell]:
     yield "t5", 2, {"dp": 2, "zero": 2, "recompute": "selective"}, "bf16"
     yield "vit", 4, {"dp": 2, "shard": 1, "tp": 2}, "bf16"
     yield "convnet", 2, {"dp": 2}, "fp32"
+    for attention in ("ring", "ulysses"):  # windows; weights read twice
+        yield "Mistral", 2, {"cp": 2, "tp": 1, "attention": attention, "zero": 2}, "bf16"
+    yield "Gemma2", 2, {"cp": 2, "tp": 1, "recompute": "full"}, "fp32"
+    for schedule in ("zbv", "dualpipev"):
+        yield "Gemma2", 2, {"pp": 2, "tp": 1, "schedule": schedule, "microbatches": 4}, "bf16"
+    for schedule, zero in (("interleaved1f1b", 1), ("1f1b", 2), ("gpipe", 3)):
+        yield "Gemma2", 4, {"pp": 2, "dp": 2, "tp": 1, "schedule": schedule, "microbatches": 2, "zero": zero}, "bf16"
+    yield "tied_odd", 4, {"pp": 2, "tp": 2, "schedule": "1f1b", "microbatches": 2}, "fp32"
+    pins = {"dp": 2, "tp": 2, "sequence_parallel": True, "zero": 3, "microbatches": 2, "recompute": "selective"}
+    yield "Bloom", 4, pins, "bf16"
+    yield "odd", 4, {"dp": 2, "tp": 2, "zero": 3}, "bf16"
+    for zero in (1, 2, 3):
+        yield "bert", 2, {"dp": 2, "zero": zero, "microbatches": 2}, "bf16"
+        yield "towers", 2, {"dp": 2, "zero": zero}, "fp32"
+    yield "adapted", 4, {"pp": 2, "dp": 2, "schedule": "1f1b", "microbatches": 2, "zero": 1}, "bf16"
+    yield "adapted", 2, {"tp": 2}, "fp32"
+    yield "skips", 2, {"pp": 2, "schedule": "gpipe", "microbatches": 2}, "fp32"
+    yield "odd_head", 2, {"axes": {"x": 2}}, "bf16"
+    yield "encoder", 2, {"tp": 2}, "bf16"
+    yield "heads", 4, {"axes": {"x": 2, "y": 2}}, "fp32"
+    yield "masked_mean", 2, {"dp": 2, "microbatches": 2}, "bf16"
+    yield "bare", 4, {"pp": 2, "dp": 2, "schedule": "1f1b", "microbatches": 2}, "fp32"
+    yield "deberta", 2, {"dp": 2, "zero": 3}, "fp32"
+    for balanced in ("mixtral balanced", "qwen3 balanced"):
+        yield balanced, 2, {"dp": 2, "ep": 2, "tp": 1, "microbatches": 2}, "bf16"
+    yield "deepseek", 4, {"dp": 2, "ep": 2, "pp": 2, "tp": 1, "schedule": "zbv", "microbatches": 4, "zero": 1}, "bf16"
+    yield "gpt_oss", 2, {"dp": 1, "ep": 2, "cp": 2, "tp": 1}, "bf16"
 
 
 def made(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
@@ -55,7 +82,7 @@ def made(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     from tests import mixtures, models
 
     torch.manual_seed(3)
-    return (models if name in models.MODELS else mixtures).make(name)
+    return (mixtures if name in mixtures.MAKERS else models).make(name)
 
 
 @contextmanager

@@ -204,7 +204,7 @@ class _Assembly:
         unit = Gathered(parameters, inside, children)
         at_rest, in_use = rest_dtype(members[0], self.program), use_dtype(members[0], self.program)
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        if at_rest != in_use:
+        if at_rest != in_use and self.homes[members[0].value] != UNUSED:  # of what is never gathered torch casts no gradient
             policy = MixedPrecisionPolicy(param_dtype=in_use, reduce_dtype=torch.float32, cast_forward_inputs=False)
         sharded = fully_shard(
             unit, mesh=data_mesh.whole[data_mesh.data], reshard_after_forward=zero == 3, mp_policy=policy,
