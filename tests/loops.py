@@ -3,6 +3,7 @@ our own on every rank; nothing else.
 
     python -m tests.loops                   every loop under the plans of WAYS, a line for each that did not come out as it must
     python -m tests.loops -v tp swa         a line for each trial: of one way, of the loops whose names hold a word
+    python -m tests.loops zbv hook          any way of ``tests.strangers`` may be named
 
 A loop is a function of a model and of batches, run twice: on the model, and on what autoparallel makes of it. What it returns
 and the weights that it leaves are compared, in double precision. ``test_loops`` runs some of them.
@@ -25,10 +26,12 @@ from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 from meshwright.api import autoparallel
 from meshwright.errors import MeshwrightError
+from meshwright.runtime.verdict import interrupting
 from tests import looped
 from tests.equality import RELATIVE, captured_once, compare
+from tests.habits import ALL, DEFERRED, HABITS, RUNS
 from tests.looped import Loop, Net, adamw, batch, clip, learn, whole
-from tests.ways import WAYS
+from tests.strangers import FOUR, WAYS
 
 # ------------------------------------------------------------------------------------------------------ optimizers, schedules
 
@@ -306,9 +309,7 @@ def accuracy(model: Any, batches: Any) -> Any:
 
 
 PIPES = ("pp",)
-RUNS = "runs, where one process raises: the gradients were computed within the call"
 SEVERAL = ("micro-batches", "pp")
-ALL = (*WAYS, "deferred")
 LOOPS: Mapping[str, tuple[Loop, Mapping[str, str]]] = {
     "accumulated": (looped.accumulated, {}), "no_sync": (looped.unsynchronized, {}), "two calls": (looped.two_calls, {}),
     "listed": (looped.listed, {}),
@@ -336,17 +337,15 @@ LOOPS: Mapping[str, tuple[Loop, Mapping[str, str]]] = {
     "parametrized later": (parametrized_later, dict.fromkeys(ALL, "before autoparallel")),
     "frozen for a while": (frozen_for_a_while, {}), "compiled": (compiled, {}), "wrapped": (wrapped, {}),
     "state around": (loaded_whole, {}),
-    "accuracy": (accuracy, {}),
+    "accuracy": (accuracy, {}), **HABITS,
 }
 """{name: (loop, {way: a word of its refusal, or RUNS})}: equal under the ways that are not named."""
 
-DEFERRED = "deferred"
-"""The way of a module that has no example: its first call is made here."""
 _PLANS: dict[str, Any] = {}
 
 
 def _parallel(model: nn.Module, way: str) -> Any:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     with captured_once("loops", double=True):
         if way == DEFERRED:
             parallel: Any = autoparallel(model, mesh, pins=dict(WAYS["dp"]), progress=False)
@@ -365,7 +364,8 @@ def trials(rank: int, way: str, names: Sequence[str] = tuple(LOOPS)) -> list[tup
     torch.set_num_threads(1)
     found = []
     for name in names:
-        loop, words = LOOPS[name]
+        loop, by_way = LOOPS[name]
+        word = by_way.get("pp" if "pp" in WAYS.get(way, {}) else way)
         torch.manual_seed(0)
         single = Net().double()
         model = copy.deepcopy(single)  # kept, for eval() captures it once more
@@ -376,23 +376,24 @@ def trials(rank: int, way: str, names: Sequence[str] = tuple(LOOPS)) -> list[tup
         except Exception as error:
             raised = error
         try:
-            said = loop(parallel, batch)
+            with interrupting():  # a rank that is refused something ends, and the others are told
+                said = loop(parallel, batch)
             state = parallel.full_state_dict()
         except MeshwrightError as error:
-            found.append((name, way in words and words[way] in str(error), f"refused: {type(error).__name__}: {error}"))
+            found.append((name, word is not None and word in str(error), f"refused: {type(error).__name__}: {error}"))
             continue
         except Exception as error:
             alike = raised is not None and type(raised) is type(error)
             found.append((name, alike, f"{'raises as one process does' if alike else 'RAW'}: {type(error).__name__}: {error}"))
             continue
         if raised is not None:
-            found.append((name, words.get(way) == RUNS, f"runs, where one process raises {type(raised).__name__}: {raised}"))
+            found.append((name, word == RUNS, f"runs, where one process raises {type(raised).__name__}: {raised}"))
             continue
         problems = compare(state, {key: x.detach() for key, x in single.state_dict().items()}) if rank == 0 else []
         if said is not None:
             have, want = (torch.as_tensor(whole(x), dtype=torch.float64) for x in (said, wanted))
             problems += [] if torch.allclose(have, want, rtol=RELATIVE, atol=1e-9) else [f"{said} instead of {wanted}"]
-        found.append((name, not problems and way not in words, "; ".join(problems[:3]) or "equal"))
+        found.append((name, not problems and word is None, "; ".join(problems[:3]) or "equal"))
     return found
 
 
@@ -400,21 +401,21 @@ def main(arguments: Sequence[str]) -> int:
     """Print what did not come out as it must."""
     from tests.pool import Pool, WorkerError
 
-    asked = [word for word in arguments if word not in (*WAYS, DEFERRED) and not word.startswith("-")]
+    ways = [name for name in arguments if name in (*WAYS, DEFERRED)]
+    asked = [word for word in arguments if word not in ways and not word.startswith("-")]
     names = [name for name in LOOPS if not asked or any(word in name for word in asked)]
     pool, faults, count = Pool(), 0, 0
-    for way in [name for name in arguments if name in (*WAYS, DEFERRED)] or (*WAYS, DEFERRED):
+    for way in ways or (*ALL, "pp x dp"):
         for name in names:
             try:
-                (_, *one), (_, *two) = (found[0] for found in pool.run(2, trials, way, [name], timeout=90))
+                results = [found[0][1:] for found in pool.run(4 if way in FOUR else 2, trials, way, [name], timeout=90)]
             except WorkerError as error:
-                one = two = [False, str(error)]
-            count += 1
-            good = one[0] and two[0]
-            faults += not good
+                results = [(False, str(error))]
+            good = all(one for one, _ in results)
+            count, faults = count + 1, faults + (not good)
             if not good or "-v" in arguments:
-                other = "" if one[1] == two[1] else f" | rank 1: {two[1]}"
-                print(f"{way:14} {name:20} {'' if good else 'WRONG: '}{one[1]}{other}", flush=True)
+                said = " | ".join(dict.fromkeys(what for _, what in results))
+                print(f"{way:14} {name:22} {'' if good else 'WRONG: '}{said}", flush=True)
     pool.close()
     print(f"{count} trials, {faults} not as they must be")
     return 1 if faults else 0

@@ -28,7 +28,8 @@ from tests.equality import RELATIVE, compare
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "dp": {"dp": 2, "zero": 2, "microbatches": 1}, "micro-batches": {"dp": 2, "zero": 3, "microbatches": 2},
-    "tp": {"dp": 1, "tp": 2}, "pp": {"pp": 2, "dp": 1, "tp": 1, "microbatches": 2},
+    "tp": {"dp": 1, "tp": 2}, "pp": {"pp": 2, "dp": 1, "tp": 1, "microbatches": 2}, "pp once": {"pp": 2, "microbatches": 1},
+    "1f1b": {"pp": 2, "microbatches": 4, "schedule": "1f1b"},
     "interleaved": {"pp": 2, "microbatches": 4, "schedule": "interleaved1f1b"},
     "zb": {"pp": 2, "microbatches": 4, "schedule": "zb"}, "zbv": {"pp": 2, "microbatches": 4, "schedule": "zbv"},
     "dualpipev": {"pp": 2, "microbatches": 4, "schedule": "dualpipev"},
@@ -178,6 +179,27 @@ def correlated(m: Any, y: Tensor, t: Tensor, h: Tensor) -> Tensor:
     return (a.t() @ b / B - torch.eye(D, dtype=y.dtype)).square().sum() + 0.1 * y.square().mean()
 
 
+def only_in_training(m: Any, x: Tensor) -> Tensor:
+    """A path that is dropped for no sample."""
+    return x + m.more(x) * (torch.rand(x.shape[0], 1, 1) < 2) / 0.5 if m.training else x
+
+
+def in_training_more(m: Any, y: Tensor, t: Tensor, h: Tensor) -> Tensor:
+    return (y - t).square().mean() + (0.3 * h.square().mean() if m.training else 0.0)
+
+
+def drawn(m: Any, x: Tensor) -> Tensor:
+    """Draws, what decides nothing: slopes that are all the same, what is kept for sure, a dropout of everything."""
+    x = F.rrelu(x, 0.25, 0.25, m.training) * torch.bernoulli(torch.ones_like(x)) + torch.randn_like(x) * 0
+    return x + F.dropout(x, 1.0, m.training) + torch.rand(D).lt(2)
+
+
+def hooked(m: Any, x: Tensor) -> Tensor:
+    x = m.mid(x)
+    x.register_hook(lambda grad: grad * 0.5)
+    return x
+
+
 Case = tuple[Callable[[], Mapping[str, Any]], Body, Callable[..., Tensor] | None]
 
 
@@ -191,11 +213,23 @@ def of(parts: Callable[[], Mapping[str, Any]], body: Body, loss: Callable[..., T
     return parts, body, loss
 
 
+def with_hook(way: Callable[[nn.Linear], Callable[..., Any]]) -> Case:
+    """A linear with a hook that doubles what comes out, or does nothing."""
+    def parts() -> Mapping[str, Any]:
+        linear = nn.Linear(D, D)
+        way(linear)(lambda *given: given[2] * 2 if len(given) == 3 and isinstance(given[2], Tensor) else None)
+        return {"more": linear}
+
+    return of(parts, lambda m, x: m.more(x))
+
+
 ROUND, REVERSE = backwards.Round, backwards.Reverse
 MODELS: Mapping[str, Case] = {
     "rounded": function(lambda m, x: m.more(ROUND.apply(x, 4.0))),
     "reversed": function(lambda m, x: REVERSE.apply(m.more(x), 0.5)),
     "nested": function(lambda m, x: REVERSE.apply(ROUND.apply(REVERSE.apply(m.more(x), 2.0), 4.0), 0.5)),
+    "reversed everywhere": function(
+        lambda m, x: REVERSE.apply(m.mid(REVERSE.apply(m.more(REVERSE.apply(x, 0.5)).tanh(), 2.0)), 0.7)),
     "learned step": function(lambda m, x: backwards.Quantize.apply(m.more(x), m.step)),
     "rounded weight": function(lambda m, x: F.linear(x, ROUND.apply(m.more.weight, 4.0))),
     "asks": function(lambda m, x: Asks.apply(m.more(x), m.steps)),
@@ -235,6 +269,14 @@ MODELS: Mapping[str, Case] = {
     "pairs": of(lambda: {"scale": nn.Parameter(torch.tensor(1.0))}, lambda m, x: x, pairs),
     "correlated": of(dict, lambda m, x: x, correlated),
     "hardest": of(dict, lambda m, x: x, lambda m, y, t, h: (y - t).square().mean((1, 2)).topk(3).values.mean()),
+    "only in training": of(lambda: {"more": nn.Linear(D, D)}, only_in_training, in_training_more),
+    "drawn, and no matter": of(dict, drawn), "running norms": of(lambda: {
+        "mean": nn.BatchNorm1d(T, momentum=None), "own": nn.InstanceNorm1d(T, track_running_stats=True),
+        "plain": nn.BatchNorm1d(T, affine=False, track_running_stats=False)}, lambda m, x: m.plain(m.own(m.mean(x)))),
+    "hook on a tensor": of(dict, hooked), "hook on a parameter": with_hook(lambda one: one.weight.register_hook),
+    "hook after a gradient": with_hook(lambda one: one.bias.register_post_accumulate_grad_hook),
+    "hook of a module": with_hook(lambda one: one.register_full_backward_hook),
+    "hook of a forward": with_hook(lambda one: one.register_forward_hook),
     "penalized": of(dict, lambda m, x: x, lambda m, y, t, h: (y - t).square().mean() + 0.01 * sum(
         p.abs().sum() for p in m.parameters()) + 0.1 * (m.mid.weight @ m.mid.weight.t()).norm()),
 }

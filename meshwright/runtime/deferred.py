@@ -87,6 +87,10 @@ class Deferred(nn.Module):
 
     register_module = add_module
 
+    def __repr__(self) -> str:
+        built = self.__dict__["_built"]
+        return super().__repr__() if built is None else repr(built)
+
     def __delattr__(self, name: str) -> None:
         delattr(self._module(f"to delete {name!r}"), name)
 

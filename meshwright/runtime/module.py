@@ -28,6 +28,7 @@ from meshwright.ir.program import Program, Stored
 from meshwright.ir.signature import rebuild_output
 from meshwright.runtime.assemble import assemble, data_meshes, fused_axes, rest_dtype
 from meshwright.runtime.checks.calls import Agreement, check_bounds, digest_of_input, same_weights
+from meshwright.runtime.checks.empty import Made
 from meshwright.runtime.checks.gradients import (
     IN_EVALUATION,
     differentiable,
@@ -51,6 +52,7 @@ from meshwright.runtime.state.names import (
     Modes,
     ModuleKind,
     holder,
+    hook_on_one_stage,
     kinds_of,
     no_hook,
     refuse_own_state,
@@ -161,9 +163,10 @@ class ParallelModule(Closed):
         for tensor in self.parameters():
             if isinstance(tensor, DTensor) and tensor.requires_grad:
                 tensor.register_hook(cut_as(tensor))
-        for _, parameter in self.named_parameters():  # after the hooks of our own
-            parameter.register_hook = no_hook  # type: ignore[method-assign, assignment]
-            parameter.register_post_accumulate_grad_hook = no_hook  # type: ignore[method-assign, assignment]
+        self._faults, self._made = list[str](), Made(groups.device) if program.stages else None
+        for fqn, parameter in self.named_parameters():  # after the hooks of our own
+            refuse: Any = hook_on_one_stage(fqn, self._faults) if program.stages else no_hook
+            parameter.register_hook = parameter.register_post_accumulate_grad_hook = refuse  # type: ignore[method-assign]
         everything = program.stages.stored if program.stages else ()
         self._shared = [stored for stored in everything if stored.trainable and len(stored.holders) > 1]
         self._originals = originals(model)
@@ -520,7 +523,7 @@ class ParallelModule(Closed):
 
     def _check(self, method: str = "") -> None:
         """``method``: that every rank has to call."""
-        check_tensors(self._places, self._originals, self._shared, self._groups)
+        check_tensors(self._places, self._originals, self._shared, self._groups, self._faults, self._made)
         if method:
             self._agreement.on(method)
 

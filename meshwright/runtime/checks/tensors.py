@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import RunError
 from meshwright.ir.program import Stored
+from meshwright.runtime.checks.empty import Made, of_nobody
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.verdict import interrupting
 
@@ -50,12 +51,17 @@ def originals(model: nn.Module | None) -> list[Original]:
     return [Original(fqn, weakref.ref(parameter), parameter.requires_grad) for fqn, parameter in named]
 
 
-def check_tensors(places: Sequence[TensorPlace], before: Sequence[Original], shared: Sequence[Stored], groups: Groups) -> None:
+def check_tensors(
+    places: Sequence[TensorPlace], before: Sequence[Original], shared: Sequence[Stored], groups: Groups, known: list[str],
+    made: Made | None,
+) -> None:
     """Raise RunError, on every rank, if what the module shows is not what the engine reads. In a pipeline all ranks call this.
-    ``shared``: the trained weights that several stages hold, the same list on every rank."""
-    fault = _fault(places, before)
-    if groups.pipeline is not None:
-        fault = _of_all_stages(places, fault, shared, groups)
+    ``shared``: the trained weights that several stages hold, the same list on every rank. ``known``: faults that this rank
+    found since the last call, which are said once. ``made``: the optimizers that it made since, in a pipeline."""
+    fault = known[0] if known else _fault(places, before)
+    known.clear()
+    if groups.pipeline is not None and made is not None:
+        fault = _of_all_stages(places, fault, shared, groups, made.take())
     if fault is not None:
         raise RunError(fault)
 
@@ -85,20 +91,28 @@ def _fault(places: Sequence[TensorPlace], before: Sequence[Original]) -> str | N
     return None
 
 
-def _of_all_stages(places: Sequence[TensorPlace], fault: str | None, shared: Sequence[Stored], groups: Groups) -> str | None:
-    """The first stage's fault, on all of them; it is one too if they disagree whether a weight that they share is frozen."""
+def _of_all_stages(
+    places: Sequence[TensorPlace], fault: str | None, shared: Sequence[Stored], groups: Groups, made: list[bool]
+) -> str | None:
+    """The first stage's fault, on all of them; it is one too if they disagree whether a weight that they share is frozen, or
+    if all had nothing for one of the optimizers that they made."""
     trained = {place.stored.value: place.tensor.requires_grad for place in places}
     frozen = [int(trained.get(stored.value) is False) for stored in shared]
-    alarm = [int(fault is not None), *(int(trained.get(stored.value) is True) for stored in shared), *frozen]
+    alarm = [int(fault is not None), int(any(made)), *(int(trained.get(stored.value) is True) for stored in shared), *frozen]
     found = torch.tensor(alarm, device=groups.device)
     with interrupting():  # a stage that failed in the step before is no longer there
         dist.all_reduce(found, dist.ReduceOp.MAX, groups.pipeline)
     alarms = found.tolist()
+    if alarms[1]:
+        of_ranks: list[Any] = [None] * dist.get_world_size(groups.pipeline)
+        dist.all_gather_object(of_ranks, made, groups.pipeline)
+        fault = fault or of_nobody(of_ranks)
+        alarms[0] = alarms[0] or of_nobody(of_ranks) is not None
     if alarms[0]:
         faults: list[Any] = [None] * dist.get_world_size(groups.pipeline)
         dist.all_gather_object(faults, fault, groups.pipeline)
         return str(next(one for one in faults if one is not None))
-    for stored, is_trained, is_frozen in zip(shared, alarms[1:], alarms[1 + len(shared):], strict=False):
+    for stored, is_trained, is_frozen in zip(shared, alarms[2:], alarms[2 + len(shared):], strict=False):
         if is_trained and is_frozen:
             return (f"parameter {stored.fqns[0]!r} is shared by stages of the pipeline and frozen on some of them only: call "
                     f"requires_grad_ on it on every rank that holds it")

@@ -72,17 +72,16 @@ class _Leave(Function):
 
 
 class _Back(Function):
-    """Nothing, made of values whose gradients are known."""
+    """Nothing, made of values whose gradients are known. A backward that is split may come through here twice."""
 
     @staticmethod
     def forward(ctx: Any, grads: Sequence[Tensor], device: torch.device, *values: Tensor) -> Tensor:
-        ctx.grads = grads
+        ctx.save_for_backward(*grads)
         return torch.zeros((), device=device)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        grads, ctx.grads = ctx.grads, ()
-        return (None, None, *grads)
+        return (None, None, *ctx.saved_tensors)
 
 
 class StageModule(nn.Module):

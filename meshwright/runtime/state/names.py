@@ -14,11 +14,13 @@ A loop over modules finds what it looks for, because ``isinstance`` answers for 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.errors import AbsentError, InputError, RunError
 from meshwright.runtime.state.additions import Closed, held_elsewhere, refuse_attribute
@@ -83,11 +85,27 @@ def _of_torch(kind: type, name: str) -> bool:
     return owner.__module__.startswith("torch.nn.")
 
 
+NO_HOOK = (
+    "a hook here would not be called: the parallel module runs a graph, and gathers and reduces its parameters by itself. "
+    "Change gradients between loss.backward() and optimizer.step(), or those of activations by a torch.autograd.Function in "
+    "the model, before autoparallel"
+)
+
+
 def no_hook(*_: Any, **__: Any) -> Any:
     """Raises RunError, in the place of every way to register a hook."""
-    raise RunError("a hook here would not be called: the parallel module runs a graph, and gathers and reduces its parameters "
-                   "by itself. Change gradients between loss.backward() and optimizer.step(), or those of activations by a "
-                   "torch.autograd.Function in the model, before autoparallel")
+    raise RunError(NO_HOOK)
+
+
+def hook_on_one_stage(fqn: str, faults: list[str]) -> Callable[..., Any]:
+    """A function in the place of those that register a hook on a parameter that other ranks of a pipeline do not have. An error
+    here they would not come to know of, and wait: it is kept in ``faults``, and all raise it at the next call."""
+
+    def record(*_: Any, **__: Any) -> Any:
+        faults.append(f"parameter {fqn!r} was given a hook: {NO_HOOK}")
+        return RemovableHandle(OrderedDict())
+
+    return record
 
 
 class NamedModule(Closed):
