@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import pytest
@@ -75,6 +76,29 @@ def test_what_does_not_divide_is_left_whole() -> None:
         found = open_to(graph, op, {"x": "any"}, size=4)
         assert {} in found
         assert all("k" not in a.values() or graph.values[op.inputs[1]].shape[1] % 4 == 0 for a in found)
+
+
+@pytest.mark.parametrize("name", ["uneven", "bert", "t5"])
+def test_choices_on_other_meshes_are_not_taken_for_these(name: str) -> None:
+    """One structure serves meshes of all sizes and counts of micro-batches, in any order; each gets what it would alone."""
+    graph = graph_of(Stack(2, 6), 12, 5, 6) if name == "uneven" else of_models(name)
+    rules, _ = rules_of(graph)
+    shared, checked = Structure(graph, rules), 0
+    sizes = [(2, 2), (1, 4), (4, 1), (3, 2), (2, 2), (2, 5), (6, 2), (4, 4)]
+    for roles, (first, second), count in itertools.product(
+        ({"dp": "data", "tp": "tensor"}, {"x": "any", "y": "any"}), sizes, (1, 2),
+    ):
+        mesh = Mesh(tuple(roles), (first, second))
+        try:
+            times = shared.schedule(count).time
+        except PlanError:
+            continue
+        alone = Scope(Structure(graph, rules), mesh, roles, Pins(), count)
+        for op in graph.ops:
+            found = choices(op, rules[op.name], Scope(shared, mesh, roles, Pins(), count), times.get(op.name))
+            assert found == choices(op, rules[op.name], alone, times.get(op.name))
+            checked += len(found) > 1
+    assert checked > 100
 
 
 def test_an_axis_of_one_device_is_idle() -> None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,7 @@ def test_every_bound_is_below_the_next() -> None:
     checked = 0
     for candidate in candidates(graph, run.task.cluster, Pins(), 8)[::7]:
         nodes = run.start([candidate])
-        for sharpen in (run.tensor, run.place, run.keep):
+        for sharpen in (run.tensor, partial(run.place, to_beat=math.inf), run.keep):
             after = [child for node in nodes for child in sharpen(node)]
             before = max(node.bound for node in nodes)
             assert all(child.bound >= before for child in after)
@@ -325,6 +325,17 @@ def test_a_model_that_fits_one_device_is_left_alone() -> None:
     assert plan.pipeline is None
     assert plan.mesh.world == 1
     assert all(group.zero == 0 and group.recompute == "none" for group in plan.groups)
+
+
+def test_the_gap_widens_as_the_limit_is_spent() -> None:
+    """What is left at the end of a search that takes long is proven to within 2 %, or the certificate says what is missing."""
+    graph = llama(4, 512, 64)
+    run = search(graph, "h100:2x8", 77 * GIB)
+    run.begin()
+    fastest = run.solved[0].seconds
+    for share, gap in ((0.0, 0.005), (0.5, 0.005), (0.75, 0.01), (1.0, 0.02), (3.0, 0.02)):
+        run.limit = run.effort / (0.9 * share) if share else math.inf
+        assert run._cutoff == pytest.approx(fastest * (1 - gap))
 
 
 def test_one_node_and_a_model_of_1_3_billion_is_data_parallel() -> None:

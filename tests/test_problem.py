@@ -175,6 +175,28 @@ def test_recomputation_stops_where_torchs_does(repeats: bool, skipped: int) -> N
         assert left == {last, len(ops) - 1}
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_costs_of_some_choices_are_those_of_the_chain(count: int) -> None:
+    graph = of_models("llama")
+    rules, _ = rules_of(graph)
+    structure, mesh = Structure(graph, rules), Mesh(("dp", "tp"), (2, 2))
+    scope = Scope(structure, mesh, {"dp": "data", "tp": "tensor"}, Pins(), count)
+    ways = [Variant(zero, ("dp",), recompute=name) for zero in (0, 1) for name in ("none", "full", "selective")]
+    costs = Costs(NODE, mesh, microbatches=count, itemsize=2, state_bytes=8.0)
+    whole = Problem(scope, structure.schedule(count), costs, ways, ways[:1])
+    chain, rng = whole.chain(np.inf, 0.0), np.random.default_rng(0)
+    for number, kind in enumerate(chain.sequence):
+        block, open_ = chain.kinds[kind].variants[0], whole.open(number)
+        if whole.positions[number].block < 0:
+            continue
+        chosen = [int(rng.integers(size)) for size in block.sizes]
+        want = [variant.cost(chosen) for variant in chain.kinds[kind].variants]
+        found = whole.costs(number, open_, chosen)
+        finite = np.isfinite(want)
+        assert len(found) == len(want) == len(ways)
+        assert np.allclose(np.where(finite, found, 0.0), np.where(finite, want, 0.0), rtol=1e-12)
+
+
 def test_parameters_by_level_and_place() -> None:
     costs = Costs(NODE, Mesh.of(x=4), microbatches=1, itemsize=2, state_bytes=8)
     value, need = Value("w", (1024, 1024), torch.float32), Sharding.whole(2)

@@ -11,7 +11,7 @@ Recomputation may be taken by some units of a stage and not by others, so whole 
 ``recomputed`` is what all of them together have to recompute at least, in parts of units, the cheapest bytes first.
 
 ``stage_bounds`` are the terms of ``cost.timeline.lower_bounds`` that one stage a rank leaves to the stage alone: what lies
-before and behind it depends on i and j only, and of other boundaries the cheapest is assumed.
+before and behind it depends on i and j only, and of other boundaries the cheapest are assumed (``Crossings``).
 """
 
 from __future__ import annotations
@@ -169,9 +169,10 @@ def stage_bounds(
     least = units.cheapest()
     ahead, back = least[0], least[1] if split else least[1] + least[2]
     last_weight = np.diff(least[2]).min() * split
-    cheap = [x[1:-1].min() if units.count > 1 else 0.0 for x in (units.value, units.gradient)]
+    value, gradient = Crossings(units.value), Crossings(units.gradient)
     warm, left, apart = margins.warm, margins.drained, bool((margins.warm == microbatches).all())
-    through = _through(name, pp, microbatches, cheap, float(ahead[-1] + back[-1]), apart)
+    trips, pair = _trips(name, pp, microbatches), np.add if apart else np.maximum
+    cheap = _waits(pp, microbatches, value.cheapest, gradient.cheapest, apart)
     sums = np.zeros(0) if outside is None else outside.sums
     for s in range(pp):
         rows, columns = _band(units.count, s, pp)
@@ -180,51 +181,83 @@ def stage_bounds(
         inputs = inputs + np.where(np.isfinite(more), more, 0.0)
         turn = inputs if split else inputs + weights
         work = forward + inputs + weights
-        # Crossings: this stage's own two boundaries as they are, all others the cheapest there is.
-        down_before = units.value[rows, None] + max(0, s - 1) * cheap[0]
-        up_before = units.gradient[rows, None] + max(0, s - 1) * cheap[1]
-        after = max(0, pp - 2 - s)
-        down = down_before + units.value[None, columns] + after * cheap[0]
-        up_after = units.gradient[None, columns] + after * cheap[1]
+        # Crossings: this stage's own two boundaries as they are, of those before and behind the cheapest that are there.
+        down_before, up_before = (x.seconds[rows, None] + x.before(s - 1)[rows, None] for x in (value, gradient))
+        down_after, up_after = (x.seconds[None, columns] + x.after(pp - 2 - s)[None, columns] for x in (value, gradient))
+        down = down_before + down_after
         head, tail = ahead[rows, None] + down_before, back[rows, None] + up_before + last_weight
         ahead_all = ahead[rows, None] + forward + ahead[-1] - ahead[None, columns] + down
         returned = ahead_all + back[-1] - back[None, columns] + up_after
         path = returned + turn + tail
-        slow = forward + turn if apart else np.maximum(forward, turn)
-        bound = path + (microbatches - 1) * slow
+        enters, leaves = (pair(units.value[at], units.gradient[at]) for at in (rows, columns))
+        own = np.maximum(enters[:, None], leaves[None])
+        slow = np.maximum(forward + turn if apart else np.maximum(forward, turn), own)
+        bound = np.maximum(path + (microbatches - 1) * slow, (trips + 1) * (path - last_weight) + last_weight)
         begin = np.maximum(head, returned - warm[s] * forward)
         end, late = tail, 0.0
         if left is not None and warm[s] < microbatches:  # a forward follows the warm-up
-            after = ahead[-1] - ahead[None, columns] + down - down_before + back[-1] + last_weight + up_before + up_after
+            after = ahead[-1] - ahead[None, columns] + down_after + back[-1] + last_weight + up_before + up_after
             end = np.maximum(end, after - left.backward[s] * turn)
             late = np.maximum(late, after - left.backward[s] * turn - left.weight[s] * weights)
         bound = np.maximum(bound, begin + microbatches * (forward + turn) + end)
         bound = np.maximum(bound, begin + microbatches * work + (late if split else end))
         if outside is not None:
             gather, reduce, optimizer = sums[:, rows, columns]
-            home = back[-1] - back[rows, None] + (pp - 1 - s) * cheap[1]  # of the last micro-batch, to the end of this stage
-            sent = ahead[-1] + (pp - 1) * cheap[0] + through[s] + home
-            own = np.maximum(begin + microbatches * work, sent) + np.maximum(reduce - inputs - weights, outside.slowed * reduce)
+            home = back[-1] - back[rows, None] + up_after  # of the last micro-batch, to the end of this stage
+            waits = np.maximum(cheap[s], (microbatches - 1) * np.maximum(units.value[rows, None], leaves[None]))
+            sent = ahead[-1] + down + np.maximum(trips * (path - last_weight), waits) + home
+            exposed = np.maximum(reduce - inputs - weights, outside.slowed * reduce)
+            done = np.maximum(begin + microbatches * work, sent) + exposed
             begins = outside.gather[0] if s else gather
-            bound = np.maximum(bound + outside.slowed * outside.reduce[0], own) + optimizer + begins
+            bound = np.maximum(bound + outside.slowed * outside.reduce[0], done) + optimizer + begins
         yield _allowed(np.where(np.isfinite(more), bound, np.inf), units.count, s, pp)
 
 
-def _through(name: str, pp: int, microbatches: int, cheap: Sequence[float], work: float, apart: bool) -> list[float]:
-    """By how much later than the first micro-batch the last one comes to the end of every stage: each link carries one transfer
-    at a time, and the first stage holds no more than some micro-batches at once (``holds``)::
+class Crossings:
+    """Seconds to cross a position, ``seconds`` [n + 1], their ``kinds``, ascending, and the least sums of those of several
+    positions where cuts may lie."""
 
-        k micro-batches are held: (ceil(M / k) - 1) trips of one through everything      M - 1 transfers wait for each other
+    def __init__(self, seconds: np.ndarray) -> None:
+        self.seconds = seconds
+        self.kinds, kind = np.unique(seconds[1:-1], return_inverse=True)
+        members = np.zeros((len(self.kinds), len(seconds) + 1), dtype=np.int64)
+        members[kind, np.arange(2, len(seconds))] = 1
+        self._members = members.cumsum(axis=1)  # of every kind, before each position
 
-    ``cheap``: seconds of the cheapest crossing down and up; ``work``: of one micro-batch; ``apart``: all forwards come first.
-    """
+    @property
+    def cheapest(self) -> float:
+        return float(self.kinds[0]) if len(self.kinds) else 0.0
+
+    def before(self, count: int) -> np.ndarray:
+        """Of so many positions before each: [n + 1], what there is where these are fewer."""
+        return self._least(self._members[:, :-1], count)
+
+    def after(self, count: int) -> np.ndarray:
+        """The same of positions after each."""
+        return self._least(self._members[:, -1:] - self._members[:, 1:], count)
+
+    def _least(self, members: np.ndarray, count: int) -> np.ndarray:
+        cheaper = members.cumsum(axis=0) - members
+        taken = np.clip(count - cheaper, 0, members)
+        return np.asarray(self.kinds @ taken) if len(self.kinds) else np.zeros(members.shape[1])
+
+
+def _trips(name: str, pp: int, microbatches: int) -> int:
+    """How often a micro-batch goes through everything before the last one starts: the first stage holds no more than some
+    micro-batches at once (``holds``), ceil(M / k) - 1 where these are k."""
+    closed = schedule_of(name).closed
+    if pp == 1 or closed is None or closed.holds is None:
+        return 0
+    return -(-microbatches // closed.holds(pp, 1, microbatches)) - 1
+
+
+def _waits(pp: int, microbatches: int, down: float, up: float, apart: bool) -> list[float]:
+    """By how much later than the first micro-batch the last one comes to the end of every stage at least, for each link carries
+    one transfer at a time: M - 1 wait for each other. ``down``, ``up``: seconds of the cheapest crossing; ``apart``: all
+    forwards come first."""
     if pp == 1:
         return [0.0]
-    closed, (down, up) = schedule_of(name).closed, cheap
-    most = microbatches if closed is None or closed.holds is None else closed.holds(pp, 1, microbatches)
-    trips = (-(-microbatches // most) - 1) * (work + (pp - 1) * (down + up))
-    waits = [(microbatches - 1) * (down + up if apart else max(down, up)) for _ in range(pp - 1)]
-    return [max(trips, wait) for wait in (*waits, (microbatches - 1) * down)]
+    return [(microbatches - 1) * (down + up if apart else max(down, up)) for _ in range(pp - 1)] + [(microbatches - 1) * down]
 
 
 def _band(count: int, stage: int, stages: int) -> tuple[slice, slice]:

@@ -2,7 +2,8 @@
 
 All drop the order of the units, so equal units are one number ("how many of this kind in stage s"):
 
-- ``link_bound`` counts what is sent between ranks and how far a micro-batch travels, which binds on slow networks.
+- ``link_bound`` counts what is sent between ranks and how far a micro-batch travels, which binds on slow networks
+  (``link_floor`` of no more than the seconds of units).
 - ``packing_bound`` keeps units whole: of the k P + 1 longest, some rank has k + 1.
 - ``cannot_run_in`` asks whether T seconds are too few: of the most frequent class, a rank runs no more units than its
   seconds and its memory at every moment (``in_flight``) leave room for, a program of two rows and so a closed form. If
@@ -32,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.compiler.pipeline.in_flight import in_flight, parts
-from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
+from meshwright.compiler.pipeline.intervals import Crossings, Intervals, OutsideSeconds
 from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Term
 from meshwright.ir.schedules import Left, schedule_of
 
@@ -52,33 +53,77 @@ def packing_bound(units: Intervals, name: str, pp: int, microbatches: int) -> fl
     return float(max(microbatches * max(shares), path))
 
 
-def link_bound(units: Intervals, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int) -> float:
-    """Seconds that no run can beat whatever the cut, because of what is sent: on slow links most of a step.
+def link_bound(
+    units: Intervals, name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int, cutoff: float = math.inf
+) -> float:
+    """``link_floor`` of units that may each run in the fastest way."""
+    least = units.cheapest()
+    back = least[1] if schedule_of(name).split else least[1] + least[2]
+    work = np.diff(units.prefix[:3].sum(axis=0), axis=1).min(axis=0)
+    return link_floor(
+        units.value, units.gradient, work, float(least[0][-1]), float(back[-1]), name, pp, virtual_stages, microbatches, cutoff,
+    )
+
+
+def link_floor(
+    value: np.ndarray, gradient: np.ndarray, work: np.ndarray, ahead: float, back: float, name: str, pp: int,
+    virtual_stages: tuple[int, int], microbatches: int, cutoff: float = math.inf,
+) -> float:
+    """Seconds that no run can beat, whatever the cut, because of what is sent: on slow links most of a step.
 
     A link carries one transfer at a time: the first one comes after what its micro-batch did before it, the last one before
     what is left of its own. And of the micro-batches that the first stage holds at most (``holds``) one must have come back all
-    the way before the next can start. Of crossings the cheapest are assumed.
+    the way before the next can start. Of crossings the cheapest positions are assumed, one for each; but if cuts at those alone
+    leave a rank more work than ``cutoff`` seconds, one cut lies where crossing takes longer.
+
+    value, gradient: seconds to cross each position, down and up [n + 1]
+    work: seconds of every unit [n]; ``ahead`` and ``back`` of all on the way of a micro-batch
     """
-    closed, split = schedule_of(name).closed, schedule_of(name).split
-    down, up = (float(x[1:-1].min()) if units.count > 1 else 0.0 for x in (units.value, units.gradient))
-    if pp == 1 or closed is None or not down + up:
+    closed = schedule_of(name).closed
+    if pp == 1 or closed is None or not (value.any() or gradient.any()):
         return 0.0
-    least = units.cheapest()
-    ahead, back = float(least[0][-1]), float((least[1] if split else least[1] + least[2])[-1])
-    sends, virtual = 2 * pp - 2 if closed.turns else virtual_stages[0] * pp - 1, virtual_stages[0]
-    path = ahead + back + sends * (down + up)
-    both = down + up if closed.forwards_first else max(down, up)
-    found = [path + (microbatches - 1) * both]
-    if closed.turns:
-        found.append(microbatches * (down + up))
-    else:
-        busy = virtual * microbatches
-        found += [busy * down + back + sends * up, ahead + sends * down + busy * up]
-        found += [busy * (down + up)] * closed.forwards_first
-    if closed.holds is not None:
-        most = max(closed.holds(pp, each, microbatches) for each in virtual_stages)
-        found.append(-(-microbatches // most) * path)
-    return max(found)
+    virtual = virtual_stages[0]
+    sends = 2 * pp - 2 if closed.turns else virtual * pp - 1
+    downs, ups = Crossings(value), Crossings(gradient)
+    most = None if closed.holds is None else max(closed.holds(pp, each, microbatches) for each in virtual_stages)
+
+    def least(down: tuple[float, float], up: tuple[float, float]) -> float:
+        """With seconds of all crossings together and of the longest."""
+        path = ahead + back + down[0] + up[0]
+        found = [path + (microbatches - 1) * (down[1] + up[1] if closed.forwards_first else max(down[1], up[1]))]
+        if closed.turns:
+            found += [microbatches * (down[1] + ups.cheapest), microbatches * (downs.cheapest + up[1])]
+        else:  # the link from the last rank to the first carries one boundary less
+            busy_down, busy_up = (
+                microbatches * max(virtual * all_.cheapest, longest + max(0, virtual - 2) * all_.cheapest)
+                for all_, (_, longest) in ((downs, down), (ups, up))
+            )
+            found += [busy_down + back + up[0], ahead + down[0] + busy_up]
+            found += [busy_down + busy_up] * closed.forwards_first
+        return max(found) if most is None else max(*found, -(-microbatches // most) * path)
+
+    plain = least(*(_longest(one, sends) for one in (downs, ups)))
+    if plain >= cutoff:
+        return plain
+    wide = (_longest(one, sends, work * microbatches, cutoff) for one in (downs, ups))
+    return max(plain, min(cutoff, least(*wide)))
+
+
+def _longest(
+    crossings: Crossings, sends: int, work: np.ndarray | None = None, cutoff: float = math.inf
+) -> tuple[float, float]:
+    """The least seconds of so many crossings together, and of the longest of them; of a step shorter than ``cutoff``, if the
+    ``work`` of every unit in it is given."""
+    total, others = (float(crossings.before(count)[-1]) for count in (sends, sends - 1))
+    longest = total - others
+    if work is None:
+        return total, longest
+    ends = np.concatenate([[0.0], np.cumsum(work)])
+    for kind, beyond in itertools.pairwise(crossings.kinds.tolist()):
+        cuts = np.flatnonzero(crossings.seconds[1:-1] <= kind) + 1
+        if beyond > longest and np.diff(ends[[0, *cuts, len(work)]]).max() >= cutoff:
+            longest, total = beyond, max(total, others + beyond)
+    return total, longest
 
 
 def cannot_run_in(

@@ -141,7 +141,7 @@ def step_bound(
     ``cutoff``: seconds above which nothing sharper is needed.
     """
     packed = packing_bound(units, schedule, pp, microbatches)
-    packed = max(packed, link_bound(units, schedule, pp, virtual_stages, microbatches))
+    packed = max(packed, link_bound(units, schedule, pp, virtual_stages, microbatches, cutoff or math.inf))
     packed += float(outside.gather[0] + outside.optimizer.sum() / pp)
     if packed >= cutoff > 0:
         return Bound(packed, "packing")

@@ -12,10 +12,14 @@ A cut lies between two *corners*: positions between which units are of one class
 corners it says how many units of each class lie before it and what crosses it; of real cuts both are exact. Memory is that of
 every rank at every moment of its order, with units recomputed one by one or by parts of them. So it is a relaxation that
 leaves out only that units are whole and that a cut lies in one place.
+
+Where a bound is to be sharp, these come by branching (``_branched``): a rank has so many units of a class or fewer, or more; so
+has a stage; a cut lies at a corner or before it, or at it or behind. The least bound is parted first.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +28,7 @@ import numpy as np
 
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
 from meshwright.compiler.pipeline.stage_bound import classes_of, least_transient, whole_units
-from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, UnsolvedError
+from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Row, UnsolvedError
 from meshwright.cost.timeline import Times, longest_paths
 from meshwright.ir.schedules import Table, maximal
 
@@ -32,6 +36,11 @@ _ROUNDS, _CLOSE = 40, 0.002
 """So many programs are solved at most; a bound that is so close to what was run is not raised."""
 _NUMBERS, _SHARP = 150_000, 1_500_000
 """Programs end when they have had so many numbers: a fifth of a second, and some where a bound is to be sharp."""
+_BRANCHES, _FLAT = 1_000_000, 8
+"""Numbers of the programs after which no bound is parted any more, if it is to be sharp; so many cases that raise it by less
+than ``_MORE`` end it too."""
+_TURNS = 4
+"""So often is the program of one part solved, with the paths that it taught."""
 _STILL, _MORE = 10, 0.0005
 """A bound that so many programs raised by less than this part is left as it is."""
 _SHARES = (1.0, 0.5, 0.2)
@@ -43,6 +52,8 @@ _MISSED = 1e-5
 """By such a part a remembered path must be longer than the step to be added."""
 _SAFE = 1 + 1e-6
 """More than what the solver's tolerance can make of a bound."""
+_WHOLE = 1e-4
+"""A number so near to a whole one is one."""
 
 
 @dataclass
@@ -107,7 +118,38 @@ def timed_bound(
             continue
         shares = _SHARES if math.isfinite(best.seconds) else _SHARES[:1]
         best = min([best, *program.run([best.toward(point, share) for share in shares])], key=lambda one: one.seconds)
+    if not bound >= cutoff > 0:
+        bound = max(bound, _branched(program, bound, cutoff or math.inf, sharp))
     return bound, program.runs, program.size
+
+
+def _branched(program: _Program, bound: float, cutoff: float, sharp: bool) -> float:
+    """Seconds that no cut can beat, no less than ``bound``, by parting cases (see the head of this file); unless ``sharp`` for
+    a short while, and only where crossings differ by enough to come to the cutoff."""
+    if not sharp and program.differs < cutoff - bound:
+        return bound
+    limit, closed, made, before = program.size + (_BRANCHES if sharp else _NUMBERS), cutoff, 0, list[float]()
+    cases: list[tuple[float, int, tuple[Row, ...]]] = [(bound, 0, ())]
+    while cases and cases[0][0] < closed and program.size <= limit:
+        if len(before) >= _FLAT and cases[0][0] <= before[-_FLAT] * (1 + _MORE):
+            break
+        before.append(cases[0][0])
+        least, _, rows = heapq.heappop(cases)
+        try:
+            found, point = program.settled(rows, closed)
+        except NoSolutionError:
+            continue
+        except UnsolvedError:
+            closed = least
+            break
+        found = max(found, least)
+        parts = program.parted(point) if found < closed else ()
+        if not parts:
+            closed = min(closed, found)
+        for part in parts:
+            made += 1
+            heapq.heappush(cases, (found, made, (*rows, part)))
+    return min(closed, *(case[0] for case in cases[:1]), math.inf)
 
 
 class _Program(LinearProgram):
@@ -287,11 +329,68 @@ class _Program(LinearProgram):
             self.add([(self.amounts[self.ranks == rank], held / max(self.room[rank], 1.0))], -math.inf, 1.0)
         return bool(over)
 
-    def solved(self) -> tuple[float, _Point]:
-        """Seconds of the step at least, and a point at which the rows say so. Raises NoSolutionError."""
+    def solved(self, rows: Sequence[Row] = ()) -> tuple[float, _Point]:
+        """Seconds of the step at least, and a point at which the rows (with some more of one case) say so. Raises
+        NoSolutionError, UnsolvedError."""
         self.size += sum(len(columns) for columns, _ in self.parts)
-        seconds, values = self.solution({0: 1.0})
+        seconds, values = self.solution({0: 1.0}, rows)
         return max(0.0, seconds) * self.scale / _SAFE, _Point(values[self.amounts], values[self.places])
+
+    # cases
+
+    def settled(self, rows: Sequence[Row], enough: float) -> tuple[float, _Point]:
+        """What ``solved`` says when the paths and moments that are longest there are rows, or of ``enough`` seconds."""
+        for turn in range(_TURNS):
+            found, point = self.solved(rows)
+            if found >= enough or turn == _TURNS - 1:
+                break
+            if self.overflows(point) or self.remembers(point, found):
+                continue
+            used = len(self.used)
+            ran = self.run([point])[0]
+            if len(self.used) == used or ran.seconds <= found * (1 + _CLOSE):
+                break
+        return found, point
+
+    @property
+    def differs(self) -> float:
+        """Seconds that a step may take longer because one cut lies where crossing takes longest, and not shortest."""
+        return self.table.microbatches * float(np.ptp(self.crossing.sum(axis=1)))
+
+    def parted(self, point: _Point) -> tuple[Row, ...]:
+        """Two rows, of which every cut is within one and the point within none: of what may change the step most; none if
+        nothing is told apart."""
+        several = np.flatnonzero(self.members > 1)
+        by_class, own = self.of[:, None] == several, np.arange(self.table.pp)[:, None] == self.ranks
+        whole = own @ (point.amounts @ by_class)
+        each = np.array([self.ways[:3, ways].sum(axis=0).min() for ways in by_class.T])
+        seconds = np.abs(whole - np.round(whole)) * each * self.table.microbatches
+        cut = self._spread(point)
+        if cut is not None and cut[0] >= seconds.max(initial=0.0):
+            return ([(cut[1], 1.0)], 0.0, 0.0), ([(cut[2], 1.0)], 0.0, 0.0)
+        if not len(several):
+            return ()
+        rank, number = np.unravel_index(int(seconds.argmax()), seconds.shape)
+        if abs(whole[rank, number] - round(whole[rank, number])) <= _WHOLE:
+            return ()
+        amounts, below = self.amounts[own[rank]][:, by_class[:, number]].ravel(), float(np.floor(whole[rank, number]))
+        return ([(amounts, 1.0)], 0.0, below), ([(amounts, 1.0)], below + 1.0, math.inf)
+
+    def _spread(self, point: _Point) -> tuple[float, np.ndarray, np.ndarray] | None:
+        """Of the cut whose corners are not neighbours, where that spares most seconds of crossings in all micro-batches: these
+        seconds, and its corners before and behind one between them."""
+        found = None
+        for number, places in enumerate(point.places):
+            at = np.flatnonzero(places > _WHOLE)
+            if len(at) < 2 or at[-1] - at[0] < 2:
+                continue
+            mean = float(places @ self.corners)
+            middle = int(np.clip(np.searchsorted(self.corners, mean), at[0] + 1, at[-1] - 1))
+            there = self.crossing[middle - 1 : middle + 1].sum(axis=1).min()
+            spared = self.table.microbatches * max(0.0, float(there - (places @ self.crossing).sum()))
+            if found is None or spared > found[0]:
+                found = spared, self.places[number, :middle], self.places[number, middle + 1 :]
+        return found
 
 
 def _corners(units: Intervals, kinds: np.ndarray) -> np.ndarray:

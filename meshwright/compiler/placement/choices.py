@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -63,6 +63,28 @@ class Scope:
         return sorted(found | {one for one in held if one and self.mesh.size(axes) % one == 0})
 
     @cached_property
+    def axes(self) -> tuple[tuple[str, str, bool], ...]:
+        """Every axis with its role, and whether it has several ranks."""
+        return tuple((axis, self.roles[axis], self.mesh.size(axis) > 1) for axis in self.mesh.axes)
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, tuple[bool, ...], bool], tuple[int, ...]]:
+        return {}
+
+    def divided(self, size: int, axes: tuple[bool, ...], timed: bool) -> tuple[int, ...]:
+        """Of each of some axes, with micro-batches if they are ``timed``, and of several of them together, whether they divide
+        a factor of this size evenly (2), or with a shorter last piece (1)."""
+        key = size, axes, timed
+        if key not in self._known:
+            sizes = [one for one, there in zip(self.mesh.sizes, axes, strict=True) if there and one > 1]
+            sizes += [self.microbatches] * timed
+            parts = [math.prod(some) for n in range(1, len(sizes) + 1) for some in itertools.combinations(sizes, n)]
+            self._known[key] = tuple(
+                2 if size % n == 0 else int(size > (n - 1) * ceil_div(size, n)) for n in parts
+            )
+        return self._known[key]
+
+    @cached_property
     def of_every_sample(self) -> frozenset[str]:
         """Those of them that an operator reads which is not made of parameters alone, and runs for all samples on every data
         rank: experts, whose tokens were sorted over the whole batch. Then nothing is left to sum."""
@@ -86,18 +108,42 @@ class Scope:
         rule, axes = self.classes.rules[op.name], [axis for axis in self.mesh.axes if self.roles[axis] in SAMPLED]
         return any(
             _legal(rule, dict.fromkeys(axes, factor), self.mesh)
-            for factor in _factor_kinds(op, rule, self)["batch"].intersection(rule.splittable)
+            for factor in self.structure.kinds(op)["batch"].intersection(rule.splittable)
         )
 
 
 def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[str, str]]:
     """All assignments of ``op`` that can run and that the pins allow, idle ones first; never empty."""
-    kinds = _factor_kinds(op, rule, scope)
-    weights = _contracted_weights(op, rule, scope)
+    if _depends_on_sizes(op, rule, scope):
+        return _choices(op, rule, scope, time, _allowed(op, rule, scope))
+    known = scope.structure.choices
+    key = op.name, scope.axes, scope.of_every_sample.isdisjoint(op.outputs), time, scope.microbatches > 1
+    if key not in known:
+        known[key] = _allowed(op, rule, scope), {}
+    per_axis, found = known[key]
+    divided = tuple(
+        scope.divided(rule.sizes[factor], tuple(factor in one for one in per_axis), factor == time)
+        for factor in rule.splittable
+    )
+    if divided not in found:
+        found[divided] = _choices(op, rule, scope, time, per_axis)
+    return list(found[divided])
+
+
+def _depends_on_sizes(op: Op, rule: OpRule, scope: Scope) -> bool:
+    """Whether the choices of an operator depend on more than what axes do and which of its factors they divide."""
+    pins = scope.pins
+    pinned = pins.tensors or pins.sequence_parallel is not None or pins.zero or pins.says("attention")
+    routed = rule.together or op.name in scope.structure.stacked.products
+    return bool(pinned or routed or scope.fixed != NOTHING_FIXED or rule.algorithms or rule.located)
+
+
+def _allowed(op: Op, rule: OpRule, scope: Scope) -> list[list[str | None]]:
+    """What each axis may split by its role and the pins, None for nothing."""
+    kinds, weights = scope.structure.kinds(op), scope.structure.contracted(op)
     apart = not scope.structure.of_parameters.isdisjoint(op.outputs)
-    on_weights = op.name not in scope.graph.parameter_free
     routed = ROUTED if scope.folded or scope.fixed.folded else ROUTED - {SEQUENCE}
-    per_axis = []
+    per_axis: list[list[str | None]] = []
     for axis in scope.mesh.axes:
         role = scope.roles[axis]
         allowed: list[str | None] = [None, *([VARYING] if apart else [])]
@@ -119,6 +165,15 @@ def choices(op: Op, rule: OpRule, scope: Scope, time: str | None) -> list[dict[s
         of_tokens = of_tokens | (kinds["sequence"] if role == TENSOR or (role == SEQUENCE and role in routed) else set())
         allowed += [both for both in rule.together if factors_of(both)[0] in of_tokens]
         per_axis.append(allowed if scope.mesh.size(axis) > 1 else [None])
+    return per_axis
+
+
+def _choices(
+    op: Op, rule: OpRule, scope: Scope, time: str | None, per_axis: Sequence[Sequence[str | None]]
+) -> list[dict[str, str]]:
+    kinds, weights = scope.structure.kinds(op), scope.structure.contracted(op)
+    on_weights = op.name not in scope.graph.parameter_free
+    routed = ROUTED if scope.folded or scope.fixed.folded else ROUTED - {SEQUENCE}
     found = []
     timed = scope.mesh.innermost(TIME, scope.microbatches)
     for combination in itertools.product(*per_axis):
@@ -336,42 +391,7 @@ def _storable(op: Op, rule: OpRule, found: list[dict[str, str]], scope: Scope) -
     return [assignment for assignment in found if kept(assignment)]
 
 
-def _factor_kinds(op: Op, rule: OpRule, scope: Scope) -> dict[str, set[str]]:
-    kinds: dict[str, set[str]] = {"batch": set(), "sequence": set(), "width": set(), "experts": set()}
-    classes = {"batch": scope.structure.batch, "sequence": scope.structure.sequence,
-               "width": scope.structure.width, "experts": scope.structure.stacked.dims}
-    pairs = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
-    for name, dims in pairs:
-        for dim, factor in enumerate(dims):
-            if factor is None:
-                continue
-            root = scope.classes.find((name, dim))
-            for kind, known in classes.items():
-                if root in known:
-                    kinds[kind].add(factor)
-    return kinds
-
-
-def _contracted_weights(op: Op, rule: OpRule, scope: Scope) -> set[str]:
-    """Factors of the weights, trained or frozen, that the operator contracts or looks rows up in."""
-    weights = {param.value for param in scope.graph.params if not param.buffer}
-    results = {factor for dims in rule.results for factor in dims}
-    factors: set[str] = set()
-    for name, dims in zip(op.inputs, rule.operands, strict=True):
-        if _viewed(name, scope) in weights and any(factor is not None and factor not in results for factor in dims):
-            factors.update(factor for factor in dims if factor is not None)
-    return factors
-
-
-def _viewed(name: str, scope: Scope) -> str:
-    """The value that a value is a view of: a weight that is turned before it is contracted is still that weight."""
-    graph, operators = scope.graph, scope.classes.rules.operators
-    while name in graph.producers and operators[(op := graph.ops[graph.producers[name]]).target].kind == "view" and op.inputs:
-        name = op.inputs[0]
-    return name
-
-
-def _forced(found: list[dict[str, str]], factors: set[str], scope: Scope, *roles: str) -> list[dict[str, str]]:
+def _forced(found: list[dict[str, str]], factors: Set[str], scope: Scope, *roles: str) -> list[dict[str, str]]:
     """Only the assignments in which as many axes of some roles as possible split one of ``factors``."""
     axes = [axis for axis in scope.mesh.axes if scope.roles[axis] in roles and scope.mesh.size(axis) > 1]
 

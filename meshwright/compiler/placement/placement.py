@@ -187,7 +187,7 @@ class Placements:
         scope = self._scope(mesh, count, folded)
         problem = Problem(scope, schedule, costs, variants, variants[:1])
         self._built += problem.choices
-        chain = problem.chain(float("inf"), 0.0)
+        chain = problem.with_variants(variants[:1]).chain(float("inf"), 0.0)  # with memory unlimited recomputation never pays
         try:
             solution = solve(self._stretched(chain), gap=GAP)
         except Infeasible:
@@ -201,8 +201,7 @@ class Placements:
         return scope
 
     def _stretched(self, chain: Chain) -> Chain:
-        """The chain of the whole graph, without recomputation: with memory unlimited none pays."""
-        kinds = tuple(replace(k, variants=k.variants[:1], variant_costs=k.variant_costs[:1]) for k in chain.kinds)
+        """The chain of the whole graph."""
         rows = chain.time_rows.copy()
         sequence = tuple(chain.sequence[n] for n in self.folded.serves)
         blocks = {k: chain.kinds[k].variants[0] for k in dict.fromkeys(sequence)}
@@ -210,7 +209,7 @@ class Placements:
         most = {k: sum(_most_saved(t) for t in (*one.unary, *(e.table for e in one.edges))) for k, one in blocks.items()}
         saved = sum(most[k] for k in sequence)
         rows[:, SAVED] += _LIGHT * float((rows @ least).max()) / saved if saved else 0.0
-        return replace(chain, kinds=kinds, sequence=sequence, time_rows=rows)
+        return replace(chain, sequence=sequence, time_rows=rows)
 
 
 def _most_saved(table: Vector) -> float:
@@ -254,8 +253,7 @@ class _Reader:
     # one position
 
     def _row(self, at: int, chosen: Sequence[int], charged: set[str]) -> PlacedPosition:
-        model, kind = self.problem.model(at), self.chain.kinds[self.chain.sequence[at]]
-        position = self.problem.positions[at]
+        model, position = self.problem.model(at), self.problem.positions[at]
         roots = {var for name, var in model.shared if name == ROOT}
         edges = tuple(e for e in model.edges if e.j not in roots)
         plain = BlockModel(tuple(model.sizes), tuple(model.unary), edges).cost(chosen)
@@ -266,10 +264,10 @@ class _Reader:
         plain[TRANSIENT] -= beside
         block = position.block >= 0
         activations = {}
+        ways = self.problem.open(at) if block else self.problem.block_variants[:1]
+        costs = self.problem.costs(at, ways, chosen) if len(ways) > 1 else []
         for number, name in enumerate(self.owner.recompute):
-            more = np.zeros(RESOURCES)
-            if block and 0 < number < len(kind.variants):
-                more = kind.variants[number].cost(chosen) - kind.variants[0].cost(chosen)
+            more = costs[number] - costs[0] if 0 < number < len(costs) else np.zeros(RESOURCES)
             activations[name] = self._per_microbatch(plain + more)
         return PlacedPosition(
             activations, self._weight(at, chosen), self._uses(at, chosen, charged), block, self.problem.ahead(at, chosen),
@@ -290,7 +288,7 @@ class _Reader:
 
     def _recomputed(self, at: int, block: bool, var: int, reader: int = -1) -> dict[str, Vector]:
         """For every recomputation what it makes of the resources of an operator, or of a way to a reader."""
-        variants, first = len(self.chain.kinds[self.chain.sequence[at]].variants), self.problem.serves(at)
+        variants, first = len(self.problem.open(at)) if block else 1, self.problem.serves(at)
         return {
             name: self.problem.recomputed(first, var, name if block and 0 < number < variants else NONE, reader)
             for number, name in enumerate(self.owner.recompute)

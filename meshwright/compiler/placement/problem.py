@@ -136,7 +136,7 @@ class Problem:
     @property
     def kept(self) -> tuple[tuple[Variant, ...], ...]:
         """Per kind of the chain its variants; what lies outside of the blocks has one."""
-        return tuple(self._open(n) if self.positions[n].block >= 0 else self.root_variants[:1] for n in self._models)
+        return tuple(self.open(n) if self.positions[n].block >= 0 else self.root_variants[:1] for n in self._models)
 
     def with_variants(self, block_variants: Sequence[Variant]) -> Problem:
         """The same problem with other ways to keep the blocks; models and tables are shared."""
@@ -203,7 +203,7 @@ class Problem:
             return Kind((block,), (np.zeros(RESOURCES),), *coupling)
         known: dict[str, tuple[list[Array], list[Edge], frozenset[int]]] = {}
         blocks = []
-        for variant in self._open(number):
+        for variant in self.open(number):
             if variant.recompute == "none":
                 unary, edges = self._kept(model, number, variant, model.unary), model.edges
             else:
@@ -214,6 +214,34 @@ class Problem:
             unary, edges = self._with_ahead(number, model, unary, edges, variant)
             blocks.append(BlockModel(tuple(model.sizes), tuple(unary), tuple(edges)))
         return Kind(tuple(blocks), tuple(np.zeros(RESOURCES) for _ in blocks), *coupling)
+
+    def costs(self, number: int, variants: Sequence[Variant], chosen: Sequence[int]) -> list[Array]:
+        """Resources [K] of a position's block kept in each of some ways, if its variables have these choices: what its models
+        in a chain say of them, without the tables of all others."""
+        first = self._serves[number]
+        model, (last, at_end) = self.model(first), self._skipped(first)
+        makers = {var: model.makers.get(name, -1) for name, (var, _) in model.copies.items()}
+        rows = [table[at] for table, at in zip(model.unary, chosen, strict=True)]
+        rows += [e.cost(chosen[e.i], chosen[e.j]) for e in model.edges]
+        entry = sum(self.tables.bytes(name, states[chosen[var]]) for name, (var, states) in model.states.items()
+                    if var in model.entry)
+        found = []
+        for variant in variants:
+            uses = [(var, self.builder.parameter(model, name, [needs[chosen[var]]], variant, self._unit(first))[0])
+                    for var, name, needs in model.parameter_uses]
+            parts = np.array([*rows, *(row for _, row in uses)])
+            whole = total = parts.sum(axis=0)
+            if variant.recompute != "none":
+                lasting = self._lasting(first, variant.recompute)
+                skipped = lasting | at_end
+                once = [var in skipped for var in range(len(model.unary))]
+                once += [makers.get(e.i, e.i) in skipped or (e.j in at_end and e.j != last) for e in model.edges]
+                once += [var in skipped for var, _ in uses]
+                at = np.array(once)
+                total = _again(parts[~at].sum(axis=0), False) + _again(parts[at].sum(axis=0), True)
+                total[SAVED] += entry + sum(self._results(first, model, var)[chosen[var]] for var in lasting)
+            found.append(total + np.where(np.isinf(whole), 0.0, whole) @ AHEAD if self._ahead(first) else total)
+        return found
 
     def _ahead(self, number: int) -> frozenset[int]:
         """The operators of a position that run ahead of all micro-batches; of a block all or none."""
@@ -261,7 +289,7 @@ class Problem:
             found[var] = found[var] + (costs if skipped is None else _again(costs, var in skipped))
         return found
 
-    def _open(self, number: int) -> tuple[Variant, ...]:
+    def open(self, number: int) -> tuple[Variant, ...]:
         """The ways to keep a position's block: recomputation only where something is saved."""
         first = self.positions[self._serves[number]].ops(self.graph)[0].name
         if first in self.fixed.kept:
@@ -346,12 +374,12 @@ class Problem:
         found, known = totals(chain, solution), {}
         for number, (first, variant, chosen) in enumerate(zip(self._serves, solution.variants, solution.choices, strict=True)):
             block = self.positions[number].block >= 0
-            if not self._ahead(first) and (not block or self._open(number)[variant].recompute == "none"):
+            if not self._ahead(first) and (not block or self.open(number)[variant].recompute == "none"):
                 continue
             key = first, variant, tuple(chosen)
             if key not in known:
                 model = self.model(first)
-                unary = self._kept(model, first, self._open(first)[variant], model.unary) if block else model.unary
+                unary = self._kept(model, first, self.open(first)[variant], model.unary) if block else model.unary
                 known[key] = BlockModel(tuple(model.sizes), tuple(unary), tuple(model.edges)).cost(tuple(chosen))
             found[number] = known[key]
         return found
@@ -376,7 +404,7 @@ class Problem:
                     root = self.root_variants[chosen[var]]
             if position.block >= 0:
                 path = self.graph.blocks[position.block].path
-                groups[position.block] = _group(path, self._open(number)[solution.variants[number]])
+                groups[position.block] = _group(path, self.open(number)[solution.variants[number]])
         ordered = tuple(groups[i] for i in range(len(self.graph.blocks)))
         return assignments, copies, (*ordered, _group("", root))
 

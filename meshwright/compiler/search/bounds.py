@@ -139,7 +139,7 @@ class CandidateBounds:
         self._known: dict[Placing, Placement | None] = {}
         self._whole: dict[tuple[int, int, int], tuple[float, float] | None] = {}
         self._rings: dict[tuple[int, int], float] = {}
-        self._works: dict[int, MicrobatchSeconds] = {}
+        self._works: dict[int, tuple[MicrobatchSeconds, np.ndarray]] = {}
 
     @cached_property
     def placements(self) -> Placements:
@@ -204,7 +204,7 @@ class CandidateBounds:
         if node.level is Level.FLOPS:
             return self.tensor(node)
         if node.level is Level.TENSOR:
-            return self.place(node)
+            return self.place(node, to_beat)
         if node.level is Level.PLACEMENT:
             return self.keep(node)
         return self.divide(node, to_beat) if node.level is Level.KEPT else [self.time(node, to_beat)]
@@ -235,19 +235,25 @@ class CandidateBounds:
             self._rings[tensor, context] = self.placements.ring_waits(tensor, batch_size(self.task.graph), context)
         return self._rings[tensor, context]
 
-    def place(self, node: Branch) -> list[Branch]:
-        """At the level PLACEMENT."""
+    def place(self, node: Branch, to_beat: float) -> list[Branch]:
+        """At the level PLACEMENT, with what is sent between stages."""
         candidate = node.candidate
         placement = self._placement(self._placed(candidate))
         if placement is None:
             self.counts.infeasible += len(node.virtual)
             return []
-        work = self._works.get(id(placement))
-        if work is None:
+        known = self._works.get(id(placement))
+        if known is None:
             rows = [placement.rows[row].activations[self.evaluator.recompute[0]] for row in placement.sequence]
             ahead, back = ([float(max(r[at], r[HOST + at]) + r[at + 2]) for r in rows] for at in (0, 1))
-            work = self._works[id(placement)] = _work(placement, placement.seconds, _weight(placement), ahead, back)
-        return [node.at(Level.PLACEMENT, floor(candidate, work, node.virtual[-1]))]
+            total, weight = placement.seconds, _weight(placement)
+            known = self._works[id(placement)] = _work(placement, total, weight, ahead, back), np.array(ahead) + np.array(back)
+        work, each = known
+        bound = floor(candidate, work, node.virtual[-1])
+        if candidate.pp > 1 and bound < to_beat:
+            links = self.evaluator.links(candidate, degrees_of(candidate, 1), placement, work, each, node.virtual, to_beat)
+            bound = max(bound, links)
+        return [node.at(Level.PLACEMENT, bound)]
 
     def placement_of(self, node: Branch) -> Placement:
         """The placement of a node from the level PLACEMENT on."""

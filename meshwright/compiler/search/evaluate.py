@@ -31,10 +31,11 @@ from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import least_in_flight, received
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
 from meshwright.compiler.pipeline.lighten import lighten
+from meshwright.compiler.pipeline.stage_bound import link_floor
 from meshwright.compiler.pipeline.timed_bound import KnownPaths, timed_bound
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK, Variant
 from meshwright.compiler.placement.rows import NONE, Placement
-from meshwright.compiler.search.candidates import Candidate
+from meshwright.compiler.search.candidates import Candidate, MicrobatchSeconds
 from meshwright.compiler.search.errors import DoesNotFitError
 from meshwright.compiler.search.stage_costs import Array, Degrees, StageCosts, Units
 from meshwright.compiler.structure.positions import Position
@@ -112,6 +113,22 @@ class Evaluator:
         mean = float(candidate.microbatches * units.work + late) / candidate.pp
         start = float(units.gather[0]) if candidate.pp > 1 else 0.0
         return start + max(run, mean) + float(units.optimizer.sum()) / candidate.pp
+
+    def links(
+        self, candidate: Candidate, degrees: Degrees, placement: Placement, work: MicrobatchSeconds, each: Array,
+        virtual: Sequence[int], cutoff: float,
+    ) -> float:
+        """Seconds that no cut of a pipeline can beat because of what is sent. ``work``: of a micro-batch through all units;
+        ``each``: of every unit; ``virtual``: stages a rank, the fewest first."""
+        slack, crossing = placement.bound / placement.seconds, self._places(self._crossing(degrees, placement))
+        at = stages.positions_of(crossing)
+        seconds = np.zeros(len(at))
+        seconds[1:-1] = crossing[np.array(at[1:-1], dtype=np.int64) - 1]
+        path = work.path if candidate.split else work.total
+        return link_floor(
+            seconds, seconds, np.add.reduceat(each, at[:-1]) * slack, work.forward, path - work.forward, candidate.schedule,
+            candidate.pp, (virtual[0], virtual[-1]), candidate.microbatches, cutoff,
+        )
 
     def too_much(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, alone: bool) -> bool:
         """Whether all ranks together cannot hold the units of a pipeline, however they are cut: a proof that takes no time.

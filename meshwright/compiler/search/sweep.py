@@ -45,15 +45,19 @@ _EARLY = 0.1
 _DIVE = 0.35
 _ALONE = 0.5
 _ALIKE = 0.75
+_PROVEN = 0.9
 """Parts of the limit: that a first look at what has no pipeline may take, and the first dive after it; by which the candidates
-without a pipeline, and the second dive (as the look for blocks unlike each other), are done."""
-_SHAPES = 1.5
+without a pipeline, the second dive (as the look for blocks unlike each other), and everything are done: what is left is for
+sharper bounds of what was solved."""
+_WIDEST = 0.02
+"""The gap with which a search ends that takes long (chosen: what a certificate should be no wider than)."""
+_SHAPES = 2.0
 """Nominal seconds of layouts within memory up to which further ones are solved whose axes cross nodes and devices (chosen)."""
 _EFFORT: Mapping[str, float] = {
-    "placement": 0.02, "choice of a placement": 0.0003, "variant": 0.0003, "alone": 0.001, "packing": 0.001,
-    "ranks alone": 0.02, "rank of divided units": 0.0025, "pair of ranks of whole units": 0.0025, "stage to cut": 0.003,
+    "placement": 0.02, "choice of a placement": 0.0002, "variant": 0.0003, "alone": 0.001, "packing": 0.001,
+    "ranks alone": 0.018, "rank of divided units": 0.002, "pair of ranks of whole units": 0.002, "stage to cut": 0.003,
     "stage cut": 1.2e-7, "action simulated": 2.5e-8, "stage that does not fit": 0.004, "action of divided units": 6e-6,
-    "number of divided programs": 1.5e-6,
+    "number of divided programs": 1.3e-6,
 }
 """Seconds of each kind of work, as ``Evaluator.work`` counts it: measured, on one core. They only decide where a search ends,
 and enter neither a price nor a bound."""
@@ -84,7 +88,7 @@ class Sweep:
 
     ``free``: solves a layout with so many micro-batches, to beat some seconds, with seconds that nothing goes below where
     memory is known to bind. Raises OutOfMemoryError, NoBetterError, PinError, PlanError. ``one``: what so many micro-batches
-    take at least on one device. ``spent``: nominal seconds of what ``free`` solved. ``limit``:
+    take at least on one device. ``spent``: nominal seconds of what ``free`` built and solved. ``limit``:
     nominal seconds after which the incumbent is taken as it is.
 
     solved: candidates of data and tensor ranks that were solved, as the search counts them, best first
@@ -113,7 +117,7 @@ class Sweep:
         self.freed = False
         self.unlike = False
         self.near = UNLIKE
-        self._told = False
+        self._told = self._swept = False
         self._free, self._one, self._spent = free, one, spent
         self._closed = _INF
         self._cut: list[Branch] = []
@@ -154,8 +158,8 @@ class Sweep:
 
     @property
     def effort(self) -> float:
-        """Nominal seconds of everything done so far, free layouts apart."""
-        return sum(_EFFORT[what] * count for what, count in self.bounds.evaluator.work.items())
+        """Nominal seconds of everything done so far."""
+        return self._spent() + sum(_EFFORT[what] * count for what, count in self.bounds.evaluator.work.items())
 
     @property
     def _best(self) -> float:
@@ -169,8 +173,10 @@ class Sweep:
 
     @property
     def _cutoff(self) -> float:
-        """Who takes so many seconds is no better than the incumbent by more than the gap."""
-        return self._incumbent * (1 - self.task.gap)
+        """Who takes so many seconds is no better than the incumbent by more than the gap: the one that was asked for, and one
+        that widens to ``_WIDEST`` while the second half of what the sweep may take is spent."""
+        late = min(1.0, max(0.0, 2.0 * self.effort / (_PROVEN * self.limit) - 1.0))
+        return self._incumbent * (1 - max(self.task.gap, late * _WIDEST))
 
     # the way
 
@@ -222,8 +228,9 @@ class Sweep:
         """Solve all of them that ``begin`` left."""
         nodes, piped = self._later
         self._later = [], []
+        self._swept = True
         try:
-            self._left += self._sweep(nodes + self._second_dive(piped), self.limit)
+            self._left += self._sweep(nodes + self._second_dive(piped), _PROVEN * self.limit)
             self._sharpen()
         except (PinError, PlanError) as error:
             self._refused = error
@@ -293,8 +300,9 @@ class Sweep:
             self._nearest = self._nearest or made
         elif isinstance(made, OutOfMemoryError):
             self._refused = self._refused or made
-        self._left = self._sweep(self._left, self.limit)
-        self._sharpen()
+        self._left = self._sweep(self._left, _PROVEN * self.limit)
+        if self._swept:
+            self._sharpen()
 
     def refusal(self) -> PinError | PlanError:
         """Why nothing was found: what does not fit goes before what cannot be."""

@@ -21,6 +21,7 @@ Dechter and Otten 2012 (cost shifting between mini-buckets); Besag 1986 (iterate
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -42,6 +43,8 @@ WIDTHS = (1 << 22, 1 << 20, 1 << 18, 1 << 16, 1 << 14)
 """Entries that one elimination may have: the first with which a block takes no more than ``WORK``, else the last."""
 WORK = 1 << 25
 """Entries that all eliminations of a block may have together: about a third of a second."""
+REMEMBERED = 256
+"""Plans that are remembered."""
 ROUNDS = 20
 """Most rounds over all variables in which the minimizers of a wide block are improved."""
 
@@ -188,7 +191,7 @@ def _buckets(ids: list[int], scopes: Sequence[tuple[int, ...]], sizes: Sequence[
 def plan(block: BlockModel, keep: Sequence[int] = ()) -> EliminationPlan:
     """The cheaper of the min-fill and the min-size order, keeping the variables ``keep``; of inexact ones, which no widths
     avoid within ``WORK``, the one with fewer buckets."""
-    return _plan(*_question(block, keep))
+    return _plan(*_question(block, keep), (WIDTHS, WORK, CHUNK, SINGLE))
 
 
 def _question(block: BlockModel, keep: Sequence[int]) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]]:
@@ -196,7 +199,11 @@ def _question(block: BlockModel, keep: Sequence[int]) -> tuple[tuple[int, ...], 
     return block.sizes, tuple(sorted({(min(e.i, e.j), max(e.i, e.j)) for e in block.edges})), tuple(sorted(set(keep)))
 
 
-def _plan(sizes: tuple[int, ...], pairs: tuple[tuple[int, int], ...], kept: tuple[int, ...]) -> EliminationPlan:
+@functools.lru_cache(maxsize=REMEMBERED)
+def _plan(
+    sizes: tuple[int, ...], pairs: tuple[tuple[int, int], ...], kept: tuple[int, ...], limits: tuple[object, ...]
+) -> EliminationPlan:
+    """Remembered, for problems of one graph on other meshes mostly have as many choices; ``limits``: all that it goes by."""
     orders = [_order(sizes, pairs, kept, fill) for fill in (True, False)]
     for wide in WIDTHS:
         found = min((_symbolic(sizes, pairs, kept, order, wide) for order in orders), key=_preferred)
@@ -220,7 +227,7 @@ class Tables:
         """``plan``, made once for all variants of a block."""
         question = _question(block, keep)
         if question not in self._plans:
-            self._plans[question] = _plan(*question)
+            self._plans[question] = plan(block, keep)
         return self._plans[question]
 
     def stacked(self, block: BlockModel, pairs: Sequence[tuple[int, int]]) -> Stacked:

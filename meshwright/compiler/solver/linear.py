@@ -19,6 +19,8 @@ ITERATIONS, NODES = 20_000, 1
 ten thousand, in five times the time)."""
 Term = tuple[np.ndarray, np.ndarray | float]
 """Variables and their weights."""
+Row = tuple[Sequence[Term], float, float]
+"""The sum of terms is within two limits."""
 _NONE = (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED)
 
 
@@ -47,11 +49,7 @@ class LinearProgram:
 
     def add(self, terms: Sequence[Term], lower: float, upper: float = math.inf) -> None:
         """A row: the sum of weights x variables, each of which is named once, is within the limits."""
-        values = [np.empty(columns.shape) for columns, _ in terms]
-        for value, (_, weights) in zip(values, terms, strict=True):
-            value[...] = weights
-        columns = np.concatenate([columns.ravel() for columns, _ in terms])
-        self.parts.append((columns, np.concatenate([value.ravel() for value in values])))
+        self.parts.append(_part(terms))
         self.lower.append(lower)
         self.upper.append(upper)
 
@@ -65,9 +63,10 @@ class LinearProgram:
         whole = result.termination.reason == mathopt.TerminationReason.OPTIMAL or self.integers
         return float(result.dual_bound()) if whole else -math.inf
 
-    def solution(self, objective: Mapping[int, float]) -> tuple[float, np.ndarray]:
-        """What ``minimum`` gives, and values of all variables at which it is so. Raises NoSolutionError, UnsolvedError."""
-        result = self._solved(objective, values=True)
+    def solution(self, objective: Mapping[int, float], rows: Sequence[Row] = ()) -> tuple[float, np.ndarray]:
+        """What ``minimum`` gives, and values of all variables at which it is so, with some more rows. Raises NoSolutionError,
+        UnsolvedError."""
+        result = self._solved(objective, rows, values=True)
         if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
             raise UnsolvedError
         found = np.zeros(self.count)
@@ -75,18 +74,19 @@ class LinearProgram:
             found[variable.id] = value
         return float(result.dual_bound()), found
 
-    def _solved(self, objective: Mapping[int, float], values: bool = False) -> mathopt.SolveResult:
+    def _solved(self, objective: Mapping[int, float], rows: Sequence[Row] = (), values: bool = False) -> mathopt.SolveResult:
         """Minimize; ``values``: of the variables too. Raises NoSolutionError, UnsolvedError."""
+        parts = [*self.parts, *(_part(terms) for terms, _, _ in rows)]
         proto = model_pb2.ModelProto()
         proto.variables.ids.extend(range(self.count))
         proto.variables.lower_bounds.extend([0.0] * self.count)
         proto.variables.upper_bounds.extend([math.inf] * self.count)
         proto.variables.integers.extend([variable in self.integers for variable in range(self.count)])
-        proto.linear_constraints.ids.extend(range(len(self.parts)))
-        proto.linear_constraints.lower_bounds.extend(self.lower)
-        proto.linear_constraints.upper_bounds.extend(self.upper)
+        proto.linear_constraints.ids.extend(range(len(parts)))
+        proto.linear_constraints.lower_bounds.extend([*self.lower, *(lower for _, lower, _ in rows)])
+        proto.linear_constraints.upper_bounds.extend([*self.upper, *(upper for _, _, upper in rows)])
         matrix = proto.linear_constraint_matrix
-        for row, (columns, weights) in enumerate(self.parts):
+        for row, (columns, weights) in enumerate(parts):
             order = columns.argsort()
             matrix.row_ids.extend([row] * len(columns))
             matrix.column_ids.extend(columns[order].tolist())
@@ -114,3 +114,12 @@ class LinearProgram:
             return mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, model_params=only)
         except (AttributeError, RuntimeError, ValueError) as error:  # a failure of the solver's own
             raise UnsolvedError from error
+
+
+def _part(terms: Sequence[Term]) -> tuple[np.ndarray, np.ndarray]:
+    """The variables of a row and their weights."""
+    values = [np.empty(columns.shape) for columns, _ in terms]
+    for value, (_, weights) in zip(values, terms, strict=True):
+        value[...] = weights
+    columns = np.concatenate([columns.ravel() for columns, _ in terms])
+    return columns, np.concatenate([value.ravel() for value in values])

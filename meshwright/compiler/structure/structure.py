@@ -17,11 +17,15 @@ from meshwright.ir.rule import Rules
 
 
 class Structure:
-    """Of one graph under its rules; nothing in it is changed by who reads it."""
+    """Of one graph under its rules; nothing in it is changed by who reads it. ``choices``: of its operators, as far as they
+    were found: what each axis may split, and the choices by what it divides (``placement.choices``)."""
 
     def __init__(self, graph: Graph, rules: Rules, classes: DimClasses | None = None) -> None:
         self.graph, self.rules = graph, rules
         self.classes = DimClasses(graph, rules) if classes is None else classes
+        self.choices: dict[object, tuple[list[list[str | None]], dict[object, list[dict[str, str]]]]] = {}
+        self._kinds: dict[str, dict[str, frozenset[str]]] = {}
+        self._contracted: dict[str, frozenset[str]] = {}
         self._schedules: dict[int, Schedule] = {}
         self._shapes: dict[int, dict[str, Shape]] = {}
 
@@ -36,6 +40,41 @@ class Structure:
         if microbatches not in self._shapes:
             self._shapes[microbatches] = body_shapes(self.graph, self.rules, self.schedule(microbatches))
         return self._shapes[microbatches]
+
+    def kinds(self, op: Op) -> dict[str, frozenset[str]]:
+        """Which factors of an operator are samples ("batch"), "sequence", "width" and "experts"."""
+        if op.name not in self._kinds:
+            classes = {"batch": self.batch, "sequence": self.sequence, "width": self.width, "experts": self.stacked.dims}
+            rule, found = self.rules[op.name], list[tuple[str, Dim]]()
+            pairs = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
+            for name, dims in pairs:
+                found += [(factor, self.classes.find((name, dim))) for dim, factor in enumerate(dims) if factor is not None]
+            self._kinds[op.name] = {
+                kind: frozenset(factor for factor, root in found if root in known) for kind, known in classes.items()
+            }
+        return self._kinds[op.name]
+
+    def contracted(self, op: Op) -> frozenset[str]:
+        """Factors of the weights, trained or frozen, that an operator contracts or looks rows up in."""
+        if op.name not in self._contracted:
+            rule, weights = self.rules[op.name], {param.value for param in self.graph.params if not param.buffer}
+            results = {factor for dims in rule.results for factor in dims}
+            self._contracted[op.name] = frozenset(
+                factor for name, dims in zip(op.inputs, rule.operands, strict=True)
+                if self._viewed(name) in weights and any(factor is not None and factor not in results for factor in dims)
+                for factor in dims if factor is not None
+            )
+        return self._contracted[op.name]
+
+    def _viewed(self, name: str) -> str:
+        """The value that a value is a view of: a weight that is turned before it is contracted is still that weight."""
+        graph, operators = self.graph, self.rules.operators
+        while name in graph.producers:
+            op = graph.ops[graph.producers[name]]
+            if operators[op.target].kind != "view" or not op.inputs:
+                break
+            name = op.inputs[0]
+        return name
 
     @cached_property
     def batch_inputs(self) -> dict[str, int]:
