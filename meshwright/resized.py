@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from meshwright.compiler.structure.dims import Dim, DimClasses, batch_inputs, handed_on, sequence_classes
-from meshwright.errors import InputError, MeshwrightError, PlanError
+from meshwright.errors import InputError, PlanError
 from meshwright.ir.declared.draws import draws
 from meshwright.ir.declared.experts import EXPERTS, Experts, arguments
 from meshwright.ir.gradients.custom import CUSTOM
@@ -37,7 +37,7 @@ from meshwright.ir.rule import Local, OpRule, Rules, place
 from meshwright.rules import rules_of
 from meshwright.runtime.interpret import call
 
-EMBEDDING, SLICE = "aten.embedding.default", "aten.slice.Tensor"
+EMBEDDING, SLICE, SCATTER = "aten.embedding.default", "aten.slice.Tensor", "aten.slice_scatter.default"
 MOST_INDICES = 1 << 22
 """Of a table of positions, whose rows are looked at."""
 
@@ -45,7 +45,7 @@ MOST_INDICES = 1 << 22
 def of_length(graph: Graph, factor: Fraction) -> Graph:
     """The graph for sequences ``factor`` times as long, as many of them. Raises PlanError where that does not follow."""
     rules, _ = rules_of(graph)
-    classes = DimClasses(graph, rules)
+    classes = DimClasses(graph, rules, alike=True)
     batch = classes.of(batch_inputs(graph).items())
     sequence = sequence_classes(graph, handed_on(graph), classes, batch)
     lengths = {size for name in graph.inputs for dim, size in enumerate(graph.values[name].shape)
@@ -110,12 +110,7 @@ def _times(
     ops = tuple(_resized(op, rules[op.name], graph, dims, classes, factor) for op in graph.ops)
     scaled = {op.outputs[0] for op in graph.ops if op.target == SLICE and classes.find((op.outputs[0], op.args[1])) in dims}
     values = dict(graph.values) | {name: replace(graph.values[name], shape=shapes[name]) for name in graph.inputs}
-    try:
-        ops = _run(graph, ops, values, held, scaled, factor)
-    except MeshwrightError:
-        raise
-    except Exception as error:  # torch refuses a call of other sizes in its own ways
-        raise PlanError(f"not every operator runs with {factor} times {what} ({type(error).__name__})") from error
+    ops = _run(graph, ops, values, held, scaled, factor, what)
     return replace(graph, ops=ops, values=values)
 
 
@@ -138,10 +133,7 @@ def _resized(
     if op.target == EXPERTS:  # its rows follow from its tokens (``_answered``)
         return op
     if rule.algorithms:
-        lengths = {size for algorithm in rule.algorithms.values() for size in algorithm.lengths}
-        if any(type(arg) is int and arg > 1 and arg in lengths for arg in op.args):
-            raise PlanError(f"{op.target} is called with its length")
-        return op
+        return _of_rows_in_order(op, rule, scaled, classes, factor)
     if rule.localize is None:
         return op
     pairs = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
@@ -171,6 +163,23 @@ def _resized(
     return replace(op, target=whole[0], args=_between(whole[1], half[1], factor), kwargs=_between(whole[2], half[2], factor))
 
 
+def _of_rows_in_order(op: Op, rule: OpRule, scaled: frozenset[Dim], classes: DimClasses, factor: Fraction) -> Op:
+    """What works along a sequence. One that is called with its length has the new one, if that alone can be meant, and if what
+    else it is called with (how far it sees) stays less."""
+    lengths = {size for algorithm in rule.algorithms.values() for size in algorithm.lengths}
+    numbers = [arg for arg in op.args if type(arg) is int and arg > 1]
+    along = {(name, dim) for algorithm in rule.algorithms.values()
+             for name, dim in zip(op.inputs, algorithm.operands, strict=True) if dim is not None}
+    if lengths.isdisjoint(numbers) or not any(classes.find(dim) in scaled for dim in along):
+        return op
+    if len(lengths) > 1 or sum(number in lengths for number in numbers) > 1:
+        raise PlanError(f"{op.target} is called with its length")
+    after = lengths.pop() * factor
+    if after.denominator > 1 or any(number >= after for number in numbers if number * factor != after):
+        raise PlanError(f"{op.target} sees further than {after} rows")
+    return replace(op, args=tuple(int(after) if type(arg) is int and arg * factor == after else arg for arg in op.args))
+
+
 def _between(whole: Any, half: Any, factor: Fraction) -> Any:
     """The literals at ``factor`` times the size, from those at the whole and at half of it."""
     if isinstance(whole, tuple | list):
@@ -188,24 +197,27 @@ def _between(whole: Any, half: Any, factor: Fraction) -> Any:
 
 
 def _sliced(op: Op, old: Mapping[str, Value], new: Mapping[str, Value], scaled: bool, factor: Fraction) -> Op:
-    """A slice that ended where its operand does still does; one of so many positions of a table has as many more.
-    ``scaled``: what it makes is a sequence."""
-    if op.target != SLICE or len(op.args) < 4:
+    """A slice that ended where its operand does still does, and so does one that leaves out the last (labels that are shifted);
+    one of so many positions of a table has as many more. ``scaled``: what it makes is a sequence."""
+    if op.target not in (SLICE, SCATTER):
         return op
-    _, dim, start, end = op.args[:4]
+    first = 1 if op.target == SLICE else 2
+    if len(op.args) < first + 3:
+        return op
+    dim, start, end = op.args[first : first + 3]
     before, after = (values[op.inputs[0]].shape[dim] for values in (old, new))
-    if end >= before and before != after:
-        end = after
+    if end >= before - 1 > start and before != after:
+        end = after - max(0, before - end)
     elif scaled and before == after:
         end = start + math.ceil((end - start) * factor)
-    return replace(op, args=(*op.args[:3], end, *op.args[4:]))
+    return replace(op, args=(*op.args[: first + 2], end, *op.args[first + 3 :]))
 
 
 def _run(
-    graph: Graph, ops: tuple[Op, ...], values: dict[str, Value], held: set[str], scaled: set[str], factor: Fraction
+    graph: Graph, ops: tuple[Op, ...], values: dict[str, Value], held: set[str], scaled: set[str], factor: Fraction, what: str
 ) -> tuple[Op, ...]:
-    """The operators, the shapes of what they make filled in. Raises PlanError for one that is neither as it was nor ``factor``
-    times it."""
+    """The operators, the shapes of what they make filled in. Raises PlanError for one that does not run so, and for one that
+    makes neither what it made nor ``factor`` times it."""
     found = list[Op]()
     env = {name: torch.empty(values[name].shape, dtype=values[name].dtype, device="meta") for name in (*graph.inputs, *held)}
     with torch.no_grad():
@@ -214,7 +226,12 @@ def _run(
             if op.target == EXPERTS:
                 op, made = _answered(op, graph, env)
             else:
-                made = call(_on_meta(op), lambda ref: env[ref.name])
+                try:
+                    made = call(_on_meta(op), lambda ref: env[ref.name])
+                except Exception as error:  # torch refuses a call of other sizes in its own ways
+                    where = f" of {op.module}" if op.module else ""
+                    raise PlanError(f"{op.target}{where} does not run with {factor} times {what}: "
+                                    f"{str(error).splitlines()[0]:.160}") from error
             op = own if op.target != own.target and _makes(own, made, env) else op
             found.append(op)
             results = made if isinstance(made, tuple | list) else (made,)

@@ -174,7 +174,8 @@ class OpRule:
     ``inner``: factors that sequence axes split last, within the pieces of the others, and never in two chunks. ``located``:
     factors whose local call depends on where its piece lies, which must be in one. ``together``: "t&e" and the like, the
     factors that one axis may split together; their keys in ``internal`` say what that moves. ``added``: operand positions that
-    are added to what a reduction sums, and so are pending sums over the axes that split one.
+    are added to what a reduction sums, and so are pending sums over the axes that split one. ``alike``: groups of (operand
+    position, dim) that are of one length though no factor joins them (keys, values and the columns of a mask).
     """
 
     operands: tuple[tuple[Factor | None, ...], ...]
@@ -192,6 +193,7 @@ class OpRule:
     located: frozenset[Factor] = frozenset()
     together: tuple[str, ...] = ()
     added: frozenset[int] = frozenset()
+    alike: tuple[tuple[tuple[int, int], ...], ...] = ()
     _placed: dict[Any, Placed] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def mirrors(self, factor: Factor, axis: str, mesh: Mesh) -> bool:

@@ -7,20 +7,22 @@ and of the queries of attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import networkx as nx
 
-from meshwright.ir.graph import Graph, Value
-from meshwright.ir.rule import Rules
+from meshwright.ir.graph import Graph, Op, Value
+from meshwright.ir.rule import OpRule, Rules
 
 Dim = tuple[str, int]
 
 
 class DimClasses:
-    """Classes of (value, dim), joined by the factors of every operator's rule (``rules``: by its name)."""
+    """Classes of (value, dim), joined by the factors of every operator's rule (``rules``: by its name); with ``alike`` also
+    dims that an operator does not split but that are of one length: those that it says (``OpRule.alike``), and those of
+    its first operand and of a result of the same shape."""
 
-    def __init__(self, graph: Graph, rules: Rules) -> None:
+    def __init__(self, graph: Graph, rules: Rules, alike: bool = False) -> None:
         self.rules = rules
         joined: nx.utils.UnionFind[Dim] = nx.utils.UnionFind()
         for op in graph.ops:
@@ -31,7 +33,7 @@ class DimClasses:
                 for dim, factor in enumerate(dims):
                     if factor is not None:
                         seen.setdefault(factor, []).append((name, dim))
-            for together in seen.values():
+            for together in (*seen.values(), *(_alike(op, rule, graph) if alike else ())):
                 joined.union(*together)
         self._first: dict[Dim, Dim] = {}
         for dims in joined.to_sets():
@@ -44,6 +46,17 @@ class DimClasses:
     def of(self, dims: Iterable[Dim]) -> frozenset[Dim]:
         """The classes of several dims."""
         return frozenset(self.find(dim) for dim in dims)
+
+
+def _alike(op: Op, rule: OpRule, graph: Graph) -> Iterator[list[Dim]]:
+    """Dims of one length that no factor joins."""
+    for group in rule.alike:
+        yield [(op.inputs[position], dim) for position, dim in group]
+    for out, dims in zip(op.outputs, rule.results, strict=True):
+        if op.inputs and graph.values[out].shape == graph.values[op.inputs[0]].shape:
+            for dim, pair in enumerate(zip(rule.operands[0], dims, strict=True)):
+                if pair == (None, None):
+                    yield [(op.inputs[0], dim), (out, dim)]
 
 
 def batch_inputs(graph: Graph) -> dict[str, int]:

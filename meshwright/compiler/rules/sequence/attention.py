@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from meshwright.compiler.rules.book import Declaration, declare
@@ -50,8 +51,18 @@ def _attention(call: Call) -> OpRule:
         return [*own, None, None]
 
     units: dict[Factor, int] = {"h": key[-1]} if shared else {}
-    return call.rule([dims(operand) for operand in call.operands], [dims(call.results[0])], units=units,
+    rule = call.rule([dims(operand) for operand in call.operands], [dims(call.results[0])], units=units,
                      algorithms=_algorithms(call), inner=["h"] if leading else [])
+    return replace(rule, alike=(_keys(call),))
+
+
+def _keys(call: Call) -> tuple[tuple[int, int], ...]:
+    """The dims that are as long as there are keys."""
+    key, value, mask = (call[name] for name in ("key", "value", "attn_mask"))
+    found = [(key.position, key.ndim - 2), (value.position, value.ndim - 2)]
+    if mask is not None and mask.ndim and mask.shape[-1] == key.shape[-2]:
+        found.append((mask.position, mask.ndim - 1))
+    return tuple(found)
 
 
 def _algorithms(call: Call) -> dict[str, SequenceAlgorithm]:
