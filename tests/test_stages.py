@@ -577,3 +577,18 @@ def test_units_recompute_no_more_than_memory_asks_for() -> None:
                        for chosen in itertools.product(range(3), repeat=4) if bytes_of(rank, chosen) <= capacity[rank]}
             assert seconds[own] <= min(seconds.values()) + (work[2] - work[0])[4 * rank : 4 * rank + 4].max()
             assert seconds[own] < seconds[2, 2, 2, 2] or min(seconds.values()) == seconds[2, 2, 2, 2]
+
+
+def test_of_cuts_whose_bounds_are_alike_the_balanced_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where crossings take most of a step many cuts have nearly the same bound: from the one of least squares of bounds alone,
+    units moved one by one lead to 390.1 here."""
+    monkeypatch.setattr(stages, "_EXHAUSTIVE", 0)
+    n, pp, m = 16, 4, 8
+    units, best = [Unit(str(i), 1.0, 1.0, 1.0, value=8.0, gradient=8.0) for i in range(n)], math.inf
+    table = schedule_table("gpipe", pp, 1, m)
+    outside = OutsideSeconds(np.zeros(n), 60.0 * np.random.default_rng(37).random(n), np.full(n, 15.0), 0.2)
+    for inner in itertools.combinations(range(1, n), pp - 1):
+        numbers = [range(a, b) for a, b in itertools.pairwise((0, *inner, n))]
+        parts = [[units[i] for i in own] for own in numbers]
+        best = min(best, step_by_hand(table, parts, [[8.0] * (pp - 1)] * 2, numbers, outside))
+    assert best <= cut(units, pp, 1, "gpipe", m, outside=outside).makespan <= best * 1.002

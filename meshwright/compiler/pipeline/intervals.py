@@ -380,13 +380,14 @@ def smallest_bottleneck(matrices: Sequence[Matrix]) -> float:
     return float(best[-1])
 
 
-def narrow_cuts(matrices: Sequence[Matrix], bottleneck: float) -> np.ndarray:
-    """Boundaries int [S + 1] of the cut with the smallest sum of squares whose entries are all at most ``bottleneck``."""
+def narrow_cuts(matrices: Sequence[Matrix], bottleneck: float, weights: Sequence[Matrix] | None = None) -> np.ndarray:
+    """Boundaries int [S + 1] of the cut whose entries are all at most ``bottleneck`` with the smallest sum of squares, of its
+    entries or of others in their place (``weights``)."""
     best = np.full(len(matrices[0]), np.inf)
     best[0] = 0.0
     came = []
-    for matrix in matrices:
-        total = best[:, None] + np.where(matrix <= bottleneck * (1 + 1e-12), matrix, np.inf) ** 2
+    for matrix, weight in zip(matrices, weights or matrices, strict=True):
+        total = best[:, None] + np.where(matrix <= bottleneck * (1 + 1e-12), weight, np.inf) ** 2
         came.append(total.argmin(axis=0))
         best = total.min(axis=0)
     cuts = [len(best) - 1]

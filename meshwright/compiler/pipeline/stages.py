@@ -10,7 +10,8 @@ How: few enough cuts are all priced, in the order of their lower bound, until th
 
 1. a dynamic program over intervals minimizes the largest *stage bound* (``stage_bounds``: what any run of the schedule needs if
    stage s is units i..j) - with one stage a rank memory is an interval's own affair, so its value is a certified bound;
-2. its cuts, with ties broken towards balance at several thresholds, are simulated side by side;
+2. its cuts, with ties broken towards balance of what bounds them and of their work, at several thresholds, are simulated side
+   by side;
 3. they are refined best first: one unit from stage a to stage b (everything between shifts), one stage to another option;
    neighbours whose bound is no better are never simulated (``compiler.pipeline.refine``).
 
@@ -283,7 +284,8 @@ def _search(problem: Cutting, known: float | None, cutoff: float) -> Found:
     if problem.virtual_stages == 1:
         if not math.isfinite(top):
             raise _tightest(problem)
-        cuts = np.unique([narrow_cuts(costs, top * (1 + slack)) for slack in _SLACK], axis=0)
+        work = [stage_work(units, stage, table.stages).min(axis=0) for stage in range(table.stages)]
+        cuts = np.unique([narrow_cuts(costs, top * (1 + slack), one) for slack in _SLACK for one in (None, work)], axis=0)
         options = np.array([[o[i, j] for o, i, j in zip(best_option, c[:-1], c[1:], strict=True)] for c in cuts])
     else:
         if not math.isfinite(bound):

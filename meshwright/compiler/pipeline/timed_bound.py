@@ -39,6 +39,8 @@ _NUMBERS, _SHARP = 150_000, 1_500_000
 _BRANCHES, _FLAT = 1_000_000, 8
 """Numbers of the programs after which no bound is parted any more, if it is to be sharp; so many cases that raise it by less
 than ``_MORE`` end it too."""
+_LARGEST = 30_000
+"""Numbers of a program beyond which it is not parted: solving it takes tenths of a second."""
 _TURNS = 4
 """So often is the program of one part solved, with the paths that it taught."""
 _STILL, _MORE = 10, 0.0005
@@ -126,7 +128,7 @@ def timed_bound(
 def _branched(program: _Program, bound: float, cutoff: float, sharp: bool) -> float:
     """Seconds that no cut can beat, no less than ``bound``, by parting cases (see the head of this file); unless ``sharp`` for
     a short while, and only where crossings differ by enough to come to the cutoff."""
-    if not sharp and program.differs < cutoff - bound:
+    if program.numbers > _LARGEST or (not sharp and program.differs < cutoff - bound):
         return bound
     limit, closed, made, before = program.size + (_BRANCHES if sharp else _NUMBERS), cutoff, 0, list[float]()
     cases: list[tuple[float, int, tuple[Row, ...]]] = [(bound, 0, ())]
@@ -332,9 +334,14 @@ class _Program(LinearProgram):
     def solved(self, rows: Sequence[Row] = ()) -> tuple[float, _Point]:
         """Seconds of the step at least, and a point at which the rows (with some more of one case) say so. Raises
         NoSolutionError, UnsolvedError."""
-        self.size += sum(len(columns) for columns, _ in self.parts)
+        self.size += self.numbers
         seconds, values = self.solution({0: 1.0}, rows)
         return max(0.0, seconds) * self.scale / _SAFE, _Point(values[self.amounts], values[self.places])
+
+    @property
+    def numbers(self) -> int:
+        """Of the program as it is."""
+        return sum(len(columns) for columns, _ in self.parts)
 
     # cases
 

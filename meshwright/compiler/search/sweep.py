@@ -46,9 +46,10 @@ _DIVE = 0.35
 _ALONE = 0.5
 _ALIKE = 0.75
 _PROVEN = 0.9
+_REST = 0.2
 """Parts of the limit: that a first look at what has no pipeline may take, and the first dive after it; by which the candidates
-without a pipeline, the second dive (as the look for blocks unlike each other), and everything are done: what is left is for
-sharper bounds of what was solved."""
+without a pipeline, the second dive (as the look for blocks unlike each other), and everything are done, with what it has at
+least: what is left is for sharper bounds of what was solved."""
 _WIDEST = 0.02
 """The gap with which a search ends that takes long (chosen: what a certificate should be no wider than)."""
 _SHAPES = 2.0
@@ -230,7 +231,10 @@ class Sweep:
         self._later = [], []
         self._swept = True
         try:
-            self._left += self._sweep(nodes + self._second_dive(piped), _PROVEN * self.limit)
+            deadline = max(_PROVEN * self.limit, self.effort + _REST * self.limit)
+            self._left += self._sweep(nodes + self._second_dive(piped), deadline)
+            if self._left and self._cut and min(self._left) < self._cut[0]:  # sharper bounds of others would prove nothing
+                self._left = self._sweep(self._left, max(self.limit, deadline))
             self._sharpen()
         except (PinError, PlanError) as error:
             self._refused = error
