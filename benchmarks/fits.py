@@ -4,9 +4,9 @@
 
 A row of ``data/out_of_memory.csv`` ran out of memory, one of any other file ran (default: ``data/steps.csv`` beside it, as far
 as it has the sources of the former). A row is predicted not to fit where every way in which it may have run
-(``rows.completions_of``) makes torch's allocator (``cost.memory.allocator``) run out of what a plan may use of its device: its
-memory less the context and the part that plans leave free (``headroom``). What is alive at the worst moment, without the
-allocator, is judged beside it.
+(``rows.completions_of``) makes torch's allocator (``cost.memory.allocator``) run out of its room: the device's memory without
+the context and NCCL's buffers (``room_of``). What is alive at the worst moment is judged beside it, as plans are: without the
+allocator, by what they may use of the device (``headroom``).
 ``--every``: each so-many-th row of a file. With ``--cache`` what a row holds is kept as well, for as long as its plan, its
 software and the package stay what they are, so that a run that was ended goes on where it was.
 
@@ -39,6 +39,7 @@ from rows import (
     recompute_of,
     shape_of,
     text_of,
+    torch_of,
 )
 
 import meshwright
@@ -47,19 +48,26 @@ from meshwright.planner import OPTIMIZERS, make_plan, rules_of
 
 OUT = DATA / "out_of_memory.csv"
 UNBOUNDED = 2**50  # bytes
+CONTEXT = 400 * 2**20
+"""Bytes of a context into which kernels are loaded when they are called for (pytorch/pytorch#109888: "around 400MB"; #86509:
+287 MB for 667), as torch does since ``LAZY``; before, the catalogue's reserve."""
+LAZY = (1, 13)
+PAIR, GROUP = 544 * 2**20, 688 * 2**20
+"""Bytes of a communicator of two devices, and of more: measured on A100 with NVLink (NVIDIA/nccl#964)."""
 KEYS = ("n_gpus", "tp", "pp", "sp", "micro_batch", "seq_len")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row, the GiB that are alive and that are reserved by prediction (of the way that needs least) and that a plan may use;
-    how it ran."""
+    """A row, the GiB that are alive and that are reserved by prediction (of the way that needs least), that the allocator has
+    room for and that a plan may use; how it ran."""
 
     row: str
     ran: bool
     gib: float
     reserved_gib: float
     room_gib: float
+    usable_gib: float
     recompute: str
     kernel: str
     config: str
@@ -81,15 +89,16 @@ class Fits:
     def judge(self, row: Row, ran: bool) -> Outcome:
         """A row; one that cannot be planned has the reason."""
         config = " ".join(f"{key}={text_of(row, key).removesuffix('.0')}" for key in KEYS if text_of(row, key))
-        found = Outcome(row.get("row_id") or "", ran, 0.0, 0.0, 0.0, text_of(row, "recompute"), "", config)
+        found = Outcome(row.get("row_id") or "", ran, 0.0, 0.0, 0.0, 0.0, text_of(row, "recompute"), "", config)
         try:
             kernel = " or ".join(kernels_of(row)) + ("" if normed(row) else ", norms in several kernels")
             held = [self._held(completion) for completion in completions_of(row)]
         except Exception as error:
             return replace(found, reason=" ".join(str(error).split())[:200] or type(error).__name__)
         gib, reserved = (min(values) / 2**30 for values in zip(*held, strict=True))
-        room = cluster_of(row).with_headroom().capacity_bytes / 2**30
-        return replace(found, gib=gib, reserved_gib=reserved, room_gib=room, recompute=recompute_of(row), kernel=kernel)
+        usable = cluster_of(row).with_headroom().capacity_bytes / 2**30
+        return replace(found, gib=gib, reserved_gib=reserved, room_gib=room_of(row) / 2**30, usable_gib=usable,
+                       recompute=recompute_of(row), kernel=kernel)
 
     def _held(self, row: Row) -> tuple[float, float]:
         cluster = cluster_of(row)
@@ -116,9 +125,21 @@ class Fits:
         cluster, graph = cluster_of(row), graph_of(row, self.cache)
         pins = replace(pins_of(row, cluster.world, [block.path for block in graph.blocks]), loss_rows=0)
         plan = make_plan(graph, cluster.with_memory(UNBOUNDED), pins, precision=precision_of(row))
-        room = float(cluster.with_headroom().capacity_bytes)
-        ranks = footprints(plan, rules_of(plan.graph)[0], OPTIMIZERS["adamw"], device=cluster.device, room=room)
+        ranks = footprints(plan, rules_of(plan.graph)[0], OPTIMIZERS["adamw"], device=cluster.device, room=room_of(row))
         return max(one.bytes for one in ranks.values()), max(one.reserved or 0.0 for one in ranks.values())
+
+
+def room_of(row: Row) -> float:
+    """Bytes that the allocator has on a device: without the context and the communicators, each with buffers of its own: of
+    every way in which the devices are split, of all of them where there are several ways, and of a rank of a pipeline with each
+    of its neighbours, two where there are more than two stages (before NCCL 2.22 all buffers are made with it)."""
+    cluster = cluster_of(row)
+    world, pins = cluster.world, pins_of(row, cluster.world)
+    split = [size for size in (pins.dp, pins.tp, pins.pp, pins.cp) if size and size > 1]
+    groups = [*split, *([world] if len(split) > 1 else []), *[2] * min(2, (pins.pp or 1) - 1)]
+    device = cluster.device
+    context = CONTEXT if torch_of(row) >= LAZY else device.reserve_bytes
+    return float(device.memory_bytes - context - sum(PAIR if size == 2 else GROUP for size in groups))
 
 
 @lru_cache(maxsize=1)
@@ -148,7 +169,7 @@ def counts(judged: Iterable[Outcome]) -> list[tuple[str, int, int, int]]:
             for name in (outcome, f"{outcome}, recomputation {item.recompute}", f"{outcome}, {item.kernel}"):
                 groups.setdefault(name, []).append(item)
     return [
-        (name, len(items), sum(not item.fits for item in items), sum(item.gib > item.room_gib for item in items))
+        (name, len(items), sum(not item.fits for item in items), sum(item.gib > item.usable_gib for item in items))
         for name, items in sorted(groups.items(), reverse=True)
     ]
 

@@ -118,7 +118,7 @@ pipeline engine and its kin)."""
 KEPT_HEADS: Sequence[str] = ("heads of one product",)
 """Words in "notes" of software in which the values of attention are a slice of one product with queries and keys, which is kept
 whole for them, that lays the result of several samples out anew before the next product, and picks what turns queries and keys
-by their positions in every layer."""
+by their positions in every layer. Its FlashAttention is the one for packed sequences (``packed``)."""
 
 FLAT: Sequence[str] = ("flat optimizer state",)
 """Words in "notes" of software whose ZeRO holds a rank's part of all parameters, and of their state, in one tensor each."""
@@ -127,7 +127,8 @@ KEPT: Sequence[str] = ("gathered inputs kept", "dtensor", "torchtitan")
 """Words in "schedule", "dtype" or "notes" of software whose linears keep for the backward what they gathered."""
 
 WHOLE_LOGITS: Sequence[str] = ("gathered logits",)
-"""Words in "notes" of software whose loss is computed on whole logits, gathered from the tensor ranks, on each of them."""
+"""Words in "notes" of software whose loss is computed on whole logits, gathered from the tensor ranks, on each of them: by
+torch.distributed's own functions, as in the layers of Megatron-LM that such software has."""
 
 SUMS: Sequence[tuple[str, str]] = (
     # words in "dtype" or "notes", what micro-batches' gradients are summed in
@@ -428,6 +429,8 @@ def cluster_of(row: Row) -> Cluster:
         kept_logits=2 if any(words in text_of(row, "schedule", "notes") for words in KEPT_LOGITS) else 0,
         keeps_heads=any(words in text_of(row, "notes") for words in KEPT_HEADS),
         flat_state=any(words in text_of(row, "notes") for words in FLAT),
+        plain_collectives=any(words in text_of(row, "notes") for words in WHOLE_LOGITS),
+        packed=any(words in text_of(row, "notes") for words in KEPT_HEADS),
     )
 
 

@@ -43,7 +43,8 @@ def _software(device: Device | None) -> Software:
     if device is None:
         return OWN
     return Software(
-        device.narrow_sums, device.buckets, device.plain_loss, device.kept_logits, device.keeps_heads, device.flat_state
+        device.narrow_sums, device.buckets, device.plain_loss, device.kept_logits, device.keeps_heads, device.flat_state,
+        device.plain_collectives, device.packed,
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.cost.memory.allocator import MIB, Arena, Stretch
-from meshwright.cost.memory.replay import Heap
+from meshwright.cost.memory.allocator import MIB, QUEUE, Arena, Stretch
+from meshwright.cost.memory.replay import Heap, comes_late
 
 
 def segment(block: Stretch) -> Stretch:
@@ -55,6 +55,23 @@ def test_segments_are_given_back_only_where_there_is_no_room() -> None:
         arena.take(100 * MIB)
         reserved[room] = held, arena.reserved
     assert reserved == {0: (300 * MIB, 420 * MIB), 400 * MIB: (400 * MIB, 500 * MIB)}
+
+
+def test_what_collectives_used_comes_back_when_the_host_can_tell() -> None:
+    """As many launches later as are queued, where the host waits, or where there is no room for another segment."""
+    def again(launches: int, waits: bool, room: float) -> float:
+        heap = Heap({}, room)
+        one = heap.new(100.0 * MIB, "transient")
+        comes_late(one)
+        heap.drop(one)
+        heap.launch(launches, waits)
+        heap.new(100.0 * MIB, "transient")
+        assert heap.arena is not None
+        return heap.arena.reserved / MIB
+
+    found = [again(*way) for way in ((0, False, 1e12), (QUEUE - 1, False, 1e12), (QUEUE, False, 1e12), (1, True, 1e12))]
+    assert found == [200, 200, 100, 100]
+    assert again(0, False, 150.0 * MIB) == 100  # given back, then asked for anew
 
 
 def test_optimizer_state_is_laid_into_what_a_first_step_left() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from meshwright.footprint import Footprints
+from meshwright.footprint import Footprints, footprints
 from meshwright.planner import rules_of
 
 ROOT = Path(__file__).parent.parent
@@ -287,6 +287,38 @@ def test_what_ran_out_of_memory_did_not_run(rows, steps):
     assert (len(out), len(open_)) == (257, 7)
     ran = {stated(row) for row in steps.values()}
     assert not [row["row_id"] for row in out if stated(row) in ran]
+
+
+def test_plain_collectives_receive_pieces_and_come_back_late(published, rows):
+    """Logits gathered over two tensor ranks, on each: half of them beside what is received and what is joined; and with a queue
+    of launches between, other memory meanwhile, but less where attention makes the host wait."""
+    row = {**SMALL, "sp": "no", "vocab": "32000", "sums": "fp32", "attention": "flash2", "loss": "eager", "n_layers": "24",
+           "recompute": "none", "seq_len": "512"}
+    notes = "gathered logits"
+    assert rows.cluster_of({**row, "notes": notes}).device.plain_collectives
+    assert rows.cluster_of({**row, "notes": f"{notes}; heads of one product"}).device.packed
+    reserved = []
+    for software in ({"plain_collectives": False}, {"plain_collectives": True, "packed": True}, {"plain_collectives": True}):
+        said = {**row, "notes": notes}
+        cluster = rows.cluster_of(said).with_kernels(**software)
+        plan, _ = published.planned(published.graph_of(said), cluster, rows.pins_of(said, 4), "bf16")
+        held = footprints(plan, rules_of(plan.graph)[0], 8.0, device=cluster.device, room=1e15)[0]
+        reserved.append(held.reserved)
+    logits = 2 * 2 * 512 * 32000
+    assert reserved[0] + logits / 4 < reserved[1] < reserved[2]
+
+
+def test_rows_have_the_room_that_context_and_communicators_leave(rows, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    fits = importlib.import_module("fits")
+    device, way = rows.cluster_of(SMALL).device, {**SMALL, "n_gpus": "8", "zero/fsdp": "1"}
+    taken = [device.memory_bytes - fits.CONTEXT - fits.room_of({**way, **degrees}) for degrees in (
+        {"dp": "8", "tp": "1", "sp": "no"}, {"dp": "4", "tp": "2"}, {"dp": "2", "tp": "2", "pp": "2"},
+        {"dp": "1", "tp": "1", "pp": "8", "sp": "no"})]
+    pair, group = fits.PAIR, fits.GROUP
+    assert taken == [group, 2 * group + pair, group + 4 * pair, group + 2 * pair]
+    early = fits.room_of({**way, "dp": "8", "tp": "1", "sp": "no", "notes": "torch 1.12"})
+    assert early == device.memory_bytes - device.reserve_bytes - group
 
 
 def test_rows_are_judged_by_what_the_allocator_reserves(published, tmp_path, capsys, monkeypatch):

@@ -59,6 +59,9 @@ class Device:
     (two in pipeline engines like DeepSpeed's); ``keeps_heads``: whether the values of attention are a slice of one product with
     queries and keys, which is kept whole for them, and its result is laid out anew where there are several samples;
     ``flat_state``: whether a rank's optimizer state is one tensor of each kind, not one for every parameter;
+    ``plain_collectives``: whether collectives are torch.distributed's own functions (Megatron-LM), of which an all-gather along
+    the last dim receives a list of pieces, and whose memory comes back late (``cost.memory.allocator``); ``packed``: whether
+    attention is FlashAttention's for packed sequences, the longest of which the host asks the device for;
     ``products``: the format that products run in, "" for that of their operands;
     ``measured``, ``streams``, ``attentions``: tables of products, of what is bound by memory and of attention that stand before
     the formula; ``modules``: of whole modules, by which the operators inside are scaled (``compiler.structure.measured``).
@@ -94,6 +97,8 @@ class Device:
     kept_logits: int = 0
     keeps_heads: bool = False
     flat_state: bool = False
+    plain_collectives: bool = False
+    packed: bool = False
     fused: bool = True
     overlapped: bool = False
     accumulates: bool = False

@@ -179,7 +179,8 @@ class Cluster:
         accumulates: bool | None = None, repeats: bool | None = None, alone: bool | None = None,
         merged_loss: bool | None = None, narrow_sums: bool | None = None, buckets: bool | None = None,
         keeps_gathered: bool | None = None, plain_loss: bool | None = None, kept_logits: int | None = None,
-        keeps_heads: bool | None = None, flat_state: bool | None = None,
+        keeps_heads: bool | None = None, flat_state: bool | None = None, plain_collectives: bool | None = None,
+        packed: bool | None = None,
     ) -> Cluster:
         """The same cluster with other software: the devices' ``attention`` kernel ("flash1", "flash2", "flash3", "triton"),
         whether chains of pointwise operators run ``fused`` (compiled) or one by one (eager), whether products run their
@@ -190,8 +191,9 @@ class Cluster:
         gather is kept (``keeps_gathered``: DTensor's linears), whether a cross entropy's softmax is kept and its gradient lies
         beside that of the loss (``plain_loss``: torch's own), of how many micro-batches the logits are kept
         (``kept_logits``: 2 in pipeline engines like DeepSpeed's), whether what attention keeps of its values is the one product
-        that they are a slice of (``keeps_heads``) and whether a rank's optimizer state is one tensor of each kind
-        (``flat_state``), not one for every parameter. None leaves it as it is."""
+        that they are a slice of (``keeps_heads``), whether a rank's optimizer state is one tensor of each kind
+        (``flat_state``), not one for every parameter, whether collectives are torch.distributed's own functions
+        (``plain_collectives``: Megatron-LM), and whether attention is over ``packed`` sequences. None leaves it as it is."""
         islands = []
         for island in self.islands:
             device = island.device
@@ -213,6 +215,8 @@ class Cluster:
                 kept_logits=device.kept_logits if kept_logits is None else kept_logits,
                 keeps_heads=device.keeps_heads if keeps_heads is None else keeps_heads,
                 flat_state=device.flat_state if flat_state is None else flat_state,
+                plain_collectives=device.plain_collectives if plain_collectives is None else plain_collectives,
+                packed=device.packed if packed is None else packed,
             )
             islands.append(replace(island, device=device))
         return Cluster(tuple(islands))

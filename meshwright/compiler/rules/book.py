@@ -66,7 +66,7 @@ def declare(
     rule: str | RuleFunction | None, localize: Localize | None = None, *, cost: str | Cost = "copy", saves: str | Saves = "0",
     recompute: str = "allowed", runs: str = "", gradient: bool = True, elementwise: bool = False,
     saves_of: Callable[[tuple[Any, ...]], Saves] | None = None, linear: Callable[[Op], Linear | None] | None = None,
-    updates: tuple[int, ...] = (),
+    updates: tuple[int, ...] = (), exchanges: bool = False,
 ) -> Declaration:
     """A declaration from a line's text or from a function; see ``ir.declared`` for the rest.
 
@@ -81,7 +81,8 @@ def declare(
                             'give cost=Cost("matmul", products=...)')
         price = replace(price, products=products_of(line))
     kept = Saves.parse(saves) if isinstance(saves, str) else saves
-    operator = Operator(price, kept, recompute, tuple(runs.split()), gradient, elementwise, saves_of, linear, updates)
+    overloads = tuple(runs.split())
+    operator = Operator(price, kept, recompute, overloads, gradient, elementwise, saves_of, linear, updates, exchanges)
     return Declaration(line, localize, operator)
 
 

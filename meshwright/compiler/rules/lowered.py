@@ -65,13 +65,13 @@ def _linears(work: Work) -> Sequence[Product]:
 
 
 shown = partial(declare, None, saves="")
-moved = partial(declare, None, saves="")
+moved = partial(declare, None, saves="", exchanges=True)
 
 RULES: Mapping[str, Declaration] = {
     "mw.slice": shown(cost=Cost("view", space=_sliced, passes=lambda work: (), copies=_inner)),
-    "mw.vary": shown(cost=Cost("view", passes=lambda work: ())),
+    "mw.vary": shown(cost=Cost("view", passes=lambda work: ()), exchanges=True),
     "mw.unvary": shown(cost=Cost("view", passes=_first)),
-    "mw.term": moved(cost=Cost("copy", passes=_first)),
+    "mw.term": declare(None, saves="", cost=Cost("copy", passes=_first)),
     "mw.identity": shown(cost=Cost("view", passes=_first)),
     "mw.all_gather": moved(cost=Cost("copy", space=_gathered)),
     "mw.gather_vary": moved(cost=Cost("copy", space=_gathered_and_scattered)),
@@ -88,7 +88,7 @@ RULES: Mapping[str, Declaration] = {
         cost=Cost("copy", space=_packed), recompute="costly", runs="_c10d_functional.all_to_all_single.default"
     ),
     "mw.gather_linear": declare(
-        None, cost=Cost("matmul", products=_linears, space=_regathered), saves="0", recompute="costly",
+        None, cost=Cost("matmul", products=_linears, space=_regathered), saves="0", recompute="costly", exchanges=True,
         runs="aten.mm.default aten.addmm.default",
     ),
 }

@@ -5,8 +5,11 @@
     take        the smallest idle block that is large enough, cut where more than 1 MiB is left (512 bytes in small segments);
                 else a new segment
     give        a block, joined with the idle ones beside it
+    give_late   the same, of a block that another stream used (``record_stream``: that of collectives): the host cannot tell
+                before the device has come to its end, which is as many kernels behind as its queue takes, at most
 
-Where a new segment is more than there is room for, those that are idle as a whole are given back first; ``reserved`` is the
+Where a new segment is more than there is room for, the host waits for the device, and the segments that are idle as a whole
+then are given back first (idle blocks are not looked at again: only a segment is asked for); ``reserved`` is the
 most that was held: more than the room if even so it did not fit. Gradients that the first backward leaves in the large blocks
 of its loss, say, keep those from the losses to come. (Constants of c10/cuda/CUDACachingAllocator.cpp without
 ``expandable_segments``, under which nothing is lost so.)
@@ -15,6 +18,7 @@ of its loss, say, keep those from the losses to come. (Constants of c10/cuda/CUD
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from dataclasses import dataclass, field
 
 MIB = 2**20
@@ -22,6 +26,8 @@ ROUND = 512
 SMALL, SMALL_SEGMENT = MIB, 2 * MIB
 MIDDLE, MIDDLE_SEGMENT = 10 * MIB, 20 * MIB
 LARGE_ROUND = 2 * MIB
+QUEUE = 1024
+"""Launches that CUDA queues before the next one waits: the host is so many kernels ahead of a device that has much to do."""
 
 
 @dataclass(eq=False)
@@ -44,12 +50,14 @@ class Arena:
         self.held = self.reserved = float(standing)
         self.room = room
         self.idle: dict[bool, list[tuple[int, int, Stretch]]] = {True: [], False: []}
-        self.count = 0
+        self.late: deque[tuple[int, Stretch]] = deque()  # (launches by which it is idle, block)
+        self.launches = self.count = 0
 
     def take(self, bytes_: float) -> Stretch | None:
         """A block for so many bytes; None for nothing."""
         if bytes_ < 1:
             return None
+        self._come_back(self.launches)
         size = _up(int(bytes_), ROUND)
         small = size <= SMALL
         pool = self.idle[small]
@@ -64,6 +72,18 @@ class Arena:
             block.after, block.bytes = rest, size
             self._lay(rest)
         return block
+
+    def give_late(self, block: Stretch) -> None:
+        """Nothing lives in the block any more, which collectives used."""
+        self.late.append((self.launches + QUEUE, block))
+
+    def wait(self) -> None:
+        """The host waits for the device."""
+        self._come_back(self.launches + QUEUE)
+
+    def _come_back(self, launches: int) -> None:
+        while self.late and self.late[0][0] <= launches:
+            self.give(self.late.popleft()[1])
 
     def give(self, block: Stretch | None) -> None:
         """Nothing lives in the block any more."""
@@ -90,6 +110,8 @@ class Arena:
     def _segment(self, size: int, small: bool) -> Stretch:
         """A new segment; where there is no room for it, after those that are idle as a whole were given back."""
         bytes_ = SMALL_SEGMENT if small else MIDDLE_SEGMENT if size < MIDDLE else _up(size, LARGE_ROUND)
+        if self.held + bytes_ > self.room:
+            self.wait()
         for kind, pool in self.idle.items() if self.held + bytes_ > self.room else ():
             whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
             self.held -= sum(entry[0] for entry in whole)

@@ -35,6 +35,8 @@ from meshwright.cost.memory.replay import (
     hold,
     logits_of,
     script_of,
+    with_packed_attention,
+    with_plain_collectives,
     with_plain_loss,
     with_whole_heads,
 )
@@ -73,7 +75,8 @@ class Software(NamedTuple):
     """What other software than this package's holds of a step (``Device``). ``narrow``: gradients are summed in the compute
     dtype; ``buckets``: out of buckets; ``plain_loss``: the gradient of a cross entropy's softmax lies beside that of its loss;
     ``kept_logits``: micro-batches whose logits are kept; ``keeps_heads``: values of attention keep the one product that they
-    are a slice of; ``flat_state``: optimizer state is one tensor of each kind."""
+    are a slice of; ``flat_state``: optimizer state is one tensor of each kind; ``plain_collectives``: torch.distributed's own;
+    ``packed``: attention is over packed sequences, for which the host waits."""
 
     narrow: bool = False
     buckets: bool = False
@@ -81,6 +84,8 @@ class Software(NamedTuple):
     kept_logits: int = 0
     keeps_heads: bool = False
     flat_state: bool = False
+    plain_collectives: bool = False
+    packed: bool = False
 
 
 OWN = Software()
@@ -111,6 +116,10 @@ class RootUnit:
             self.scripts = [with_plain_loss(script, program.operators) for script in self.scripts]
         if software.keeps_heads:
             self.scripts = [with_whole_heads(script, program.operators) for script in self.scripts]
+        if software.plain_collectives:
+            self.scripts = [with_plain_collectives(script, program.operators) for script in self.scripts]
+        if software.packed:
+            self.scripts = [with_packed_attention(script, program.operators) for script in self.scripts]
         for script in self.scripts * software.kept_logits:
             itemsize = (program.compute_dtype or torch.float32).itemsize
             heap.new(float(logits_of(script, program.operators) * itemsize), ACTIVATIONS)

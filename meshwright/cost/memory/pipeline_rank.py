@@ -23,7 +23,7 @@ import torch
 
 from meshwright.cost.memory.epilogue import Epilogue
 from meshwright.cost.memory.fsdp import Batch, RootUnit, Software, at_rest, gathers, rest_itemsize
-from meshwright.cost.memory.replay import ACTIVATIONS, WORK, Heap, Storage, hold
+from meshwright.cost.memory.replay import ACTIVATIONS, WORK, Heap, Storage, comes_late, hold
 from meshwright.ir.graph import Graph, Value
 from meshwright.ir.mesh import PP
 from meshwright.ir.program import Program, Segment
@@ -45,6 +45,11 @@ class PipelineRank:
         self.late = {name for segment in program.segments if segment.epilogue for name in segment.graph.outputs}
         self.epilogue: Epilogue | None = None
         self.parts = {stage: self._part(stage, first=stage == mine[0]) for stage in mine}
+        for stage in mine if software.kept_logits else ():  # buffers of such an engine that it receives into
+            entering = self.stages.crossing[stage - 1] if stage else ()
+            gradients = self._leaving(stage) if stage < self.stages.last else ()
+            for values in (entering, gradients):
+                heap.new(float(sum(value.bytes_ for value in values)), ACTIVATIONS)
         for stored in program.stored:  # a weight of two stages that FSDP2 takes is there twice
             more = sum(stored.value in part.stored for part in self.parts.values()) - 1
             if more > 0 and gathers(stored, program.mesh):
@@ -146,6 +151,8 @@ class PipelineRank:
             copies = {v.name: self.heap.new(float(v.bytes_), ACTIVATIONS) for v in stages.crossing[stage]}
             if self._near(stage, stage + 1):
                 self.handed[stage + 1, microbatch, False] = {name: hold(copy) for name, copy in copies.items()}
+        if self.software.plain_collectives:
+            comes_late(*entered.values(), *copies.values())
         aside = {name: storage for name, storage in batch.outputs.items() if stages.made.get(name) == stage}
         for name, storage in batch.outputs.items():
             if name not in aside:

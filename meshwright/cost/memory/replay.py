@@ -32,12 +32,13 @@ WORK, ACTIVATIONS, GRADIENTS = "transient", "activations", "gradients"
 
 
 class Storage:
-    """A piece of memory: bytes, what it is for, and how many hold it."""
+    """A piece of memory: bytes, what it is for, and how many hold it; ``late``: whether collectives of a stream of their own
+    use it."""
 
-    __slots__ = ("block", "bytes", "holders", "kind")
+    __slots__ = ("block", "bytes", "holders", "kind", "late")
 
     def __init__(self, bytes_: float, kind: str, block: Stretch | None = None) -> None:
-        self.bytes, self.kind, self.holders, self.block = bytes_, kind, 1, block
+        self.bytes, self.kind, self.holders, self.block, self.late = bytes_, kind, 1, block, False
 
 
 class Heap:
@@ -70,7 +71,17 @@ class Heap:
             self.total -= storage.bytes
             if self.arena is not None and storage.block is not None:
                 del self.blocks[id(storage.block)]
-                self.arena.give(storage.block)
+                if storage.late:
+                    self.arena.give_late(storage.block)
+                else:
+                    self.arena.give(storage.block)
+
+    def launch(self, kernels: int, waits: bool = False) -> None:
+        """So many kernels more, before which the host waits for the device or not."""
+        if self.arena is not None:
+            self.arena.launches += kernels
+            if waits:
+                self.arena.wait()
 
     def restart(self, late: Iterable[float], beside: float | None = None) -> None:
         """Behind a first step: what comes late is laid into the segments as that step left them, beside what it still holds
@@ -86,6 +97,7 @@ class Heap:
 
     def _let_go(self) -> None:
         assert self.arena is not None
+        self.arena.wait()
         for block in self.blocks.values():
             self.arena.give(block)
         self.blocks.clear()
@@ -106,6 +118,12 @@ class Heap:
             self.peak, self.at_peak = self.total, dict(self.kinds)
 
 
+def comes_late(*storages: Storage) -> None:
+    """Collectives of a stream of their own use them."""
+    for storage in storages:
+        storage.late = True
+
+
 def hold(storage: Storage) -> Storage:
     """One holder more."""
     storage.holders += 1
@@ -124,6 +142,10 @@ class Script:
     results_kept: Mapping[str, frozenset[int]]  # recomputation -> the operators whose results it keeps
     gradients: tuple[tuple[tuple[str, float, bool], ...], ...]  # per op: (operand, bytes, whether it is the result's)
     spaces: tuple[tuple[float, float], ...]  # per op: bytes beside what it reads and makes, forward and backward
+    kernels: tuple[tuple[int, int], ...]  # per op: forward and backward
+    exchanges: frozenset[int] = frozenset()  # ops in which collectives of a stream of their own move data
+    waits: frozenset[int] = frozenset()  # ops before which the host waits for the device
+    pieces: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of an op, what it receives before it has its result
 
 
 def script_of(graph: Graph, held: Iterable[str], operators: Operators) -> Script:
@@ -151,7 +173,8 @@ def script_of(graph: Graph, held: Iterable[str], operators: Operators) -> Script
     )
     gradients = tuple(_gradients(op, one, graph, operators) for op, one in zip(graph.ops, work, strict=True))
     last_reads = {index: tuple(roots) for index, roots in going.items()}
-    return Script(graph, base, kept, last_reads, weights, results_kept, gradients, spaces)
+    kernels = tuple(_kernels(op, found, operators) for op, found in zip(graph.ops, gradients, strict=True))
+    return Script(graph, base, kept, last_reads, weights, results_kept, gradients, spaces, kernels)
 
 
 def with_plain_loss(script: Script, operators: Operators) -> Script:
@@ -175,6 +198,30 @@ def with_whole_heads(script: Script, operators: Operators) -> Script:
             turns = 2 * (query.bytes_ / query.shape[1] + key.bytes_ / key.shape[1])
             kept[index] = kept[index][0], kept[index][1] + float(query.bytes_ + key.bytes_ + again + turns)
     return replace(script, kept=tuple(kept))
+
+
+def with_plain_collectives(script: Script, operators: Operators) -> Script:
+    """The same segment with torch.distributed's own functions, which run on a stream of their own. What a gather along the
+    last dim receives is a list of pieces, of which the rank has one, all of them in one tensor before; they are joined. Along
+    another one (the sequence) data lies as it is sent."""
+    exchanges = frozenset(i for i, op in enumerate(script.graph.ops) if operators[op.target].exchanges)
+    spaces, pieces = list(script.spaces), dict[int, tuple[float, ...]]()
+    for index in exchanges:
+        op = script.graph.ops[index]
+        sent, made = (script.graph.values[names[0]] for names in (op.inputs, op.outputs))
+        if operators[op.target].kind != "copy":
+            continue
+        if made.bytes_ > sent.bytes_ > 0 and made.shape[:-1] == sent.shape[:-1]:
+            pieces[index] = (*[float(sent.bytes_)] * (round(made.bytes_ / sent.bytes_) - 1), float(made.bytes_))
+        spaces[index] = 0.0, 0.0
+    return replace(script, exchanges=exchanges, spaces=tuple(spaces), pieces=pieces)
+
+
+def with_packed_attention(script: Script, operators: Operators) -> Script:
+    """The same segment with attention over packed sequences, the longest of which the host asks the device for in its
+    forward."""
+    attention = frozenset(i for i, op in enumerate(script.graph.ops) if operators[op.target].kind == "attention")
+    return replace(script, waits=attention)
 
 
 def logits_of(script: Script, operators: Operators) -> int:
@@ -223,10 +270,17 @@ def _run(tape: Tape, heap: Heap, keep: bool, stop: int, idle: int = -1) -> dict[
     values = script.graph.values
     for index, op in enumerate(script.graph.ops[:stop]):
         made = tape.results.get(index)
+        heap.launch(script.kernels[index][0], index in script.waits)
+        received = [heap.new(bytes_, WORK) for bytes_ in script.pieces.get(index, ())] if index != idle else []
         for name in op.outputs if index != idle else ():
             root = script.base[name]
             if root == name and name not in script.weights:
                 frame[name] = made.pop(0) if made else heap.new(float(values[name].bytes_), ACTIVATIONS)
+        if index in script.exchanges:
+            used = (script.base[name] for name in (*op.inputs, *op.outputs))
+            comes_late(*received, *(frame[root] for root in used if root in frame))
+        for storage in received:
+            heap.drop(storage)
         heap.space(script.spaces[index][0] if index != idle else 0.0)
         names, extra = script.kept[index]
         if keep and (names or extra):
@@ -263,6 +317,9 @@ def backward(
         if made:
             first = next(iter(made.values()))
             found = [(name, hold(first) if same else heap.new(bytes_, WORK)) for name, bytes_, same in script.gradients[index]]
+            if index in script.exchanges:
+                comes_late(*made.values(), *(storage for _, storage in found))
+            heap.launch(script.kernels[index][1])
             heap.space(script.spaces[index][1])
             for name, storage in found:
                 if name in script.weights and name not in script.graph.producers:
@@ -296,6 +353,7 @@ def _add(heap: Heap, sums: dict[str, Storage], name: str, storage: Storage, copi
     if name not in sums:
         sums[name] = storage
         return
+    heap.launch(1)
     if sums[name].holders == 1:  # added in place
         heap.drop(storage)
         return
@@ -314,6 +372,13 @@ def _gradients(op: Op, work: Work, graph: Graph, operators: Operators) -> tuple[
     passing = _passing(op, work, graph, operators) if operands else ()
     dtype = graph.values[op.outputs[0]].dtype
     return tuple((name, float(value.bytes_), at in passing and value.dtype == dtype) for at, name, value in operands)
+
+
+def _kernels(op: Op, gradients: Sequence[tuple[str, float, bool]], operators: Operators) -> tuple[int, int]:
+    """One forward, none for views; backward one for each gradient of a product, one for those of another operator that are not
+    passed on."""
+    kind, made = operators[op.target].kind, sum(not same for _, _, same in gradients)
+    return int(kind != "view"), made if kind == "matmul" else min(made, 1)
 
 
 def _passing(op: Op, work: Work, graph: Graph, operators: Operators) -> Collection[int]:

@@ -228,6 +228,7 @@ class Operator:
     depends on them.
     ``linear``: reads a call as a linear, or says None. A gather that feeds linears alone runs within them
     (``passes.fuse``), so that only the shard is kept.
+    ``exchanges``: whether ranks exchange data in it, forward or backward.
     """
 
     cost: Cost = field(default_factory=Cost)
@@ -239,6 +240,7 @@ class Operator:
     saves_of: Callable[[tuple[Any, ...]], Saves] | None = None
     linear: Callable[[Op], Linear | None] | None = None
     updates: tuple[int, ...] = ()
+    exchanges: bool = False
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
