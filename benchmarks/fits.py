@@ -21,10 +21,9 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 
-from published import DATA, graph_of, rows_of
+from published import DATA, graph_of, programs, rows_of
 from rich.console import Console
 from rich.table import Table
 from rows import (
@@ -42,7 +41,6 @@ from rows import (
     torch_of,
 )
 
-import meshwright
 from meshwright.footprint import footprints
 from meshwright.planner import OPTIMIZERS, make_plan, rules_of
 
@@ -114,7 +112,7 @@ class Fits:
     def _kept(self, key: str, replay: Callable[[], tuple[float, float]]) -> tuple[float, float]:
         if self.cache is None:
             return replay()
-        kept = self.cache / f"{hashlib.sha256((key + _programs()).encode()).hexdigest()[:24]}.held.json"
+        kept = self.cache / f"{hashlib.sha256((key + programs()).encode()).hexdigest()[:24]}.held.json"
         if not kept.exists():
             self.cache.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(replay()))
@@ -140,14 +138,6 @@ def room_of(row: Row) -> float:
     device = cluster.device
     context = CONTEXT if torch_of(row) >= LAZY else device.reserve_bytes
     return float(device.memory_bytes - context - sum(PAIR if size == 2 else GROUP for size in groups))
-
-
-@lru_cache(maxsize=1)
-def _programs() -> str:
-    """A digest of the package, and of what reads the rows."""
-    folder = Path(meshwright.__file__).parent
-    files = [Path(pins_of.__code__.co_filename), *sorted(folder.rglob("*.py")), *sorted(folder.rglob("*.toml"))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def rows_to_judge(files: Sequence[Path], source: str, every: int) -> list[tuple[Row, bool]]:

@@ -1,6 +1,6 @@
 """Published runs through the planner: predicted against measured, row by row.
 
-    python benchmarks/published.py [FILE.csv ...] [--json] [--source TEXT] [--limit N] [--trust AB] [--cache FOLDER]
+    python benchmarks/published.py [FILE.csv ...] [--json] [--source TEXT] [--limit N] [--trust AB] [--peaks] [--cache FOLDER]
 
 A file has the columns of ``data/steps.csv`` (a row is a timed configuration) or of ``data/memory.csv`` (a row is a memory
 figure); default is both. Each row goes the way that plans go: the model is built from its dimensions on the meta device,
@@ -11,8 +11,8 @@ any source shares. There is no factor for a row, a model or a source.
 Measured step time is ``step_time_s``, or else tokens over throughput (``step_time_s_derived``), or model FLOPs over TFLOP/s,
 which the output marks with a tilde.
 
-``--cache``: a folder that keeps captured graphs from run to run (of one version of the package: empty it after a change of
-the capture).
+``--peaks``: only rows that state a peak memory. ``--cache``: a folder that keeps captured graphs, of one version of the package
+(empty it after a change of the capture), and what rows took, for as long as the package stays what it is.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ from rows import (
 )
 from torch import nn
 
+import meshwright
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.experts import with_imbalance
 from meshwright.ir.graph import Graph
@@ -170,6 +171,27 @@ def planned(graph: Graph, cluster: Cluster, pins: Pins, precision: str) -> tuple
     return plan, False
 
 
+@lru_cache(maxsize=1)
+def programs() -> str:
+    """A digest of the package, and of what reads the rows."""
+    folder = Path(meshwright.__file__).parent
+    files = [Path(pins_of.__code__.co_filename), *sorted(folder.rglob("*.py")), *sorted(folder.rglob("*.toml"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def kept(row: Row, cache: Path | None) -> Result:
+    """A row planned, or as it was by the same package: a run that was ended goes on where it was."""
+    if cache is None:
+        return price(row)
+    key = hashlib.sha256((repr(sorted(row.items())) + programs()).encode()).hexdigest()[:24]
+    file = cache / f"{key}.priced.json"
+    if not file.exists():
+        result = price(row, cache)
+        cache.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(asdict(result)))
+    return Result(**json.loads(file.read_text()))
+
+
 def price(row: Row, cache: Path | None = None) -> Result:
     """Plan one row; every failure becomes its reason."""
     start = time.perf_counter()
@@ -254,6 +276,21 @@ def summary(results: Iterable[Result]) -> list[dict[str, Any]]:
             "rank_correlation": rank_correlation(items), "memory_error": mean(memory) if memory else None,
         })
     return lines
+
+
+def peaks(results: Iterable[Result]) -> list[dict[str, Any]]:
+    """Of peak memory, by source and of all rows that state one: rows, mean absolute error, bias, the worst. Nothing of it is
+    fitted, so no source is left out."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        if result.memory_error is not None:
+            for name in ("all", result.source):
+                groups[name].append(result.memory_error)
+    return [
+        {"source": name, "rows": len(errors), "mean": mean(map(abs, errors)), "bias": mean(errors),
+         "worst": max(errors, key=abs)}
+        for name, errors in groups.items()
+    ]
 
 
 def rank_correlation(results: Iterable[Result]) -> float | None:
@@ -342,6 +379,9 @@ def show(results: Sequence[Result], console: Console) -> None:
         if line["rank_correlation"] is not None:
             order.add_row(line["source"], line["model"], line["device"], str(line["rows"]), f"{line['rank_correlation']:.2f}")
     console.print(order)
+    for line in peaks(results):
+        words = f"mean error {line['mean']:.1%}, bias {line['bias']:+.1%}, worst {line['worst']:+.0%}"
+        console.print(f"peak memory, {line['source']}: {line['rows']} rows, {words}")
     lost = regrets(results)
     if lost:
         good, three = (sum(line[key] <= 0.05 for line in lost) for key in ("regret", "regret_of_three"))
@@ -357,21 +397,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="a line of JSON per row as it comes, then one with the sources")
     parser.add_argument("--source", default="", help="only sources that hold this text")
     parser.add_argument("--trust", default="ABCD", help="only rows of these grades")
+    parser.add_argument("--peaks", action="store_true", help="only rows that state a peak memory")
     parser.add_argument("--limit", type=int, default=None, help="at most this many rows")
     parser.add_argument("--cache", type=Path, default=None, help="a folder that keeps captured graphs")
     options = parser.parse_args(arguments)
-    rows = rows_of(options.files, options.source, options.trust)[: options.limit]
+    rows = rows_of(options.files, options.source, options.trust)
+    rows = [row for row in rows if not options.peaks or number(row, "peak_mem_GB")][: options.limit]
     # rows of one captured graph follow each other
     rows.sort(key=lambda row: [text_of(row, key) for key in ("source", "model_name", "seq_len", "global_batch_seqs", "notes")])
     results = []
     for count, row in enumerate(rows, 1):
-        results.append(price(row, options.cache))
+        results.append(kept(row, options.cache))
         if options.json:
             print(json.dumps(asdict(results[-1]) | {"error": results[-1].error}), flush=True)
         print(f"\r{count}/{len(rows)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     if options.json:
-        print(json.dumps({"sources": summary(results), "models": ranks(results), "regrets": regrets(results)}))
+        print(json.dumps({"sources": summary(results), "models": ranks(results), "regrets": regrets(results),
+                          "peaks": peaks(results)}))
     else:
         show(results, Console(width=None if sys.stdout.isatty() else 200))
     return 0

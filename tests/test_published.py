@@ -516,16 +516,21 @@ def test_an_empty_row_is_a_row(published):
     assert (result.reason, result.row) == ("the source does not state gpu", "")
 
 
-def test_command_on_a_file_of_ones_own(published, tmp_path, capsys):
+def test_command_on_a_file_of_ones_own(published, tmp_path, capsys, monkeypatch):
     path = tmp_path / "mine.csv"
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, SMALL)
         writer.writeheader()
         writer.writerows([SMALL, {**SMALL, "gpu": "Other"}])
-    assert published.main([str(path), "--json"]) == 0
+    assert published.main([str(path), "--json", "--cache", str(tmp_path / "kept")]) == 0
     *rows, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert ["no device" in row["reason"] for row in rows] == [False, True]
     assert {line["priced"] for line in last["sources"]} == {0, 1}
+    monkeypatch.setattr(published, "price", None)  # what rows took is kept
+    assert published.main([str(path), "--json", "--cache", str(tmp_path / "kept")]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [*rows, last]
+    assert published.main([str(path), "--json", "--peaks"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1  # no row states a peak
 
 
 def test_rank_correlation(published):
@@ -537,5 +542,8 @@ def test_rank_correlation(published):
     assert published.rank_correlation(rows[:3]) is None
     assert published.regrets(rows) == [{"source": "here", "model": "small", "device": "A100-80GB", "rows": 4, "regret": 0,
                                         "regret_of_three": 0}]
+    held = [replace(row, measured_gb=10.0, predicted_gb=gb) for row, gb in zip(rows, (9.0, 12.0, 10.0, None), strict=True)]
+    both = {"rows": 3, "mean": pytest.approx(0.1), "bias": pytest.approx(1 / 30), "worst": pytest.approx(0.2)}
+    assert published.peaks(held) == [{"source": "all", **both}, {"source": "here", **both}]
     worse = [replace(rows[0], predicted_seconds=9.0), *rows[1:]]
     assert published.regrets(worse)[0]["regret"] == 2.0
