@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from typer.testing import CliRunner, Result
 from meshwright import api, progress
 from meshwright.api import graph_of
 from meshwright.cli import app
-from meshwright.commands.answers import BUG, DIFFERENT, NOTHING_FITS, WRONG
+from meshwright.commands.answers import BUG, CLOSED, DIFFERENT, NOTHING_FITS, WRONG
 from meshwright.commands.models import from_config
 from meshwright.commands.sizing import Size, front
 from meshwright.commands.verifying import distinct_ranks
@@ -216,11 +217,26 @@ def test_what_does_not_fit_has_a_code_of_its_own(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["error"] == "OutOfMemoryError"
 
 
+def test_an_answer_that_nobody_reads_or_that_finds_no_room(tmp_path: Path) -> None:
+    code = ("import typer; from meshwright.commands.answers import Commands, errors\n"
+            "def say():\n  with errors(False):\n    for _ in range(40000): print('a line')\n"
+            "app = typer.Typer(cls=Commands); app.command()(say); app.command('other')(say); app(['say'])")
+    shown = f'{sys.executable} -c "$0"'
+    full = f"ulimit -f 1; {shown} > {tmp_path}/full"
+    for words, wanted, said in ((f"{shown} | head -1", CLOSED, ""), (full, WRONG, "File too")):
+        for buffered in ("", "1"):
+            done = subprocess.run(["bash", "-c", f"{words}; exit ${{PIPESTATUS[0]}}", code], capture_output=True, text=True,
+                                  env={**os.environ, "PYTHONUNBUFFERED": buffered})
+            assert done.returncode == wanted, done.stderr
+            assert said in done.stderr
+            assert len(done.stderr.splitlines()) == bool(said)
+
+
 def test_a_config_that_names_a_class_without_a_loss(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "clip", "architectures": ["CLIPModel"]}')
+    (tmp_path / "config.json").write_text('{"model_type": "clip", "architectures": ["CLIPTextModel"]}')
     result = run("plan", tmp_path, "--cluster", "cpu:1x4")
     assert result.exit_code == WRONG
-    assert "CLIPModel" in result.stderr
+    assert "CLIPTextModel" in result.stderr
     assert "no loss" in result.stderr
     assert "module:callable" in result.stderr
 
@@ -608,6 +624,14 @@ def test_a_config_names_its_class(tmp_path: Path) -> None:
      "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_source_positions": 20},
     {"model_type": "audio-spectrogram-transformer", "architectures": ["ASTForAudioClassification"], "max_length": 32,
      "num_mel_bins": 16},
+    {"model_type": "clip", "architectures": ["CLIPModel"], "projection_dim": 16,
+     "text_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64,
+                     "vocab_size": 64},
+     "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64,
+                       "image_size": 16, "patch_size": 8}},
+    {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForSequenceClassification"], "layerdrop": 0.0, "conv_stride": [4],
+     "apply_spec_augment": False, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "conv_dim": [32],
+     "conv_kernel": [5], "num_feat_extract_layers": 1},
     {"model_type": "vision-encoder-decoder", "architectures": ["VisionEncoderDecoderModel"],
      "encoder": {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
                  "intermediate_size": 64, "image_size": 16, "patch_size": 8},

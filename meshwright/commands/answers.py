@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import sys
 import textwrap
 import traceback
@@ -16,7 +18,8 @@ from typer.core import TyperGroup
 
 from meshwright.errors import MeshwrightError
 
-DIFFERENT, WRONG, NOTHING_FITS, BUG, STOPPED = 1, 2, 3, 4, 130
+DIFFERENT, WRONG, NOTHING_FITS, BUG, STOPPED, CLOSED = 1, 2, 3, 4, 130, 141
+"""Exit codes; the last is a shell's for what writes into a pipe that nobody reads on (``meshwright show plan.json | head``)."""
 DEBUG: ContextVar[bool] = ContextVar("meshwright_debug", default=False)
 """Whether errors show their traceback."""
 UsageError: Any = typer.BadParameter.__base__
@@ -35,7 +38,15 @@ class Commands(TyperGroup):
         if not words or not standalone_mode:
             return super().main(words, prog_name, complete_var, standalone_mode, windows_expand_args, **options)
         try:
-            sys.exit(super().main(words, prog_name, complete_var, False, windows_expand_args, **options))
+            code = super().main(words, prog_name, complete_var, False, windows_expand_args, **options)
+            sys.stdout.flush()
+            sys.exit(code)
+        except OSError as error:  # the answer could not be written: nobody reads on, or a full disk
+            closed = isinstance(error, BrokenPipeError)
+            if not closed:
+                typer.echo(f"meshwright: stdout: {error.strerror}; make room, or write elsewhere", err=True)
+            _let_go()
+            sys.exit(CLOSED if closed else WRONG)
         except UsageError as error:
             where = error.ctx.command_path if error.ctx is not None else "meshwright"
             said = f"{' '.join(error.format_message().split()).rstrip('.')}; see {where} --help"
@@ -55,6 +66,9 @@ def errors(as_json: bool) -> Iterator[None]:
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _unread():
+            _let_go()
+            raise typer.Exit(CLOSED) from None
         if DEBUG.get():
             traceback.print_exc()
         known = isinstance(error, MeshwrightError | OSError)
@@ -69,6 +83,18 @@ def errors(as_json: bool) -> Iterator[None]:
         typer.echo(f"meshwright: {words}", err=True)
         fits = type(error).__name__ != "OutOfMemoryError"
         raise typer.Exit(BUG if not known else WRONG if fits else NOTHING_FITS) from None
+
+
+def _unread() -> bool:
+    """Whether stdout is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _let_go() -> None:
+    """What is still to be written goes nowhere, or Python would say again, as it ends, that it could not be."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def in_width(line: str) -> str:

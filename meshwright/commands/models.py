@@ -20,10 +20,8 @@ from meshwright.errors import InputError, MeshwrightError
 
 TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "WithLMHeadModel", "ForTokenClassification")
 """Ends of the names of classes whose labels are a token each."""
-READER = "VisionEncoderDecoderModel"
-"""One that reads an image and writes tokens."""
-KINDS = (*TOKENS, READER)
-"""Ends of the names of classes that make a loss, beside those with "For" in them."""
+WANTED = frozenset({"labels", "start_positions", "return_loss"})
+"""What the forward of a class is given to make a loss: one of these at least."""
 IMAGE = 224
 """Pixels along the sides of an image where the config does not say: ImageNet's."""
 FRAMES = 2
@@ -180,9 +178,14 @@ def _class_of(config: Any, transformers: Any) -> Any:
     """The first architecture that the config names and transformers has; None if there is none with a loss."""
     for name in getattr(config, "architectures", None) or ():
         cls = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
-        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and ("For" in name or name.endswith(KINDS)):
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and WANTED & _parameters(cls):
             return cls
     return None
+
+
+def _parameters(cls: type) -> frozenset[str]:
+    """What a class's forward is given, by name."""
+    return frozenset(inspect.signature(cls.forward).parameters)  # type: ignore[attr-defined]
 
 
 def example_of(model: Any, batch: int, sequence: int) -> dict[str, Any]:
@@ -202,15 +205,28 @@ def example_of(model: Any, batch: int, sequence: int) -> dict[str, Any]:
         return {"input_features": features, "labels": tokens}
     if model.main_input_name == "input_ids" and name.endswith("ForSequenceClassification"):
         return {"input_ids": tokens, "labels": labels}
-    if model.main_input_name == "pixel_values" and name.endswith(("ForImageClassification", READER)):
-        seen = model.config.encoder if name.endswith(READER) else model.config
-        size = getattr(seen, "image_size", IMAGE)
-        sides = (size, size) if isinstance(size, int) else tuple(size)
-        images = torch.zeros((batch, getattr(seen, "num_channels", 3), *sides), device="meta")
-        return {"pixel_values": images, "labels": tokens if name.endswith(READER) else labels}
+    writes = getattr(model.config, "is_encoder_decoder", False)
+    if model.main_input_name == "pixel_values" and (writes or name.endswith("ForImageClassification")):
+        images = _images(getattr(model.config, "encoder", model.config), batch)
+        return {"pixel_values": images, "labels": tokens if writes else labels}
+    if {"input_ids", "pixel_values", "return_loss"} <= _parameters(type(model)) and hasattr(model.config, "vision_config"):
+        return {"input_ids": tokens, "pixel_values": _images(model.config.vision_config, batch), "return_loss": True}
     sound = hasattr(model.config, "num_mel_bins") and hasattr(model.config, "max_length")
     if model.main_input_name == "input_values" and sound and name.endswith("ForAudioClassification"):
         heard = torch.zeros((batch, model.config.max_length, model.config.num_mel_bins), device="meta")
         return {"input_values": heard, "labels": labels}
+    wave = model.main_input_name == "input_values" and hasattr(model.config, "inputs_to_logits_ratio")
+    if wave and name.endswith("ForSequenceClassification"):
+        samples = sequence * model.config.inputs_to_logits_ratio  # of the wave, as many as positions are made of
+        return {"input_values": torch.zeros((batch, samples), device="meta"), "labels": labels}
     raise InputError(f"what a {name} is called with is not known here (it takes {model.main_input_name}); give a "
                      "'module:callable' that returns (model, example_inputs)")
+
+
+def _images(config: Any, batch: int) -> Any:
+    """As many images as samples, of the size that a config of vision names."""
+    import torch
+
+    size = getattr(config, "image_size", IMAGE)
+    sides = (size, size) if isinstance(size, int) else tuple(size)
+    return torch.zeros((batch, getattr(config, "num_channels", 3), *sides), device="meta")

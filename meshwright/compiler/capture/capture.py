@@ -215,8 +215,9 @@ _REMEDIES = (
     (("data-dependent", "datadependent", "unbacked", "_local_scalar_dense", "guardondata", ".item()"),
      "it branches on, or takes a number from, the contents of a tensor; use torch.where, or make it a Python argument. If a "
      "branch only raises for some inputs, torch._assert_async(condition, message) does, on every rank. A BatchNorm with "
-     "momentum=None wants a momentum; a torch.distributions object that looks at its arguments wants validate_args=False. If "
-     "it is a loop over experts that asks which tokens are theirs: of a transformers model set experts_implementation="
+     "momentum=None wants a momentum; a torch.distributions object that looks at its arguments wants validate_args=False. "
+     "Layers that are left out at random (layer drop) want that probability to be 0, in a config layerdrop=0. If it is a loop "
+     "over experts that asks which tokens are theirs: of a transformers model set experts_implementation="
      "\"grouped_mm\" (from_pretrained and from_config take it); of your own, sort the tokens by expert and use "
      "torch._grouped_mm, or compute every expert on all tokens"),
     (("attributeerror", "typeerror", "keyerror", "nameerror"),
