@@ -24,6 +24,7 @@ from torch.optim import SGD
 from meshwright.api import autoparallel
 from meshwright.errors import MeshwrightError
 from tests import backwards
+from tests.bodies import BODIES
 from tests.equality import RELATIVE, compare
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -271,7 +272,7 @@ MODELS: Mapping[str, Case] = {
     "hardest": of(dict, lambda m, x: x, lambda m, y, t, h: (y - t).square().mean((1, 2)).topk(3).values.mean()),
     "only in training": of(lambda: {"more": nn.Linear(D, D)}, only_in_training, in_training_more),
     "drawn, and no matter": of(dict, drawn), "running norms": of(lambda: {
-        "mean": nn.BatchNorm1d(T, momentum=None), "own": nn.InstanceNorm1d(T, track_running_stats=True),
+        "mean": nn.BatchNorm1d(T, momentum=0.3), "own": nn.InstanceNorm1d(T, track_running_stats=True),
         "plain": nn.BatchNorm1d(T, affine=False, track_running_stats=False)}, lambda m, x: m.plain(m.own(m.mean(x)))),
     "hook on a tensor": of(dict, hooked), "hook on a parameter": with_hook(lambda one: one.weight.register_hook),
     "hook after a gradient": with_hook(lambda one: one.bias.register_post_accumulate_grad_hook),
@@ -279,6 +280,7 @@ MODELS: Mapping[str, Case] = {
     "hook of a forward": with_hook(lambda one: one.register_forward_hook),
     "penalized": of(dict, lambda m, x: x, lambda m, y, t, h: (y - t).square().mean() + 0.01 * sum(
         p.abs().sum() for p in m.parameters()) + 0.1 * (m.mid.weight @ m.mid.weight.t()).norm()),
+    **BODIES,
 }
 """{name: (its parts, its body, its loss)}."""
 

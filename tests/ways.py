@@ -2,6 +2,7 @@
 
     python -m tests.ways            the ways of WAYS, a line for each trial that did not come out as it must
     python -m tests.ways -v tp      a line for each trial of one way
+    python -m tests.ways calls      of one of PARTS
 
 A trial is refused by an error of our own, with the words that it must say, or passes; on every rank alike. ``test_ways`` runs
 one of the ways.
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.api import autoparallel
 from meshwright.errors import MeshwrightError
+from meshwright.runtime.checks.elsewhere import Elsewhere
 from tests.equality import compare
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -294,8 +297,109 @@ def resumes(rank: int, pins: Mapping[str, Any]) -> list[Trial]:
     return [("an interrupted run", "", interrupted)]
 
 
+def around(rank: int, pins: Mapping[str, Any]) -> list[Trial]:
+    """What people put around a call or its backward: the same gradients, or refused."""
+    model = make()
+    parallel = _parallel(model, pins)
+
+    def loss() -> Tensor:
+        return parallel(**batch())["loss"]  # type: ignore[no-any-return]
+
+    def alike(step: Callable[[], Any]) -> Any:
+        """What differs after a backward in the module from one of the model."""
+        for one in (parallel, model):
+            one.zero_grad()
+        step()
+        model(**batch())["loss"].backward()
+        wanted = {name: p.grad for name, p in model.named_parameters()}
+        return [name for name, p in parallel.named_parameters() if p.numel()
+                and not torch.allclose(_whole(p.grad), wanted[name], rtol=1e-4, atol=1e-6)]
+
+    def kept_on_the_cpu() -> None:
+        with torch.autograd.graph.save_on_cpu():
+            found = loss()
+        found.backward()
+
+    def looked_for_anomalies() -> None:
+        with torch.autograd.detect_anomaly(check_nan=True):
+            loss().backward()
+
+    def twice() -> None:
+        found = loss()
+        found.backward()
+        try:
+            found.backward()
+        except RuntimeError:  # of one micro-batch torch's own, as in one process; gradients stay what they were
+            return
+        raise AssertionError("a second backward went through")
+
+    def stale() -> None:
+        found = loss()
+        with torch.no_grad():
+            for p in parallel.parameters():
+                p.mul_(1.0)
+        found.backward()
+
+    def twice_differentiable() -> None:
+        held = [p for p in parallel.parameters() if p.numel()]
+        torch.autograd.grad(loss(), held, create_graph=True, allow_unused=True)
+
+    def again(seed: int) -> list[float]:
+        other = make(p=0.3)
+        run = _parallel(other, pins)
+        torch.manual_seed(seed)
+        return [run(**batch(step))["loss"].item() for step in range(2)]
+
+    dummy, given = torch.ones((), requires_grad=True), batch()
+    return [
+        ("checkpointed", "torch.utils.checkpoint", lambda: checkpoint(lambda _: loss(), dummy, use_reentrant=False).backward()),
+        ("reentrant", "torch.utils.checkpoint", lambda: checkpoint(lambda _: loss(), dummy, use_reentrant=True).backward()),
+        ("vmap", "torch.func",
+         lambda: torch.vmap(lambda ids: parallel(**{**given, "ids": ids})["loss"])(given["ids"][None])),
+        ("torch.func.grad", "torch.func", lambda: torch.func.grad(lambda x: parallel(**given)["loss"] * x)(torch.ones(()))),
+        ("create_graph", "create_graph", twice_differentiable), ("a stale backward", "a forward and its", stale),
+        ("save_on_cpu", "", lambda: alike(kept_on_the_cpu)), ("detect_anomaly", "", lambda: alike(looked_for_anomalies)),
+        ("a second backward", "", lambda: alike(twice)),
+        ("a plain backward after all this", "", lambda: alike(lambda: loss().backward())),
+        ("seeded again", "", lambda: None if again(1) == again(99) else ["other numbers"]),
+    ]
+
+
+def outputs(rank: int, pins: Mapping[str, Any]) -> list[Trial]:
+    """What is computed from outputs is of the whole; in a pipeline every rank has all where nothing is trained."""
+    model = make()
+    parallel = _parallel(model, pins)
+
+    def numbers(training: bool, gradients: bool) -> Any:
+        found = []
+        with torch.set_grad_enabled(gradients):
+            for one in (model, parallel):
+                out, labels = one.train(training)(**batch()), batch()["labels"]
+                if training and gradients and isinstance(out["logits"], Elsewhere):
+                    return _elsewhere(out["logits"])
+                logits = out["logits"].detach()
+                found.append([float(x.detach()) for x in (
+                    out["loss"], logits.sum(), (logits.argmax(-1) == labels).double().mean(),
+                    logits.sort(-1).values[..., 0].mean(), logits[1, 2, 3], logits.topk(2).values.mean(),
+                    F.cross_entropy(logits.flatten(0, 1), labels.flatten()))])
+        parallel.train()
+        model.train()
+        return None if torch.allclose(*map(torch.tensor, found), rtol=1e-4) else found
+
+    return [(f"numbers, training={mode}, gradients={grad}", "", lambda mode=mode, grad=grad: numbers(mode, grad))
+            for mode in (True, False) for grad in (True, False)]
+
+
+def _elsewhere(logits: Elsewhere) -> Any:
+    """What is wrong with how it is refused."""
+    try:
+        return ["no refusal", logits.sum()]
+    except MeshwrightError as error:
+        return None if "of the pipeline" in str(error) and logits.shape == (4, 6, 32) else [str(error)]
+
+
 PARTS: Mapping[str, Callable[[int, Mapping[str, Any]], list[Trial]]] = {
-    one.__name__: one for one in (calls, modes, states, plans, resumes)
+    one.__name__: one for one in (calls, modes, states, plans, resumes, around, outputs)
 }
 _KEPT: list[nn.Module] = []
 """The models, which the parallel modules watch as long as they are there."""
@@ -317,6 +421,8 @@ def trials(rank: int, way: str, parts: Sequence[str] = tuple(PARTS)) -> list[tup
                 found.append((what, not bad and not word, str(wrong) if bad else "passes"))
             except MeshwrightError as error:
                 found.append((what, word != "" and word in str(error), f"refused: {type(error).__name__}: {error}"))
+            except Exception as error:
+                found.append((what, False, f"RAW {type(error).__name__}: {error}"))
     _KEPT.clear()
     return found
 
@@ -326,8 +432,9 @@ def main(arguments: Sequence[str]) -> int:
     from tests.pool import Pool
 
     pool, faults, count = Pool(), 0, 0
+    parts = tuple(name for name in arguments if name in PARTS) or tuple(PARTS)
     for way in [name for name in arguments if name in WAYS] or WAYS:
-        for (what, *one), (_, *two) in zip(*pool.run(2, trials, way, timeout=600), strict=True):
+        for (what, *one), (_, *two) in zip(*pool.run(2, trials, way, parts, timeout=600), strict=True):
             count += 1
             good = one[0] and two[0]
             faults += not good

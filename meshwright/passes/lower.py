@@ -197,7 +197,7 @@ class _Lowering:
             dims = rule.operands[position]
             cut = dims.index(time) if time is not None and time in dims else None
             names.append(self._operand(name, need, cut, draft))
-        assignment = dict(self.plan.assignments.get(op.name, {}))
+        assignment = {axis: f for axis, f in self.plan.assignments.get(op.name, {}).items() if self.mesh.size(axis) > 1}
         if time:
             assignment[TIME] = time
         timed = place(rule, assignment, self.timed, (True,) * len(op.inputs))

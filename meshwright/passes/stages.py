@@ -127,7 +127,8 @@ class _Cut:
             if new in self.made and ranks != {at[self.made[new]]}:
                 name = next(item.fqns[0] for item in self.program.stored if item.value == old)
                 raise PlanError(f"buffer {name!r} is updated in stage {self.made[new]} and read on the pipeline ranks "
-                                f"{sorted(ranks)}; cut the stages so that one rank does both")
+                                f"{sorted(ranks)}; cut the stages so that one rank does both (pins={{'stage_cuts': [the "
+                                f"modules at which stages start]}}), or plan without a pipeline (pins={{'pp': 1}})")
         held[at[0]] |= self.stored - set().union(*held)
         trained = [item for item in self.program.stored if item.trainable]
         for names in held:

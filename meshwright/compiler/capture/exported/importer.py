@@ -192,9 +192,10 @@ class _Importer:
             return  # an assertion about shapes and dtypes, which the trace has seen to
         else:
             raise CaptureError(
-                f"module {module!r} ({source}): {node.target} gives a number that depends on the data, and a static graph has "
-                "fixed shapes; use torch.where or a mask. Experts that are handed as many rows as they were chosen for: sort "
-                "the rows by expert and use torch._grouped_mm with offsets that stay a tensor", module=module, source=source,
+                f"module {module or '(root)'!r} ({source}): {node.target} gives a number that depends on the data, and a "
+                "static graph has fixed shapes; use torch.where or a mask. Experts that are handed as many rows as they were "
+                "chosen for: sort the rows by expert and use torch._grouped_mm with offsets that stay a tensor",
+                module=module, source=source,
             )
         kwargs = tuple((key, self._argument(value)) for key, value in node.kwargs.items())
         args = tuple(self._argument(arg) for arg in node.args)
@@ -224,7 +225,8 @@ class _Importer:
     def _value(self, name: str, tensor: torch.Tensor) -> None:
         shape = tuple(tensor.shape)
         if not all(type(size) is int for size in shape):
-            raise CaptureError(f"%{name} has shape {shape}, which depends on the data; a static graph has fixed shapes")
+            raise CaptureError(f"%{name} has shape {shape}, which depends on the data; a static graph has fixed shapes. What "
+                               "to do: keep all rows, and use torch.where or a mask instead of choosing some")
         self.values[name] = Value(name, shape, tensor.dtype)
 
     def _unique(self, name: str, taken: Iterable[str] = ()) -> str:
