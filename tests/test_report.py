@@ -9,15 +9,19 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from meshwright import Pins
+from meshwright.cost.cluster import Cluster
 from meshwright.cost.spread import apart
 from meshwright.ir.graph import Op, Ref, Value
 from meshwright.ir.plan import GroupChoice, Plan
 from meshwright.ir.prediction import SeenCandidate
 from meshwright.ir.writing.paths import fold_paths, unfold_paths
+from meshwright.planner import make_plan
 from meshwright.views.facts import facts_of, sections
 from meshwright.views.report import WIDTH, page, render, show
 from meshwright.views.words import axis_roles, not_told_apart
 from tests.handmade import handmade_plan
+from tests.test_pinning import graph
 
 PAGE = """\
 plan         dp=2 x tp=2 on cpu@host:1x4, 4 devices
@@ -34,6 +38,14 @@ certificate  gap 0.80% (objective 12.5 ms, lower bound 12.4 ms, optimal)
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     return handmade_plan()
+
+
+def test_over_one_rank_nothing_moves() -> None:
+    plan = make_plan(graph("mixtral"), Cluster.parse("h100:1x2"), Pins(dp=2, ep=2, tp=1, pp=1))
+    assert plan.mesh.size("dp") == 1
+    text = render(plan)
+    assert "@ep" in text
+    assert not re.search("[a-z]@dp", text)
 
 
 def test_header(plan: Plan) -> None:

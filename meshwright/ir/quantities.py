@@ -8,11 +8,13 @@ def seconds_text(value: float) -> str:
 
     >>> seconds_text(0.01213), seconds_text(74.2), seconds_text(3.5e-6), seconds_text(0.9996), seconds_text(12345.0)
     ('12.1 ms', '74.2 s', '3.5 us', '1 s', '12345 s')
+    >>> seconds_text(4.69e-9), seconds_text(0.0)
+    ('4.69 ns', '0 us')
     """
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= 0.9995 * size:  # what rounds to a thousand of a unit is one of the next
             return f"{value / size:.0f} {unit}" if value >= 999.5 * size else f"{value / size:.3g} {unit}"
-    return f"{value * 1e6:.3g} us"
+    return f"{value * 1e9:.3g} ns" if 0 < value < 0.9995e-7 else f"{value * 1e6:.3g} us"
 
 
 def count_text(number: int, what: str) -> str:

@@ -128,7 +128,8 @@ def facts_of(plan: Plan) -> Facts:
     steps = tuple(_steps(plan, program))
     steps = (*steps, *_late(program))
     inside = tuple(step for op in graph.ops for step in _internal(plan, op, rules[op.name]))
-    return Facts(plan, rules, placed, {item.value: item for item in program.stored}, (*inside, *steps))
+    moving = tuple(step for step in (*inside, *steps) if step.axis not in mesh.axes or mesh.size(step.axis) > 1)
+    return Facts(plan, rules, placed, {item.value: item for item in program.stored}, moving)  # over one rank nothing moves
 
 
 def _steps(plan: Plan, program: Program) -> Iterator[Collective]:
