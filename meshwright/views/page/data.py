@@ -205,7 +205,8 @@ class _Page:
                  [bytes_text(predicted.bytes_per_rank), f"of {bytes_text(predicted.capacity_bytes)} on the fullest device"]]
         found += [[f"{predicted.mfu:.1%}", "MFU"]] if predicted.mfu is not None else []
         found += [[f"{predicted.tokens_per_second:,.0f}", "tokens/s"]] if predicted.tokens_per_second is not None else []
-        return [*found, [f"{mesh.world:,}", "devices"], [str(self.plan.schedule.microbatches), "micro-batches"]]
+        counts = (mesh.world, "device"), (self.plan.schedule.microbatches, "micro-batch")
+        return [*found, *(count_text(number, what).split(" ", 1) for number, what in counts)]
 
     def _memory(self) -> dict[str, Any] | None:
         predicted = self.plan.predicted
