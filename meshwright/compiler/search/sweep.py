@@ -330,7 +330,8 @@ class Sweep:
             return self._refused
         unclear = [*self._refused_free, *([self._refused] if self._refused else []), self.bounds.refused]
         found = next((error for error in unclear if error is not None), None)
-        return found or PlanError(f"no layout of {self.task.cluster} runs this model at this batch")
+        return found or PlanError(f"no layout of {self.task.cluster} runs this model at this batch under the pins that were "
+                                  "given; leave out some of them (recompute, schedule, stage_cuts, microbatches)")
 
     def _nearest_crowded(self, least: float) -> list[Candidate]:
         """Of the free layouts that were never solved for their memory those to say what binds: of the least bytes, if these are
