@@ -369,19 +369,21 @@ class _Program(LinearProgram):
         nothing is told apart."""
         several = np.flatnonzero(self.members > 1)
         by_class, own = self.of[:, None] == several, np.arange(self.table.pp)[:, None] == self.ranks
-        whole = own @ (point.amounts @ by_class)
         each = np.array([self.ways[:3, ways].sum(axis=0).min() for ways in by_class.T])
-        seconds = np.abs(whole - np.round(whole)) * each * self.table.microbatches
-        cut = self._spread(point)
-        if cut is not None and cut[0] >= seconds.max(initial=0.0):
+        stages = point.amounts @ by_class
+        cut, found = self._spread(point), list[tuple[float, np.ndarray, float]]()
+        for whole, times in ((own @ stages, self.table.microbatches), (stages, 1)):
+            off = np.abs(whole - np.round(whole))
+            seconds = np.where(off > _WHOLE, off, 0.0) * each * times
+            if seconds.max(initial=0.0) > 0.0:
+                at, number = np.unravel_index(int(seconds.argmax()), seconds.shape)
+                rows = self.amounts[own[at]] if times > 1 else self.amounts[at : at + 1]
+                found.append((float(seconds.max()), rows[:, by_class[:, number]].ravel(), float(np.floor(whole[at, number]))))
+        best = max(found, key=lambda one: one[0], default=(0.0, np.zeros(0), 0.0))
+        if cut is not None and cut[0] >= best[0]:
             return ([(cut[1], 1.0)], 0.0, 0.0), ([(cut[2], 1.0)], 0.0, 0.0)
-        if not len(several):
-            return ()
-        rank, number = np.unravel_index(int(seconds.argmax()), seconds.shape)
-        if abs(whole[rank, number] - round(whole[rank, number])) <= _WHOLE:
-            return ()
-        amounts, below = self.amounts[own[rank]][:, by_class[:, number]].ravel(), float(np.floor(whole[rank, number]))
-        return ([(amounts, 1.0)], 0.0, below), ([(amounts, 1.0)], below + 1.0, math.inf)
+        _, amounts, below = best
+        return (([(amounts, 1.0)], 0.0, below), ([(amounts, 1.0)], below + 1.0, math.inf)) if len(amounts) else ()
 
     def _spread(self, point: _Point) -> tuple[float, np.ndarray, np.ndarray] | None:
         """Of the cut whose corners are not neighbours, where that spares most seconds of crossings in all micro-batches: these
