@@ -307,6 +307,30 @@ def test_logits_of_a_sequence_over_two_axes_are_counted_as_they_are_replayed() -
     assert all(0.95 < ratio < 1.05 for ratio in ratios), ratios
 
 
+def test_exchanges_whose_results_are_kept_are_counted_as_they_are_replayed() -> None:
+    """Queries, keys and values made of pieces of a sequence come to their heads by an all-to-all, whose results selective
+    recomputation keeps, as those of the products before it: of every further layer, in bytes."""
+    found: list[tuple[float, float]] = []
+
+    def seen(plan: Plan, replayed: Prediction) -> Prediction:
+        assert plan.predicted is not None
+        found.append((plan.predicted.bytes_by_kind["activations"], replayed.bytes_by_kind["activations"]))
+        return replayed
+
+    for layers in (2, 5):
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=8,
+            num_key_value_heads=8, use_cache=False,
+        )
+        ids = torch.empty((8, 2048), dtype=torch.long, device="meta")
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        graph = capture_model(model, (ids,), {"labels": ids}, (), None, "bf16")
+        searched(graph, "h100:1x4", Pins(cp=4, attention="ulysses", recompute="selective"), seen)
+    (counted, replayed), (more_counted, more_replayed) = found
+    assert more_counted - counted == pytest.approx(more_replayed - replayed, rel=0.01)
+
+
 def test_no_layout_needs_less_than_is_proven_at_once() -> None:
     """Against the leanest plan that the solver finds of every layout and number of micro-batches."""
     graph, cluster = graph_of(Stack(3, 256), 16, 64, 256), Cluster.parse("h100:1x4").with_memory(4 * MIB)

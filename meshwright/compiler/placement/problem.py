@@ -51,6 +51,7 @@ from meshwright.compiler.structure.microbatch import made_alone
 from meshwright.compiler.structure.positions import alike, renaming
 from meshwright.cost.memory.saved import not_repeated
 from meshwright.ir.plan import GroupChoice, PlanError, Schedule
+from meshwright.ir.reshard import STEPS
 from meshwright.ir.sharding import Sharding
 
 
@@ -68,6 +69,9 @@ WIDEST = 1 << 24
 RECOMPUTED, SKIPPED = _later(True), _later(False)
 
 
+ONCE = np.ones(RESOURCES)
+"""Of what changes in a way whose result is kept: all of it where it would not have run again."""
+ONCE[SEND_BACK] = 0.0
 AHEAD = np.zeros((RESOURCES, RESOURCES))
 """Resources of a part of a position -> those of its forward alone."""
 AHEAD[[FORWARD, SEND, HOST, GATHER], [FORWARD, SEND, HOST, GATHER]] = 1.0
@@ -208,7 +212,7 @@ class Problem:
                 unary, edges = self._kept(model, number, variant, model.unary), model.edges
             else:
                 if variant.recompute not in known:
-                    known[variant.recompute] = self._recomputed(number, model, self._lasting(number, variant.recompute))
+                    known[variant.recompute] = self._recomputed(number, model, variant.recompute)
                 again, edges, skipped = known[variant.recompute]
                 unary = self._kept(model, number, variant, again, skipped)
             unary, edges = self._with_ahead(number, model, unary, edges, variant)
@@ -237,8 +241,12 @@ class Problem:
                 once = [var in skipped for var in range(len(model.unary))]
                 once += [makers.get(e.i, e.i) in skipped or (e.j in at_end and e.j != last) for e in model.edges]
                 once += [var in skipped for var, _ in uses]
-                at = np.array(once)
+                at, ways = np.array(once), self._lasting_ways(variant.recompute)
                 total = _again(parts[~at].sum(axis=0), False) + _again(parts[at].sum(axis=0), True)
+                for e, skip in zip(model.edges, once[len(model.unary) :], strict=False):
+                    more = self.tables.kept_ways(e.table, ways) if ways else None
+                    if more is not None:
+                        total += Edge(e.i, e.j, more, e.rows, e.cols).cost(chosen[e.i], chosen[e.j]) * (ONCE if skip else 1.0)
                 total[SAVED] += entry + sum(self._results(first, model, var)[chosen[var]] for var in lasting)
             found.append(total + np.where(np.isinf(whole), 0.0, whole) @ AHEAD if self._ahead(first) else total)
         return found
@@ -305,12 +313,13 @@ class Problem:
         return Neighbours(ahead=max(served) > 0, behind=min(served) < len(self.graph.blocks) - 1)
 
     def _recomputed(
-        self, number: int, model: Model, lasting: frozenset[int]
+        self, number: int, model: Model, recompute: str
     ) -> tuple[list[Array], list[Edge], frozenset[int]]:
-        """The block whose forward runs again in the backward, but for the ``lasting`` operators, whose results are kept,
-        and for those at its end that nothing in the backward waits for; and all these operators."""
+        """The block whose forward runs again in the backward, but for what its recomputation keeps the results of, and for
+        those operators at its end that nothing in the backward waits for; and these and the ones whose results are kept."""
         seen: dict[tuple[int, bool], Array] = {}
         last, at_end = self._skipped(number)
+        lasting, ways = self._lasting(number, recompute), self._lasting_ways(recompute)
         skipped = lasting | at_end
 
         def through(table: Array, skip: bool) -> Array:
@@ -327,11 +336,15 @@ class Problem:
                 held = [self.tables.bytes(name, state) for state in states]
                 changed[var] = changed[var] + np.outer(held, np.eye(RESOURCES)[SAVED])
         makers = {var: model.makers.get(name, -1) for name, (var, _) in model.copies.items()}
-        edges = []
+        edges, kept = [], dict[object, Array]()
         for e in model.edges:
             maker = makers.get(e.i, e.i)
-            table = through(e.table, maker in skipped or (e.j in at_end and e.j != last))
-            edges.append(Edge(e.i, e.j, table, e.rows, e.cols))
+            skip = maker in skipped or (e.j in at_end and e.j != last)
+            table, key = through(e.table, skip), (id(e.table), skip)
+            if key not in kept:
+                more = self.tables.kept_ways(e.table, ways)
+                kept[key] = table if more is None else table + (more if not skip else more * ONCE)
+            edges.append(Edge(e.i, e.j, kept[key], e.rows, e.cols))
         return changed, edges, skipped
 
     def recomputed(self, number: int, var: int, recompute: str, reader: int = -1) -> Array:
@@ -344,15 +357,17 @@ class Problem:
         return SKIPPED if stays else RECOMPUTED
 
     def _results(self, number: int, model: Model, var: int) -> list[float]:
-        """Bytes of what an operator makes under each of its choices; of a sum that is pending, and of its pieces after it."""
+        """Bytes of what an operator makes under each of its choices."""
         op = self.positions[number].ops(self.graph)[var]
         return [
-            sum(
-                self.tables.bytes(name, state) * (1.0 + (1.0 / self.mesh.size(tuple(state.partial)) if state.partial else 0.0))
-                for name, state in zip(op.outputs, placed.results, strict=True)
-            )
+            sum(self.tables.bytes(name, state) for name, state in zip(op.outputs, placed.results, strict=True))
             for placed in model.placed[var]
         ]
+
+    def _lasting_ways(self, recompute: str) -> frozenset[str]:
+        """Steps of reshards whose results are kept under a recomputation."""
+        operators = self.builder.rules.operators
+        return frozenset(kind for kind in STEPS if operators[f"mw.{kind}"].keeps_results(recompute))
 
     def _skipped(self, number: int) -> tuple[int, frozenset[int]]:
         """The last operator that keeps anything, and those that recomputation does not come to: what follows it, and itself

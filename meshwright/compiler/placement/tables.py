@@ -6,14 +6,14 @@ same ones. Shapes are those of one micro-batch; seconds are those of the whole s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.compiler.placement.costs import RESOURCES, SAVED, SEND, SEND_BACK, Costs, Neighbours, Variant
-from meshwright.compiler.placement.paths import paths
+from meshwright.compiler.placement.costs import RESOURCES, SAVED, SEND, SEND_BACK, TRANSIENT, Costs, Neighbours, Variant
+from meshwright.compiler.placement.paths import Paths, paths
 from meshwright.compiler.structure.activations import Saved, Shape
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import HEADS, SEQUENCE, Mesh
@@ -37,6 +37,7 @@ class ResourceTables:
         self.shapes, self.saved, self.splits = shapes, saved, splits
         self.trainable = {param.value: param.trainable for param in graph.params}
         self._tables: dict[object, Array] = {}
+        self._moves: dict[int, tuple[Paths, float, Array]] = {}  # by the id of a table: bytes, seconds of the steps' forward
         self._states: dict[tuple[Shape, bool, Opened], list[Sharding]] = {}
         self._once = {name for op in graph.ops if schedule.once(op.name) for name in op.outputs}
 
@@ -121,6 +122,7 @@ class ResourceTables:
                 for kind, axis, split in moves.steps
             ])
             table[:, :, [SEND, SEND_BACK]] = moves.counts @ (times * seconds)
+            self._moves[id(table)] = moves, whole, times * seconds[:, 0]
         if kept:
             parts = [[self.mesh.size(one.split_axes) for one in ends] for ends in (sources, targets)]
             again = moves.gathered & (shard and not self.costs.device.keeps_gathered)
@@ -132,6 +134,27 @@ class ResourceTables:
         table[moves.impossible] = np.inf
         self._tables[key] = table
         return table
+
+    def kept_ways(self, table: Array, lasting: Collection[str]) -> Array | None:
+        """Of a table of reshards what changes in each where its block is recomputed, beside what ``RECOMPUTED`` says, for the
+        results of ``lasting`` kinds of steps are kept: they do not run again, and what they made need not come back."""
+        moves, whole, seconds = self._moves.get(id(table), (None, 0.0, np.zeros(0)))
+        stays = np.array([kind in lasting for kind, _, _ in moves.steps]) if moves else np.zeros(0, dtype=bool)
+        if moves is None or not stays.any():
+            return None
+        key = "kept ways", id(table), frozenset(lasting)
+        if key in self._tables:
+            return self._tables[key]
+        pieces = [self.mesh.size(split) * (self.mesh.size(axis) if kind == "reduce_scatter" else 1)
+                  for kind, axis, split in moves.steps]
+        found = np.zeros_like(table)
+        found[:, :, SAVED] = moves.counts @ np.where(stays, whole / np.array(pieces), 0.0)
+        found[:, :, SEND_BACK] = -(moves.counts @ np.where(stays, seconds, 0.0))
+        whole_way = (moves.counts @ ~stays) == 0
+        comes_back = np.minimum(table[:, :, SAVED], found[:, :, SAVED])
+        found[:, :, TRANSIENT] = -np.where(whole_way & ~moves.impossible, comes_back, 0.0)
+        self._tables[key] = found
+        return found
 
     def parameter(
         self, name: str, needs: Sequence[Sharding], variant: Variant, group: float, unit: Neighbours, late: float
