@@ -233,7 +233,7 @@ class Sweep:
         try:
             deadline = max(_PROVEN * self.limit, self.effort + _REST * self.limit)
             self._left += self._sweep(nodes + self._second_dive(piped), deadline)
-            if self._left and self._cut and min(self._left) < self._cut[0]:  # sharper bounds of others would prove nothing
+            if self._left and (not self._cut or min(self._left) < self._cut[0]):  # sharper bounds of these would prove nothing
                 self._left = self._sweep(self._left, max(self.limit, deadline))
             self._sharpen()
         except (PinError, PlanError) as error:
