@@ -331,6 +331,30 @@ def test_exchanges_whose_results_are_kept_are_counted_as_they_are_replayed() -> 
     assert more_counted - counted == pytest.approx(more_replayed - replayed, rel=0.01)
 
 
+@pytest.mark.parametrize(("recompute", "count"), [("full", 1), ("full", 2), ("selective", 1)])
+def test_what_blocks_hand_to_the_caller_stays_though_they_run_again(recompute: str, count: int) -> None:
+    """Attentions of every layer: counted with what comes back they are those of one block; of stages, less than nothing."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=12, num_attention_heads=4,
+        num_key_value_heads=4, use_cache=False, attn_implementation="eager", output_attentions=True,
+    )
+    ids = torch.empty((8, 256), dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    graph = capture_model(model, (ids,), {"labels": ids}, (), None, "bf16")
+    ratios: list[float] = []
+
+    def seen(plan: Plan, found: Prediction) -> Prediction:
+        assert plan.predicted is not None
+        ratios.append(plan.predicted.bytes_per_rank / found.bytes_per_rank)
+        return found
+
+    searched(graph, "h100:1x2", Pins(dp=2, tp=1, recompute=recompute, microbatches=count), seen)
+    assert ratios
+    assert all(0.95 < ratio < 1.05 for ratio in ratios), ratios
+    assert searched(graph, "h100:1x2", Pins(pp=2, schedule="1f1b", recompute=recompute, microbatches=4)).pipeline is not None
+
+
 def test_no_layout_needs_less_than_is_proven_at_once() -> None:
     """Against the leanest plan that the solver finds of every layout and number of micro-batches."""
     graph, cluster = graph_of(Stack(3, 256), 16, 64, 256), Cluster.parse("h100:1x4").with_memory(4 * MIB)

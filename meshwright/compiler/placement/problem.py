@@ -50,6 +50,7 @@ from meshwright.compiler.solver.chain import BlockModel, Chain, Edge, Kind, Solu
 from meshwright.compiler.structure.microbatch import made_alone
 from meshwright.compiler.structure.positions import alike, renaming
 from meshwright.cost.memory.saved import not_repeated
+from meshwright.cost.memory.working import held_outputs
 from meshwright.ir.plan import GroupChoice, PlanError, Schedule
 from meshwright.ir.reshard import STEPS
 from meshwright.ir.sharding import Sharding
@@ -69,6 +70,7 @@ WIDEST = 1 << 24
 RECOMPUTED, SKIPPED = _later(True), _later(False)
 
 
+UNIT = np.eye(RESOURCES)
 ONCE = np.ones(RESOURCES)
 """Of what changes in a way whose result is kept: all of it where it would not have run again."""
 ONCE[SEND_BACK] = 0.0
@@ -248,6 +250,8 @@ class Problem:
                     if more is not None:
                         total += Edge(e.i, e.j, more, e.rows, e.cols).cost(chosen[e.i], chosen[e.j]) * (ONCE if skip else 1.0)
                 total[SAVED] += entry + sum(self._results(first, model, var)[chosen[var]] for var in lasting)
+                for var, held in self._for_the_caller(first, model).items():
+                    total += held[chosen[var]]
             found.append(total + np.where(np.isinf(whole), 0.0, whole) @ AHEAD if self._ahead(first) else total)
         return found
 
@@ -335,6 +339,8 @@ class Problem:
             if var in model.entry:
                 held = [self.tables.bytes(name, state) for state in states]
                 changed[var] = changed[var] + np.outer(held, np.eye(RESOURCES)[SAVED])
+        for var, changes in self._for_the_caller(number, model).items():
+            changed[var] = changed[var] + changes
         makers = {var: model.makers.get(name, -1) for name, (var, _) in model.copies.items()}
         edges, kept = [], dict[object, Array]()
         for e in model.edges:
@@ -355,6 +361,20 @@ class Problem:
         last, skipped = self._skipped(number)
         stays = var in self._lasting(number, recompute) or var in skipped or (reader in skipped and reader != last)
         return SKIPPED if stays else RECOMPUTED
+
+    def _for_the_caller(self, number: int, model: Model) -> dict[int, Array]:
+        """{operator: what changes [choices, K] where it runs again}: outputs of the model are held for the caller (``_output``
+        of the builder), all of them if the backward keeps none."""
+        ops, found = self.positions[number].ops(self.graph), dict[int, Array]()
+        for name in model.makers.keys() & set(self.graph.outputs) - model.states.keys():
+            var, saved = model.makers[name], name in self.tables.saved.values
+            states = [placed.results[ops[var].outputs.index(name)] for placed in model.placed[var]]
+            times = np.array([[held_outputs(self.schedule.microbatches, kept, state) for state in states]
+                              for kept in (False, saved)])
+            bytes_ = np.array([self.tables.bytes(name, state) for state in states])
+            changes = np.outer(times[0] * bytes_, UNIT[SAVED]) - np.outer(times[1] * bytes_, UNIT[TRANSIENT])
+            found[var] = found.get(var, np.zeros((len(states), RESOURCES))) + changes
+        return found
 
     def _results(self, number: int, model: Model, var: int) -> list[float]:
         """Bytes of what an operator makes under each of its choices."""
