@@ -284,16 +284,20 @@ def test_memory_is_counted_as_it_is_replayed_with_masks_and_logits(cluster: str,
     assert all(0.95 < ratio < 1.05 for ratio in ratios), ratios
 
 
+def llama(tokens: tuple[int, int], layers: int, width: int, heads: int, **config: Any) -> Graph:
+    """Without values, with labels."""
+    ids = torch.empty(tokens, dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(
+            hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=heads,
+            num_key_value_heads=heads, use_cache=False, **{"vocab_size": 64, **config},
+        ))
+    return capture_model(model, (ids,), {"labels": ids}, (), None, "bf16")
+
+
 def test_logits_of_a_sequence_over_two_axes_are_counted_as_they_are_replayed() -> None:
     """They come back in the caller's order without ever being whole over one of the axes."""
-    config = LlamaConfig(
-        vocab_size=8192, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, use_cache=False,
-    )
-    ids = torch.empty((4, 4096), dtype=torch.long, device="meta")
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    graph = capture_model(model, (ids,), {"labels": ids}, (), None, "bf16")
+    graph = llama((4, 4096), 2, 64, 4, vocab_size=8192)
     ratios: list[float] = []
 
     def seen(plan: Plan, found: Prediction) -> Prediction:
@@ -318,15 +322,7 @@ def test_exchanges_whose_results_are_kept_are_counted_as_they_are_replayed() -> 
         return replayed
 
     for layers in (2, 5):
-        config = LlamaConfig(
-            vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=8,
-            num_key_value_heads=8, use_cache=False,
-        )
-        ids = torch.empty((8, 2048), dtype=torch.long, device="meta")
-        with torch.device("meta"):
-            model = LlamaForCausalLM(config)
-        graph = capture_model(model, (ids,), {"labels": ids}, (), None, "bf16")
-        searched(graph, "h100:1x4", Pins(cp=4, attention="ulysses", recompute="selective"), seen)
+        searched(llama((8, 2048), layers, 256, 8), "h100:1x4", Pins(cp=4, attention="ulysses", recompute="selective"), seen)
     (counted, replayed), (more_counted, more_replayed) = found
     assert more_counted - counted == pytest.approx(more_replayed - replayed, rel=0.01)
 
@@ -334,14 +330,7 @@ def test_exchanges_whose_results_are_kept_are_counted_as_they_are_replayed() -> 
 @pytest.mark.parametrize(("recompute", "count"), [("full", 1), ("full", 2), ("selective", 1)])
 def test_what_blocks_hand_to_the_caller_stays_though_they_run_again(recompute: str, count: int) -> None:
     """Attentions of every layer: counted with what comes back they are those of one block; of stages, less than nothing."""
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=12, num_attention_heads=4,
-        num_key_value_heads=4, use_cache=False, attn_implementation="eager", output_attentions=True,
-    )
-    ids = torch.empty((8, 256), dtype=torch.long, device="meta")
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    graph = capture_model(model, (ids,), {"labels": ids}, (), None, "bf16")
+    graph = llama((8, 256), 12, 64, 4, attn_implementation="eager", output_attentions=True)
     ratios: list[float] = []
 
     def seen(plan: Plan, found: Prediction) -> Prediction:
