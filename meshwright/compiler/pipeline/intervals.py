@@ -152,6 +152,11 @@ class Intervals:
         """The six sums of every interval, [6, options, n + 1, n + 1]."""
         return np.asarray(self.prefix[:, :, None, :] - self.prefix[:, :, :, None])
 
+    @property
+    def work(self) -> np.ndarray:
+        """Seconds of every unit in the fastest way, [n]."""
+        return np.asarray(np.diff(self.prefix[:3].sum(axis=0), axis=1).min(axis=0))
+
     def cheapest(self) -> np.ndarray:
         """Prefix sums of the six when every unit runs under the option that is best for that sum: [6, n + 1]."""
         least = np.diff(self.prefix, axis=2).min(axis=1)

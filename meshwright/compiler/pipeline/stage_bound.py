@@ -44,7 +44,7 @@ def packing_bound(units: Intervals, name: str, pp: int, microbatches: int) -> fl
     Of the k pp + 1 longest units some rank has k + 1, at least the shortest of them; and a micro-batch goes through
     everything while the longest unit does all the others.
     """
-    work = np.sort(np.diff(units.prefix[:3].sum(axis=0), axis=1).min(axis=0))[::-1]
+    work = np.sort(units.work)[::-1]
     shares = [work[k * pp - k : k * pp + 1].sum() for k in range((len(work) - 1) // pp + 1)]
     least = units.cheapest()
     ahead, back = least[0], least[1] if schedule_of(name).split else least[1] + least[2]
@@ -59,9 +59,9 @@ def link_bound(
     """``link_floor`` of units that may each run in the fastest way."""
     least = units.cheapest()
     back = least[1] if schedule_of(name).split else least[1] + least[2]
-    work = np.diff(units.prefix[:3].sum(axis=0), axis=1).min(axis=0)
     return link_floor(
-        units.value, units.gradient, work, float(least[0][-1]), float(back[-1]), name, pp, virtual_stages, microbatches, cutoff,
+        units.value, units.gradient, units.work, float(least[0][-1]), float(back[-1]), name, pp, virtual_stages, microbatches,
+        cutoff,
     )
 
 

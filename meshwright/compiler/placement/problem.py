@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -71,9 +72,6 @@ RECOMPUTED, SKIPPED = _later(True), _later(False)
 
 
 UNIT = np.eye(RESOURCES)
-ONCE = np.ones(RESOURCES)
-"""Of what changes in a way whose result is kept: all of it where it would not have run again."""
-ONCE[SEND_BACK] = 0.0
 AHEAD = np.zeros((RESOURCES, RESOURCES))
 """Resources of a part of a position -> those of its forward alone."""
 AHEAD[[FORWARD, SEND, HOST, GATHER], [FORWARD, SEND, HOST, GATHER]] = 1.0
@@ -83,6 +81,16 @@ def _again(table: Array, skip: bool) -> Array:
     """Resources [..., K] of what runs again in the backward, or (``skip``) of what only keeps nothing there."""
     forbidden = np.isinf(table)
     return np.where(forbidden, np.inf, np.where(forbidden, 0.0, table) @ (SKIPPED if skip else RECOMPUTED))
+
+
+class Repeats(NamedTuple):
+    """What of a block does not run again in the backward when it is recomputed: of its variables and of its edges each, and the
+    steps of reshards (``ways``) whose results are kept; resources [choices, K] of some variables ``beside``."""
+
+    variables: list[bool]
+    edges: list[bool]
+    ways: frozenset[str]
+    beside: dict[int, Array]
 
 
 class Problem:
@@ -125,6 +133,7 @@ class Problem:
             if first == number:
                 models[number] = self.builder.build(position, self._alike[number])
         self._models = reachable(models, self._serves)
+        self._known_repeats: dict[tuple[int, str], Repeats] = {}
 
     def model(self, number: int) -> Model:
         """The model of a position; positions that are alike have the same."""
@@ -207,7 +216,7 @@ class Problem:
             unary, edges = self._with_ahead(number, model, model.unary, model.edges, None)
             block = BlockModel(tuple(model.sizes), tuple(unary), tuple(edges))
             return Kind((block,), (np.zeros(RESOURCES),), *coupling)
-        known: dict[str, tuple[list[Array], list[Edge], frozenset[int]]] = {}
+        known: dict[str, tuple[list[Array], list[Edge]]] = {}
         blocks = []
         for variant in self.open(number):
             if variant.recompute == "none":
@@ -215,8 +224,8 @@ class Problem:
             else:
                 if variant.recompute not in known:
                     known[variant.recompute] = self._recomputed(number, model, variant.recompute)
-                again, edges, skipped = known[variant.recompute]
-                unary = self._kept(model, number, variant, again, skipped)
+                again, edges = known[variant.recompute]
+                unary = self._kept(model, number, variant, again, self._repeats(number, variant.recompute).variables)
             unary, edges = self._with_ahead(number, model, unary, edges, variant)
             blocks.append(BlockModel(tuple(model.sizes), tuple(unary), tuple(edges)))
         return Kind(tuple(blocks), tuple(np.zeros(RESOURCES) for _ in blocks), *coupling)
@@ -225,12 +234,9 @@ class Problem:
         """Resources [K] of a position's block kept in each of some ways, if its variables have these choices: what its models
         in a chain say of them, without the tables of all others."""
         first = self._serves[number]
-        model, (last, at_end) = self.model(first), self._skipped(first)
-        makers = {var: model.makers.get(name, -1) for name, (var, _) in model.copies.items()}
+        model = self.model(first)
         rows = [table[at] for table, at in zip(model.unary, chosen, strict=True)]
         rows += [e.cost(chosen[e.i], chosen[e.j]) for e in model.edges]
-        entry = sum(self.tables.bytes(name, states[chosen[var]]) for name, (var, states) in model.states.items()
-                    if var in model.entry)
         found = []
         for variant in variants:
             uses = [(var, self.builder.parameter(model, name, [needs[chosen[var]]], variant, self._unit(first))[0])
@@ -238,20 +244,14 @@ class Problem:
             parts = np.array([*rows, *(row for _, row in uses)])
             whole = total = parts.sum(axis=0)
             if variant.recompute != "none":
-                lasting = self._lasting(first, variant.recompute)
-                skipped = lasting | at_end
-                once = [var in skipped for var in range(len(model.unary))]
-                once += [makers.get(e.i, e.i) in skipped or (e.j in at_end and e.j != last) for e in model.edges]
-                once += [var in skipped for var, _ in uses]
-                at, ways = np.array(once), self._lasting_ways(variant.recompute)
-                total = _again(parts[~at].sum(axis=0), False) + _again(parts[at].sum(axis=0), True)
-                for e, skip in zip(model.edges, once[len(model.unary) :], strict=False):
-                    more = self.tables.kept_ways(e.table, ways) if ways else None
+                repeats = self._repeats(first, variant.recompute)
+                once = np.array([*repeats.variables, *repeats.edges, *(repeats.variables[var] for var, _ in uses)])
+                total = _again(parts[~once].sum(axis=0), False) + _again(parts[once].sum(axis=0), True)
+                for e, skip in zip(model.edges, repeats.edges, strict=True):
+                    more = self.tables.kept_ways(e.table, repeats.ways, not skip)
                     if more is not None:
-                        total += Edge(e.i, e.j, more, e.rows, e.cols).cost(chosen[e.i], chosen[e.j]) * (ONCE if skip else 1.0)
-                total[SAVED] += entry + sum(self._results(first, model, var)[chosen[var]] for var in lasting)
-                for var, held in self._for_the_caller(first, model).items():
-                    total += held[chosen[var]]
+                        total += Edge(e.i, e.j, more, e.rows, e.cols).cost(chosen[e.i], chosen[e.j])
+                total += sum(table[chosen[var]] for var, table in repeats.beside.items())
             found.append(total + np.where(np.isinf(whole), 0.0, whole) @ AHEAD if self._ahead(first) else total)
         return found
 
@@ -291,14 +291,14 @@ class Problem:
         return variables, ways
 
     def _kept(
-        self, model: Model, number: int, variant: Variant, unary: Sequence[Array], skipped: frozenset[int] | None = None
+        self, model: Model, number: int, variant: Variant, unary: Sequence[Array], skipped: Sequence[bool] | None = None
     ) -> list[Array]:
         """What every operator of a block costs, with its parameters kept as ``variant`` says; what reads none has the table of
-        ``unary``. ``skipped``: where the forward runs again, the operators that do not."""
+        ``unary``. ``skipped``: where the forward runs again, whether each operator does not."""
         found, unit = list(unary), self._unit(number)
         for var, name, needs in model.parameter_uses:
             costs = self.builder.parameter(model, name, needs, variant, unit)
-            found[var] = found[var] + (costs if skipped is None else _again(costs, var in skipped))
+            found[var] = found[var] + (costs if skipped is None else _again(costs, skipped[var]))
         return found
 
     def open(self, number: int) -> tuple[Variant, ...]:
@@ -316,42 +316,45 @@ class Problem:
         served = [self.positions[n].block for n, first in enumerate(self._alike) if first == self._alike[number]]
         return Neighbours(ahead=max(served) > 0, behind=min(served) < len(self.graph.blocks) - 1)
 
-    def _recomputed(
-        self, number: int, model: Model, recompute: str
-    ) -> tuple[list[Array], list[Edge], frozenset[int]]:
-        """The block whose forward runs again in the backward, but for what its recomputation keeps the results of, and for
-        those operators at its end that nothing in the backward waits for; and these and the ones whose results are kept."""
-        seen: dict[tuple[int, bool], Array] = {}
-        last, at_end = self._skipped(number)
-        lasting, ways = self._lasting(number, recompute), self._lasting_ways(recompute)
-        skipped = lasting | at_end
+    def _recomputed(self, number: int, model: Model, recompute: str) -> tuple[list[Array], list[Edge]]:
+        """The block whose forward runs again in the backward, as far as it does (``_repeats``)."""
+        seen: dict[tuple[int, bool, bool], Array] = {}
+        repeats = self._repeats(number, recompute)
 
-        def through(table: Array, skip: bool) -> Array:
-            key = (id(table), skip)
+        def through(table: Array, skip: bool, way: bool) -> Array:
+            key = (id(table), skip, way)
             if key not in seen:
-                seen[key] = _again(table, skip)
+                more = self.tables.kept_ways(table, repeats.ways, not skip) if way else None
+                seen[key] = _again(table, skip) if more is None else _again(table, skip) + more
             return seen[key]
 
-        changed = [through(array, var in skipped) for var, array in enumerate(model.unary)]
-        for var in lasting:
-            changed[var] = changed[var] + np.outer(self._results(number, model, var), np.eye(RESOURCES)[SAVED])
-        for name, (var, states) in model.states.items():
-            if var in model.entry:
-                held = [self.tables.bytes(name, state) for state in states]
-                changed[var] = changed[var] + np.outer(held, np.eye(RESOURCES)[SAVED])
-        for var, changes in self._for_the_caller(number, model).items():
-            changed[var] = changed[var] + changes
-        makers = {var: model.makers.get(name, -1) for name, (var, _) in model.copies.items()}
-        edges, kept = [], dict[object, Array]()
-        for e in model.edges:
-            maker = makers.get(e.i, e.i)
-            skip = maker in skipped or (e.j in at_end and e.j != last)
-            table, key = through(e.table, skip), (id(e.table), skip)
-            if key not in kept:
-                more = self.tables.kept_ways(e.table, ways)
-                kept[key] = table if more is None else table + (more if not skip else more * ONCE)
-            edges.append(Edge(e.i, e.j, kept[key], e.rows, e.cols))
-        return changed, edges, skipped
+        changed = [through(table, skip, False) for table, skip in zip(model.unary, repeats.variables, strict=True)]
+        for var, table in repeats.beside.items():
+            changed[var] = changed[var] + table
+        edges = [replace(e, table=through(e.table, skip, True)) for e, skip in zip(model.edges, repeats.edges, strict=True)]
+        return changed, edges
+
+    def _repeats(self, number: int, recompute: str) -> Repeats:
+        """What of a block does not run again under a recomputation: the operators whose results it keeps, and those at its end
+        that nothing in the backward waits for. Its inputs are kept, and what the caller is handed."""
+        key = number, recompute
+        if key not in self._known_repeats:
+            model, (last, at_end) = self._models[number], self._skipped(number)
+            lasting = self._lasting(number, recompute)
+            skipped = lasting | at_end
+            makers = {var: model.makers.get(name, -1) for name, (var, _) in model.copies.items()}
+            beside = self._for_the_caller(number, model)
+            held = {var: self._results(number, model, var) for var in lasting}
+            held |= {var: [self.tables.bytes(name, state) for state in states]
+                     for name, (var, states) in model.states.items() if var in model.entry}
+            for var, bytes_ in held.items():
+                beside[var] = beside.get(var, 0.0) + np.outer(bytes_, UNIT[SAVED])
+            self._known_repeats[key] = Repeats(
+                [var in skipped for var in range(len(model.unary))],
+                [makers.get(e.i, e.i) in skipped or (e.j in at_end and e.j != last) for e in model.edges],
+                self._lasting_ways(recompute), beside,
+            )
+        return self._known_repeats[key]
 
     def recomputed(self, number: int, var: int, recompute: str, reader: int = -1) -> Array:
         """What becomes of the resources of a block's operator under a recomputation, as a matrix; with a ``reader``, of the way

@@ -6,7 +6,7 @@ same ones. Shapes are those of one micro-batch; seconds are those of the whole s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -135,21 +135,22 @@ class ResourceTables:
         self._tables[key] = table
         return table
 
-    def kept_ways(self, table: Array, lasting: Collection[str]) -> Array | None:
-        """Of a table of reshards what changes in each where its block is recomputed, beside what ``RECOMPUTED`` says, for the
-        results of ``lasting`` kinds of steps are kept: they do not run again, and what they made need not come back."""
+    def kept_ways(self, table: Array, lasting: frozenset[str], again: bool) -> Array | None:
+        """Of a table of reshards what changes in each where its block is recomputed, for the results of ``lasting`` kinds of
+        steps are kept: they do not run ``again``, if the way does else, and what they made need not come back."""
         moves, whole, seconds = self._moves.get(id(table), (None, 0.0, np.zeros(0)))
         stays = np.array([kind in lasting for kind, _, _ in moves.steps]) if moves else np.zeros(0, dtype=bool)
         if moves is None or not stays.any():
             return None
-        key = "kept ways", id(table), frozenset(lasting)
+        key = "kept ways", id(table), lasting, again
         if key in self._tables:
             return self._tables[key]
         pieces = [self.mesh.size(split) * (self.mesh.size(axis) if kind == "reduce_scatter" else 1)
                   for kind, axis, split in moves.steps]
         found = np.zeros_like(table)
         found[:, :, SAVED] = moves.counts @ np.where(stays, whole / np.array(pieces), 0.0)
-        found[:, :, SEND_BACK] = -(moves.counts @ np.where(stays, seconds, 0.0))
+        if again:
+            found[:, :, SEND_BACK] = -(moves.counts @ np.where(stays, seconds, 0.0))
         whole_way = (moves.counts @ ~stays) == 0
         comes_back = np.minimum(table[:, :, SAVED], found[:, :, SAVED])
         found[:, :, TRANSIENT] = -np.where(whole_way & ~moves.impossible, comes_back, 0.0)
