@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from meshwright.errors import MeshwrightError, RunError
 from tests.backwards import Reverse
 from tests.looped import Loop, adamw, learn, whole
 
@@ -36,6 +37,18 @@ def _named(model: Any, word: str) -> list[Any]:
 
 def _halve(grad: Tensor) -> Tensor:
     return grad * 0.5
+
+
+def _on_accumulators(way: str) -> Loop:
+    """Hooks on the nodes that accumulate gradients, which somebody keeps."""
+    kept: list[Any] = []
+
+    def hook(model: Any) -> None:
+        kept[:] = [p.expand_as(p).grad_fn.next_functions[0][0] for p in _named(model, "layers.0")]
+        for node in kept:
+            getattr(node, way)(lambda *_: None)
+
+    return _after(hook)
 
 
 def stepping_in_backward(model: Any, batches: Any) -> None:
@@ -333,6 +346,21 @@ def copied_together(model: Any, batches: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------------- calls and state
 
 
+def _parametrized(by: Callable[..., Any]) -> Loop:
+    """``by`` torch, after the build. On the ranks of other stages torch itself refuses: it finds no such weight, and the words
+    say where it is."""
+    def loop(model: Any, batches: Any) -> None:
+        try:
+            by(model.layers[0][1])
+        except ValueError as error:
+            if isinstance(error, MeshwrightError) or "held by other stages of the pipeline" not in str(error):
+                raise
+            raise RunError(f"{error}; do it before autoparallel") from error
+        learn(model, adamw(model), batches(0))
+
+    return loop
+
+
 def functional(model: Any, batches: Any) -> Any:
     """``functional_call`` with weights of one's own."""
     weights = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
@@ -419,6 +447,12 @@ HABITS: Mapping[str, tuple[Loop, Mapping[str, str]]] = {
     "one hook": (_after(lambda m: [p.register_hook(_halve) for p in _named(m, "layers.0.1.weight")]), HOOK),
     "one hook after": (_after(lambda m: [p.register_post_accumulate_grad_hook(_halve) for p in _named(m, "layers.0.1")]), HOOK),
     "features": (_after(lambda m: m.layers[0].register_forward_hook(lambda *_: None)), HOOK),
+    "accumulators": (_on_accumulators("register_hook"), HOOK),
+    "before accumulators": (_on_accumulators("register_prehook"), HOOK),
+    "spectral later": (_parametrized(parametrizations.spectral_norm), refused("before autoparallel")),
+    "orthogonal later": (_parametrized(parametrizations.orthogonal), refused("")),
+    "old weight norm later": (_parametrized(nn.utils.weight_norm), refused("before autoparallel")),
+    "old spectral norm later": (_parametrized(nn.utils.spectral_norm), refused("before autoparallel")),
     "backward hook": (_after(lambda m: m.layers[0][1].register_full_backward_hook(lambda *_: None)), HOOK),
     "backward hook of all": (_after(lambda m: m.register_full_backward_hook(lambda *_: None)), {}),
     "output hook": (lambda m, b: m(**b(0))["logits"].register_hook(_halve) and None, refused("")),

@@ -26,6 +26,7 @@ from meshwright.errors import MeshwrightError
 from tests import backwards
 from tests.bodies import BODIES
 from tests.equality import RELATIVE, compare
+from tests.losses import LOSSES
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "dp": {"dp": 2, "zero": 2, "microbatches": 1}, "micro-batches": {"dp": 2, "zero": 3, "microbatches": 2},
@@ -280,7 +281,7 @@ MODELS: Mapping[str, Case] = {
     "hook of a forward": with_hook(lambda one: one.register_forward_hook),
     "penalized": of(dict, lambda m, x: x, lambda m, y, t, h: (y - t).square().mean() + 0.01 * sum(
         p.abs().sum() for p in m.parameters()) + 0.1 * (m.mid.weight @ m.mid.weight.t()).norm()),
-    **BODIES,
+    **BODIES, **LOSSES,
 }
 """{name: (its parts, its body, its loss)}."""
 

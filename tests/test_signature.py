@@ -66,8 +66,21 @@ class TestBind:
 
     def test_nested_arguments_and_targets(self):
         signature = signature_of({"a": X, "b": [Y, 3]}, Batch(X), targets=(Y,))
-        bound = bind(signature, ({"b": (Y, 3), "a": X}, Batch(X)), {}, (Y,))
+        bound = bind(signature, ({"a": X, "b": (Y, 3)}, Batch(X)), {}, (Y,))
         assert [tuple(tensor.shape) for tensor in bound] == [(2, 3), (4,), (2, 3), (4,)]
+
+    def test_keys_in_another_order_are_refused(self):
+        """A forward may go through them: ``torch.cat(list(x.values()))``."""
+        signature = signature_of({"a": X, "b": [Y, 3]}, Batch(X))
+        with pytest.raises(InputError, match=r"come in the order \['b', 'a'\]"):
+            bind(signature, ({"b": (Y, 3), "a": X}, Batch(X)), {})
+
+    def test_numbers_are_the_same_to_the_letter(self):
+        """NaN is itself, and a zero has a sign."""
+        signature = signature_of(float("nan"), 0.0)
+        assert bind(signature, (float("nan"), 0.0), {}) == []
+        with pytest.raises(InputError, match=r"-0\.0; the plan was made with 0\.0"):
+            bind(signature, (float("nan"), -0.0), {})
 
     def test_keyword_arguments_beyond_the_named(self):
         assert len(bind(signature_of(X, extra=Y), (X,), {"extra": Y})) == 2

@@ -109,10 +109,14 @@ def bind(
     given = _bind_names(signature["parameters"], args, kwargs, "the call")
     defaults = {p["name"]: p["default"] for p in signature["parameters"] if "default" in p}
     leaves: list[torch.Tensor] = []
+    named = {parameter["name"] for parameter in signature["parameters"]}
+    free = [[name for name in names if name not in named and "[" not in name] for names in (given, signature["bound"])]
+    if set(free[0]) == set(free[1]):
+        _check_order(free[0], free[1], "the arguments of **")
     for name, spec in signature["bound"].items():
         if name in given:
             _match(spec, given.pop(name), name, leaves)
-        elif spec != defaults.get(name):
+        elif repr(spec) != repr(defaults.get(name)):
             raise InputError(f"argument {name!r} is missing: the plan was made with {_show(spec)}; pass it, or plan without it")
     for name, value in given.items():
         spec = defaults.get(name)
@@ -261,12 +265,13 @@ def _match(spec: Spec, value: Any, path: str, leaves: list[torch.Tensor]) -> Non
                              f"shape and dtype (the GLOBAL batch), or plan again for this one")
         leaves.append(value)
     elif "constant" in spec:
-        if type(value) is not type(spec["constant"]) or value != spec["constant"]:
+        if type(value) is not type(spec["constant"]) or repr(value) != repr(spec["constant"]):  # NaN is one, -0.0 is not 0.0
             raise InputError(f"argument {path!r} is {_show_value(value)}; the plan was made with {_show(spec)}, which is "
                              f"fixed in its graph. Pass the same, or plan again")
     elif "sequence" in spec:
         if not isinstance(value, list | tuple) or len(value) != len(spec["items"]):
-            raise InputError(f"argument {path!r} is {_show_value(value)}; the plan was made with a {spec['sequence']} of "
+            many = f" of {len(value)}" if isinstance(value, list | tuple) else ""
+            raise InputError(f"argument {path!r} is {_show_value(value)}{many}; the plan was made with a {spec['sequence']} of "
                              f"{len(spec['items'])}")
         for index, (item, element) in enumerate(zip(spec["items"], value, strict=True)):
             _match(item, element, f"{path}[{index}]", leaves)
@@ -274,8 +279,16 @@ def _match(spec: Spec, value: Any, path: str, leaves: list[torch.Tensor]) -> Non
         found = _fields(value)
         if found is None or set(found) != set(spec["items"]):
             raise InputError(f"argument {path!r} is {_show_value(value)}; the plan was made with keys {sorted(spec['items'])}")
+        _check_order(list(found), list(spec["items"]), f"the keys of argument {path!r}")
         for key, item in spec["items"].items():
             _match(item, found[key], f"{path}.{key}", leaves)
+
+
+def _check_order(found: Sequence[str], planned: Sequence[str], what: str) -> None:
+    """Raise InputError for names in another order: a forward may go through them."""
+    if found != planned:
+        raise InputError(f"{what} come in the order {found}; the plan was made with {planned}, and a forward that goes through "
+                         f"them would compute something else. Give them in that order")
 
 
 def _fields(value: Any) -> Mapping[str, Any] | None:

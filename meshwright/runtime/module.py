@@ -37,6 +37,7 @@ from meshwright.runtime.checks.gradients import (
     untransformed,
     unwritten,
 )
+from meshwright.runtime.checks.hooks import accumulators, check_accumulators
 from meshwright.runtime.checks.ports import Ports
 from meshwright.runtime.checks.strangers import check_whose_mode, watch_optimizers
 from meshwright.runtime.checks.tensors import TensorPlace, check_tensors, originals
@@ -169,6 +170,7 @@ class ParallelModule(Closed):
             parameter.register_hook = parameter.register_post_accumulate_grad_hook = refuse  # type: ignore[method-assign]
         everything = program.stages.stored if program.stages else ()
         self._shared = [stored for stored in everything if stored.trainable and len(stored.holders) > 1]
+        self._accumulators = accumulators(self.named_parameters())
         self._originals = originals(model)
         watch_optimizers(self, self._originals)
         self._agreement = Agreement()
@@ -182,7 +184,11 @@ class ParallelModule(Closed):
         self.__dict__["_closed"] = "the parallel module"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What the model has under this name the graph has read; what it has not is the caller's own."""
+        """What the model has under this name the graph has read; what it has not is the caller's own. A tensor or a sub-module
+        of the model may have the name of something that is this module's own: that is what the attribute is."""
+        if name in self.__dict__ and not isinstance(value, Tensor | nn.Module):
+            object.__setattr__(self, name, value)
+            return
         if name in self.__dict__.get("_of_model", ()):
             model = self._model()
             if model is None or getattr(model, name, None) is not value:
@@ -289,6 +295,7 @@ class ParallelModule(Closed):
 
     def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_contents(self._built_with)
+        check_accumulators(self._accumulators)
         check_whose_mode(self._model(), self._untold)
         self._modes.check(self.training)
         refuse_surroundings()

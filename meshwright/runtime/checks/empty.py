@@ -1,8 +1,9 @@
 """Optimizers of a plain list of parameters, which a stage of a pipeline may have none of.
 
 ``AdamW([p for name, p in parallel.named_parameters() if "layers.0" in name])`` is given an empty list on the ranks of other
-stages. Torch's ``Optimizer`` refuses that, on those ranks alone, while the others train and wait for them. As long as there is
-a parallel module with a pipeline, such an optimizer is given ``Nothing`` instead.
+stages. Torch's ``Optimizer`` refuses that, on those ranks alone, while the others train and wait for them, and has no hook that
+is asked before. So its constructor is wrapped, as long as there is a parallel module with a pipeline and no longer, and such an
+optimizer is given ``Nothing`` instead.
 
 A list that is empty on every rank is a mistake, as on one device. So every rank keeps for which of the optimizers that were
 made since the last call it had nothing (``Made``), and where all ranks have nothing for one, all raise at the next call.
@@ -11,6 +12,7 @@ made since the last call it had nothing (``Made``), and where all ranks have not
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -35,6 +37,7 @@ class Made:
         self.device = device
         self.of_nothing: list[bool] = []
         _telling().add(self)
+        weakref.finalize(self, _as_before)
 
     def take(self) -> list[bool]:
         """What is known; it is forgotten here."""
@@ -50,13 +53,20 @@ def of_nobody(ranks: Sequence[Sequence[bool]]) -> str | None:
 
 
 def _telling() -> WeakSet[Made]:
-    """Those that torch's optimizers tell of themselves; from the first call on they do."""
+    """Those that torch's optimizers tell of themselves."""
     init: Any = Optimizer.__init__
     if not hasattr(init, "told"):
         init = _told(init, WeakSet())
         Optimizer.__init__ = init  # type: ignore[method-assign]
     told: WeakSet[Made] = init.told
     return told
+
+
+def _as_before() -> None:
+    """Torch's own again once there is nobody left to tell, unless somebody else put another in its place meanwhile."""
+    init: Any = Optimizer.__init__
+    if hasattr(init, "told") and not any(True for _ in init.told):
+        Optimizer.__init__ = init.__wrapped__  # type: ignore[method-assign]
 
 
 def _told(init: Callable[..., None], told: WeakSet[Made]) -> Any:

@@ -143,6 +143,11 @@ class NamedModule(Closed):
         own = super().named_parameters(prefix, recurse, remove_duplicate)
         return with_nothing(own, self.__dict__.get(NOTHING) if recurse else None, prefix)
 
+    def extra_repr(self) -> str:
+        """What other stages of a pipeline hold of it, by name."""
+        names = ", ".join(sorted(self.__dict__["_elsewhere"]))
+        return f"held by other stages of the pipeline, not by this rank: {names}" if names else ""
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Tensors only (``checks.tensors`` says what becomes of those): nothing reads other attributes."""
         if name != "training" and not isinstance(value, Tensor | nn.Module | None) and name not in self.__dict__:
