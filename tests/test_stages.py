@@ -16,6 +16,7 @@ from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.stage_bound import Bound, cannot_run_in, fractional_bound, link_bound
 from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_bound
 from meshwright.compiler.pipeline.timed_bound import KnownPaths, timed_bound
+from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Row
 from meshwright.cost.timeline import peak_bytes, simulate
 from meshwright.ir.schedules import ScheduleError, Table, illegal, schedule_of, schedule_table, schedules
 
@@ -592,3 +593,35 @@ def test_of_cuts_whose_bounds_are_alike_the_balanced_are_tried(monkeypatch: pyte
         parts = [[units[i] for i in own] for own in numbers]
         best = min(best, step_by_hand(table, parts, [[8.0] * (pp - 1)] * 2, numbers, outside))
     assert best <= cut(units, pp, 1, "gpipe", m, outside=outside).makespan <= best * 1.002
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_program_that_grows_says_what_a_new_one_does(seed: int) -> None:
+    """Rows that stay, and rows of one case alone, some of which nothing is within."""
+    rng = np.random.default_rng(seed)
+    grown, rows, impossible = LinearProgram(), list[Row](), 0
+    columns = grown.variables(8)
+    grown.add([(columns, 1.0)], 1.0, 1.0)
+    for _ in range(6):
+        weights = rng.uniform(0.5, 2.0, 8)
+        rows.append(([(np.zeros(1, dtype=np.int64), 1.0), (columns, -weights)], 0.0, math.inf))
+        grown.add(*rows[-1])
+        few = rng.choice(8, 3, replace=False)
+        for case in ((), (([(columns[few], 1.0)], 0.0, 0.0),), (([(columns, 1.0)], 2.0, math.inf),)):
+            new = LinearProgram()
+            new.variables(8)
+            new.add([(columns, 1.0)], 1.0, 1.0)
+            for row in (*rows, *case):
+                new.add(*row)
+            try:
+                least = new.minimum({0: 1.0})
+            except NoSolutionError:
+                impossible += 1
+                with pytest.raises(NoSolutionError):
+                    grown.solution({0: 1.0}, case)
+                continue
+            found, values = grown.solution({0: 1.0}, case)
+            assert found == pytest.approx(least, rel=1e-9)
+            assert values[0] == pytest.approx(least, rel=1e-9)
+            assert all(values[columns] @ row[0][1][1] >= -values[0] * (1 + 1e-9) for row in rows)
+    assert impossible == 6
