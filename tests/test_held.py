@@ -30,6 +30,18 @@ def test_what_is_promised_holds(case: Case) -> None:
     assert list(faults(case, planned(case))) == []
 
 
+@pytest.mark.parametrize("case", [
+    Case("bert", "h100:1x4", "bf16", {"pp": 2, "tp": 2, "schedule": "zb", "microbatches": 4}),
+    Case("llama", "cpu:1x4", "fp32", {"pp": 2, "tp": 1, "schedule": "gpipe", "microbatches": 4, "recompute": "full"}),
+    Case("mixtral of four layers", "h100:1x4", "bf16", {"pp": 2, "tp": 1, "schedule": "interleaved1f1b", "microbatches": 4}),
+], ids=str)
+def test_the_operators_of_a_pipeline_take_its_compute(case: Case) -> None:
+    """Models so small that starting what makes masks is a part of the step: these are made once, not for each micro-batch."""
+    plan = planned(case)
+    assert list(faults(case, plan, "parts")) == []
+    assert plan.schedule.prologue
+
+
 def test_what_does_not_hold_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[0]
     plan, of = planned(case), Alternatives.of

@@ -53,7 +53,8 @@ class Prediction:
     recomputation_seconds: of the mean rank
     optimizer_seconds: of the slowest rank
     pipeline_bubble_seconds: idle time of the mean rank within the schedule, waiting for transfers included
-    outside_schedule_seconds: before the first action of the schedule and after its last: gathers, reductions that are left
+    outside_schedule_seconds: before the first action of the schedule and after its last: gathers, what is made of inputs alone,
+        reductions that are left
     tokens_per_second: of all devices together
     tflops_per_device: model FLOPs; recomputation counts for nothing
     mfu: share of the device's peak in the compute dtype, 0 to 1

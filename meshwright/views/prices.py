@@ -166,7 +166,7 @@ class Prices:
     def _runs_again(self, op: Op) -> bool:
         """Whether an operator's forward runs again in the backward."""
         kind, path = self.group(op).recompute, self.group(op).path
-        keeps = self.facts.rules.operators[op.target].keeps_results(kind)
+        keeps = self.facts.rules.operators[op.target].keeps_results(kind) or op.name in self.plan.schedule.prologue
         return kind != "none" and bool(path) and not keeps and op.name not in self._ends
 
     def _moved_again(self, name: str, reader: Op, shared: bool) -> bool:
@@ -255,10 +255,11 @@ class Prices:
 
     def waiting(self) -> float:
         """Seconds of a step, summed over stages, by which the host takes longer to start kernels than the device to run them:
-        it runs ahead, so the sums of a block are compared, of the forward and of the backward with what is recomputed."""
-        found = 0.0
+        it runs ahead, so the sums of a block are compared, of the forward and of the backward with what is recomputed; in a
+        pipeline without what runs before its schedule."""
+        found, apart = 0.0, self.plan.schedule.prologue if self.plan.pipeline is not None else ()
         for position in positions_of(self.graph)[0]:
-            work = [self.op(op) for op in position.ops(self.graph)]
+            work = [self.op(op) for op in position.ops(self.graph) if op.name not in apart]
             found += max(0.0, sum(one.host[0] - one.forward_seconds for one in work))
             found += max(0.0, sum(sum(one.host[1:]) - one.backward_seconds - one.recompute_seconds for one in work))
         return found

@@ -52,8 +52,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class OutsideSeconds:
-    """Seconds of every unit [n] outside the micro-batches: its rank waits for ``gather`` before its first action, for
-    ``reduce`` after its last one, less what a backward hides but no less than ``slowed`` of it, then for ``optimizer``::
+    """Seconds of every unit [n] outside the micro-batches: its rank waits for ``gather`` (parameters, what is made of inputs
+    alone) before its first action, for ``reduce`` after its last one, less what a backward hides but no less than ``slowed`` of
+    it, then for ``optimizer``::
 
         step = gathers of rank 0 + max over ranks (end of the last action + left) + max over ranks of optimizer, at least
     """

@@ -6,6 +6,8 @@ samples a data rank has at a time - not on pp, dp, ZeRO or the schedule. So it i
 (``Placements.of``), on the folded graph, with memory unlimited, and read off per position:
 
     PlacedPosition.activations[r]   resources of one micro-batch under recomputation r, without anything about parameters
+    PlacedPosition.prologue         seconds of what is made of inputs alone, once a step before several micro-batches; it is in
+                                    nothing else here
     PlacedPosition.weight           the part of its backward seconds that makes gradients of weights, which zero-bubble
                                     schedules run apart
     PlacedPosition.uses             the parameters it reads and how; ``parameter_costs`` prices them for a mesh and a ZeRO
@@ -21,7 +23,7 @@ another placement than that of one micro-batch of as many samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -29,21 +31,43 @@ import numpy as np
 
 from meshwright.compiler.placement.blockmodel import ROOT, Model
 from meshwright.compiler.placement.choices import Scope, check_sequence, pays_mirrored
-from meshwright.compiler.placement.costs import BACKWARD, FORWARD, RESOURCES, SAVED, SECONDS, TRANSIENT, Costs, Variant, Vector
+from meshwright.compiler.placement.costs import (
+    BACKWARD,
+    FORWARD,
+    HOST,
+    RESOURCES,
+    SAVED,
+    SECONDS,
+    TRANSIENT,
+    Costs,
+    Variant,
+    Vector,
+)
 from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.expert_ranks import Ranks, shared_out
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.passing import ring_waits
 from meshwright.compiler.placement.pinned import told_apart
 from meshwright.compiler.placement.problem import AHEAD, Problem
-from meshwright.compiler.placement.rows import DATA, EP, NONE, DataMove, Mixture, PlacedPosition, Placement, Solved, Use
+from meshwright.compiler.placement.rows import (
+    DATA,
+    EP,
+    NONE,
+    DataMove,
+    Mixture,
+    PlacedPosition,
+    Placement,
+    PrologueSeconds,
+    Solved,
+    Use,
+)
 from meshwright.compiler.solver.chain import BlockModel, Chain, Infeasible, Solution
 from meshwright.compiler.solver.solve import solve
 from meshwright.compiler.structure.activations import local_shapes, operand_shapes
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.folding import Folded, fold
 from meshwright.compiler.structure.measured import ModuleTimes
-from meshwright.compiler.structure.microbatch import made_alone
+from meshwright.compiler.structure.microbatch import made_alone, prologue
 from meshwright.compiler.structure.positions import operands, results
 from meshwright.compiler.structure.structure import Structure
 from meshwright.cost.cluster import Cluster
@@ -88,6 +112,12 @@ class Placements:
     def ahead(self) -> frozenset[str]:
         """The operators that several micro-batches run ahead."""
         return self._of_several.ahead
+
+    @cached_property
+    def once(self) -> dict[str, bool]:
+        """{operator that runs once a step, before the first micro-batch: whether it works on samples}."""
+        free = prologue(self.folded.graph)
+        return {op.name: bool(self._structure.kinds(op)["batch"]) for op in self.folded.graph.ops if op.name in free}
 
     @cached_property
     def _of_several(self) -> Schedule:
@@ -263,16 +293,36 @@ class _Reader:
         beside, waiting = self._gradients(at, chosen)
         plain[TRANSIENT] -= beside
         block = position.block >= 0
-        activations = {}
+        activations, within, once = {}, dict[str, Vector](), self._once(at, chosen)
         ways = self.problem.open(at) if block else self.problem.block_variants[:1]
         costs = self.problem.costs(at, ways, chosen) if len(ways) > 1 else []
         for number, name in enumerate(self.owner.recompute):
             more = costs[number] - costs[0] if 0 < number < len(costs) else np.zeros(RESOURCES)
-            activations[name] = self._per_microbatch(plain + more)
+            kind, first = name if 0 < number < len(costs) else NONE, self.problem.serves(at)
+            apart = sum((row @ self.problem.recomputed(first, i, kind) for i, row in once.items()), np.zeros(RESOURCES))
+            activations[name] = self._per_microbatch(plain + more - apart)
+            within[name] = self._per_microbatch(apart)
         return PlacedPosition(
             activations, self._weight(at, chosen), self._uses(at, chosen, charged), block, self.problem.ahead(at, chosen),
             self._mixtures(at, chosen, block), self._data_moves(at, chosen, block), beside, waiting,
+            self._prologue(at, once, within),
         )
+
+    def _once(self, at: int, chosen: Sequence[int]) -> dict[int, Vector]:
+        """{operator that runs once a step: its seconds among the resources of its row}."""
+        model, found = self.problem.model(at), dict[int, Vector]()
+        for i, op in enumerate(self.problem.positions[self.problem.serves(at)].ops(self.owner.folded.graph)):
+            if op.name in self.owner.once:
+                found[i] = np.zeros(RESOURCES)
+                found[i][[FORWARD, HOST]] = model.unary[i][chosen[i]][[FORWARD, HOST]]
+        return found
+
+    def _prologue(self, at: int, once: Mapping[int, Vector], within: Mapping[str, Vector]) -> PrologueSeconds:
+        ops = self.problem.positions[self.problem.serves(at)].ops(self.owner.folded.graph)
+        of_samples = {i for i in once if self.owner.once[ops[i].name]}
+        whole = sum(float(row[FORWARD]) for i, row in once.items() if i not in of_samples)
+        each = sum(float(once[i][FORWARD]) for i in of_samples) / self.count
+        return PrologueSeconds(whole, each, sum(float(row[HOST]) for row in once.values()), within if once else {})
 
     def _mixtures(self, at: int, chosen: Sequence[int], block: bool) -> tuple[Mixture, ...]:
         graph, model, tables = self.owner.folded.graph, self.problem.model(at), self.problem.tables

@@ -335,12 +335,13 @@ class Problem:
         return changed, edges
 
     def _repeats(self, number: int, recompute: str) -> Repeats:
-        """What of a block does not run again under a recomputation: the operators whose results it keeps, and those at its end
-        that nothing in the backward waits for. Its inputs are kept, and what the caller is handed."""
+        """What of a block does not run again under a recomputation: the operators whose results it keeps, those that run once a
+        step, and those at its end that nothing in the backward waits for. Its inputs are kept, and so is what the caller is
+        handed."""
         key = number, recompute
         if key not in self._known_repeats:
             model, (last, at_end) = self._models[number], self._skipped(number)
-            lasting = self._lasting(number, recompute)
+            lasting, once = self._lasting(number, recompute), self._once(number)
             skipped = lasting | at_end
             makers = {var: model.makers.get(name, -1) for name, (var, _) in model.copies.items()}
             beside = self._for_the_caller(number, model)
@@ -350,7 +351,7 @@ class Problem:
             for var, bytes_ in held.items():
                 beside[var] = beside.get(var, 0.0) + np.outer(bytes_, UNIT[SAVED])
             self._known_repeats[key] = Repeats(
-                [var in skipped for var in range(len(model.unary))],
+                [var in skipped or var in once for var in range(len(model.unary))],
                 [makers.get(e.i, e.i) in skipped or (e.j in at_end and e.j != last) for e in model.edges],
                 self._lasting_ways(recompute), beside,
             )
@@ -362,7 +363,8 @@ class Problem:
         if recompute == "none":
             return np.eye(RESOURCES)
         last, skipped = self._skipped(number)
-        stays = var in self._lasting(number, recompute) or var in skipped or (reader in skipped and reader != last)
+        stays = var in self._lasting(number, recompute) | self._once(number) or var in skipped
+        stays = stays or (reader in skipped and reader != last)
         return SKIPPED if stays else RECOMPUTED
 
     def _for_the_caller(self, number: int, model: Model) -> dict[int, Array]:
@@ -404,6 +406,11 @@ class Problem:
         """Operators whose results are kept under a recomputation instead of being made again."""
         ops, operators = self.positions[number].ops(self.graph), self.builder.rules.operators
         return frozenset(i for i, op in enumerate(ops) if operators[op.target].keeps_results(recompute))
+
+    def _once(self, number: int) -> frozenset[int]:
+        """Operators that run once a step, before the first micro-batch."""
+        ops = self.positions[number].ops(self.graph)
+        return frozenset(i for i, op in enumerate(ops) if op.name in self.schedule.prologue)
 
     # reading the solution
 

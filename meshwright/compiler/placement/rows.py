@@ -75,10 +75,29 @@ class Use:
 
 
 @dataclass(frozen=True)
+class PrologueSeconds:
+    """What a position makes of inputs alone: once a step before the first micro-batch, or within the only one.
+
+    whole, each: of the device, whatever a rank has, and of the samples of every micro-batch
+    host: of the host, which starts it
+    within: by recomputation, the resources that it adds to the only micro-batch
+    """
+
+    whole: float = 0.0
+    each: float = 0.0
+    host: float = 0.0
+    within: Mapping[str, Vector] = field(default_factory=dict)
+
+    def before(self, microbatches: int) -> float:
+        """Before the first of several micro-batches."""
+        return max(self.whole + self.each * microbatches, self.host) if microbatches > 1 else 0.0
+
+
+@dataclass(frozen=True)
 class PlacedPosition:
     """One distinct position of a placement; see ``placement``.
 
-    activations: by recomputation, the resources of a micro-batch
+    activations: by recomputation, the resources of a micro-batch, without the time of ``prologue``
     weight: the part of its backward seconds that makes gradients of weights
     uses: the parameters that it reads
     block: whether it is a block
@@ -88,6 +107,7 @@ class PlacedPosition:
     beside_output: bytes of gradients of weights that are made while an output of the model is held (``working``): not in a
         pipeline, which puts it among those of all micro-batches before
     waiting: bytes of the gradients from which those of weights are made, which wait for W where the backward is split
+    prologue: seconds of what is made of inputs alone, once a step
     """
 
     activations: Mapping[str, Vector]
@@ -99,6 +119,12 @@ class PlacedPosition:
     moves: tuple[DataMove, ...] = ()
     beside_output: float = 0.0
     waiting: float = 0.0
+    prologue: PrologueSeconds = PrologueSeconds()
+
+    def of_microbatch(self, recompute: str, microbatches: int) -> Vector:
+        """The resources of one of so many micro-batches under a recomputation."""
+        found = self.activations[recompute]
+        return found + self.prologue.within[recompute] if microbatches == 1 and self.prologue.within else found
 
 
 @dataclass(frozen=True)
@@ -168,6 +194,11 @@ class Placement:
     def handed_back(self, microbatches: int) -> float:
         """Bytes that a rank holds of what a step hands back, beside what micro-batches keep."""
         return handed_back(microbatches) * self.outputs - self.outputs_kept
+
+    def prologue_seconds(self, microbatches: int) -> list[float]:
+        """Seconds, for every position, of what is made of inputs alone before the first of several micro-batches."""
+        each = [row.prologue.before(microbatches) for row in self.rows]
+        return [each[row] for row in self.sequence]
 
     def made_alone(self, microbatches: int) -> float:
         """Bytes of a rank of what is made of inputs alone."""

@@ -292,7 +292,7 @@ class CandidateBounds:
             units = self.evaluator.units(candidate, degrees, zero, placement, self.evaluator.recompute[0])
             if not np.isfinite(units.state).all():
                 continue
-            once = float(units.gather.sum() + units.reduce.sum() + units.optimizer.sum())
+            once = float(units.gather.sum() + units.reduce.sum() + units.optimizer.sum())  # what inputs alone make is the same
             found.append((candidate.microbatches * units.work + once, _held(units), zero, shard, units))
         found.sort(key=lambda variant: variant[:4])
         kept: list[Branch] = []
@@ -303,7 +303,7 @@ class CandidateBounds:
             least = held
             work = _work(placement, units.work, float(units.weight.sum()), units.forward.tolist(), units.backward.tolist())
             run = floor(candidate, work, node.virtual[-1]) / slack
-            bound = self.evaluator.step_of(candidate, units, run) * slack
+            bound = self.evaluator.step_of(candidate, placement, units, run) * slack
             variant = replace(node.at(Level.KEPT, bound), number=next(self._numbers), zero=zero, shard=shard)
             if self.evaluator.too_much(candidate, degrees_of(candidate, shard), zero, placement, node.virtual[0] == 1):
                 self._miss(variant, units)

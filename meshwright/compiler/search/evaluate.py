@@ -4,7 +4,8 @@
 
     ahead       by how much what runs ahead of the schedule delays a rank's first action, the most of all ranks
 
-    start       the longest gather before a rank's first action that waiting for the first micro-batch does not hide
+    start       the longest time before a rank's first action in which it gathers, and makes what is made of inputs alone, that
+                waiting for the first micro-batch does not hide
     left        a rank's reductions of the step, less what its last backward hides (``StageCosts.exposed``; nothing where the
                 backward is split: it reduces at the end); an early rank reduces while the others still drain
     optimizer   of the slowest rank
@@ -104,14 +105,16 @@ class Evaluator:
             self._units[key] = self.costs.units(placement, degrees, zero, candidate.microbatches, split, recompute)
         return self._units[key]
 
-    def step_of(self, candidate: Candidate, units: Units, run: float) -> float:
+    def step_of(self, candidate: Candidate, placement: Placement, units: Units, run: float) -> float:
         """Seconds of a step that no cut can beat, if its micro-batches take no less than ``run``: to those, or to the mean
-        rank's work and reductions, comes what the first rank gathers for its first unit, and the mean rank's optimizer."""
+        rank's work and reductions, comes what the first rank gathers and makes of inputs alone for its first unit, and the mean
+        rank's optimizer."""
         late = units.reduce.sum()
         if not candidate.split:
             late = self.costs.exposed(late, units.backward.sum())
         mean = float(candidate.microbatches * units.work + late) / candidate.pp
-        start = float(units.gather[0]) if candidate.pp > 1 else 0.0
+        alone = placement.prologue_seconds(candidate.microbatches)
+        start = float(units.gather[0]) + alone[0] if candidate.pp > 1 else sum(alone)
         return start + max(run, mean) + float(units.optimizer.sum()) / candidate.pp
 
     def links(
@@ -286,12 +289,13 @@ class Evaluator:
         positions = stages.positions_of(crossing)
         columns = np.array([_columns(variant) for variant in variants]).transpose(1, 0, 2)
         units = Intervals.of_columns(columns[[0, 1, 2, 3, 4, 4]], columns[5], crossing, crossing, positions)
-        return units, self._outside(candidate, variants[0]).at(positions)
+        return units, self._outside(candidate, placement, variants[0]).at(positions)
 
-    def _outside(self, candidate: Candidate, units: Units) -> OutsideSeconds:
+    def _outside(self, candidate: Candidate, placement: Placement, units: Units) -> OutsideSeconds:
         """What units add outside the micro-batches."""
         slowed = 1.0 if candidate.split else float(self.costs.exposed(np.ones(1), np.full(1, np.inf))[0])
-        return OutsideSeconds(units.gather, units.reduce, units.optimizer, slowed)
+        first = units.gather + np.array(placement.prologue_seconds(candidate.microbatches))
+        return OutsideSeconds(first, units.reduce, units.optimizer, slowed)
 
     def room(self, candidate: Candidate, placement: Placement, capacity: float | Array) -> Array:
         """Bytes of every rank [pp] for its units, of ``capacity`` bytes, of all or of each."""
@@ -359,7 +363,8 @@ class Evaluator:
         try:
             cuts = stages.cut(
                 options[0], candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches, room.tolist(),
-                options=options[1:], outside=self._outside(candidate, variants[0]), table=table, bound=0.0, cutoff=cutoff,
+                options=options[1:], outside=self._outside(candidate, placement, variants[0]), table=table, bound=0.0,
+                cutoff=cutoff,
             )
             self.work["stage cut"] += cuts.looked * candidate.stages
             self.work["action simulated"] += cuts.candidates * table.microbatches * table.stages * 2
@@ -404,7 +409,8 @@ class Evaluator:
 
         begin = np.array([start[0] for start in run.start])
         ends = np.array([end[-1] for end in run.end])
-        start = float(np.maximum(per_rank(units.gather) - begin, 0.0).max())
+        before = units.gather + np.array(placement.prologue_seconds(candidate.microbatches))
+        start = float(np.maximum(per_rank(before) - begin, 0.0).max())
         left = per_rank(units.reduce)
         if not candidate.split:
             left = self.costs.exposed(left, per_rank(units.backward))
@@ -425,7 +431,7 @@ class Evaluator:
         slack = placement.bound / placement.seconds
         return Evaluation(
             candidate, degrees, zero, placement, cuts.boundaries, recompute, seconds,
-            max(self.step_of(candidate, plain, 0.0), cuts.bound) * slack, parts,
+            max(self.step_of(candidate, placement, plain, 0.0), cuts.bound) * slack, parts,
             tuple(memory.tolist()), kinds, self._starts(cuts.boundaries), tuple(p.block for p in self.positions),
             StageSeconds(cuts.forward, cuts.backward_input, cuts.backward_weight, tuple(at.tolist())), run,
         )
@@ -448,7 +454,7 @@ class Evaluator:
         ahead = float(plain.ahead.sum())
         share = candidate.microbatches / candidate.pp
         none, pinned = (
-            np.array([placement.rows[row].activations[kind] for row in placement.sequence])
+            np.array([placement.rows[row].of_microbatch(kind, candidate.microbatches) for row in placement.sequence])
             for kind in (NONE, self.recompute[0])
         )
         computes = [np.maximum(a[:, [FORWARD, BACKWARD]], a[:, [HOST, HOST_BACK]]).sum() for a in (none, pinned)]
@@ -499,6 +505,7 @@ class Evaluator:
         """Without a pipeline."""
         memory = _memory(units) + _held(candidate, placement)
         parts = self._parts(candidate, placement, units, plain, float(plain.optimizer.sum()))
+        parts["compute"] += float(sum(placement.prologue_seconds(candidate.microbatches)))
         parts["exposed communication"] += max(0.0, seconds - sum(parts.values()))
         state, alone = float(units.state.sum()), placement.made_alone(candidate.microbatches)
         kinds = {"state": state, "activations": memory - state - alone, "inputs": alone}
@@ -513,7 +520,8 @@ class Evaluator:
         ``costs``."""
         forward = np.array([placement.rows[row].activations[NONE][0] for row in placement.sequence])
         exposed = self.costs.exposed(units.gather, forward) + self.costs.exposed(units.reduce, units.backward)
-        return float(candidate.microbatches * units.work + exposed.sum() + units.optimizer.sum())
+        alone = sum(placement.prologue_seconds(candidate.microbatches))
+        return float(candidate.microbatches * units.work + exposed.sum() + units.optimizer.sum()) + alone
 
 
 def _columns(units: Units) -> tuple[Array, ...]:

@@ -138,7 +138,7 @@ class StageCosts:
         self.cluster, self.itemsize, self.state_bytes = cluster, itemsize, state_bytes
         self._costs: dict[tuple[Degrees, int], Costs] = {}
         self._networks: dict[Degrees, Network] = {}
-        self._activations: dict[tuple[int, str], tuple[Array, Array, Array]] = {}
+        self._activations: dict[tuple[int, str, bool], tuple[Array, Array, Array]] = {}
         self._priced: dict[tuple[int, Degrees, Variant, bool], StoredCosts] = {}
         self._read: dict[tuple[tuple[Use, ...], bool], int] = {}
         self._rows_read: dict[int, list[int]] = {}
@@ -151,7 +151,7 @@ class StageCosts:
         """The units of a placement; ``recompute`` applies to blocks; ``split``: the backward is split; ``kept``: how parameters
         are kept, if not as a search keeps them at this ZeRO level."""
         own = self.parameters(placement, degrees, zero, microbatches, kept)
-        plain, run, weight = self._rows(placement, recompute)
+        plain, run, weight = self._rows(placement, recompute, microbatches)
         each, once, ahead = own.each, own.once, np.array([row.ahead for row in placement.rows])
         forward = run[:, SEND] + each[:, SEND] + self.overlapped(run[:, FORWARD], each[:, GATHER], run[:, HOST])
         recomputed = (run - plain)[:, [BACKWARD, SEND_BACK]].sum(axis=1)
@@ -179,12 +179,12 @@ class StageCosts:
         copied = np.array([row.block for row in placement.rows]) * once[:, GRADIENTS] * (1 + several)
         return np.asarray(np.maximum(working, copied - run[:, SAVED]))
 
-    def _rows(self, placement: Placement, recompute: str) -> tuple[Array, Array, Array]:
+    def _rows(self, placement: Placement, recompute: str, microbatches: int) -> tuple[Array, Array, Array]:
         """Resources of a placement's rows without and with a recomputation, and seconds of gradients of weights."""
-        key = (id(placement), recompute)
+        key = (id(placement), recompute, microbatches > 1)
         if key not in self._activations:
-            plain = np.array([row.activations[NONE] for row in placement.rows])
-            run = np.array([row.activations[recompute if row.block else NONE] for row in placement.rows])
+            plain = np.array([row.of_microbatch(NONE, microbatches) for row in placement.rows])
+            run = np.array([row.of_microbatch(recompute if row.block else NONE, microbatches) for row in placement.rows])
             self._activations[key] = plain, run, np.array([row.weight for row in placement.rows])
         return self._activations[key]
 
