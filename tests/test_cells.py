@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from benchmarks import cells
-from benchmarks.cells import Cell, drawn, ran
+from benchmarks.cells import Cell, drawn, opened, ran
 
 
 def test_every_value_is_drawn_equally_often() -> None:
@@ -22,6 +22,14 @@ def test_every_value_is_drawn_equally_often() -> None:
     assert Counter(cell.pins["schedule"] for cell in found if "schedule" in cell.pins).keys() == set(cells.SCHEDULES)
     assert {cell.world for cell in found} == {4}
     assert {cell.world for cell in drawn(30, 3, 8)} == {8}
+
+
+def test_pins_are_left_to_the_search() -> None:
+    asked = list(drawn(40, 3, 4))
+    found = opened(asked, 3)
+    assert found == opened(asked, 3)
+    assert all(cell.world == 4 and cell.pins.items() <= was.pins.items() for cell, was in zip(found, asked, strict=True))
+    assert 0.4 < sum(len(cell.pins) for cell in found) / sum(len(cell.pins) for cell in asked) < 0.6
 
 
 CP = {"cp": 2, "dp": 1, "tp": 1}
