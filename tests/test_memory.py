@@ -309,6 +309,22 @@ def test_attention_lays_its_result_out_as_its_query(transposed):
     assert (storages(attention_graph(transposed), OPERATORS)["r"] == "o") == is_view
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_whose_mask_takes_a_gradient_is_kept_in_fp32(dtype):
+    """T5's position bias: in bf16 twice the probabilities, and twice what they are made of."""
+    shapes = [(2, 4, 8, 6), (2, 4, 5, 6), (2, 4, 5, 6), (1, 4, 8, 5)]
+    operands, kept = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes], dict[int, int]()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = F.scaled_dot_product_attention(*operands)
+    declared = beside("aten.scaled_dot_product_attention.default", shapes, [out.shape], dtype)
+    assert sum(kept.values()) == declared + sum(x.nbytes for x in operands[:3])
+
+
 def tiny(kind: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """A small model of the field's kinds without dropout, and what it is called with."""
     hf = pytest.importorskip("transformers")

@@ -194,10 +194,20 @@ def _cell(call: Call) -> OpRule:
 
 
 def _statistics(work: Work) -> float:
-    """The log-sum-exp of every row of the query, and where the mask takes a gradient (T5's position bias) the probabilities."""
-    rows = math.prod(work.operands[0][:-1])
-    masked = len(work.gradients) > 3 and work.gradients[3]
-    return rows * 4 + (rows * work.operands[1][-2] * work.reads.itemsize if masked else 0)
+    """The log-sum-exp of every row of the query. Where the mask takes a gradient (T5's position bias) torch writes attention
+    out in fp32: it keeps the probabilities, and query, key and value in fp32 in the place of their own."""
+    if len(work.gradients) <= 3 or not work.gradients[3]:
+        return _rows(work)
+    rows, given = math.prod(work.operands[0][:-1]), sum(math.prod(shape) for shape in work.operands[:3])
+    return float(rows * work.operands[1][-2] * WIDE + given * max(0, WIDE - work.reads.itemsize))
+
+
+def _written_out(work: Work) -> tuple[float, float]:
+    """Where torch writes attention out (``_statistics``): forward the scores, backward their gradients and the others'."""
+    if len(work.gradients) <= 3 or not work.gradients[3]:
+        return 0.0, 0.0
+    scores = float(math.prod(work.operands[0][:-1]) * work.operands[1][-2] * WIDE)
+    return scores, 2 * scores
 
 
 def _rows(work: Work) -> float:
@@ -285,7 +295,7 @@ def _dealing(work: Work) -> tuple[float, float]:
     return float(sent + _head(work)), float(sent + 2 * _head(work))
 
 
-attention = partial(declare, cost="attention", saves=Saves.parse("0 1 2 r0", extra=_statistics))
+attention = partial(declare, cost=Cost("attention", space=_written_out), saves=Saves.parse("0 1 2 r0", extra=_statistics))
 in_blocks = partial(declare, None, saves=Saves.parse("0 1 2 3 r0", extra=_rows))
 
 RULES: Mapping[str, Declaration] = {
