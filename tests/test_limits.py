@@ -17,9 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import meshwright as mw
 from meshwright.api import autoparallel
 from meshwright.errors import MeshwrightError
+from tests.bodies import BODIES
 from tests.looped import whole
+from tests.strangers import Stranger, data
 
 PINS: Mapping[str, Mapping[str, Any]] = {"dp": {"dp": 2, "zero": 2, "microbatches": 1}, "pp": {"pp": 2, "microbatches": 2}}
 
@@ -228,3 +231,15 @@ def test_outputs_are_of_the_kinds_that_are_named(pool: Callable[[int], Any]) -> 
     """Others are None where they are somebody's own, and refused where they are a library's."""
     for found in pool(2).run(given_back, "pp"):
         assert found == {name: kind for name, (_, kind) in GIVEN.items()}
+
+
+@pytest.mark.parametrize("pins", [
+    {"ep": 2}, {"dp": 2, "tp": 2}, {"dp": 3}, {"pp": 2, "microbatches": 3}, {"pp": 2, "schedule": "whirled"}, {"zero": 4},
+    {"dp": 2, "recompute": "some"}, {"sp": 2}, {"tp": -2}, {"dp": "2"}, {"cp": 2, "attention": "round"}, {"pp": 2, "dp": 2},
+], ids=str)
+def test_pins_of_what_does_not_run_are_refused(pins: dict[str, Any]) -> None:
+    """Degrees that the devices do not have, experts that have a weight each, schedules and forms that nobody knows."""
+    torch.manual_seed(0)
+    model = Stranger(BODIES["experts"][0](), *BODIES["experts"][1:])
+    with pytest.raises(MeshwrightError):
+        mw.plan(model, "cpu:1x2", ((), {name: x.float() for name, x in data().items()}), pins=pins)
