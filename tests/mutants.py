@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 import meshwright as mw
-from meshwright.ir.serialize import plan_to_file
+from meshwright.ir.writing.plans import plan_to_file
 from meshwright.planner import capture_model
 from tests import mixtures
 from tests.models import make
