@@ -327,6 +327,13 @@ def test_exchanges_whose_results_are_kept_are_counted_as_they_are_replayed() -> 
     assert more_counted - counted == pytest.approx(more_replayed - replayed, rel=0.01)
 
 
+def test_exchanges_whose_results_are_all_kept_leave_nothing_to_run_again() -> None:
+    """Sums of several exchanges, one taken from the other: less than nothing by rounding was refused with a bare ValueError."""
+    graph = llama((2048, 8192), 2, 16384, 128)
+    plan = searched(graph, "h100:2048x8", Pins(pp=1, tp=8, shard=128, recompute="selective", microbatches=1))
+    assert plan.mesh.size("tp") == 8
+
+
 @pytest.mark.parametrize(("recompute", "count"), [("full", 1), ("full", 2), ("selective", 1)])
 def test_what_blocks_hand_to_the_caller_stays_though_they_run_again(recompute: str, count: int) -> None:
     """Attentions of every layer: counted with what comes back they are those of one block; of stages, less than nothing."""

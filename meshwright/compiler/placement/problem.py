@@ -83,6 +83,12 @@ def _again(table: Array, skip: bool) -> Array:
     return np.where(forbidden, np.inf, np.where(forbidden, 0.0, table) @ (SKIPPED if skip else RECOMPUTED))
 
 
+def _changed(table: Array, more: Array) -> Array:
+    """Resources with what changes in them. What is taken away is a part of them, added up in another order: less than nothing
+    is left by rounding alone."""
+    return np.maximum(table + more, 0.0)
+
+
 class Repeats(NamedTuple):
     """What of a block does not run again in the backward when it is recomputed: of its variables and of its edges each, and the
     steps of reshards (``ways``) whose results are kept; resources [choices, K] of some variables ``beside``."""
@@ -250,8 +256,8 @@ class Problem:
                 for e, skip in zip(model.edges, repeats.edges, strict=True):
                     more = self.tables.kept_ways(e.table, repeats.ways, not skip)
                     if more is not None:
-                        total += Edge(e.i, e.j, more, e.rows, e.cols).cost(chosen[e.i], chosen[e.j])
-                total += sum(table[chosen[var]] for var, table in repeats.beside.items())
+                        total = _changed(total, Edge(e.i, e.j, more, e.rows, e.cols).cost(chosen[e.i], chosen[e.j]))
+                total = _changed(total, sum((table[chosen[var]] for var, table in repeats.beside.items()), np.zeros(RESOURCES)))
             found.append(total + np.where(np.isinf(whole), 0.0, whole) @ AHEAD if self._ahead(first) else total)
         return found
 
@@ -325,12 +331,12 @@ class Problem:
             key = (id(table), skip, way)
             if key not in seen:
                 more = self.tables.kept_ways(table, repeats.ways, not skip) if way else None
-                seen[key] = _again(table, skip) if more is None else _again(table, skip) + more
+                seen[key] = _again(table, skip) if more is None else _changed(_again(table, skip), more)
             return seen[key]
 
         changed = [through(table, skip, False) for table, skip in zip(model.unary, repeats.variables, strict=True)]
         for var, table in repeats.beside.items():
-            changed[var] = changed[var] + table
+            changed[var] = _changed(changed[var], table)
         edges = [replace(e, table=through(e.table, skip, True)) for e, skip in zip(model.edges, repeats.edges, strict=True)]
         return changed, edges
 
