@@ -53,8 +53,10 @@ from rows import (
     cluster_of,
     completions_of,
     counted,
+    kernels_of,
     measured_seconds,
     measured_tflops,
+    normed,
     pins_of,
     precision_of,
     text_of,
@@ -84,6 +86,7 @@ FAR = 0.4
 """Differences of x: of the derivatives, and the most of a round."""
 UNBOUNDED = 2**50  # bytes
 FILES = (DATA / "steps.csv", DATA / "scale.csv")
+CONFIGURATION = ("seq_len", "dtype", "tp", "sp", "cp", "pp", "vpp", "dp", "zero/fsdp", "micro_batch", "recompute", "schedule")
 COST = Path(spread.__file__).parent
 Path_ = tuple[str, str, str]  # (device or node, its name, the number)
 
@@ -471,6 +474,11 @@ def _groups(judged: Sequence[Judged]) -> list[list[Judged]]:
     return [items for items in groups.values() if len(items) > 1]
 
 
+def _configuration(row: Row) -> str:
+    """What a row says of how it ran, but for the version of its software."""
+    return repr([[text_of(row, key).removesuffix(".0") for key in CONFIGURATION], kernels_of(row), normed(row)])
+
+
 def apart_of(judged: Sequence[Judged]) -> float:
     """What half of the pairs of configurations of one model differ by less than from what is predicted of the two."""
     pairs = [abs(a.left_out - b.left_out) for items in _groups(judged) for a, b in itertools.combinations(items, 2)]
@@ -479,11 +487,19 @@ def apart_of(judged: Sequence[Judged]) -> float:
 
 def regret_of(judged: Sequence[Judged]) -> dict[str, float]:
     """Of groups of configurations of one model: how much longer the one predicted fastest took than the best (the part of
-    groups within 5%), and the best of the three predicted fastest; sources left out."""
+    groups within 5%), and the best of the three predicted fastest; sources left out. A configuration that was measured several
+    times, as with two versions of a framework, is one, of the mean of its times."""
     one, three = [], []
     for items in _groups(judged):
-        seconds = [measured_seconds(item.case.row) or math.inf for item in items]
-        order = sorted(range(len(items)), key=lambda i: seconds[i] * math.exp(items[i].left_out))
+        times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for item in items:
+            measured = measured_seconds(item.case.row) or math.inf
+            times[_configuration(item.case.row)].append((measured, measured * math.exp(item.left_out)))
+        if len(times) < 2:
+            continue
+        seconds = [float(np.mean([measured for measured, _ in both])) for both in times.values()]
+        predicted = [float(np.mean([seconds_ for _, seconds_ in both])) for both in times.values()]
+        order = sorted(range(len(seconds)), key=predicted.__getitem__)
         one.append(seconds[order[0]] / min(seconds) - 1)
         three.append(min(seconds[i] for i in order[:3]) / min(seconds) - 1)
     if not one:

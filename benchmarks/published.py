@@ -29,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from statistics import mean
@@ -38,6 +39,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rows import (
+    DATA,
     YES,
     Row,
     Shape,
@@ -73,11 +75,13 @@ from meshwright.ir.plan import Plan
 from meshwright.planner import OutOfMemoryError, capture_model, make_plan
 from meshwright.published.architectures import Gpt, build
 from meshwright.published.zoo import Trained
+from meshwright.resized import of_batch
 
-DATA = Path(__file__).parent / "data"
 FILES = (DATA / "steps.csv", DATA / "memory.csv")
 
 _UNBOUNDED = 2**50  # bytes
+_BATCH = 8
+"""Sequences at which a model is captured."""
 
 
 @dataclass(frozen=True)
@@ -139,14 +143,20 @@ def _norms(model: nn.Module) -> None:
 
 def graph_of(row: Row, cache: Path | None = None) -> Graph:
     """The row's model at its global batch; ``cache``: a folder that keeps it."""
-    kernel, shape = kernel_of(row), shape_of(row)
-    what = (shape, kernel if kernel in ("torch", "scores") else "flash", precision_of(row), normed(row))
-    if cache is None:
-        return captured(*what)
-    kept = cache / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.pickle"
+    kernel = kernel_of(row)
+    what = (kernel if kernel in ("torch", "scores") else "flash", precision_of(row), normed(row))
+    return captured(shape_of(row), *what) if cache is None else _kept_graph(shape_of(row), what, cache)
+
+
+def _kept_graph(shape: Shape, what: tuple[str, str, bool], cache: Path) -> Graph:
+    """A kept graph: a model is captured at one batch, and that of another follows from it (a mixture is captured at each)."""
+    kept = cache / f"{hashlib.sha256(repr((shape, *what)).encode()).hexdigest()[:24]}.pickle"
     if not kept.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        kept.write_bytes(pickle.dumps(captured(*what)))
+        at_once = shape.experts or shape.batch == _BATCH
+        first = None if at_once else _kept_graph(shape._replace(batch=_BATCH), what, cache)
+        graph = captured(shape, *what) if first is None else of_batch(first, Fraction(shape.batch, _BATCH))
+        kept.write_bytes(pickle.dumps(graph))
     return _read(kept)
 
 

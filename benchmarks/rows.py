@@ -19,15 +19,19 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.cost.catalogue import catalogue
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.tables import MeasuredCollective
 from meshwright.ir.pins import Pins
 from meshwright.ir.schedules import schedule_of
 from meshwright.published.architectures import Architecture
 from meshwright.published.zoo import zero_of_stages
 
+DATA = Path(__file__).parent / "data"
 Row = Mapping[str, str]
 
 INSTANCES: Sequence[tuple[str, str, str]] = (
@@ -37,6 +41,10 @@ INSTANCES: Sequence[tuple[str, str, str]] = (
     ("DGX-1", "v100", "dgx1-v100"), ("Omni-Path", "v100", "jeanzay-v100"),
 )
 """Where none matches, the device's own node: the vendor's reference design."""
+
+MEASURED: Sequence[tuple[str, str]] = (("HF cluster", "playbook.toml"),)
+"""Words in "interconnect" of clusters whose own collectives were measured: what stands before the formulas, as in a user's file
+(in ``data``)."""
 
 PORTS: Mapping[str, float] = {"FDR": 56, "EDR": 100, "HDR100": 100, "HDR": 200, "NDR200": 200, "NDR": 400, "XDR": 800}
 """Gb/s of an InfiniBand port."""
@@ -66,8 +74,8 @@ SOFTWARE_KERNELS: Sequence[tuple[str, str]] = (("nemo", "flash3"), ("transformer
 """Words in "notes" of software with an attention kernel of its own (Transformer Engine runs cuDNN's)."""
 
 LOSSES: Sequence[tuple[str, str]] = (
-    # words in "notes" (without blanks, hyphens and underscores), whether a cross entropy is one kernel or many
-    ("fusedcrossentropy", "merged"), ("flashcrossentropy", "merged"), ("liger", "merged"), ("shardedcrossentropy", "eager"),
+    # words in "notes" (without blanks, hyphens and underscores), the kernels of a cross entropy: one, or many in place
+    ("fusedcrossentropy", "merged"), ("flashcrossentropy", "merged"), ("liger", "merged"), ("shardedcrossentropy", "sharded"),
 )
 CUTS: Sequence[tuple[str, str]] = (
     # words in "notes", where stages start
@@ -305,7 +313,14 @@ def wired(row: Row) -> Cluster:
     if node in ("", "pcie4") and own.nics:
         nics, bits = nics_of(wires, int(stated), own.nics, own.nic_bandwidth * 8)
         island = replace(island, node=replace(own, nics=nics, nic_bandwidth=bits / 8, per_node=int(stated)))
-    return Cluster((island,))
+    known = word_of(wires, MEASURED)
+    return Cluster((replace(island, node=replace(island.node, measured=_collectives(known))) if known else island,))
+
+
+@lru_cache
+def _collectives(file: str) -> tuple[MeasuredCollective, ...]:
+    """The collectives of a file of ``data``."""
+    return Cluster.from_toml(DATA / file).island.node.measured
 
 
 # ----------------------------------------------------------------------------------------------------- software
@@ -371,12 +386,13 @@ def normed(row: Row) -> bool:
 
 
 def loss_of(row: Row) -> str | None:
-    """The kernel of the loss: "merged" in one each way (FlashAttention's package has one since 2022), "eager" one after the
-    other (before, in Megatron-LM, and where notes name the kernels and none for it); None: nothing tells."""
+    """The kernel of the loss: "merged" in one each way (FlashAttention's package has one since 2022), "sharded" in many in
+    place (Megatron-LM's), "eager" in many (before June 2022, and where notes name the kernels and none for it); None: nothing
+    tells."""
     notes = re.sub(r"[\s_-]+", "", text_of(row, "notes"))
     stated = text_of(row, "loss") or word_of(notes, LOSSES)
-    known = fused(row) or megatron(row) or "kernel=" in notes or (published_in(row) or MERGED) < MERGED
-    return stated or ("eager" if known else None)
+    known = fused(row) or "kernel=" in notes or (published_in(row) or MERGED) < MERGED
+    return stated or ("sharded" if megatron(row) else "eager" if known else None)
 
 
 def torch_of(row: Row) -> tuple[int, int]:
@@ -422,7 +438,8 @@ def cluster_of(row: Row) -> Cluster:
     added = megatron(row) and (published_in(row) or MERGED) >= MERGED
     return cluster.with_kernels(
         known, fused=fused(row), overlapped=overlapped, accumulates=overlapped or added, repeats=repeats, alone=alone,
-        merged_loss=loss_of(row) == "merged", narrow_sums=sums_of(row) == "narrow",
+        merged_loss=loss_of(row) == "merged", sharded_loss=loss_of(row) == "sharded",
+        narrow_sums=sums_of(row) == "narrow",
         buckets=any(words in text_of(row, "schedule", "dtype", "notes") for words in BUCKETED),
         keeps_gathered=any(words in text_of(row, "schedule", "dtype", "notes") for words in KEPT),
         plain_loss=any(words in text_of(row, "notes") for words in PLAIN_LOSS),

@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -57,6 +58,15 @@ def test_regret_is_what_the_first_choice_costs(calibrate):
     assert calibrate.regret_of(right) == {"groups": 1, "first within 5%": 1, "first three within 5%": 1, "worst": 0}
     assert calibrate.regret_of(wrong)["worst"] == pytest.approx(0.2)
     assert calibrate.apart_of(wrong) == pytest.approx(np.exp(0.4) - 1, abs=1e-3)
+
+
+def test_a_configuration_that_was_measured_twice_is_no_choice(calibrate):
+    one, two = cases(calibrate, 2)
+    again = replace(one, row={**one.row, "step_time_s": "0.013", "notes": "FlashAttention-2; a later version"})
+    both = [calibrate.Judged(one, "node", 0.0, 0.3), calibrate.Judged(again, "node", 0.0, 0.0)]
+    assert calibrate.regret_of(both) == {"groups": 0}
+    other = calibrate.Judged(replace(two, row={**two.row, "step_time_s": "0.012"}), "node", 0.0, 0.0)
+    assert calibrate.regret_of([*both, other])["worst"] == pytest.approx(0.012 / 0.0115 - 1)
 
 
 def test_errors_that_are_linear_give_the_constants_back_and_one_wild_row_does_not_pull(calibrate):

@@ -186,6 +186,10 @@ def test_the_loss_moves_the_logits_as_often_as_its_kernels_do():
     assert compute.seconds(OPERATORS["mw.cross_entropy"], call, H100) == pytest.approx((2 * one, 3 * one))
     merged = Cluster.parse("h100:1x8").with_kernels(fused=False, merged_loss=True).device
     assert compute.seconds(OPERATORS["mw.cross_entropy"], call, merged) == pytest.approx((0.5 * one, one))
+    sharded = Cluster.parse("h100:1x8").with_kernels(fused=False, sharded_loss=True).device
+    assert compute.seconds(OPERATORS["mw.cross_entropy"], call, sharded) == pytest.approx((9.5 * one, 3.5 * one))
+    compiled = replace(sharded, fused=True)
+    assert compute.seconds(OPERATORS["mw.cross_entropy"], call, compiled) == pytest.approx((2 * one, 3 * one))
 
 
 def test_embedding_reads_the_rows_it_picks():

@@ -36,9 +36,10 @@ def test_candidates_as_arrays():
     assert overlapped(compute, link).tolist() == [2.0, 5.0]
 
 
-@given(SECONDS, st.integers(1, 64), st.floats(1.0, 2.0))
-def test_a_collective_in_pieces_exposes_one_and_slows_the_rest_down(seconds, pieces, contention):
-    found = in_pieces(seconds, pieces, contention)
-    first = seconds / pieces
-    assert found == pytest.approx(first + exposed(1e9, seconds - first, contention), rel=1e-3, abs=1e-6)
-    assert in_pieces(seconds, 1, contention) == seconds
+@given(SECONDS, st.integers(2, 64), st.floats(1.0, 2.0))
+def test_a_collective_in_pieces_has_a_product_beside_each_of_its_transfers(seconds, ranks, contention):
+    """A rank works on one piece after the other, its own among them, and exchanges the others meanwhile: run step by step."""
+    product, transfer = 100.0, seconds / (ranks - 1)
+    steps = sum(overlapped(product, transfer, contention) for _ in range(ranks - 1)) + product
+    assert in_pieces(seconds, contention=contention) == pytest.approx(steps - ranks * product, rel=1e-6, abs=1e-9)
+    assert in_pieces(seconds, 0.5, contention) == pytest.approx(in_pieces(seconds, contention=contention) + 0.5)

@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +14,9 @@ import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from meshwright.cost.collectives import Network
 from meshwright.footprint import Footprints, footprints
+from meshwright.ir.mesh import Mesh
 from meshwright.planner import rules_of
 
 ROOT = Path(__file__).parent.parent
@@ -69,6 +72,18 @@ def test_columns_become_hardware(rows):
     older = {**row, "gpu": "A100-80GB"}
     wires = {"": "dgx-a100", "EFA": "p4d", "1600Gbps RoCE/node": "dgx-a100", "PCIe, 1x100 Gb/s": "pcie4"}
     assert {text: rows.cluster_of({**older, "interconnect": text}).node.name for text in wires} == wires
+
+
+def test_a_cluster_whose_collectives_were_measured_has_them(rows):
+    """What ``hardware.csv`` has of that cluster comes out: bus bandwidths of 256 MiB."""
+    row = {"gpu": "H100-80GB", "n_gpus": "32", "gpus_per_node": "8", "interconnect": "EFA-like HF cluster"}
+    speeds = {("all_gather", 1): 249.8, ("all_gather", 4): 119.0, ("reduce_scatter", 2): 181.6, ("all_reduce", 4): 160.1}
+    for (kind, nodes), gbytes in speeds.items():
+        ranks = 8 * nodes
+        network = Network(rows.cluster_of({**row, "n_gpus": str(ranks)}), Mesh.of(a=ranks))
+        sent = (2 if kind == "all_reduce" else 1) * 2**28 * (ranks - 1) / ranks
+        assert network.seconds(kind, "a", 2**28) == pytest.approx(sent / gbytes / 1e9, rel=1e-3)
+    assert not rows.cluster_of({**row, "interconnect": "EFA"}).node.measured
 
 
 @pytest.mark.parametrize(
@@ -159,6 +174,7 @@ def test_what_a_row_leaves_open_is_priced_every_way(rows):
     notes = ("FlashAttention-2", "FlashAttention-2; torch.compile", "FlashAttention-2; sharded cross entropy")
     losses = [rows.completions_of({**said, "notes": words}) for words in notes]
     assert [[rows.cluster_of(way).device.merged_loss for way in ways] for ways in losses] == [[True, False], [False], [False]]
+    assert [[rows.cluster_of(way).device.sharded_loss for way in ways] for ways in losses] == [[False, False], [False], [True]]
 
 
 def test_torch_runs_whole_blocks_again_before_its_checkpoint_stops_early(rows):
@@ -370,6 +386,16 @@ def test_attention_kernels_capture_as_what_they_run(published, rows, attention, 
     assert any(target.startswith("aten.masked_fill") for target in targets) == masks
     weights = [graph.values[param.value].shape for param in graph.params]
     assert (128, 64) in weights  # [out, in]
+
+
+@pytest.mark.parametrize(("family", "attention", "batch"), [("gpt", "torch", 20), ("llama", "flash", 1), ("gpt", "scores", 8)])
+def test_a_kept_graph_of_another_batch_is_what_would_be_captured(published, rows, tmp_path, family, attention, batch):
+    """But for what it says of the user's tensors, which nobody asks of a published run."""
+    shape, what = rows.Shape(family, 2, 64, 4, 4, 128, 100, 0, 0, batch, 16), (attention, "bf16", True)
+    kept, made = published._kept_graph(shape, what, tmp_path), published.captured.__wrapped__(shape, *what)
+    assert replace(kept, signature=made.signature) == made
+    assert published._kept_graph(shape, what, tmp_path) == kept
+    assert len(list(tmp_path.iterdir())) == 1 + (batch != 8)
 
 
 @pytest.mark.parametrize(("norms", "kernels"), [(False, 0), (True, 5)])

@@ -51,7 +51,8 @@ class Device:
     again (Megatron-LM's checkpoint) or stops at the last value kept (torch's); ``alone``: whether ZeRO moves every parameter
     in a collective of its own, when it is called for and beside nothing (DeepSpeed), or those of a block together (FSDP);
     ``merged_loss``: whether the cross entropy is one kernel each way although the rest is not compiled (FlashAttention's,
-    Liger's); ``narrow_sums``: whether micro-batches' gradients are summed in the compute dtype (DeepSpeed's default), not fp32;
+    Liger's), ``sharded_loss``: or many that work in place (Megatron-LM's); ``narrow_sums``: whether micro-batches' gradients
+    are summed in the compute dtype (DeepSpeed's default), not fp32;
     ``buckets``: whether a micro-batch's gradients lie in buckets that are there all the time, beside their sums (torch's DDP);
     ``keeps_gathered``: whether what linears gather under sequence parallelism is kept for the backward (autograd by itself),
     not gathered again (Megatron-LM); ``plain_loss``: whether the cross entropy is torch's own, which keeps its softmax, whose
@@ -90,6 +91,7 @@ class Device:
     modules: tuple[MeasuredModule, ...] = ()
     alone: bool = False
     merged_loss: bool = False
+    sharded_loss: bool = False
     narrow_sums: bool = False
     buckets: bool = False
     keeps_gathered: bool = False

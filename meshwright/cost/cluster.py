@@ -177,7 +177,8 @@ class Cluster:
     def with_kernels(
         self, attention: str | None = None, fused: bool | None = None, overlapped: bool | None = None,
         accumulates: bool | None = None, repeats: bool | None = None, alone: bool | None = None,
-        merged_loss: bool | None = None, narrow_sums: bool | None = None, buckets: bool | None = None,
+        merged_loss: bool | None = None, sharded_loss: bool | None = None, narrow_sums: bool | None = None,
+        buckets: bool | None = None,
         keeps_gathered: bool | None = None, plain_loss: bool | None = None, kept_logits: int | None = None,
         keeps_heads: bool | None = None, flat_state: bool | None = None, plain_collectives: bool | None = None,
         packed: bool | None = None,
@@ -186,8 +187,9 @@ class Cluster:
         whether chains of pointwise operators run ``fused`` (compiled) or one by one (eager), whether products run their
         collectives ``overlapped``, in pieces (Transformer Engine), whether a product ``accumulates`` gradients itself, whether
         recomputation ``repeats`` whole blocks (Megatron-LM), whether ZeRO moves every parameter ``alone`` (DeepSpeed),
-        whether the loss is one kernel (``merged_loss``: FlashAttention's, Liger's), whether micro-batches' gradients are
-        summed in 16 bits (``narrow_sums``: DeepSpeed's default), lie in ``buckets`` (torch's DDP), whether what linears
+        whether the loss is one kernel (``merged_loss``: FlashAttention's, Liger's), or many that work in place
+        (``sharded_loss``: Megatron-LM's), whether micro-batches' gradients are summed in 16 bits (``narrow_sums``:
+        DeepSpeed's default), lie in ``buckets`` (torch's DDP), whether what linears
         gather is kept (``keeps_gathered``: DTensor's linears), whether a cross entropy's softmax is kept and its gradient lies
         beside that of the loss (``plain_loss``: torch's own), of how many micro-batches the logits are kept
         (``kept_logits``: 2 in pipeline engines like DeepSpeed's), whether what attention keeps of its values is the one product
@@ -208,6 +210,7 @@ class Cluster:
                 repeats=device.repeats if repeats is None else repeats,
                 alone=device.alone if alone is None else alone,
                 merged_loss=device.merged_loss if merged_loss is None else merged_loss,
+                sharded_loss=device.sharded_loss if sharded_loss is None else sharded_loss,
                 narrow_sums=device.narrow_sums if narrow_sums is None else narrow_sums,
                 buckets=device.buckets if buckets is None else buckets,
                 keeps_gathered=device.keeps_gathered if keeps_gathered is None else keeps_gathered,

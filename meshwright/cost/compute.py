@@ -43,8 +43,11 @@ _LOSS_FUSED = (2.0, 3.0)
 write it."""
 _LOSS_EAGER = (6.0, 10.0)
 """Passes of one kernel a step: the maximum, the difference (2), its exponential (2) and their sum; a copy, the difference, the
-exponential, the factor and the mask (2 each). Logits of 16 bits are cast before and the gradient after, each a pass and a half;
-the same count holds for Megatron-LM's."""
+exponential, the factor and the mask (2 each). Logits of 16 bits are cast before and the gradient after, each a pass and a
+half."""
+_LOSS_SHARDED = (8.0, 2.0)
+"""Passes of Megatron-LM's own cross entropy over a split vocabulary and its kin's, which work in place and keep the softmax:
+the maximum, the difference (2), its exponential (2), their sum and the softmax (2); the factor (2). Casts as above."""
 _LOSS_MERGED = (1.0, 2.0)
 """Passes over the logits in their own format of a cross entropy that is one kernel each way: read; read, and written as the
 gradient in their place."""
@@ -290,7 +293,8 @@ def _loss(work: Work, device: Device) -> tuple[float, float]:
     width = max(4, work.makes.itemsize)
     pass_ = math.prod(work.operands[0]) * width
     cast = (1 + work.reads.itemsize / width) * pass_ if work.reads.itemsize < width and not device.fused else 0.0
-    ahead, back = (passes * pass_ + cast for passes in (_LOSS_FUSED if device.fused else _LOSS_EAGER))
+    eager = _LOSS_SHARDED if device.sharded_loss else _LOSS_EAGER
+    ahead, back = (passes * pass_ + cast for passes in (_LOSS_FUSED if device.fused else eager))
     return _moved("loss", ahead, work.reads, device), _moved("loss", back, work.reads, device)
 
 

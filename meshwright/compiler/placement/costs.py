@@ -291,7 +291,9 @@ class Costs:
         """Seconds of a collective on activations that stay exposed."""
         seconds = self.collective(kind, (axis,), bytes_)
         if self.device.overlapped and kind in ("all_gather", "reduce_scatter"):
-            return overlap.in_pieces(seconds, self.mesh.size(axis), self.device.contention)
+            size = self.mesh.size(axis)
+            added = (size + 1) / size * bytes_ if kind == "reduce_scatter" and size > 1 else 0.0
+            return overlap.in_pieces(seconds, added / compute.memory_speed(self.device), self.device.contention)
         return seconds
 
     def parameter(
