@@ -13,7 +13,7 @@ from meshwright.runtime.checks.empty import Made
 from tests.brought import trials
 
 SOME = {
-    "pp": ["not a number", "nested turned", "stars turned", "carried", "rivals in turns", "none becomes tensor"],
+    "pp": ["named", "not a number", "nested turned", "stars turned", "carried", "rivals in turns", "none becomes tensor"],
     "micro-batches": ["evaluated between", "orthogonal gradients", "odd strides"],
 }
 
