@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,9 @@ from meshwright.compiler.search.candidates import Layout
 from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.search import SECONDS, best_plan
 from meshwright.compiler.search.task import Task, Timing
+from meshwright.compiler.solver import solve as solver
+from meshwright.compiler.solver.chain import Chain
+from meshwright.compiler.solver.pricing import Pricer
 from meshwright.cost.cluster import Cluster, ClusterError
 from meshwright.cost.spread import Spread
 from meshwright.footprint import Footprints
@@ -349,6 +353,22 @@ def test_what_blocks_hand_to_the_caller_stays_though_they_run_again(recompute: s
     assert ratios
     assert all(0.95 < ratio < 1.05 for ratio in ratios), ratios
     assert searched(graph, "h100:1x2", Pins(pp=2, schedule="1f1b", recompute=recompute, microbatches=4)).pipeline is not None
+
+
+def test_a_layout_that_is_no_better_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of it is an error, whose frames held the tables that it was solved with as long as the search took."""
+    alive, most = weakref.WeakSet[Pricer](), list[int]()
+
+    def made(chain: Chain) -> Pricer:
+        most.append(len(alive))
+        alive.add(pricer := Pricer(chain))
+        return pricer
+
+    monkeypatch.setattr(solver, "Pricer", made)
+    graph, cluster = graph_of(Stack(2, 256), 16, 64, 256), Cluster.parse("h100:1x4").with_memory(24 * MIB)
+    make_plan(graph, cluster, Pins(), precision="bf16", gap=0.0)
+    assert len(most) > 5
+    assert max(most) <= 2
 
 
 def test_no_layout_needs_less_than_is_proven_at_once() -> None:

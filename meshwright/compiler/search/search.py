@@ -118,7 +118,7 @@ class Refined:
             made = solve_layout(self.task, layout, microbatches, self.fits, self.timing, to_beat, self.known, floor)
         except (NoBetterError, OutOfMemoryError) as error:
             self.made[layout, microbatches] = to_beat, error
-            raise
+            raise _bare(error) from None
         self.made[layout, microbatches] = to_beat, made
         return made
 
@@ -129,6 +129,12 @@ class Refined:
             same = count == microbatches and wider.is_free and wider.sizes == layout.sizes
             if same and not isinstance(made, OutOfMemoryError) and made.bound_seconds >= enough:
                 raise NoBetterError(made.bound_seconds, made.limited)
+
+
+def _bare(error: NoBetterError | OutOfMemoryError) -> NoBetterError | OutOfMemoryError:
+    """The error without the frames it came through: they hold the problem that was solved, and would as long as it is known."""
+    error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _made(sweep: Sweep, fits: Fits, timing: Timing, refined: Refined) -> Result | None:
