@@ -21,14 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.api import autoparallel
-from meshwright.errors import MeshwrightError
-from meshwright.runtime.verdict import interrupting
 from tests import brought_loops as loops
 from tests import brought_models as models
 from tests.brought_loops import Given, by_name, data, edited, loss_of, others_then, plain, read, sgd
 from tests.brought_models import HalfOut, Net, Numbers, Out, Pair
-from tests.equality import RELATIVE, compare
 from tests.strangers import FOUR, WAYS
+from tests.trials import State, judged, report
 
 B, D = models.B, models.D
 
@@ -124,38 +122,20 @@ def _step(model: Any, loss: Tensor) -> float:
 def trials(rank: int, way: str, names: Sequence[str] = tuple(CASES)) -> list[tuple[str, bool, str]]:
     """(case, whether it came out as it must, what came out) under a way."""
     torch.set_num_threads(1)
-    found = []
-    for name in names:
-        case = CASES[name]
-        word = case.only.get(way, case.word)
-        single, model = (_made(case) for _ in range(2))
-        raised: Exception | None = None
-        wanted: Any = None
-        try:
-            wanted = case.loop(single, case.given)
-        except Exception as error:
-            raised = error
-        try:
-            mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-            parallel: Any = autoparallel(model, mesh, case.given(0), pins=dict(WAYS[way]), loss_fn=case.loss_fn, progress=False)
-            with interrupting():  # a rank that is refused something ends, and the others are told
-                said = case.loop(parallel, case.given)
-            state = parallel.full_state_dict()
-        except MeshwrightError as error:
-            found.append((name, word is not None and word in str(error), f"refused: {type(error).__name__}: {error}"))
-            continue
-        except Exception as error:
-            alike = raised is not None and type(raised) is type(error)
-            found.append((name, alike, f"{'raises as one process does' if alike else 'RAW'}: {type(error).__name__}: {error}"))
-            continue
-        if raised is not None:
-            found.append((name, False, f"runs, where one process raises {type(raised).__name__}: {raised}"))
-            continue
-        problems = compare(state, {key: x.detach() for key, x in single.state_dict().items()}) if rank == 0 else []
-        have, want = (torch.tensor(one, dtype=torch.float64) for one in (said, wanted))
-        problems += [] if torch.allclose(have, want, rtol=RELATIVE, atol=1e-9) else [f"{said} instead of {wanted}"]
-        found.append((name, not problems and not word, "; ".join(problems[:3]) or "equal"))
-    return found
+    return [(name, *_tried(CASES[name], way)) for name in names]
+
+
+def _tried(case: Case, way: str) -> tuple[bool, str]:
+    word = case.only.get(way, case.word)
+    single, model = (_made(case) for _ in range(2))
+
+    def together() -> tuple[Any, State]:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        parallel: Any = autoparallel(model, mesh, case.given(0), pins=dict(WAYS[way]), loss_fn=case.loss_fn, progress=False)
+        said = case.loop(parallel, case.given)
+        return said, parallel.full_state_dict()
+
+    return judged(lambda: case.loop(single, case.given), together, single.state_dict, word, equal=not word)
 
 
 def _made(case: Case) -> nn.Module:
@@ -166,25 +146,8 @@ def _made(case: Case) -> nn.Module:
 def main(arguments: Sequence[str]) -> int:
     """Print what did not come out as it must."""
     from tests import brought
-    from tests.pool import Pool, WorkerError
 
-    asked = [word for word in arguments if word not in WAYS and not word.startswith("-")]
-    names = [name for name in CASES if not asked or any(word in name for word in asked)]
-    pool, faults, count = Pool(), 0, 0
-    for way in [name for name in arguments if name in WAYS] or WAYS:
-        for name in names:
-            try:
-                results = [found[0][1:] for found in pool.run(4 if way in FOUR else 2, brought.trials, way, [name], timeout=90)]
-            except WorkerError as error:
-                results = [(False, str(error))]
-            good = all(one for one, _ in results)
-            count, faults = count + 1, faults + (not good)
-            if not good or "-v" in arguments:
-                said = " | ".join(dict.fromkeys(what for _, what in results))
-                print(f"{way:14} {name:22} {'' if good else 'WRONG: '}{said}", flush=True)
-    pool.close()
-    print(f"{count} trials, {faults} not as they must be")
-    return 1 if faults else 0
+    return report(arguments, brought.trials, CASES, WAYS, usual=WAYS, four=FOUR)
 
 
 if __name__ == "__main__":

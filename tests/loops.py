@@ -25,13 +25,12 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 from meshwright.api import autoparallel
-from meshwright.errors import MeshwrightError
-from meshwright.runtime.verdict import interrupting
 from tests import looped
-from tests.equality import RELATIVE, captured_once, compare
+from tests.equality import captured_once
 from tests.habits import ALL, DEFERRED, HABITS, RUNS
 from tests.looped import Loop, Net, adamw, batch, clip, learn, whole
 from tests.strangers import FOUR, WAYS
+from tests.trials import State, judged, report
 
 # ------------------------------------------------------------------------------------------------------ optimizers, schedules
 
@@ -362,63 +361,27 @@ def _parallel(model: nn.Module, way: str) -> Any:
 def trials(rank: int, way: str, names: Sequence[str] = tuple(LOOPS)) -> list[tuple[str, bool, str]]:
     """(loop, whether it came out as it must, what came out) under a way."""
     torch.set_num_threads(1)
-    found = []
-    for name in names:
-        loop, by_way = LOOPS[name]
-        word = by_way.get("pp" if "pp" in WAYS.get(way, {}) else way)
-        torch.manual_seed(0)
-        single = Net().double()
-        model = copy.deepcopy(single)  # kept, for eval() captures it once more
-        parallel = _parallel(model, way)
-        raised: Exception | None = None
-        try:
-            wanted = loop(single, batch)
-        except Exception as error:
-            raised = error
-        try:
-            with interrupting():  # a rank that is refused something ends, and the others are told
-                said = loop(parallel, batch)
-            state = parallel.full_state_dict()
-        except MeshwrightError as error:
-            found.append((name, word is not None and word in str(error), f"refused: {type(error).__name__}: {error}"))
-            continue
-        except Exception as error:
-            alike = raised is not None and type(raised) is type(error)
-            found.append((name, alike, f"{'raises as one process does' if alike else 'RAW'}: {type(error).__name__}: {error}"))
-            continue
-        if raised is not None:
-            found.append((name, word == RUNS, f"runs, where one process raises {type(raised).__name__}: {raised}"))
-            continue
-        problems = compare(state, {key: x.detach() for key, x in single.state_dict().items()}) if rank == 0 else []
-        if said is not None:
-            have, want = (torch.as_tensor(whole(x), dtype=torch.float64) for x in (said, wanted))
-            problems += [] if torch.allclose(have, want, rtol=RELATIVE, atol=1e-9) else [f"{said} instead of {wanted}"]
-        found.append((name, not problems and word is None, "; ".join(problems[:3]) or "equal"))
-    return found
+    return [(name, *_tried(name, way)) for name in names]
+
+
+def _tried(name: str, way: str) -> tuple[bool, str]:
+    loop, by_way = LOOPS[name]
+    word = by_way.get("pp" if "pp" in WAYS.get(way, {}) else way)
+    torch.manual_seed(0)
+    single = Net().double()
+    model = copy.deepcopy(single)  # kept, for eval() captures it once more
+    parallel = _parallel(model, way)
+
+    def together() -> tuple[Any, State]:
+        said = loop(parallel, batch)
+        return said, parallel.full_state_dict()
+
+    return judged(lambda: loop(single, batch), together, single.state_dict, word, equal=word is None, runs=word == RUNS)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print what did not come out as it must."""
-    from tests.pool import Pool, WorkerError
-
-    ways = [name for name in arguments if name in (*WAYS, DEFERRED)]
-    asked = [word for word in arguments if word not in ways and not word.startswith("-")]
-    names = [name for name in LOOPS if not asked or any(word in name for word in asked)]
-    pool, faults, count = Pool(), 0, 0
-    for way in ways or (*ALL, "pp x dp"):
-        for name in names:
-            try:
-                results = [found[0][1:] for found in pool.run(4 if way in FOUR else 2, trials, way, [name], timeout=90)]
-            except WorkerError as error:
-                results = [(False, str(error))]
-            good = all(one for one, _ in results)
-            count, faults = count + 1, faults + (not good)
-            if not good or "-v" in arguments:
-                said = " | ".join(dict.fromkeys(what for _, what in results))
-                print(f"{way:14} {name:22} {'' if good else 'WRONG: '}{said}", flush=True)
-    pool.close()
-    print(f"{count} trials, {faults} not as they must be")
-    return 1 if faults else 0
+    return report(arguments, trials, LOOPS, (*WAYS, DEFERRED), usual=(*ALL, "pp x dp"), four=FOUR)
 
 
 if __name__ == "__main__":

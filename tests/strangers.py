@@ -25,8 +25,8 @@ from meshwright.api import autoparallel
 from meshwright.errors import MeshwrightError
 from tests import backwards
 from tests.bodies import BODIES
-from tests.equality import RELATIVE, compare
 from tests.losses import LOSSES
+from tests.trials import report, unlike
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "dp": {"dp": 2, "zero": 2, "microbatches": 1}, "micro-batches": {"dp": 2, "zero": 3, "microbatches": 2},
@@ -319,10 +319,7 @@ def trials(rank: int, way: str, names: Sequence[str]) -> list[tuple[str, str]]:
         except Exception as error:
             found.append((name, f"RAW {type(error).__name__}: {error}"))
             continue
-        wanted = loop(single)
-        problems = compare(state, {key: x.detach() for key, x in single.state_dict().items()}) if rank == 0 else []
-        have, want = (torch.tensor(one, dtype=torch.float64) for one in (said, wanted))
-        problems += [] if torch.allclose(have, want, rtol=RELATIVE, atol=1e-9) else [f"{said} instead of {wanted}"]
+        problems = unlike(said, loop(single), state, single.state_dict())
         found.append((name, "; ".join(problems[:3]) or "equal"))
     return found
 
@@ -334,26 +331,13 @@ def _made(name: str) -> nn.Module:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what did not come out as it must."""
+    """Print what is neither equal nor refused on every rank."""
     from tests import strangers
-    from tests.pool import Pool, WorkerError
 
-    asked = [word for word in arguments if word not in WAYS and not word.startswith("-")]
-    names = [name for name in MODELS if not asked or any(word in name for word in asked)]
-    pool, faults, count = Pool(), 0, 0
-    for way in [name for name in arguments if name in WAYS] or WAYS:
-        for name in names:
-            try:
-                results = [one[0][1] for one in pool.run(4 if way in FOUR else 2, strangers.trials, way, [name], timeout=90)]
-            except WorkerError as error:
-                results = [str(error)]
-            good = len({result.partition(":")[0] for result in results}) == 1 and results[0].startswith(("equal", "refused"))
-            count, faults = count + 1, faults + (not good)
-            if not good or "-v" in arguments:
-                print(f"{way:14} {name:24} {'' if good else 'WRONG: '}{' | '.join(dict.fromkeys(results))}", flush=True)
-    pool.close()
-    print(f"{count} trials, {faults} neither equal nor refused on every rank")
-    return 1 if faults else 0
+    def judge(results: Sequence[str]) -> tuple[bool, Sequence[str]]:
+        return len({one.partition(":")[0] for one in results}) == 1 and results[0].startswith(("equal", "refused")), results
+
+    return report(arguments, strangers.trials, MODELS, WAYS, usual=WAYS, four=FOUR, judge=judge)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""Trials of a loop on one process and under a plan, judged, and a line for each that did not come out as it must: what
+``tests.loops``, ``tests.brought`` and ``tests.strangers`` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import MeshwrightError
+from meshwright.runtime.verdict import interrupting
+from tests.equality import RELATIVE, compare
+from tests.looped import whole
+
+State = Mapping[str, Tensor]
+
+
+def judged(
+    alone: Callable[[], Any], together: Callable[[], tuple[Any, State]], state: Callable[[], State], word: str | None, *,
+    equal: bool, runs: bool = False,
+) -> tuple[bool, str]:
+    """(whether it came out as it must, what came out). ``alone`` says what one process does, which leaves a ``state``;
+    ``together`` what this rank does, and the state that it leaves. ``word``: of the refusal that may come, if one may;
+    ``equal``: whether it may be equal; ``runs``: or run where one process raises."""
+    raised: Exception | None = None
+    wanted: Any = None
+    try:
+        wanted = alone()
+    except Exception as error:
+        raised = error
+    try:
+        with interrupting():  # a rank that is refused something ends, and the others are told
+            said, left = together()
+    except MeshwrightError as error:
+        return word is not None and word in str(error), f"refused: {type(error).__name__}: {error}"
+    except Exception as error:
+        alike = raised is not None and type(raised) is type(error)
+        return alike, f"{'raises as one process does' if alike else 'RAW'}: {type(error).__name__}: {error}"
+    if raised is not None:
+        return runs, f"runs, where one process raises {type(raised).__name__}: {raised}"
+    problems = unlike(said, wanted, left, state())
+    return equal and not problems, "; ".join(problems[:3]) or "equal"
+
+
+def unlike(said: Any, wanted: Any, left: State, alone: State) -> list[str]:
+    """What differs between the words and the states of a rank and of one process; states on rank 0."""
+    first = torch.distributed.get_rank() == 0
+    problems = compare(left, {key: x.detach() for key, x in alone.items()}) if first else []
+    if said is not None:
+        have, want = (torch.as_tensor(whole(x), dtype=torch.float64) for x in (said, wanted))
+        problems += [] if torch.allclose(have, want, rtol=RELATIVE, atol=1e-9) else [f"{said} instead of {wanted}"]
+    return problems
+
+
+Judge = Callable[[Sequence[Any]], tuple[bool, Sequence[str]]]
+
+
+def as_they_must(results: Sequence[tuple[bool, str]]) -> tuple[bool, list[str]]:
+    """Of what ``judged`` says on every rank."""
+    return all(good for good, _ in results), [what for _, what in results]
+
+
+def report(
+    arguments: Sequence[str], trials: Callable[..., Any], every: Collection[str], ways: Collection[str], *,
+    usual: Collection[str], four: Collection[str], judge: Judge = as_they_must,
+) -> int:
+    """Run ``trials(rank, way, [name])`` on two ranks, or ``four``, for each way and name that the arguments ask for (else the
+    ``usual`` ways, ``every`` name), and print what did not come out as it must, with -v all: 1 if there is any. A trial gives
+    [(name, result ...)]; ``judge``: whether the results of all ranks are as they must be, in words."""
+    from tests.pool import Pool, WorkerError
+
+    asked = [word for word in arguments if word not in ways and not word.startswith("-")]
+    names = [name for name in every if not asked or any(word in name for word in asked)]
+    pool, faults, count = Pool(), 0, 0
+    for way in [name for name in arguments if name in ways] or usual:
+        for name in names:
+            try:
+                found = pool.run(4 if way in four else 2, trials, way, [name], timeout=90)
+                good, words = judge([rest if len(rest) > 1 else rest[0] for (_, *rest), in found])
+            except WorkerError as error:
+                good, words = False, [str(error)]
+            count, faults = count + 1, faults + (not good)
+            if not good or "-v" in arguments:
+                print(f"{way:14} {name:22} {'' if good else 'WRONG: '}{' | '.join(dict.fromkeys(words))}", flush=True)
+    pool.close()
+    print(f"{count} trials, {faults} not as they must be")
+    return 1 if faults else 0
