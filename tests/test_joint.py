@@ -122,7 +122,7 @@ def test_a_graph_whose_blocks_hand_something_around_is_not_folded() -> None:
 
 
 def test_placements_count_all_of_the_model_once() -> None:
-    graph = llama(6, 512, 8)
+    graph = llama(6, 8192, 8)  # wide enough that the device, not the host, decides what a sample takes
     placements = Placements(
         graph, Cluster.parse("h100:1x4"), rules_of(graph)[0], Pins(), itemsize=2, state_bytes=8.0, recompute=("none",)
     )
@@ -133,7 +133,7 @@ def test_placements_count_all_of_the_model_once() -> None:
     read = [use.value.name for row in one.sequence for use in one.rows[row].uses if use.trainable]
     trainable = sum(p.trainable for p in graph.params)
     assert len(read) == trainable
-    hidden = 2 * 512 * 512
+    hidden = 2 * 512 * 8192
     assert one.crossing[:-1] == (hidden,) * 7  # one sample of the hidden state in 16 bits, behind every position but the last
 
 
