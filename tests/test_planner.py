@@ -250,6 +250,21 @@ def test_unknown_operators_are_listed_or_refused() -> None:
         make_plan(graph, FOUR, Pins(), strict=True)
 
 
+@pytest.mark.parametrize("pins", [{}, {"dp": 4}, {"pp": 1, "tp": 4}, {"dp": 2, "tp": 2, "recompute": "full"}])
+def test_a_model_that_has_no_parameters_is_planned(pins: dict[str, Any]) -> None:
+    """All that it makes is made of inputs alone, so that a micro-batch takes no time of its own."""
+    class Plain(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ x.mT).softmax(-1)
+
+    graph = capture_model(Plain(), (torch.randn(8, 8, 8),), {}, (), lambda y: y.square().mean(), "fp32")
+    plan = make_plan(graph, FOUR, Pins(**pins))
+    assert plan.predicted is not None
+    assert plan.certificate is not None
+    assert plan.predicted.step_seconds > 0
+    assert 0 <= plan.certificate.gap < 1
+
+
 @pytest.mark.parametrize(
     ("pins", "message"),
     [

@@ -104,7 +104,7 @@ def shared_out(base: Placement, ranks: Ranks, before: Ranks) -> Placement | None
             for one, row in zip(once, rows, strict=True)]
     seconds = float(sum(each[number] for number in base.sequence))
     return replace(
-        base, rows=tuple(rows), seconds=seconds, bound=seconds * base.bound / base.seconds, shared=SharedExperts(into, splits),
+        base, rows=tuple(rows), seconds=seconds, bound=seconds * base.slack, shared=SharedExperts(into, splits),
     )
 
 

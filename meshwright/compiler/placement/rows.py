@@ -186,6 +186,11 @@ class Placement:
     solved: Solved
     shared: SharedExperts | None = None
 
+    @property
+    def slack(self) -> float:
+        """What part of its seconds any placement takes at least; all where a micro-batch makes nothing but of inputs alone."""
+        return self.bound / self.seconds if self.seconds else 1.0
+
     def repeated(self, start: int) -> tuple[float, float]:
         """Seconds of a micro-batch's forward and backward for what a stage that starts at this position makes again."""
         found = [(forward, backward) for made, last, forward, backward in self.again if made < start <= last]

@@ -296,7 +296,7 @@ class CandidateBounds:
             found.append((candidate.microbatches * units.work + once, _held(units), zero, shard, units))
         found.sort(key=lambda variant: variant[:4])
         kept: list[Branch] = []
-        least, slack = float("inf"), placement.bound / placement.seconds
+        least, slack = float("inf"), placement.slack
         for _, held, zero, shard, units in found:
             if held >= least:
                 continue
@@ -359,7 +359,7 @@ def _work(
     placement: Placement, total: float, weight: float, forward: Sequence[float], backward: Sequence[float]
 ) -> MicrobatchSeconds:
     """What ``floor`` reads, of units whose placement is ``slack`` below its seconds at best."""
-    slack = placement.bound / placement.seconds
+    slack = placement.slack
     least = min(f + b for f, b in zip(forward, backward, strict=True))
     longest = max(max(forward), 0.5 * max(backward))
     return MicrobatchSeconds(

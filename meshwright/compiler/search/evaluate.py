@@ -123,7 +123,7 @@ class Evaluator:
     ) -> float:
         """Seconds that no cut of a pipeline can beat because of what is sent. ``work``: of a micro-batch through all units;
         ``each``: of every unit; ``virtual``: stages a rank, the fewest first."""
-        slack, crossing = placement.bound / placement.seconds, self._places(self._crossing(degrees, placement))
+        slack, crossing = placement.slack, self._places(self._crossing(degrees, placement))
         at = stages.positions_of(crossing)
         seconds = np.zeros(len(at))
         seconds[1:-1] = crossing[np.array(at[1:-1], dtype=np.int64) - 1]
@@ -251,7 +251,7 @@ class Evaluator:
         units, outside = self._divisible(candidate, degrees, zero, placement)
         several = candidate.virtual_stages, max(candidate.virtual_stages, most)
         schedule, pp, count = candidate.schedule, candidate.pp, candidate.microbatches
-        slack = placement.bound / placement.seconds
+        slack = placement.slack
         boundary = received(schedule, pp, several[0], count) * max(placement.crossing[:-1]) + placement.made_alone(count)
         boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += placement.handed_back(count)
         room = np.maximum(capacity - boundary + self._twice(candidate, degrees, zero, placement), 1.0)
@@ -271,7 +271,7 @@ class Evaluator:
         """Seconds that no cut can beat within ``capacity`` bytes, if not the device's, no less than ``known``, by the
         schedule's own table. ``cutoff``: seconds above which nothing sharper is needed; ``sharp``: as of ``timed_bound``."""
         units, outside = self._divisible(candidate, degrees, zero, placement)
-        slack, table = placement.bound / placement.seconds, self.table(candidate)
+        slack, table = placement.slack, self.table(candidate)
         capacity = self.capacity if capacity is None else capacity
         room = self.room(candidate, placement, capacity + self._twice(candidate, degrees, zero, placement))
         paths = self._paths.setdefault((table.name, table.pp, table.stages, table.microbatches), KnownPaths())
@@ -428,7 +428,7 @@ class Evaluator:
         state, alone = float(per_rank(units.state)[fullest]), placement.made_alone(candidate.microbatches)
         kinds = {"state": state - float(twice[fullest]), "activations": cuts.memory[fullest] - state, "inputs": alone,
                  "received and handed back": float(boundary[fullest]) - alone}
-        slack = placement.bound / placement.seconds
+        slack = placement.slack
         return Evaluation(
             candidate, degrees, zero, placement, cuts.boundaries, recompute, seconds,
             max(self.step_of(candidate, placement, plain, 0.0), cuts.bound) * slack, parts,
@@ -509,7 +509,7 @@ class Evaluator:
         parts["exposed communication"] += max(0.0, seconds - sum(parts.values()))
         state, alone = float(units.state.sum()), placement.made_alone(candidate.microbatches)
         kinds = {"state": state, "activations": memory - state - alone, "inputs": alone}
-        slack = placement.bound / placement.seconds
+        slack = placement.slack
         return Evaluation(
             candidate, degrees, zero, placement, (0, len(self.names)), recompute, seconds, bound * slack, parts, (memory,),
             kinds, self._starts((0, len(self.names))), tuple(p.block for p in self.positions), None, None,
