@@ -28,7 +28,20 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "opt": ("OPTConfig", "OPTForCausalLM"),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM"),
+    "bloom": ("BloomConfig", "BloomForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "bart": ("BartConfig", "BartForConditionalGeneration"),
+    "roberta": ("RobertaConfig", "RobertaForMaskedLM"),
+    "modernbert": ("ModernBertConfig", "ModernBertForMaskedLM"),
+    "vit": ("ViTConfig", "ViTForImageClassification"),
 }
+ENCODERS = "bert", "roberta", "modernbert", "vit"
 
 
 def _gpt2(layers: int, hidden: int, heads: int, vocab: int, sequence: int, parameters: float, **more: Any) -> Model:
@@ -82,6 +95,42 @@ MIXTURES: Mapping[str, Model] = {
     "kimi-k2": _deepseek(64, 163840, 384, 1, (1, 1), 1026e9),
 }
 """Mixtures of experts, which are no points of the grid."""
+OTHERS: Mapping[str, Model] = {
+    "llama-1b": _llama(16, 2048, 8192, 32, 8, 128256, 1.24e9, sequence=4096, tie_word_embeddings=True, head_dim=64),
+    "mistral-7b": _llama(32, 4096, 14336, 32, 8, 32000, 7.25e9, "mistral", 8192, sliding_window=4096),
+    "mistral-123b": _llama(88, 12288, 28672, 96, 8, 32768, 122.6e9, "mistral", 4096, sliding_window=None),
+    "qwen3-32b": _llama(64, 5120, 25600, 64, 8, 151936, 32.8e9, "qwen3", 4096, head_dim=128),
+    "qwen3-30b-a3b": _llama(
+        48, 2048, 6144, 32, 4, 151936, 30.5e9, "qwen3_moe", 4096, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    ),
+    "gemma3-27b": _llama(62, 5376, 21504, 32, 16, 262144, 27.0e9, "gemma3", 4096, head_dim=128, sliding_window=1024),
+    "phi3-medium": _llama(40, 5120, 17920, 40, 10, 32064, 14.0e9, "phi3", 4096, pad_token_id=0, sliding_window=None),
+    "neox-20b": _llama(44, 6144, 24576, 64, 64, 50432, 20.6e9, "gpt_neox", 2048),
+    "bloom-7b": Model("bloom", {
+        "hidden_size": 4096, "n_layer": 30, "n_head": 32, "vocab_size": 250880, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    }, 2048, 7.07e9, "n_layer"),
+    "opt-13b": Model("opt", {
+        "hidden_size": 5120, "num_hidden_layers": 40, "ffn_dim": 20480, "num_attention_heads": 40, "vocab_size": 50272,
+        "max_position_embeddings": 2048, "word_embed_proj_dim": 5120, "dropout": 0.0,
+    }, 2048, 12.85e9),
+    "bart-large": Model("bart", {
+        "d_model": 1024, "encoder_layers": 12, "decoder_layers": 12, "encoder_ffn_dim": 4096, "decoder_ffn_dim": 4096,
+        "encoder_attention_heads": 16, "decoder_attention_heads": 16, "vocab_size": 50265, "dropout": 0.1,
+    }, 1024, 0.406e9, "encoder_layers"),
+    "roberta-large": Model("roberta", {
+        "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+        "vocab_size": 50265, "max_position_embeddings": 514,
+    }, 512, 0.355e9),
+    "modernbert-large": Model("modernbert", {
+        "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 2624,
+    }, 2048, 0.395e9),
+    "vit-huge": Model("vit", {
+        "hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16, "intermediate_size": 5120, "patch_size": 14,
+        "num_labels": 1000,
+    }, 224, 0.632e9),
+}
+"""Models of other families, which are no points of the grid either; a vision model's sequence is its image's side."""
 
 
 def build(model: Model, layers: int | None = None) -> Any:
@@ -91,16 +140,19 @@ def build(model: Model, layers: int | None = None) -> Any:
 
     config, kind = (getattr(transformers, name) for name in FAMILIES[model.family])
     given = {**model.config, **({model.layers: layers} if layers is not None else {})}
-    if model.family != "bert":
+    if model.family not in ENCODERS:
         given["use_cache"] = False
     with torch.device("meta"):
         return kind(config(**given))
 
 
 def inputs(model: Model, batch: int) -> dict[str, Any]:
-    """Tokens of a global batch of samples, on the meta device."""
+    """Tokens, or images, of a global batch of samples, on the meta device."""
     import torch
 
+    if model.family == "vit":
+        images = torch.empty((batch, 3, model.sequence, model.sequence), device="meta")
+        return {"pixel_values": images, "labels": torch.zeros((batch,), dtype=torch.int64, device="meta")}
     tokens = torch.zeros((batch, model.sequence), dtype=torch.int64, device="meta")
-    mask = {"attention_mask": torch.empty_like(tokens)} if model.family == "bert" else {}
+    mask = {"attention_mask": torch.empty_like(tokens)} if model.family in ENCODERS else {}
     return {"input_ids": tokens, "labels": torch.empty_like(tokens), **mask}

@@ -2,13 +2,15 @@
 
     python benchmarks/planning.py [NAME ...] [--json] [--cluster h100:8x8] [--batch 16] [--layers 32]
     python benchmarks/planning.py --grid [--only REGEX] [--log FILE] [--list]
+    python benchmarks/planning.py --drawn 40 --seed 1 [--only REGEX] [--log FILE] [--list]
 
 Each case runs in a process of its own, so what is printed is a cold start; importing torch and transformers is not counted.
 ``budget``: seconds that the case may take on two cores; memory may take 2 GiB.
 
 The grid (``grid.py``) is models x numbers of devices x kinds of devices, everything searched, one line a point. A point is
 named MODEL/DEVICES/KIND; ``--only`` takes those whose name matches. With ``--log`` every point is written to a file of JSON
-lines as it is done, and those that stand there are printed from it, so that a run can be continued.
+lines as it is done, and those that stand there are printed from it, so that a run can be continued. ``--drawn`` takes points
+that are not on the grid: other models, numbers and kinds of devices, batches and lengths, drawn by the seed.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script: find benchmarks/
 
 from benchmarks import grid
-from benchmarks.models import MIXTURES, MODELS, Model, build, inputs
+from benchmarks.models import MIXTURES, MODELS, OTHERS, Model, build, inputs
 
 GIB = 2**30
-ALL = {**MODELS, **MIXTURES}
+ALL = {**MODELS, **MIXTURES, **OTHERS}
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--json", action="store_true", help="print one JSON value a line")
     parser.add_argument("--grid", action="store_true", help="the grid instead of the cases")
+    parser.add_argument("--drawn", type=int, default=0, help="as many points as this that are not on the grid")
+    parser.add_argument("--seed", type=int, default=0, help="of the points drawn")
     parser.add_argument("--only", default="", help="points of the grid whose name matches this regular expression")
     parser.add_argument("--log", type=Path, help="a file of JSON lines that the grid is continued from")
     parser.add_argument("--list", action="store_true", help="the names of the grid's points, nothing else")
@@ -153,8 +157,9 @@ def main() -> None:
     if options.here:
         print(json.dumps(measure(Case(**json.loads(options.here))), default=str))
         return
-    if options.grid or options.list:
-        points = {name: Case(*point) for name, point in grid.points(options.only).items()}
+    if options.grid or options.drawn or options.list:
+        found = grid.drawn(options.drawn, options.seed, options.only) if options.drawn else grid.points(options.only)
+        points = {name: Case(*point[:4], sequence=point[4]) for name, point in found.items()}
         grid.show(points, run, options.log) if not options.list else print("\n".join(points))
         return
     changes = {key: value for key in ("cluster", "batch", "layers") if (value := getattr(options, key)) is not None}
