@@ -220,6 +220,21 @@ def test_a_cut_lies_where_its_crossing_is(name: str, quick: float, timed: float)
         assert timed * best <= found <= best * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("count", "name", "pp", "virtual"), [
+    (12, "interleaved1f1b", 3, 3), (20, "interleaved1f1b", 4, 4), (16, "zbv", 6, 2), (16, "1f1b", 5, 1),
+])
+def test_no_stage_is_half_of_the_encoder_and_of_the_decoder(count: int, name: str, pp: int, virtual: int) -> None:
+    """The units of a decoder take twice as long: a cut between two units of the encoder has none of them before it, and where
+    stages are hardly fewer than units it can lie at few places. As a mean of any corners these bounds are 0.98, 0.96, 0.99 and
+    0.93 of the best."""
+    units, m = [Unit(str(i), *[1.0 + (i >= count // 2)] * 3) for i in range(count)], 2 * pp
+    best = brute_force([units], name, pp, virtual, m, math.inf)[0][2]
+    known, table = Intervals.of([units], range(count + 1)), schedule_table(name, pp, virtual, m)
+    outside, room = OutsideSeconds.nothing(count), np.full(pp, 1e9)
+    found, *_ = timed_bound(known, table, outside, room, 0.0, 1.02 * best, KnownPaths())
+    assert 0.999 * best <= found <= best * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("setting", [one for one in SETTINGS if one[2] == 1], ids=lambda s: "-".join(map(str, s)))
 def test_what_comes_after_slow_links_bounds_every_step(setting: tuple[str, int, int, int]) -> None:
     """Gathers, reductions and the optimizer as the search adds them to a schedule whose transfers take long."""
@@ -254,12 +269,11 @@ def test_one_bound_holds_for_all_numbers_of_stages_a_rank(name: str, alike: bool
     nothing = OutsideSeconds(np.zeros(9), np.zeros(9), np.zeros(9), 1.0)
     capacity = 0.95 * max(cut(units, pp, 2, name, m).memory)
     for room, v in itertools.product((1e9, capacity), (2, 3, 4)):
-        together, whole = (bound_of(units, pp, (2, 4), name, m, room, nothing, to) for to in (0.0, math.inf))
+        together, wide = (bound_of(units, pp, (2, 4), name, m, room, nothing, to) for to in (0.0, math.inf))
         alone, sharp = (bound_of(units, pp, (v, v), name, m, room, nothing, to) for to in (0.0, math.inf))
-        assert together.seconds <= whole.seconds * (1 + 1e-5)
-        assert whole.seconds <= sharp.seconds * (1 + 1e-5)
+        assert together.seconds <= wide.seconds * (1 + 1e-5)
+        assert wide.seconds <= sharp.seconds * (1 + 1e-5)
         assert alone.seconds <= sharp.seconds * (1 + 1e-5)
-        assert (sharp.by == "whole") == alike or sharp.seconds == math.inf
         every = brute_force([units], name, pp, v, m, room)
         assert not every or sharp.seconds <= every[0][2] * (1 + 1e-9)
         for to in (1.02 * alone.seconds, every[0][2] * 1.001, every[0][2] * 1.1) if every else ():
@@ -271,10 +285,10 @@ def test_whole_units_are_bounded_as_such() -> None:
     """Nine equal units on two ranks: one of them runs five, the others of divided ones are half of nine."""
     units, m = [Unit(str(n), 1.0, 1.0, 1.0) for n in range(9)], 8
     nothing = OutsideSeconds(np.zeros(9), np.zeros(9), np.zeros(9), 1.0)
-    divided, whole = (
-        fractional_bound(Intervals.of([units], range(10)), "interleaved1f1b", 2, (2, 2), m, np.full(2, 1e9), nothing, enough)
-        for enough in (0.0, math.inf)
+    divided = fractional_bound(
+        Intervals.of([units], range(10)), "interleaved1f1b", 2, (2, 2), m, np.full(2, 1e9), nothing, math.inf
     )
+    whole = bound_of(units, 2, (2, 2), "interleaved1f1b", m, 1e9, nothing, math.inf)
     assert divided.seconds < 0.99 * m * 3 * 5
     assert whole.seconds >= m * 3 * 5 * (1 - 1e-5)
     assert whole.seconds <= cut(units, 2, 2, "interleaved1f1b", m).makespan

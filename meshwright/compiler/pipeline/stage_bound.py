@@ -10,8 +10,7 @@ All drop the order of the units, so equal units are one number ("how many of thi
   all ranks together cannot run all units of the class, no cut can.
 - ``fractional_bound`` keeps what the schedule and memory say. With x[s, c, o] units of class c run in way o in stage s, what
   ``cost.timeline.lower_bounds`` takes the largest of (the path; every rank's begin, work and end) and the memory of every rank
-  at some moments of its order (``in_flight``) are linear in x; the step T is minimized, over divided units and, where that is
-  not enough, over whole numbers of every class of several units on every rank.
+  at some moments of its order (``in_flight``) are linear in x; the step T is minimized over divided units.
 
 The program knows a rank's first stage, its last one, and all between together: these enter the rows alike, and the slowest of
 them takes no less than their mean. So its size does not grow with the stages of a rank, and one program bounds a whole range of
@@ -193,7 +192,7 @@ def least_transient(units: Intervals, pp: int, turns: bool) -> np.ndarray:
 
 class Bound(NamedTuple):
     """Seconds that no run can beat, inf if it is proven that nothing fits, and the sharpest that was asked: the ``packing`` (or
-    crowding), the ``stages`` of ranks that have one each, ``divided`` units, or ``whole`` ones."""
+    crowding), the ``stages`` of ranks that have one each, or ``divided`` units."""
 
     seconds: float
     by: str
@@ -205,8 +204,7 @@ def fractional_bound(
 ) -> Bound:
     """The bound whatever the cut, with any number of stages a rank from the first of ``virtual_stages``, at least 2, to the
     second. ``capacity``: bytes [pp]. With ``outside``: no step. What takes ``cutoff`` seconds or more, if that is not 0, is not
-    told apart. If divided units run in less than that by no more than one unit, on few ranks (``_FEW``), every rank is made to
-    run whole ones."""
+    told apart."""
     closed = schedule_of(name).closed
     if closed is None:
         return Bound(0.0, "packing")
@@ -225,17 +223,9 @@ def fractional_bound(
     program.all()
     program.time()
     program.outside()
-    divided = program.bound(to_beat)
-    one = microbatches * float(program.classes[:3].sum(axis=0).max())
-    near = cutoff == math.inf or divided + one >= cutoff > divided
-    if not near or pp > _FEW or not program.round():
-        return Bound(divided, "divided")
-    return Bound(max(divided, program.bound(to_beat)), "whole")
+    return Bound(program.bound(to_beat), "divided")
 
 
-_FEW = 8
-"""Up to so many ranks whole units are asked for: with more they take up to seconds, and hardly longer than divided ones
-(chosen; what is not asked leaves a lower bound lower)."""
 _SAFE = 1 + 1e-6
 """More than what the solvers' tolerance can make of a bound."""
 
@@ -411,15 +401,6 @@ class _Program(LinearProgram):
             return min(most, max(0.0, self.minimum({0: 1.0})) * self.scale / _SAFE)
         except NoSolutionError:
             return most
-
-    def round(self) -> bool:
-        """Of every class of several units each rank has whole ones: whether there is such a class."""
-        for common in np.flatnonzero(self.members > 1).tolist():
-            counts = self.variables(self.pp, 1)
-            for rank in range(self.pp):
-                self.add([(self.amounts[:, rank, common], 1.0), (counts[rank], -1.0)], 0.0, 0.0)
-            self.integers.update(counts.ravel().tolist())
-        return bool(self.integers)
 
     def all(self) -> None:
         """Every unit is somewhere."""

@@ -8,13 +8,15 @@ needed. Paths are sums of stages and crossings, whatever these take, so those fo
 that run the same table (``KnownPaths``). The bound sees what formulas of the schedule do not: transfers that wait for each
 other, and what a rank waits for in the middle of its order.
 
-A cut lies between two *corners*: positions between which units are of one class and crossings cost the same. As a mean of
-corners it says how many units of each class lie before it and what crosses it; of real cuts both are exact. Memory is that of
+A cut lies between two *corners*: positions between which units are of one class and crossings cost the same, and the first and
+last that leave a unit to every stage before and behind it. As a mean of corners it says how many units of each class lie before
+it and what crosses it; of real cuts both are exact. Memory is that of
 every rank at every moment of its order, with units recomputed one by one or by parts of them. So it is a relaxation that
 leaves out only that units are whole and that a cut lies in one place.
 
 Where a bound is to be sharp, these come by branching (``_branched``): a rank has so many units of a class or fewer, or more; so
-has a stage; a cut lies at a corner or before it, or at it or behind. The least bound is parted first.
+has a stage; a cut lies at a corner or before it, or at it or behind: as a mean of corners of an encoder and of its decoder it
+would part both. The least bound is parted first.
 """
 
 from __future__ import annotations
@@ -82,8 +84,8 @@ class KnownPaths:
 
 @dataclass(frozen=True)
 class _Point:
-    """``amounts`` [stages, ways] of what stages run and ``places`` [stages - 1, corners] of cuts; ``seconds`` of the step, inf
-    if it was not run."""
+    """``amounts`` [stages, ways] of what stages run and ``places`` [stages - 1, corners] of cuts, each at its own corners;
+    ``seconds`` of the step, inf if it was not run."""
 
     amounts: np.ndarray
     places: np.ndarray
@@ -170,12 +172,13 @@ class _Program(LinearProgram):
         self.moments = [maximal(np.asarray(counts)) for counts in table.in_flight]
         self.ways, self.of = self._ways(known.numbers)
         self.scale = float(self.ways[:3].max()) or 1.0
-        self.corners = _corners(units, self.kinds)
+        self.corners = _corners(units, self.kinds, table.stages)
         before = np.concatenate([np.zeros((1, len(self.members))), np.cumsum(np.eye(len(self.members))[self.kinds], axis=0)])
+        self.ends = units.cheapest()[:3].sum(axis=0)
         self.before, self.crossing = before[self.corners], np.stack([units.value, units.gradient], axis=1)[self.corners]
         self.ranks, self.used = np.array(table.stage_rank), set[int]()
         self.amounts = self.variables(table.stages, len(self.of))
-        self.places = self.variables(table.stages - 1, len(self.corners))
+        self.places = self.variables(*self.corners.shape)
         self.seconds, self.left = self.variables(table.stages, 3), self.variables(table.pp, 1)
         self.gather, self.optimizer = self.variables(2, 1)
         self._place()
@@ -208,9 +211,9 @@ class _Program(LinearProgram):
             for number, count in enumerate(self.members.tolist()):
                 terms = [(row[self.of == number], 1.0)]
                 if stage:
-                    terms.append((self.places[stage - 1], self.before[:, number]))
+                    terms.append((self.places[stage - 1], self.before[stage - 1, :, number]))
                 if stage < self.table.stages - 1:
-                    terms.append((self.places[stage], -self.before[:, number]))
+                    terms.append((self.places[stage], -self.before[stage, :, number]))
                 total = float(count) if stage == self.table.stages - 1 else 0.0
                 self.add(terms, total, total)
         for row in self.places:
@@ -240,18 +243,17 @@ class _Program(LinearProgram):
     def first(self) -> _Point:
         """Divided units in their order, the same seconds in every stage, each in the first of its ways or in the one of least
         bytes: the better of those that fit, or one that was not run."""
-        work = np.diff(self.units.cheapest()[:3].sum(axis=0))
-        ends = np.concatenate([[0.0], np.cumsum(work)])
-        each = np.clip(np.interp(np.linspace(0.0, ends[-1], self.table.stages + 1)[1:-1], ends, np.arange(len(ends))),
-                       1.0, self.units.count - 1.0)
-        at = np.clip(np.searchsorted(self.corners, each, side="right") - 1, 0, max(0, len(self.corners) - 2))
+        each = np.interp(np.linspace(0.0, self.ends[-1], self.table.stages + 1)[1:-1], self.ends, np.arange(len(self.ends)))
         places = np.zeros(self.places.shape)
-        for stage, (low, position) in enumerate(zip(at.tolist(), each.tolist(), strict=True)):
-            start, stop = self.corners[[low, min(low + 1, len(self.corners) - 1)]]
+        each = np.clip(each, self.corners[:, 0], self.corners[:, -1])
+        for row, corners, position in zip(places, self.corners, each, strict=True):
+            low = int(np.clip(np.searchsorted(corners, position, side="right") - 1, 0, max(0, len(corners) - 2)))
+            high = min(low + 1, len(corners) - 1)
+            start, stop = corners[[low, high]]
             share = (position - start) / (stop - start) if stop > start else 0.0
-            places[stage, low] = 1.0 - share
-            places[stage, min(low + 1, len(self.corners) - 1)] += share
-        whole = np.concatenate([np.zeros((1, len(self.members))), places @ self.before, self.members[None]])
+            row[low] = 1.0 - share
+            row[high] += share
+        whole = np.concatenate([np.zeros((1, len(self.members))), self._at(places, self.before), self.members[None]])
         counts, points = np.diff(whole, axis=0), list[_Point]()
         for order in (self.ways[:3].sum(axis=0), self.ways[3:6].sum(axis=0)):
             chosen = [int(np.where(self.of == number, order, math.inf).argmin()) for number in range(len(self.members))]
@@ -266,7 +268,7 @@ class _Program(LinearProgram):
         """The points with their seconds; the longest paths to the ranks that end last become rows."""
         every = np.stack([point.amounts for point in points], axis=2)
         forward, inputs, weights, _, _, _, gather, reduce, optimizer = np.einsum("nw,swk->nsk", self.ways, every)
-        down, up = np.einsum("bck,cd->dbk", np.stack([point.places for point in points], axis=2), self.crossing)
+        down, up = np.einsum("bck,bcd->dbk", np.stack([point.places for point in points], axis=2), self.crossing)
         own = np.arange(self.table.pp)[:, None] == self.ranks
         back, reduce, optimizer = own @ (inputs + weights), own @ reduce, own @ optimizer
         left = np.maximum(reduce - back, self.outside.slowed * reduce)
@@ -286,7 +288,7 @@ class _Program(LinearProgram):
             return
         self.used.add(path)
         runs, sends, rank = self.paths.runs[path], self.paths.sends[path], self.paths.rank[path]
-        on, sent = np.nonzero(runs), sends @ self.crossing.T / self.scale  # [boundaries, corners]
+        on, sent = np.nonzero(runs), np.einsum("bd,bcd->bc", sends, self.crossing) / self.scale
         crossed = np.flatnonzero(sent.any(axis=1))
         self.add([
             (np.zeros(1, dtype=np.int64), 1.0), (self.seconds[on], -runs[on]), (self.places[crossed], -sent[crossed]),
@@ -300,7 +302,8 @@ class _Program(LinearProgram):
             return False
         seconds = np.einsum("nw,sw->sn", self.ways, point.amounts)
         runs, sends = (np.array([column[path] for path in unused]) for column in (self.paths.runs, self.paths.sends))
-        took = np.einsum("psn,sn->p", runs, seconds[:, :3]) + np.einsum("pbd,bd->p", sends, point.places @ self.crossing)
+        crossed = self._at(point.places, self.crossing)
+        took = np.einsum("psn,sn->p", runs, seconds[:, :3]) + np.einsum("pbd,bd->p", sends, crossed)
         own = np.arange(self.table.pp)[:, None] == self.ranks
         back, reduce, optimizer = own @ seconds[:, 1:3].sum(axis=1), own @ seconds[:, 7], own @ seconds[:, 8]
         left, rank = np.maximum(reduce - back, self.outside.slowed * reduce), np.array(self.paths.rank)[unused]
@@ -361,8 +364,12 @@ class _Program(LinearProgram):
 
     @property
     def differs(self) -> float:
-        """Seconds that a step may take longer because one cut lies where crossing takes longest, and not shortest."""
-        return self.table.microbatches * float(np.ptp(self.crossing.sum(axis=1)))
+        """Seconds that a step may take longer because one cut lies where crossing takes longest, and not shortest, or because
+        it is no mean of the first and the last corner."""
+        crossing, ends = float(np.ptp(self.crossing.sum(axis=2))), self.ends[self.corners]
+        share = (self.corners - self.corners[:, :1]) / np.maximum(1, np.ptp(self.corners, axis=1))[:, None]
+        chord = ends[:, :1] + share * (ends[:, -1:] - ends[:, :1])
+        return self.table.microbatches * (crossing + float(np.abs(ends - chord).max()))
 
     def parted(self, point: _Point) -> tuple[Row, ...]:
         """Two rows, of which every cut is within one and the point within none: of what may change the step most; none if
@@ -386,27 +393,40 @@ class _Program(LinearProgram):
         return (([(amounts, 1.0)], 0.0, below), ([(amounts, 1.0)], below + 1.0, math.inf)) if len(amounts) else ()
 
     def _spread(self, point: _Point) -> tuple[float, np.ndarray, np.ndarray] | None:
-        """Of the cut whose corners are not neighbours, where that spares most seconds of crossings in all micro-batches: these
-        seconds, and its corners before and behind one between them."""
+        """Of the cut whose corners are not neighbours, where that spares most seconds in all micro-batches, of crossings or of
+        units that it parts but no real cut there does: these seconds, and its corners before and behind one between them."""
         found = None
-        for number, places in enumerate(point.places):
-            at = np.flatnonzero(places > _WHOLE)
-            if len(at) < 2 or at[-1] - at[0] < 2:
+        for number, (places, corners) in enumerate(zip(point.places, self.corners, strict=True)):
+            last = int(np.searchsorted(corners, corners[-1]))
+            at = np.minimum(np.flatnonzero(places > _WHOLE), last)
+            if at[-1] - at[0] < 2:
                 continue
-            mean = float(places @ self.corners)
-            middle = int(np.clip(np.searchsorted(self.corners, mean), at[0] + 1, at[-1] - 1))
-            there = self.crossing[middle - 1 : middle + 1].sum(axis=1).min()
-            spared = self.table.microbatches * max(0.0, float(there - (places @ self.crossing).sum()))
-            if found is None or spared > found[0]:
-                found = spared, self.places[number, :middle], self.places[number, middle + 1 :]
-        return found
+            mean = float(places @ corners)
+            middle = int(np.clip(np.searchsorted(corners, mean), at[0] + 1, at[-1] - 1))
+            there = self.crossing[number, middle - 1 : middle + 1].sum(axis=1).min()
+            crossed = max(0.0, float(there - (places @ self.crossing[number]).sum()))
+            parted = abs(float(np.interp(mean, np.arange(len(self.ends)), self.ends) - places @ self.ends[corners]))
+            if found is None or crossed + parted > found[0]:
+                found = crossed + parted, self.places[number, :middle], self.places[number, middle + 1 :]
+        return (self.table.microbatches * found[0], *found[1:]) if found is not None else None
+
+    def _at(self, places: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Numbers of corners [stages - 1, corners, any] at cuts."""
+        return np.asarray(np.einsum("bc,bcn->bn", places, numbers))
 
 
-def _corners(units: Intervals, kinds: np.ndarray) -> np.ndarray:
-    """Positions of cuts, the first and the last and those that are not like both of their neighbours: what lies between two is
-    their mean, in units of each class before it and in crossings."""
+def _corners(units: Intervals, kinds: np.ndarray, stages: int) -> np.ndarray:
+    """Positions of every cut [stages - 1, corners]: the first and the last where it can lie, and between them those that are
+    not like both of their neighbours: what lies between two is their mean, in units of each class before it and in crossings.
+    The last is repeated where a cut has fewer."""
     inner = np.arange(2, units.count - 1)
     alike = kinds[inner - 1] == kinds[inner]
     for seconds in (units.value, units.gradient):
         alike &= (seconds[inner - 1] == seconds[inner]) & (seconds[inner] == seconds[inner + 1])
-    return np.unique(np.concatenate([[1], inner[~alike], [units.count - 1]]))
+    unlike = inner[~alike]
+    found = [
+        np.unique([first, *unlike[(unlike > first) & (unlike < first + units.count - stages)], first + units.count - stages])
+        for first in range(1, stages)
+    ]
+    most = max(len(corners) for corners in found)
+    return np.array([np.pad(corners, (0, most - len(corners)), mode="edge") for corners in found])

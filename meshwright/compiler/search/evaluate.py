@@ -259,8 +259,7 @@ class Evaluator:
         bound = stages.step_bound(units, pp, several, schedule, count, room, outside, asked)
         self.work["packing"] += 1
         self.work["ranks alone"] += bound.by == "stages"
-        self.work["rank of divided units"] += pp * (bound.by in ("divided", "whole"))
-        self.work["pair of ranks of whole units"] += pp * pp * (bound.by == "whole")
+        self.work["rank of divided units"] += pp * (bound.by == "divided")
         found = bound.seconds * slack
         return max(cutoff, found) if bound.seconds >= asked > 0 else found
 

@@ -1,9 +1,9 @@
 """Small linear programs, written row by row.
 
-A program is written as a proto: building it through the modelling classes takes longer than solving it. Divided variables are
-HiGHS's; where some are whole numbers, SCIP's. One that is solved again and again with more rows is GLOP's, which goes on from
-where it was (seen: 2.2 times as fast); what GLOP finds no optimum of, HiGHS is asked. All are told to stop after so many steps,
-not seconds, so that a program has the same answer on every machine.
+A program is written as a proto: building it through the modelling classes takes longer than solving it, with HiGHS. One that
+is solved again and again with more rows is GLOP's, which goes on from where it was (seen: 2.2 times as fast); what GLOP finds
+no optimum of, HiGHS is asked. Both are told to stop after so many steps, not seconds, so that a program has the same answer on
+every machine.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import numpy as np
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
-ITERATIONS, NODES = 20_000, 1
-"""Limits of one program. Only the bound is read, which what comes after the first node hardly raises (seen: by less than one in
-ten thousand, in five times the time)."""
+ITERATIONS = 20_000
+"""Limit of one program."""
 Term = tuple[np.ndarray, np.ndarray | float]
 """Variables and their weights."""
 Row = tuple[Sequence[Term], float, float]
@@ -39,13 +38,12 @@ class UnsolvedError(Exception):
 
 
 class LinearProgram:
-    """Rows over variables that are no less than 0, some of them ``integers``; there is one variable to begin with, number 0."""
+    """Rows over variables that are no less than 0; there is one variable to begin with, number 0."""
 
     def __init__(self) -> None:
         self.count = 1
         self.lower: list[float] = []
         self.upper: list[float] = []
-        self.integers: set[int] = set()
         self.parts: list[_Part] = []
         self._growing: _Growing | None = None
 
@@ -67,8 +65,8 @@ class LinearProgram:
             result = self._solved(objective)
         except UnsolvedError:
             return -math.inf
-        whole = result.termination.reason == mathopt.TerminationReason.OPTIMAL or self.integers
-        return float(result.dual_bound()) if whole else -math.inf
+        optimal = result.termination.reason == mathopt.TerminationReason.OPTIMAL
+        return float(result.dual_bound()) if optimal else -math.inf
 
     def solution(self, objective: Mapping[int, float], rows: Sequence[Row] = ()) -> tuple[float, np.ndarray]:
         """What ``minimum`` gives, and values of all variables at which it is so, with some more rows. The objective is the same
@@ -102,7 +100,7 @@ class LinearProgram:
         proto.variables.ids.extend(range(self.count))
         proto.variables.lower_bounds.extend([0.0] * self.count)
         proto.variables.upper_bounds.extend([math.inf] * self.count)
-        proto.variables.integers.extend([variable in self.integers for variable in range(self.count)])
+        proto.variables.integers.extend([False] * self.count)
         proto.linear_constraints.ids.extend(range(len(parts)))
         proto.linear_constraints.lower_bounds.extend([*self.lower, *(lower for _, lower, _ in rows)])
         proto.linear_constraints.upper_bounds.extend([*self.upper, *(upper for _, _, upper in rows)])
@@ -117,9 +115,6 @@ class LinearProgram:
         return proto
 
     def _run(self, model: mathopt.Model, values: bool) -> mathopt.SolveResult:
-        if self.integers:
-            params = mathopt.SolveParameters(threads=1, node_limit=NODES, heuristics=mathopt.Emphasis.OFF)
-            return mathopt.solve(model, mathopt.SolverType.GSCIP, params=params)
         params = mathopt.SolveParameters(iteration_limit=ITERATIONS)
         try:
             return mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, model_params=_read(values))
