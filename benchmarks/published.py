@@ -88,7 +88,8 @@ _BATCH = 8
 class Result:
     """One row's outcome. Seconds, GB (10^9 bytes), TFLOP/s per device by the row's own count of FLOPs. ``device_seconds``: what
     a token takes of the devices per second of the step, which is what configurations are ranked by. ``low_seconds``,
-    ``high_seconds``: of what the row leaves open, the fastest way and the slowest; the prediction is their geometric mean."""
+    ``high_seconds``: of what the row leaves open, the fastest way and the slowest; the prediction is their geometric mean.
+    ``profile``: whether it is no training run, but a profile of a few layers (the "kind" that a row of memory states)."""
 
     row: str
     source: str
@@ -107,6 +108,7 @@ class Result:
     device_seconds: float = 1.0
     low_seconds: float | None = None
     high_seconds: float | None = None
+    profile: bool = False
 
     @property
     def error(self) -> float | None:
@@ -212,6 +214,7 @@ def price(row: Row, cache: Path | None = None) -> Result:
         device=row.get("gpu") or "", config="", measured_seconds=None, derived=not row.get("step_time_s"),
         predicted_seconds=None, measured_tflops=number(row, "measured_tflops_per_gpu"), predicted_tflops=None,
         measured_gb=peak * 2**30 / 1e9 if peak and gib else peak, predicted_gb=None, reason="", planning_seconds=0.0,
+        profile="profile" in text_of(row, "kind"),
     )
     try:
         result = replace(
@@ -289,12 +292,12 @@ def summary(results: Iterable[Result]) -> list[dict[str, Any]]:
 
 
 def peaks(results: Iterable[Result]) -> list[dict[str, Any]]:
-    """Of peak memory, by source and of all rows that state one: rows, mean absolute error, bias, the worst. Nothing of it is
-    fitted, so no source is left out."""
+    """Of peak memory, of all rows that state one, of training runs and of profiles, and by source: rows, mean absolute error,
+    bias, the worst. Nothing of it is fitted, so no source is left out."""
     groups: dict[str, list[float]] = defaultdict(list)
     for result in results:
         if result.memory_error is not None:
-            for name in ("all", result.source):
+            for name in ("all", "profiles" if result.profile else "training runs", result.source):
                 groups[name].append(result.memory_error)
     return [
         {"source": name, "rows": len(errors), "mean": mean(map(abs, errors)), "bias": mean(errors),

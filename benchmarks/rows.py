@@ -428,7 +428,8 @@ def megatron(row: Row) -> bool:
 
 
 def cluster_of(row: Row) -> Cluster:
-    """The devices, nodes and software of a row."""
+    """The devices, nodes and software of a row. Every 1F1B that is public waits for what it sends: torch's and Megatron-LM's
+    send and receive at once (``send_forward_recv_backward``), nanotron's and DeepSpeed's kin's sends block the stream."""
     cluster, kernel = wired(row), kernel_of(row)
     known = kernel if kernel in cluster.device.attention else None
     overlapped = any(words in text_of(row, "notes") for words in OVERLAPPED)
@@ -447,7 +448,7 @@ def cluster_of(row: Row) -> Cluster:
         keeps_heads=any(words in text_of(row, "notes") for words in KEPT_HEADS),
         flat_state=any(words in text_of(row, "notes") for words in FLAT),
         plain_collectives=any(words in text_of(row, "notes") for words in WHOLE_LOGITS),
-        packed=any(words in text_of(row, "notes") for words in KEPT_HEADS),
+        packed=any(words in text_of(row, "notes") for words in KEPT_HEADS), waits=True,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.compiler.capture.capture import capture
 from meshwright.compiler.rules import builtin_rules
@@ -272,6 +273,47 @@ def test_korthikanti_selective_recomputation(t):
     inner -= b * heads * s * s * 2  # the probabilities that the second product reads are recomputed too
     query_and_key = 2 * (b * s * h // t * 2)
     assert inner + query_and_key - statistics(b, s // t) == s * b * h * 34 / t
+
+
+@pytest.mark.parametrize("t", [1, 2, 4, 8])
+def test_selective_recomputation_runs_the_core_of_attention_again_and_more(t):
+    """Megatron-LM's "selective" runs the core of attention again and nothing else: the paper's s b h 34 / t. Ours runs all that it
+    runs, so of what is as large as the scores nothing is kept; of the rest the results of linears are, whole where they wait to be
+    reduced: less than the paper's up to two tensor ranks, more from four on."""
+    b, s, h, a = 2, 64, 128, 8
+    graph = Layer(b, s, h, a, t, sp=t > 1).graph
+    base = storages(graph, OPERATORS)
+    kept = {base["x"], *(base[op.outputs[0]] for op in graph.ops if OPERATORS[op.target].keeps_results("selective"))}
+    assert not [name for name in kept if graph.values[name].shape[1:] == (a // t, s, s)]
+    held = sum(graph.values[name].bytes_ for name in kept)
+    assert held == s * b * h * (20 / t + 4 * (t > 1))
+    assert (held < s * b * h * 34 / t) == (t <= 2)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_kernel_without_scores_leaves_nothing_to_the_core_of_attention_alone(alone):
+    """Where flash attention runs, running its core again keeps what running nothing again keeps but for the logarithms of the
+    sums, 4 bytes a row and head: queries, keys and values are kept either way, and the next linear keeps the result."""
+    x, inner, outer = torch.randn(2, 64, 32, requires_grad=True), needs(96, 32), needs(32, 32)
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    def core(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        q, k, v = (part.reshape(2, 64, 4, 8).transpose(1, 2) for part in F.linear(x, inner).split(32, -1))
+        out = checkpoint(core, q, k, v, use_reentrant=False) if alone else core(q, k, v)
+        if alone:  # what a checkpoint holds it does not show
+            for tensor in (q, k, v):
+                pack(tensor)
+        F.linear(out.transpose(1, 2).reshape(2, 64, 32), outer)
+    held = sum(storage.nbytes() for storage in kept.values()) - 2 * 64 * 32 * 4 - inner.nbytes - outer.nbytes  # x, the weights
+    scores = 2 * 4 * 64 * 4  # the sums' logarithms
+    assert held == 2 * 64 * 96 * 4 + 2 * 64 * 32 * 4 + (0 if alone else scores)
 
 
 def test_storages_follow_views_and_copies():

@@ -13,6 +13,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.timeline import chrome_trace
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import Pins
+from meshwright.ir.prediction import Prediction
 from meshwright.planner import capture_model, make_plan
 from meshwright.views.words import time_parts, time_words
 from tests import mixtures
@@ -66,3 +67,22 @@ def test_the_parts_of_a_step_add_up() -> None:
         events = [event for event in chrome_trace(run, beside)["traceEvents"] if event["ph"] == "X"]
         assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(found.step_seconds * 1e6, rel=1e-9), told
         assert ("outside the schedule" in parts) == ("outside the schedule" in beside), told
+
+
+def test_a_1f1b_that_waits_for_what_it_sends_takes_longer_and_is_shown_so() -> None:
+    """In the step, in the simulation that pages and traces show, and in what a plan file keeps; other schedules take the same."""
+    graph, cluster = graph_of(Stack(4, 256), 16, 64, 256), Cluster.parse("h100:4x1")
+    found = {}
+    for schedule in ("1f1b", "gpipe"):
+        for waits in (False, True):
+            pins = Pins(pp=4, dp=1, tp=1, microbatches=8, schedule=schedule, stage_cuts=("layers.1", "layers.2", "layers.3"))
+            plan = make_plan(graph, cluster.with_kernels(waits=waits), pins, precision="bf16")
+            found[schedule, waits] = plan.predicted
+            assert sum(beside_schedule(plan).values()) + simulation_of(plan).makespan == pytest.approx(
+                plan.predicted.step_seconds, rel=1e-9)
+            assert Prediction.of_json(plan.predicted.as_json()) == plan.predicted
+            assert ("waits" in plan.predicted.as_json()["stages"]) == (waits and schedule == "1f1b")
+    assert found["gpipe", True].step_seconds == found["gpipe", False].step_seconds
+    more = found["1f1b", True].step_seconds - found["1f1b", False].step_seconds
+    sent = max(found["1f1b", True].stages.transfer)
+    assert sent / 2 < more < 8 * sent

@@ -243,6 +243,10 @@ def test_gradients_of_micro_batches_are_added_up() -> None:
         assert seconds(zero, 4) - seconds(zero, 3) == pytest.approx(each * stream)
     added = NODE.with_kernels(accumulates=True)
     assert seconds(0, 4, added) == pytest.approx(seconds(0, 3, added))
+    narrow = NODE.with_kernels(narrow_sums=True)
+    assert seconds(0, 4, narrow) - seconds(0, 3, narrow) == pytest.approx(6.0 * stream)
+    both = NODE.with_kernels(accumulates=True, narrow_sums=True)
+    assert seconds(0, 4, both) == pytest.approx(seconds(0, 3, both)) == pytest.approx(seconds(0, 3, added))
 
 
 def test_parameters_that_are_moved_alone_hide_behind_nothing() -> None:

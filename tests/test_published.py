@@ -570,6 +570,9 @@ def test_rank_correlation(published):
                                         "regret_of_three": 0}]
     held = [replace(row, measured_gb=10.0, predicted_gb=gb) for row, gb in zip(rows, (9.0, 12.0, 10.0, None), strict=True)]
     both = {"rows": 3, "mean": pytest.approx(0.1), "bias": pytest.approx(1 / 30), "worst": pytest.approx(0.2)}
-    assert published.peaks(held) == [{"source": "all", **both}, {"source": "here", **both}]
+    named = ("all", "training runs", "here")
+    assert published.peaks(held) == [{"source": name, **both} for name in named]
+    apart = {line["source"]: line["rows"] for line in published.peaks([replace(held[0], profile=True), *held[1:]])}
+    assert apart == {"all": 3, "training runs": 2, "profiles": 1, "here": 3}
     worse = [replace(rows[0], predicted_seconds=9.0), *rows[1:]]
     assert published.regrets(worse)[0]["regret"] == 2.0

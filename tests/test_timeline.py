@@ -340,6 +340,67 @@ def test_blocking_sends_cost_and_a_slow_link_is_the_bottleneck() -> None:
     assert simulate(table, 1, 1, 1, (50, 0)).makespan >= 20 * 50
 
 
+def fused_exchanges(pp: int, microbatches: int, f: np.ndarray, b: np.ndarray, transfer: float) -> float:
+    """Seconds of a 1F1B as torch runs it, with an event loop of its own: a rank posts what it sends and what it receives
+    together, a transfer begins when both of its ranks have posted it, and a rank goes on when all that it posted is over."""
+    def crossing(rank: int, kind: str, microbatch: int, to: int) -> list[tuple[int, str, int]]:
+        return [(min(rank, to), kind, microbatch)] if 0 <= to < pp else []
+
+    programs: list[list[tuple[str, list[tuple[int, str, int]]]]] = []
+    for r in range(pp):
+        warm, steps = min(microbatches, pp - r - 1), []
+        for m in range(warm):
+            steps += [("wait", crossing(r, "F", m, r - 1)), ("F", []), ("wait", crossing(r, "F", m, r + 1))]
+        steps.append(("wait", crossing(r, "F", warm, r - 1) if warm < microbatches else []))
+        for m in range(warm, microbatches):
+            more = crossing(r, "F", m + 1, r - 1) if m + 1 < microbatches else []
+            back = m - warm
+            steps += [("F", []), ("wait", crossing(r, "F", m, r + 1) + crossing(r, "B", back, r + 1)), ("B", []),
+                      ("wait", crossing(r, "B", back, r - 1) + more)]
+        for m in range(microbatches - warm, microbatches):
+            steps += [("wait", crossing(r, "B", m, r + 1)), ("B", []), ("wait", crossing(r, "B", m, r - 1))]
+        programs.append(steps)
+    at, now, posted = [0] * pp, [0.0] * pp, dict[tuple[int, str, int], dict[int, float]]()
+    for _ in range(len(programs[0]) * pp * 4):
+        for r, steps in enumerate(programs):
+            while at[r] < len(steps):
+                what, pairs = steps[at[r]]
+                for pair in pairs:
+                    posted.setdefault(pair, {}).setdefault(r, now[r])
+                if any(len(posted[pair]) < 2 for pair in pairs):
+                    break
+                over = [max(posted[pair].values()) + transfer for pair in pairs]
+                now[r] = max([now[r], *over]) + {"F": f[r], "B": b[r]}.get(what, 0.0)
+                at[r] += 1
+    assert at == [len(steps) for steps in programs]
+    return max(now)
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 8), (4, 8), (4, 32), (8, 16)])
+@pytest.mark.parametrize("transfer", [0.0, 0.1, 0.5])
+def test_a_1f1b_that_waits_for_what_it_sends_is_one_of_fused_exchanges(pp: int, microbatches: int, transfer: float) -> None:
+    """Stages that are alike: equal to the event loop. It takes as long as two transfers a micro-batch more than without any; one
+    that does not wait hides a part 1 / pp of them, for so many micro-batches are in flight at the first rank."""
+    table, one = schedule_table("1f1b", pp, 1, microbatches), np.ones(pp)
+    waits = simulate(table, 1.0, 1.0, 1.0, transfer, overlap=False).makespan
+    assert waits == pytest.approx(fused_exchanges(pp, microbatches, one, 2 * one, transfer))
+    assert waits >= simulate(table, 1.0, 1.0, 1.0, transfer).makespan
+    more = simulate(schedule_table("1f1b", pp, 1, microbatches + pp), 1.0, 1.0, 1.0, transfer, overlap=False).makespan
+    crossings = 2 if pp > 2 else 1  # the two ranks at the ends have one neighbour each
+    assert (more - waits) / pp == pytest.approx(3 + crossings * transfer)
+    ahead = [simulate(schedule_table("1f1b", pp, 1, m), 1.0, 1.0, 1.0, transfer).makespan for m in (32, 32 + pp)]
+    assert (ahead[1] - ahead[0]) / pp == pytest.approx(3 + 2 * transfer * (pp - 1) / pp)
+
+
+def test_uneven_stages_of_a_1f1b_that_waits_take_at_most_a_percent_more() -> None:
+    """A receiver that is late holds up its sender, which the recurrence does not count: by 0.4% at most of 200 runs."""
+    rng, table = np.random.default_rng(0), schedule_table("1f1b", 4, 1, 16)
+    for _ in range(200):
+        f = 1 + rng.random(4)
+        found = simulate(table, f, f, f, 0.3, overlap=False).makespan
+        assert found <= fused_exchanges(4, 16, f, 2 * f, 0.3) * (1 + 1e-9) <= found * 1.01
+
+
 def test_wrong_numbers_are_refused() -> None:
     table = schedule_table("1f1b", 4, 1, 4)
     with pytest.raises(ValueError, match="forward: expected a number or 4"):

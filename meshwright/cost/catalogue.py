@@ -62,7 +62,8 @@ class Device:
     ``flat_state``: whether a rank's optimizer state is one tensor of each kind, not one for every parameter;
     ``plain_collectives``: whether collectives are torch.distributed's own functions (Megatron-LM), of which an all-gather along
     the last dim receives a list of pieces, and whose memory comes back late (``cost.memory.allocator``); ``packed``: whether
-    attention is FlashAttention's for packed sequences, the longest of which the host asks the device for;
+    attention is FlashAttention's for packed sequences, the longest of which the host asks the device for; ``waits``: whether
+    a rank of a 1F1B goes on only when what it sent has arrived (torch's own and Megatron-LM's, which send and receive at once);
     ``products``: the format that products run in, "" for that of their operands;
     ``measured``, ``streams``, ``attentions``: tables of products, of what is bound by memory and of attention that stand before
     the formula; ``modules``: of whole modules, by which the operators inside are scaled (``compiler.structure.measured``).
@@ -101,6 +102,7 @@ class Device:
     flat_state: bool = False
     plain_collectives: bool = False
     packed: bool = False
+    waits: bool = False
     fused: bool = True
     overlapped: bool = False
     accumulates: bool = False

@@ -181,7 +181,7 @@ class Cluster:
         buckets: bool | None = None,
         keeps_gathered: bool | None = None, plain_loss: bool | None = None, kept_logits: int | None = None,
         keeps_heads: bool | None = None, flat_state: bool | None = None, plain_collectives: bool | None = None,
-        packed: bool | None = None,
+        packed: bool | None = None, waits: bool | None = None,
     ) -> Cluster:
         """The same cluster with other software: the devices' ``attention`` kernel ("flash1", "flash2", "flash3", "triton"),
         whether chains of pointwise operators run ``fused`` (compiled) or one by one (eager), whether products run their
@@ -195,7 +195,8 @@ class Cluster:
         (``kept_logits``: 2 in pipeline engines like DeepSpeed's), whether what attention keeps of its values is the one product
         that they are a slice of (``keeps_heads``), whether a rank's optimizer state is one tensor of each kind
         (``flat_state``), not one for every parameter, whether collectives are torch.distributed's own functions
-        (``plain_collectives``: Megatron-LM), and whether attention is over ``packed`` sequences. None leaves it as it is."""
+        (``plain_collectives``: Megatron-LM), whether attention is over ``packed`` sequences, and whether a 1F1B ``waits`` for
+        what it sends (torch's own, Megatron-LM's). None leaves it as it is."""
         islands = []
         for island in self.islands:
             device = island.device
@@ -219,7 +220,7 @@ class Cluster:
                 keeps_heads=device.keeps_heads if keeps_heads is None else keeps_heads,
                 flat_state=device.flat_state if flat_state is None else flat_state,
                 plain_collectives=device.plain_collectives if plain_collectives is None else plain_collectives,
-                packed=device.packed if packed is None else packed,
+                packed=device.packed if packed is None else packed, waits=device.waits if waits is None else waits,
             )
             islands.append(replace(island, device=device))
         return Cluster(tuple(islands))

@@ -27,12 +27,14 @@ class StageSeconds:
     backward_input: of every stage, the part of its backward that the stage before waits for
     backward_weight: of every stage, the rest of its backward
     transfer: between every stage and the next, one way
+    waits: whether a rank goes on only when what it sent has arrived; None: it does not
     """
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
     transfer: tuple[float, ...]
+    waits: bool | None = None
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
@@ -246,7 +248,14 @@ def _shares(item: Any) -> dict[str, float]:
 
 
 def _stages(item: Any) -> StageSeconds:
-    return StageSeconds(**_fields(StageSeconds, item, {f.name: _numbers for f in fields(StageSeconds)}))
+    readers = {f.name: _flag if f.name == "waits" else _numbers for f in fields(StageSeconds)}
+    return StageSeconds(**_fields(StageSeconds, item, readers))
+
+
+def _flag(item: Any) -> bool:
+    if not isinstance(item, bool):
+        raise ValueError(f"{item!r:.80} is neither true nor false")
+    return item
 
 
 def _candidates(item: Any) -> tuple[SeenCandidate, ...]:

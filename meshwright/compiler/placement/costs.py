@@ -380,14 +380,16 @@ class Costs:
 
         Made in the compute dtype, it is added to a whole sum (or becomes it), or it is cast for the reduce-scatter whose result
         is added (levels 2 and 3). A sum in the compute dtype (``Device.narrow_sums``) is read and written with it. Products
-        that add to a whole sum themselves (``Device.accumulates``) do it beside their work.
+        that add to a whole sum of either kind themselves (``Device.accumulates``) do it beside their work.
         """
         cast, master = numel * self.itemsize, numel * _CAST_BYTES
         if variant.zero >= 2:
             return cast + master + (3 * master / parts if self.microbatches > 1 else 0.0)
+        if self.device.accumulates:
+            return 0.0
         if self.device.narrow_sums:
             return 3 * cast if self.microbatches > 1 else 0.0
-        return 0.0 if self.device.accumulates else cast + master * (2 if self.microbatches > 1 else 1)
+        return cast + master * (2 if self.microbatches > 1 else 1)
 
     def _kept(self, vector: Vector, numel: float, variant: Variant, parts: int, unit: Neighbours) -> None:
         """Bytes of a trainable parameter of ``numel`` local elements, as FSDP2 holds it.

@@ -205,7 +205,7 @@ class Evaluator:
             forward, backward = unit.forward + forward, unit.backward_input + backward
             whole.append(replace(unit, forward=forward, backward_input=backward, pending=waits))
         cuts = stages.cut(whole, candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches,
-                          table=table, bound=0.0)
+                          overlap=not self.costs.waits(candidate.schedule), table=table, bound=0.0)
         return replace(cuts, boundaries=tuple(starts), bound=bound)
 
     def settled(
@@ -362,8 +362,8 @@ class Evaluator:
         try:
             cuts = stages.cut(
                 options[0], candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches, room.tolist(),
-                options=options[1:], outside=self._outside(candidate, placement, variants[0]), table=table, bound=0.0,
-                cutoff=cutoff,
+                options=options[1:], outside=self._outside(candidate, placement, variants[0]),
+                overlap=not self.costs.waits(candidate.schedule), table=table, bound=0.0, cutoff=cutoff,
             )
             self.work["stage cut"] += cuts.looked * candidate.stages
             self.work["action simulated"] += cuts.candidates * table.microbatches * table.stages * 2
@@ -400,7 +400,8 @@ class Evaluator:
         recompute: tuple[str, ...], cuts: stages.Cuts, crossing: Array, table: Table,
     ) -> Evaluation:
         at = crossing[[b - 1 for b in cuts.boundaries[1:-1]]]
-        run = simulate(table, cuts.forward, cuts.backward_input, cuts.backward_weight, (at, at))
+        waits = self.costs.waits(candidate.schedule)
+        run = simulate(table, cuts.forward, cuts.backward_input, cuts.backward_weight, (at, at), overlap=not waits)
         rank_of = np.repeat(table.stage_rank, cuts.sizes)
 
         def per_rank(column: Array) -> Array:
@@ -432,7 +433,7 @@ class Evaluator:
             candidate, degrees, zero, placement, cuts.boundaries, recompute, seconds,
             max(self.step_of(candidate, placement, plain, 0.0), cuts.bound) * slack, parts,
             tuple(memory.tolist()), kinds, self._starts(cuts.boundaries), tuple(p.block for p in self.positions),
-            StageSeconds(cuts.forward, cuts.backward_input, cuts.backward_weight, tuple(at.tolist())), run,
+            StageSeconds(cuts.forward, cuts.backward_input, cuts.backward_weight, tuple(at.tolist()), waits or None), run,
         )
 
     def _ahead(self, units: Units, cuts: stages.Cuts, at: Array, table: Table, begin: Array) -> float:

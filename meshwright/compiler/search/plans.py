@@ -98,5 +98,6 @@ def simulation_of(plan: Plan) -> Simulation:
         raise PlanError("the plan has no pipeline with predicted stages, so there is no schedule to show")
     table = plan.pipeline.table(plan.schedule.microbatches)
     return simulate(
-        table, stages.forward, stages.backward_input, stages.backward_weight, (stages.transfer, stages.transfer)
+        table, stages.forward, stages.backward_input, stages.backward_weight, (stages.transfer, stages.transfer),
+        overlap=not stages.waits,
     )

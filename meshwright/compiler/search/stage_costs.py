@@ -50,6 +50,7 @@ from meshwright.compiler.placement.rows import DATA, EP, NONE, PlacedPosition, P
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
 from meshwright.ir.mesh import HEADS, PP, Mesh
+from meshwright.ir.schedules import schedule_of
 from meshwright.ir.sharding import Sharding
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
@@ -191,6 +192,13 @@ class StageCosts:
     def overlapped(self, compute: Array, moved: Array, host: Array) -> Array:
         """Seconds of compute with parameter communication beside it, started by a host that may take longer."""
         return np.asarray(np.maximum(moved, np.maximum(compute, host) + self._slowed(moved)))
+
+    def waits(self, schedule: str) -> bool:
+        """Whether a rank goes on only when what it sent has arrived: where software that waits so (``Device.waits``) runs a
+        schedule of whole backwards whose ranks alternate, and whose transfers stand where they are read."""
+        found = schedule_of(schedule)
+        alternates = found.closed is not None and not found.closed.forwards_first
+        return self.cluster.device.waits and alternates and not found.early
 
     def exposed(self, moved: Array, compute: Array) -> Array:
         """Seconds of parameter communication beside compute that are left: what the compute does not hide, or by how much the
