@@ -277,9 +277,9 @@ def test_korthikanti_selective_recomputation(t):
 
 @pytest.mark.parametrize("t", [1, 2, 4, 8])
 def test_selective_recomputation_runs_the_core_of_attention_again_and_more(t):
-    """Megatron-LM's "selective" runs the core of attention again and nothing else: the paper's s b h 34 / t. Ours runs all that it
-    runs, so of what is as large as the scores nothing is kept; of the rest the results of linears are, whole where they wait to be
-    reduced: less than the paper's up to two tensor ranks, more from four on."""
+    """Megatron-LM's "selective" runs the core of attention again and nothing else: the paper's s b h 34 / t. Ours runs all that
+    it runs, so of what is as large as the scores nothing is kept; of the rest the results of linears are, whole where they wait
+    to be reduced: less than the paper's up to two tensor ranks, more from four on."""
     b, s, h, a = 2, 64, 128, 8
     graph = Layer(b, s, h, a, t, sp=t > 1).graph
     base = storages(graph, OPERATORS)

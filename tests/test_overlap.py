@@ -60,15 +60,16 @@ def shared_link(compute: float, sends: float, gathers: float, pieces: int) -> fl
 
 @given(SECONDS, SECONDS, SECONDS)
 def test_axes_that_share_a_link_hold_each_other_up_by_a_closed_form(compute, sends, gathers):
-    """Nothing is moved faster by taking turns, so all is over no sooner than the sum of the transfers; what a block waits for is
-    held up by s g / (c + s), as long as gathers are over before the block. That is what the price leaves out, and at most the
-    smaller of the two."""
-    found = shared_link(compute, sends, gathers, 20_000)
+    """Nothing is moved faster by taking turns, so all is over no sooner than the sum of the transfers; what a block waits for
+    is held up by s g / (c + s), as long as gathers are over before the block. That is what the price leaves out, and at most
+    the smaller of the two."""
+    found = shared_link(compute, sends, gathers, 2_000)
     block = np.zeros(RESOURCES)
     block[[FORWARD, SEND, GATHER]] = compute, sends, gathers
     price = float((time_rows(1.0) @ block).max())
     assert price == pytest.approx(sends + max(compute, gathers))
     assert found >= sends + gathers - 1e-9
-    assert price <= found * (1 + 1e-3) and found <= (price + min(sends, gathers)) * (1 + 1e-3)
+    assert price <= found * (1 + 1e-3)
+    assert found <= (price + min(sends, gathers)) * (1 + 1e-3)
     if gathers <= compute:
-        assert found == pytest.approx(compute + sends + sends * gathers / (compute + sends), rel=2e-3)
+        assert found == pytest.approx(compute + sends + sends * gathers / (compute + sends), rel=5e-3)

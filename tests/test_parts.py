@@ -70,7 +70,7 @@ def test_the_parts_of_a_step_add_up() -> None:
 
 
 def test_a_1f1b_that_waits_for_what_it_sends_takes_longer_and_is_shown_so() -> None:
-    """In the step, in the simulation that pages and traces show, and in what a plan file keeps; other schedules take the same."""
+    """In the step, in the simulation that pages and traces show, in what a plan file keeps; other schedules take the same."""
     graph, cluster = graph_of(Stack(4, 256), 16, 64, 256), Cluster.parse("h100:4x1")
     found = {}
     for schedule in ("1f1b", "gpipe"):

@@ -379,8 +379,8 @@ def fused_exchanges(pp: int, microbatches: int, f: np.ndarray, b: np.ndarray, tr
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 8), (4, 8), (4, 32), (8, 16)])
 @pytest.mark.parametrize("transfer", [0.0, 0.1, 0.5])
 def test_a_1f1b_that_waits_for_what_it_sends_is_one_of_fused_exchanges(pp: int, microbatches: int, transfer: float) -> None:
-    """Stages that are alike: equal to the event loop. It takes as long as two transfers a micro-batch more than without any; one
-    that does not wait hides a part 1 / pp of them, for so many micro-batches are in flight at the first rank."""
+    """Stages that are alike: equal to the event loop. It takes two transfers a micro-batch more than without any; one that does
+    not wait hides a part 1 / pp of them, for so many micro-batches are in flight at the first rank."""
     table, one = schedule_table("1f1b", pp, 1, microbatches), np.ones(pp)
     waits = simulate(table, 1.0, 1.0, 1.0, transfer, overlap=False).makespan
     assert waits == pytest.approx(fused_exchanges(pp, microbatches, one, 2 * one, transfer))
