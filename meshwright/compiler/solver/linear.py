@@ -17,6 +17,9 @@ from ortools.math_opt.python import mathopt
 
 ITERATIONS = 20_000
 """Limit of one program."""
+_STUCK = 2
+"""A program that goes on where it was is stuck after so many iterations a row (seen: one at most where it was not, and 30 s where
+it was)."""
 Term = tuple[np.ndarray, np.ndarray | float]
 """Variables and their weights."""
 Row = tuple[Sequence[Term], float, float]
@@ -141,7 +144,8 @@ class _Growing:
         try:
             if self._solver is None:
                 self._solver = mathopt.IncrementalSolver(self.model, mathopt.SolverType.GLOP)
-            params = mathopt.SolveParameters(iteration_limit=ITERATIONS, presolve=mathopt.Emphasis.OFF)  # it goes on from there
+            limit = min(ITERATIONS, _STUCK * (self.count + len(rows)) + 100)
+            params = mathopt.SolveParameters(iteration_limit=limit, presolve=mathopt.Emphasis.OFF)  # it goes on from there
             result = self._solver.solve(params=params, model_params=_read(values=True))
         except _FAILURES:
             self._solver = None
@@ -149,6 +153,8 @@ class _Growing:
         finally:
             for row in for_now:
                 self.model.delete_linear_constraint(row)
+        if result.termination.limit is not None:
+            self._solver = None  # from the beginning, if it is asked again
         return result if result.termination.reason == mathopt.TerminationReason.OPTIMAL else None
 
     def _add(self, part: _Part, lower: float, upper: float) -> mathopt.LinearConstraint:
