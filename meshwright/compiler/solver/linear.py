@@ -18,8 +18,8 @@ from ortools.math_opt.python import mathopt
 ITERATIONS = 20_000
 """Limit of one program."""
 _STUCK = 2
-"""A program that goes on where it was is stuck after so many iterations a row (seen: one at most where it was not, and 30 s where
-it was)."""
+"""A program that goes on where it was is stuck after so many iterations a row (seen: one at most where it was not, and 30 s
+where it was)."""
 Term = tuple[np.ndarray, np.ndarray | float]
 """Variables and their weights."""
 Row = tuple[Sequence[Term], float, float]

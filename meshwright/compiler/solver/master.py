@@ -28,6 +28,9 @@ Arc = tuple[int, int, int]
 """(segment, place in its unit, column index)."""
 NODES = 50
 """Nodes that one integer program's search may visit."""
+_HAIR = 1e-6
+"""The part of the capacity that is left: as much may be taken beyond what is asked for, by the integer program's tolerance, and
+where columns are many it is taken."""
 LEVELS = 32
 """Transient sizes that the integer program tells apart; beyond, sizes are rounded up."""
 
@@ -183,10 +186,10 @@ def choose(
     chain: Chain, columns: Sequence[Column], scale: Scale, rho: float, precision: float, together: bool = False
 ) -> tuple[list[Column] | None, int]:
     """A column for every position, ``together`` such that they agree on the shared variables: least time within the capacity
-    (rho 1) or least memory (rho 0); None if none is found. And the nodes that were visited for it."""
+    (rho 1) or least memory (rho 0); None if none is found. And the simplex iterations that it took."""
     parts = segments(chain.sequence)
     flow = _flow(parts, columns, integer=True)
-    model, nodes = flow.model, 0
+    model, iterations = flow.model, 0
     if together:
         _agree(chain, flow, columns)
     arcs = list(flow.counts.items())
@@ -194,27 +197,27 @@ def choose(
     limited = bool(rho) and np.isfinite(chain.capacity)
     used = memory + _peak(flow, columns, scale) if limited or not rho else memory
     free = (chain.capacity - chain.fixed_bytes) / scale.memory
-    row = model.add_linear_constraint(used <= (free if limited else np.inf))
+    hair = _HAIR * max(1.0, abs(free))
+    row = model.add_linear_constraint(used <= (free - hair if limited else np.inf))
     model.minimize(mathopt.fast_sum([columns[c].time / scale.time * z for (_, _, c), z in arcs]) if rho else used)
     params = mathopt.SolveParameters(random_seed=0, relative_gap_tolerance=precision, node_limit=NODES)
     for _ in range(20):
         result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params)
-        nodes += result.solve_stats.node_count
+        iterations += result.solve_stats.simplex_iterations
         if not result.has_primal_feasible_solution():
-            return None, nodes
+            return None, iterations
         values = result.variable_values()
         taken = {arc: round(values[z]) for arc, z in arcs if values[z] > 0.5}
         borders = {b: s for b, at in enumerate(flow.borders) for s, q in at.items() if values[q] > 0.5}
         order = walk(flow, columns, taken, borders)
         if order is None:
             if not _cut(flow, columns, taken):
-                return None, nodes
+                return None, iterations
         elif limited and sum(c.bytes_ for c in order) + max(c.transient for c in order) > free * scale.memory:
-            # beyond the capacity by the integer program's tolerance: ask for a hair less
-            row.upper_bound -= 1e-6 * max(1.0, abs(free))
+            row.upper_bound -= hair
         else:
-            return order, nodes
-    return None, nodes
+            return order, iterations
+    return None, iterations
 
 
 def _agree(chain: Chain, flow: Flow, columns: Sequence[Column]) -> None:

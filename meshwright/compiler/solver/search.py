@@ -200,8 +200,8 @@ class Search:
         assert self.scale is not None
         with self._phase("choose"):
             precision = self.gap / 10 if rho else 1e-6
-            chosen, nodes = choose(self.chain, self._listed(), self.scale, rho, precision, together)
-            self.pricer.effort.chosen(len(self.columns), nodes)
+            chosen, iterations = choose(self.chain, self._listed(), self.scale, rho, precision, together)
+            self.pricer.effort.chosen(len(self.columns), iterations)
             self._offer(chosen)
         return chosen
 
