@@ -65,10 +65,13 @@ def plan(
         return _found(graph, where, checked, optimizer, precision, strict, cache, progress, report, timing)
 
 
-def graph_of(model: nn.Module, example_inputs: Any, *, optimizer: str | float = "adamw", precision: str = "fp32") -> Graph:
+def graph_of(
+    model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None, optimizer: str | float = "adamw",
+    precision: str = "fp32",
+) -> Graph:
     """The captured graph, of which many plans can be made (``planner.make_plan``); options as in ``plan``, checked."""
     _check_options(optimizer, precision, None)
-    return capture_model(model, *example_call(model, example_inputs), None, precision)
+    return capture_model(model, *example_call(model, example_inputs), loss_fn, precision)
 
 
 def autoparallel(

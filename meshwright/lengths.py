@@ -1,29 +1,40 @@
 """The longest sequence that trains on given devices, and the plan for it.
 
-Every length is captured and planned with all that the search has (context, tensor and sequence parallelism, ZeRO,
-recomputation, micro-batches, the loss in pieces); a plan that fits says that the length trains. Lengths are doubled until none
-fits, then the gap is halved until it is an eighth of the length. That what fits a length fits every shorter one is assumed, not
-proven.
+Every length is planned with all that the search has (context, tensor and sequence parallelism, ZeRO, recomputation,
+micro-batches, the loss in pieces); a plan that fits says that the length trains. The next length is what the plan at hand would
+fill its memory with; where that is no longer one, an eighth more, then a quarter, a half and the double, until none fits. Then
+the gap is halved until it is an eighth of the length. On the way the first plan that fits will do (``ANY``), and the graph of
+the shortest is taken at another length where that follows (``resized``); the longest is captured, and its plan searched as
+``plan`` does. That what fits a length fits every shorter one is assumed, not proven.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.api import plan
+from meshwright.api import graph_of
 from meshwright.cost.cluster import Cluster
 from meshwright.errors import InputError
+from meshwright.ir.graph import Graph
 from meshwright.ir.pins import ULYSSES, PinError, Pins
-from meshwright.ir.plan import Plan
-from meshwright.planner import OutOfMemoryError
+from meshwright.ir.plan import Plan, PlanError
+from meshwright.planner import GAP, OutOfMemoryError, check_pins, make_plan
+from meshwright.resized import of_length
 
 FINE = 8
 """Lengths are told apart by this part of the highest power of two below them."""
+ANY = 0.9
+"""The gap of a search whose first plan will do."""
+KEPT = "parameters", "gradients", "optimizer"
+"""Kinds of memory that do not grow with the sequence."""
 
 
 @dataclass(frozen=True)
@@ -85,27 +96,69 @@ def longest(
     if batch < 1 or not 1 <= shortest <= most:
         raise InputError(f"longest needs batch >= 1 and 1 <= shortest <= most, got batch={batch}, shortest={shortest}, "
                          f"most={most}")
-    example = inputs or _ids(batch)
+    example, held = inputs or _ids(batch), Pins.of(pins)
+    where = (Cluster.parse(cluster) if isinstance(cluster, str) else cluster).with_headroom()
+    check_pins(held, where)  # before a capture that takes a while
 
-    def planned(tokens: int) -> Plan | None:
+    def captured(tokens: int) -> Graph:
+        return graph_of(model, example(tokens), loss_fn=loss_fn, optimizer=optimizer, precision=precision)
+
+    def planned(graph: Graph, gap: float) -> Plan:
+        return make_plan(graph, where, held, optimizer=optimizer, precision=precision, gap=gap, remedies=False)
+
+    first = captured(shortest)
+
+    def resized(tokens: int) -> Graph:
+        if tokens == shortest:
+            return first
+        with suppress(PlanError):
+            return of_length(first, Fraction(tokens, shortest))
+        return captured(tokens)
+
+    def soon(graph: Callable[[int], Graph], tokens: int) -> Plan:
+        return planned(graph(tokens), ANY)
+
+    for graph in resized, captured:
+        found = _longest(shortest, most, partial(soon, graph))
+        with suppress(OutOfMemoryError):
+            return replace(found, plan=planned(captured(found.tokens), GAP))
+    return found
+
+
+def _longest(shortest: int, most: int, planned: Callable[[int], Plan]) -> Longest:
+    """By plans of one length after another. Raises what ``planned`` does for ``shortest``."""
+    low, best, high, step = shortest, planned(shortest), None, 1
+    while (low < most) if high is None else high - low > max(1, low // FINE):
+        if high is not None:
+            tokens = max(low + 1, _rounded((low + high) // 2))
+        elif (filling := _filling(best, low)) > low:
+            tokens, step = min(filling, most), 1
+        else:
+            tokens, step = min(max(low + 1, _rounded(low + low * step // FINE)), most), min(2 * step, FINE)
         try:
-            return plan(model, cluster, example(tokens), loss_fn=loss_fn, precision=precision, optimizer=optimizer, pins=pins)
+            low, best = tokens, planned(tokens)
         except OutOfMemoryError:
-            if tokens == shortest:
-                raise
-            return None
-
-    low, best, high = shortest, planned(shortest), None
-    assert best is not None
-    while high is None and low < most:
-        tokens = min(2 * low, most)
-        found = planned(tokens)
-        low, best, high = (tokens, found, None) if found is not None else (low, best, tokens)
-    while high is not None and high - low > max(1, low // FINE):
-        tokens = (low + high) // 2
-        found = planned(tokens)
-        low, best, high = (tokens, found, high) if found is not None else (low, best, tokens)
+            high = tokens
     return Longest(low, best, high)
+
+
+def _filling(plan: Plan, tokens: int) -> int:
+    """Tokens with which a plan of ``tokens`` would fill its memory, if all but parameters and their states grows with them."""
+    said = plan.predicted
+    if said is None:
+        return 0
+    kept = sum(said.bytes_by_kind.get(kind, 0.0) for kind in KEPT)
+    return _rounded(int(tokens * (said.capacity_bytes - kept) / max(said.bytes_per_rank - kept, 1.0)))
+
+
+def _rounded(tokens: int) -> int:
+    """Down to what lengths are told apart by.
+
+    >>> _rounded(1000), _rounded(1100), _rounded(3)
+    (960, 1024, 3)
+    """
+    part = max(1, (1 << tokens.bit_length()) // (2 * FINE))
+    return tokens // part * part
 
 
 def by_heads(

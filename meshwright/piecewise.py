@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from meshwright.compiler.search.errors import OutOfMemoryError
-from meshwright.compiler.search.search import SECONDS, best_plan, find_plan
+from meshwright.compiler.search.search import SECONDS, best_plan
 from meshwright.compiler.structure.mlps import ROWS as MLP_ROWS
 from meshwright.compiler.structure.mlps import many_rows, mlps_in_pieces, rows_of_mlps
 from meshwright.compiler.structure.pieces import ROWS, in_pieces, losses, rows_of
@@ -43,19 +43,20 @@ Made = Callable[[Graph, Search], Plan]
 """Searches a graph."""
 
 
-def chosen(graph: Graph, cluster: Cluster, pins: Pins, precision: str, gap: float, made: Made) -> Plan:
-    """The plan of the graph, or of it in pieces. Raises what ``made`` does."""
+def chosen(graph: Graph, cluster: Cluster, pins: Pins, precision: str, gap: float, made: Made, last: Search) -> Plan:
+    """The plan of the graph, or of it in pieces; ``last``: the search after which nothing is left to try. Raises what ``made``
+    does."""
     if pins.mlp_rows and rows_of_mlps(graph) is None:
         raise PinError(f"pin mlp_rows={pins.mlp_rows}: no linears of one value are followed by operators that work element by "
                        "element on nothing else, then by one linear, with nobody else who reads what lies between")
     if pins.mlp_rows is not None or not many_rows(graph):
-        return _of_losses(graph, _inner(made, pins.mlp_rows or 0), cluster, pins, precision, gap, find_plan)
+        return _of_losses(graph, _inner(made, pins.mlp_rows or 0), cluster, pins, precision, gap, last)
     try:
         return _of_losses(graph, made, cluster, pins, precision, gap, FIRST)
     except OutOfMemoryError as error:
         rows = pins.loss_rows if pins.loss_rows is not None else ROWS if rows_of(graph) == 0 else 0
         try:
-            return _inner(made, MLP_ROWS)(in_pieces(graph, rows) if rows else graph, find_plan)
+            return _inner(made, MLP_ROWS)(in_pieces(graph, rows) if rows else graph, last)
         except PinError:  # of an operator that is in no piece
             raise error from None
 

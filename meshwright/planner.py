@@ -20,6 +20,7 @@ from meshwright.compiler.capture.capture import capture
 from meshwright.compiler.placement.pin_conflicts import idle_pins
 from meshwright.compiler.placement.pinned import check_tensor_pins
 from meshwright.compiler.search.errors import OutOfMemoryError
+from meshwright.compiler.search.search import find_plan
 from meshwright.compiler.search.settled import decided, settled, stretched
 from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.blocks import find_blocks
@@ -42,7 +43,7 @@ from meshwright.ir.reading.fields import Field
 from meshwright.ir.reading.records import record_of, record_to
 from meshwright.ir.rule import factors_of
 from meshwright.ir.writing.versions import prices
-from meshwright.piecewise import Search, chosen
+from meshwright.piecewise import FIRST, Search, chosen
 from meshwright.resized import check_positions
 from meshwright.rules import rules_of
 
@@ -69,9 +70,10 @@ def capture_model(
 def make_plan(
     graph: Graph, cluster: Cluster, pins: Pins, *, optimizer: str | float = "adamw", precision: str = "fp32",
     strict: bool = False, timing: Timing | None = None, progress: Progress | None = None, gap: float = GAP,
+    remedies: bool = True,
 ) -> Plan:
-    """The plan of least time that fits, the loss and MLPs in pieces where that pays (``piecewise``). Raises PinError,
-    OutOfMemoryError, PlanError."""
+    """The plan of least time that fits, the loss and MLPs in pieces where that pays (``piecewise``). ``remedies``: if nothing
+    fits, look for what would if a pin were dropped. Raises PinError, OutOfMemoryError, PlanError."""
     timing = timing or Timing()
     check_pins(pins, cluster)
     if not batch_size(graph):
@@ -81,7 +83,7 @@ def make_plan(
     def made(graph: Graph, search: Search) -> Plan:
         return _made(graph, cluster, pins, optimizer, precision, strict, timing, progress, gap, search)
 
-    return chosen(graph, cluster, pins, precision, gap, made)
+    return chosen(graph, cluster, pins, precision, gap, made, find_plan if remedies else FIRST)
 
 
 def _made(

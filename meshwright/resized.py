@@ -6,9 +6,11 @@
     values     have the shapes that the operators make of these, run on tensors without contents
 
     mixtures   have as many rows as their tokens ask for
+    views      that join dims, or part them again, have the sizes of what they join; of several dims made of one it is the
+               sequence that is longer, or the one that is not the batch
 
-What does not follow so is refused: parameters as long as the sequence, functions with graphs inside, tables of positions that
-are too short, operators that would communicate.
+What does not follow so is refused: parameters as long as the sequence, tables of positions that are too short, operators that
+would communicate.
 
 The tables of a captured graph are looked at as well (``check_positions``): a model without contents is captured whatever it
 reads. Where the rows follow from inputs, a step checks them (``passes.bounds``).
@@ -17,7 +19,7 @@ reads. Where the rows follow from inputs, a step checks them (``passes.bounds``)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -28,7 +30,7 @@ from meshwright.compiler.structure.dims import Dim, DimClasses, batch_inputs, ha
 from meshwright.errors import InputError, PlanError
 from meshwright.ir.declared.draws import draws
 from meshwright.ir.declared.experts import EXPERTS, Experts, arguments
-from meshwright.ir.gradients.custom import CUSTOM
+from meshwright.ir.gradients.custom import CUSTOM, CustomFunction
 from meshwright.ir.graph import Graph, Op, Ref, Value
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.operators import overload
@@ -37,6 +39,7 @@ from meshwright.ir.rule import Local, OpRule, Rules, place
 from meshwright.rules import rules_of
 from meshwright.runtime.interpret import call
 
+VIEWS = "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"
 EMBEDDING, SLICE, SCATTER = "aten.embedding.default", "aten.slice.Tensor", "aten.slice_scatter.default"
 MOST_INDICES = 1 << 22
 """Of a table of positions, whose rows are looked at."""
@@ -52,7 +55,7 @@ def of_length(graph: Graph, factor: Fraction) -> Graph:
                if classes.find((name, dim)) in sequence}
     alike = {(name, dim) for name in graph.inputs for dim, size in enumerate(graph.values[name].shape)
              if size in lengths and classes.find((name, dim)) not in batch}  # labels, which are shifted before they are read
-    found = _times(graph, rules, classes, sequence | classes.of(alike), factor, "the sequence")
+    found = _times(graph, rules, classes, sequence | classes.of(alike), batch, factor, "the sequence")
     if factor > 1:
         _positions_fit(found)
     return found
@@ -62,7 +65,7 @@ def of_batch(graph: Graph, factor: Fraction) -> Graph:
     """The graph for ``factor`` times as many sequences of the same length. Raises PlanError where that does not follow."""
     rules, _ = rules_of(graph)
     classes = DimClasses(graph, rules)
-    return _times(graph, rules, classes, classes.of(batch_inputs(graph).items()), factor, "the batch")
+    return _times(graph, rules, classes, classes.of(batch_inputs(graph).items()), frozenset(), factor, "the batch")
 
 
 def check_positions(graph: Graph) -> None:
@@ -97,9 +100,10 @@ def positions(graph: Graph) -> Iterator[tuple[Op, int, int | None]]:
 
 
 def _times(
-    graph: Graph, rules: Rules, classes: DimClasses, dims: frozenset[Dim], factor: Fraction, what: str
+    graph: Graph, rules: Rules, classes: DimClasses, dims: frozenset[Dim], still: frozenset[Dim], factor: Fraction, what: str
 ) -> Graph:
-    """The graph with some dims, a union of classes, ``factor`` times as large; ``what`` they are, in words."""
+    """The graph with some dims, a union of classes, ``factor`` times as large, and others as they are; ``what`` they are, in
+    words."""
     shapes = {name: _scaled(name, graph.values[name], dims, classes, factor, what) for name in graph.inputs}
     if all(shapes[name] == graph.values[name].shape for name in graph.inputs):
         raise PlanError(f"no input of the model has {what.replace('the ', 'a ')}")
@@ -110,7 +114,12 @@ def _times(
     ops = tuple(_resized(op, rules[op.name], graph, dims, classes, factor) for op in graph.ops)
     scaled = {op.outputs[0] for op in graph.ops if op.target == SLICE and classes.find((op.outputs[0], op.args[1])) in dims}
     values = dict(graph.values) | {name: replace(graph.values[name], shape=shapes[name]) for name in graph.inputs}
-    ops = _run(graph, ops, values, held, scaled, factor, what)
+
+    def kind(dim: Dim) -> int:
+        found = classes.find(dim)
+        return 1 if found in dims else -1 if found in still else 0
+
+    ops = _run(graph, ops, values, held, scaled, kind, factor, what)
     return replace(graph, ops=ops, values=values)
 
 
@@ -128,8 +137,6 @@ def _resized(
     op: Op, rule: OpRule, graph: Graph, scaled: frozenset[Dim], classes: DimClasses, factor: Fraction
 ) -> Op:
     """The operator with its literals for the other size."""
-    if op.target == CUSTOM:
-        raise PlanError(f"{op.target} has a graph inside")
     if op.target == EXPERTS:  # its rows follow from its tokens (``_answered``)
         return op
     if rule.algorithms:
@@ -186,6 +193,9 @@ def _between(whole: Any, half: Any, factor: Fraction) -> Any:
         if not isinstance(half, tuple | list) or len(whole) != len(half):
             raise PlanError("arguments differ in number on a part of a dim")
         return type(whole)(_between(one, other, factor) for one, other in zip(whole, half, strict=True))
+    if isinstance(whole, CustomFunction) and isinstance(half, CustomFunction):
+        forward = _graph_between(whole.forward, half.forward, factor)
+        return replace(whole, forward=forward, backward=_graph_between(whole.backward, half.backward, factor))
     if type(whole) is int and type(half) is int and whole != half:
         found = whole + 2 * (factor - 1) * (whole - half)
         if found.denominator > 1:
@@ -194,6 +204,15 @@ def _between(whole: Any, half: Any, factor: Fraction) -> Any:
     if whole != half:
         raise PlanError("arguments differ in kind on a part of a dim")
     return whole
+
+
+def _graph_between(whole: Graph, half: Graph, factor: Fraction) -> Graph:
+    """The graph inside a function at ``factor`` times the size."""
+    values = {name: replace(value, shape=_between(value.shape, half.values[name].shape, factor))
+              for name, value in whole.values.items()}
+    ops = tuple(replace(op, args=_between(op.args, other.args, factor), kwargs=_between(op.kwargs, other.kwargs, factor))
+                for op, other in zip(whole.ops, half.ops, strict=True))
+    return replace(whole, values=values, ops=ops)
 
 
 def _sliced(op: Op, old: Mapping[str, Value], new: Mapping[str, Value], scaled: bool, factor: Fraction) -> Op:
@@ -213,8 +232,40 @@ def _sliced(op: Op, old: Mapping[str, Value], new: Mapping[str, Value], scaled: 
     return replace(op, args=(*op.args[: first + 2], end, *op.args[first + 3 :]))
 
 
+def _viewed(op: Op, old: Mapping[str, Value], new: Mapping[str, Value], kind: Callable[[Dim], int]) -> Op:
+    """A view of as many elements as its operand has now. ``kind``: 1 of dims that are larger, -1 of those that are not, 0 of
+    those of which nothing is known."""
+    if op.target not in VIEWS or -1 in op.args[1] or math.prod(op.args[1]) == math.prod(new[op.inputs[0]].shape):
+        return op
+    before, after, made = old[op.inputs[0]].shape, new[op.inputs[0]].shape, old[op.outputs[0]].shape
+    sizes = list(made)
+    for ins, outs in _groups(before, made):
+        times = Fraction(math.prod(after[dim] for dim in ins), math.prod(before[dim] for dim in ins))
+        known = [(kind((op.outputs[0], dim)), dim) for dim in outs if made[dim] > 1]
+        larger = [dim for one, dim in known if one == max(known)[0] and (one >= 0 or len(known) == 1)]
+        if times != 1 and len(larger) == 1:
+            sizes[larger[0]] = int(made[larger[0]] * times)
+    return replace(op, args=(op.args[0], type(op.args[1])(sizes), *op.args[2:]))
+
+
+def _groups(before: Sequence[int], made: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """The dims of a view's operand and of its result that are the same elements, fewest first; dims of one at the end aside.
+
+    >>> list(_groups((2, 3, 4), (6, 2, 2)))
+    [(range(0, 2), range(0, 1)), (range(2, 3), range(1, 3))]
+    """
+    at, to = 0, 0
+    while at < len(before) and to < len(made):
+        end, last = at + 1, to + 1
+        while (size := math.prod(before[at:end])) != (wanted := math.prod(made[to:last])):
+            end, last = (end + 1, last) if size < wanted else (end, last + 1)
+        yield range(at, end), range(to, last)
+        at, to = end, last
+
+
 def _run(
-    graph: Graph, ops: tuple[Op, ...], values: dict[str, Value], held: set[str], scaled: set[str], factor: Fraction, what: str
+    graph: Graph, ops: tuple[Op, ...], values: dict[str, Value], held: set[str], scaled: set[str], kind: Callable[[Dim], int],
+    factor: Fraction, what: str,
 ) -> tuple[Op, ...]:
     """The operators, the shapes of what they make filled in. Raises PlanError for one that does not run so, and for one that
     makes neither what it made nor ``factor`` times it."""
@@ -223,6 +274,7 @@ def _run(
     with torch.no_grad():
         for own, op in zip(graph.ops, ops, strict=True):
             op = _sliced(op, graph.values, values, op.outputs[0] in scaled, factor)
+            op = _viewed(op, graph.values, values, kind)
             if op.target == EXPERTS:
                 op, made = _answered(op, graph, env)
             else:
@@ -232,6 +284,9 @@ def _run(
                     where = f" of {op.module}" if op.module else ""
                     raise PlanError(f"{op.target}{where} does not run with {factor} times {what}: "
                                     f"{str(error).splitlines()[0]:.160}") from error
+            inside = op.args[0].forward if op.target == CUSTOM else None
+            if inside and any(inside.values[a].shape != env[b].shape for a, b in zip(inside.inputs, op.inputs, strict=True)):
+                raise PlanError(f"{op.args[0]} of {op.module or 'the model'} is not known to follow {what}")
             op = own if op.target != own.target and _makes(own, made, env) else op
             found.append(op)
             results = made if isinstance(made, tuple | list) else (made,)

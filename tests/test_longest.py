@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,38 +14,50 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright.cli import app
+from meshwright.commands.reach import reaches
 from meshwright.cost.cluster import Cluster
-from meshwright.ir.pins import PinError
+from meshwright.ir.pins import PinError, Pins
+from meshwright.ir.prediction import Prediction
 from meshwright.lengths import by_heads
+from meshwright.planner import GAP
 from tests.models import make
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_long_context.py"
 
 
-def _fitting(limit: int, asked: list[int]) -> Any:
-    def plan(model: object, cluster: object, example: Any, **_: object) -> int:
-        tokens = int(example[1]["input_ids"].shape[1])
-        asked.append(tokens)
+def _fitting(monkeypatch: pytest.MonkeyPatch, limit: int, known: bool = False) -> list[tuple[int, float, int | None]]:
+    """What is asked: tokens, gap and cp pinned. Plans are their tokens, with a prediction where it is ``known``."""
+    asked: list[tuple[int, float, int | None]] = []
+
+    def plan(tokens: int, cluster: object, pins: Pins, *, gap: float, remedies: bool, **_: object) -> Any:
+        asked.append((tokens, gap, pins.cp))
+        assert not remedies
         if tokens > limit:
             raise mw.OutOfMemoryError("too long", float(tokens), float(limit), {})
-        return tokens
+        said = Prediction(1.0, 100.0 + tokens, 100.0 + limit, bytes_by_kind={"parameters": 100.0, "activations": float(tokens)})
+        return SimpleNamespace(tokens=tokens, gap=gap, predicted=said if known else None, mesh="")
 
-    return plan
+    monkeypatch.setattr("meshwright.lengths.graph_of", lambda model, example, **_: int(example[1]["input_ids"].shape[1]))
+    monkeypatch.setattr("meshwright.lengths.of_length", lambda tokens, factor: int(tokens * factor))
+    monkeypatch.setattr("meshwright.lengths.make_plan", plan)
+    return asked
 
 
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("limit", [1024, 5000, 70_000, 1 << 30])
-def test_the_longest_is_found(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Within an eighth of what fits, by few plans; at most what was asked for."""
-    asked: list[int] = []
-    monkeypatch.setattr("meshwright.lengths.plan", _fitting(limit, asked))
+def test_the_longest_is_found(monkeypatch: pytest.MonkeyPatch, limit: int, known: bool) -> None:
+    """Within an eighth of what fits, by few plans, fewer where predictions say what fills memory; at most what was asked for.
+    The longest alone is searched to its end."""
+    asked = _fitting(monkeypatch, limit, known)
     found = mw.longest(object(), "cpu:1x1", 2, most=1 << 20)  # type: ignore[arg-type]
-    assert found.tokens == found.plan <= limit
+    assert found.tokens == found.plan.tokens <= limit  # type: ignore[attr-defined]
     assert found.too_long is None if limit > 1 << 20 else limit < found.too_long <= found.tokens * 9 / 8  # type: ignore[operator]
-    assert len(asked) <= 16
+    assert len(asked) <= (5 if known else 16)
+    assert [(tokens, gap) for tokens, gap, _ in asked if gap == GAP] == [(found.tokens, GAP)]
 
 
 def test_what_never_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.lengths.plan", _fitting(10, []))
+    _fitting(monkeypatch, 10)
     with pytest.raises(mw.OutOfMemoryError):
         mw.longest(object(), "cpu:1x1", 1)  # type: ignore[arg-type]
     with pytest.raises(mw.InputError, match="batch=0"):
@@ -55,19 +68,32 @@ def test_all_to_all_alone_takes_as_many_ranks_as_it_can(monkeypatch: pytest.Monk
     """What the heads refuse is tried with fewer ranks; where nothing fits there is none."""
     tried: list[int] = []
 
-    def plan(model: object, cluster: object, example: Any, *, pins: Any, **_: object) -> int:
-        tried.append(pins["cp"])
-        assert (pins["zero"], pins["recompute"], pins.get("attention")) == (3, "full", "ulysses" if pins["cp"] > 1 else None)
-        if pins["cp"] > 2:
+    def plan(tokens: int, cluster: object, pins: Pins, **_: object) -> Any:
+        assert pins.cp is not None
+        tried.append(pins.cp)
+        assert (pins.zero, pins.recompute, pins.attention) == (3, "full", "ulysses" if pins.cp > 1 else None)
+        if pins.cp > 2:
             raise PinError("too few heads")
-        return int(example[1]["input_ids"].shape[1])
+        return SimpleNamespace(tokens=tokens, predicted=None)
 
-    monkeypatch.setattr("meshwright.lengths.plan", plan)
+    _fitting(monkeypatch, 10)
+    assert by_heads(object(), "cpu:1x8", 1, most=2048) is None  # type: ignore[arg-type]
+    monkeypatch.setattr("meshwright.lengths.make_plan", plan)
     found = by_heads(object(), "cpu:1x8", 1, most=2048)  # type: ignore[arg-type]
     assert found is not None
-    assert (found.tokens, tried) == (2048, [8, 4, 2, 2])
-    monkeypatch.setattr("meshwright.lengths.plan", _fitting(10, []))
-    assert by_heads(object(), "cpu:1x8", 1, most=2048) is None  # type: ignore[arg-type]
+    assert (found.tokens, tried[:3], set(tried[3:])) == (2048, [8, 4, 2], {2})
+
+
+@pytest.mark.parametrize(("limit", "alone"), [(5000, 4608), (10, None)])
+def test_what_can_more_begins_where_the_other_ended(
+    monkeypatch: pytest.MonkeyPatch, limit: int, alone: int | None
+) -> None:
+    """And from the start where that does not fit."""
+    asked = _fitting(monkeypatch, limit)
+    (row,) = reaches(object(), "cpu", [1], 1, inputs=None, optimizer="adamw", precision="fp32",  # type: ignore[arg-type]
+                     shortest=1024, most=1 << 20, report=lambda *_: None)
+    assert (row.alone, row.alone_loss_only, row.tokens) == (alone, alone, alone)
+    assert [tokens for tokens, *_ in asked].count(1024) == (1 if alone else 3)
 
 
 def test_the_command_prints_it_beside(tmp_path: Path) -> None:

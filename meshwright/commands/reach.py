@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from meshwright.commands.sizing import spec_of
 from meshwright.errors import MeshwrightError
-from meshwright.lengths import by_heads, longest, loss_alone
+from meshwright.lengths import Longest, by_heads, longest, loss_alone
+from meshwright.planner import OutOfMemoryError
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,10 @@ def reaches(
             "inputs": inputs, "optimizer": optimizer, "precision": precision, "shortest": shortest, "most": most,
         }
         try:
-            found = longest(model, cluster, batch, **options)
-            alone, loss_only = (by_heads(model, cluster, batch, loss_fn=kept, **options) for kept in (None, loss_alone))
+            alone = by_heads(model, cluster, batch, **options)
+            loss_only = _from(alone, options, partial(by_heads, model, cluster, batch, loss_fn=loss_alone))
+            found = _from(loss_only or alone, options, partial(longest, model, cluster, batch))
+            assert found is not None
         except MeshwrightError as error:
             rows.append(replace(row, reason=str(error)))
             continue
@@ -75,6 +80,16 @@ def reaches(
             free_bytes=None if said is None else said.free_bytes,
         ))
     return rows
+
+
+def _from(known: Longest | None, options: dict[str, Any], search: Callable[..., Longest | None]) -> Longest | None:
+    """What a search finds that can do more than another: it begins where that one ended, or from the start if it does not fit
+    there."""
+    if known is not None:
+        with suppress(OutOfMemoryError):
+            if (found := search(**{**options, "shortest": known.tokens})) is not None:
+                return found
+    return search(**options)
 
 
 def table(rows: Sequence[Reach]) -> Any:
