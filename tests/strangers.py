@@ -26,6 +26,7 @@ from meshwright.errors import MeshwrightError
 from tests import backwards
 from tests.bodies import BODIES
 from tests.losses import LOSSES
+from tests.nestings import NESTINGS
 from tests.trials import report, unlike
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -37,7 +38,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "dualpipev": {"pp": 2, "microbatches": 4, "schedule": "dualpipev"},
     "gpipe": {"pp": 2, "microbatches": 4, "schedule": "gpipe"},
     "pp x dp": {"pp": 2, "dp": 2, "tp": 1, "zero": 2, "microbatches": 2},
-    "pp x tp": {"pp": 2, "dp": 1, "tp": 2, "microbatches": 2},
+    "pp x tp": {"pp": 2, "dp": 1, "tp": 2, "microbatches": 2}, "cp": {"cp": 2},
 }
 FOUR = ("pp x dp", "pp x tp")
 D, T, B = 8, 4, 8
@@ -281,7 +282,7 @@ MODELS: Mapping[str, Case] = {
     "hook of a forward": with_hook(lambda one: one.register_forward_hook),
     "penalized": of(dict, lambda m, x: x, lambda m, y, t, h: (y - t).square().mean() + 0.01 * sum(
         p.abs().sum() for p in m.parameters()) + 0.1 * (m.mid.weight @ m.mid.weight.t()).norm()),
-    **BODIES, **LOSSES,
+    **BODIES, **LOSSES, **NESTINGS,
 }
 """{name: (its parts, its body, its loss)}."""
 

@@ -51,6 +51,7 @@ REFUSED: Mapping[str, tuple[Callable[[Two], None], str]] = {
     "made of a parameter": (_set(extra=lambda m: m.first.weight * 2), "'extra', a tensor that takes gradients"),
     "trained attribute": (
         _set(extra=lambda m: torch.ones(3, requires_grad=True)), "'extra', a tensor that takes gradients"),
+    "sparse attribute": (_set(extra=lambda m: torch.eye(3).to_sparse()), "'extra' is of layout torch.sparse_coo"),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.strangers import trials
 
-SOME = {"pp": ["pairs", "nested", "triplets"], "zb": ["penalized"], "dp": ["no elements", "queue"]}
+SOME = {"pp": ["pairs", "nested", "triplets"], "zb": ["penalized"], "dp": ["no elements", "queue", "one norm twice"]}
 
 
 @pytest.mark.parametrize("way", SOME)

@@ -51,7 +51,12 @@ def extent(tensor: Tensor) -> Extent | None:
 
 def one_memory(owned: Sequence[ModelTensor]) -> tuple[list[ModelTensor], frozenset[str]]:
     """The tensors, those that are one joined; and the names of attributes that overlap others, which the forward may not
-    change. Raises CaptureError naming two that share memory and cannot be kept one."""
+    change. Raises CaptureError naming two that share memory and cannot be kept one, or one that is no dense tensor."""
+    for item in owned:
+        if item.tensor.layout != torch.strided:
+            raise CaptureError(f"{_kind(item)} {item.fqns[0]!r} is of layout {item.tensor.layout}, and a parallel module holds "
+                               f"dense tensors: keep the places and the values as two dense buffers, and multiply by gather "
+                               f"and scatter_add (index_add) in the forward, or keep it .to_dense()")
     joined: dict[int, ModelTensor] = dict(enumerate(owned))
     fixed: set[str] = set()
     for pair in _overlaps([extent(item.tensor) for item in owned]):

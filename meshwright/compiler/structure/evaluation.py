@@ -29,6 +29,8 @@ def in_evaluation(graph: Graph) -> Graph:
 
     def step(op: Op, edit: Edit) -> Iterable[Op] | None:
         if op.target == NORMAL and op.args[3] is not None:
+            for new, old in zip(op.outputs[1:], op.args[3:5], strict=True):  # read by a second call of the same norm
+                edit.replace(new, old.name)
             return (replace(op, target=BATCH_NORM, args=(*op.args[:5], False, *op.args[6:8], False), outputs=op.outputs[:1]),)
         operator = find(op.target)
         names = () if operator is None else argument_names(operator)
