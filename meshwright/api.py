@@ -199,7 +199,7 @@ def _build(
         there = in_mode(plan, graph, rules_of(graph)[0])
         return checked_program(replace(there, registered=registered_of(graph)), rank)
 
-    parallel.watch = CallWatch(model, plan.graph, recapture, positional)
+    parallel.watch = CallWatch(model, plan.graph, recapture, positional, loss_fn)
     parallel.lower_mode = other_mode
     parallel.exporter = Exporter(plan, parallel.watch.unexportable)
     return parallel

@@ -25,6 +25,7 @@ from tests import brought_loops as loops
 from tests import brought_models as models
 from tests.brought_loops import Given, by_name, data, edited, loss_of, others_then, plain, read, sgd
 from tests.brought_models import HalfOut, Net, Numbers, Out, Pair
+from tests.habits import RUNS
 from tests.strangers import FOUR, WAYS
 from tests.trials import State, judged, report
 
@@ -104,6 +105,23 @@ CASES: Mapping[str, Case] = {
     "default dtype": Case(lambda: models.Asks(lambda: torch.get_default_dtype() == torch.float64), loop=loops.default_dtype,
                           word=""),
     "thawed in between": Case(Net, loop=loops.thawed_in_between, word=""), "closure": Case(Net, loop=loops.closure),
+    "thawed before backward": Case(Net, loop=loops.thawed_before_backward, word=""),
+    "distributed": Case(Net, loop=loops.shared_among_ranks(nn.parallel.DistributedDataParallel), word="sums already"),
+    "loss closed over": Case(Net, loop=loops.with_loss(loops.closed_over, lambda x: loops.ALPHA.__setitem__(0, x)),
+                             loss_fn=loops.closed_over, word=""),
+    "loss of an object": Case(Net, loop=loops.with_loss(loops.WEIGHED, lambda x: setattr(loops.WEIGHED, "alpha", x)),
+                              loss_fn=loops.WEIGHED, word=""),
+    "loss of a method": Case(Net, loop=loops.with_loss(loops.WEIGHED.again, lambda x: setattr(loops.WEIGHED, "alpha", x)),
+                             loss_fn=loops.WEIGHED.again, word=""),
+    "loss of a module": Case(Net, loop=loops.with_loss(loops.MODULE, lambda x: setattr(loops.MODULE, "alpha", x)),
+                             loss_fn=loops.MODULE, word=""),
+    "loss of a partial": Case(Net, loop=loops.with_loss(loops.PARTIAL, lambda x: loops.ALPHA.__setitem__(0, x)),
+                              loss_fn=loops.PARTIAL, word=""),
+    "loss of a buffer": Case(Net, loop=loops.with_loss(loops.MODULE, lambda x: loops.MODULE.weight.fill_(x)),
+                             loss_fn=loops.MODULE, word=""),
+    "loss of itself": Case(Net, loop=loops.with_loss(loops.closed_over), loss_fn=loops.closed_over),
+    "loss with weights": Case(Net, loop=loops.with_loss(loops.learned_loss), loss_fn=loops.learned_loss, word=""),
+    "without a graph": Case(lambda: Net(lambda loss, y, h: {"loss": loss.detach()}), only=dict.fromkeys(PIPES, RUNS)),
 }
 
 
@@ -135,7 +153,7 @@ def _tried(case: Case, way: str) -> tuple[bool, str]:
         said = case.loop(parallel, case.given)
         return said, parallel.full_state_dict()
 
-    return judged(lambda: case.loop(single, case.given), together, single.state_dict, word, equal=not word)
+    return judged(lambda: case.loop(single, case.given), together, single.state_dict, word, equal=not word, runs=word == RUNS)
 
 
 def _made(case: Case) -> nn.Module:

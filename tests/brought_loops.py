@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,6 +230,20 @@ def thawed_in_between(model: Any, given: Given) -> list[float]:
     return said
 
 
+def thawed_before_backward(model: Any, given: Given) -> list[float]:
+    """A parameter that is frozen in a forward, and not in its backward."""
+    optimizer, said = sgd(model), []
+    for step in range(3):
+        model.mid.weight.requires_grad_(step != 1)
+        loss = loss_of(model(**data(step)))
+        model.mid.weight.requires_grad_(True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        said.append(loss.item())
+    return said
+
+
 def closure(model: Any, given: Given) -> list[float]:
     """A step that is given a function; a loss under enable_grad within no_grad."""
     optimizer, said = sgd(model), []
@@ -284,6 +299,89 @@ def gradients_given(model: Any, given: Given) -> list[float]:
         optimizer.zero_grad()
         said.append(loss.item())
     return said
+
+
+def shared_among_ranks(wrap: Callable[[Any], Any]) -> Callable[[Any, Given], list[float]]:
+    """In torch's own wrappers for several processes; one process has none."""
+    def loop(model: Any, given: Given) -> list[float]:
+        return plain(wrap(model) if hasattr(model, "plan") else model, given)
+
+    return loop
+
+
+class Weighed:
+    """A loss that reads a number, which others change."""
+
+    def __init__(self) -> None:
+        self.alpha = 1.0
+
+    def __call__(self, out: Any) -> Tensor:
+        return out["loss"] * self.alpha if isinstance(out, Mapping) else out  # type: ignore[no-any-return]
+
+
+    def again(self, out: Any) -> Tensor:
+        """As a method, by another one."""
+        return self.scaled(out)
+
+    def scaled(self, out: Any) -> Tensor:
+        """See above."""
+        return self(out)
+
+
+class Module(torch.nn.Module):
+    """A loss that is a module, with a number and a buffer."""
+
+    weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = 1.0
+        self.register_buffer("weight", torch.ones((), dtype=torch.float64))
+
+    def forward(self, out: Any) -> Tensor:
+        return out["loss"] * self.alpha * self.weight if isinstance(out, Mapping) else out  # type: ignore[no-any-return]
+
+
+ALPHA = [1.0]
+MODULE = Module()
+WEIGHED, LEARNED = Weighed(), torch.nn.Linear(1, 1).double()
+
+
+def closed_over(out: Any) -> Tensor:
+    """A loss that reads a list of its file."""
+    return out["loss"] * ALPHA[0] if isinstance(out, Mapping) else out  # type: ignore[no-any-return]
+
+
+def given_before(alpha: list[float], out: Any) -> Tensor:
+    """A loss that is given a list beforehand."""
+    return out["loss"] * alpha[0] if isinstance(out, Mapping) else out  # type: ignore[no-any-return]
+
+
+PARTIAL = partial(given_before, ALPHA)
+
+
+def learned_loss(out: Any) -> Tensor:
+    """A loss with weights of its own."""
+    return LEARNED(out["loss"].view(1, 1)).square().sum() if isinstance(out, Mapping) else out  # type: ignore[no-any-return]
+
+
+def with_loss(loss_fn: Callable[[Any], Tensor], change: Callable[[float], None] = lambda value: None) -> Any:
+    """Steps with a loss that changes between them."""
+    def loop(model: Any, given: Given) -> list[float]:
+        optimizer, said = sgd(model), []
+        try:
+            for step in range(2):
+                change(1.0 + step)
+                loss = loss_fn(model(**data(step)))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                said.append(loss.item())
+        finally:
+            change(1.0)
+        return said
+
+    return loop
 
 
 # -------------------------------------------------------------------------------------------------------------------- arguments

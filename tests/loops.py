@@ -28,6 +28,7 @@ from meshwright.api import autoparallel
 from tests import looped
 from tests.equality import captured_once
 from tests.habits import ALL, DEFERRED, HABITS, RUNS
+from tests.idioms import IDIOMS
 from tests.looped import Loop, Net, adamw, batch, clip, learn, whole
 from tests.strangers import FOUR, WAYS
 from tests.trials import State, judged, report
@@ -309,7 +310,7 @@ def accuracy(model: Any, batches: Any) -> Any:
 
 PIPES = ("pp",)
 SEVERAL = ("micro-batches", "pp")
-LOOPS: Mapping[str, tuple[Loop, Mapping[str, str]]] = {
+LOOPS: Mapping[str, tuple[Loop, Mapping[str, str | None]]] = {
     "accumulated": (looped.accumulated, {}), "no_sync": (looped.unsynchronized, {}), "two calls": (looped.two_calls, {}),
     "listed": (looped.listed, {}),
     "transformed": (looped.transformed, {}), "retained": (looped.retained, dict.fromkeys(SEVERAL, "")),
@@ -336,7 +337,7 @@ LOOPS: Mapping[str, tuple[Loop, Mapping[str, str]]] = {
     "parametrized later": (parametrized_later, dict.fromkeys(ALL, "before autoparallel")),
     "frozen for a while": (frozen_for_a_while, {}), "compiled": (compiled, {}), "wrapped": (wrapped, {}),
     "state around": (loaded_whole, {}),
-    "accuracy": (accuracy, {}), **HABITS,
+    "accuracy": (accuracy, {}), **HABITS, **IDIOMS,
 }
 """{name: (loop, {way: a word of its refusal, or RUNS})}: equal under the ways that are not named."""
 

@@ -1,8 +1,9 @@
 """Plan files with something altered, of kinds that ``test_plan_files`` has not: refused by an error of our own, or the given
-model's own graph on programs that are verified; nothing else, and nothing that takes long.
+model's own graph on programs that are verified; nothing else, and nothing that takes long. And checkpoints whose index or whose
+files' heads were altered, with sums that are right: refused by every rank, or loaded by every rank into a module that runs.
 
     python -m tests.mutants                              100 mutants of every kind, a line for each kind and for each fault
-    python -m tests.mutants --count 400 --seed 7 ring    of the kinds whose names hold a word
+    python -m tests.mutants --count 400 --seed 7 ring    of the kinds whose names hold a word; "checkpoint" is one
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import random
 import signal
 import sys
+import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +26,10 @@ from meshwright.ir.writing.plans import plan_to_file
 from meshwright.planner import capture_model
 from tests import mixtures
 from tests.models import make
+from tests.pool import Pool, WorkerError
 from tests.test_plan_files import mutant, outcome
+from tests.test_runtime import PLAIN
+from tests.test_storage import TWO, forged
 
 Case = tuple[nn.Module, Mapping[str, Any]]
 SECONDS = 30
@@ -43,10 +48,12 @@ KINDS: Mapping[str, tuple[Callable[[], Case], str, Mapping[str, Any]]] = {
     "recomputed": (lambda: make("bert"), "cpu:1x2", {"dp": 2, "zero": 3, "microbatches": 2, "recompute": "full"}),
     "sequences": (lambda: make("gpt2"), "cpu:1x2", {"tp": 2, "sequence_parallel": True, "microbatches": 2}),
     "queue": (lambda: make("towers"), "cpu:1x2", {"dp": 2}),
-    "experts": (_experts, "cpu:1x2", {"ep": 2, "dp": 1}),
-    "experts x pp": (_experts, "cpu:1x4", {"pp": 2, "ep": 2, "dp": 1, "microbatches": 2}),
+    "experts": (_experts, "cpu:1x2", {"ep": 2}),
+    "experts x pp": (_experts, "cpu:1x4", {"pp": 2, "ep": 2, "microbatches": 2}),
 }
 """{name: (the model and its batch, the cluster, the pins)}."""
+CHECKPOINTS: Mapping[str, Any] = {"checkpoint": PLAIN, "checkpoint zero": TWO}
+"""{name: (axes, options) of the program that writes them}."""
 
 
 def tried(name: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
@@ -71,6 +78,19 @@ def tried(name: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
     return found, faults
 
 
+def forged_checkpoints(name: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
+    """As ``tried``, of checkpoints that two ranks load."""
+    pool = Pool()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            first, second = pool.run(2, forged, folder, count, seed, CHECKPOINTS[name], timeout=5 * count + 60)
+        return first, [] if first == second else [f"{name}: rank 0 {dict(first)}, rank 1 {dict(second)}"]
+    except WorkerError as error:
+        return Counter(), [f"{name}: {str(error)[-1000:]}"]
+    finally:
+        pool.close()
+
+
 def _late(*_: Any) -> None:
     raise TimeoutError(f"more than {SECONDS} s")
 
@@ -84,9 +104,9 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
     signal.signal(signal.SIGALRM, _late)
     bad = 0
-    for name in KINDS:
+    for name in (*KINDS, *CHECKPOINTS):
         if not asked.words or any(word in name for word in asked.words):
-            found, faults = tried(name, asked.count, asked.seed)
+            found, faults = (tried if name in KINDS else forged_checkpoints)(name, asked.count, asked.seed)
             bad += len(faults)
             print(f"{name:14} {dict(found)}", *faults, sep="\n  ", flush=True)
     return 1 if bad else 0

@@ -14,6 +14,7 @@ from tests.brought import trials
 
 SOME = {
     "pp": ["named", "not a number", "nested turned", "stars turned", "carried", "rivals in turns", "none becomes tensor"],
+    "dp": ["thawed in between", "loss of a method", "loss of a buffer", "loss of itself"],
     "micro-batches": ["evaluated between", "orthogonal gradients", "odd strides"],
 }
 

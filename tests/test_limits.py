@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+import networkx
 import numpy as np
 import pytest
 import torch
@@ -94,6 +97,19 @@ def unnoticed(rank: int, way: str) -> dict[str, Any]:
     start = time.time()
     parallel = made(Net(lambda y: float(time.time() > start + 10**6)), way)
     found["clock"] = value(parallel) - value(parallel)
+    networkx.A_FACTOR = 1.0
+    parallel = made(Net(lambda y: networkx.A_FACTOR), way)
+    before = value(parallel)
+    networkx.A_FACTOR = 5.0
+    found["package"] = value(parallel) - before
+    del networkx.A_FACTOR
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "factor"
+        file.write_text("1.0")
+        parallel = made(Net(lambda y: float(file.read_text())), way)
+        before = value(parallel)
+        file.write_text("5.0")
+        found["file"] = value(parallel) - before
     model = Net(lambda y: 3.0 if torch.compiler.is_compiling() else 0.0)
     found["is_compiling"] = round(value(made(model, way)) - value(model), 3)
     model = Net(lambda y: 0.0 if type(y) is Tensor else 3.0)
@@ -204,7 +220,7 @@ def given_back(rank: int, way: str) -> dict[str, str]:
 def test_what_is_not_noticed(pool: Callable[[int], Any]) -> None:
     """The old value is used on; a forward that asks whether it is compiled, or for an exact type, is told something else."""
     for found in pool(2).run(unnoticed, "dp"):
-        assert found == {"environment": 0.0, "clock": 0.0, "is_compiling": 3.0, "exact type": 3.0}
+        assert found == {"environment": 0.0, "clock": 0.0, "package": 0.0, "file": 0.0, "is_compiling": 3.0, "exact type": 3.0}
 
 
 def test_what_does_not_reach_the_parallel_module(pool: Callable[[int], Any]) -> None:

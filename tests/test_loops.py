@@ -10,8 +10,9 @@ import pytest
 from tests.loops import trials
 
 SOME = {
-    "pp": ["one layer alone", "two calls", "swa", "filtered", "filtered to nothing", "one hook", "copied together"],
-    "tp": ["edited gradients", "scaler", "restored", "whole hooks", "in backward"],
+    "pp": ["one layer alone", "two calls", "swa", "filtered", "filtered to nothing", "one hook", "copied together",
+           "teacher", "reduced by hand"],
+    "tp": ["edited gradients", "scaler", "restored", "whole hooks", "in backward", "moved between", "exported"],
     "deferred": ["state around", "averaged copy", "looked at"],
 }
 

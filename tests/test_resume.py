@@ -258,7 +258,7 @@ def tuned(rank: int, folder: str) -> None:
         for name, p in parallel.named_parameters():
             p.requires_grad_(name in trained)
         mine = {name: p for name, p in parallel.named_parameters() if p.requires_grad}
-        assert set(mine) == ({NOTHING} if rank else trained)
+        assert set(mine) == (set() if rank else trained)
         assert NOTHING not in parallel.state_dict()
         runs.append((parallel, adamw(list(mine.values())), schedule, batch))
     first, again = runs

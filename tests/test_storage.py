@@ -231,15 +231,15 @@ def forge(folder: Path, generator: random.Random) -> None:
     (folder / storage.INDEX).write_text(json.dumps({**index, "digest": storage._digest(index)}))
 
 
-def forged(rank: int, folder: str, count: int) -> Counter[str]:
+def forged(rank: int, folder: str, count: int, seed: int = 0, case: Any = TWO) -> Counter[str]:
     """What two ranks say of forged checkpoints: refused by both, or loaded by both, after which the module runs."""
-    _, parallel, batch = prepare(rank, *TWO)
+    _, parallel, batch = prepare(rank, *case)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1, foreach=False)
     parallel(**batch)[0].backward()
     optimizer.step()
     good, bad = Path(folder) / "good", Path(folder) / "bad"
     parallel.save(good, optimizer)
-    generator, found = random.Random(0), Counter[str]()
+    generator, found = random.Random(seed), Counter[str]()
     for _ in range(count):
         if rank == 0:
             shutil.rmtree(bad, ignore_errors=True)

@@ -33,6 +33,7 @@ from meshwright.runtime.checks.gradients import (
     IN_EVALUATION,
     differentiable,
     refuse_surroundings,
+    refuse_tracing,
     refused,
     untransformed,
     unwritten,
@@ -210,6 +211,7 @@ class ParallelModule(Closed):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Takes and returns what the model does; a torch.compile around it runs it as it is. Raises InputError on every rank,
         changing nothing, if the call of one rank is not as planned, or not that of the others."""
+        refuse_tracing()
         if torch.is_inference_mode_enabled():  # what is gathered in it could not be trained afterwards
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
@@ -242,7 +244,7 @@ class ParallelModule(Closed):
         if program.microbatches == 1:
             trained = self._trainable()
             values = differentiable(values, [port.name for port in program.outputs], trained if engine.units else (),
-                                    unwritten(trained))
+                                    unwritten(trained, gathered=bool(engine.units)))
         return values
 
     def train(self, mode: bool = True) -> ParallelModule:
@@ -256,10 +258,15 @@ class ParallelModule(Closed):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this rank. Where all that its stage of a pipeline holds is frozen, ``Nothing`` comes after them, for an
-        optimizer that is made of what is left to train."""
+        """Those of this rank; ``Nothing`` where its stage of a pipeline holds none."""
         own = super().named_parameters(prefix, recurse, remove_duplicate)
         yield from with_nothing(own, self.__dict__.get(NOTHING) if recurse else None, prefix)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """What DistributedDataParallel asks of a module before it sends anything."""
+        raise RunError("DistributedDataParallel around a parallel module would average gradients that are sums already, and "
+                       "send weights to ranks that hold others; take it away, and call the parallel module itself")
 
     def _trainable(self) -> list[Tensor]:
         return [p for p in self.parameters() if p.requires_grad and not isinstance(p, Nothing)]

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.experimental import register_sharding
@@ -65,8 +66,12 @@ class Whole(DTensor):
     @property
     def data(self) -> Any:
         """As of any tensor; assigning it is refused where a parallel module holds the tensor: it would go on with the old.
-        A gradient takes the new contents: torch's own DTensor would keep the old ones."""
-        return _DATA.__get__(self)
+        A gradient takes the new contents: torch's own DTensor would keep the old ones. What is written into the ``.data`` of a
+        tensor that is held counts as written into that: a backward may need what was there."""
+        found, role = _DATA.__get__(self), role_of(self)
+        if role is not None and role.held == id(self):
+            found.__dict__["_of"] = self
+        return found
 
     @data.setter
     def data(self, new: Tensor) -> None:
@@ -167,6 +172,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """One operator. Its way follows from shapes and placements alone, so that all ranks take the same."""
     tensors: list[Tensor] = []
     _over(tensors.append, args, kwargs)
+    refuse_collective(func, tensors)
     written, name = written_by(func, args, kwargs), func.overloadpacket.__name__
     by_item = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
     role = _role_of_result(func, name, tensors, by_item)
@@ -192,6 +198,9 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
                 Tensor, lambda x: _wrap(x, lead), result)
     else:
         result = gathered(func, args, kwargs, tensors, written)
+    for x in written:
+        if "_of" in x.__dict__:
+            increment_version(_local(x.__dict__["_of"]))
     if written:
         return {0: None, 1: written[0]}.get(len(func._schema.returns), tuple(written))
     if type(result) is Whole and not by_item:
@@ -385,8 +394,17 @@ def mark_copies(func: Any, of: DTensor, result: Any, copied: bool = False) -> No
     if is_view(func):
         for x in pytree.tree_leaves(result):
             if isinstance(x, DTensor):
+                x.__dict__ |= {"_of": of.__dict__["_of"]} if "_of" in of.__dict__ else {}
                 undone = any(_cut(a) and not _cut(b) for a, b in zip(of.placements, x.placements, strict=True))
                 x.__dict__["_copied"] = copied or undone or bool(of.__dict__.get("_copied"))
+
+
+def refuse_collective(func: Any, tensors: Sequence[Tensor]) -> None:
+    """Raise RunError for what sends tensors between processes: these are whole already, and stages have different ones."""
+    if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+        raise RunError(f"{func} is called on a tensor{_called(tensors[0])} of a parallel module, which is the whole one on "
+                       f"every rank already, as one process has it: gradients are summed, outputs are of the whole batch. Take "
+                       f"the call (of torch.distributed) out, or give it a plain tensor: x.full_tensor() on every rank")
 
 
 def refuse_writing(func: Any, changed: Sequence[Tensor]) -> None:

@@ -3,9 +3,11 @@
     with one micro-batch      every output has its gradient, as in the model
     with several, pipelines   the gradients of the loss are known when the forward returns; the others are gone: asking raises
     torch.utils.checkpoint    around a call: it would be made twice, with other random numbers: raises
+    torch.export, fx, jit     around a call: they would record one rank's part: raises
     torch.func                around a call: its transforms do not reach into other processes: raises
     create_graph=True         the gradients have no graph of their own: raises
     weights written between   a forward and its backward: raises, as torch does where it needs the old ones
+    weights frozen between    them: raises of those that FSDP2 gathers, with one micro-batch
     torch.autograd.grad       of parameters that FSDP2 gathers, with one micro-batch: raises, for autograd knows their gathered
                               copies only; backward() is right
 """
@@ -21,9 +23,9 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
+from torch.fx._symbolic_trace import is_fx_tracing
 
 from meshwright.errors import RunError
-from meshwright.runtime.state.layout import local_of
 
 BEYOND_THE_LOSS = (
     "the gradient of an output other than the loss was asked for, but this plan computes that of the loss inside the forward "
@@ -64,6 +66,15 @@ def refuse_surroundings() -> None:
                        "the plan recompute: pins={'recompute': 'full'}")
 
 
+def refuse_tracing() -> None:
+    """Raise RunError in a call that torch.export, torch.fx or torch.jit trace: what this rank sends and receives, and what it
+    looks at before it does, is no part of what they record."""
+    if torch.compiler.is_exporting() or is_fx_tracing() or torch._C._get_tracing_state() is not None:
+        raise RunError("the parallel module is called while torch.export, torch.fx or torch.jit traces it, and one rank's "
+                       "trace of a program of several is none. Trace the model that was parallelized, or write this module "
+                       "by parallel.export(folder)")
+
+
 def _transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -78,11 +89,12 @@ def whole(grad: Tensor) -> Tensor:
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
-def unwritten(parameters: Sequence[Tensor]) -> Callable[[], None]:
-    """A function that raises RunError once one of the parameters was written into."""
+def unwritten(parameters: Sequence[Tensor], gathered: bool = False) -> Callable[[], None]:
+    """A function that raises RunError once one of the parameters was written into, or, of ``gathered`` ones, frozen: FSDP2 sets
+    the gradients of what it gathered before that, where autograd leaves those of frozen leaves out."""
 
     def versions() -> list[int]:
-        return [count for p in parameters for count in (p._version, local_of(p)._version)]
+        return [count for p in parameters for count in (p._version, getattr(p, "_local_tensor", p)._version)]
 
     before = versions()
 
@@ -91,6 +103,9 @@ def unwritten(parameters: Sequence[Tensor]) -> Callable[[], None]:
             raise RunError("a parameter was written into between a forward and its backward, whose gradients would be of "
                            "neither the old nor the new weights. Call backward() before optimizer.step(), or run the forward "
                            "again")
+        if gathered and not all(p.requires_grad for p in parameters):
+            raise RunError("a parameter was frozen between a forward and its backward, whose gradients would reach it all the "
+                           "same under this plan. Call requires_grad_(False) before the forward, or after the backward")
 
     return check
 

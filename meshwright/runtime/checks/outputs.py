@@ -25,6 +25,7 @@ from meshwright.runtime.whole import (
     is_view,
     mark_copies,
     of_first,
+    refuse_collective,
     refuse_writing,
     torch_dtensor,
     written_by,
@@ -69,6 +70,7 @@ def as_output(tensor: DTensor) -> DTensor:
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """One operator. Its way follows from its name, shapes and placements alone, so that all ranks take the same."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    refuse_collective(func, tensors)
     changed, name = written_by(func, args, kwargs), func.overloadpacket.__name__
     lead = next(x for x in tensors if isinstance(x, DTensor))
     alone = [x for x in tensors if not isinstance(x, DTensor) and x.ndim]

@@ -138,8 +138,7 @@ class NamedModule(Closed):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this rank; where another stage of a pipeline has what is trained of this module, ``Nothing`` for an
-        optimizer of it."""
+        """Those of this rank; ``Nothing`` where other stages of a pipeline have what is trained of this module."""
         own = super().named_parameters(prefix, recurse, remove_duplicate)
         return with_nothing(own, self.__dict__.get(NOTHING) if recurse else None, prefix)
 

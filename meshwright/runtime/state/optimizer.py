@@ -36,7 +36,7 @@ NOTHING = "nothing_to_train"
 
 class Nothing(nn.Parameter):
     """A parameter without elements and without a gradient. Torch's optimizers refuse an empty list; a rank whose stage of a
-    pipeline is frozen, or has nothing of a sub-module, would raise that alone, while the others train."""
+    pipeline has nothing of a sub-module would raise that alone, while the others train."""
 
 
 def nothing_on(device: torch.device) -> Nothing:
@@ -47,9 +47,9 @@ def nothing_on(device: torch.device) -> Nothing:
 def with_nothing(
     own: Iterable[tuple[str, nn.Parameter]], nothing: Nothing | None, prefix: str
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """A rank's parameters, and ``nothing`` after them if there is none among them to train."""
+    """A rank's parameters; ``nothing`` if it has none."""
     yield from (listed := list(own))
-    if nothing is not None and not any(parameter.requires_grad for _, parameter in listed):
+    if nothing is not None and not listed:
         nothing.requires_grad_()
         yield f"{prefix}{'.' if prefix else ''}{NOTHING}", nothing
 

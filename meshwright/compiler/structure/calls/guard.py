@@ -8,6 +8,7 @@ A graph holds one outcome of ``if self.training``, and the numbers that attribut
     attributes    plain Python values of the model's modules, and of objects they hold (a config): when one has changed, the
                   forward is captured again; a graph that comes out otherwise is refused, by the attribute's name
     globals       and closures and class attributes that forwards name (``outside``), in the same way
+    loss_fn       what it reads: of its object or module, globals, closures, in the same way
     default dtype of tensors that a forward makes, in the same way
     modules       swapped or added ones, and sub-modules set to another mode, are refused
     autocast      around a call is refused: ``precision`` decides
@@ -33,7 +34,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from meshwright.compiler.structure.calls.outside import PLAIN, places
+from meshwright.compiler.structure.calls.outside import PLAIN, held_by, places
 from meshwright.compiler.structure.evaluation import difference, in_evaluation
 from meshwright.errors import CaptureError, InputError, MeshwrightError, RunError
 from meshwright.ir.graph import Graph
@@ -67,14 +68,14 @@ class OtherMode:
 class CallWatch:
     """See the file's head. Called at the beginning of every call of the parallel module."""
 
-    def __init__(self, model: nn.Module, graph: Graph, capture: Capture, positional: int) -> None:
+    def __init__(self, model: nn.Module, graph: Graph, capture: Capture, positional: int, loss_fn: Any = None) -> None:
         """``positional``: how many arguments the captured call gave by position."""
-        self.model, self.capture = weakref.ref(model), capture
+        self.model, self.capture, self.loss_fn = weakref.ref(model), capture, loss_fn
         constants = {name: tensor.clone() for name, tensor in graph.constants.items()}  # which the model may write into
         self.graph = replace(graph, constants=constants)
         self.modes_seen: dict[Mode, OtherMode | None] = {(True, True): None}
-        self.outside = places(model)
-        self.state, self.outside_state = _state(model), self._outside_state()
+        self.outside = places(model, loss_fn)
+        self.state, self.outside_state = self._state(model), self._outside_state()
         self.modes = _modes(model) if model.training else None
         self.modules = _modules(model)
         self.forms = {((True, True), positional)}
@@ -135,7 +136,7 @@ class CallWatch:
             path = next(path for path in modes if modes[path] != self.modes.get(path))
             raise RunError(f"module {path!r} of the model is {'in' if modes[path] else 'out of'} training mode, and was not "
                            f"when the model was captured; set it back, or make the model parallel again")
-        state, outside_state = _state(model), self._outside_state()
+        state, outside_state = self._state(model), self._outside_state()
         if state == self.state and outside_state == self.outside_state:
             return
         mode = training, torch.is_grad_enabled()  # of one that was not seen yet there is no graph that it could differ from
@@ -145,8 +146,20 @@ class CallWatch:
             raise RunError(f"{what} {'holds what ' * (now is not both[1])}was {_shown(before)} when the model was captured and "
                            f"is {_shown(now)}, and its forward computes something else with it; set it back, or make the "
                            f"model parallel again")
-        self.outside = places(model)  # a function that was replaced may read others
+        self.outside = places(model, self.loss_fn)  # a function that was replaced may read others
         self.state, self.outside_state = state, self._outside_state()
+
+    def _state(self, model: nn.Module) -> dict[str, Any]:
+        """{what: its value, comparable} of the model and of the loss function."""
+        found = {f"attribute {name!r} of the model": value for name, value in _state(model).items()}
+        if isinstance(self.loss_fn, nn.Module):
+            seen: dict[int, Any] = {}
+            tensors = {name: _frozen(buffer, seen) for name, buffer in self.loss_fn.named_buffers()}
+            held = {**_state(self.loss_fn), **tensors}
+        else:
+            seen = {id(part): ("module", id(part)) for part in (model, *model.modules())}
+            held = {name: _frozen(value, seen) for name, value in held_by(self.loss_fn).items()}
+        return found | {f"attribute {name!r} of loss_fn": value for name, value in held.items()}
 
     def _outside_state(self) -> list[Any]:
         seen: dict[int, Any] = {}
@@ -157,7 +170,7 @@ class CallWatch:
         for name in dict.fromkeys((*state, *self.state)):
             before, now = self.state.get(name, _MISSING), state.get(name, _MISSING)
             if before != now:
-                yield f"attribute {name!r} of the model", before, now
+                yield name, before, now
         names = (*_SURROUNDINGS, *(place.what for place in self.outside))
         for what, before, now in zip(names, self.outside_state, outside_state, strict=True):
             if before != now:

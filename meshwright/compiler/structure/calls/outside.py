@@ -50,10 +50,12 @@ class OutsidePlace:
             return MeshwrightError
 
 
-def places(model: nn.Module) -> list[OutsidePlace]:
-    """Everything that a forward of the model may read outside of it."""
-    walk = _Walk(frozenset(_top(type(module).__module__) for module in model.modules()))
-    for module in model.modules():
+def places(model: nn.Module, loss_fn: Any = None) -> list[OutsidePlace]:
+    """Everything that a forward of the model, or the loss function, may read outside of itself."""
+    modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
+    walk = _Walk(frozenset(_top(type(module).__module__) for module in modules))
+    walk.held(loss_fn, type(loss_fn))
+    for module in modules:
         if walk.enters(type(module).__module__):
             walk.method(type(module), "forward")
         for value in vars(module).values():  # an activation that was given, a forward that was replaced
@@ -61,6 +63,24 @@ def places(model: nn.Module) -> list[OutsidePlace]:
     while walk.waiting and len(walk.seen) < _MOST:
         walk.code(*walk.waiting.pop())
     return walk.found
+
+
+def held_by(function: Any) -> dict[str, Any]:
+    """{name: value} of what a callable that is no module reads of the object that it is, or is a method of: the attributes
+    that its code names, and that of the methods that it names. Of a function its default arguments."""
+    if isinstance(function, FunctionType | partial):  # with what it is given beforehand
+        return {**(held_by(function.func) if isinstance(function, partial) else {}), "arguments": function}
+    owner = getattr(function, "__self__", function)
+    if isinstance(function, nn.Module) or not hasattr(owner, "__dict__"):
+        return {}
+    waiting, names = ["__call__", *([function.__name__] if isinstance(function, MethodType) else [])], set[str]()
+    while waiting:
+        name = waiting.pop()
+        code = getattr(getattr(type(owner), name, None), "__code__", None)
+        if name not in names and code is not None:
+            waiting += _names(code)
+        names.add(name)
+    return {name: value for name, value in vars(owner).items() if name in names}
 
 
 @dataclass
