@@ -52,7 +52,7 @@ without a pipeline, the second dive (as the look for blocks unlike each other), 
 least: what is left is for sharper bounds of what was solved."""
 _WIDEST = 0.02
 """The gap with which a search ends that takes long (chosen: what a certificate should be no wider than)."""
-_SHAPES = 2.0
+_SHAPES = 1.0
 """Nominal seconds of layouts within memory up to which further ones are solved whose axes cross nodes and devices (chosen)."""
 _EFFORT: Mapping[str, float] = {
     "placement": 0.02, "choice of a placement": 0.0002, "variant": 0.0003, "alone": 0.001, "packing": 0.001,
