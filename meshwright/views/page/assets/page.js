@@ -210,9 +210,10 @@
         const x = from.x + t * (to.x - from.x) + side * wide / 2, y = from.y + t * (to.y - from.y);
         return { x, y, x1: x - wide / 2, x2: x + wide / 2, y1: y - high / 2, y2: y + high / 2 };
       };
-      const free = (b) => !taken.some((o) => b.x1 < o.x2 && o.x1 < b.x2 && b.y1 < o.y2 && o.y1 < b.y2);
-      const tried = [0, 1, -1].flatMap((side) => [0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8, 0.1, 0.9].map((t) => room(t, side)));
-      const found = tried.find(free) || tried[0];
+      const hidden = (b) => taken.reduce((sum, o) => sum + Math.max(0, Math.min(b.x2, o.x2) - Math.max(b.x1, o.x1))
+        * Math.max(0, Math.min(b.y2, o.y2) - Math.max(b.y1, o.y1)), 0);
+      const tried = [0, 1, -1, 2, -2].flatMap((side) => [0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8, 0.1, 0.9].map((t) => room(t, side)));
+      const least = Math.min(...tried.map(hidden)), found = tried.find((b) => hidden(b) <= least);
       edge.style({ "text-margin-x": found.x - mid.x, "text-margin-y": found.y - mid.y });
       taken.push(found);
     });
