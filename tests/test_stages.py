@@ -16,6 +16,7 @@ from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.stage_bound import Bound, cannot_run_in, fractional_bound, link_bound
 from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_bound
 from meshwright.compiler.pipeline.timed_bound import KnownPaths, timed_bound
+from meshwright.compiler.solver import linear
 from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Row
 from meshwright.cost.timeline import peak_bytes, simulate
 from meshwright.ir.schedules import ScheduleError, Table, illegal, schedule_of, schedule_table, schedules
@@ -639,3 +640,19 @@ def test_a_program_that_grows_says_what_a_new_one_does(seed: int) -> None:
             assert values[0] == pytest.approx(least, rel=1e-9)
             assert all(values[columns] @ row[0][1][1] >= -values[0] * (1 + 1e-9) for row in rows)
     assert impossible == 6
+
+
+def test_a_program_that_goes_round_in_circles_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not end within so many iterations is solved from the beginning by the other solver, to the same optimum."""
+    found = []
+    for stuck in (linear._STUCK, -2):  # 100 iterations and twice its 41 rows, and 18 where it needs more
+        monkeypatch.setattr(linear, "_STUCK", stuck)
+        program = LinearProgram()
+        columns = program.variables(20, 20)
+        for one in (*columns, *columns.T):
+            program.add([(one, 1.0)], 1.0, 1.0)
+        program.add([(np.zeros(1, dtype=np.int64), 1.0), (columns, -np.random.default_rng(0).random((20, 20)))], 0.0)
+        found.append((program.solution({0: 1.0})[0], program._growing is not None and program._growing._solver is None))
+    (least, kept), (again, begun) = found
+    assert again == pytest.approx(least, rel=1e-9)
+    assert (kept, begun) == (False, True)
