@@ -10,8 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 
-class Lion(Optimizer):
-    """Signs of two momenta (Chen et al., 2023)."""
+class OneByOne(Optimizer):
+    """Each parameter that has a gradient, by itself."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.01, weight_decay: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -21,79 +21,73 @@ class Lion(Optimizer):
         """One."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(p)
-                p.data.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_((state["exp_avg"] * 0.9 + p.grad * 0.1).sign_(), alpha=-group["lr"])
-                state["exp_avg"].lerp_(p.grad, 0.01)
+                if p.grad is not None:
+                    self.one(p, group, self.state[p])
+
+    def one(self, p: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Change one."""
+        raise NotImplementedError
 
 
-class Lamb(Lion):
+class Lion(OneByOne):
+    """Signs of two momenta (Chen et al., 2023)."""
+
+    def one(self, p: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Change one."""
+        if not state:
+            state["exp_avg"] = torch.zeros_like(p)
+        p.data.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_((state["exp_avg"] * 0.9 + p.grad * 0.1).sign_(), alpha=-group["lr"])
+        state["exp_avg"].lerp_(p.grad, 0.01)
+
+
+class Lamb(OneByOne):
     """Steps in proportion to the norm of each weight (You et al., 2019)."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-                state["step"] += 1
-                state["exp_avg"].mul_(0.9).add_(p.grad, alpha=0.1)
-                state["exp_avg_sq"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
-                update = state["exp_avg"] / state["exp_avg_sq"].sqrt().add_(1e-3) + group["weight_decay"] * p
-                w, u = p.norm(), update.norm()
-                ratio = torch.where(w > 0, torch.where(u > 0, w / u, 1.0), 1.0).clamp(max=10)
-                p.add_(update * ratio, alpha=-group["lr"])
+    def one(self, p: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Change one."""
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        state["step"] += 1
+        state["exp_avg"].mul_(0.9).add_(p.grad, alpha=0.1)
+        state["exp_avg_sq"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+        update = state["exp_avg"] / state["exp_avg_sq"].sqrt().add_(1e-3) + group["weight_decay"] * p
+        w, u = p.norm(), update.norm()
+        ratio = torch.where(w > 0, torch.where(u > 0, w / u, 1.0), 1.0).clamp(max=10)
+        p.add_(update * ratio, alpha=-group["lr"])
 
 
-class Factored(Lion):
+class Factored(OneByOne):
     """Second moments by rows and by columns, updates that are clipped by their mean square (Shazeer & Stern, 2018)."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, square = self.state[p], p.grad.square() + 1e-6
-                if not state:
-                    state["row"], state["column"] = square.mean(-1), square.mean(0)
-                if p.ndim == 2:
-                    state["row"].lerp_(square.mean(-1), 0.3)
-                    state["column"].lerp_(square.mean(-2), 0.3)
-                    scale = torch.outer(state["row"] / state["row"].mean(), state["column"])
-                else:
-                    scale = square
-                update = p.grad * scale.rsqrt()
-                p.sub_(update / (update.square().mean().sqrt()).clamp(min=1.0), alpha=group["lr"])
+    def one(self, p: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Change one."""
+        square = p.grad.square() + 1e-6
+        if not state:
+            state["row"], state["column"] = square.mean(-1), square.mean(0)
+        if p.ndim == 2:
+            state["row"].lerp_(square.mean(-1), 0.3)
+            state["column"].lerp_(square.mean(-2), 0.3)
+            scale = torch.outer(state["row"] / state["row"].mean(), state["column"])
+        else:
+            scale = square
+        update = p.grad * scale.rsqrt()
+        p.sub_(update / (update.square().mean().sqrt()).clamp(min=1.0), alpha=group["lr"])
 
 
-class Preconditioned(Lion):
+class Preconditioned(OneByOne):
     """Roots of the gradients' covariances on both sides (Gupta et al., 2018)."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                update = p.grad
-                if p.ndim == 2:
-                    for turned in (False, True):
-                        g = p.grad.t() if turned else p.grad
-                        values, vectors = torch.linalg.eigh(g @ g.t() + 0.1 * torch.eye(len(g)).to(g.dtype))
-                        root = vectors @ torch.diag(values.pow(-0.25)) @ vectors.t()
-                        update = update @ root if turned else root @ update
-                p.add_(update, alpha=-group["lr"])
+    def one(self, p: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Change one."""
+        update = p.grad
+        if p.ndim == 2:
+            for turned in (False, True):
+                g = p.grad.t() if turned else p.grad
+                values, vectors = torch.linalg.eigh(g @ g.t() + 0.1 * torch.eye(len(g)).to(g.dtype))
+                root = vectors @ torch.diag(values.pow(-0.25)) @ vectors.t()
+                update = update @ root if turned else root @ update
+        p.add_(update, alpha=-group["lr"])
 
 
 class Sharpened(Optimizer):

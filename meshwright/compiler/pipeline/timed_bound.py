@@ -10,9 +10,9 @@ other, and what a rank waits for in the middle of its order.
 
 A cut lies between two *corners*: positions between which units are of one class and crossings cost the same, and the first and
 last that leave a unit to every stage before and behind it. As a mean of corners it says how many units of each class lie before
-it and what crosses it; of real cuts both are exact. Memory is that of
-every rank at every moment of its order, with units recomputed one by one or by parts of them. So it is a relaxation that
-leaves out only that units are whole and that a cut lies in one place.
+it and what crosses it; of real cuts both are exact. Memory is that of every rank at every moment of its order, with units
+recomputed one by one or by parts of them. So it is a relaxation that leaves out only that units are whole and that a cut lies
+in one place.
 
 Where a bound is to be sharp, these come by branching (``_branched``): a rank has so many units of a class or fewer, or more; so
 has a stage; a cut lies at a corner or before it, or at it or behind: as a mean of corners of an encoder and of its decoder it
@@ -244,8 +244,7 @@ class _Program(LinearProgram):
         """Divided units in their order, the same seconds in every stage, each in the first of its ways or in the one of least
         bytes: the better of those that fit, or one that was not run."""
         each = np.interp(np.linspace(0.0, self.ends[-1], self.table.stages + 1)[1:-1], self.ends, np.arange(len(self.ends)))
-        places = np.zeros(self.places.shape)
-        each = np.clip(each, self.corners[:, 0], self.corners[:, -1])
+        each, places = np.clip(each, self.corners[:, 0], self.corners[:, -1]), np.zeros(self.places.shape)
         for row, corners, position in zip(places, self.corners, each, strict=True):
             low = int(np.clip(np.searchsorted(corners, position, side="right") - 1, 0, max(0, len(corners) - 2)))
             high = min(low + 1, len(corners) - 1)
