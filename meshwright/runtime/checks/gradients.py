@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
-from torch.fx._symbolic_trace import is_fx_tracing
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from meshwright.errors import RunError
 
@@ -69,7 +69,7 @@ def refuse_surroundings() -> None:
 def refuse_tracing() -> None:
     """Raise RunError in a call that torch.export, torch.fx or torch.jit trace: what this rank sends and receives, and what it
     looks at before it does, is no part of what they record."""
-    if torch.compiler.is_exporting() or is_fx_tracing() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_exporting() or is_fx_symbolic_tracing() or torch._C._get_tracing_state() is not None:
         raise RunError("the parallel module is called while torch.export, torch.fx or torch.jit traces it, and one rank's "
                        "trace of a program of several is none. Trace the model that was parallelized, or write this module "
                        "by parallel.export(folder)")
