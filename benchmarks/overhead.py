@@ -7,10 +7,10 @@ an AdamW step on the parallel module beside plain FSDP2's of the same model.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -99,7 +99,10 @@ def worker(rank: int, port: int, sizes: list[int]) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layers", nargs="*", type=int, default=[2, 100])
+    asked = parser.parse_args()
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    mp.spawn(worker, (port, [int(text) for text in sys.argv[1:]] or [2, 100]), nprocs=2)
+    mp.spawn(worker, (port, asked.layers), nprocs=2)

@@ -7,8 +7,8 @@ Prints the losses of a few optimizer steps on one process and on four, where eve
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 import tempfile
 
 import torch
@@ -62,7 +62,9 @@ def worker(rank: int, world: int, store: str) -> None:
 
 def main() -> None:
     """Both runs."""
-    world = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("processes", nargs="?", type=int, default=4)
+    world = parser.parse_args().processes
     torch.set_num_threads(1)
     print("one process: ", " ".join(f"{loss:.6f}" for loss in train(*data())), flush=True)
     with tempfile.TemporaryDirectory() as folder:

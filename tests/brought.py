@@ -165,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print what did not come out as it must."""
     from tests import brought
 
-    return report(arguments, brought.trials, CASES, WAYS, usual=WAYS, four=FOUR)
+    return report(__doc__, arguments, brought.trials, CASES, WAYS, usual=WAYS, four=FOUR)
 
 
 if __name__ == "__main__":

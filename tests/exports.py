@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshwright as mw
 from meshwright.errors import MeshwrightError
 from meshwright.ir.schedules.builtin import BUILTIN
+from tests.trials import parser_of
 
 HIDDEN = ("transformers", "tests.models", "tests.mixtures", "meshwright.planner", "ortools")
 Cell = tuple[str, int, Mapping[str, Any], str]
@@ -147,10 +148,11 @@ def outcome(pool: Any, cell: Cell, folder: Path) -> str:
     return next((one for one in said if one != "equal"), "equal")
 
 
-def main(patterns: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """The cells whose lines match."""
     from tests.pool import Pool, WorkerError
 
+    patterns = parser_of(__doc__, "regular expressions, of which a cell's line matches one").parse_args(arguments).words
     pool, faults = Pool(), 0
     for cell in cells():
         name, world, pins, precision = cell

@@ -27,6 +27,7 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.writing.paths import fold_paths
 from meshwright.planner import capture_model, make_plan
 from meshwright.views.facts import facts_of, sections
+from tests.trials import parser_of
 
 FOLDER = Path(__file__).with_name("plans")
 BATCH, LENGTH, VOCAB = 32, 512, 8192
@@ -134,6 +135,7 @@ def as_text(plan: Plan) -> str:
 
 def main() -> None:
     """Write every golden file anew."""
+    parser_of(__doc__).parse_args()
     FOLDER.mkdir(exist_ok=True)
     for model, cluster in itertools.product(MODELS, CLUSTERS):
         path_of(model, cluster).write_text(as_text(plan_of(model, cluster)), encoding="utf-8")

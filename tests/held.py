@@ -22,7 +22,6 @@ are tried. A line for each plan; what does not hold stands under it. The exit st
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
@@ -58,6 +57,7 @@ from meshwright.views.page.write import write
 from meshwright.views.prices import Prices
 from meshwright.views.report import render
 from tests import mixtures, models
+from tests.trials import parser_of
 
 MODELS = (*models.MODELS, "mixtral", "qwen2", "deepseek", "gpt_oss", "einsum", "mixtral of four layers")
 CLUSTERS = ("cpu:1x4", "h100:1x4", "a100:2x2", "h100:2x4", "v100:1x8")
@@ -361,7 +361,7 @@ def faults(case: Case, plan: Plan, only: str = ".", seed: int = 0) -> Iterator[s
 
 def main() -> int:
     """The cases of a seed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", default=".", help="models whose names match")

@@ -382,7 +382,7 @@ def _tried(name: str, way: str) -> tuple[bool, str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Print what did not come out as it must."""
-    return report(arguments, trials, LOOPS, (*WAYS, DEFERRED), usual=(*ALL, "pp x dp"), four=FOUR)
+    return report(__doc__, arguments, trials, LOOPS, (*WAYS, DEFERRED), usual=(*ALL, "pp x dp"), four=FOUR)
 
 
 if __name__ == "__main__":

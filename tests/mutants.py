@@ -8,7 +8,6 @@ files' heads were altered, with sums that are right: refused by every rank, or l
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import signal
@@ -30,6 +29,7 @@ from tests.pool import Pool, WorkerError
 from tests.test_plan_files import mutant, outcome
 from tests.test_runtime import PLAIN
 from tests.test_storage import TWO, forged
+from tests.trials import parser_of
 
 Case = tuple[nn.Module, Mapping[str, Any]]
 SECONDS = 30
@@ -97,11 +97,12 @@ def _late(*_: Any) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Print what came out."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
-    parser.add_argument("words", nargs="*")
+    parser = parser_of(__doc__, f"parts of names of kinds: {', '.join((*KINDS, *CHECKPOINTS))}")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(arguments)
+    if unknown := [word for word in asked.words if not any(word in name for name in (*KINDS, *CHECKPOINTS))]:
+        parser.error(f"{unknown[0]!r} is in the name of no kind")
     signal.signal(signal.SIGALRM, _late)
     bad = 0
     for name in (*KINDS, *CHECKPOINTS):

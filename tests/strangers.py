@@ -338,7 +338,7 @@ def main(arguments: Sequence[str]) -> int:
     def judge(results: Sequence[str]) -> tuple[bool, Sequence[str]]:
         return len({one.partition(":")[0] for one in results}) == 1 and results[0].startswith(("equal", "refused")), results
 
-    return report(arguments, strangers.trials, MODELS, WAYS, usual=WAYS, four=FOUR, judge=judge)
+    return report(__doc__, arguments, strangers.trials, MODELS, WAYS, usual=WAYS, four=FOUR, judge=judge)
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ def forge(folder: Path, generator: random.Random) -> None:
 
 
 def forged(rank: int, folder: str, count: int, seed: int = 0, case: Any = TWO) -> Counter[str]:
-    """What two ranks say of forged checkpoints: refused by both, or loaded by both, after which the module runs."""
+    """What two ranks say of forged checkpoints: refused by both, or loaded by both, after which the module learns."""
     _, parallel, batch = prepare(rank, *case)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1, foreach=False)
     parallel(**batch)[0].backward()
@@ -251,7 +251,9 @@ def forged(rank: int, folder: str, count: int, seed: int = 0, case: Any = TWO) -
         except CheckpointError:
             found["refused"] += 1
         else:
-            parallel(**batch)
+            parallel(**batch)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
             found["loaded"] += 1
     parallel.load(good, optimizer)
     return found
@@ -261,6 +263,110 @@ def test_forged_checkpoints_are_refused_or_loaded_on_every_rank(pool: Callable, 
     first, *others = pool(2).run(forged, str(tmp_path), 100)
     assert first["refused"] > 50
     assert all(other == first for other in others)
+
+
+class Alternating(torch.optim.Optimizer):
+    """States that differ by parameter: matrices have a mean, others a count, the first one both."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for number, p in enumerate(p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            if p.ndim > 1 or not number:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                p.sub_(mean.mul_(0.5).add_(p.grad), alpha=0.1)
+            if p.ndim < 2 or not number:
+                self.state[p]["count"] = self.state[p].get("count", 0) + 1
+
+
+def incomplete(rank: int, folder: str) -> dict[str, str]:
+    """What is said of checkpoints that lack one thing, with sums that are right, and of those of other optimizers; what is
+    whole loads."""
+    _, parallel, batch = prepare(rank, *TWO)
+    frozen = list(parallel.parameters())[-1].requires_grad_(False)  # has no state in any of them
+    said: dict[str, str] = {}
+
+    def learned(make: Callable[[Any], torch.optim.Optimizer], name: str) -> torch.optim.Optimizer:
+        optimizer = make(parallel.parameters())
+        for _ in range(2):
+            parallel(**batch)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        parallel.save(Path(folder) / name, optimizer)
+        return optimizer
+
+    makes: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "adamw": torch.optim.AdamW, "amsgrad": lambda ps: torch.optim.Adam(ps, amsgrad=True), "alternating": Alternating,
+        "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), "factored": torch.optim.Adafactor,
+        "plain": torch.optim.SGD, "sums": torch.optim.Adagrad, "nadam": torch.optim.NAdam, "average": torch.optim.ASGD,
+    }
+    optimizers = {name: learned(make, name) for name, make in makes.items()}
+    optimizers["momentum"].state[frozen]["note"] = 1  # added by a user, of a parameter that has no gradient
+    parallel.save(Path(folder) / "momentum", optimizers["momentum"])
+    for name, optimizer in optimizers.items():
+        parallel.load(Path(folder) / name, optimizer)
+    assert optimizers["momentum"].state[frozen] == {"note": 1}
+    index = json.loads((Path(folder) / "adamw" / storage.INDEX).read_text())
+    first = next(name for name in index["tensors"] if name.endswith(".exp_avg")).removesuffix("exp_avg")
+    assert json.loads((Path(folder) / "alternating" / storage.INDEX).read_text())["values"]["optimizer.groups"]
+
+    def without(*names: str, told: bool = False) -> Callable[[Any], None]:
+        def drop(data: Any) -> None:
+            for part in ("values", "tensors"):
+                data[part] = {key: value for key, value in data[part].items() if key not in names}
+            if told:  # what was saved is altered alike
+                text = json.dumps(data["values"]["optimizer.groups"])
+                assert '"exp_avg", ' in text
+                data["values"]["optimizer.groups"] = json.loads(text.replace('"exp_avg", ', ""))
+
+        return drop
+
+    def added(data: Any) -> None:
+        data["values"][f"{first}more"] = 1
+
+    forgeries = {
+        "a moment": without(f"{first}exp_avg"), "a count": without(f"{first}step"), "counters": without("module.counters"),
+        "all of one": without(*(f"{first}{name}" for name in ("step", "exp_avg", "exp_avg_sq"))), "one more": added,
+        "told so": without(*(name for name in index["tensors"] if name.endswith(".exp_avg")), told=True),
+    }
+    for what, forgery in forgeries.items():
+        bad = Path(folder) / "incomplete"
+        if rank == 0:
+            shutil.rmtree(bad, ignore_errors=True)
+            shutil.copytree(Path(folder) / "adamw", bad)
+            data = json.loads((bad / storage.INDEX).read_text())
+            data.pop("digest")
+            forgery(data)
+            (bad / storage.INDEX).write_text(json.dumps({**data, "digest": storage._digest(data)}))
+        torch.distributed.barrier()
+        with pytest.raises(CheckpointError) as caught:
+            parallel.load(bad, optimizers["adamw"])
+        said[what] = str(caught.value)
+        torch.distributed.barrier()
+    for have, other in (("momentum", "adamw"), ("adamw", "nadam"), ("amsgrad", "factored"), ("average", "adamw"),
+                        ("plain", "sums")):
+        with pytest.raises(CheckpointError) as caught:
+            parallel.load(Path(folder) / have, optimizers[other])
+        said[f"{have} for {other}"] = str(caught.value)
+    for odd in ("a.b", 3):
+        optimizers["adamw"].state[frozen] = {odd: 1.0}
+        with pytest.raises(CheckpointError, match="without dots"):
+            parallel.save(Path(folder) / "odd", optimizers["adamw"])
+    optimizers["momentum"].state["everything"] = {"k": 3}  # type: ignore[index]
+    with pytest.raises(CheckpointError, match="under 'everything'"):
+        parallel.save(Path(folder) / "odd", optimizers["momentum"])
+    return said
+
+
+def test_a_checkpoint_that_lacks_a_state_is_refused(pool: Callable, tmp_path: Path) -> None:
+    """By every rank, before anything changes, though its sums are right; states may differ by parameter."""
+    first, second = pool(2).run(incomplete, str(tmp_path))
+    assert first == second
+    assert len(first) == 11
+    assert "module.counters" in first.pop("counters")
+    assert all("damaged" in said or "another optimizer" in said for said in first.values()), first
 
 
 def one_sided(rank: int, folder: str) -> list[str]:

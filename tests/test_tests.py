@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
+import runpy
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import pytest
 
 HERE = Path(__file__).parent
 FAILS = frozenset({"raises", "assert_close", "assert_allclose", "assert_array_equal", "check", "check_rule", "fail",
@@ -67,3 +73,24 @@ def test_no_test_looks_at_a_clock() -> None:
     """How long something takes is measured in ``benchmarks/``; how much was done is counted (``effort``)."""
     looking = {file for file, tree in TREES.items() if CLOCKS.intersection(names(tree))}
     assert looking <= WAITS | {Path(__file__).name}
+
+
+def test_programs_print_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for help, they say how they are called, and run nothing."""
+    root, codes, said = HERE.parent, {}, {}
+    programs = [path for folder in ("tests", "benchmarks", "examples") for path in sorted((root / folder).glob("*.py"))
+                if '\nif __name__ == "__main__"' in path.read_text(encoding="utf-8")]
+    for folder in ("benchmarks", "examples"):
+        monkeypatch.syspath_prepend(str(root / folder))  # a program finds its neighbours
+    for path in programs:
+        monkeypatch.setattr("sys.argv", [path.name, "--help"])
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a module that is run beside its twin
+            try:
+                runpy.run_path(str(path), run_name="__main__")
+            except SystemExit as ended:
+                codes[path.name], said[path.name] = ended.code, printed.getvalue()
+    assert codes == {path.name: 0 for path in programs}
+    assert [name for name, text in said.items() if not text.startswith("usage: ")] == []
+    assert len(programs) > 20

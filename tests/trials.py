@@ -1,8 +1,9 @@
 """Trials of a loop on one process and under a plan, judged, and a line for each that did not come out as it must: what
-``tests.loops``, ``tests.brought`` and ``tests.strangers`` share."""
+``tests.loops``, ``tests.brought`` and ``tests.strangers`` share. And the command lines of all programs here (``parser_of``)."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -62,19 +63,33 @@ def as_they_must(results: Sequence[tuple[bool, str]]) -> tuple[bool, list[str]]:
     return all(good for good, _ in results), [what for _, what in results]
 
 
+def parser_of(document: str | None, words: str | None = None) -> argparse.ArgumentParser:
+    """The command line of a program, whose help is its docstring; of ``words``, if it has any, and what is added."""
+    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if words is not None:
+        parser.add_argument("words", nargs="*", help=words)
+    return parser
+
+
 def report(
-    arguments: Sequence[str], trials: Callable[..., Any], every: Collection[str], ways: Collection[str], *,
-    usual: Collection[str], four: Collection[str], judge: Judge = as_they_must,
+    document: str | None, arguments: Sequence[str], trials: Callable[..., Any], every: Collection[str], ways: Collection[str],
+    *, usual: Collection[str], four: Collection[str], judge: Judge = as_they_must,
 ) -> int:
     """Run ``trials(rank, way, [name])`` on two ranks, or ``four``, for each way and name that the arguments ask for (else the
     ``usual`` ways, ``every`` name), and print what did not come out as it must, with -v all: 1 if there is any. A trial gives
-    [(name, result ...)]; ``judge``: whether the results of all ranks are as they must be, in words."""
+    [(name, result ...)]; ``document`` is the program's docstring; ``judge``: whether the results of all ranks are as they must
+    be, in words."""
     from tests.pool import Pool, WorkerError
 
-    asked = [word for word in arguments if word not in ways and not word.startswith("-")]
+    parser = parser_of(document, "ways, and parts of names")
+    parser.add_argument("-v", action="store_true", help="a line for each trial")
+    given = parser.parse_args(arguments)
+    asked = [word for word in given.words if word not in ways]
     names = [name for name in every if not asked or any(word in name for word in asked)]
+    if unknown := [word for word in asked if not any(word in name for name in every)]:
+        parser.error(f"{unknown[0]!r} is no way ({', '.join(ways)}) and in none of the {len(every)} names")
     pool, faults, count = Pool(), 0, 0
-    for way in [name for name in arguments if name in ways] or usual:
+    for way in [name for name in given.words if name in ways] or usual:
         for name in names:
             try:
                 found = pool.run(4 if way in four else 2, trials, way, [name], timeout=90)
@@ -82,7 +97,7 @@ def report(
             except WorkerError as error:
                 good, words = False, [str(error)]
             count, faults = count + 1, faults + (not good)
-            if not good or "-v" in arguments:
+            if not good or given.v:
                 print(f"{way:14} {name:22} {'' if good else 'WRONG: '}{' | '.join(dict.fromkeys(words))}", flush=True)
     pool.close()
     print(f"{count} trials, {faults} not as they must be")

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from meshwright.api import autoparallel
 from meshwright.errors import MeshwrightError
 from tests.equality import captured_once, differences
+from tests.trials import parser_of
 
 BATCH, LABELS = 4, 5
 Case = tuple[nn.Module, dict[str, Any]]
@@ -211,10 +212,14 @@ def outcomes(rank: int, name: str, world: int) -> list[str]:
     return found
 
 
-def main(names: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print a line for each family and plan; 1 if one of them is neither equal nor refused."""
     from tests.pool import Pool, WorkerError
 
+    parser = parser_of(__doc__, f"families: {', '.join(FAMILIES)}")
+    names = parser.parse_args(arguments).words
+    if unknown := sorted({*names} - {*FAMILIES}):
+        parser.error(f"{unknown[0]!r} is none of the families")
     pool, faults = Pool(), 0
     for name in names or FAMILIES:
         for world, plans in PLANS.items():

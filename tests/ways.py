@@ -28,6 +28,7 @@ from meshwright.api import autoparallel
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.checks.elsewhere import Elsewhere
 from tests.equality import compare
+from tests.trials import parser_of
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "dp": {"dp": 2, "zero": 2, "microbatches": 1}, "micro-batches": {"dp": 2, "zero": 3, "microbatches": 2},
@@ -431,14 +432,19 @@ def main(arguments: Sequence[str]) -> int:
     """Print what did not come out as it must."""
     from tests.pool import Pool
 
+    parser = parser_of(__doc__, f"ways ({', '.join(WAYS)}) and parts ({', '.join(PARTS)})")
+    parser.add_argument("-v", action="store_true", help="a line for each trial")
+    given = parser.parse_args(arguments)
+    if unknown := sorted({*given.words} - {*WAYS, *PARTS}):
+        parser.error(f"{unknown[0]!r} is neither a way nor a part")
     pool, faults, count = Pool(), 0, 0
-    parts = tuple(name for name in arguments if name in PARTS) or tuple(PARTS)
-    for way in [name for name in arguments if name in WAYS] or WAYS:
+    parts = tuple(name for name in given.words if name in PARTS) or tuple(PARTS)
+    for way in [name for name in given.words if name in WAYS] or WAYS:
         for (what, *one), (_, *two) in zip(*pool.run(2, trials, way, parts, timeout=600), strict=True):
             count += 1
             good = one[0] and two[0]
             faults += not good
-            if not good or "-v" in arguments:
+            if not good or given.v:
                 other = "" if one == two else f" | rank 1: {two[1]}"
                 print(f"{way:14} {what:36} {'' if good else 'WRONG: '}{one[1]}{other}", flush=True)
     pool.close()

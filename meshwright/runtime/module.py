@@ -413,7 +413,7 @@ class ParallelModule(Closed):
         self._check("load")
         self._engine[0].reshard()
         counters = checkpoint.load(self._entries(changing=True), self._groups, folder, optimizer)
-        self._seed, self._calls = counters.get("seed", self._seed), counters.get("calls", self._calls)
+        self._seed, self._calls = counters["seed"], counters["calls"]
 
     def export(self, folder: str | os.PathLike[str], *, weights: bool = True) -> None:
         """Write what ``meshwright.load`` makes this module of again, without the model: see ``meshwright.exported``. Without
@@ -441,7 +441,7 @@ class ParallelModule(Closed):
     def load_contents(self, folder: Path, weights: bool) -> None:
         """Read what ``save_contents`` wrote."""
         counters = checkpoint.load(self._contents(weights), self._groups, folder, None)
-        self._seed, self._calls = counters.get("seed", self._seed), counters.get("calls", self._calls)
+        self._seed, self._calls = counters["seed"], counters["calls"]
 
     def _contents(self, weights: bool) -> checkpoint.Entries:
         tensors = self._engine[0].tensors

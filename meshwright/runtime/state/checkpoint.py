@@ -30,7 +30,7 @@ from meshwright.ir.program import Stored
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.state import optimizer as optim
 from meshwright.runtime.state.layout import Box, box, local_of, owner, take
-from meshwright.runtime.state.storage import Index, Reader, Writer, check_files, put_in_place, read_index
+from meshwright.runtime.state.storage import Index, Reader, TensorEntry, Writer, check_files, put_in_place, read_index
 from meshwright.runtime.verdict import together
 
 
@@ -125,7 +125,8 @@ def _wait(operations: list[dist.P2POp]) -> None:
 
 
 Counters = Mapping[str, int]
-"""Numbers beside the tensors that a run goes on from: where the random numbers are."""
+"""Numbers beside the tensors that a run goes on from: where the random numbers are. Those of ``COUNTED``."""
+COUNTED = ("seed", "calls")
 
 
 def save(
@@ -153,7 +154,7 @@ def save(
     values: dict[str, Any] = {COUNTERS: dict(counters)}
     state: dict[str, Any] = {}
     if optimizer is not None:
-        parameters = together(lambda: optim.named(_parameters(entries), optimizer))
+        parameters = together(lambda: optim.savable(optimizer, _parameters(entries)))
         values[optim.GROUPS] = optim.of_all_ranks(optim.describe(optimizer, parameters))
         state = _optimizer_shares(parameters, groups, optimizer)
 
@@ -183,8 +184,9 @@ def load(
     def look() -> tuple[Index, dict[Tensor, Stored]]:
         index = read_index(source)
         _compare(entries, index, source)
-        counts = index.values.get(COUNTERS, {})
-        if not isinstance(counts, dict) or not all(type(n) is int and 0 <= n < 1 << 62 for n in counts.values()):
+        counts = index.values.get(COUNTERS)
+        if not isinstance(counts, dict) or counts.keys() != set(COUNTED) or not all(
+                type(n) is int and 0 <= n < 1 << 62 for n in counts.values()):
             raise CheckpointError(f"checkpoint {source} is damaged: its {COUNTERS} are no counts; take another one")
         return index, optim.named(_parameters(entries), optimizer) if optimizer is not None else {}
 
@@ -195,10 +197,12 @@ def load(
         if optimizer is not None:
             present = optim.of_all_ranks(optim.describe(optimizer, parameters), same=False)
             saved = optim.match(index.values.get(optim.GROUPS), present)
-            content |= together(lambda: _allocate_optimizer_state(parameters, groups, optimizer, index))
+            states = _states(index)
+            together(lambda: optim.complete(optimizer, parameters, saved, states))
+            content |= together(lambda: _allocate_optimizer_state(parameters, groups, optimizer, states))
             optim.restore(optimizer, saved)
         state_dict_loader.load(content, storage_reader=Reader(source, index), no_dist=not dist.is_initialized())
-    counters: Counters = index.values.get(COUNTERS, {})
+    counters: Counters = index.values[COUNTERS]
     return counters
 
 
@@ -259,31 +263,32 @@ def _optimizer_shares(
     return shares
 
 
+def _states(index: Index) -> dict[str, dict[str, Any]]:
+    """{what a parameter's states begin with: {name: its entry, or its value}} of a checkpoint."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in (*index.values.items(), *index.tensors.items()):
+        name = key.rpartition(".")[2]
+        found.setdefault(key.removesuffix(name), {})[name] = value
+    return found
+
+
 def _allocate_optimizer_state(
-    parameters: Mapping[Tensor, Stored], groups: Groups, optimizer: torch.optim.Optimizer, index: Index
+    parameters: Mapping[Tensor, Stored], groups: Groups, optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Make the state that the checkpoint has, in place of the old: tensors ready to be read into, and what is no tensor."""
     states: dict[str, Any] = {}
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     for parameter, stored in parameters.items():
-        prefix = optim.key_of(stored, "")
-        found: dict[str, Any] = {
-            _state_name(key, prefix): value for key, value in index.values.items() if _state_name(key, prefix)
-        }
-        for key, entry in index.tensors.items():
-            name = _state_name(key, prefix)
-            if not name:
-                continue
-            found[name] = optim.allocate(parameter, group_of[parameter], name, entry.shape, entry.dtype)
-            like = optim.is_like(parameter, name, entry.shape)
-            states[key] = _share(stored, found[name], groups) if like else local_of(found[name])
+        if not parameter.numel():
+            continue  # tensors without elements are not stored: it keeps what it has
+        found = dict(saved.get(optim.key_of(stored, ""), {}))
+        for name, entry in found.items():
+            if isinstance(entry, TensorEntry):
+                found[name] = optim.allocate(parameter, group_of[parameter], name, entry.shape, entry.dtype)
+                like = optim.is_like(parameter, name, entry.shape)
+                states[optim.key_of(stored, name)] = _share(stored, found[name], groups) if like else local_of(found[name])
         optimizer.state.pop(parameter, None)
         if found:
             optimizer.state[parameter] = found
     return states
-
-
-def _state_name(key: str, prefix: str) -> str:
-    """The name of a state under a parameter's prefix; "" if the key is another's."""
-    name = key.removeprefix(prefix)
-    return "" if name == key or "." in name else name

@@ -3,14 +3,20 @@
 State of a parameter's shape lies as the parameter does, and is cut anew under another plan; other tensors (a step count, a
 factor's rows) are whole. The groups of all ranks are one list, for a pipeline's ranks hold the parameters of their own stages:
 
-    optimizer.groups = [{"names": parameters, "options": {lr, weight_decay, what schedulers and users add}}, ...]
+    optimizer.groups = [{"names": parameters, "options": {lr, weight_decay, what schedulers and users add},
+                         "states": {parameter: names of its states}}, ...]
 
 Groups are known again by the names in them. Options that are tensors (a ``capturable`` learning rate) are written into in
 place, so that a captured graph goes on reading them.
+
+A parameter that never had a gradient, or whose optimizer keeps nothing, is not in ``states``. A checkpoint without one of the
+states that it was saved with is refused, and so is one whose states are not what an optimizer of torch's makes of a parameter:
+a step of its class is tried on a small one (``complete``).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshwright.errors import CheckpointError
 from meshwright.ir.program import Stored
 from meshwright.ir.sharding import DTYPES
+from meshwright.runtime.state.storage import TensorEntry
 from meshwright.runtime.whole import adopt, made_from
 
 GROUPS = "optimizer.groups"
@@ -88,6 +95,92 @@ def allocate(parameter: Tensor, group: Mapping[str, Any], name: str, shape: Sequ
     return adopt(DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False), made_from(parameter))
 
 
+# --- what a parameter's state must hold -------------------------------------------------------------------------------------
+
+
+def savable(optimizer: torch.optim.Optimizer, known: Named) -> dict[Tensor, Stored]:
+    """``named``. Raises CheckpointError for state that would not be found again, too."""
+    parameters = named(known, optimizer)
+    odd = next((key for key in optimizer.state if not isinstance(key, Tensor)), None)
+    if odd is not None:
+        raise CheckpointError(f"cannot save the optimizer: it keeps state under {odd!r:.60}, which is none of its parameters; "
+                              f"keep it in the state of a parameter, or as an option of a group")
+    names = (name for state in optimizer.state.values() for name in state)
+    wrong = next((name for name in names if not isinstance(name, str) or not name or "." in name), None)
+    if wrong is not None:
+        raise CheckpointError(f"cannot save the optimizer: a state of a parameter is called {wrong!r:.60}; names of states are "
+                              f"texts without dots")
+    return parameters
+
+
+def complete(
+    optimizer: torch.optim.Optimizer, parameters: Named, saved: Sequence[Mapping[str, Any]],
+    states: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Raise CheckpointError for a parameter of which a checkpoint has other states than it was saved with, or not those that a
+    step of one of torch's optimizers makes. Optimizers of others are not judged so: their states may differ by parameter, as
+    may what users add. ``saved``: the saved group of each group; ``states``: {what a parameter's begin with: {name: its entry,
+    or its value}} in the checkpoint."""
+    for group, twin in zip(optimizer.param_groups, saved, strict=True):
+        options = {key: _plain(value, None) for key, value in twin["options"].items()}
+        everywhere = {name for names in twin["states"].values() for name in names}
+        tried: dict[tuple[int, torch.dtype], tuple[bool, Mapping[str, Any]]] = {}
+        for parameter in (p for p in group["params"] if p in parameters and p.numel()):
+            stored = parameters[parameter]
+            found, names = states.get(key_of(stored, ""), {}), twin["states"].get(stored.fqns[0], [])
+            if found.keys() != set(names):
+                raise CheckpointError(f"the checkpoint is damaged: it has of {stored.fqns[0]!r} the states {sorted(found)}, "
+                                      f"and was saved with {names}; take another one")
+            kind = parameter.ndim, parameter.dtype
+            if kind not in tried:
+                tried[kind] = _made(type(optimizer), options, *kind)
+            early, wanted = tried[kind]
+            own = wanted.keys() & set(names) or (names and not wanted.keys() & everywhere)  # or what a user added alone
+            wrong = [name for name, one in wanted.items() if not _as_made(one, found.get(name), parameter)]
+            if wrong and (own or early):
+                raise CheckpointError(f"the checkpoint has of {stored.fqns[0]!r} the states {sorted(found)}; {wrong[0]!r} is "
+                                      f"not what a {type(optimizer).__name__} makes: it was saved by another optimizer, or is "
+                                      f"damaged")
+
+
+def _as_made(one: Any, have: Any, parameter: Tensor) -> bool:
+    """Whether an entry or value of a checkpoint is of the kind and shape that was made for a small parameter."""
+    if not isinstance(one, Tensor):
+        return _alike(have, one)
+    if not isinstance(have, TensorEntry):
+        return False
+    small = _SMALL[:parameter.ndim]
+    if one.ndim != parameter.ndim:
+        return len(have.shape) == one.ndim
+    return have.shape == tuple(n if size == of else size for n, size, of in zip(parameter.shape, one.shape, small, strict=True))
+
+
+_SMALL = (2, 3, 5, 7, 11, 13)
+"""Sizes of a parameter that a step is tried on."""
+
+
+def _made(
+    kind: type[torch.optim.Optimizer], group: Mapping[str, Any], ndim: int, dtype: torch.dtype
+) -> tuple[bool, Mapping[str, Any]]:
+    """(whether there is some before a step, the state that one of torch's optimizers makes for a parameter); nothing where that
+    cannot be tried."""
+    if not kind.__module__.startswith("torch.optim.") or ndim > len(_SMALL):
+        return False, {}
+    accepted = inspect.signature(kind).parameters
+    options = {key: value for key, value in group.items() if key in accepted and key not in ("params", "named_parameters")}
+    options |= {key: False for key in ("capturable", "differentiable", "foreach", "fused") if key in options}
+    small = nn.Parameter(torch.zeros(_SMALL[:ndim], dtype=dtype))
+    small.grad = torch.zeros_like(small)
+    try:
+        with torch.no_grad():
+            tried = kind([small], **options)
+            early = small in tried.state
+            inspect.unwrap(kind.step)(tried)  # without the hooks of users
+    except Exception:  # it wants a closure, sparse gradients, other shapes: whatever it is, its first step says so too
+        return False, {}
+    return early, dict(tried.state.get(small, {}))
+
+
 # --- groups ----------------------------------------------------------------------------------------------------------------
 
 
@@ -97,6 +190,8 @@ def describe(optimizer: torch.optim.Optimizer, parameters: Named) -> list[dict[s
         {
             "names": sorted(parameters[p].fqns[0] for p in group["params"] if p in parameters),
             "options": {key: _packed(value) for key, value in group.items() if key not in ("params", "param_names")},
+            "states": {parameters[p].fqns[0]: sorted(optimizer.state[p]) for p in group["params"]
+                       if p in parameters and optimizer.state.get(p)},
         }
         for group in optimizer.param_groups
     ]
@@ -118,7 +213,10 @@ def of_all_ranks(mine: list[dict[str, Any]], same: bool = True) -> list[dict[str
             raise CheckpointError(f"parameter group {odd} has {theirs[odd]['options']} on rank {rank} and "
                                   f"{ranks[0][odd]['options']} on rank 0")
     return [
-        {"names": sorted({name for theirs in ranks for name in theirs[i]["names"]}), "options": group["options"]}
+        {
+            "names": sorted({name for theirs in ranks for name in theirs[i]["names"]}), "options": group["options"],
+            "states": {name: states for theirs in ranks for name, states in theirs[i]["states"].items()},
+        }
         for i, group in enumerate(ranks[0])
     ]
 
@@ -127,9 +225,13 @@ def _checked(saved: Any) -> list[Mapping[str, Any]]:
     """The groups of a checkpoint. Raises CheckpointError for what ``describe`` does not write."""
 
     def group(one: Any) -> bool:
-        return (isinstance(one, dict) and one.keys() == {"names", "options"} and isinstance(one["names"], list)
-                and all(isinstance(name, str) for name in one["names"]) and isinstance(one["options"], dict)
-                and all(isinstance(key, str) for key in one["options"]) and option(one["options"]))
+        return (isinstance(one, dict) and one.keys() == {"names", "options", "states"} and texts(one["names"])
+                and isinstance(one["options"], dict) and all(isinstance(key, str) for key in one["options"])
+                and option(one["options"]) and isinstance(one["states"], dict) and set(one["names"]) >= one["states"].keys()
+                and all(map(texts, one["states"].values())))
+
+    def texts(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
     def option(value: Any) -> bool:
         if isinstance(value, dict) and _TENSOR in value:
