@@ -39,7 +39,7 @@ from meshwright.compiler.structure.activations import local_shapes, operand_shap
 from meshwright.compiler.structure.positions import Place, Position, operands, results
 from meshwright.cost.compute import Fused
 from meshwright.cost.memory.saved import saved_beside, saved_for_backward
-from meshwright.cost.memory.working import beside_output, copied, held_outputs, space
+from meshwright.cost.memory.working import beside_output, copied, held_outputs, run_as, space
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import TENSOR
@@ -194,10 +194,11 @@ class Builder:
         for row, assignment, where in zip(unary, found, placed, strict=True):
             fused = self.fused[op.name]
             row[:] = called(op, rule, assignment, where, operator, self.graph, self.costs, fused, read, made, times)
+            run, work = run_as(op, rule, assignment, where, operators, self.graph, self.mesh, (read, made))
             row[SAVED] = sum(self.tables.bytes(op.outputs[index], where.results[index]) for index in saved) + (
-                row[SAVED] + copied(op, rule, where, self.graph, self.mesh, self.costs.itemsize) if flows else 0.0
+                saved_beside(run, work) + copied(op, rule, where, self.graph, self.mesh, self.costs.itemsize) if flows else 0.0
             )
-            row[TRANSIENT] = space(op, rule, assignment, where, operators, self.graph, self.mesh, (read, made), later)
+            row[TRANSIENT] = space(run, work, assignment, self.mesh, run is not operator, later)
         return unary
 
     # values

@@ -395,11 +395,12 @@ class Costs:
         """Bytes of a trainable parameter of ``numel`` local elements, as FSDP2 holds it.
 
         While a block's backward runs there are its gradient in the compute dtype and the fp32 buffer that the block behind it
-        is still reducing (or its own, once the gradient is in it); under ZeRO-3 also its gathered parameters, until they are
-        freed, and those of the block ahead. The root's parameters are whole while any block runs, and where every micro-batch
-        reduces, the root's gradients are still being reduced when the next one's backward begins. With one micro-batch
-        gradients are all there when no activations are (``bytes_row``): those at rest take the place of the gathered parameters
-        that are freed with them, the root's are being reduced.
+        is still reducing (or its own, once the gradient is in it), but below ZeRO-2 of several micro-batches, whose gradients
+        are added to a sum one by one, or, if that is wider, when the block's are all there; under ZeRO-3 also its gathered
+        parameters, until they are freed, and those of the block ahead. The root's are whole while any block runs, and its
+        gradients are still being reduced when the next backward begins, where each reduces. With one micro-batch gradients are
+        all there when no activations are (``bytes_row``): those at rest take the place of the gathered parameters that are
+        freed with them, the root's are being reduced.
         """
         master, cast = numel * _CAST_BYTES, numel * self.itemsize
         vector[PARAMETERS] = vector[GRADIENTS] = master / parts
@@ -421,5 +422,6 @@ class Costs:
                 vector[GRADIENTS] += master
         elif variant.data_axes:
             vector[GRADIENTS] = max(0.0, vector[GRADIENTS] - cast * (self.microbatches == 1))
-            vector[TRANSIENT] = cast + master
+            summed = variant.zero < 2 and self.microbatches > 1
+            vector[TRANSIENT] = cast * (self.itemsize < _CAST_BYTES) if summed else cast + master
 

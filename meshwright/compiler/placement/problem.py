@@ -16,7 +16,7 @@ What runs ahead of all micro-batches (``Schedule.ahead``) runs forward twice, a 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -91,10 +91,12 @@ def _changed(table: Array, more: Array) -> Array:
 
 class Repeats(NamedTuple):
     """What of a block does not run again in the backward when it is recomputed: of its variables and of its edges each, and the
-    steps of reshards (``ways``) whose results are kept; resources [choices, K] of some variables ``beside``."""
+    steps of reshards (``ways``) whose results are kept; of its edges, whether what they begin with is (``held``); resources
+    [choices, K] of some variables ``beside``."""
 
     variables: list[bool]
     edges: list[bool]
+    held: list[bool]
     ways: frozenset[str]
     beside: dict[int, Array]
 
@@ -167,11 +169,11 @@ class Problem:
 
     @cached_property
     def alone_bytes(self) -> float:
-        """Bytes of a rank, all step long, of what is made of inputs alone for other operators to read (masks, positions)."""
-        base, handed = made_alone(self.graph, self.structure.rules.operators), self.builder.handed
-        return float(sum(
-            self.graph.values[name].bytes_ / (self.mesh.size(handed[name].split_axes) if name in handed else 1) for name in base
-        ))
+        """Bytes of a rank, all step long, of what is made of inputs alone for other operators to read (masks, positions). What
+        does not leave its position is taken to lie as it would if it did."""
+        scope, stays = self.builder.scope, sorted(made_alone(self.graph, self.structure.rules.operators))
+        forms = {**handed_out(stays, scope, self.schedule), **self.builder.handed}
+        return float(sum(self.graph.values[name].bytes_ / self.mesh.size(forms[name].split_axes) for name in stays))
 
     # the chain
 
@@ -253,8 +255,8 @@ class Problem:
                 repeats = self._repeats(first, variant.recompute)
                 once = np.array([*repeats.variables, *repeats.edges, *(repeats.variables[var] for var, _ in uses)])
                 total = _again(parts[~once].sum(axis=0), False) + _again(parts[once].sum(axis=0), True)
-                for e, skip in zip(model.edges, repeats.edges, strict=True):
-                    more = self.tables.kept_ways(e.table, repeats.ways, not skip)
+                for e, skip, held in zip(model.edges, repeats.edges, repeats.held, strict=True):
+                    more = self.tables.kept_ways(e.table, repeats.ways, not skip, held)
                     if more is not None:
                         total = _changed(total, Edge(e.i, e.j, more, e.rows, e.cols).cost(chosen[e.i], chosen[e.j]))
                 total = _changed(total, sum((table[chosen[var]] for var, table in repeats.beside.items()), np.zeros(RESOURCES)))
@@ -324,20 +326,21 @@ class Problem:
 
     def _recomputed(self, number: int, model: Model, recompute: str) -> tuple[list[Array], list[Edge]]:
         """The block whose forward runs again in the backward, as far as it does (``_repeats``)."""
-        seen: dict[tuple[int, bool, bool], Array] = {}
+        seen: dict[tuple[int, bool, bool | None], Array] = {}
         repeats = self._repeats(number, recompute)
 
-        def through(table: Array, skip: bool, way: bool) -> Array:
-            key = (id(table), skip, way)
+        def through(table: Array, skip: bool, held: bool | None = None) -> Array:
+            key = (id(table), skip, held)
             if key not in seen:
-                more = self.tables.kept_ways(table, repeats.ways, not skip) if way else None
+                more = None if held is None else self.tables.kept_ways(table, repeats.ways, not skip, held)
                 seen[key] = _again(table, skip) if more is None else _changed(_again(table, skip), more)
             return seen[key]
 
-        changed = [through(table, skip, False) for table, skip in zip(model.unary, repeats.variables, strict=True)]
+        changed = [through(table, skip) for table, skip in zip(model.unary, repeats.variables, strict=True)]
         for var, table in repeats.beside.items():
             changed[var] = _changed(changed[var], table)
-        edges = [replace(e, table=through(e.table, skip, True)) for e, skip in zip(model.edges, repeats.edges, strict=True)]
+        edges = [replace(e, table=through(e.table, skip, held))
+                 for e, skip, held in zip(model.edges, repeats.edges, repeats.held, strict=True)]
         return changed, edges
 
     def _repeats(self, number: int, recompute: str) -> Repeats:
@@ -356,10 +359,12 @@ class Problem:
                      for name, (var, states) in model.states.items() if var in model.entry}
             for var, bytes_ in held.items():
                 beside[var] = beside.get(var, 0.0) + np.outer(bytes_, UNIT[SAVED])
+                if var in lasting:  # what its own maker keeps does not come back
+                    beside[var] -= np.outer(self._results(number, model, var, self.tables.saved.by_makers), UNIT[TRANSIENT])
             self._known_repeats[key] = Repeats(
                 [var in skipped or var in once for var in range(len(model.unary))],
                 [makers.get(e.i, e.i) in skipped or (e.j in at_end and e.j != last) for e in model.edges],
-                self._lasting_ways(recompute), beside,
+                [e.i in lasting for e in model.edges], self._lasting_ways(recompute), beside,
             )
         return self._known_repeats[key]
 
@@ -387,11 +392,12 @@ class Problem:
             found[var] = found.get(var, np.zeros((len(states), RESOURCES))) + changes
         return found
 
-    def _results(self, number: int, model: Model, var: int) -> list[float]:
-        """Bytes of what an operator makes under each of its choices."""
+    def _results(self, number: int, model: Model, var: int, among: Collection[str] | None = None) -> list[float]:
+        """Bytes of what an operator makes under each of its choices, all of it or ``among`` some values."""
         op = self.positions[number].ops(self.graph)[var]
         return [
-            sum(self.tables.bytes(name, state) for name, state in zip(op.outputs, placed.results, strict=True))
+            sum(self.tables.bytes(name, state) for name, state in zip(op.outputs, placed.results, strict=True)
+                if among is None or name in among)
             for placed in model.placed[var]
         ]
 

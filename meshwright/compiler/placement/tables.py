@@ -123,6 +123,8 @@ class ResourceTables:
             ])
             table[:, :, [SEND, SEND_BACK]] = moves.counts @ (times * seconds)
             self._moves[id(table)] = moves, whole, times * seconds[:, 0]
+        else:
+            self._moves[id(table)] = moves, whole, np.zeros(0)
         if kept:
             parts = [[self.mesh.size(one.split_axes) for one in ends] for ends in (sources, targets)]
             again = moves.gathered & (shard and not self.costs.device.keeps_gathered)
@@ -135,25 +137,32 @@ class ResourceTables:
         self._tables[key] = table
         return table
 
-    def kept_ways(self, table: Array, lasting: frozenset[str], again: bool) -> Array | None:
+    def kept_ways(self, table: Array, lasting: frozenset[str], again: bool, held: bool) -> Array | None:
         """Of a table of reshards what changes in each where its block is recomputed, for the results of ``lasting`` kinds of
-        steps are kept: they do not run ``again``, if the way does else, and what they made need not come back."""
-        moves, whole, seconds = self._moves.get(id(table), (None, 0.0, np.zeros(0)))
-        stays = np.array([kind in lasting for kind, _, _ in moves.steps]) if moves else np.zeros(0, dtype=bool)
-        if moves is None or not stays.any():
+        steps are kept: they do not run ``again``, if the way does else, and what they made need not come back. ``held``: nor
+        does what the way begins with, which is kept too."""
+        if id(table) not in self._moves:
             return None
-        key = "kept ways", id(table), lasting, again
+        moves, whole, seconds = self._moves[id(table)]
+        stays = np.array([kind in lasting for kind, _, _ in moves.steps], dtype=bool)
+        held = held and bool(table[:, :, SAVED][moves.same].any())
+        if not stays.any() and not held:
+            return None
+        key = "kept ways", id(table), lasting, again, held
         if key in self._tables:
             return self._tables[key]
-        pieces = [self.mesh.size(split) * (self.mesh.size(axis) if kind == "reduce_scatter" else 1)
-                  for kind, axis, split in moves.steps]
         found = np.zeros_like(table)
-        found[:, :, SAVED] = moves.counts @ np.where(stays, whole / np.array(pieces), 0.0)
-        if again:
-            found[:, :, SEND_BACK] = -(moves.counts @ np.where(stays, seconds, 0.0))
-        whole_way = (moves.counts @ ~stays) == 0
-        comes_back = np.minimum(table[:, :, SAVED], found[:, :, SAVED])
-        found[:, :, TRANSIENT] = -np.where(whole_way & ~moves.impossible, comes_back, 0.0)
+        if stays.any():
+            pieces = [self.mesh.size(split) * (self.mesh.size(axis) if kind == "reduce_scatter" else 1)
+                      for kind, axis, split in moves.steps]
+            found[:, :, SAVED] = moves.counts @ np.where(stays, whole / np.array(pieces), 0.0)
+            if again:
+                found[:, :, SEND_BACK] = -(moves.counts @ np.where(stays, seconds, 0.0))
+            whole_way = (moves.counts @ ~stays) == 0
+            comes_back = np.minimum(table[:, :, SAVED], found[:, :, SAVED])
+            found[:, :, TRANSIENT] = -np.where(whole_way & ~moves.impossible, comes_back, 0.0)
+        if held:
+            found[:, :, TRANSIENT] -= np.where(moves.same, table[:, :, SAVED], 0.0)
         self._tables[key] = found
         return found
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from meshwright.cost.memory.saved import saved_for_backward, storages
-from meshwright.ir.declared.operator import Operators, Work
+from meshwright.ir.declared.operator import Operator, Operators, Work
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.program import DRAW
@@ -26,35 +26,34 @@ _WIDE = 4
 Shapes = Sequence[tuple[int, ...]]
 
 
-def space(
+def run_as(
     op: Op, rule: OpRule, assignment: Mapping[str, str], where: Placed, operators: Operators, graph: Graph, mesh: Mesh,
-    shapes: tuple[Shapes, Shapes], later: float = 0.0,
-) -> float:
-    """Bytes that a call needs beside operands and results. ``shapes``: of operands and results before they are split;
-    ``later``: bytes that later operators of its block keep (``kept_later``), which a backward has let go of when it comes to
-    this one; they are split as this one is (assumed).
-
-    A loss's is the gradient of the logits in fp32, and in their own dtype. An algorithm's is that of the operator that the
-    program calls in its place (``OpRule.localize``), on the first rank."""
-    operator, split = operators[op.target], any(name in rule.algorithms for name in assignment.values())
-    if operator.kind != "loss" and operator.cost.again is None and not split:
-        return 0.0
+    shapes: tuple[Shapes, Shapes],
+) -> tuple[Operator, Work]:
+    """The operator that a rank runs for a call, and its work: where an algorithm splits the call, what the program calls in its
+    place (``OpRule.localize``) on the first rank. ``shapes``: of operands and results before they are split."""
     read, made = (
         [sharding.local_shape(shape, mesh) for sharding, shape in zip(ends, whole, strict=True)]
         for ends, whole in zip((where.operands, where.results), shapes, strict=True)
     )
-    work = Work.of(op, graph, read, made)
-    if operator.kind == "loss" and work.operands:
-        itemsize = work.reads.itemsize
-        return float(math.prod(work.operands[0]) * (max(_WIDE, itemsize) + (itemsize if itemsize < _WIDE else 0)))
-    if split and rule.localize is not None:
+    target, call = op.target, op
+    if rule.localize is not None and any(name in rule.algorithms for name in assignment.values()):
         local = Local(mesh, dict.fromkeys(mesh.axes, 0), assignment, where, tuple(shapes[0]), tuple(shapes[1]))
         target, args, kwargs = rule.localize(op, local)
         call = replace(op, target=target, args=args, kwargs=tuple(pair for pair in kwargs if pair[0] != DRAW))
-        operator, work = operators[target], Work.of(call, graph, read, made)
-    if operator.cost.space is None:
+    return operators[target], Work.of(call, graph, read, made)
+
+
+def space(operator: Operator, work: Work, assignment: Mapping[str, str], mesh: Mesh, split: bool, later: float = 0.0) -> float:
+    """Bytes that a call needs beside operands and results while it runs as ``operator`` (``run_as``). ``split``: by an
+    algorithm; ``later``: bytes that later operators of its block keep (``kept_later``), which a backward has let go of when it
+    comes to this one; they are split as this one is (assumed). A loss's gradient of the logits counts as space of it."""
+    loss, declared = operator.kind == "loss", operator.cost.space
+    if not loss and not split and operator.cost.again is None:
         return 0.0
-    forward, backward = operator.cost.space(work)
+    forward, backward = declared(work) if declared is not None else (0.0, 0.0)
+    if loss and work.operands:
+        return float(max(forward, backward + math.prod(work.operands[0]) * work.reads.itemsize))
     return float(max(0.0, max(forward, backward) - later / mesh.size([a for a, one in assignment.items() if factors_of(one)])))
 
 
