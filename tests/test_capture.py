@@ -691,6 +691,26 @@ class TestErrors:
         with pytest.raises(CaptureError, match=r"linalg\.lstsq: .* depends on the contents of a tensor"):
             capture(nn.Linear(4, 4), (torch.randn(4, 4),), {}, loss_fn=lambda y: torch.linalg.lstsq(y, y).residuals.sum())
 
+    def test_a_branch_on_a_size_that_depends_on_contents_is_told_in_a_line(self, capfd):
+        class Some(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                chosen = (x > 0).nonzero()
+                return super().forward(x) if chosen.shape[0] > 0 else x
+
+        with pytest.raises(CaptureError, match=r"\(Some\).*branches on.*use torch\.where"):
+            capture(nn.Sequential(Some(4, 4)), (torch.randn(2, 4),), {})
+        assert capfd.readouterr() == ("", "")  # torch printed the graph so far
+
+    def test_errors_that_stand_behind_each_other_end(self):
+        class Again(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                one, other = ValueError("one"), ValueError("the other")
+                one.__cause__, other.__cause__ = other, one
+                raise one
+
+        with pytest.raises(CaptureError, match=r"\(Again\).*ValueError: one"):
+            capture(nn.Sequential(Again(4, 4)), (torch.randn(2, 4),), {})
+
     def test_a_lazy_module_that_was_never_called(self):
         with pytest.raises(CaptureError, match=r"'1.weight' has no shape yet.*call the model once"):
             capture(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), (torch.randn(2, 4),), {})

@@ -21,6 +21,7 @@ from meshwright.errors import MeshwrightError
 INTERNAL: Mapping[str, str] = {
     "Beaten": "of one chain; blockwise makes it a NoBetterError",
     "ChanceError": "of a trace that seeds or draws where a graph cannot; capture makes it a CaptureError",
+    "DataDependentError": "of a trace, in the place of torch's error; the trace raises that one",
     "DoesNotFitError": "of one candidate of the search; the sweep makes it an OutOfMemoryError",
     "Infeasible": "of one chain; the search makes it an OutOfMemoryError, PinError or PlanError",
     "MismatchError": "of one operator; verify makes it a VerifyError",

@@ -11,7 +11,7 @@ output is the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from meshwright.compiler.capture.shadow import (
     ModelTensor,
     Numbers,
     Traced,
+    behind,
     failing_frame,
     fake_inputs,
     make_shadow,
@@ -185,13 +186,6 @@ def _with_loss(graph: Graph, traced: Traced, loss_fn: Callable[..., Any] | None)
     return replace(graph, loss=loss.name) if scalar and isinstance(loss, Ref) else graph
 
 
-def _behind(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those that led to it."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 _FUNCTIONS: Mapping[str, str] = {
     "gaussian_nll_loss": "it looks for a negative variance; write it out: var = var + (var.clamp(min=eps) - var).detach(), "
                          "then (var.log() + (input - target) ** 2 / var).mean() / 2",
@@ -232,8 +226,8 @@ _REMEDIES = (
 
 def _explain(error: Exception, model: nn.Module, shadow: nn.Module) -> CaptureError:
     module, source = failing_frame(error, shadow)
-    kept = next((behind for behind in _behind(error) if isinstance(behind, NotKeptError)), None)
-    function = next((note.removeprefix(IN_FUNCTION) for behind in _behind(error) for note in getattr(behind, "__notes__", ())
+    kept = next((behind for behind in behind(error) if isinstance(behind, NotKeptError)), None)
+    function = next((note.removeprefix(IN_FUNCTION) for behind in behind(error) for note in getattr(behind, "__notes__", ())
                      if note.startswith(IN_FUNCTION)), "")
     inside = dict(model.named_modules()).get(module, model)
     where = f"module {module or '(root)'!r} ({type(inside).__name__})" + (f" at {source}" if source else "")

@@ -228,6 +228,14 @@ class _Seen:
     classes: dict[str, type] = field(default_factory=dict)
 
 
+class DataDependentError(Exception):
+    """A RuntimeError that says "data-dependent", under another name: of one torch prints the graph so far, on stderr."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class _Wrapper(nn.Module):
     """Tensors in, tensors out; everything else happens in Python around the model."""
 
@@ -243,7 +251,12 @@ class _Wrapper(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with self.watch.over():
-            return self.watched(*tensors)
+            try:
+                return self.watched(*tensors)
+            except RuntimeError as error:
+                if "data-dependent" in str(error):
+                    raise DataDependentError(error) from error
+                raise
 
     def watched(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The forward, in which nothing that changes gradients goes unseen."""
@@ -326,6 +339,7 @@ def trace(
     """Export the shadow on fake inputs. The process draws afterwards what it would have drawn before. ``positional``: how many
     of the ``named`` arguments come by position; ``owned``: what the model holds."""
     wrapper = _Wrapper(shadow, signature, named, positional, loss_fn, dtype, owned)
+    failed: RuntimeError | None = None
     with collector_paused(), _masks_as_given(), _errors_not_logged(), _use_lazy_graph_module(True):  # no code: it is not run
         try:
             with generators_unchanged(is_user_file):
@@ -334,6 +348,10 @@ def trace(
             with generators_unchanged(is_user_file), raised_where_drawn():
                 torch.export.export(wrapper, tuple(tensors), strict=False)
             raise
+        except DataDependentError as told:
+            failed = told.error
+    if failed is not None:  # raised out here, or each would stand behind the other
+        raise failed
     functions = tuple(wrapper.watch.functions.found)
     return Traced(program, wrapper.seen.tree, wrapper.seen.type_, wrapper.seen.classes, functions, wrapper.seen.moved or {},
                   frozenset(wrapper.seen.assigned))
@@ -365,19 +383,24 @@ def _masks_as_given() -> Iterator[None]:
         transformer._detect_is_causal_mask = detect
 
 
+def behind(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that led to it, each once: raised again in a handler, two may stand behind each other."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def failing_frame(error: BaseException, shadow: nn.Module) -> tuple[str, str]:
     """(path of the innermost module that was running, "file:line" of the innermost line that is not torch's or ours)."""
     paths = {id(module): path for path, module in shadow.named_modules()}
     module = source = ""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        found = _innermost(current.__traceback__, paths)
+    for one in behind(error):
+        found = _innermost(one.__traceback__, paths)
         module, source = found[0] or module, found[1] or source
         if source:
             break
-        current = current.__cause__ or current.__context__
     return module, source
 
 
