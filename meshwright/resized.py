@@ -40,6 +40,8 @@ from meshwright.rules import rules_of
 from meshwright.runtime.interpret import call
 
 VIEWS = "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"
+CONVOLUTIONS = "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default"
+"""Called with no size, so that what they make is right: a window's width more than their operand, where they are causal."""
 EMBEDDING, SLICE, SCATTER = "aten.embedding.default", "aten.slice.Tensor", "aten.slice_scatter.default"
 MOST_INDICES = 1 << 22
 """Of a table of positions, whose rows are looked at."""
@@ -107,10 +109,10 @@ def _times(
     shapes = {name: _scaled(name, graph.values[name], dims, classes, factor, what) for name in graph.inputs}
     if all(shapes[name] == graph.values[name].shape for name in graph.inputs):
         raise PlanError(f"no input of the model has {what.replace('the ', 'a ')}")
-    held = {param.value for param in graph.params}
-    for name in held:
+    held = {param.value: param.fqn for param in graph.params}
+    for name, fqn in held.items():
         if any(size > 1 and classes.find((name, dim)) in dims for dim, size in enumerate(graph.values[name].shape)):
-            raise PlanError(f"%{name} is as long as {what}")
+            raise PlanError(f"{fqn} is as long as {what}")
     ops = tuple(_resized(op, rules[op.name], graph, dims, classes, factor) for op in graph.ops)
     scaled = {op.outputs[0] for op in graph.ops if op.target == SLICE and classes.find((op.outputs[0], op.args[1])) in dims}
     values = dict(graph.values) | {name: replace(graph.values[name], shape=shapes[name]) for name in graph.inputs}
@@ -129,7 +131,7 @@ def _scaled(
     found = [size * factor if size > 1 and classes.find((name, dim)) in dims else Fraction(size)
              for dim, size in enumerate(value.shape)]
     if any(size.denominator > 1 for size in found):
-        raise PlanError(f"{factor} times {what} of %{name} is no whole number")
+        raise PlanError(f"{factor} times {what} of {name} is no whole number")
     return tuple(map(int, found))
 
 
@@ -227,7 +229,7 @@ def _sliced(op: Op, old: Mapping[str, Value], new: Mapping[str, Value], scaled: 
     before, after = (values[op.inputs[0]].shape[dim] for values in (old, new))
     if end >= before - 1 > start and before != after:
         end = after - max(0, before - end)
-    elif scaled and before == after:
+    elif scaled:
         end = start + math.ceil((end - start) * factor)
     return replace(op, args=(*op.args[: first + 2], end, *op.args[first + 3 :]))
 
@@ -264,11 +266,11 @@ def _groups(before: Sequence[int], made: Sequence[int]) -> Iterator[tuple[range,
 
 
 def _run(
-    graph: Graph, ops: tuple[Op, ...], values: dict[str, Value], held: set[str], scaled: set[str], kind: Callable[[Dim], int],
-    factor: Fraction, what: str,
+    graph: Graph, ops: tuple[Op, ...], values: dict[str, Value], held: Mapping[str, str], scaled: set[str],
+    kind: Callable[[Dim], int], factor: Fraction, what: str,
 ) -> tuple[Op, ...]:
-    """The operators, the shapes of what they make filled in. Raises PlanError for one that does not run so, and for one that
-    makes neither what it made nor ``factor`` times it."""
+    """The operators, the shapes of what they make filled in; ``held``: parameters and their names. Raises PlanError for one
+    that does not run so, and for one that makes neither what it made nor ``factor`` times it."""
     found = list[Op]()
     env = {name: torch.empty(values[name].shape, dtype=values[name].dtype, device="meta") for name in (*graph.inputs, *held)}
     with torch.no_grad():
@@ -281,9 +283,10 @@ def _run(
                 try:
                     made = call(_on_meta(op), lambda ref: env[ref.name])
                 except Exception as error:  # torch refuses a call of other sizes in its own ways
-                    where = f" of {op.module}" if op.module else ""
-                    raise PlanError(f"{op.target}{where} does not run with {factor} times {what}: "
-                                    f"{str(error).splitlines()[0]:.160}") from error
+                    where = f" of {op.module or 'the model'}"
+                    given = " and ".join(f"{list(env[name].shape)}{f' ({held[name]})' if name in held else ''}"
+                                         for name in op.inputs)
+                    raise PlanError(f"{op.target}{where} does not run with {factor} times {what}, on {given}") from error
             inside = op.args[0].forward if op.target == CUSTOM else None
             if inside and any(inside.values[a].shape != env[b].shape for a, b in zip(inside.inputs, op.inputs, strict=True)):
                 raise PlanError(f"{op.args[0]} of {op.module or 'the model'} is not known to follow {what}")
@@ -292,7 +295,8 @@ def _run(
             results = made if isinstance(made, tuple | list) else (made,)
             for name, result in zip(op.outputs, results, strict=False):
                 old, new = values[name], tuple(result.shape)
-                fits = len(new) == len(old.shape) and all(b in (a, a * factor) for a, b in zip(old.shape, new, strict=True))
+                fits = len(new) == len(old.shape) and (op.target in CONVOLUTIONS or all(
+                    b in (a, a * factor) for a, b in zip(old.shape, new, strict=True)))
                 if result.dtype != old.dtype or not (fits or name in graph.parameter_free_values):
                     raise PlanError(f"{op} makes {list(new)} of {list(old.shape)}")
                 values[name] = replace(old, shape=new)

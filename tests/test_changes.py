@@ -94,6 +94,7 @@ def test_they_stand_in_the_answer() -> None:
     assert "waiting for the host" in verdict  # of so small a model kernels run in less than their start
     at = next(n for n, line in enumerate(lines) if line.startswith("changes "))
     assert any(" as many " in line for line in lines[at + 1:])
+    assert not any("are not planned" in line for line in lines)
     assert max(map(len, lines)) <= 120
     assert "changes " not in explain(plan, changes=False)
 
@@ -143,6 +144,38 @@ class _Positions(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": (self.words(ids) + self.positions).square().mean()}
+
+
+class _Convolved(torch.nn.Module):
+    """A causal convolution, cut to the length; and one that makes half as many positions, with a row for each if asked for."""
+
+    def __init__(self, rows: int = 0) -> None:
+        super().__init__()
+        self.words, self.table = torch.nn.Embedding(32, 8), torch.nn.Parameter(torch.randn(rows, 8)) if rows else None
+        self.causal, self.pairs = torch.nn.Conv1d(8, 8, 4, padding=3), torch.nn.Conv1d(8, 8, 2, stride=2)
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.words(ids).mT
+        x = x * self.causal(x)[..., : ids.shape[1]]
+        x = self.pairs(x).mT
+        return {"loss": (x if self.table is None else x + self.table).square().mean()}
+
+
+def test_convolutions_follow_another_length() -> None:
+    def at(length: int) -> Graph:
+        return capture_model(_Convolved(), (), {"ids": torch.zeros(2, length, dtype=torch.int64)}, (), None, "fp32")
+
+    found, wanted = of_length(at(8), Fraction(2)), at(16)
+    assert [value.shape for value in found.values.values()] == [value.shape for value in wanted.values.values()]
+    assert [(op.target, op.args) for op in found.ops] == [(op.target, op.args) for op in wanted.ops]
+
+
+def test_lengths_that_are_not_planned_stand_in_the_answer() -> None:
+    fixed = capture_model(_Convolved(4), (), {"ids": torch.zeros(2, 8, dtype=torch.int64)}, (), None, "fp32")
+    text = " ".join(explain(make_plan(fixed, Cluster.parse("a100:1x2"), Pins(dp=2))).split())
+    assert "sequences twice as long are not planned: aten.add.Tensor of the model does not run" in text
+    assert "sequences half as long are not planned" in text
+    assert "on [2, 8, 8] and [4, 8] (table)" in text
 
 
 def test_what_does_not_follow_at_another_length_is_refused() -> None:

@@ -99,15 +99,15 @@ def _most(plan: Plan, compute: list[tuple[float, str]], moved: dict[str, float])
 
 def _helpful(plan: Plan) -> Iterator[str]:
     """Changes of the cluster and the batch that gain something, those that gain most a device first."""
-    from meshwright.views.changes import changes
+    from meshwright.views.changes import changes_and_refusals
 
     try:
-        found = changes(plan)
+        found, refused = changes_and_refusals(plan)
     except PlanError as error:
         yield f"changes    cannot be priced: {error}"
         return
     yield f"changes    {'that help, tokens per second:' if found else 'of cluster or batch that were planned: none helps'}"
-    yield from (f"{'':10s} {change}" for change in found[:_LINES])
+    yield from (f"{'':10s} {change}" for change in [*found[:_LINES], *refused])
 
 
 def _where(one: Shown) -> str:

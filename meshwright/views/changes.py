@@ -59,12 +59,28 @@ class Change:
 
 def changes(plan: Plan) -> list[Change]:
     """Those that help, best first. Raises ClusterError, PlanError where the plan itself cannot be priced."""
-    where = cluster_of(plan)
+    return changes_and_refusals(plan)[0]
+
+
+def changes_and_refusals(plan: Plan) -> tuple[list[Change], list[str]]:
+    """The same, and which lengths the plan's graph does not tell, with why. Raises as ``changes`` does."""
+    where, refused = cluster_of(plan), dict[str, list[str]]()
     now = reprice(plan)
     assert now.predicted is not None
+    lengths = list[Change]()
+    for what, factor in (("twice", Fraction(2)), ("half", Fraction(1, 2))):
+        try:
+            graph = of_length(plan.graph, factor)
+        except MeshwrightError as error:
+            refused.setdefault(str(error), []).append(what)
+            continue
+        then = _planned(replace(plan, graph=graph), where, _held(plan))
+        if then is not None:
+            lengths.append(_change(f"sequences {what} as long, as many of them", now, then, float(factor), _kept(then)))
     found = [change for change in (*_devices(plan, now, where), *_links(plan, now, where), *_memory(plan, now, where),
-                                   *_batches(plan, now, where), *_lengths(plan, now, where)) if change.gain >= LEAST]
-    return sorted(found, key=lambda change: -((1 + change.gain) / change.devices))
+                                   *_batches(plan, now, where), *lengths) if change.gain >= LEAST]
+    words = [f"sequences {' or '.join(which)} as long are not planned: {why}" for why, which in refused.items()]
+    return sorted(found, key=lambda change: -((1 + change.gain) / change.devices)), words
 
 
 def _change(what: str, now: Plan, then: Plan, work: float = 1.0, how: str = "") -> Change:
@@ -193,15 +209,6 @@ def rebatched(plan: Plan, where: Cluster, factor: float) -> Plan:
         raise PlanError(f"another batch on {plan.mesh} cannot be priced ({error}); plan again at that batch") from error
     room, pins = where.with_memory(_ROOM), replace(plan.to_pins(), microbatches=count.numerator)
     return reprice(make_plan(graph, room, pins, optimizer=state_bytes(plan), precision=plan.precision), where)
-
-
-def _lengths(plan: Plan, now: Plan, where: Cluster) -> Iterator[Change]:
-    """Sequences twice and half as long, on the same mesh."""
-    for what, factor in (("sequences twice as long", Fraction(2)), ("sequences half as long", Fraction(1, 2))):
-        with suppress(MeshwrightError):
-            then = _planned(replace(plan, graph=of_length(plan.graph, factor)), where, _held(plan))
-            if then is not None:
-                yield _change(f"{what}, as many of them", now, then, float(factor), _kept(then))
 
 
 def _kept(plan: Plan) -> str:
