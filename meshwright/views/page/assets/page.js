@@ -237,7 +237,7 @@
     const box = clear($("legend"));
     const stages = Math.min(data.stages, 8);
     if (data.stages > 1) for (let s = 0; s < stages; s++) box.appendChild(keyOf(colour(s), "stage " + s));
-    if (data.stages > stages) box.appendChild(el("span", "… stage " + (data.stages - 1)));
+    if (data.stages > stages) box.appendChild(keyOf(colour(data.stages - 1), "… stage " + (data.stages - 1)));
     box.appendChild(keyOf("#e0763a", "collectives, by time"));
     box.appendChild(el("span", "a double border opens on a double click"));
   }
