@@ -1,12 +1,14 @@
 """Mixtures of experts beside one process: which are equal, which are refused by name, which are unequal.
 
     python benchmarks/mixtures.py --families [--only REGEX] [--world 2 4]     every family of transformers, tiny
+    python benchmarks/mixtures.py --zoo [--only REGEX] [--world 2 4 8]     the zoo's mixtures, two to four layers of them
     python benchmarks/mixtures.py [--cells 24] [--seed 0] [--only REGEX] [--world 2 4]     cells drawn at random
 
 ``--families`` trains each family (``tests/families.py``) with experts split over two ranks and nothing else pinned, and with
-nothing pinned at all. A drawn cell is a mixture with even or skewed routing (one expert gets nearly every token, another
-none) under a layout of ep with tp, cp or pp, a ZeRO level, micro-batches, recomputation and a precision. The same seed draws
-the same cells.
+nothing pinned at all. ``--zoo`` does so with the published mixtures (``zoo.toml``), a dense layer first where theirs have one,
+under every layout of ep and with nothing pinned. A drawn cell is a mixture with even or skewed routing (one expert gets nearly
+every token, another none) under a layout of ep with tp, cp or pp, a ZeRO level, micro-batches, recomputation and a precision.
+The same seed draws the same cells.
 
 Processes are the tests' (``tests/pool.py``) on the CPU. Two steps of AdamW, gradients clipped; losses, norms and the state are
 compared with those of the plain model, each by its largest element. A cell is
@@ -35,7 +37,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,10 +48,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
+from transformers import AutoModelForCausalLM
 from transformers.integrations import moe
 
 from meshwright.api import autoparallel
 from meshwright.errors import MeshwrightError
+from meshwright.published.architectures import configuration
+from meshwright.published.zoo import systems
 from tests import families, mixtures
 from tests.equality import EPS, RELATIVE, captured_once, loss_of
 from tests.pool import Pool, WorkerError
@@ -80,6 +85,10 @@ MODELS = (
 )
 DEEP = {"num_hidden_layers": 4}
 """Layers for two stages of two pieces each."""
+NARROW: Mapping[str, int] = {
+    "moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "first_k_dense_replace": 1,
+}
+"""Of a published mixture, made small; what its heads are wide otherwise is divided by 16."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,33 @@ def family_cells(worlds: list[int]) -> Iterator[Cell]:
             yield Cell(f"family {name}", world)
 
 
+def zoo_cells(worlds: list[int]) -> Iterator[Cell]:
+    """Every published mixture under every layout of ep, ZeRO-1 as they were run, and with nothing pinned."""
+    for system in systems():
+        if system.model is None or not system.model.experts:
+            continue
+        for world in worlds:
+            yield from (Cell(f"zoo {system.name}", world, {"tp": 1, "cp": 1, "pp": 1, "zero": 1, "microbatches": 2, **layout})
+                        for layout in LAYOUTS[world])
+            yield Cell(f"zoo {system.name}", world)
+
+
+def published(name: str, layers: int) -> tuple[nn.Module, dict[str, Any]]:
+    """A published mixture, narrow and of a few layers, and a batch."""
+    (system,) = (one for one in systems() if one.name == name)
+    assert system.model is not None
+    a = system.model
+    extra = {key: min(value, NARROW[key]) if key in NARROW else value // 16 if key.endswith("head_dim") else value
+             for key, value in a.extra.items()}
+    kv_heads = 4 if a.kv_heads == a.heads else 2
+    small = replace(a, layers=layers, hidden=32, heads=4, kv_heads=kv_heads, head_dim=a.head_dim // 16, ffn=32,
+                    vocab=mixtures.VOCAB, experts=16, top_k=min(a.top_k, 4), extra=extra)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(configuration(small, 16))
+    ids = torch.randint(1, mixtures.VOCAB, (mixtures.BATCH, mixtures.LENGTH))
+    return model.train(), {"input_ids": ids, "labels": ids.clone()}
+
+
 def drawn_cells(seed: int, number: int, worlds: list[int]) -> list[Cell]:
     """Cells at random, those of a model behind each other: it is captured once."""
     draw = random.Random(seed)
@@ -127,6 +163,9 @@ def built(cell: Cell, double: bool) -> tuple[nn.Module, dict[str, Any]]:
     """The cell's model and batch."""
     if cell.model.startswith("family "):
         model, batch = families.tiny(cell.model.removeprefix("family "))
+    elif cell.model.startswith("zoo "):
+        layers = DEEP["num_hidden_layers"] if cell.pins.get("pp", 1) > 1 else 2
+        model, batch = published(cell.model.removeprefix("zoo "), layers)
     else:
         model, batch = mixtures.make(cell.model, **(DEEP if cell.pins.get("pp", 1) > 1 else {}))
     model = mixtures.skewed(model) if cell.routing == "skewed" else model
@@ -241,13 +280,15 @@ def main() -> int:
     """Run the cells that are asked for; 1 if one is unequal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", action="store_true")
+    parser.add_argument("--zoo", action="store_true")
     parser.add_argument("--cells", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--world", type=int, nargs="+", default=[2, 4], choices=sorted(LAYOUTS))
     parser.add_argument("--only", default="", help="a regular expression that names of cells match")
     parser.add_argument("--log", type=Path, help="JSON lines: what stands there is not run again")
     asked = parser.parse_args()
-    cells = list(family_cells(asked.world)) if asked.families else drawn_cells(asked.seed, asked.cells, asked.world)
+    cells = [*family_cells(asked.world)] if asked.families else [*zoo_cells(asked.world)] if asked.zoo else drawn_cells(
+        asked.seed, asked.cells, asked.world)
     log = asked.log.read_text(encoding="utf-8").splitlines() if asked.log and asked.log.exists() else []
     known = {row["cell"]: row for row in map(json.loads, log)}
     pool, counts = Pool(), Counter[str]()

@@ -1,11 +1,13 @@
 """How long planning takes, phase by phase, and how much memory: real sizes, parameters on the meta device.
 
-    python benchmarks/planning.py [NAME ...] [--json] [--cluster h100:8x8] [--batch 16] [--layers 32]
+    python benchmarks/planning.py [NAME ...] [--json] [--again] [--cluster h100:8x8] [--batch 16] [--layers 32]
     python benchmarks/planning.py --grid [--only REGEX] [--log FILE] [--list]
     python benchmarks/planning.py --drawn 40 --seed 1 [--only REGEX] [--log FILE] [--list]
 
 Each case runs in a process of its own, so what is printed is a cold start; importing torch and transformers is not counted.
-``budget``: seconds that the case may take on two cores; memory may take 2 GiB.
+``budget``: seconds that the case may take on two cores; memory may take 2 GiB. A case is one of ``CASES``, or
+MODEL/CLUSTER/BATCH[/LENGTH] such as ``bart-large/a100:1x8/64``, everything searched. ``--again``: is it the same plan if it is
+made from its own pins (``to_pins()``), and how large is its file?
 
 The grid (``grid.py``) is models x numbers of devices x kinds of devices, everything searched, one line a point. A point is
 named MODEL/DEVICES/KIND; ``--only`` takes those whose name matches. With ``--log`` every point is written to a file of JSON
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -84,9 +87,21 @@ CASES: Mapping[str, Case] = {
 """``deepseek-v3-gb200`` is Megatron-Core's layout on 256 GB200."""
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """Plan once, here: seconds by phase, bytes, what was found."""
+def case_of(name: str) -> Case:
+    """A case by its name. Raises KeyError, ValueError for what is none."""
+    if name in CASES:
+        return CASES[name]
+    model, cluster, batch, *length = name.split("/")
+    if model not in ALL:
+        raise KeyError(model)
+    return Case(model, int(batch), cluster, grid.BUDGET, sequence=int(length[0]) if length else None)
+
+
+def measure(case: Case, again: bool = False) -> dict[str, Any]:
+    """Plan once, here: seconds by phase, bytes, what was found; ``again``: and once more from its own pins."""
     import meshwright as mw
+    from meshwright.ir.serialize import plan_hash
+    from meshwright.ir.writing.plans import plan_text
     from meshwright.planner import Timing
     from meshwright.published.zoo import Trained
 
@@ -95,11 +110,18 @@ def measure(case: Case) -> dict[str, Any]:
     model = Trained(model) if case.model in MIXTURES else model
     timing = Timing()
     wall, cpu = time.perf_counter(), time.process_time()
-    plan = mw.plan(
-        model, grid.cluster_of(case.cluster), inputs(size, case.batch), precision="bf16", pins=dict(case.pins), timing=timing,
-    )
+    where, batch = grid.cluster_of(case.cluster), inputs(size, case.batch)
+    plan = mw.plan(model, where, batch, precision="bf16", pins=dict(case.pins), timing=timing)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    proof, predicted = plan.certificate, plan.predicted
+    proof, predicted, held = plan.certificate, plan.predicted, {}
+    if again:
+        began = time.process_time()
+        then = mw.plan(model, where, batch, precision="bf16", pins=plan.to_pins())
+        held = {
+            "same": plan_hash(then) == plan_hash(plan) and math.isclose(then.predicted.step_seconds, predicted.step_seconds)
+            and then.predicted.bytes_per_rank == predicted.bytes_per_rank,
+            "again_seconds": time.process_time() - began, "file_bytes": len(plan_text(plan)),
+        }
     return {
         "phases": timing.phases, "seconds": wall, "cpu_seconds": cpu,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "mesh": str(plan.mesh),
@@ -107,6 +129,7 @@ def measure(case: Case) -> dict[str, Any]:
         "step_seconds": predicted.step_seconds, "mfu": predicted.mfu, "bytes_per_rank": predicted.bytes_per_rank,
         "capacity_bytes": predicted.capacity_bytes,
         "certificate": {**replace(proof, candidates=(), planning_seconds={}).as_json(), "gap": proof.gap},
+        **held,
     }
 
 
@@ -126,11 +149,14 @@ def show(name: str, case: Case, found: Mapping[str, Any]) -> None:
     if proof["considered"]:
         print(f"  {proof['considered']} candidates considered, {proof['pruned']} pruned by bound, {proof['infeasible']} "
               f"impossible, {proof['solved']} solved; runner-up {proof.get('runner_up', '-')}")
+    if "same" in found:
+        print(f"  from its pins {'the same plan' if found['same'] else 'ANOTHER PLAN'}, {found['again_seconds']:.2f} s of CPU; "
+              f"its file {found['file_bytes'] / 1e3:.0f} kB")
 
 
-def run(name: str, case: Case) -> dict[str, Any]:
+def run(name: str, case: Case, again: bool = False) -> dict[str, Any]:
     """A case in a process of its own; what went wrong as {"error": its last line}."""
-    words = [sys.executable, "-W", "ignore", __file__, "--here", json.dumps(asdict(case))]
+    words = [sys.executable, "-W", "ignore", __file__, "--here", json.dumps(asdict(case)), *(["--again"] if again else [])]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"error": (done.stderr.strip().splitlines() or [f"{name} ended with {done.returncode}"])[-1]}
@@ -146,6 +172,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--json", action="store_true", help="print one JSON value a line")
+    parser.add_argument("--again", action="store_true", help="plan a case once more, from its own pins")
     parser.add_argument("--grid", action="store_true", help="the grid instead of the cases")
     parser.add_argument("--drawn", type=int, default=0, help="as many points as this that are not on the grid")
     parser.add_argument("--seed", type=int, default=0, help="of the points drawn")
@@ -155,7 +182,7 @@ def main() -> None:
     parser.add_argument("--here", help=argparse.SUPPRESS)  # a case as JSON, measured in this process
     options = parser.parse_args()
     if options.here:
-        print(json.dumps(measure(Case(**json.loads(options.here))), default=str))
+        print(json.dumps(measure(Case(**json.loads(options.here)), options.again), default=str))
         return
     if options.grid or options.drawn or options.list:
         found = grid.drawn(options.drawn, options.seed, options.only) if options.drawn else grid.points(options.only)
@@ -164,10 +191,11 @@ def main() -> None:
         return
     changes = {key: value for key in ("cluster", "batch", "layers") if (value := getattr(options, key)) is not None}
     for name in options.names or CASES:
-        if name not in CASES:
-            parser.error(f"no case {name!r}; there are {', '.join(CASES)}")
-        case = replace(CASES[name], **changes)
-        found = run(name, case)
+        try:
+            case = replace(case_of(name), **changes)
+        except (KeyError, ValueError):
+            parser.error(f"no case {name!r}; there are {', '.join(CASES)} and MODEL/CLUSTER/BATCH of {', '.join(ALL)}")
+        found = run(name, case, options.again)
         if "error" in found:
             sys.exit(f"{name} failed: {found['error']}")
         if options.json:

@@ -411,10 +411,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--source", default="", help="only sources that hold this text")
     parser.add_argument("--trust", default="ABCD", help="only rows of these grades")
     parser.add_argument("--peaks", action="store_true", help="only rows that state a peak memory")
+    parser.add_argument("--axis", choices=("cp", "ep", "pp", "tp"), help="only rows that split over this axis")
     parser.add_argument("--limit", type=int, default=None, help="at most this many rows")
     parser.add_argument("--cache", type=Path, default=None, help="a folder that keeps captured graphs")
     options = parser.parse_args(arguments)
     rows = rows_of(options.files, options.source, options.trust)
+    rows = [row for row in rows if not options.axis or (number(row, options.axis) or 1) > 1]
     rows = [row for row in rows if not options.peaks or number(row, "peak_mem_GB")][: options.limit]
     # rows of one captured graph follow each other
     rows.sort(key=lambda row: [text_of(row, key) for key in ("source", "model_name", "seq_len", "global_batch_seqs", "notes")])

@@ -74,6 +74,10 @@ def cells() -> Iterator[Cell]:
     yield "deberta", 2, {"dp": 2, "zero": 3}, "fp32"
     for balanced in ("mixtral balanced", "qwen3 balanced"):
         yield balanced, 2, {"dp": 2, "ep": 2, "tp": 1, "microbatches": 2}, "bf16"
+    yield "umt5", 2, {"dp": 2, "zero": 3, "recompute": "selective"}, "bf16"
+    yield "umt5", 2, {"cp": 2, "tp": 1, "attention": "ring"}, "fp32"
+    yield "umt5", 4, {"dp": 2, "tp": 2, "sequence_parallel": True, "microbatches": 2}, "bf16"
+    yield "umt5", 4, {"pp": 2, "dp": 2, "schedule": "1f1b", "microbatches": 2, "zero": 1}, "fp32"
     yield "deepseek", 4, {"dp": 2, "ep": 2, "pp": 2, "tp": 1, "schedule": "zbv", "microbatches": 4, "zero": 1}, "bf16"
     yield "gpt_oss", 2, {"dp": 1, "ep": 2, "cp": 2, "tp": 1}, "bf16"
 

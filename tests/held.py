@@ -1,6 +1,6 @@
 """What is promised of a plan that somebody holds: random models, meshes, pins and schedules, each planned and asked everything.
 
-    python -m tests.held [--count 40] [--seed 0] [--models REGEX] [--only REGEX] [--list]
+    python -m tests.held [--count 40] [--seed 0] [--models REGEX] [--only REGEX] [--log FILE] [--list]
 
 Of every plan
 
@@ -17,7 +17,8 @@ Of every plan
     width         tables, answers and differences keep to 120 columns
     page          the page is written, and is small (not unless asked for: of every operator it prices what else there was)
 
-are tried. A line for each plan; what does not hold stands under it. The exit status is 1 where something did not hold.
+are tried. A line for each plan; what does not hold stands under it. With ``--log`` every case is written to a file of JSON
+lines as it is done, and those that stand there are printed from it. The exit status is 1 where something did not hold.
 """
 
 from __future__ import annotations
@@ -359,6 +360,17 @@ def faults(case: Case, plan: Plan, only: str = ".", seed: int = 0) -> Iterator[s
                 yield f"{name}: RAW {type(error).__name__}: {str(error)[:300]}"
 
 
+def judged(case: Case, only: str, seed: int) -> dict[str, Any]:
+    """What one case comes to (holds, FAULT, refused), and what does not hold or why it is refused."""
+    try:
+        plan = make_plan(captured(case.model, case.precision), Cluster.parse(case.cluster), Pins.of(dict(case.pins)),
+                         precision=case.precision)
+    except MeshwrightError as error:
+        return {"what": "refused", "found": [], "words": str(error)[:160]}
+    found = list(faults(case, plan, only, seed))
+    return {"what": "FAULT" if found else "holds", "found": found, "words": ""}
+
+
 def main() -> int:
     """The cases of a seed."""
     parser = parser_of(__doc__)
@@ -366,27 +378,23 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", default=".", help="models whose names match")
     parser.add_argument("--only", default="^(?!page)", help="what is tried, by its name")
+    parser.add_argument("--log", type=Path, help="a file of JSON lines; what stands there is not tried again")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     total: Counter[str] = Counter()
+    lines = options.log.read_text(encoding="utf-8").splitlines() if options.log and options.log.exists() else []
+    known = {row["case"]: row for row in map(json.loads, lines)}
     for case in drawn(options.count, options.seed, options.models):
         if options.list:
             print(case)
             continue
-        total["cases"] += 1
-        try:
-            plan = make_plan(captured(case.model, case.precision), Cluster.parse(case.cluster), Pins.of(dict(case.pins)),
-                             precision=case.precision)
-        except MeshwrightError as error:
-            total["refused"] += 1
-            print(f"refused  {case}: {str(error)[:160]}", flush=True)
-            continue
-        found = list(faults(case, plan, options.only, options.seed))
-        total["faults"] += len(found)
-        print(f"{'FAULT' if found else 'holds':8s} {case}", flush=True)
-        for one in found:
-            print(f"    {one}", flush=True)
-    print(", ".join(f"{name} {number}" for name, number in total.items()))
+        row = known.get(str(case)) or {"case": str(case), **judged(case, options.only, options.seed)}
+        if options.log and str(case) not in known:
+            with options.log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        total += Counter({"cases": 1, "refused": row["what"] == "refused", "faults": len(row["found"])})
+        print(f"{row['what']:8s} {case} {row['words']}".rstrip(), *row["found"], sep="\n    ", flush=True)
+    print(", ".join(f"{name} {total[name]}" for name in ("cases", "refused", "faults")))
     return int(total["faults"] > 0)
 
 

@@ -347,8 +347,19 @@ def tied_odd() -> Case:
     return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
 
 
+def umt5() -> Case:
+    """A T5 whose every layer has a table of relative positions of its own."""
+    from transformers import UMT5Config, UMT5ForConditionalGeneration
+
+    config = UMT5Config(
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=VOCAB, dropout_rate=0.0, use_cache=False,
+        decoder_start_token_id=0, pad_token_id=0, relative_attention_num_buckets=8,
+    )
+    return UMT5ForConditionalGeneration(config), {"input_ids": _tokens(), "labels": _tokens(length=6)}
+
+
 _OTHER_MODELS: dict[str, Callable[[], Case]] = {
-    f.__name__: f for f in (resnet, deberta, towers, adapted, skips, odd_head, tied_odd)
+    f.__name__: f for f in (resnet, deberta, towers, adapted, skips, odd_head, tied_odd, umt5)
 }
 OTHERS = (*_OTHER_CONFIGS, *_OTHER_MODELS)
 
