@@ -19,13 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
 from meshwright.api import autoparallel
 from tests import brought_loops as loops
 from tests import brought_models as models
-from tests.brought_loops import Given, by_name, data, edited, loss_of, others_then, plain, read, sgd
-from tests.brought_models import HalfOut, Net, Numbers, Out, Pair
+from tests.brought_loops import by_name, edited, loss_of, others_then, plain, read, sgd
+from tests.brought_models import Given, HalfOut, Net, Numbers, Out, Pair, asking, data, picking
 from tests.habits import RUNS
+from tests.looped import whole
 from tests.strangers import FOUR, WAYS
 from tests.trials import State, judged, report
 
@@ -52,6 +54,10 @@ NUMBERS: dict[str, Any] = {"scale": 0.5, "power": 2, "on": False, "how": "sum"}
 def _grown(key: str, one: Any, other: Any) -> Case:
     """An argument that is another one at the second call."""
     return Case(Numbers, others_then({key: one}, {key: other}), word=key)
+
+
+def _picks(how: Callable[..., Tensor]) -> Callable[[], nn.Module]:
+    return lambda: models.Picks(how)
 
 
 CASES: Mapping[str, Case] = {
@@ -121,6 +127,24 @@ CASES: Mapping[str, Case] = {
                              loss_fn=loops.MODULE, word=""),
     "loss of itself": Case(Net, loop=loops.with_loss(loops.closed_over), loss_fn=loops.closed_over),
     "loss with weights": Case(Net, loop=loops.with_loss(loops.learned_loss), loss_fn=loops.learned_loss, word=""),
+    "hot out of range": Case(_picks(lambda m, h, y, k: (F.one_hot(k, 5) * y).sum() / 32), picking(5), word="index 5"),
+    "gathered out of range": Case(_picks(lambda m, h, y, k: y.gather(-1, k.unsqueeze(-1)).mean()), picking(7), word="index 7"),
+    "row out of range": Case(_picks(lambda m, h, y, k: (m.table[k + 1 - 1] * h).mean()), picking(-6), word="index -6"),
+    "row from the end": Case(_picks(lambda m, h, y, k: (m.table[k] * h).mean()), picking(-2), read, word=""),
+    "label below zero": Case(_picks(lambda m, h, y, k: F.cross_entropy(y.transpose(1, 2), k)), picking(-3), word="index -3"),
+    "labels ignored": Case(_picks(lambda m, h, y, k: F.cross_entropy(y.transpose(1, 2), k, ignore_index=-7)), picking(-7)),
+    "bags out of range": Case(_picks(lambda m, h, y, k: F.embedding_bag(k, m.table).square().mean()), picking(9),
+                              word="index 9"),
+    "in a dict": Case(models.Asked, asking(False), read), "takes a gradient": Case(models.Asked, asking(True), word="gradient"),
+    "more of a scalar": Case(lambda: Net(lambda loss, y, h: {"loss": loss, "aux": h.square().mean()}),
+                             loop=loops.with_more(lambda out: 0.1 * out["aux"]), only=dict.fromkeys(SEVERAL, "loss_fn=")),
+    "more of a list": Case(lambda: Net(lambda loss, y, h: Out(loss, y, [h, y])), loop=loops.with_more(
+        lambda out: 0.1 * sum(whole(x).abs().mean() for x in out.hidden)), only=dict.fromkeys(SEVERAL, "loss_fn=")),
+    "more without gradient": Case(lambda: Net(lambda loss, y, h: {"loss": loss, "y": y}), loop=loops.with_more(
+        lambda out: 0.1 * whole(out["y"]).detach().square().mean()), only=PIPES),
+    "loss of each sample": Case(
+        lambda: Net(lambda loss, y, h: {"loss": (y - h[..., :3]).square().mean((1, 2))}), only=SEVERAL,
+        loop=lambda m, g: [_step(m, whole(m(**data(n))["loss"]).mean()) for n in range(2)]),
     "without a graph": Case(lambda: Net(lambda loss, y, h: {"loss": loss.detach()}), only=dict.fromkeys(PIPES, RUNS)),
 }
 

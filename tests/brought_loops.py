@@ -1,4 +1,4 @@
-"""Loops of ``tests.brought``, and what they give to models: ``Given`` is (args, kwargs) of a step."""
+"""Loops of ``tests.brought``."""
 
 from __future__ import annotations
 
@@ -11,20 +11,29 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW
 
-from tests.brought_models import B, D, T
+from tests.brought_models import B, D, Given, T, data
 from tests.looped import whole
-
-Given = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
-
-
-def data(step: int) -> dict[str, Tensor]:
-    """x, t."""
-    drawn = torch.Generator().manual_seed(step)
-    return {"x": torch.randn(B, T, D, generator=drawn).double(), "t": torch.randn(B, T, 3, generator=drawn).double()}
 
 
 def by_name(step: int) -> Any:
     return (), data(step)
+
+
+def with_more(more: Callable[[Any], Tensor]) -> Callable[[Any, Given], list[float]]:
+    """Steps of the loss and of what somebody makes of the rest that goes out."""
+    def loop(model: Any, given: Given) -> list[float]:
+        optimizer, said = sgd(model), []
+        for step in range(2):
+            args, kwargs = given(step)
+            out = model(*args, **kwargs)
+            loss = loss_of(out) + more(out)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            said.append(loss.item())
+        return said
+
+    return loop
 
 
 def loss_of(out: Any) -> Tensor:

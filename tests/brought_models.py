@@ -13,6 +13,14 @@ from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
 D, T, B = 8, 4, 8
+Given = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
+"""(args, kwargs) of a step."""
+
+
+def data(step: int) -> dict[str, Tensor]:
+    """x, t."""
+    drawn = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(B, T, D, generator=drawn).double(), "t": torch.randn(B, T, 3, generator=drawn).double()}
 
 
 @dataclass
@@ -39,6 +47,51 @@ class Pair(NamedTuple):
 
     loss: Tensor
     rest: tuple[Tensor, Tensor]
+
+
+class Picks(nn.Module):
+    """Whole numbers that say which part of something is read: ``how``."""
+
+    def __init__(self, how: Callable[[Any, Tensor, Tensor, Tensor], Tensor], count: int = 5) -> None:
+        super().__init__()
+        self.up, self.head, self.table = nn.Linear(D, D), nn.Linear(D, count), nn.Parameter(torch.randn(count, D))
+        self.how = how
+
+    def forward(self, x: Tensor, k: Tensor) -> dict[str, Tensor]:
+        h = self.up(x).tanh()
+        return {"loss": self.how(self, h, self.head(h), k) + h.square().mean()}
+
+
+class Asked(nn.Module):
+    """A batch in one dict, with a mask that is given or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(D, D), nn.Linear(D, 3)
+
+    def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        h = self.up(batch["inputs"][0]).tanh() * batch["inputs"][1]
+        return {"loss": (self.head(h) - batch["t"]).square().mean(), "h": h}
+
+
+def picking(odd: int) -> Given:
+    """x, and whole numbers below five; from the second step on one of them is ``odd``."""
+    def given(step: int) -> Any:
+        k = (torch.arange(B * T).view(B, T) * (step + 2)) % 5
+        k[3, 1] = odd if step else 0
+        return (), {"x": data(step)["x"], "k": k}
+
+    return given
+
+
+def asking(requires: bool) -> Given:
+    """A dict in which a list of tensors is; one of them takes a gradient from the second step on."""
+    def given(step: int) -> Any:
+        found = data(step)
+        inner = [found["x"], found["x"][..., :1].abs().clone().requires_grad_(requires and step > 0)]
+        return (), {"batch": {"inputs": inner, "t": found["t"]}}
+
+    return given
 
 
 class Net(nn.Module):

@@ -70,6 +70,41 @@ def _attention(layer: Layer, h: Tensor, ask: Ask) -> Tensor:
     return h + y.transpose(1, 2).flatten(2)
 
 
+def _gumbel(layer: Layer, h: Tensor, ask: Ask) -> Tensor:
+    """What is drawn is what stands between the logarithm of the result and the logits."""
+    logits = layer.inside(h)
+    if layer.given:
+        return h + (logits + ask(lambda: h)).softmax(-1)
+    y = F.gumbel_softmax(logits)
+    ask(lambda: y.log() - logits)
+    return h + y
+
+
+def _mixed_up(layer: Layer, h: Tensor, ask: Ask) -> Tensor:
+    """Mixup of hidden states: partners and shares are drawn."""
+    partner = ask(lambda: torch.randperm(BATCH))
+    share = ask(lambda: torch.distributions.Beta(2.0, 2.0, validate_args=False).sample((BATCH, 1, 1)))
+    return h * share + h[partner] * (1 - share)
+
+
+def _shuffled(layer: Layer, h: Tensor, ask: Ask) -> Tensor:
+    """As masked autoencoders have it."""
+    order = ask(lambda: torch.rand(h.shape[:2]).argsort(1)).unsqueeze(-1).expand_as(h)
+    kept = layer.out(torch.gather(h, 1, order)[:, : LENGTH // 2])
+    rest = layer.gate.expand(h.shape[0], LENGTH - LENGTH // 2, WIDTH)
+    return h + torch.gather(torch.cat([kept, rest], 1), 1, order.argsort(1))
+
+
+def _reparametrized(layer: Layer, h: Tensor, ask: Ask) -> Tensor:
+    """A sample of a distribution whose mean and width are learned."""
+    mean, width = layer.out(h), layer.gate.exp()
+    if layer.given:
+        return mean + width * ask(lambda: h)
+    y = torch.distributions.Normal(mean, width, validate_args=False).rsample()
+    ask(lambda: (y - mean) / width)
+    return y
+
+
 WAYS: Mapping[str, Way] = {
     "attention": _attention,
     "bernoulli": lambda layer, h, ask: h * ask(lambda: torch.bernoulli(torch.full_like(h, 0.7))),
@@ -104,6 +139,16 @@ WAYS: Mapping[str, Way] = {
     "rrelu": _ratio(lambda h: F.rrelu(h, training=True)),
     "feature dropout": _ratio(lambda h: F.dropout1d(h, 0.5)),
     "alpha dropout": lambda layer, h, ask: h * ask(lambda: F.alpha_dropout(torch.ones_like(h), 0.5, True)),
+    "gumbel softmax": _gumbel, "mixed up": _mixed_up, "shuffled positions": _shuffled, "reparametrized": _reparametrized,
+    "gamma": lambda layer, h, ask: h * ask(
+        lambda: torch.distributions.Gamma(h.detach().sigmoid() + 0.5, 1.0, validate_args=False).sample()),
+    "geometric, cauchy": lambda layer, h, ask: (
+        h + ask(lambda: torch.empty_like(h).geometric_(0.5)) * 0.1 + ask(lambda: torch.empty_like(h).cauchy_()).atan()),
+    "log normal": lambda layer, h, ask: h * ask(lambda: torch.empty_like(h).log_normal_(0.0, 0.3)),
+    "random in place": lambda layer, h, ask: h * ask(lambda: torch.empty(WIDTH).random_(1, 4)),
+    "binomial": lambda layer, h, ask: h * ask(lambda: torch.binomial(torch.full_like(h, 3.0), h.detach().sigmoid())),
+    "some of the samples": lambda layer, h, ask: torch.where(
+        ask(lambda: torch.rand(BATCH).argsort()).lt(BATCH // 2).view(_row(h)), h, h.mean(0, keepdim=True)),
     "unknown operator": lambda layer, h, ask: h + ask(lambda: (shaken(h) - h).detach()),
 }
 

@@ -30,6 +30,7 @@ from tests.equality import captured_once
 from tests.habits import ALL, DEFERRED, HABITS, RUNS
 from tests.idioms import IDIOMS
 from tests.looped import Loop, Net, adamw, batch, clip, learn, whole
+from tests.resumed import RESUMED
 from tests.strangers import FOUR, WAYS
 from tests.trials import State, judged, report
 
@@ -337,7 +338,7 @@ LOOPS: Mapping[str, tuple[Loop, Mapping[str, str | None]]] = {
     "parametrized later": (parametrized_later, dict.fromkeys(ALL, "before autoparallel")),
     "frozen for a while": (frozen_for_a_while, {}), "compiled": (compiled, {}), "wrapped": (wrapped, {}),
     "state around": (loaded_whole, {}),
-    "accuracy": (accuracy, {}), **HABITS, **IDIOMS,
+    "accuracy": (accuracy, {}), **HABITS, **IDIOMS, **RESUMED,
 }
 """{name: (loop, {way: a word of its refusal, or RUNS})}: equal under the ways that are not named."""
 

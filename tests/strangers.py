@@ -3,6 +3,7 @@ every rank; nothing else.
 
     python -m tests.strangers               every model under every plan of WAYS, a line for each that is neither
     python -m tests.strangers -v pp norm    a line for each trial: of one way, of the models whose names hold a word
+    python -m tests.strangers --drawn 3 zb "pp x tp"    each model under one of these ways
 
 Every model is trained, evaluated with and without gradients and trained again, in double precision. What it says on the way and
 its weights and buffers afterwards are compared. ``test_strangers`` runs some of them.
@@ -25,6 +26,7 @@ from meshwright.api import autoparallel
 from meshwright.errors import MeshwrightError
 from tests import backwards
 from tests.bodies import BODIES
+from tests.functions import FUNCTIONS
 from tests.losses import LOSSES
 from tests.nestings import NESTINGS
 from tests.trials import report, unlike
@@ -282,7 +284,7 @@ MODELS: Mapping[str, Case] = {
     "hook of a forward": with_hook(lambda one: one.register_forward_hook),
     "penalized": of(dict, lambda m, x: x, lambda m, y, t, h: (y - t).square().mean() + 0.01 * sum(
         p.abs().sum() for p in m.parameters()) + 0.1 * (m.mid.weight @ m.mid.weight.t()).norm()),
-    **BODIES, **LOSSES, **NESTINGS,
+    **BODIES, **LOSSES, **NESTINGS, **FUNCTIONS,
 }
 """{name: (its parts, its body, its loss)}."""
 

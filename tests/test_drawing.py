@@ -24,7 +24,9 @@ FULL = [
     {"dp": 2, "zero": 3, "recompute": "full"},
 ]
 ALONE = ("unknown operator",)
-NAMES = [name for name in WAYS if name not in ALONE]
+RARE = ("gumbel softmax", "mixed up", "shuffled positions", "reparametrized", "gamma", "geometric, cauchy", "log normal",
+        "random in place", "binomial", "some of the samples")
+NAMES = [name for name in WAYS if name not in (*ALONE, *RARE)]
 GROUPS = [NAMES[start::4] for start in range(4)]
 
 
@@ -33,6 +35,12 @@ def test_what_is_drawn_is_used(pool: Callable[[int], Any], ways: list[str]) -> N
     """Under recomputation, micro-batches, data and tensor parallelism."""
     first = pool(2).run(trained, ways, FULL)
     assert [problems for problems, _ in first] == [[], []]
+
+
+@pytest.mark.parametrize("pins", [{"dp": 2, "zero": 3, "recompute": "full"}, {"tp": 2, "recompute": "full"}], ids=str)
+def test_distributions_and_orders_are_drawn(pool: Callable[[int], Any], pins: dict[str, Any]) -> None:
+    """Samples of distributions, and orders of samples and positions."""
+    assert [problems for problems, _ in pool(2).run(trained, RARE, [pins])] == [[], []]
 
 
 SPLIT = {

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import random
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -76,29 +78,35 @@ def report(
     *, usual: Collection[str], four: Collection[str], judge: Judge = as_they_must,
 ) -> int:
     """Run ``trials(rank, way, [name])`` on two ranks, or ``four``, for each way and name that the arguments ask for (else the
-    ``usual`` ways, ``every`` name), and print what did not come out as it must, with -v all: 1 if there is any. A trial gives
-    [(name, result ...)]; ``document`` is the program's docstring; ``judge``: whether the results of all ranks are as they must
-    be, in words."""
+    ``usual`` ways, ``every`` name; with --drawn each name under one of the ways), and print what did not come out as it must,
+    with -v all, and how many came out how: 1 if there is a fault. A trial gives [(name, result ...)]; ``document`` is the
+    program's docstring; ``judge``: whether the results of all ranks are as they must be, in words."""
     from tests.pool import Pool, WorkerError
 
     parser = parser_of(document, "ways, and parts of names")
     parser.add_argument("-v", action="store_true", help="a line for each trial")
+    parser.add_argument("--drawn", type=int, metavar="SEED", help="each name under one of the ways, drawn")
     given = parser.parse_args(arguments)
     asked = [word for word in given.words if word not in ways]
     names = [name for name in every if not asked or any(word in name for word in asked)]
     if unknown := [word for word in asked if not any(word in name for name in every)]:
         parser.error(f"{unknown[0]!r} is no way ({', '.join(ways)}) and in none of the {len(every)} names")
-    pool, faults, count = Pool(), 0, 0
-    for way in [name for name in given.words if name in ways] or usual:
-        for name in names:
-            try:
-                found = pool.run(4 if way in four else 2, trials, way, [name], timeout=90)
-                good, words = judge([rest if len(rest) > 1 else rest[0] for (_, *rest), in found])
-            except WorkerError as error:
-                good, words = False, [str(error)]
-            count, faults = count + 1, faults + (not good)
-            if not good or given.v:
-                print(f"{way:14} {name:22} {'' if good else 'WRONG: '}{' | '.join(dict.fromkeys(words))}", flush=True)
+    chosen = [word for word in given.words if word in ways] or list(usual)
+    pairs = [(way, name) for way in chosen for name in names]
+    if given.drawn is not None:
+        pairs = [(random.Random(f"{given.drawn} {name}").choice(chosen), name) for name in names]
+    pool, counts = Pool(), Counter[str]()
+    for way, name in pairs:
+        try:
+            found = pool.run(4 if way in four else 2, trials, way, [name], timeout=90)
+            good, words = judge([rest if len(rest) > 1 else rest[0] for (_, *rest), in found])
+        except WorkerError as error:
+            good, words = False, [str(error)]
+        kind = words[0].partition(":")[0]
+        counts[(kind if kind in ("equal", "refused") else "as one process") if good else "not as they must be"] += 1
+        if not good or given.v:
+            print(f"{way:14} {name:22} {'' if good else 'WRONG: '}{' | '.join(dict.fromkeys(words))}", flush=True)
     pool.close()
-    print(f"{count} trials, {faults} not as they must be")
+    faults = counts.setdefault("not as they must be", 0)
+    print(f"{len(pairs)} trials:", ", ".join(f"{count} {kind}" for kind, count in counts.items()))
     return 1 if faults else 0

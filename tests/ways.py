@@ -42,8 +42,8 @@ Trial = tuple[str, str, Callable[[], Any]]
 class Options:
     """What a model may keep its numbers in."""
 
-    def __init__(self) -> None:
-        self.alpha, self.deep = 0.5, {"gains": [1.0, 2.0]}
+    def __init__(self, alpha: float) -> None:
+        self.alpha, self.deep = alpha, {"gains": [1.0, 2.0]}
 
 
 class Layer(nn.Module):
@@ -68,21 +68,22 @@ class Net(nn.Module):
     seen: Tensor
 
     def __init__(
-        self, eps: float = 1e-5, act: str = "gelu", p: float = 0.0, tied: bool = False, shift: float = 0.1, extra: bool = True
+        self, eps: float = 1e-5, act: str = "gelu", p: float = 0.0, tied: bool = False, shift: float = 0.1, extra: bool = True,
+        alpha: float = 0.5, order: Sequence[int] = (0, 1), words: int = 32,
     ) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+        self.embed, self.head, self.order = nn.Embedding(32, 16), nn.Linear(16, words, bias=False), order
         self.layers = nn.ModuleList(Layer(eps, act, p) for _ in range(2))
         if tied:
             self.head.weight = self.embed.weight
         self.register_buffer("shift", torch.full((16,), shift))
         self.register_buffer("seen", torch.zeros(()))
-        self.options, self.extra, self.table = Options(), extra, {"w": [1.0]}
+        self.options, self.extra, self.table = Options(alpha), extra, {"w": [1.0]}
         self.functions: list[Callable[[Tensor], Tensor]] = [_same]
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         x = self.embed(ids) + self.shift * self.table["w"][0]
-        for layer in self.layers:
+        for layer in (self.layers[number] for number in self.order):
             x = self.functions[0](layer(x)) * (2 * self.options.alpha)
         logits = self.head(x) * GAIN * self.options.deep["gains"][0]
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -251,6 +252,10 @@ def plans(rank: int, pins: Mapping[str, Any]) -> list[Trial]:
         ("a loss less", "another model", beside(lambda: make(extra=False))), ("a frozen weight", "the plan", beside(frozen)),
         ("double precision", "the plan", beside(lambda: make().double())),
         ("a loss function", "another model", beside(make, loss_fn=lambda output: output["loss"] * 2)),
+        ("another number", "another model", beside(lambda: make(alpha=0.7))),
+        ("layers in another order", "another model", beside(lambda: make(order=(1, 0)))),
+        ("another precision", "the plan", beside(make, precision="bf16")),
+        ("other heads", "the plan", beside(lambda: make(words=24))),
         ("a contradicting pin", "recompute", beside(make, pins={"recompute": "full"})),
         ("other contents of a buffer", "", runs),
     ]

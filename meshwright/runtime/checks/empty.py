@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.runtime.state.optimizer import nothing_on
+from meshwright.runtime.state.optimizer import Tried, nothing_on
 
 FOR_NOBODY = (
     "an optimizer was made of an empty list of parameters, on every rank; a single process raises as it is made. See which "
@@ -72,7 +72,7 @@ def _as_before() -> None:
 def _told(init: Callable[..., None], told: WeakSet[Made]) -> Any:
     @functools.wraps(init)
     def started(self: Optimizer, params: Any, *args: Any, **kwargs: Any) -> None:
-        if told and not isinstance(params, Tensor):
+        if told and not isinstance(params, Tensor | Tried):
             params = list(params)
             for made in told:
                 made.of_nothing.append(not params)

@@ -155,6 +155,10 @@ def _as_made(one: Any, have: Any, parameter: Tensor) -> bool:
     return have.shape == tuple(n if size == of else size for n, size, of in zip(parameter.shape, one.shape, small, strict=True))
 
 
+class Tried(list[nn.Parameter]):
+    """The parameters of an optimizer that is made to be looked at, and not told of."""
+
+
 _SMALL = (2, 3, 5, 7, 11, 13)
 """Sizes of a parameter that a step is tried on."""
 
@@ -173,7 +177,7 @@ def _made(
     small.grad = torch.zeros_like(small)
     try:
         with torch.no_grad():
-            tried = kind([small], **options)
+            tried = kind(Tried([small]), **options)
             early = small in tried.state
             inspect.unwrap(kind.step)(tried)  # without the hooks of users
     except Exception:  # it wants a closure, sparse gradients, other shapes: whatever it is, its first step says so too
