@@ -53,11 +53,13 @@ def several_optimizers(model: Any, batches: Any) -> None:
 
 
 def by_layer(model: Any, batches: Any) -> None:
-    """Rates that decay by the layer: a group for each."""
+    """Rates by the layer's number, which its name says: a group for each. (The number of groups so far is another on every
+    stage of a pipeline, as README says.)"""
     groups: dict[str, dict[str, Any]] = {}
     for name, p in model.named_parameters():
         layer = name.split(".")[1] if name.startswith("layers") else "rest"
-        groups.setdefault(layer, {"params": [], "lr": 0.01 * (1 + len(groups)), "weight_decay": 0.1})["params"].append(p)
+        rate = 0.01 * (2 + int(layer)) if layer.isdigit() else 0.01
+        groups.setdefault(layer, {"params": [], "lr": rate, "weight_decay": 0.1})["params"].append(p)
     optimizer = AdamW(list(groups.values()), eps=1e-3)
     for step in range(2):
         learn(model, optimizer, batches(step))

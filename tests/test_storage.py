@@ -93,6 +93,15 @@ def test_files_are_named_within_the_folder(tmp_path: Path) -> None:
         read_index(tmp_path)
 
 
+def test_another_format_is_named(tmp_path: Path) -> None:
+    """Not called damaged: who wrote it can read it."""
+    write_index(tmp_path, Index({}, {}, {}))
+    data = json.loads((tmp_path / storage.INDEX).read_text())
+    (tmp_path / storage.INDEX).write_text(json.dumps({**data, "meshwright": 1}))
+    with pytest.raises(CheckpointError, match="of format 1, this version reads 2"):
+        read_index(tmp_path)
+
+
 class Bomb:
     """A pickle that makes a folder when it is read."""
 

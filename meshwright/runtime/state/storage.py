@@ -49,7 +49,8 @@ from meshwright.errors import CheckpointError, MissingCheckpointError
 from meshwright.ir.sharding import DTYPE_NAMES, DTYPES
 
 INDEX = "checkpoint.json"
-VERSION = 1
+VERSION = 2
+"""Of the index. 1: an optimizer's groups did not say which states their parameters had."""
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 _KINDS: Mapping[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -113,7 +114,8 @@ def read_index(folder: Path) -> Index:
         data = json.loads(path.read_bytes())
         found = data.pop("digest")
         if data["meshwright"] != VERSION:
-            raise CheckpointError(f"checkpoint {folder} is of format {data['meshwright']!r}, this version reads {VERSION}")
+            raise CheckpointError(f"checkpoint {folder} is of format {data['meshwright']!r}, this version reads {VERSION}: "
+                                  f"load it with the meshwright that wrote it, and keep its full_state_dict()")
         if found != _digest(data):
             raise CheckpointError(f"checkpoint {folder} is damaged: {INDEX} was altered after it was written; take another one")
         index = Index(
