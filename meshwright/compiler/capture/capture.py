@@ -226,8 +226,8 @@ _REMEDIES = (
 
 def _explain(error: Exception, model: nn.Module, shadow: nn.Module) -> CaptureError:
     module, source = failing_frame(error, shadow)
-    kept = next((behind for behind in behind(error) if isinstance(behind, NotKeptError)), None)
-    function = next((note.removeprefix(IN_FUNCTION) for behind in behind(error) for note in getattr(behind, "__notes__", ())
+    kept = next((one for one in behind(error) if isinstance(one, NotKeptError)), None)
+    function = next((note.removeprefix(IN_FUNCTION) for one in behind(error) for note in getattr(one, "__notes__", ())
                      if note.startswith(IN_FUNCTION)), "")
     inside = dict(model.named_modules()).get(module, model)
     where = f"module {module or '(root)'!r} ({type(inside).__name__})" + (f" at {source}" if source else "")

@@ -31,8 +31,8 @@ from meshwright.compiler.solver.search import Progress, Search, infeasible, shar
 __all__ = ["Beaten", "BlockModel", "Chain", "Edge", "Hint", "Infeasible", "Kind", "Solution", "evaluate", "prune", "solve"]
 
 SMALL, NODES = 5_000, 20
-"""Variables of the flow program up to which it may close a remaining gap, and the nodes that it may visit: most that it closes
-close at the first few."""
+"""Variables of the flow program up to which it may close a remaining gap, and the nodes that it may visit of so many, more of
+fewer (``_nodes``): most that it closes close at the first few."""
 BRANCHED = 2.0
 """With a solution at hand, branching may take so many times what the relaxation took: it only proves, or improves a little."""
 
@@ -101,7 +101,7 @@ def _last_resort(root: Search, error: Infeasible, gap: float) -> Solution:
     """
     if error.bound <= root.chain.capacity and not root.late and flow_size(root.chain) <= SMALL:
         with suppress(Infeasible):  # nothing found is no proof: the certificate below stays as it is
-            found = flow_mip(root.chain, nodes=NODES, precision=gap / 2)
+            found = flow_mip(root.chain, nodes=_nodes(root.chain), precision=gap / 2)
             if found.bytes_ + found.transient <= root.chain.capacity:
                 return replace(found, status="optimal" if found.gap <= gap else "gap")
     if error.solution is None and root.lightest is not None:
@@ -204,13 +204,18 @@ def _children(
             yield max(bound, value), more
 
 
+def _nodes(chain: Chain) -> int:
+    """Nodes that the flow program of a small chain may visit, whose work goes with its size."""
+    return round(NODES * SMALL / max(flow_size(chain), 1.0))
+
+
 def _polish(root: Search, solution: Solution) -> Solution:
     """Close the gap of a small chain by the flow program; the better incumbent and the better bound."""
     chain, gap = root.chain, root.gap
     if root.late or flow_size(chain) > SMALL:
         return solution
     try:
-        other = flow_mip(chain, nodes=NODES, precision=gap / 2)
+        other = flow_mip(chain, nodes=_nodes(chain), precision=gap / 2)
     except Infeasible:
         return solution
     fits = other.bytes_ + other.transient <= chain.capacity
