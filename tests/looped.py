@@ -63,6 +63,16 @@ def clip(model: Any, norm: float) -> Tensor:
     return own(norm) if own else nn.utils.clip_grad_norm_(model.parameters(), norm)  # type: ignore[no-any-return]
 
 
+def scale_and_step(model: Any, optimizer: Any, scaler: Any, loss: Any) -> None:
+    """A backward and a step by a GradScaler, clipped."""
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    clip(model, 0.5)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
 def learn(model: Any, optimizer: Any, given: Mapping[str, Tensor]) -> float:
     """A step; the loss."""
     loss = model(**given)["loss"]

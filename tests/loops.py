@@ -29,7 +29,7 @@ from tests import looped
 from tests.equality import captured_once
 from tests.habits import ALL, DEFERRED, HABITS, RUNS
 from tests.idioms import IDIOMS
-from tests.looped import Loop, Net, adamw, batch, clip, learn, whole
+from tests.looped import Loop, Net, adamw, batch, learn, scale_and_step, whole
 from tests.resumed import RESUMED
 from tests.strangers import FOUR, WAYS
 from tests.trials import State, judged, report
@@ -125,12 +125,7 @@ def scaled(model: Any, batches: Any) -> Any:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     for step in range(4):
         loss = model(**batches(step))["loss"] * (float("inf") if step == 1 else 1.0)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        clip(model, 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+        scale_and_step(model, optimizer, scaler, loss)
         said.append(scaler.get_scale())
     return said
 

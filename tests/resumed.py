@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
-from tests.looped import Loop, adamw, clip, learn
+from tests.looped import Loop, adamw, learn, scale_and_step
 
 Made = tuple[Any, Any]
 """An optimizer, and what has a state dict beside it (a schedule, a scaler) or None."""
@@ -79,12 +79,7 @@ def plainly(model: Any, optimizer: Any, beside: Any, given: Any) -> float:
 def scaling(model: Any, optimizer: Any, scaler: Any, given: Any) -> float:
     """A step by a GradScaler."""
     loss = model(**given)["loss"]
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    clip(model, 0.5)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
+    scale_and_step(model, optimizer, scaler, loss)
     return loss.item() * scaler.get_scale()  # type: ignore[no-any-return]
 
 
