@@ -42,7 +42,7 @@ from meshwright.cost.memory.saved import saved_beside, saved_for_backward
 from meshwright.cost.memory.working import beside_output, copied, held_outputs, run_as, space
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph, Op
-from meshwright.ir.mesh import TENSOR
+from meshwright.ir.mesh import TENSOR, Mesh
 from meshwright.ir.plan import PlanError, Schedule
 from meshwright.ir.program import JOINED
 from meshwright.ir.rule import OpRule, Placed, place
@@ -193,8 +193,9 @@ class Builder:
         unary = np.zeros((len(found), RESOURCES))
         for row, assignment, where in zip(unary, found, placed, strict=True):
             fused = self.fused[op.name]
-            row[:] = called(op, rule, assignment, where, operator, self.graph, self.costs, fused, read, made, times)
-            run, work = run_as(op, rule, assignment, where, operators, self.graph, self.mesh, (read, made))
+            work = work_of(op, self.graph, where, self.mesh, read, made)
+            row[:] = called(op, rule, assignment, operator, work, self.graph, self.costs, fused, read, times)
+            run, work = run_as(op, rule, assignment, where, operators, self.graph, self.mesh, (read, made), work)
             row[SAVED] = sum(self.tables.bytes(op.outputs[index], where.results[index]) for index in saved) + (
                 saved_beside(run, work) + copied(op, rule, where, self.graph, self.mesh, self.costs.itemsize) if flows else 0.0
             )
@@ -330,14 +331,20 @@ class Builder:
         return float(sum(numel for numel in found.values() if numel <= JOINED))
 
 
+def work_of(
+    op: Op, graph: Graph, where: Placed, mesh: Mesh, read: Sequence[tuple[int, ...]], made: Sequence[tuple[int, ...]]
+) -> Work:
+    """A call's work on local shapes. ``where``: the shardings; ``read``, ``made``: shapes before they are split."""
+    return Work.of(op, graph, local_shapes(where, read, mesh, False), local_shapes(where, made, mesh, True))
+
+
 def called(
-    op: Op, rule: OpRule, assignment: Mapping[str, str], where: Placed, operator: Operator, graph: Graph, costs: Costs,
-    fused: Fused | None, read: Sequence[tuple[int, ...]], made: Sequence[tuple[int, ...]], times: int,
+    op: Op, rule: OpRule, assignment: Mapping[str, str], operator: Operator, work: Work, graph: Graph, costs: Costs,
+    fused: Fused | None, read: Sequence[tuple[int, ...]], times: int,
 ) -> Array:
     """Resources of a call under an assignment, which runs so often a step; what it saves is what is neither an operand nor a
-    result. ``where``: the shardings; ``read``, ``made``: shapes of operands and results before they are split."""
+    result. ``work``: on local shapes; ``read``: shapes of the operands before they are split."""
     row = np.zeros(RESOURCES)
-    work = Work.of(op, graph, local_shapes(where, read, costs.mesh, False), local_shapes(where, made, costs.mesh, True))
     seconds = priced(op, rule, assignment, operator, work, graph, costs, fused, read)
     row[[FORWARD, BACKWARD, HOST, HOST_BACK, SEND, SEND_BACK]] = np.array(seconds) * times
     row[SAVED] = saved_beside(operator, work)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.compiler.placement.blockmodel import called
+from meshwright.compiler.placement.blockmodel import called, work_of
 from meshwright.compiler.placement.choices import Scope, choices
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, RESOURCES, SAVED, SEND, SEND_BACK, Costs
 from meshwright.compiler.placement.problem import AHEAD
@@ -37,9 +37,8 @@ from meshwright.compiler.placement.rows import (
     call_key,
     over_all,
 )
-from meshwright.compiler.structure.activations import local_shapes
 from meshwright.cost.memory.working import copied
-from meshwright.ir.declared.operator import Operator, Work
+from meshwright.ir.declared.operator import Operator
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import SEQUENCE
 from meshwright.ir.plan import Schedule
@@ -62,7 +61,8 @@ class Ranks:
         """Where operands and results lie, and the resources of a micro-batch."""
         op, mesh = mixture.op, self.costs.mesh
         where = place(rule, assignment, mesh, [self.graph.values[name].differentiable for name in op.inputs])
-        found = called(op, rule, assignment, where, operator, self.graph, self.costs, None, *mixture.shapes, 1)
+        work = work_of(op, self.graph, where, mesh, *mixture.shapes)
+        found = called(op, rule, assignment, operator, work, self.graph, self.costs, None, mixture.shapes[0], 1)
         if not any(self.graph.values[name].differentiable for name in op.outputs):
             found[SAVED] = 0.0
         else:
@@ -81,9 +81,8 @@ class Ranks:
     def weights(self, mixture: Mixture, operator: Operator, where: Placed, assignment: Mapping[str, str]) -> float:
         """Seconds of a micro-batch's backward that only weights wait for."""
         op, graph = mixture.op, self.graph
-        mesh, (read, made) = self.costs.mesh, mixture.shapes
         weights = {param.value for param in graph.params if param.trainable}
-        both = Work.of(op, graph, local_shapes(where, read, mesh, False), local_shapes(where, made, mesh, True))
+        both = work_of(op, graph, where, self.costs.mesh, *mixture.shapes)
         return self.costs.waited_for(op, operator, assignment, both, weights)
 
 

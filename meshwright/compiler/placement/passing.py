@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from meshwright.compiler.placement.blockmodel import called
+from meshwright.compiler.placement.blockmodel import called, work_of
 from meshwright.compiler.placement.costs import SEND, SEND_BACK, Costs
 from meshwright.compiler.structure.activations import body_shapes, operand_shapes
 from meshwright.ir.graph import Graph, Op
@@ -43,5 +43,6 @@ def _waits(
     assignment = {context: algorithm, **({tensor: heads} if heads is not None and costs.mesh.size(tensor) > 1 else {})}
     where = place(rule, assignment, costs.mesh, [graph.values[name].differentiable for name in op.inputs])
     read, made = operand_shapes(op, graph, rule, schedule), [shapes[name] for name in op.outputs]
-    row = called(op, rule, assignment, where, rules.operators[op.target], graph, costs, None, read, made, 1)
+    work = work_of(op, graph, where, costs.mesh, read, made)
+    row = called(op, rule, assignment, rules.operators[op.target], work, graph, costs, None, read, 1)
     return float(row[SEND] + row[SEND_BACK])

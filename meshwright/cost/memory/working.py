@@ -28,20 +28,17 @@ Shapes = Sequence[tuple[int, ...]]
 
 def run_as(
     op: Op, rule: OpRule, assignment: Mapping[str, str], where: Placed, operators: Operators, graph: Graph, mesh: Mesh,
-    shapes: tuple[Shapes, Shapes],
+    shapes: tuple[Shapes, Shapes], work: Work,
 ) -> tuple[Operator, Work]:
-    """The operator that a rank runs for a call, and its work: where an algorithm splits the call, what the program calls in its
-    place (``OpRule.localize``) on the first rank. ``shapes``: of operands and results before they are split."""
-    read, made = (
-        [sharding.local_shape(shape, mesh) for sharding, shape in zip(ends, whole, strict=True)]
-        for ends, whole in zip((where.operands, where.results), shapes, strict=True)
-    )
-    target, call = op.target, op
-    if rule.localize is not None and any(name in rule.algorithms for name in assignment.values()):
-        local = Local(mesh, dict.fromkeys(mesh.axes, 0), assignment, where, tuple(shapes[0]), tuple(shapes[1]))
-        target, args, kwargs = rule.localize(op, local)
-        call = replace(op, target=target, args=args, kwargs=tuple(pair for pair in kwargs if pair[0] != DRAW))
-    return operators[target], Work.of(call, graph, read, made)
+    """The operator that a rank runs for a call of so much ``work``, and its own: where an algorithm splits the call, what the
+    program calls in its place (``OpRule.localize``) on the first rank. ``shapes``: of operands and results before they are
+    split."""
+    if rule.localize is None or not any(name in rule.algorithms for name in assignment.values()):
+        return operators[op.target], work
+    local = Local(mesh, dict.fromkeys(mesh.axes, 0), assignment, where, tuple(shapes[0]), tuple(shapes[1]))
+    target, args, kwargs = rule.localize(op, local)
+    call = replace(op, target=target, args=args, kwargs=tuple(pair for pair in kwargs if pair[0] != DRAW))
+    return operators[target], Work.of(call, graph, list(work.operands), list(work.results))
 
 
 def space(operator: Operator, work: Work, assignment: Mapping[str, str], mesh: Mesh, split: bool, later: float = 0.0) -> float:
