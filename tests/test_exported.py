@@ -184,10 +184,13 @@ def test_a_process_without_the_model_goes_on_to_the_last_bit(pool: Callable, fol
 
 
 # ------------------------------------------------------------------------------------------------------------------ mutants
-def sealed(path: Path) -> None:
+def seal(path: Path, plan: bool = True, state: bool = False) -> None:
     """The checksums of an altered folder made right: what a forger would do."""
     index = json.loads((path / "export.json").read_text())
-    index["plan"] = hashlib.sha256((path / "plan.json").read_bytes()).hexdigest()
+    if plan:
+        index["plan"] = hashlib.sha256((path / "plan.json").read_bytes()).hexdigest()
+    if state:
+        index["state"] = hashlib.sha256((path / "state" / "checkpoint.json").read_bytes()).hexdigest()
     index["digest"] = digest({key: value for key, value in index.items() if key != "digest"})
     (path / "export.json").write_text(json.dumps(index))
 
@@ -225,10 +228,9 @@ def test_mutants_are_refused_or_legal(folder: Path, tmp_path: Path, name: str, f
         (path / file).write_text(json.dumps(data))
         if forged and isinstance(data, dict):
             if file == "plan.json":
-                sealed(path)
+                seal(path)
             else:
-                rest = {key: value for key, value in data.items() if key != "digest"}
-                (path / file).write_text(json.dumps({**data, "digest": digest(rest)}))
+                seal(path, plan=False)
         same = json.loads((path / file).read_text()) == json.loads(text[file])
         found["same" if same else outcome(path)] += 1
     assert found["refused"] > (36 if forged else 54)

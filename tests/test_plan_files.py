@@ -201,6 +201,8 @@ def mutant(data: dict[str, Any], generator: random.Random) -> dict[str, Any]:
     data = copy.deepcopy(data)
     for _ in range(generator.choice((1, 1, 1, 2, 3))):
         found = list(places(data))
+        if not found:  # the last one was deleted
+            break
         holder, key = generator.choice(found)
         other, elsewhere = generator.choice(found)
         kind = generator.randrange(8)

@@ -3,6 +3,8 @@ one process. Equal, or refused by an error of our own; nothing else.
 
     python -m tests.vision                 every family, two processes and four; a line each
     python -m tests.vision swinv2 hiera    these
+    python -m tests.vision --drop beit     with drop paths and dropout, which no other process draws alike: trained to finite
+                                           numbers that all ranks agree on, and from then on equal in eval()
 
 In double precision: batch norms over four samples of one pixel each make of a rounding what no tolerance separates from a
 fault. ``test_vision`` runs some of them.
@@ -10,6 +12,8 @@ fault. ``test_vision`` runs some of them.
 
 from __future__ import annotations
 
+import copy
+import math
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +30,13 @@ from tests.equality import captured_once, differences
 from tests.trials import parser_of
 
 BATCH, LABELS = 4, 5
+DROP = 0.3
+"""The rate of drop paths and dropout where they are asked for."""
 Case = tuple[nn.Module, dict[str, Any]]
+Make = Callable[[bool], Case]
+"""Whether things are dropped -> the model and its batch."""
 PLANS: Mapping[int, Sequence[Mapping[str, Any]]] = {
-    2: [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 3, "microbatches": 2}],
+    2: [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 3, "microbatches": 2}, {}],
     4: [{"dp": 2, "tp": 2}],
 }
 
@@ -44,11 +52,22 @@ class Distance(nn.Module):
         return {"loss": F.mse_loss(self.model(**inputs)[self.result], wanted)}
 
 
-def _classify(family: str, size: int = 32, **config: Any) -> Callable[[], Case]:
-    def make() -> Case:
+def _dropping(config: Mapping[str, Any], drop: bool) -> dict[str, Any]:
+    """The options, with the rates at which something is dropped."""
+    if not drop:
+        return dict(config)
+    def rate(old: Any) -> Any:
+        return [DROP] * len(old) if isinstance(old, list) else 1 if isinstance(old, int) else DROP  # LeViT's is a whole number
+
+    return {key: rate(value) if "drop" in key else value for key, value in config.items()}
+
+
+def _classify(family: str, size: int = 32, **config: Any) -> Make:
+    def make(drop: bool) -> Case:
         import transformers as hf
 
-        model = getattr(hf, f"{family}ForImageClassification")(getattr(hf, f"{family}Config")(num_labels=LABELS, **config))
+        options = getattr(hf, f"{family}Config")(num_labels=LABELS, **_dropping(config, drop))
+        model = getattr(hf, f"{family}ForImageClassification")(options)
         return model, {"pixel_values": torch.randn(BATCH, 3, size, size), "labels": torch.randint(0, LABELS, (BATCH,))}
 
     return make
@@ -56,11 +75,11 @@ def _classify(family: str, size: int = 32, **config: Any) -> Callable[[], Case]:
 
 def _distance(
     family: str, size: int = 32, head: str = "Model", result: str = "last_hidden_state", **config: Any
-) -> Callable[[], Case]:
-    def make() -> Case:
+) -> Make:
+    def make(drop: bool) -> Case:
         import transformers as hf
 
-        model = getattr(hf, family + head)(getattr(hf, f"{family}Config")(**config))
+        model = getattr(hf, family + head)(getattr(hf, f"{family}Config")(**_dropping(config, drop)))
         inputs = {"pixel_values": torch.randn(BATCH, 3, size, size)}
         if "Detr" in family:
             inputs["pixel_mask"] = torch.ones(BATCH, size, size, dtype=torch.int64)
@@ -71,23 +90,23 @@ def _distance(
     return make
 
 
-def _segment() -> Case:
+def _segment(drop: bool) -> Case:
     import transformers as hf
 
-    model = hf.SegformerForSemanticSegmentation(hf.SegformerConfig(num_labels=LABELS, **_SEGFORMER))
+    model = hf.SegformerForSemanticSegmentation(hf.SegformerConfig(num_labels=LABELS, **_dropping(_SEGFORMER, drop)))
     return model, {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.randint(0, LABELS, (BATCH, 32, 32))}
 
 
-def _masked() -> Case:
+def _masked(drop: bool) -> Case:
     import transformers as hf
 
     decoder = {"decoder_hidden_size": 32, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 4}
-    model = hf.ViTMAEForPreTraining(hf.ViTMAEConfig(**_VIT, **decoder, decoder_intermediate_size=64))
+    model = hf.ViTMAEForPreTraining(hf.ViTMAEConfig(**_dropping(_VIT, drop), **decoder, decoder_intermediate_size=64))
     return model, {"pixel_values": torch.randn(BATCH, 3, 16, 16), "noise": torch.rand(BATCH, 16)}
 
 
-def _detr(family: str) -> Callable[[], Case]:
-    def make() -> Case:
+def _detr(family: str) -> Make:
+    def make(drop: bool) -> Case:
         import transformers as hf
 
         backbone = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic",
@@ -96,7 +115,7 @@ def _detr(family: str) -> Callable[[], Case]:
             family, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
             encoder_ffn_dim=32, decoder_ffn_dim=32, num_queries=5, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
             backbone_config=backbone, backbone=None, use_timm_backbone=False, use_pretrained_backbone=False,
-        )()
+        )(drop)
 
     return make
 
@@ -123,7 +142,7 @@ _TWO: Mapping[str, Any] = {"depth": [1, 2], "mlp_ratio": [2.0] * 2, "qkv_bias": 
 _CONVNEXT: Mapping[str, Any] = {"hidden_sizes": [8, 16, 16, 16], "depths": [1] * 4, "drop_path_rate": 0.0}
 _STAGES: Mapping[str, Any] = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
 
-FAMILIES: Mapping[str, Callable[[], Case]] = {
+FAMILIES: Mapping[str, Make] = {
     "cvt": _classify(
         "Cvt", **_TWO, patch_sizes=[7, 3], patch_stride=[4, 2], patch_padding=[2, 1], embed_dim=[16, 32], num_heads=[1, 2],
         cls_token=[False, True], drop_path_rate=[0.0] * 2, attention_drop_rate=[0.0] * 2, kernel_qkv=[3] * 2,
@@ -183,28 +202,28 @@ FAMILIES: Mapping[str, Callable[[], Case]] = {
 }
 
 
-def make(name: str) -> Case:
+def make(name: str, drop: bool = False) -> Case:
     """The named case, the same on every call and rank."""
     torch.manual_seed(1)
-    model, batch = FAMILIES[name]()
+    model, batch = FAMILIES[name](drop)
     return model.double().train(), {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
 
 
-def outcomes(rank: int, name: str, world: int) -> list[str]:
+def outcomes(rank: int, name: str, world: int, drop: bool = False) -> list[str]:
     """"equal", "refused: ..." or what is wrong, for each of the world's plans."""
-    model, batch = make(name)
+    model, batch = make(name, drop)
     found = []
-    with captured_once(name, double=True):
+    with captured_once(f"{name}, dropping" if drop else name, double=True):
         for pins in PLANS[world]:
 
             def build(pins: Mapping[str, Any] = pins) -> nn.Module:
                 return autoparallel(model, init_device_mesh("cpu", (world,)), ((), batch), pins=dict(pins), progress=False)
 
             try:
-                problems = differences(rank, model, batch, {"": build})
+                problems = _drawn(model, batch, build) if drop else differences(rank, model, batch, {"": build})
                 found.append("; ".join(["WRONG", *problems[:3]]) if problems else "equal")
-            except RuntimeError as error:
-                cause = error.__cause__
+            except (MeshwrightError, RuntimeError) as error:
+                cause = error.__cause__ or error
                 if not isinstance(cause, MeshwrightError):
                     found.append(f"RAW: {''.join(traceback.format_exception(cause)[-4:])}")
                     break  # the other ranks may wait in a collective
@@ -212,19 +231,46 @@ def outcomes(rank: int, name: str, world: int) -> list[str]:
     return found
 
 
+def _drawn(model: nn.Module, batch: Mapping[str, Any], build: Callable[[], Any]) -> list[str]:
+    """What is wrong with training that drops things, and with eval() after it."""
+    parallel = build()
+    optimizer = torch.optim.SGD(parallel.parameters(), 0.01)
+    losses = []
+    for _ in range(2):
+        loss = parallel(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    everybody: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everybody, losses)
+    problems = [] if all(one == losses for one in everybody) else [f"the ranks have other losses: {everybody}"]
+    problems += [] if all(math.isfinite(one) for one in losses) else [f"no numbers: {losses}"]
+    problems += [] if losses[0] != losses[1] else ["nothing was learned or drawn"]
+    alone, state = copy.deepcopy(model).eval(), parallel.full_state_dict()
+    with torch.no_grad():
+        loss = parallel.eval()(**batch)["loss"].item()
+        if not state:  # it is on rank 0
+            return problems
+        alone.load_state_dict(state)
+        wanted = alone(**batch)["loss"].item()
+    return problems + ([] if math.isclose(wanted, loss, rel_tol=1e-6) else [f"eval() gives {loss} instead of {wanted}"])
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print a line for each family and plan; 1 if one of them is neither equal nor refused."""
     from tests.pool import Pool, WorkerError
 
     parser = parser_of(__doc__, f"families: {', '.join(FAMILIES)}")
-    names = parser.parse_args(arguments).words
-    if unknown := sorted({*names} - {*FAMILIES}):
+    parser.add_argument("--drop", action="store_true", help="with drop paths and dropout")
+    asked = parser.parse_args(arguments)
+    if unknown := sorted({*asked.words} - {*FAMILIES}):
         parser.error(f"{unknown[0]!r} is none of the families")
     pool, faults = Pool(), 0
-    for name in names or FAMILIES:
+    for name in asked.words or FAMILIES:
         for world, plans in PLANS.items():
             try:
-                found = pool.run(world, outcomes, name, world, timeout=600)
+                found = pool.run(world, outcomes, name, world, asked.drop, timeout=600)
             except WorkerError as error:
                 found = [[f"RAW: {error}"]]
             for pins, *said in zip(plans, *found, strict=False):
