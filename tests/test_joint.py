@@ -338,6 +338,20 @@ def test_the_gap_widens_as_the_limit_is_spent() -> None:
         assert run._cutoff == pytest.approx(fastest * (1 - gap))
 
 
+def test_pipelines_that_look_better_at_a_glance_are_solved_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds say little of which pipeline is fast where micro-batches are few; in the same time a better one is found."""
+    found = []
+    for looks in (Sweep._looks_better, lambda sweep, node: False):
+        monkeypatch.setattr(Sweep, "_looks_better", looks)
+        run = search(llama(24, 1024, 96), "a10g:12x4", 6 * GIB, limit=2.0)
+        run.begin()
+        run.rest()
+        found.append(run.solved[0])
+    assert found[0].candidate.pp > 1
+    assert found[0].seconds < 0.85 * found[1].seconds
+    assert all(run.bound <= one.seconds for one in found)
+
+
 def test_one_node_and_a_model_of_1_3_billion_is_data_parallel() -> None:
     graph = llama(24, 2048, 64, 2048, 51200, 5504)
     run = search(graph, "a100:1x8", 77 * GIB, limit=SECONDS)

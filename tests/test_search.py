@@ -7,6 +7,7 @@ import random
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,6 +244,31 @@ def test_of_plans_that_are_not_told_apart_the_one_that_loses_least_is_taken(monk
     assert "0.50 to 4.00 times" in taken.notes[-1]
     monkeypatch.setattr(search, "spread", lambda cluster, mesh: Spread(0.5, 2.0))
     assert searched(graph, where, pins).mesh == fastest.mesh
+
+
+def test_a_pipeline_that_recomputes_is_made_if_it_is_nearly_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its program may leave room to recompute less: of two within ``_FREED`` the first, none that recomputes nothing."""
+
+    def counted(seconds: float, pp: int, recompute: str) -> Any:
+        return SimpleNamespace(seconds=seconds, candidate=SimpleNamespace(pp=pp), recompute=("none", recompute))
+
+    first, *others = counted(1.0, 1, "none"), counted(1.005, 2, "none"), counted(1.01, 2, "full"), counted(1.015, 4, "full")
+    sweep = SimpleNamespace(task=SimpleNamespace(recompute=("none", "full")), open=[first, *others], results=[])
+
+    def take(found: Any, made: Any, refined: bool) -> None:
+        sweep.open.remove(found)
+        sweep.results.append(made)
+
+    def plan_of(found: Any, *_: Any) -> Any:
+        return SimpleNamespace(seconds=found.seconds - 0.03 * (found.candidate.pp > 1))
+
+    sweep.take = take
+    monkeypatch.setattr(search, "_plan_of", plan_of)
+    for spare, expected, left in ((0, 1.0, others), (1, 0.98, [others[0], others[2]])):
+        best = search._made(sweep, None, Timing(), None, spare)  # type: ignore[arg-type]
+        assert best is not None
+        assert best.seconds == pytest.approx(expected)
+        assert sweep.open == left
 
 
 def test_a_plan_priced_again_leaves_as_much_free() -> None:

@@ -129,6 +129,26 @@ def test_search_is_bounded_and_close_where_brute_force_can_tell(
     assert np.mean(ratios) < 1.02
 
 
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s)))
+def test_a_glance_tells_what_a_cut_takes(setting: tuple[str, int, int, int]) -> None:
+    """Seconds of one of all cuts, which fits, by brute force; not much more than the best takes, and inf where none fits."""
+    name, pp, v, m = setting
+    table, nothing = schedule_table(name, pp, v, m), OutsideSeconds.nothing(10)
+    ratios = []
+    for seed in range(4):
+        units = random_units(10, seed)
+        known = Intervals.of([units], range(11))
+        for capacity in (math.inf, tight_memory(units, setting), 0.1):
+            every = [option[2] for option in brute_force([units], name, pp, v, m, capacity)]
+            seen = stages.glance(known, table, np.full(pp, capacity), True, nothing)
+            assert seen == math.inf or min(abs(seen / seconds - 1) for seconds in every) < 1e-9
+            if capacity == math.inf:
+                ratios.append(seen / every[0])
+            assert every or seen == math.inf
+    assert np.mean(ratios) < 1.25
+    assert stages.glance(known, schedule_table("1f1b", 11, 1, 11), np.full(11, math.inf), True, nothing) == math.inf
+
+
 @pytest.mark.parametrize("setting", [("1f1b", 3, 1, 6), ("interleaved1f1b", 2, 2, 4)], ids=["1f1b", "interleaved"])
 def test_options_are_chosen_with_the_cut(setting: tuple[str, int, int, int]) -> None:
     name, pp, v, m = setting

@@ -177,6 +177,18 @@ class Evaluator:
             found.append(self._result(candidate, degrees, zero, placement, units, variants[0], recompute, own, crossing, table))
         return min(found, key=lambda one: one.seconds)
 
+    def glance(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement) -> float:
+        """Seconds of a pipeline's step without a search for its cut; inf where it does not fit so."""
+        variants, _ = self._variants(candidate, degrees, zero, placement)
+        crossing, table = self._places(self._crossing(degrees, placement)), self.table(candidate)
+        positions = stages.positions_of(crossing)
+        columns = np.array([(*_columns(one), one.pending) for one in variants]).transpose(1, 0, 2)
+        units = Intervals.of_columns(columns[[0, 1, 2, 3, 4, 6]], columns[5], crossing, crossing, positions)
+        room = self.room(candidate, placement, self.capacity + self._twice(candidate, degrees, zero, placement))
+        self.work["stage glanced at"] += candidate.stages
+        outside = self._outside(candidate, placement, variants[0]).at(positions)
+        return stages.glance(units, table, room, not self.costs.waits(candidate.schedule), outside)
+
     def _lightened(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, cuts: stages.Cuts, table: Table,
         room: Array, recompute: Sequence[str],

@@ -37,6 +37,8 @@ REMEDY_SECONDS = 5.0
 """Nominal limits of a search: for the plan, and for what would fit if a pin were dropped."""
 TIED = 0.02
 """Certificates that are no wider tell no two plans apart: of these the one is taken that loses least in the worst case."""
+_FREED, _SPARE = 0.02, 1
+"""What recomputes may take less by this part once its memory is replayed; so many are made into plans for it (chosen)."""
 _TIE = 1e-4
 """A plan made later must be faster by this part."""
 _DROPPED = (
@@ -74,7 +76,7 @@ def best_plan(task: Task, fits: Fits, limit: float, *, timing: Timing, progress:
     if swept:
         sweep.rest()
         timing.mark("search")
-    best = _made(sweep, fits, timing, refined)
+    best = _made(sweep, fits, timing, refined, spare=_SPARE)
     if best is None:
         raise sweep.refusal()
     return _chosen(best, sweep, fits, timing, refined)
@@ -137,16 +139,23 @@ def _bare(error: NoBetterError | OutOfMemoryError) -> NoBetterError | OutOfMemor
     return error.with_traceback(None)
 
 
-def _made(sweep: Sweep, fits: Fits, timing: Timing, refined: Refined) -> Result | None:
-    """Of what the sweep found that of least time, made into a plan; None if there is none."""
+def _made(sweep: Sweep, fits: Fits, timing: Timing, refined: Refined, spare: int = 0) -> Result | None:
+    """Of what the sweep found that of least time, made into a plan; None if there is none. ``spare``: so many that are counted
+    slower by ``_FREED`` at most are made too, if they recompute: their programs may leave room for less."""
     plans = Plans(sweep.task)
     best: Result | None = None
     for one in sweep.results:
         best = one if best is None or one.seconds < best.seconds * (1 - 1e-9) else best
-    while sweep.open and (best is None or sweep.open[0].seconds < best.seconds):
+    while sweep.open:
+        to_beat = math.inf if best is None else best.seconds
         found = sweep.open[0]
+        if found.seconds >= to_beat:
+            close = (one for one in sweep.open if one.seconds < to_beat * (1 + _FREED) and _recomputes(one, sweep))
+            closest = next(close, None) if spare else None
+            if closest is None:
+                break
+            found, spare = closest, spare - 1
         try:
-            to_beat = math.inf if best is None else best.seconds
             made = _plan_of(found, sweep, plans, fits, timing, to_beat, refined)
             sweep.take(found, made, found.candidate.pp == 1)
             if best is None or made.seconds < best.seconds * (1 - _TIE):
@@ -155,6 +164,11 @@ def _made(sweep: Sweep, fits: Fits, timing: Timing, refined: Refined) -> Result 
             sweep.take(found, error, found.candidate.pp == 1)
         timing.mark("plan")
     return best
+
+
+def _recomputes(one: Evaluation, sweep: Sweep) -> bool:
+    """Whether a pipeline recomputes more than it must."""
+    return one.candidate.pp > 1 and set(one.recompute) != {sweep.task.recompute[0]}
 
 
 def _chosen(best: Result, sweep: Sweep, fits: Fits, timing: Timing, refined: Refined) -> Plan:

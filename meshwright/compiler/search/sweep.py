@@ -9,6 +9,10 @@
     second dive       the best pipelines under other schedules and stages a rank, if they may gain much (``_WORTH``)
     everything        best first, until the least bound left is within the gap of the incumbent, or the limit is reached
 
+Bounds say little of which pipeline is fast where micro-batches are few or stages have a block or two. So wherever the
+parameters of one are priced, the simplest cut of it is run (``Evaluator.glance``), and it is solved at once if that beats the
+incumbent.
+
 So what was never solved is proven not to be better by more than the gap, or counted as left open. The limit counts what was
 done, in seconds that it took on one machine (``_EFFORT``), not a clock: a search ends at the same place wherever it runs.
 """
@@ -32,12 +36,15 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.pins import PinError
 from meshwright.ir.plan import PlanError
 from meshwright.ir.prediction import SeenCandidate
-from meshwright.ir.schedules import schedule_of
+from meshwright.ir.schedules import ScheduleError, schedule_of
 
 _NEAR = 4
 """So many of the best pipelines are tried under other schedules (chosen; no bound rests on it)."""
 _WORTH = 0.03
 """The second dive solves what may be better than the incumbent by this part: the rest is left to the sweep (chosen)."""
+_NEARER = 0.95
+"""What is glanced at is taken to come no nearer to its bound than by this part of what others did, of as many ranks in a
+pipeline under the same schedule (chosen)."""
 UNLIKE = 0.08
 """Blocks that may keep parameters unlike each other are looked at where alike they take up to so much longer than the best, or
 than is gained so by what was looked at, where that is more (chosen)."""
@@ -58,7 +65,7 @@ _EFFORT: Mapping[str, float] = {
     "placement": 0.02, "choice of a placement": 0.0002, "variant": 0.0003, "alone": 0.001, "packing": 0.001,
     "ranks alone": 0.018, "rank of divided units": 0.002, "stage to cut": 0.003, "stage cut": 1.2e-7,
     "action simulated": 2.5e-8, "stage that does not fit": 0.004, "action of divided units": 6e-6,
-    "number of divided programs": 7e-7,
+    "number of divided programs": 7e-7, "stage glanced at": 1.5e-4,
 }
 """Seconds of each kind of work, as ``Evaluator.work`` counts it: measured, on one core. They only decide where a search ends,
 and enter neither a price nor a bound."""
@@ -119,6 +126,7 @@ class Sweep:
         self.unlike = False
         self.near = UNLIKE
         self._told = self._swept = False
+        self._above: dict[tuple[int, str], float] = {}
         self._free, self._one, self._spent = free, one, spent
         self._closed = _INF
         self._cut: list[Branch] = []
@@ -385,7 +393,7 @@ class Sweep:
                 solved.add(node.candidate)
                 continue
             self._report(node, self.effort / self.limit)
-            for child in self.bounds.sharper(node, self._cutoff):
+            for child in self._glanced(self.bounds.sharper(node, self._cutoff)):
                 heapq.heappush(heap, child)
         return left + heap
 
@@ -424,9 +432,38 @@ class Sweep:
             if node.level is Level.KEPT and node.candidate.pp == 1:  # there is nothing to cut, so nothing sharper
                 self._solve(node)
                 continue
-            for child in self.bounds.sharper(node, self._cutoff):
+            for child in self._glanced(self.bounds.sharper(node, self._cutoff)):
                 heapq.heappush(ready if child.level >= Level.DIVIDED else heap, child)
         return heap + ready
+
+    def _glanced(self, nodes: list[Branch]) -> list[Branch]:
+        """The nodes less what of them was solved. Of a pipeline whose parameters were just priced that of least bound is cut at
+        a glance, with each power of two of stages a rank, and solved if it looks better than the incumbent."""
+        if not nodes or nodes[0].level is not Level.KEPT or nodes[0].candidate.pp == 1:
+            return nodes
+        first = min(nodes)
+        others = [node for node in nodes if node is not first]
+        left = list[int]()
+        for virtual in first.virtual:
+            one = self.bounds.part(first, [virtual])
+            if virtual.bit_count() == 1 and self._looks_better(one):
+                self._solve(replace(one, level=Level.TIMED))
+            else:
+                left.append(virtual)
+        return [*others, *([self.bounds.part(first, left)] if left else [])]
+
+    def _looks_better(self, node: Branch) -> bool:
+        """Whether it may be, as far above its bound as any alike was, and is at a glance."""
+        alike = node.candidate.pp, node.candidate.schedule
+        if node.bound * self._above.get(alike, 0.0) >= self._incumbent:
+            return False
+        degrees, placement = degrees_of(node.candidate, node.shard), self.bounds.placement_of(node)
+        try:
+            seconds = self.bounds.evaluator.glance(node.candidate, degrees, node.zero, placement)
+        except ScheduleError:
+            return False
+        self._above[alike] = min(self._above.get(alike, _INF), _NEARER * seconds / node.bound)
+        return seconds < self._incumbent
 
     def _report(self, node: Branch, done: float) -> None:
         if self.progress is not None:
