@@ -52,6 +52,20 @@ def several_optimizers(model: Any, batches: Any) -> None:
             optimizer.zero_grad()
 
 
+def by_muon(model: Any, batches: Any) -> None:
+    """The blocks' matrices by torch's Muon, of which a stage of a pipeline may have none, and the rest by AdamW."""
+    kinds: dict[bool, list[Any]] = {True: [], False: []}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            kinds[p.ndim == 2 and "layers" in name].append(p)
+    optimizers = [torch.optim.Muon(kinds[True], lr=0.02), AdamW(kinds[False], lr=0.02, eps=1e-3)]
+    for step in range(2):
+        model(**batches(step))["loss"].backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def by_layer(model: Any, batches: Any) -> None:
     """Rates by the layer's number, which its name says: a group for each. (The number of groups so far is another on every
     stage of a pipeline, as README says.)"""
@@ -320,7 +334,7 @@ LOOPS: Mapping[str, tuple[Loop, Mapping[str, str | None]]] = {
     "norm of norms": (looped.norm_of_norms, dict.fromkeys(PIPES, "of its own stages")),
     "edited gradients": (looped.edited_gradients, {}),
     "finite": (looped.finite, {}), "overwritten batch": (looped.overwritten_batch, dict.fromkeys(SEVERAL, RUNS)),
-    "several optimizers": (several_optimizers, {}),
+    "several optimizers": (several_optimizers, {}), "muon": (by_muon, {}),
     "by layer": (by_layer, {}), "one layer alone": (ends_alone, {}), "grown": (grown, {}), "edited state": (edited_state, {}),
     "copied state": (copied_state, {}),
     "one cycle": (_scheduled(lambda o: schedulers.OneCycleLR(o, 0.2, total_steps=6)), {}),

@@ -47,8 +47,8 @@ class Nothing(nn.Parameter):
 
 
 def nothing_on(device: torch.device) -> Nothing:
-    """One of them."""
-    return Nothing(torch.empty(0, device=device), requires_grad=False)
+    """One of them: a matrix, for there are optimizers of matrices alone (Muon)."""
+    return Nothing(torch.empty(0, 0, device=device), requires_grad=False)
 
 
 def with_nothing(
