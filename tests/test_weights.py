@@ -184,6 +184,7 @@ def norms(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
         wanted = {name: p.grad for name, p in single.named_parameters()}
         found = {name: whole(p.grad) for name, p in parallel.named_parameters()}
         problems += [f"{what}: {line}" for line in compare(found, {name: wanted[name] for name in found})]
+        assert all(p.grad.tolist() == found[name].tolist() for name, p in parallel.named_parameters())
         parallel.zero_grad(set_to_none=False)
         assert all(not whole(p.grad).any() for p in parallel.parameters())
     return problems

@@ -109,6 +109,10 @@ class Whole(DTensor):
     def grad(self) -> None:
         _GRAD.__set__(self, None)
 
+    def tolist(self) -> Any:
+        """The numbers of the whole tensor; torch gives those of no subclass."""
+        return _whole(self).tolist()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as torch's own DTensor, which loads anywhere."""
         return torch_dtensor(self).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
