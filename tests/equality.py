@@ -82,9 +82,10 @@ def captured_once(name: str, double: bool = False) -> Iterator[None]:
         def make() -> Graph:
             return capture_model(model, args, kwargs, targets, loss_fn, *how)
 
-        key = (model.training, loss_fn, *how)
+        mode = (model.training, torch.is_grad_enabled(), *how)
+        key = (loss_fn, *mode)
         if key not in known:
-            called = "-".join(str(part) for part in (name, double, model.training, *how))
+            called = "-".join(str(part) for part in (name, double, *mode))
             known[key] = make() if loss_fn is not None else once(called, make)
         return known[key]
 

@@ -136,7 +136,8 @@ def largest_walk(rank: int, name: str, data: Mapping[str, Any]) -> int:
     """Of the groups of weights whose gradients a split backward computes in one walk: the most places one starts at."""
     model, batch = make(name)
     plan = Plan.from_dict(data)
-    parallel = _under(plan, model.train())
+    with captured_once(name):
+        parallel = _under(plan, model.train())
     seen: list[int] = []
 
     def joined(groups: Sequence[Mapping[str, Any]], joins: Any = stage._joined) -> Any:
@@ -184,11 +185,16 @@ def as_dicts(plans: Mapping[str, Plan]) -> dict[str, dict[str, Any]]:
     return {what: plan_to_dict(plan) for what, plan in plans.items()}
 
 
-def check_outputs(rank: int, name: str, data: Mapping[str, Any]) -> None:
+def check_outputs(rank: int, name: str, plans: Sequence[Mapping[str, Any]]) -> None:
     """Without gradients every rank gives the single process's outputs; in training the loss, and what its own stage makes."""
     torch.set_num_threads(1)
+    for data in plans:
+        with captured_once(name):
+            _check_outputs(rank, name, Plan.from_dict(data))
+
+
+def _check_outputs(rank: int, name: str, plan: Plan) -> None:
     model, batch = make(name)
-    plan = Plan.from_dict(data)
     parallel = _under(plan, model)
     for mode in (False, True):
         model.train(mode)
@@ -243,7 +249,8 @@ def check_resumed(rank: int, name: str, folder: str, plans: Mapping[str, Mapping
     model.train()
     found = {what: Plan.from_dict(data) for what, data in plans.items()}
     first = next(iter(found.values()))
-    parallel = _under(first, model)
+    with captured_once(name):
+        parallel = _under(first, model)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2, eps=1e-3)
 
     def go_on(module: torch.nn.Module, how: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -274,7 +281,8 @@ def losses_with_dropout(rank: int, plans: Mapping[str, Mapping[str, Any]]) -> di
     for what, data in plans.items():
         torch.manual_seed(5)
         plan = Plan.from_dict(data)
-        parallel = _under(plan, model)
+        with captured_once("gpt2 with dropout"):
+            parallel = _under(plan, model)
         losses[what] = [parallel(**batch).loss.item() for _ in range(2)]
     return losses
 
@@ -287,11 +295,16 @@ def _with_dropout() -> tuple[torch.nn.Module, dict[str, Any]]:
     return model.train(), batch
 
 
-def dropout_plan(schedule: str | None, pp: int = 1, virtual: int = 1) -> Plan:
-    """GPT-2 with dropout on a pipeline of single ranks, or (None) on one rank."""
+@cache
+def _alone() -> Plan:
     model, batch = _with_dropout()
     graph = capture_model(model, (), batch, (), None, "fp32")
-    plan = make_plan(graph, Cluster.parse("cpu:1x1"), Pins(dp=1, tp=1, microbatches=4))
+    return make_plan(graph, Cluster.parse("cpu:1x1"), Pins(dp=1, tp=1, microbatches=4))
+
+
+def dropout_plan(schedule: str | None, pp: int = 1, virtual: int = 1) -> Plan:
+    """GPT-2 with dropout on a pipeline of single ranks, or (None) on one rank."""
+    plan = _alone()
     return plan if schedule is None else cut(plan, schedule, pp, virtual)
 
 
@@ -327,11 +340,15 @@ def _ended(*_: object) -> None:
     os._exit(1)  # without a word, as out of memory
 
 
+@cache
+def _in_bf16() -> Graph:
+    model, batch = make("llama")
+    return capture_model(model.train(), (), batch, (), None, "bf16")
+
+
 def bf16_plan(schedule: str, virtual: int, zero: int) -> Plan:
     """Llama in bf16 on two stages of two data ranks."""
-    model, batch = make("llama")
-    graph = capture_model(model.train(), (), batch, (), None, "bf16")
-    plan = make_plan(graph, Cluster.parse("cpu:1x2"), Pins(dp=2, tp=1, zero=zero, microbatches=2), precision="bf16")
+    plan = make_plan(_in_bf16(), Cluster.parse("cpu:1x2"), Pins(dp=2, tp=1, zero=zero, microbatches=2), precision="bf16")
     return cut(plan, schedule, 2, virtual)
 
 
@@ -356,13 +373,17 @@ def check_as_used(rank: int, name: str, pins: Mapping[str, Any], folder: str) ->
     """What a user does beside training, on a pipeline that the search finds: a mesh with named axes, ``eval()``, a saved plan,
     a checkpoint that a run under that plan goes on from, pins that contradict the mesh."""
     torch.set_num_threads(1)
+    with captured_once(name, double=True):
+        _check_as_used(rank, name, pins, folder)
+
+
+def _check_as_used(rank: int, name: str, pins: Mapping[str, Any], folder: str) -> None:
     model, batch = batch_of(name, double=True)
     axes = {"pp": 2, "dp": dist.get_world_size() // 2}
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    with captured_once(name, double=True):
-        parallel = autoparallel(model.train(), mesh, ((), batch), pins=dict(pins), progress=False)
-        with pytest.raises(PinError, match="pp=4 contradicts the mesh, whose axis 'pp' has size 2"):
-            autoparallel(model, mesh, ((), batch), pins={**pins, "pp": 4}, progress=False)
+    parallel = autoparallel(model.train(), mesh, ((), batch), pins=dict(pins), progress=False)
+    with pytest.raises(PinError, match="pp=4 contradicts the mesh, whose axis 'pp' has size 2"):
+        autoparallel(model, mesh, ((), batch), pins={**pins, "pp": 4}, progress=False)
     assert {axis: parallel.plan.mesh.size(axis) for axis in axes} == axes
     single = copy.deepcopy(model)
     wanted = train(single, batch, clip=0.1)

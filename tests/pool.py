@@ -21,6 +21,7 @@ import gc
 import os
 import pickle
 import queue
+import sys
 import tempfile
 import time
 import traceback
@@ -70,6 +71,7 @@ def _serve(rank: int, jobs: Any, results: Any, folder: str) -> None:
     if rank:
         _FOLDER.append(Path(folder))
     torch.set_num_threads(1)
+    caches = _Caches()
     results.put((0, rank, None, None))
     while (job := jobs.get()) is not None:
         number, world, store, fn, args, timeout = job
@@ -84,14 +86,23 @@ def _serve(rank: int, jobs: Any, results: Any, folder: str) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            _forget()
+            caches.empty()
 
 
-def _forget() -> None:
-    """Empty DTensor's caches: they are keyed by meshes that compare equal to the next job's, but hold groups that are gone."""
-    debug._clear_sharding_prop_cache()
-    for cached in gc.get_objects():
-        if type(cached) is functools._lru_cache_wrapper and cached.__module__.startswith("torch.distributed"):
+class _Caches:
+    """DTensor's caches: they are keyed by meshes that compare equal to the next job's, but hold groups that are gone."""
+
+    def __init__(self) -> None:
+        self._modules, self._found = 0, list[Any]()
+
+    def empty(self) -> None:
+        """Forget all. Caches of functions are looked for among all objects, which takes long, where a module is new."""
+        debug._clear_sharding_prop_cache()
+        if len(sys.modules) != self._modules:
+            self._modules = len(sys.modules)
+            self._found = [one for one in gc.get_objects() if type(one) is functools._lru_cache_wrapper
+                           and one.__module__.startswith("torch.distributed")]
+        for cached in self._found:
             cached.cache_clear()
 
 

@@ -40,11 +40,11 @@ TENSOR = [{"pp": 2, "tp": 2, "microbatches": 2}, {"pp": 2, "tp": 2, "sequence_pa
 SCHEDULED = [{"pp": 2, "schedule": schedule, "microbatches": 4, "dp": 2, "tp": 1} for schedule in SCHEDULES]
 MODELS: dict[str, list[Mapping[str, Any]]] = {
     "llama": [
-        {}, {"pp": 4, "microbatches": 4}, *TENSOR, *SCHEDULED,
-        *({"pp": 2, "dp": 2, "recompute": kind, "microbatches": 2, "schedule": "1f1b"} for kind in RECOMPUTE),
+        {}, {"pp": 4, "microbatches": 4}, *TENSOR, SCHEDULED[0], SCHEDULED[4],  # the others: of the models below
+        *({"pp": 2, "dp": 2, "recompute": kind, "microbatches": 2, "schedule": "1f1b"} for kind in ("selective", "full")),
         {"pp": 2, "dp": 2, "zero": 3, "microbatches": 2, "schedule": "1f1b", "stage_cuts": ("model.layers.1.mlp",)},
     ],
-    "gpt2": [{"pp": 4, "microbatches": 4, "schedule": "zb"}, *TENSOR, *ZERO, {**SCHEDULED[4], "zero": 1}],
+    "gpt2": [{"pp": 4, "microbatches": 4, "schedule": "zb"}, TENSOR[1], *ZERO[:3], {**SCHEDULED[4], "zero": 1}],
     "t5": [{"pp": 4, "schedule": "zbv", "microbatches": 4}, TENSOR[0], ZERO[3], {**SCHEDULED[3], "virtual_stages": 2}],
     "vit": [{"pp": 4, "schedule": "1f1b"}, TENSOR[0], {**ZERO[3], "recompute": "full", "schedule": "interleaved1f1b"}],
     "bare": [{"pp": 4, "schedule": "gpipe", "microbatches": 4}, {**ZERO[3], "schedule": "1f1b"}, {**SCHEDULED[3], "zero": 1}],

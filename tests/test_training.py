@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import meshwright
 from meshwright.api import autoparallel
 from meshwright.errors import CaptureError, InputError
-from tests.equality import RELATIVE, compare, differences, loss_of, train
+from tests.equality import RELATIVE, captured_once, compare, differences, loss_of, train
 from tests.models import make
 
 
@@ -39,7 +39,11 @@ def _masks(rank: int, pins: dict[str, Any], seed: int) -> tuple[torch.Tensor, to
     torch.manual_seed(3)
     model, x = _Dropped(), torch.randn(8, 6, 32)
     torch.manual_seed(seed)
-    parallel = autoparallel(model, init_device_mesh("cpu", (4,)), ((x,), {}), pins=pins, progress=False)
+    with captured_once("dropped"):
+        return _masks_of(autoparallel(model, init_device_mesh("cpu", (4,)), ((x,), {}), pins=pins, progress=False), x)
+
+
+def _masks_of(parallel: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
     out = parallel(x)
     masks = []
     for name in ("hidden", "y"):
@@ -81,9 +85,10 @@ def _bf16(rank: int, pins: dict[str, Any]) -> list[float]:
     model, batch = make("llama")
     single = copy.deepcopy(model)
     wanted = train(single, batch, 4)
-    parallel = autoparallel(
-        model, init_device_mesh("cpu", (4,)), ((), batch), pins=pins, precision="bf16", progress=False
-    )
+    with captured_once("llama"):
+        parallel = autoparallel(
+            model, init_device_mesh("cpu", (4,)), ((), batch), pins=pins, precision="bf16", progress=False
+        )
     loss_of(parallel(**batch)).backward()
     for parameter in parallel.parameters():
         assert parameter.dtype == torch.float32
@@ -142,11 +147,13 @@ def _rerun(rank: int, path: str) -> list[str]:
     single = copy.deepcopy(model)
     train(single, batch)
     mesh = init_device_mesh("cpu", (4,))
-    first = autoparallel(model, mesh, ((), batch), pins={"dp": 2, "tp": 2, "zero": 3}, progress=False)
+    with captured_once("llama"):
+        first = autoparallel(model, mesh, ((), batch), pins={"dp": 2, "tp": 2, "zero": 3}, progress=False)
     if rank == 0:
         first.plan.save(path)
     torch.distributed.barrier()
-    again = autoparallel(model, mesh, plan=path, progress=False)
+    with captured_once("llama"):
+        again = autoparallel(model, mesh, plan=path, progress=False)
     train(again, batch)
     state = again.full_state_dict()
     return compare(state, single.state_dict()) if rank == 0 else []
@@ -215,8 +222,9 @@ def _changed(rank: int, pins: dict[str, Any], precision: str) -> list[str]:
     x, labels = torch.randn(8, 8), torch.arange(8) % 5
     mine = {"x": x, "labels": labels, "last": torch.zeros_like(labels)}
     theirs = {name: tensor.clone() for name, tensor in mine.items()}
-    parallel = autoparallel(copy.deepcopy(model), init_device_mesh("cpu", (world,)), ((), mine), pins=pins, precision=precision,
-                            progress=False)
+    with captured_once("changing"):
+        parallel = autoparallel(copy.deepcopy(model), init_device_mesh("cpu", (world,)), ((), mine), pins=pins,
+                                precision=precision, progress=False)
     assert torch.equal(mine["x"], theirs["x"]), "planning changes nothing"
     losses, wanted = train(parallel, mine), train(model, theirs)
     near = RELATIVE if precision == "fp32" else 3e-2
