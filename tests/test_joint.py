@@ -23,6 +23,7 @@ from meshwright.compiler.placement.costs import Costs, Variant
 from meshwright.compiler.placement.placement import TENSOR, Placements
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.placement.rows import DATA
+from meshwright.compiler.search.bounds import CandidateBounds
 from meshwright.compiler.search.candidates import Candidate, Floors, MicrobatchSeconds, candidates, degrees_of, floor
 from meshwright.compiler.search.errors import DoesNotFitError
 from meshwright.compiler.search.fitting import Fitted
@@ -350,6 +351,25 @@ def test_pipelines_that_look_better_at_a_glance_are_solved_first(monkeypatch: py
     assert found[0].candidate.pp > 1
     assert found[0].seconds < 0.85 * found[1].seconds
     assert all(run.bound <= one.seconds for one in found)
+
+
+def test_what_all_micro_batches_hand_back_keeps_candidates_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of 256 samples are 8 GiB, on the ranks of the last stage: with fewer placements the same is found, or said."""
+
+    def looked(gib: float) -> Sweep:
+        run = search(llama(2, 256, 256, 512, 32000), "v100:2x4", gib * GIB, limit=3.0)
+        run.begin()
+        run.rest()
+        return run
+
+    known = {gib: looked(gib) for gib in (1.8, 0.9)}
+    monkeypatch.setattr(CandidateBounds, "_handed_back", lambda bounds, candidate: 0.0)
+    for gib, run in known.items():
+        slow = looked(gib)
+        assert [one.seconds for one in run.solved[:1]] == [one.seconds for one in slow.solved[:1]]
+        assert run.bounds.evaluator.work["placement"] < slow.bounds.evaluator.work["placement"]
+        assert run.bound >= slow.bound
+        assert run.solved or str(run.refusal()) == str(slow.refusal())
 
 
 def test_one_node_and_a_model_of_1_3_billion_is_data_parallel() -> None:

@@ -236,11 +236,16 @@ class CandidateBounds:
         return self._rings[tensor, context]
 
     def place(self, node: Branch, to_beat: float) -> list[Branch]:
-        """At the level PLACEMENT, with what is sent between stages."""
+        """At the level PLACEMENT, with what is sent between stages; nothing if what is handed back alone is too much."""
         candidate = node.candidate
-        placement = self._placement(self._placed(candidate))
-        if placement is None:
+        least = self._handed_back(candidate)
+        placement = self._placement(self._placed(candidate)) if least <= self.evaluator.capacity else None
+        if placement is not None:
+            least = placement.handed_back(candidate.microbatches) + placement.made_alone(candidate.microbatches)
+        if placement is None or least > self.evaluator.capacity:
             self.counts.infeasible += len(node.virtual)
+            if least > self.evaluator.capacity:
+                self._miss(node, least)
             return []
         known = self._works.get(id(placement))
         if known is None:
@@ -256,10 +261,20 @@ class CandidateBounds:
         return [node.at(Level.PLACEMENT, bound)]
 
     def placement_of(self, node: Branch) -> Placement:
-        """The placement of a node from the level PLACEMENT on."""
-        placement = self._known[self._placed(node.candidate)]
+        """The placement of a node that has one."""
+        placement = self._placement(self._placed(node.candidate))
         assert placement is not None
         return placement
+
+    def _handed_back(self, one: Candidate) -> float:
+        """Bytes, at least, of what all micro-batches hand back, on a rank of the last stage."""
+        return one.microbatches * one.samples / batch_size(self.graph) / (one.tensor * one.context) * self._outputs
+
+    @cached_property
+    def _outputs(self) -> float:
+        """Bytes that the model returns."""
+        values = (self.graph.values[name] for name in dict.fromkeys(self.graph.outputs))
+        return sum(value.bytes_ for value in values if value.shape)
 
     def _placed(self, one: Candidate) -> Placing:
         several = one.microbatches > 1 and bool(self.placements.ahead)
@@ -306,7 +321,7 @@ class CandidateBounds:
             bound = self.evaluator.step_of(candidate, placement, units, run) * slack
             variant = replace(node.at(Level.KEPT, bound), number=next(self._numbers), zero=zero, shard=shard)
             if self.evaluator.too_much(candidate, degrees_of(candidate, shard), zero, placement, node.virtual[0] == 1):
-                self._miss(variant, units)
+                self._miss(variant, _held(units) / candidate.pp)
                 continue
             kept.append(variant)
         self.counts.considered += max(0, len(kept) - 1) * len(node.virtual)
@@ -322,7 +337,8 @@ class CandidateBounds:
         bound = self.evaluator.relaxed(candidate, degrees, node.zero, placement, node.virtual[-1], to_beat)
         if bound == float("inf"):
             self.counts.infeasible += len(node.virtual)
-            self._miss(node, self.evaluator.units(candidate, degrees, node.zero, placement, self.evaluator.recompute[0]))
+            units = self.evaluator.units(candidate, degrees, node.zero, placement, self.evaluator.recompute[0])
+            self._miss(node, _held(units) / candidate.pp)
             return []
         if len(node.virtual) > 1:
             return self.split(node, len(node.virtual) // 2, bound)
@@ -338,9 +354,10 @@ class CandidateBounds:
         timed = self.evaluator.timed(candidate, degrees, node.zero, placement, node.bound, to_beat, sharp=sharp)
         return node.at(Level.TIMED, timed)
 
-    def _miss(self, node: Branch, units: Units) -> None:
+    def _miss(self, node: Branch, least: float) -> None:
+        """``least``: bytes of its mean rank, or of one of them."""
         single = node.part(node.virtual[:1], 0.0, node.number)
-        self.missed = min(self.missed or (np.inf, single), (_held(units) / node.candidate.pp, single))
+        self.missed = min(self.missed or (np.inf, single), (least, single))
 
 
 def _forced(graph: Graph, pins: Pins, names: Sequence[str], starts: Sequence[int]) -> tuple[int, ...]:
