@@ -328,7 +328,7 @@ class Evaluator:
 
     def _twice(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement) -> Array:
         """Bytes of every rank [pp] that its units count twice: a weight of the first and the last stage is one where a rank has
-        both; its gradients are two, and so is the parameter if FSDP2 takes it."""
+        both; if FSDP2 takes it, parameter and gradient are two."""
         stage_rank = schedule_of(candidate.schedule).stage_rank(candidate.pp, candidate.virtual_stages)
         found = np.zeros(candidate.pp)
         if stage_rank[0] == stage_rank[-1]:

@@ -272,7 +272,8 @@ class StageCosts:
                 if not use.first:
                     need, unit = renamed(use.need, degrees), Neighbours(root=not row.block)
                     found = costs.parameter(use.value, need, use.trainable, variant, use.group, unit, use.late)
-                    total += 0.0 if found is None else found[OPTIMIZER] + (0.0 if variant.data_axes else found[PARAMETERS])
+                    whole = [] if variant.data_axes else [PARAMETERS, GRADIENTS]
+                    total += 0.0 if found is None else float(found[[OPTIMIZER, *whole]].sum())
         return total
 
     def _prices(self, degrees: Degrees, microbatches: int) -> Costs:

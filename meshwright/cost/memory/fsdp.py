@@ -27,6 +27,7 @@ from meshwright.cost.memory.replay import (
     ACTIVATIONS,
     GRADIENTS,
     WORK,
+    Half,
     Heap,
     Storage,
     Tape,
@@ -178,20 +179,26 @@ class RootUnit:
         self.gathering = None
         return Batch(tapes, casts, {name: env.pop(name) for name in self.leaving if name in env and name not in self.stored})
 
-    def backward(self, batch: Batch, grads: dict[str, Storage], last: bool, reduces: bool = True) -> None:
+    def backward(
+        self, batch: Batch, grads: dict[str, Storage], last: bool, reduces: bool = True, half: Half = "both"
+    ) -> None:
         """``grads``: of what leaves, taken; of what entered, added. ``last``: of the step; without ``reduces`` FSDP2 reduces
-        and frees nothing (``reduce``)."""
+        and frees nothing (``reduce``); ``half``: of a split backward."""
         self._prefetch(len(self.main))
         for index in reversed(range(len(self.main))):
             unit = self.units[index]
             if unit is not None and unit.frees:
                 self._gather(unit, forward=False)
                 self._prefetch(index)
-            self._backward(index, batch.tapes[index], grads)
+            self._backward(index, batch.tapes[index], grads, half)
             if unit is not None and reduces:
                 self._reduce(unit, last)
-            if self.main[index].recompute == "none":
+            if self.main[index].recompute == "none" and half != "inputs":
                 self.heap.drop(batch.casts.pop())
+        if half == "inputs":
+            return
+        for storage in (storage for tape in batch.tapes for storage in tape.ends):
+            self.heap.drop(storage)
         self.heap.drop(batch.casts.pop())
         if not self.apart:
             self._settle(-1)
@@ -208,7 +215,7 @@ class RootUnit:
         self._done(self.reducing)
         self.reducing = None
 
-    def _backward(self, index: int, tape: Tape, grads: dict[str, Storage]) -> None:
+    def _backward(self, index: int, tape: Tape, grads: dict[str, Storage], half: Half) -> None:
         weights: dict[str, Storage] = {}
         names = {param.value for param in self.main[index].graph.params}
         for name in names | set(self.main[index].graph.inputs):
@@ -218,7 +225,7 @@ class RootUnit:
                     weights[name] = known[name]
         copies = {name: self._ways(self.stored[name]) for name in names if name in self.stored}
         again = self._cast(index, fused=True) if self.main[index].recompute != "none" else None
-        backward(tape, self.heap, grads, weights, copies)
+        backward(tape, self.heap, grads, weights, copies, half)
         if again is not None:
             self.heap.drop(again)
         for name, storage in weights.items():

@@ -4,8 +4,8 @@ Every stage is a program of its own (``fsdp.Part``), with as many micro-batches 
 
     F    what entered and (by copy) what leaves stays until the backward
     B    receives the gradients of the latter and sends those of the former
-    I    as B; but all that the forward kept, and the gradients that reach the operators that read weights, stay until
-    W    which makes the weights' gradients; FSDP2 reduces those of a split backward once, when the schedule is done
+    I    as B; but what the forward kept, and the gradients that reach the operators that read weights, stay until
+    W    which makes the weights' gradients (``replay.backward``); FSDP2 reduces those once, when the schedule is done
 
 The rank of the last stage holds what the epilogue collects, as a rank without a pipeline does. What runs ahead of the schedule
 keeps nothing for a backward; where a rank has several stages, what it sends of all micro-batches lies there to its end.
@@ -23,8 +23,8 @@ import torch
 
 from meshwright.cost.memory.epilogue import Epilogue
 from meshwright.cost.memory.fsdp import Batch, RootUnit, Software, at_rest, gathers, rest_itemsize
-from meshwright.cost.memory.replay import ACTIVATIONS, WORK, Heap, Storage, comes_late, hold
-from meshwright.ir.graph import Graph, Value
+from meshwright.cost.memory.replay import ACTIVATIONS, WORK, Half, Heap, Storage, comes_late, hold
+from meshwright.ir.graph import Value
 from meshwright.ir.mesh import PP
 from meshwright.ir.program import Program, Segment
 from meshwright.ir.schedules import Action, Table, schedule_of
@@ -45,6 +45,8 @@ class PipelineRank:
         self.late = {name for segment in program.segments if segment.epilogue for name in segment.graph.outputs}
         self.epilogue: Epilogue | None = None
         self.parts = {stage: self._part(stage, first=stage == mine[0]) for stage in mine}
+        for part in self.parts.values():  # a weight of two stages that FSDP2 does not take is one, and has one gradient
+            part.loose, part.settled = self.parts[mine[0]].loose, self.parts[mine[0]].settled
         for stage in mine if software.kept_logits else ():  # buffers of such an engine that it receives into
             entering = self.stages.crossing[stage - 1] if stage else ()
             gradients = self._leaving(stage) if stage < self.stages.last else ()
@@ -104,21 +106,13 @@ class PipelineRank:
         key = stage, microbatch
         if kind == "F":
             self._forward(stage, microbatch)
-        elif kind == "I":
+        elif kind == "I" and not stage:  # torch leaves all of the first stage to W
             self.held[key] += self._received(stage, microbatch).values()
-            if stage:  # gradients of what reads weights wait for W; torch leaves all of the first stage to W
-                self.held[key].append(self.heap.new(sum(_weighed(s.graph) for s in self.parts[stage].main), WORK))
-            made = {v.name: self.heap.new(float(v.bytes_), WORK) for v in self._leaving(stage - 1)} if stage else {}
-            if stage and self._near(stage, stage - 1):
-                self.handed[stage - 1, microbatch, True] = made
-            else:
-                for storage in made.values():
-                    self.heap.drop(storage)
+        elif kind == "W":
+            grads = {} if stage else {v.name: Storage(0.0, WORK) for v in self._leaving(stage)}
+            self._backward(stage, microbatch, grads, last, "weights" if stage else "both")
         else:
-            grads = self._received(stage, microbatch) if kind == "B" else {}
-            if kind == "W":
-                grads = {v.name: Storage(0.0, WORK) for v in self._leaving(stage)}
-            self._backward(stage, microbatch, grads, last, kind)
+            self._backward(stage, microbatch, self._received(stage, microbatch), last, "both" if kind == "B" else "inputs")
 
     def _near(self, stage: int, other: int) -> bool:
         return self.stages.stage_rank[stage] == self.stages.stage_rank[other]
@@ -162,14 +156,17 @@ class PipelineRank:
         self.batches[stage, microbatch] = batch
         self.held[stage, microbatch] = [*entered.values(), *copies.values()]
 
-    def _backward(self, stage: int, microbatch: int, grads: dict[str, Storage], last: bool, kind: str) -> None:
-        split = self.stages.table.split
+    def _backward(self, stage: int, microbatch: int, grads: dict[str, Storage], last: bool, half: Half) -> None:
+        key, split = (stage, microbatch), self.stages.table.split
         received = [hold(storage) for storage in grads.values()]
-        self.parts[stage].backward(self.batches.pop((stage, microbatch)), grads, last, reduces=not split)
-        for storage in (*received, *self.held.pop((stage, microbatch))):
+        self.parts[stage].backward(self.batches[key], grads, last, reduces=not split, half=half)
+        if half != "inputs":
+            del self.batches[key]
+            received += self.held.pop(key)
+        for storage in received:
             self.heap.drop(storage)
         entered = {value.name for value in self.stages.crossing[stage - 1]} if stage else set()
-        hands = kind == "B" and stage > 0 and self._near(stage, stage - 1)
+        hands = half != "weights" and stage > 0 and self._near(stage, stage - 1)
         kept = {name: grads.pop(name) for name in list(grads) if hands and name in entered}
         if hands:
             self.handed[stage - 1, microbatch, True] = kept
@@ -191,13 +188,6 @@ def shortest(table: Table) -> Table:
             if all(np.array_equal(one, other) for one, other in zip(short.in_flight, table.in_flight, strict=True)):
                 return short
     return table
-
-
-def _weighed(graph: Graph) -> float:
-    """Bytes of what operators make that read weights."""
-    weights = {param.value for param in graph.params}
-    ops = [op for op in graph.ops if weights.intersection(op.inputs)]
-    return float(sum(graph.values[name].bytes_ for op in ops for name in op.outputs if graph.values[name].differentiable))
 
 
 def _reads(segment: Segment) -> set[str]:

@@ -15,13 +15,19 @@ keeps anything; torch stops before that one if it keeps operands only, and lets 
 kept, at the end of the segment's backward. "selective" also keeps the results of operators that are
 declared costly (matrix products, reductions between ranks), and does not run those again; what it stopped short of stays until
 the segment's backward is done.
+
+A split backward makes the gradients of what entered first. Those that reach operators which read weights wait for its second
+half, and so does what is kept by all that these come from; what is kept above them (by the loss) is let go. The second half
+lets go of what such an operator kept when it has run, of all else when it is done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
+from typing import Literal
 
 from meshwright.cost.memory.allocator import Arena, Stretch
 from meshwright.cost.memory.saved import saved_beside, saved_for_backward, storages
@@ -29,6 +35,8 @@ from meshwright.ir.declared.operator import Operators, Work
 from meshwright.ir.graph import Graph, Op
 
 WORK, ACTIVATIONS, GRADIENTS = "transient", "activations", "gradients"
+Half = Literal["both", "inputs", "weights"]
+"""Of a split backward: gradients of what entered, then those of the weights; or all at once."""
 
 
 class Storage:
@@ -147,6 +155,36 @@ class Script:
     waits: frozenset[int] = frozenset()  # ops before which the host waits for the device
     pieces: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of an op, what it receives before it has its result
 
+    @cached_property
+    def moving(self) -> frozenset[str]:
+        """Values that depend on what enters the segment, with a gradient: those that a split backward's first half goes
+        through."""
+        values = self.graph.values
+        found = {name for name in self.graph.inputs if values[name].differentiable and name not in self.weights}
+        for op in self.graph.ops:
+            if not found.isdisjoint(op.inputs):
+                found |= {name for name in op.outputs if values[name].differentiable}
+        return frozenset(found)
+
+    @cached_property
+    def waiting(self) -> frozenset[int]:
+        """Operators that read weights beside these: the gradients that reach them wait for the second half."""
+        values = self.graph.values
+        beside = (any(values[name].differentiable and name not in self.moving for name in op.inputs) for op in self.graph.ops)
+        return frozenset(i for i, (op, one) in enumerate(zip(self.graph.ops, beside, strict=True))
+                         if one and not self.moving.isdisjoint(op.outputs))
+
+    @cached_property
+    def below(self) -> frozenset[int]:
+        """Operators that these come from, and themselves: what they keep stays for the second half."""
+        found, read = set[int](), set[str]()
+        for index in reversed(range(len(self.graph.ops))):
+            op = self.graph.ops[index]
+            if index in self.waiting or not read.isdisjoint(op.outputs):
+                found.add(index)
+                read.update(op.inputs)
+        return frozenset(found)
+
 
 def script_of(graph: Graph, held: Iterable[str], operators: Operators) -> Script:
     """``held``: the stored values, whose memory is accounted for elsewhere."""
@@ -252,6 +290,8 @@ class Tape:
     recompute: str
     kept: dict[int, list[Storage]] = field(default_factory=dict)
     results: dict[int, list[Storage]] = field(default_factory=dict)
+    waits: dict[int, dict[str, Storage]] = field(default_factory=dict)  # gradients of its results, between two halves
+    ends: list[Storage] = field(default_factory=list)  # what is let go of when the second half is done with all segments
 
 
 def forward(script: Script, heap: Heap, env: Mapping[str, Storage], recompute: str = "none") -> tuple[Tape, dict[str, Storage]]:
@@ -300,11 +340,11 @@ def _run(tape: Tape, heap: Heap, keep: bool, stop: int, idle: int = -1) -> dict[
 
 def backward(
     tape: Tape, heap: Heap, grads: dict[str, Storage], weights: dict[str, Storage],
-    copies: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    copies: Mapping[str, Sequence[float]] = MappingProxyType({}), half: Half = "both",
 ) -> None:
     """Run a segment's backward. ``grads``: by value; those of the results are taken, those of the inputs added.
     ``weights``: gradients of parameters so far; ``copies``: by how much larger each copy that is made of a parameter's
-    gradient on its way there is than the last."""
+    gradient on its way there is than the last; ``half``: of a split backward."""
     script = tape.script
     if tape.recompute != "none":
         end = max((i for i, (names, extra) in enumerate(script.kept) if names or extra), default=-1)
@@ -313,10 +353,13 @@ def backward(
             heap.drop(storage)
     for index in reversed(range(len(script.graph.ops))):
         op = script.graph.ops[index]
-        made = {name: grads.pop(name) for name in op.outputs if name in grads}
+        waited = tape.waits.pop(index, {})
+        made = {name: grads.pop(name) for name in op.outputs if name in grads} | waited
+        tape.ends += [hold(storage) for storage in waited.values()]
         if made:
             first = next(iter(made.values()))
-            found = [(name, hold(first) if same else heap.new(bytes_, WORK)) for name, bytes_, same in script.gradients[index]]
+            found = [(name, hold(first) if same else heap.new(bytes_, WORK)) for name, bytes_, same in script.gradients[index]
+                     if half == "both" or (name in script.moving) == (half == "inputs")]
             if index in script.exchanges:
                 comes_late(*made.values(), *(storage for _, storage in found))
             heap.launch(script.kernels[index][1])
@@ -327,9 +370,14 @@ def backward(
                     heap.become(weights[name], GRADIENTS)
                 else:
                     _add(heap, grads, name, storage)
+        if half == "inputs" and index in script.waiting:
+            tape.waits[index] = made
+            made = {}
         for storage in made.values():
             heap.drop(storage)
-        for storage in tape.kept.pop(index, ()):
+        if half == "weights" and index not in script.waiting:
+            tape.ends += tape.kept.pop(index, ())
+        for storage in tape.kept.pop(index, ()) if half != "inputs" or index not in script.below else ():
             heap.drop(storage)
     for storage in tape.inputs.values() if tape.recompute != "none" else ():
         heap.drop(storage)
