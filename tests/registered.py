@@ -72,7 +72,7 @@ def check_registered(rank: int, name: str, plans: Mapping[str, Mapping[str, Any]
     """Train under each plan as ``check`` does; under the one called ``forward`` outputs too."""
     found: list[str] = registered(check, rank, name, plans, None, double)
     if forward:
-        registered(check_outputs, rank, name, plans[forward])
+        registered(check_outputs, rank, name, [plans[forward]])
     return found
 
 
