@@ -404,15 +404,22 @@ class _Reader:
         return total
 
     def _gradients(self, at: int, chosen: Sequence[int]) -> tuple[float, float]:
-        """Bytes of gradients: of the weights that make an output, and of those from which weights' gradients are made; beside a
-        loss the latter take the place of what the loss had kept (``torch.distributed.pipelining`` lets go of it in I)."""
+        """Bytes of gradients: of the weights that make an output, and of those from which weights' gradients are made, less
+        what a loss and all behind the last weight had kept (``torch.distributed.pipelining`` lets go of it in I)."""
         graph, model, tables = self.owner.folded.graph, self.problem.model(at), self.problem.tables
         weights = {param.value for param in graph.params if param.trainable}
         ops, kinds = self.problem.positions[self.problem.serves(at)].ops(graph), self.owner.rules.operators
         beside, waiting, lost = 0.0, 0.0, any(kinds[op.target].kind == "loss" for op in ops)
+        reading = [i for i, op in enumerate(ops)
+                   if not weights.isdisjoint(op.inputs) and kinds[op.target].kind in ("matmul", "norm")]
+        if lost:
+            above = range(max(reading, default=-1) + 1, len(ops))
+            returned = {model.makers[name] for name in graph.outputs if name in model.makers}
+            waiting -= sum(float(model.unary[i][chosen[i]][SAVED]) for i in above if i not in returned)
+            waiting -= sum(float(e.cost(chosen[e.i], chosen[e.j])[SAVED]) for e in model.edges if e.j in above)
         for i, op in enumerate(ops):
             placed = model.placed[i][chosen[i]]
-            if not lost and not weights.isdisjoint(op.inputs) and kinds[op.target].kind in ("matmul", "norm"):
+            if i in reading:
                 waiting += sum(tables.bytes(name, state) for name, state in zip(op.outputs, placed.results, strict=True)
                                if graph.values[name].differentiable)
             for name, state in zip(op.outputs, placed.results, strict=True):
