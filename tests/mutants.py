@@ -42,6 +42,8 @@ from tests.test_storage import forge as forge_checkpoint
 from tests.trials import parser_of
 
 Case = tuple[nn.Module, Mapping[str, Any]]
+Found = tuple[Counter[str], list[str]]
+"""How many came out how, and the faults."""
 SECONDS = 30
 """That one mutant may take."""
 
@@ -69,7 +71,7 @@ EXPORTS: Mapping[str, str] = {f"export {name}": name for name in PINS}
 TRIED = (*KINDS, *CHECKPOINTS, *EXPORTS)
 
 
-def tried(name: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
+def tried(name: str, count: int, seed: int) -> Found:
     """How many mutants came out how, and the faults."""
     case, cluster, pins = KINDS[name]
     model, given = case()
@@ -91,13 +93,21 @@ def tried(name: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
     return found, faults
 
 
-def forged_checkpoints(name: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
+def forged_checkpoints(name: str, count: int, seed: int) -> Found:
     """As ``tried``, of checkpoints that two ranks load."""
+    def run(pool: Pool, folder: str) -> list[Found]:
+        return [(found, []) for found in pool.run(2, forged, folder, count, seed, CHECKPOINTS[name], timeout=5 * count + 60)]
+
+    return _by_two_ranks(name, run)
+
+
+def _by_two_ranks(name: str, run: Callable[[Pool, str], list[Found]]) -> Found:
+    """What two ranks found, alike."""
     pool = Pool()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            first, second = pool.run(2, forged, folder, count, seed, CHECKPOINTS[name], timeout=5 * count + 60)
-        return first, [] if first == second else [f"{name}: rank 0 {dict(first)}, rank 1 {dict(second)}"]
+            (first, faults), (second, others) = run(pool, folder)
+        return first, faults + others + ([] if first == second else [f"{name}: rank 0 {dict(first)}, rank 1 {dict(second)}"])
     except WorkerError as error:
         return Counter(), [f"{name}: {str(error)[-1000:]}"]
     finally:
@@ -124,7 +134,7 @@ def forge(folder: Path, generator: random.Random) -> None:
         seal(folder, state=kind == "state", plan=kind == "plan.json")
 
 
-def forged_programs(rank: int, folder: str, name: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
+def forged_programs(rank: int, folder: str, name: str, count: int, seed: int) -> Found:
     """How many altered exports of the program came out how, on this rank, and the faults."""
     mesh, bad = init_device_mesh("cpu", (2,)), Path(folder) / "bad"
     generator, found, faults = random.Random(f"{name} {seed}"), Counter[str](), []
@@ -151,20 +161,14 @@ def forged_programs(rank: int, folder: str, name: str, count: int, seed: int) ->
     return found, faults
 
 
-def forged_exports(name: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
+def forged_exports(name: str, count: int, seed: int) -> Found:
     """As ``tried``, of exported programs that two ranks load and run."""
-    pool = Pool()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "secret_model.py").write_text(SOURCE)
-            pool.run(2, exporting, folder, [EXPORTS[name]])
-            (first, faults), (second, others) = pool.run(
-                2, forged_programs, folder, EXPORTS[name], count, seed, timeout=5 * count + 60)
-        return first, faults + others + ([] if first == second else [f"{name}: rank 0 {dict(first)}, rank 1 {dict(second)}"])
-    except WorkerError as error:
-        return Counter(), [f"{name}: {str(error)[-1000:]}"]
-    finally:
-        pool.close()
+    def run(pool: Pool, folder: str) -> list[Found]:
+        (Path(folder) / "secret_model.py").write_text(SOURCE)
+        pool.run(2, exporting, folder, [EXPORTS[name]])
+        return pool.run(2, forged_programs, folder, EXPORTS[name], count, seed, timeout=5 * count + 60)
+
+    return _by_two_ranks(name, run)
 
 
 def _late(*_: Any) -> None:

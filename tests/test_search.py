@@ -15,7 +15,8 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from meshwright.compiler.search import blockwise, search
-from meshwright.compiler.search.candidates import Layout
+from meshwright.compiler.search.bounds import CandidateBounds
+from meshwright.compiler.search.candidates import Layout, candidates, degrees_of
 from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.search import SECONDS, best_plan
 from meshwright.compiler.search.task import Task, Timing
@@ -288,12 +289,8 @@ def test_a_plan_priced_again_leaves_as_much_free() -> None:
     assert given.predicted.capacity_bytes == 2**32
 
 
-@pytest.mark.parametrize(("cluster", "pins"), [
-    ("h100:1x4", Pins(tp=1, microbatches=4)), ("h100:1x4", Pins(dp=2, tp=2, microbatches=8)),
-    ("h100:16x8", Pins(dp=128, microbatches=2)),
-], ids=["dp 4", "dp 2, tp 2", "dp 128"])
-def test_memory_is_counted_as_it_is_replayed_with_masks_and_logits(cluster: str, pins: Pins) -> None:
-    """Masks of all samples stand all step long, and what the model returns is held for every micro-batch."""
+def gemma() -> Graph:
+    """Capped logits of many words, which the model returns, and masks; without values."""
     config = Gemma2Config(
         vocab_size=8192, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, attn_implementation="eager", use_cache=False,
@@ -302,6 +299,33 @@ def test_memory_is_counted_as_it_is_replayed_with_masks_and_logits(cluster: str,
     with torch.device("meta"):
         model = Gemma2ForCausalLM(config)
     graph = capture_model(model, (ids,), {"labels": ids, "attention_mask": ids}, (), None, "bf16")
+    return graph
+
+
+@pytest.mark.parametrize("name", ["zb", "zbv"])
+def test_what_is_let_go_of_before_weights_have_gradients_is_in_no_bound(name: str) -> None:
+    """What a capped loss keeps is gone between I and W: no bound says more of a cut than it holds and takes."""
+    graph, cluster = gemma(), Cluster.parse("h100:1x2")
+    pins = Pins(pp=2, dp=1, tp=1, microbatches=4, schedule=name)
+    task = Task.of(graph, cluster, rules_of(graph)[0], pins, precision="bf16", state_bytes=8.0, gap=0.005)
+    bounds = CandidateBounds(task)
+    evaluator, one = bounds.evaluator, bounds.start(candidates(graph, cluster, pins, len(bounds.evaluator.names)))[0].candidate
+    what = one, degrees_of(one, 1), 0, bounds.placements.of(1, one.samples)
+    found = evaluator.run(*what)
+    evaluator.capacity = max(found.memory) * (1 + 1e-9)
+    assert evaluator.run(*what).seconds <= found.seconds * (1 + 1e-9)
+    assert not evaluator.too_much(*what, alone=one.virtual_stages == 1)
+    assert evaluator.relaxed(*what) <= found.seconds * (1 + 1e-6)
+    assert evaluator.timed(*what, 0.0, float("inf")) <= found.seconds * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("cluster", "pins"), [
+    ("h100:1x4", Pins(tp=1, microbatches=4)), ("h100:1x4", Pins(dp=2, tp=2, microbatches=8)),
+    ("h100:16x8", Pins(dp=128, microbatches=2)),
+], ids=["dp 4", "dp 2, tp 2", "dp 128"])
+def test_memory_is_counted_as_it_is_replayed_with_masks_and_logits(cluster: str, pins: Pins) -> None:
+    """Masks of all samples stand all step long, and what the model returns is held for every micro-batch."""
+    graph = gemma()
     ratios: list[float] = []
 
     def seen(plan: Plan, found: Prediction) -> Prediction:

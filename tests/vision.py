@@ -56,6 +56,7 @@ def _dropping(config: Mapping[str, Any], drop: bool) -> dict[str, Any]:
     """The options, with the rates at which something is dropped."""
     if not drop:
         return dict(config)
+
     def rate(old: Any) -> Any:
         return [DROP] * len(old) if isinstance(old, list) else 1 if isinstance(old, int) else DROP  # LeViT's is a whole number
 

@@ -146,7 +146,7 @@ class Evaluator:
         if room < 0 or min(counts) <= 1:
             return bool(room < 0)
         variants = [self.units(candidate, degrees, zero, placement, name) for name in self.kinds(candidate, zero)]
-        return bool(min(counts) * np.min([variant.saved for variant in variants], axis=0).sum() > room)
+        return bool(min(counts) * np.min([_least_held(variant) for variant in variants], axis=0).sum() > room)
 
     def run(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, *, capacity: float | None = None,
@@ -181,9 +181,7 @@ class Evaluator:
         """Seconds of a pipeline's step without a search for its cut; inf where it does not fit so."""
         variants, _ = self._variants(candidate, degrees, zero, placement)
         crossing, table = self._places(self._crossing(degrees, placement)), self.table(candidate)
-        positions = stages.positions_of(crossing)
-        columns = np.array([(*_columns(one), one.pending) for one in variants]).transpose(1, 0, 2)
-        units = Intervals.of_columns(columns[[0, 1, 2, 3, 4, 6]], columns[5], crossing, crossing, positions)
+        units, positions = _between(variants, crossing, [one.pending for one in variants])
         room = self.room(candidate, placement, self.capacity + self._twice(candidate, degrees, zero, placement))
         self.work["stage glanced at"] += candidate.stages
         outside = self._outside(candidate, placement, variants[0]).at(positions)
@@ -294,12 +292,11 @@ class Evaluator:
     def _divisible(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement
     ) -> tuple[Intervals, OutsideSeconds]:
-        """What lies between two places where a stage can begin, under every kind of recomputation."""
+        """What lies between two places where a stage can begin, under every kind of recomputation. From I to W it holds no
+        less than this: the first stage all, others what waits."""
         crossing = self._places(self._crossing(degrees, placement))
         variants = [self.units(candidate, degrees, zero, placement, name) for name in self.kinds(candidate, zero)]
-        positions = stages.positions_of(crossing)
-        columns = np.array([_columns(variant) for variant in variants]).transpose(1, 0, 2)
-        units = Intervals.of_columns(columns[[0, 1, 2, 3, 4, 4]], columns[5], crossing, crossing, positions)
+        units, positions = _between(variants, crossing, [_least_held(one) for one in variants])
         return units, self._outside(candidate, placement, variants[0]).at(positions)
 
     def _outside(self, candidate: Candidate, placement: Placement, units: Units) -> OutsideSeconds:
@@ -539,6 +536,18 @@ class Evaluator:
 def _columns(units: Units) -> tuple[Array, ...]:
     """Numbers of every unit in the order of ``stages.Unit``."""
     return units.forward, units.backward - units.weight, units.weight, units.state, units.saved, units.transient
+
+
+def _between(variants: Sequence[Units], crossing: Array, pending: Sequence[Array]) -> tuple[Intervals, list[int]]:
+    """What lies between two places where a stage can begin, and these. ``pending``: bytes from I to W of each variant."""
+    positions = stages.positions_of(crossing)
+    columns = np.array([(*_columns(one), held) for one, held in zip(variants, pending, strict=True)]).transpose(1, 0, 2)
+    return Intervals.of_columns(columns[[0, 1, 2, 3, 4, 6]], columns[5], crossing, crossing, positions), positions
+
+
+def _least_held(units: Units) -> Array:
+    """Bytes of every unit of a micro-batch in flight, from F to I and from I to W."""
+    return np.asarray(np.minimum(units.saved, units.pending))
 
 
 def _joined(units: Sequence[stages.Unit]) -> stages.Unit:

@@ -162,7 +162,7 @@ class StageCosts:
         columns = [
             forward, backward, weight + recomputed * split,
             once[:, bytes_row(microbatches) > 0].sum(axis=1) + run[:, PARAMETERS],
-            run[:, SAVED], run[:, SAVED] + waiting,
+            run[:, SAVED], np.maximum(run[:, SAVED] + waiting, 0.0),
             self._transient(placement, run, once, kept or degrees.variant(zero), microbatches > 1, degrees.pp > 1),
             once[:, [GATHER, GATHER_ONCE, SEND]].sum(axis=1), once[:, [REDUCE, REDUCE_ONCE, SEND_BACK]].sum(axis=1),
             once[:, BACKWARD],
