@@ -25,9 +25,11 @@ from torch.optim import SGD
 from meshwright.api import autoparallel
 from meshwright.errors import MeshwrightError
 from tests import backwards
+from tests.batch_losses import BATCH_LOSSES
 from tests.bodies import BODIES
 from tests.functions import FUNCTIONS
 from tests.losses import LOSSES
+from tests.mixing import MIXING
 from tests.nestings import NESTINGS
 from tests.trials import report, unlike
 
@@ -41,8 +43,9 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "gpipe": {"pp": 2, "microbatches": 4, "schedule": "gpipe"},
     "pp x dp": {"pp": 2, "dp": 2, "tp": 1, "zero": 2, "microbatches": 2},
     "pp x tp": {"pp": 2, "dp": 1, "tp": 2, "microbatches": 2}, "cp": {"cp": 2},
+    "dp x tp": {"dp": 2, "tp": 2}, "zero 3": {"dp": 2, "zero": 3, "microbatches": 1},
 }
-FOUR = ("pp x dp", "pp x tp")
+FOUR = ("pp x dp", "pp x tp", "dp x tp")
 D, T, B = 8, 4, 8
 Body = Callable[[Any, Tensor], Tensor]
 
@@ -284,7 +287,7 @@ MODELS: Mapping[str, Case] = {
     "hook of a forward": with_hook(lambda one: one.register_forward_hook),
     "penalized": of(dict, lambda m, x: x, lambda m, y, t, h: (y - t).square().mean() + 0.01 * sum(
         p.abs().sum() for p in m.parameters()) + 0.1 * (m.mid.weight @ m.mid.weight.t()).norm()),
-    **BODIES, **LOSSES, **NESTINGS, **FUNCTIONS,
+    **BODIES, **LOSSES, **NESTINGS, **FUNCTIONS, **MIXING, **BATCH_LOSSES,
 }
 """{name: (its parts, its body, its loss)}."""
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests.strangers import trials
 
-SOME = {"pp": ["pairs", "nested", "triplets"], "zb": ["penalized"], "dp": ["no elements", "queue", "one norm twice"]}
+SOME = {"pp": ["pairs", "nested", "triplets"], "zb": ["penalized"],
+        "dp": ["no elements", "queue", "one norm twice", "dead codes"]}
 
 
 @pytest.mark.parametrize("way", SOME)

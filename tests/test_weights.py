@@ -311,8 +311,8 @@ def refused(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> None:
                 p.grad = torch.zeros(p.shape)
             p.grad = distribute_tensor(torch.ones(p.shape), p.device_mesh, p.placements)
             assert bool(whole(p.grad).all())
-            with pytest.raises(RunError, match=r"squeeze_.* shape of a DTensor.*full_tensor"):
-                p.detach().flatten().quantile(0.3)
+            with pytest.raises(RunError, match=r"squeeze_.* shape of a DTensor.*full_tensor"), torch.no_grad():
+                p.unsqueeze_(0)
             p.grad.data = p.grad.data * 0
             assert not whole(p.grad).any()
             p.grad = None
@@ -371,6 +371,36 @@ def test_refusals(pool: Callable[[int], Any]) -> None:
     """What the engine cannot follow is refused on every rank, by name, and changes nothing."""
     pool(2).run(refused, TWO)
     pool(4).run(refused, FOUR)
+
+
+TURNED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "quantile": lambda p: p.detach().flatten().quantile(0.3),
+    "quantiles": lambda p: torch.quantile(p.grad, torch.tensor([0.1, 0.9]), dim=0),
+    "without nan": lambda p: p.detach().abs().nanquantile(0.5, dim=-1, keepdim=True),
+    "clipped": lambda p: p.grad.clamp(max=p.grad.abs().quantile(0.9)),
+    "differentiated": lambda p: torch.autograd.grad(p.sin().quantile(0.4), p)[0],
+    "squeezed": lambda p: p.detach().clone().unsqueeze_(0).transpose_(0, -1).mul_(2).squeeze_() + 1,
+    "turned": lambda p: p.detach().abs().t_(),
+}
+
+
+def turned(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> None:
+    torch.set_num_threads(1)
+    for pins in cases.values():
+        model, batch = case()
+        parallel, single = parallelize(model, batch, pins), case()[0]
+        for one in (parallel, single):
+            one(**batch)["loss"].backward()
+        for (name, p), q in zip(parallel.named_parameters(), single.parameters(), strict=True):
+            for what, value in TURNED.items():
+                found, wanted = value(p), value(q)
+                assert (found.shape, found.stride()) == (wanted.shape, wanted.stride()), (name, what)
+                torch.testing.assert_close(whole(found), wanted)
+
+
+def test_views_in_place(pool: Callable[[int], Any]) -> None:
+    """Of what is computed from weights and gradients, as ``torch.quantile`` does it to what it has sorted."""
+    pool(2).run(turned, {name: TWO[name] for name in ("ZeRO-3", "tp")})
 
 
 class Extra(nn.Linear):

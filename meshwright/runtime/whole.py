@@ -34,6 +34,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _fast_in_optimizers
 from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _foreach_supported_types as _fast_in_utilities
+from torch.utils._mode_utils import no_dispatch
 
 from meshwright.errors import RunError
 
@@ -182,8 +183,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     role = _role_of_result(func, name, tensors, by_item)
     refuse_writing(func, written)
     if torch.Tag.inplace_view in func.tags and any(isinstance(x, DTensor) for x in written):
-        raise RunError(f"{func} would change the shape of a DTensor{_called(written[0])} in place. Take .full_tensor() first, "
-                       f"on every rank, or the operator without '_'")
+        return _turned(func, name, args, kwargs)
     if torch.Tag.nondeterministic_seeded in func.tags:
         result = gathered(func, args, kwargs, tensors, written, drawn=True)
     elif name in _REDUCED and (what := _reduction(name, func, args, kwargs)) is not None:
@@ -391,6 +391,25 @@ def _native(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any
         result, copied = gathered(func, args, kwargs, tensors, ()), True
     mark_copies(func, of, result, copied)
     return result
+
+
+def _turned(func: Any, name: str, args: Any, kwargs: Any) -> DTensor:
+    """A view that takes the place of what it views (``unsqueeze_``; ``torch.quantile`` does it to what it has sorted). Raises
+    RunError for a tensor that a parallel module holds, and for views that say where memory lies."""
+    x: DTensor = args[0]
+    role = role_of(x)
+    if name not in _TURNED or (role is not None and role.held == id(x)):
+        raise RunError(f"{func} would change the shape of a DTensor{_called(x)} in place. Take .full_tensor() first, "
+                       f"on every rank, or the operator without '_'")
+    view = getattr(torch.ops.aten, name.removesuffix("_"))(*args, **kwargs)
+    x._local_tensor, x._spec = _local(view), view._spec
+    x.__dict__["_copied"] = view.__dict__["_copied"]
+    with no_dispatch():  # the sizes of the DTensor itself
+        func(*args, **kwargs)
+    return x
+
+
+_TURNED = frozenset({"squeeze_", "unsqueeze_", "t_", "transpose_"})
 
 
 def mark_copies(func: Any, of: DTensor, result: Any, copied: bool = False) -> None:
