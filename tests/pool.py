@@ -72,6 +72,7 @@ def _serve(rank: int, jobs: Any, results: Any, folder: str) -> None:
         _FOLDER.append(Path(folder))
     torch.set_num_threads(1)
     caches = _Caches()
+    gc.freeze()
     results.put((0, rank, None, None))
     while (job := jobs.get()) is not None:
         number, world, store, fn, args, timeout = job
@@ -100,8 +101,10 @@ class _Caches:
         debug._clear_sharding_prop_cache()
         if len(sys.modules) != self._modules:
             self._modules = len(sys.modules)
+            gc.unfreeze()  # what is frozen is not listed
             self._found = [one for one in gc.get_objects() if type(one) is functools._lru_cache_wrapper
                            and one.__module__.startswith("torch.distributed")]
+            gc.freeze()
         for cached in self._found:
             cached.cache_clear()
 

@@ -5,6 +5,7 @@ Nothing is made here and nothing runs: what is forked from a process with thread
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 
 import transformers
@@ -19,3 +20,4 @@ for _name in (
     "BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification",
 ):
     getattr(transformers, _name)  # imported when it is first asked for
+gc.freeze()  # modules live as long as the processes: no collection of garbage looks through them again
