@@ -18,7 +18,7 @@ from meshwright.compiler.structure.mlps import mlps_in_pieces, rows_of_mlps
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.declared.operator import MLP
 from meshwright.planner import capture_model
-from tests.equality import differences
+from tests.equality import captured_once, differences
 from tests.models import make
 
 TWO: dict[str, list[dict[str, Any]]] = {
@@ -45,7 +45,8 @@ def _equal(rank: int, world: int, cases: Mapping[str, Sequence[Mapping[str, Any]
             assert f"the MLPs   in pieces of {pins['mlp_rows']} tokens" in str(parallel.plan)
             return parallel
 
-        found += differences(rank, model, batch, {f"{name} under {dict(pins)}": partial(build, pins) for pins in all_pins})
+        with captured_once(name):
+            found += differences(rank, model, batch, {f"{name} under {dict(pins)}": partial(build, pins) for pins in all_pins})
     return found
 
 

@@ -24,7 +24,7 @@ from meshwright.ir.sharding import piece
 from meshwright.planner import capture_model
 from meshwright.runtime.collectives import Group
 from meshwright.runtime.ops import OPS
-from tests.equality import differences
+from tests.equality import captured_once, differences
 from tests.models import make
 
 
@@ -84,7 +84,8 @@ def _equal(rank: int, world: int, cases: Mapping[str, Sequence[Mapping[str, Any]
             return parallel
 
         named = {f"{name} under {dict(pins)}": partial(build, pins) for pins in all_pins}
-        found += differences(rank, model, batch, named)
+        with captured_once(f"{name} alone"):
+            found += differences(rank, model, batch, named)
     return found
 
 
