@@ -178,13 +178,13 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     tensors: list[Tensor] = []
     _over(tensors.append, args, kwargs)
     refuse_collective(func, tensors)
-    written, name = written_by(func, args, kwargs), func.overloadpacket.__name__
+    written, name, tags = written_by(func, args, kwargs), _name(func), _tags(func)
     by_item = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
     role = _role_of_result(func, name, tensors, by_item)
     refuse_writing(func, written)
-    if torch.Tag.inplace_view in func.tags and any(isinstance(x, DTensor) for x in written):
+    if torch.Tag.inplace_view in tags and any(isinstance(x, DTensor) for x in written):
         return _turned(func, name, args, kwargs)
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if torch.Tag.nondeterministic_seeded in tags:
         result = gathered(func, args, kwargs, tensors, written, drawn=True)
     elif name in _REDUCED and (what := _reduction(name, func, args, kwargs)) is not None:
         result = _reduced(**what)
@@ -192,9 +192,12 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         result = [torch.linalg.vector_norm(x, *args[1:2], **kwargs) for x in args[0]]
     elif by_item:
         result = _each(func, args, kwargs, written)
-    elif name in _NATIVE or is_view(func):
+    elif name in _ALIKE and _contiguous_as_given(tensors[0], kwargs):
+        result = _wrap(func(_local(args[0]), *args[1:], **kwargs), args[0])
+        mark_copies(func, args[0], result)
+    elif name in _ALIKE or is_view(func):
         result = _native(func, args, kwargs, tensors)
-    elif (torch.Tag.pointwise in func.tags or name in _POINTWISE) and (lead := _lead(tensors, written)) is not None:
+    elif (torch.Tag.pointwise in tags or name in _POINTWISE) and (lead := _lead(tensors, written)) is not None:
         pieces = _over(lambda x: _piece_like(x, lead), args, kwargs)
         result = func(*pieces[0], **pieces[1])
         if not written:
@@ -212,8 +215,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     return pytree.tree_map_only(DTensor, lambda x: x if by_item else adopt(x, role), result)
 
 
-_NATIVE = frozenset({"detach", "alias", "clone", "_to_copy", "lift_fresh", "zeros_like", "ones_like", "empty_like",
-                     "full_like"})
+_ALIKE = frozenset({"detach", "alias", "clone", "_to_copy", "lift_fresh", "zeros_like", "ones_like", "empty_like", "full_like"})
+"""Operators of one tensor whose result is cut as it is."""
 _POINTWISE = frozenset({"copy_", "fill_", "zero_", "masked_fill", "masked_fill_"})
 _REDUCED = frozenset({"sum", "mean", "norm", "linalg_vector_norm"})
 
@@ -246,6 +249,18 @@ def _over(fn: Callable[[Tensor], Any], args: Any, kwargs: Any) -> tuple[Any, Any
         return found
     return (tuple(fn(arg) if isinstance(arg, Tensor) else arg for arg in args),
             {key: fn(arg) if isinstance(arg, Tensor) else arg for key, arg in kwargs.items()})
+
+
+@cache
+def _name(func: Any) -> str:
+    """An operator's, without its overload's."""
+    return str(func.overloadpacket.__name__)
+
+
+@cache
+def _tags(func: Any) -> frozenset[Any]:
+    """What torch says of an operator, which it asks its dispatcher for each time."""
+    return frozenset(func.tags)
 
 
 @cache
@@ -286,6 +301,14 @@ def _lead(tensors: Sequence[Tensor], written: Sequence[Tensor]) -> DTensor | Non
 def _size(x: DTensor) -> tuple[int, int, int]:
     """By what the lead is chosen: the largest, and among equals the one that is cut most."""
     return x.ndim, x.numel(), sum(map(_cut, x.placements))
+
+
+def _contiguous_as_given(x: Tensor, kwargs: Any) -> bool:
+    """Whether the result of one of ``_ALIKE`` lies in memory, and is pending, as the operand is: then its piece is made of the
+    operand's, at a fraction of what DTensor's own dispatch costs. Optimizers make their states so, loops detach and clone."""
+    return (isinstance(x, DTensor) and not _pending(x) and x.is_contiguous()
+            and kwargs.get("memory_format") in (None, torch.preserve_format, torch.contiguous_format)
+            and kwargs.get("device") in (None, x.device))
 
 
 def _each(func: Any, args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
@@ -374,6 +397,7 @@ def _reduced(x: DTensor, dims: set[int], power: float | None, keep: bool, mean: 
 # --- views, and the whole -----------------------------------------------------------------------------------------------
 
 
+@cache
 def is_view(func: Any) -> bool:
     """Whether what an operator gives shares memory with what it is given."""
     return any(back.alias_info is not None and not back.alias_info.is_write for back in func._schema.returns)
@@ -512,7 +536,11 @@ def torch_dtensor(x: DTensor) -> DTensor:
 
 def _wrap(local: Tensor, lead: DTensor) -> DTensor:
     """What was computed elementwise from the pieces of ``lead``; made from the same parameter."""
-    made = DTensor.from_local(local, lead.device_mesh, lead.placements, run_check=False, shape=lead.shape, stride=lead.stride())
+    if local.dtype == lead.dtype:  # the same spec, without DTensor.from_local's autograd function
+        made = DTensor(local, lead._spec, requires_grad=local.requires_grad)
+    else:
+        made = DTensor.from_local(
+            local, lead.device_mesh, lead.placements, run_check=False, shape=lead.shape, stride=lead.stride())
     return adopt(made, made_from(lead))  # type: ignore[return-value]
 
 
