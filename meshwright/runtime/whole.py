@@ -192,9 +192,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         result = [torch.linalg.vector_norm(x, *args[1:2], **kwargs) for x in args[0]]
     elif by_item:
         result = _each(func, args, kwargs, written)
-    elif name in _ALIKE and _contiguous_as_given(tensors[0], kwargs):
-        result = _wrap(func(_local(args[0]), *args[1:], **kwargs), args[0])
-        mark_copies(func, args[0], result)
+    elif (name in _ALIKE or name == "view") and (made := _alike(func, name, args, kwargs)) is not None:
+        result = made
     elif name in _ALIKE or is_view(func):
         result = _native(func, args, kwargs, tensors)
     elif (torch.Tag.pointwise in tags or name in _POINTWISE) and (lead := _lead(tensors, written)) is not None:
@@ -303,12 +302,21 @@ def _size(x: DTensor) -> tuple[int, int, int]:
     return x.ndim, x.numel(), sum(map(_cut, x.placements))
 
 
-def _contiguous_as_given(x: Tensor, kwargs: Any) -> bool:
-    """Whether the result of one of ``_ALIKE`` lies in memory, and is pending, as the operand is: then its piece is made of the
-    operand's, at a fraction of what DTensor's own dispatch costs. Optimizers make their states so, loops detach and clone."""
-    return (isinstance(x, DTensor) and not _pending(x) and x.is_contiguous()
-            and kwargs.get("memory_format") in (None, torch.preserve_format, torch.contiguous_format)
-            and kwargs.get("device") in (None, x.device))
+def _alike(func: Any, name: str, args: Any, kwargs: Any) -> DTensor | None:
+    """What one of ``_ALIKE`` makes, or a view of the same shape, of the operand's piece alone: a fraction of what DTensor's own
+    dispatch costs. None unless it lies in memory as the operand does, on the same device, and nothing is pending."""
+    x, given = args[0], args[1:]
+    if (not isinstance(x, DTensor) or _pending(x) or not x.is_contiguous() or kwargs.get("device") not in (None, x.device)
+            or kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format)):
+        return None
+    local = _local(x)
+    if name == "view":
+        if tuple(given[0]) != tuple(x.shape):
+            return None
+        given = (local.shape,)
+    made = _wrap(func(local, *given, **kwargs), x)
+    mark_copies(func, x, made)
+    return made
 
 
 def _each(func: Any, args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
