@@ -17,7 +17,7 @@ it runs, ``spmd_types`` hooks ``torch.autograd.Function`` process-wide: check be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,6 +61,8 @@ class _Checker:
     seen: dict[Any, tuple[tuple[Types, bool], ...]] = field(default_factory=dict)
     """What segments that were checked make of what they read: equal blocks are checked once."""
     made: dict[Any, Tensor] = field(default_factory=dict)
+    known: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict)
+    """What operators gave: a call of the same one, with operands of the same shapes and types, is not run again."""
 
     def run(self) -> None:
         self.cuts = dict(self.program.cuts)
@@ -159,12 +161,14 @@ class _Checker:
 
     def _op(self, op: Op, inside: dict[str, Tensor], segment: Segment, read: set[str]) -> None:
         module = op.module or _reader(op, segment) or segment.path
+        call = _call(op, inside, [segment.graph.values[name] for name in op.outputs])
         try:
-            results = self._run(op, inside, segment)
+            results = self.known[call] if call in self.known else self._run(op, inside, segment)
         except SpmdTypeError as error:
             found = ", ".join(f"%{name}: {self._shown(inside[name])}" for name in dict.fromkeys(op.inputs))
             want = "operands whose types go together"
             raise VerifyError(str(op), module, want, f"{found} ({self._named(error)})") from error
+        self.known[call] = results
         for name, tensor in zip(op.outputs, results, strict=False):
             shape = segment.graph.values[name].shape
             cut = segment.prologue and name in self.cuts  # declared as the piece that a micro-batch reads
@@ -289,12 +293,9 @@ def _structure(segment: Segment, inside: Mapping[str, Tensor]) -> Any:
         return names.setdefault(name, len(names))
 
     def plain(arg: Any) -> Any:
-        if isinstance(arg, Ref):
-            return "%", number(arg.name)
-        return tuple(map(plain, arg)) if isinstance(arg, tuple | list) else repr(arg)
+        return _plain(arg, lambda name: ("%", number(name)))
 
-    reads = tuple((number(n), tuple(t.shape), t.dtype, t.requires_grad, frozenset(spmd.get_local_type(t).items()))
-                  for n, t in inside.items())
+    reads = tuple((number(name), _kind(tensor)) for name, tensor in inside.items())
     ops = []
     for op in segment.graph.ops:
         opaque = op.target.startswith("mw.") and op.target not in COLLECTIVES and op.target not in FORMS
@@ -303,6 +304,25 @@ def _structure(segment: Segment, inside: Mapping[str, Tensor]) -> Any:
         kwargs = tuple((key, plain(arg) if key != DRAW else "") for key, arg in op.kwargs)
         ops.append((op.target, args, kwargs, values))
     return segment.prologue, reads, tuple(ops), tuple(number(name) for name in segment.graph.outputs)
+
+
+def _call(op: Op, inside: Mapping[str, Tensor], declared: Sequence[Value]) -> Any:
+    """An operator up to the names of its operands and results: what these are to the checker, and everything else it is given."""
+    args = _plain(op.args, lambda name: _kind(inside[name]))
+    kwargs = tuple((key, _plain(arg, lambda name: _kind(inside[name]))) for key, arg in op.kwargs)
+    return op.target, args, kwargs, tuple((value.shape, value.dtype, value.differentiable) for value in declared)
+
+
+def _kind(tensor: Tensor) -> Any:
+    """What a value is to the checker."""
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, frozenset(spmd.get_local_type(tensor).items())
+
+
+def _plain(arg: Any, named: Callable[[str], Any]) -> Any:
+    """An argument that can be looked up, with what ``named`` says of values."""
+    if isinstance(arg, Ref):
+        return named(arg.name)
+    return tuple(_plain(one, named) for one in arg) if isinstance(arg, tuple | list) else repr(arg)
 
 
 def _reader(op: Op, segment: Segment) -> str:
