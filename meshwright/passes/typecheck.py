@@ -307,7 +307,7 @@ def _structure(segment: Segment, inside: Mapping[str, Tensor]) -> Any:
 
 
 def _call(op: Op, inside: Mapping[str, Tensor], declared: Sequence[Value]) -> Any:
-    """An operator up to the names of its operands and results: what these are to the checker, and everything else it is given."""
+    """An operator up to the names of its operands and results: what these are to the checker, and all else it is given."""
     args = _plain(op.args, lambda name: _kind(inside[name]))
     kwargs = tuple((key, _plain(arg, lambda name: _kind(inside[name]))) for key, arg in op.kwargs)
     return op.target, args, kwargs, tuple((value.shape, value.dtype, value.differentiable) for value in declared)
