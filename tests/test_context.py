@@ -24,7 +24,7 @@ from meshwright.cost.cluster import Cluster
 from meshwright.ir.pins import ATTENTION, PinError, Pins
 from meshwright.ir.serialize import plan_hash
 from meshwright.views.report import render
-from tests.equality import check, differences, loss_of
+from tests.equality import captured_once, check, differences, loss_of
 from tests.models import Case, make
 
 FORMS: list[dict[str, Any]] = [{"cp": 2, "attention": form} for form in ATTENTION]
@@ -113,7 +113,8 @@ def _forms(rank: int, form: str, world: int, all_pins: Sequence[Mapping[str, Any
         torch.testing.assert_close(hidden, copy.deepcopy(model)(**batch)["hidden"])  # in the user's order
         return parallel
 
-    return differences(rank, model, batch, {f"{form} under {pins}": partial(build, pins) for pins in all_pins})
+    with captured_once(f"attention {form}"):
+        return differences(rank, model, batch, {f"{form} under {pins}": partial(build, pins) for pins in all_pins})
 
 
 @pytest.mark.parametrize("form", ["written", "documents", "added", "cross", "mixed", "windows"])

@@ -16,6 +16,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType
@@ -88,7 +89,12 @@ def modules() -> dict[str, Path]:
 
 
 MODULES: Mapping[str, Path] = modules()
-TREES: Mapping[str, ast.Module] = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+@cache
+def trees() -> Mapping[str, ast.Module]:
+    """{module: its syntax}; seconds, so not when the tests are collected."""
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 
 def names_of(node: ast.AST) -> list[str]:
@@ -104,7 +110,7 @@ def names_of(node: ast.AST) -> list[str]:
 def imports(name: str) -> Iterator[Import]:
     """All imports of a module."""
 
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(trees()[name]):
         for target in names_of(node):
             yield Import(name, target)
 
@@ -168,7 +174,7 @@ def test_no_module_level_mutable_state() -> None:
     mutable = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
     read_only = ("Mapping", "Sequence", "Final", "frozenset", "tuple", "AbstractSet")
     wrong = []
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         for node in tree.body:
             if isinstance(node, ast.Assign) and isinstance(node.value, mutable):
                 wrong += [f"{name}: {ast.unparse(t)} is mutable; annotate it Mapping or Sequence, or use a tuple"
@@ -189,13 +195,13 @@ def private_names(tree: ast.Module) -> set[str]:
 
 
 def test_private_torch_is_confined() -> None:
-    using = {MODULES[name].relative_to(ROOT).as_posix() for name, tree in TREES.items() if private_names(tree)}
+    using = {MODULES[name].relative_to(ROOT).as_posix() for name, tree in trees().items() if private_names(tree)}
     assert using == set(PRIVATE), "list the file with its reason, or strike it off"
 
 
 def test_files_and_functions_stay_readable() -> None:
     wrong = []
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         lines = MODULES[name].read_text(encoding="utf-8").count("\n")
         wrong += [f"{name} has {lines} lines"] if lines > 600 else []
         for node in ast.walk(tree):
@@ -208,14 +214,14 @@ def test_files_and_functions_stay_readable() -> None:
 def test_a_class_name_is_one_class() -> None:
     """Two classes of one name would be two things under one word."""
     names = Counter(
-        node.name for tree in TREES.values() for node in tree.body if isinstance(node, ast.ClassDef)
+        node.name for tree in trees().values() for node in tree.body if isinstance(node, ast.ClassDef)
     )
     assert not [name for name, count in names.items() if count > 1 and not name.startswith("_")]
 
 
 def test_modules_and_public_names_are_documented() -> None:
     wrong = []
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         wrong += [] if ast.get_docstring(tree) or not tree.body else [name]
         for node in tree.body:
             public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")

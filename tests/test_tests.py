@@ -8,6 +8,7 @@ import io
 import runpy
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,12 @@ FAILS = frozenset({"raises", "assert_close", "assert_allclose", "assert_array_eq
 CLOCKS = frozenset({"perf_counter", "monotonic", "process_time", "thread_time", "time_ns", "perf_counter_ns", "monotonic_ns"})
 WAITS = frozenset({"browser.py", "pipelines.py", "pool.py"})
 """Helpers that look at a clock so that what hangs is ended, with an error; no test asserts what they read."""
-TREES: Mapping[str, ast.Module] = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(HERE.glob("*.py"))}
+
+
+@cache
+def trees() -> Mapping[str, ast.Module]:
+    """{file: its syntax}; seconds, so not when the tests are collected."""
+    return {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(HERE.glob("*.py"))}
 
 
 def functions(tree: ast.Module) -> dict[str, ast.AST]:
@@ -36,8 +42,16 @@ def imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
     }
 
 
-DEFINED = {file: functions(tree) for file, tree in TREES.items()}
-IMPORTED = {file: imported(tree) for file, tree in TREES.items()}
+@cache
+def defined() -> Mapping[str, dict[str, ast.AST]]:
+    """{file: what it defines}."""
+    return {file: functions(tree) for file, tree in trees().items()}
+
+
+@cache
+def imports() -> Mapping[str, dict[str, tuple[str, str]]]:
+    """{file: what it imports from other files of tests}."""
+    return {file: imported(tree) for file, tree in trees().items()}
 
 
 def names(node: ast.AST) -> Iterator[str]:
@@ -51,27 +65,27 @@ def names(node: ast.AST) -> Iterator[str]:
 
 def can_fail(file: str, name: str, seen: set[tuple[str, str]]) -> bool:
     """Whether a function asserts or raises, or names one that does."""
-    if (file, name) in seen or name not in DEFINED.get(file, {}):
+    if (file, name) in seen or name not in defined().get(file, {}):
         return False
     seen.add((file, name))
-    node = DEFINED[file][name]
+    node = defined()[file][name]
     if any(isinstance(one, ast.Assert | ast.Raise) for one in ast.walk(node)):
         return True
     used = set(names(node))
     if used & FAILS:
         return True
-    return any(can_fail(*IMPORTED[file].get(one, (file, one)), seen) for one in sorted(used))
+    return any(can_fail(*imports()[file].get(one, (file, one)), seen) for one in sorted(used))
 
 
 def test_every_test_can_fail() -> None:
-    tests = [(file, name) for file, found in DEFINED.items() for name in found if name.startswith("test_")]
+    tests = [(file, name) for file, found in defined().items() for name in found if name.startswith("test_")]
     assert len(tests) > 500
     assert [f"{file}::{name}" for file, name in tests if not can_fail(file, name, set())] == []
 
 
 def test_no_test_looks_at_a_clock() -> None:
     """How long something takes is measured in ``benchmarks/``; how much was done is counted (``effort``)."""
-    looking = {file for file, tree in TREES.items() if CLOCKS.intersection(names(tree))}
+    looking = {file for file, tree in trees().items() if CLOCKS.intersection(names(tree))}
     assert looking <= WAITS | {Path(__file__).name}
 
 

@@ -5,7 +5,7 @@ DTensor runs most of them on the pieces; but it refuses others in the middle of 
 bf16 products per piece (``torch.optim.Muon`` is off by percents), lets every rank draw the same random numbers for another
 piece, and knows nothing of other stages. Here an operator goes one of four ways:
 
-    elementwise, operands of one shape    every rank on its piece, nothing is sent
+    elementwise, operands of one shape    every rank on its piece, nothing is sent; so copies, and what is like a tensor
     norms, sums and means                 every rank on its piece; what is pending is summed at once
     views                                 DTensor's own; what turns out to be a copy may be read, not written
     everything else, and what is random   on the whole tensors, gathered; a rank keeps its piece of what was written
