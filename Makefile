@@ -12,6 +12,8 @@ JOBS ?= 2
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The tests start many processes: what they import is compiled once, also where the environment says that nothing is kept.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: venv demo test lint check bench bench-published clean
 .DEFAULT_GOAL := test
