@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import combinations
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 from meshwright.api import autoparallel
 from meshwright.runtime.checks.elsewhere import Elsewhere
-from tests.equality import EPS, compare
+from tests.equality import EPS, captured_once, compare
 
 WIDTH, LENGTH, BATCH = 8, 4, 8
 
@@ -272,7 +273,8 @@ def trained(
         single = copy.deepcopy(model)
         torch.manual_seed(seed)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        parallel = autoparallel(model, mesh, ((x,), {}), pins=dict(pins), progress=False)
+        with captured_once(f"drawing {crc32(repr((ways, layers)).encode())}"):
+            parallel = autoparallel(model, mesh, ((x,), {}), pins=dict(pins), progress=False)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=EPS) for m in (single, parallel)]
         steps = []
         for _ in range(2):
