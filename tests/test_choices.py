@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.api import plan
 from meshwright.compiler.placement.choices import Scope, choices
 from meshwright.compiler.placement.pinned import check_tensor_pins
 from meshwright.compiler.search.blockwise import solve_layout
@@ -284,3 +285,23 @@ def test_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout(Mesh.of(dp=2, tp=1), {"dp": "data", "tp": "tensor"})
     with pytest.raises(PlanError, match=text + "another rule"):
         solve_layout(task, layout, 1, Footprints(rules, 8.0, cluster.device).fits, Timing())
+
+
+class JoinedKeys(nn.Module):
+    """Writes into an empty tensor, as attention of DeepSeek does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(64, 96), nn.Linear(64, 32), nn.Linear(128, 64)
+
+    def forward(self, x):
+        keys = x.new_empty(*x.shape[:2], 128)
+        keys[..., :96] = self.first(x)
+        keys[..., 96:] = self.second(x)
+        return self.out(keys).square().mean()
+
+
+def test_a_rank_makes_no_more_of_an_empty_tensor_than_is_written_there():
+    found = plan(JoinedKeys(), "h100:1x4", (torch.empty(8, 128, 64),), pins={"dp": 4, "tp": 1})
+    made = [op for op in found.graph.ops if op.target == "aten.full.default"]
+    assert [found.assignments[op.name] for op in made] == [{"dp": "dim0"}]

@@ -264,6 +264,20 @@ def test_fusion_reads_and_writes_only_at_the_borders():
     assert found["z"] == Fused((False,), (True,))
 
 
+@pytest.mark.parametrize(("target", "read", "written"), [
+    ("aten.where.self", (Ref("x"), Ref("f"), Ref("x")), False),
+    ("aten.slice_scatter.default", (Ref("f"), Ref("x"), 1, 0, 64, 1), True),
+])
+def test_what_is_made_from_literals_is_written_for_readers_that_do_not_fuse(target, read, written):
+    values = {name: Value(name, (64, 64), BF16, False) for name in "xfy"}
+    ops = (
+        Op("f", "aten.full.default", ((64, 64), 0.0), (), ("f",)),
+        Op("y", target, read, (), ("y",)),
+    )
+    fused = fusion(Graph(values, ("x",), (), ops, Ref("y")), OPERATORS)
+    assert fused[0] == Fused((), (written,))
+
+
 def test_fused_chain_costs_the_traffic_of_its_borders():
     graph = swiglu()
     total = host = 0.0

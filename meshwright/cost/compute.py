@@ -325,7 +325,8 @@ def fusion(graph: Graph, operators: Operators) -> tuple[Fused | None, ...]:
     """For every op of the graph what its fused kernel makes it read and write; None for views and ops that do not fuse.
 
     The level of an op is the largest number of unfusable ops on a way to it; fusable ops of one level that feed each other
-    share a kernel. Views are looked through, and what is made from literals is made again where it is used.
+    share a kernel. Views are looked through, and what is made from literals is made again where it is used, if all that use it
+    fuse; else it is written.
     """
     base, made = _bases(graph, operators)
     level: dict[str, int] = {}
@@ -369,10 +370,12 @@ def _boundaries(
     """Which operands enter and which results leave each op's kernel."""
     leaving = {base[name] for name in graph.outputs}
     users: dict[str, set[int]] = {}
+    unfused = set(leaving)
     for index, op in enumerate(graph.ops):
         if operators[op.target].kind != "view":
             for name in op.inputs:
                 users.setdefault(base[name], set()).add(kernel[index])
+            unfused.update(base[name] for name in op.inputs if not operators[op.target].fuses)
     seen: set[tuple[int, str]] = set()
     result: list[Fused | None] = []
     for index, op in enumerate(graph.ops):
@@ -387,7 +390,7 @@ def _boundaries(
             reads.append(not inside and (kernel[index], base[name]) not in seen)
             seen.add((kernel[index], base[name]))
         writes = tuple(
-            declared.kind != "factory" and (name in leaving or bool(users.get(name, set()) - {kernel[index]}))
+            name in unfused if declared.kind == "factory" else name in leaving or bool(users.get(name, set()) - {kernel[index]})
             for name in op.outputs
         )
         result.append(Fused(tuple(reads), writes))
