@@ -7,7 +7,7 @@ is split. ``Footprints.fits`` is what the search is handed, so that it need not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.cost.catalogue import Device
@@ -31,7 +31,7 @@ def footprints(
     """The worst moment of a training step, of a rank of every stage group by pipeline rank (without a pipeline: of rank 0).
     ``ranks``: of the pipeline, all if not given; ``device``: its software may hold more, or less, than programs of this
     package do; ``room``: bytes of a device for which torch's allocator is replayed, too (``Peak.reserved``)."""
-    return _peaks(plan, rank_program(plan, rules, 0, _passes(device)), state_bytes, ranks, _software(device), room)
+    return dict(_peaks(plan, rank_program(plan, rules, 0, _passes(device)), state_bytes, ranks, _software(device), room))
 
 
 def _passes(device: Device | None) -> list[Callable[[Program], Program]]:
@@ -51,35 +51,43 @@ def _software(device: Device | None) -> Software:
 def _peaks(
     plan: Plan, program: Program, state_bytes: float, ranks: Collection[int] | None, software: Software,
     room: float | None = None,
-) -> dict[int, Peak]:
+) -> Iterator[tuple[int, Peak]]:
     """``program``: of rank 0 of the whole model."""
     if plan.pipeline is None:
-        return {0: peak(program, state_bytes, software, room)}
+        yield 0, peak(program, state_bytes, software, room)
+        return
     apart = plan.mesh.world // plan.pipeline.degree
     chosen = range(plan.pipeline.degree) if ranks is None else ranks
     parts = cut_for_ranks(program, plan.pipeline, [r * apart for r in chosen])
-    return {r: peak(part, state_bytes, software, room) for r, part in zip(chosen, parts, strict=True)}
+    for rank, part in zip(chosen, parts, strict=True):
+        yield rank, peak(part, state_bytes, software, room)
 
 
 @dataclass
 class Footprints:
     """Judges plans one after the other: the program of the whole model is lowered once for plans that differ in recomputation
-    alone. ``device``: its software may hold more, or less, than programs of this package do."""
+    alone. ``device``: its software may hold more, or less, than programs of this package do; ``all_ranks``: of a plan that does
+    not fit, too, not only those up to the first for which a device has no room."""
 
     rules: Rules
     state_bytes: float
     device: Device
+    all_ranks: bool = True
     _lowered: tuple[Plan, Program] | None = None
 
     def fits(self, plan: Plan) -> Prediction:
         """The plan's prediction with the bytes that its program holds; ``.fits`` says whether a device has room for them."""
         assert plan.predicted is not None
         counted = plan.predicted.bytes_per_pipeline_rank
-        ranks: set[int] = set()
+        ranks: list[int] = []
         if plan.pipeline is not None:
             fullest_first = sorted(range(len(counted)), key=lambda rank: -counted[rank])
-            ranks = {0, plan.pipeline.stage_rank[-1], *fullest_first[:LOOKED_AT]}
-        found = _peaks(plan, self._program(plan), self.state_bytes, sorted(ranks), _software(self.device))
+            ranks = list(dict.fromkeys((*fullest_first[:LOOKED_AT], 0, plan.pipeline.stage_rank[-1])))
+        found = dict[int, Peak]()
+        for rank, one in _peaks(plan, self._program(plan), self.state_bytes, ranks, _software(self.device)):
+            found[rank] = one
+            if one.bytes > plan.predicted.capacity_bytes and not self.all_ranks:
+                break
         fullest = max(found.values(), key=lambda one: one.bytes)
         held = {rank: one.bytes for rank, one in found.items()}
         return replace(

@@ -36,7 +36,7 @@ from meshwright.footprint import Footprints
 from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.declared.registered import registered_of
-from meshwright.ir.graph import Graph
+from meshwright.ir.graph import Graph, collector_paused
 from meshwright.ir.pins import ULYSSES, PinError, Pins
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Certificate
@@ -99,7 +99,8 @@ def make_plan(
     def made(graph: Graph, search: Search) -> Plan:
         return _made(graph, cluster, pins, optimizer, precision, strict, timing, progress, gap, search)
 
-    return chosen(graph, cluster, pins, precision, gap, made, find_plan if remedies else FIRST)
+    with collector_paused():
+        return chosen(graph, cluster, pins, precision, gap, made, find_plan if remedies else FIRST)
 
 
 def _made(
@@ -115,17 +116,17 @@ def _made(
     check_tensor_pins(pins, graph)
     timing.mark("rules")
     state_bytes = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else float(optimizer)
-    fits = Footprints(rules, state_bytes, cluster.device).fits
     task = Task.of(graph, cluster, rules, Pins(), precision=precision, state_bytes=state_bytes, gap=gap)
     check_experts(pins.by_degrees(), task)
     given = decided(replace(task, pins=pins))
     if given is not None:
-        plan = _settled(task, given, fits)
+        plan = _settled(task, given, Footprints(rules, state_bytes, cluster.device).fits)
         timing.mark("plan")
     else:
         check_held(pins)
         by_degrees = pins.by_degrees()
         task = Task.of(graph, cluster, rules, by_degrees, precision=precision, state_bytes=state_bytes, gap=gap)
+        fits = Footprints(rules, state_bytes, cluster.device, all_ranks=False).fits
         plan = search(task, fits, timing=timing, progress=progress)
         check_mesh(pins, plan)
     assert plan.certificate is not None

@@ -111,12 +111,12 @@ class Mesh:
 
     def size(self, axes: str | Iterable[str]) -> int:
         """Number of ranks along one axis, or along several together (1 for none)."""
-        names = (axes,) if isinstance(axes, str) else axes if isinstance(axes, tuple) else tuple(axes)
-        total = 1
-        for name in names:
-            if name not in self.axes:
-                raise MeshError(f"mesh {self} has no axis {name!r}")
-            total *= self.sizes[self.axes.index(name)]
+        total, name = 1, ""
+        try:
+            for name in (axes,) if isinstance(axes, str) else axes:
+                total *= self.sizes[self.axes.index(name)]
+        except ValueError:
+            raise MeshError(f"mesh {self} has no axis {name!r}") from None
         return total
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -103,6 +103,7 @@ def reshard(source: Sharding, target: Sharding) -> tuple[ReshardStep, ...]:
     return tuple(steps)
 
 
+@lru_cache(maxsize=1 << 18)
 def _next(now: Sharding, target: Sharding) -> ReshardStep | None:
     """The next step, by priority, or None when ``now`` is the target."""
     kinds = (_add, _move, _mirror, _aside, _remove, _finish)

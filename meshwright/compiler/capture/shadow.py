@@ -247,7 +247,7 @@ class _Wrapper(nn.Module):
         setattr(self, WRAPPED, model)
         self.call = (signature, named, positional, loss_fn, dtype)
         self.plain = frozenset(name for item in owned if item.plain for name in item.fqns)
-        self.seen, self.watch = _Seen(), CaptureWatch(frozenset(id(item.tensor) for item in owned))
+        self.seen, self.watch = _Seen(), CaptureWatch(is_user_file, frozenset(id(item.tensor) for item in owned))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with self.watch.over():

@@ -21,12 +21,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.traceback import preserve_node_meta, set_stack_trace
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from meshwright.compiler.capture.functions import Functions, tracing
@@ -61,11 +64,13 @@ _SWITCHES = (Tensor.requires_grad_, _Attributes.requires_grad.__set__)
 
 
 class CaptureWatch(TorchFunctionMode):
-    """See the file's head. ``owned``: ids of the model's real tensors (``importer`` tells how these are reached);
-    ``functions``: the custom functions that were called; ``refused``: the first refusal."""
+    """See the file's head. ``is_user_file``: whether a source file is the model's; ``owned``: ids of the model's real tensors
+    (``importer`` tells how these are reached); ``functions``: the custom functions that were called; ``refused``: the first
+    refusal."""
 
-    def __init__(self, owned: frozenset[int] = frozenset()) -> None:
+    def __init__(self, is_user_file: Callable[[str], bool], owned: frozenset[int] = frozenset()) -> None:
         super().__init__()
+        self.is_user_file = cache(is_user_file)
         self.owned = owned
         self.functions = Functions()
         self.refused: NotKeptError | None = None
@@ -96,11 +101,25 @@ class CaptureWatch(TorchFunctionMode):
                                   "register it as a parameter of the model (of a module that holds the model and the loss)")
         if func is Tensor.random_ and _count_of_bounds(args, kwargs) == 2:
             return self._within(*args, **kwargs)
+        set_stack_trace(self._line())
         try:
             return func(*args, **kwargs)
         except Exception as error:
             error.add_note(f"{IN_FUNCTION}{resolve_name(func) or func}")
             raise
+        finally:
+            set_stack_trace([])
+
+    def _line(self) -> list[str]:
+        """The line of the model's forward that runs, as a stack trace of it, which the nodes of the trace have from here: torch
+        would write the whole stack of every node down to find it. Nothing where no forward runs."""
+        frame: FrameType | None = None if torch.compiler.is_dynamo_compiling() else sys._getframe(2)
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "forward" and self.is_user_file(code.co_filename):
+                return [f'File "{code.co_filename}", line {frame.f_lineno}, in forward']
+            frame = frame.f_back
+        return []
 
     def _within(self, tensor: Tensor, *bounds: int, **named: Any) -> Tensor:
         """``tensor.random_(low, high)``."""
@@ -121,7 +140,7 @@ class CaptureWatch(TorchFunctionMode):
     def over(self) -> Iterator[None]:
         """Around the forward, in which tensors are traced."""
         with ExitStack() as stack:
-            for context in (self.functions.kept(), *self._patches(), self):
+            for context in (self.functions.kept(), preserve_node_meta(), *self._patches(), self):
                 stack.enter_context(context)
             yield
         if self.refused is not None:

@@ -240,13 +240,17 @@ def _plan_of(
         layout = layout_of(found.candidate, found.degrees)
         return refined.solve(layout, found.candidate.microbatches, to_beat)
 
+    proven = list[tuple[float, float]]()
+
     def counted(one: Evaluation, limit: float) -> Counted:
         recomputes_nothing, bound = set(one.recompute) == {task.recompute[0]}, one.bound
-        if one.run is not None:
+        wider = [known for capacity, known in proven if capacity >= limit]  # what holds within more memory holds within less
+        if one.run is not None and not wider:
             what = one.candidate, one.degrees, one.zero, one.placement
             bound = max(bound, evaluator.relaxed(*what, capacity=limit))
             bound = evaluator.timed(*what, bound, one.seconds, limit)
-        return Counted(plans.of(one), limit, True, min(bound, one.seconds), "gap", settled=recomputes_nothing)
+            proven.append((limit, bound))
+        return Counted(plans.of(one), limit, True, min(max(bound, *wider, 0.0), one.seconds), "gap", settled=recomputes_nothing)
 
     def within(limit: float) -> Counted:
         return counted(evaluator.run(found.candidate, found.degrees, found.zero, found.placement, capacity=limit), limit)
