@@ -50,6 +50,7 @@ VALUES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "any operator": lambda out: [out["y"].sort(0).values, out["y"].median(), out["y"].quantile(0.3), out["y"].cumsum(0),
                                  torch.cdist(out["y"], OTHER), out["y"].unique(), out["y"].topk(3, 0).values],
     "lists": lambda out: [out["y"].tolist(), out["best"].tolist(), out["y"].detach().numpy().sum()],
+    "formatted": lambda out: [len(f"{out['y'].mean():9.4f}"), int(f"{out['best'].max()}")],
     "writing": lambda out: written(out["y"].detach()),
 }
 LOSSES: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -384,6 +385,14 @@ TURNED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+READ: Mapping[str, Callable[[torch.Tensor], Any]] = {
+    "array": lambda p: torch.tensor(p.detach().numpy()), "as an array": lambda p: torch.tensor(np.asarray(p.grad)),
+    "written": lambda p: [abs(float(f"{x:9.5f}") - x.item()) < 1e-5 for x in (p.detach().norm(), p.sum(), p.grad.max())],
+    "addresses": lambda p: [x.data_ptr() != 0 or not p.numel() for x in (p, p.grad)],
+    "storages": lambda p: [p.untyped_storage().data_ptr() == p.detach().untyped_storage().data_ptr()],
+}
+
+
 def turned(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> None:
     torch.set_num_threads(1)
     for pins in cases.values():
@@ -396,6 +405,16 @@ def turned(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> None:
                 found, wanted = value(p), value(q)
                 assert (found.shape, found.stride()) == (wanted.shape, wanted.stride()), (name, what)
                 torch.testing.assert_close(whole(found), wanted)
+            for what, read in READ.items():
+                torch.testing.assert_close(read(p), read(q), msg=f"{name}: {what}")
+            with pytest.raises(RuntimeError, match="requires grad"):
+                p.numpy()
+            with pytest.raises(ValueError, match="read-only"):
+                p.detach().numpy()[...] = 0
+            with pytest.raises(RunError, match="full_tensor"):
+                torch.from_dlpack(p.detach())
+        named = dict(parallel.named_parameters()).values()
+        assert len({p.data_ptr() for p in named}) == len(named), "told apart by where they lie"
 
 
 def test_views_in_place(pool: Callable[[int], Any]) -> None:

@@ -37,6 +37,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _fast_in_util
 from torch.utils._mode_utils import no_dispatch
 
 from meshwright.errors import RunError
+from meshwright.runtime.state.reading import Readable, torch_dtensor
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ _DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
 
 
-class Whole(DTensor):
+class Whole(Readable):
     """See the file's head. ``adopt`` makes a DTensor one."""
 
     __slots__ = ()
@@ -109,14 +110,6 @@ class Whole(DTensor):
     @grad.deleter
     def grad(self) -> None:
         _GRAD.__set__(self, None)
-
-    def tolist(self) -> Any:
-        """The numbers of the whole tensor; torch gives those of no subclass."""
-        return _whole(self).tolist()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as torch's own DTensor, which loads anywhere."""
-        return torch_dtensor(self).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
 
 def adopt(tensor: Tensor, role: Role | None) -> Tensor:
@@ -532,14 +525,6 @@ def _dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], s
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(reversed(strides))
     )
-
-
-def torch_dtensor(x: DTensor) -> DTensor:
-    """Torch's own DTensor on the same memory."""
-    with torch.no_grad():
-        return DTensor.from_local(
-            _local(x), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-        )
 
 
 def _wrap(local: Tensor, lead: DTensor) -> DTensor:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from meshwright.errors import RunError
+from meshwright.runtime.state.reading import Readable, torch_dtensor
 from meshwright.runtime.whole import (
     Whole,
     gathered,
@@ -27,12 +28,11 @@ from meshwright.runtime.whole import (
     of_first,
     refuse_collective,
     refuse_writing,
-    torch_dtensor,
     written_by,
 )
 
 
-class OutputTensor(DTensor):
+class OutputTensor(Readable):
     """See the file's head. ``as_output`` makes a DTensor one."""
 
     __slots__ = ()
@@ -44,21 +44,6 @@ class OutputTensor(DTensor):
         if any(issubclass(kind, Whole) for kind in types):
             return NotImplemented
         return _run(func, args, kwargs or {})
-
-    def tolist(self) -> Any:
-        """As of the whole."""
-        return self.full_tensor().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """As of the whole."""
-        return self.full_tensor().numpy(force=force)
-
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.full_tensor().__array__(dtype)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as torch's own DTensor, which loads anywhere."""
-        return torch_dtensor(self).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
 
 def as_output(tensor: DTensor) -> DTensor:

@@ -1,0 +1,57 @@
+"""``Readable``: what is read from a DTensor outside of operators is that of the whole: as numbers, as an array, in a text. And
+where it lies tells tensors apart, as on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright.errors import RunError
+
+
+def torch_dtensor(x: DTensor) -> DTensor:
+    """Torch's own DTensor on the same memory."""
+    with torch.no_grad():
+        return DTensor.from_local(
+            x._local_tensor, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+        )
+
+
+class Readable(DTensor):
+    """What is read from a DTensor outside of operators: numbers of the whole, and whether two are one memory."""
+
+    __slots__ = ()
+
+    def tolist(self) -> Any:
+        """The numbers of the whole tensor; torch gives those of no subclass."""
+        return torch_dtensor(self).full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor, to read: what is written into a copy would reach no piece."""
+        array = torch_dtensor(self).full_tensor().detach().requires_grad_(self.requires_grad).numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __format__(self, form: str) -> str:
+        """A number as a number, as torch does it for no subclass."""
+        return object.__format__(self, form) if self.ndim else format(self.detach().item(), form)
+
+    def data_ptr(self) -> int:
+        """Where this rank's piece lies, which tells tensors apart also where it has no elements; torch gives 0 for all."""
+        local = self._local_tensor
+        return local.data_ptr() or (local.untyped_storage()._cdata if self.numel() else 0)
+
+    def untyped_storage(self) -> Any:
+        """That of this rank's piece; torch's has no address."""
+        return self._local_tensor.untyped_storage()
+
+    def __dlpack__(self, **_: Any) -> Any:
+        """Raises RunError: torch would give memory that is not there."""
+        raise RunError("DLPack shares a tensor's memory, and a rank has a piece of this one (a DTensor). Take .full_tensor() "
+                       "first, on every rank")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as torch's own DTensor, which loads anywhere."""
+        return torch_dtensor(self).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
