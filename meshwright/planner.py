@@ -6,11 +6,10 @@ plan, so it is a function that this door hands in (``footprint``).
 
 from __future__ import annotations
 
-import gc
 import json
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,20 +56,7 @@ GAP = 0.005
 """The relative distance from the lower bound at which a search may stop."""
 
 
-@contextmanager
-def _collected_rarely() -> Iterator[None]:
-    """Planning makes millions of objects that live until it ends: Python looked for garbage among them in a tenth of the time.
-    Within, it looks seldom; what the caller has set, or switched off, comes back."""
-    before = gc.get_threshold()
-    if before[0]:
-        gc.set_threshold(*map(max, before, (20_000, 20, 20)))
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-@_collected_rarely()
+@collector_paused()
 def capture_model(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...], loss_fn: Any, precision: str,
     training: bool = True, functional: bool = False,
@@ -82,7 +68,7 @@ def capture_model(
     return find_units(find_blocks(split_counts(graph)))
 
 
-@_collected_rarely()
+@collector_paused()
 def make_plan(
     graph: Graph, cluster: Cluster, pins: Pins, *, optimizer: str | float = "adamw", precision: str = "fp32",
     strict: bool = False, timing: Timing | None = None, progress: Progress | None = None, gap: float = GAP,
@@ -99,8 +85,7 @@ def make_plan(
     def made(graph: Graph, search: Search) -> Plan:
         return _made(graph, cluster, pins, optimizer, precision, strict, timing, progress, gap, search)
 
-    with collector_paused():
-        return chosen(graph, cluster, pins, precision, gap, made, find_plan if remedies else FIRST)
+    return chosen(graph, cluster, pins, precision, gap, made, find_plan if remedies else FIRST)
 
 
 def _made(
