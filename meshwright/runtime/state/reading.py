@@ -1,5 +1,6 @@
-"""``Readable``: what is read from a DTensor outside of operators is that of the whole: as numbers, as an array, in a text. And
-where it lies tells tensors apart, as on one process."""
+"""``Readable``: what is read from a DTensor outside of operators is that of the whole: as numbers, as an array, in a text.
+
+``data_ptr`` stays torch's, 0: by that ``copy.deepcopy`` knows that it must clone."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def torch_dtensor(x: DTensor) -> DTensor:
 
 
 class Readable(DTensor):
-    """What is read from a DTensor outside of operators: numbers of the whole, and whether two are one memory."""
+    """What is read from a DTensor outside of operators: numbers of the whole."""
 
     __slots__ = ()
 
@@ -37,15 +38,6 @@ class Readable(DTensor):
     def __format__(self, form: str) -> str:
         """A number as a number, as torch does it for no subclass."""
         return object.__format__(self, form) if self.ndim else format(self.detach().item(), form)
-
-    def data_ptr(self) -> int:
-        """Where this rank's piece lies, which tells tensors apart also where it has no elements; torch gives 0 for all."""
-        local = self._local_tensor
-        return local.data_ptr() or (local.untyped_storage()._cdata if self.numel() else 0)
-
-    def untyped_storage(self) -> Any:
-        """That of this rank's piece; torch's has no address."""
-        return self._local_tensor.untyped_storage()
 
     def __dlpack__(self, **_: Any) -> Any:
         """Raises RunError: torch would give memory that is not there."""
