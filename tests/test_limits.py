@@ -118,7 +118,7 @@ def unnoticed(rank: int, way: str) -> dict[str, Any]:
 
 
 def surroundings(rank: int, way: str) -> dict[str, Any]:
-    """What is done to the model, to seeds, and to inputs and weights through ``.data``, after the build."""
+    """What is done to the model, to seeds, and to inputs and weights through ``.data``, after the build; where weights lie."""
     torch.manual_seed(0)
     model = Net(drop=0.5)
     parallel = made(model, way)
@@ -134,6 +134,7 @@ def surroundings(rank: int, way: str) -> dict[str, Any]:
         torch.manual_seed(seed)
         said.append(value(parallel))
     found["seeded again"] = len(set(said)) == 3
+    found["data_ptr"] = {parameter.data_ptr() for parameter in parallel.parameters()} == {0}
     return found
 
 
