@@ -185,7 +185,10 @@ def test_pinned_degrees_leave_the_degree_of_experts_open() -> None:
     graph = capture_model(model, (), {"input_ids": ids, "labels": ids}, (), None, "bf16")
     cluster = Cluster.parse("h100:1x4").with_memory(40 * MIB)
     pins = Pins(dp=4, tp=1, pp=1)
-    assert make_plan(graph, cluster, pins, precision="bf16").mesh.size("ep") == 4
+    plan = make_plan(graph, cluster, pins, precision="bf16")
+    assert plan.mesh.size("ep") == 4
+    assert plan.certificate is not None
+    assert any("share out experts" in words for words in plan.certificate.assumes)
     with pytest.raises(OutOfMemoryError):
         make_plan(graph, cluster, replace(pins, ep=1), precision="bf16")
 

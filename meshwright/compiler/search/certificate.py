@@ -51,6 +51,8 @@ def _assumptions(sweep: Sweep, bound: float) -> Iterator[str]:
     pins, cluster = sweep.task.pins, sweep.task.cluster
     if not pins.says("shard") and cluster.world > 2 and (sweep.solved or sweep.pruned):
         yield "the state of a parameter is shared by all data ranks, by those of a node or by those of 4, 16, ... nodes"
+    if sweep.task.experts > 1 and pins.ep != 1 and (sweep.solved or sweep.pruned):
+        yield "where data ranks share out experts, these read and leave tokens as they would if each rank had them all"
     if not sweep.freed and cluster.world > 1:
         yield "an axis of the mesh is for data, for tensors or for stages"
         if not pins.says("cp"):
