@@ -148,7 +148,7 @@ def compared(wanted: Sequence[str], found: Sequence[str]) -> str:
 
 def outcome(pool: Any, cell: Cell, folder: Path) -> str:
     """What all ranks say of a cell, or the first that says another thing."""
-    said: list[str] = pool.run(cell[1], exporting, cell, str(folder), timeout=300)
+    said: list[str] = pool.run(cell[1], exporting, cell, str(folder))
     return next((one for one in said if one != "equal"), "equal")
 
 

@@ -35,7 +35,7 @@ import torch.multiprocessing as mp
 from torch.distributed.tensor import debug
 
 LARGEST = 4
-TIMEOUT = 120.0
+TIMEOUT = 300.0
 START_TIMEOUT = 300.0
 T = TypeVar("T")
 

@@ -125,7 +125,7 @@ WORDS = {
 
 
 def test_a_bad_call_is_refused_on_every_rank(pool: Callable[[int], Any]) -> None:
-    for found in pool(2).run(calls, timeout=300):
+    for found in pool(2).run(calls):
         assert list(found) == list(WORDS)
         assert {case: text for case, text in found.items() if WORDS[case] not in text} == {}
 
@@ -183,7 +183,7 @@ def backwards(rank: int) -> list[str]:
 
 
 def test_backwards(pool: Callable[[int], Any]) -> None:
-    assert pool(2).run(backwards, timeout=300) == [[]] * 2
+    assert pool(2).run(backwards) == [[]] * 2
 
 
 def around(rank: int) -> list[str]:
@@ -229,7 +229,7 @@ def around(rank: int) -> list[str]:
 def test_around_a_call(pool: Callable[[int], Any]) -> None:
     """torch.utils.checkpoint, torch.func and pickle are refused; torch.compile, detect_anomaly and copy.deepcopy change
     nothing."""
-    assert pool(2).run(around, timeout=300) == [[]] * 2
+    assert pool(2).run(around) == [[]] * 2
 
 
 class _Lookups(nn.Module):

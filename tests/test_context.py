@@ -55,13 +55,13 @@ FOUR: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("name", TWO)
 def test_forms_of_attention(pool: Callable[[int], Any], name: str) -> None:
     """Grouped heads, causal and not, padding, a bias with a gradient, cross attention, a window, lengths that do not divide."""
-    assert pool(2).run(check, name, 2, TWO[name], timeout=200) == [[]] * 2
+    assert pool(2).run(check, name, 2, TWO[name]) == [[]] * 2
 
 
 @pytest.mark.parametrize("name", FOUR)
 def test_together_with_the_rest(pool: Callable[[int], Any], name: str) -> None:
     """With data and tensor ranks, ZeRO, micro-batches, recomputation."""
-    assert pool(4).run(check, name, 4, FOUR[name], timeout=200) == [[]] * 4
+    assert pool(4).run(check, name, 4, FOUR[name]) == [[]] * 4
 
 
 class Attends(nn.Module):
@@ -122,7 +122,7 @@ def test_attention_of_every_kind(pool: Callable[[int], Any], form: str) -> None:
     """Written out, masks that are data, an added one, keys of another length, layers with a window and without (their pieces
     are two chunks); outputs come back whole and in order."""
     pins = FORMS[:1] if form in ("written", "windows") else FORMS if form == "documents" else FORMS[::2]
-    assert pool(2).run(_forms, form, 2, pins, timeout=200) == [[]] * 2
+    assert pool(2).run(_forms, form, 2, pins) == [[]] * 2
 
 
 def _proposed(rank: int) -> tuple[str, list[str]]:
@@ -141,7 +141,7 @@ def _proposed(rank: int) -> tuple[str, list[str]]:
 
 def test_the_search_proposes_two_axes(pool: Callable[[int], Any]) -> None:
     """Sequence for heads within a node, a ring across: where that is faster it is chosen without a pin, and it runs."""
-    assert pool(4).run(_proposed, timeout=200) == [("dp=1 x cp*=2 x up=2 x tp=1", [])] * 4
+    assert pool(4).run(_proposed) == [("dp=1 x cp*=2 x up=2 x tp=1", [])] * 4
 
 
 @pytest.mark.parametrize(

@@ -48,26 +48,26 @@ def test_four_processes(pool: Callable[[int], Any], name: str) -> None:
     norm and scales alike."""
     clipped = name in CLIPPED
     pins = [*(DEGREES[degree] for degree in HELD[name]), *[{"dp": 2, "tp": 2, "zero": 3}] * clipped]
-    assert pool(4).run(check, name, 4, pins, 0.1 if clipped else None, timeout=300) == [[]] * 4
+    assert pool(4).run(check, name, 4, pins, 0.1 if clipped else None) == [[]] * 4
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_processes(pool: Callable[[int], Any], name: str) -> None:
     """Searched, and under pins that two ranks can hold."""
-    assert pool(2).run(check, name, 2, [{}, *some(TWO, list(MODELS), name, 2)], timeout=300) == [[]] * 2
+    assert pool(2).run(check, name, 2, [{}, *some(TWO, list(MODELS), name, 2)]) == [[]] * 2
 
 
 def test_a_loss_on_whole_logits_under_sequence_parallelism(pool: Callable[[int], Any]) -> None:
     """What is pinned of an operator goes before what sequence parallelism asks of all: every rank computes the loss of all
     tokens and words, as software does that gathers its logits."""
     pins = [{"dp": 1, "tp": 2, "sequence_parallel": True, "operators": {"*:cross_entropy": ""}}]
-    assert pool(2).run(check, "llama", 2, pins, timeout=200) == [[]] * 2
+    assert pool(2).run(check, "llama", 2, pins) == [[]] * 2
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_process(pool: Callable[[int], Any], name: str) -> None:
     """World size 1 is an ordinary case."""
-    assert pool(1).run(check, name, 1, [{}, *some(ONE, list(MODELS), name, 1)], timeout=300) == [[]]
+    assert pool(1).run(check, name, 1, [{}, *some(ONE, list(MODELS), name, 1)]) == [[]]
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -75,7 +75,7 @@ def test_gradient_accumulation(pool: Callable[[int], Any], name: str) -> None:
     """Two micro-batches are the whole batch, masked means included."""
     mine = some(ACCUMULATED, WHOLE, name, 2)
     pins = [{k: v for k, v in p.items() if name != "vit" or k != "sequence_parallel"} for p in mine]
-    assert pool(4).run(check, name, 4, pins, timeout=200) == [[]] * 4
+    assert pool(4).run(check, name, 4, pins) == [[]] * 4
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
@@ -85,7 +85,7 @@ def test_recomputation(pool: Callable[[int], Any], name: str) -> None:
         {"dp": 2, "tp": 2, "zero": zero, "recompute": kind, "microbatches": count}
         for zero, kind, count in ((0, "full", 1), (3, "full", 2), (2, "selective", 1))
     ]
-    assert pool(4).run(check, name, 4, pins, timeout=200) == [[]] * 4
+    assert pool(4).run(check, name, 4, pins) == [[]] * 4
 
 
 @pytest.mark.parametrize("name", ["gpt2", "encoder", "heads"])
@@ -93,7 +93,7 @@ def test_fused_projections(pool: Callable[[int], Any], name: str) -> None:
     """A weight of several projections is split within each of them (over four ranks: above), and is whole again in the state
     dict."""
     pins = [{"dp": 2, "tp": 2, "zero": zero, "sequence_parallel": name == "gpt2"} for zero in (1, 3)]
-    assert pool(4).run(check, name, 4, pins, timeout=200) == [[]] * 4
+    assert pool(4).run(check, name, 4, pins) == [[]] * 4
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -101,4 +101,4 @@ def test_other_models(pool: Callable[[int], Any], name: str) -> None:
     """Architectures that nothing here was written for."""
     sequence = name not in ("resnet", "towers", "skips", "odd_head", "tied_odd") or None
     pins = [{"dp": 2, "tp": 2, "zero": 3, "sequence_parallel": sequence}, {"tp": 4}]
-    assert pool(4).run(check, name, 4, pins, timeout=200) == [[]] * 4
+    assert pool(4).run(check, name, 4, pins) == [[]] * 4

@@ -119,6 +119,6 @@ def test_a_model_has_a_longest() -> None:
 def test_the_example_trains() -> None:
     """Its losses are compared where they are printed, beside what a process held."""
     words = [sys.executable, EXAMPLE, "--length", "256", "--processes", "2"]
-    run = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(words, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-2000:]
     assert "MiB each" in run.stdout

@@ -52,11 +52,11 @@ def _equal(rank: int, world: int, cases: Mapping[str, Sequence[Mapping[str, Any]
 
 def test_two_processes(pool: Callable[[int], Any]) -> None:
     """Sequence, batch, width and layers split; gates and plain ones, biases on both sides; pieces that do not divide."""
-    assert pool(2).run(_equal, 2, TWO, timeout=200) == [[]] * 2
+    assert pool(2).run(_equal, 2, TWO) == [[]] * 2
 
 
 def test_four_processes(pool: Callable[[int], Any]) -> None:
-    assert pool(4).run(_equal, 4, FOUR, timeout=200) == [[]] * 4
+    assert pool(4).run(_equal, 4, FOUR) == [[]] * 4
 
 
 class Inside(nn.Module):

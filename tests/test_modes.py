@@ -113,7 +113,7 @@ FOUR = [{"dp": 2, "tp": 2, "zero": 3}]
 def test_another_graph_in_eval(pool: Callable[[int], Any], world: int, pins: list[dict[str, Any]]) -> None:
     """From weights that ZeRO, tensor parallelism and stages have spread; it updates what evaluation updates, has no gradient,
     follows the weights as they are trained, and copies have it too; a model that one rank changed is refused on all."""
-    pool(world).run(_other_graph, pins, timeout=240)
+    pool(world).run(_other_graph, pins)
 
 
 class _Normed(nn.Module):

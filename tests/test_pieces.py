@@ -109,12 +109,12 @@ FOUR: dict[str, list[dict[str, Any]]] = {
 
 def test_two_processes(pool: Callable[[int], Any]) -> None:
     """Vocabulary, sequence, batch split; tied weights, biases, smoothing, slices; odd lengths and vocabularies."""
-    assert pool(2).run(_equal, 2, TWO, timeout=200) == [[]] * 2
+    assert pool(2).run(_equal, 2, TWO) == [[]] * 2
 
 
 def test_four_processes(pool: Callable[[int], Any]) -> None:
     """Together: with sequence parallelism, recomputation, pipelines, micro-batches, ZeRO."""
-    assert pool(4).run(_equal, 4, FOUR, timeout=200) == [[]] * 4
+    assert pool(4).run(_equal, 4, FOUR) == [[]] * 4
 
 
 def _split(rank: int, vocab: int, dtype: torch.dtype) -> None:

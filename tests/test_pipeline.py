@@ -58,7 +58,7 @@ FOUR_RANKS: Mapping[str, tuple[str, ...]] = {
 
 def differences(pool: Callable[[int], Any], world: int, name: str, plans: Mapping[str, Plan], *how: Any) -> list[str]:
     """What ``check`` finds, on all ranks."""
-    return [line for lines in pool(world).run(check, name, as_dicts(plans), *how, timeout=200) for line in lines]
+    return [line for lines in pool(world).run(check, name, as_dicts(plans), *how) for line in lines]
 
 
 def of(name: str, pp: int = 2, schedules: tuple[str, ...] = SCHEDULES, **how: Any) -> dict[str, Plan]:
@@ -84,7 +84,7 @@ def test_four_ranks(pool: Callable[[int], Any], name: str) -> None:
 def test_what_is_received_is_let_go_of(pool: Callable[[int], Any]) -> None:
     """Buffers are as many as the search counts, not as many as there are micro-batches, under every schedule."""
     plans = {s: pipelined("llama", s, 2, VIRTUAL[s], microbatches=8, double=True) for s in SCHEDULES}
-    for found in pool(2).run(most_received, "llama", as_dicts(plans), timeout=200):
+    for found in pool(2).run(most_received, "llama", as_dicts(plans)):
         for schedule, (most, left) in found.items():
             assert 1 <= most <= schedule_of(schedule).waiting(2, VIRTUAL[schedule], 8), schedule
             assert left == 0, schedule

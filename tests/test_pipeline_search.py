@@ -56,7 +56,7 @@ MODELS: dict[str, list[Mapping[str, Any]]] = {
 def differences(pool: Callable[[int], Any], world: int, name: str, cases: Cases, *how: Any) -> list[str]:
     """What ``check_searched`` finds, on all ranks."""
     named = {str(dict(pins)): dict(pins) for pins in cases}
-    return [line for lines in pool(world).run(check_searched, name, named, *how, timeout=300) for line in lines]
+    return [line for lines in pool(world).run(check_searched, name, named, *how) for line in lines]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -69,7 +69,7 @@ def test_pinned_pipelines(pool: Callable[[int], Any], name: str) -> None:
 @pytest.mark.parametrize(("name", "pins"), [("gpt2", {"zero": 3, "microbatches": 2}), ("t5", {"schedule": "zbv"})])
 def test_as_used(pool: Callable[[int], Any], tmp_path: Path, name: str, pins: dict[str, Any]) -> None:
     """Named axes of a mesh, ``eval()``, plans and checkpoints on disk."""
-    pool(4).run(check_as_used, name, pins, str(tmp_path), timeout=300)
+    pool(4).run(check_as_used, name, pins, str(tmp_path))
 
 
 def test_eight_processes(pool: Callable[[int], Any]) -> None:

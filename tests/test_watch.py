@@ -172,7 +172,7 @@ def _changed(rank: int) -> None:
 
 def test_changed_python_state_is_noticed(pool: Callable[[int], Any]) -> None:
     """By name, before anything runs; what changes nothing that is computed is let pass."""
-    pool(2).run(_changed, timeout=300)
+    pool(2).run(_changed)
 
 
 class _Gate:

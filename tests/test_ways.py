@@ -9,6 +9,6 @@ from tests.ways import trials
 
 
 def test_what_is_promised_holds_under_tensor_parallelism(pool: Callable[[int], Any]) -> None:
-    for found in pool(2).run(trials, "tp", ["calls", "modes", "plans", "around"], timeout=300):
+    for found in pool(2).run(trials, "tp", ["calls", "modes", "plans", "around"]):
         assert len(found) == 37
         assert [trial for trial in found if not trial[1]] == []
