@@ -14,7 +14,6 @@ from torch.nn.utils import parametrizations, prune
 from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from meshwright.errors import MeshwrightError, RunError
 from tests.backwards import Reverse
 from tests.looped import Loop, adamw, learn, whole
 
@@ -347,15 +346,9 @@ def copied_together(model: Any, batches: Any) -> Any:
 
 
 def _parametrized(by: Callable[..., Any]) -> Loop:
-    """``by`` torch, after the build. On the ranks of other stages torch itself refuses: it finds no such weight, and the words
-    say where it is."""
+    """``by`` torch, after the build."""
     def loop(model: Any, batches: Any) -> None:
-        try:
-            by(model.layers[0][1])
-        except ValueError as error:
-            if isinstance(error, MeshwrightError) or "held by other stages of the pipeline" not in str(error):
-                raise
-            raise RunError(f"{error}; do it before autoparallel") from error
+        by(model.layers[0][1])
         learn(model, adamw(model), batches(0))
 
     return loop

@@ -67,8 +67,7 @@ def by_muon(model: Any, batches: Any) -> None:
 
 
 def by_layer(model: Any, batches: Any) -> None:
-    """Rates by the layer's number, which its name says: a group for each. (The number of groups so far is another on every
-    stage of a pipeline, as README says.)"""
+    """Rates by the layer's number, which its name says: a group for each."""
     groups: dict[str, dict[str, Any]] = {}
     for name, p in model.named_parameters():
         layer = name.split(".")[1] if name.startswith("layers") else "rest"
@@ -77,6 +76,21 @@ def by_layer(model: Any, batches: Any) -> None:
     optimizer = AdamW(list(groups.values()), eps=1e-3)
     for step in range(2):
         learn(model, optimizer, batches(step))
+
+
+def counted(pairs: bool) -> Loop:
+    """Rates by the number of a parameter, which is another on every stage of a pipeline, or by names that are told."""
+    def loop(model: Any, batches: Any) -> None:
+        place = {"embed": 1, "layers.0": 2, "layers.1": 3}
+        groups: list[dict[str, Any]] = []
+        for name, p in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
+            number = next((n for word, n in place.items() if name.startswith(word)), 4) if pairs else len(groups) + 1
+            groups.append({"params": [(name, p) if pairs else p], "lr": 0.01 * number})
+        optimizer = SGD(groups)
+        for step in range(2):
+            learn(model, optimizer, batches(step))
+
+    return loop
 
 
 def ends_alone(model: Any, batches: Any) -> None:
@@ -323,6 +337,7 @@ def accuracy(model: Any, batches: Any) -> Any:
 PIPES = ("pp",)
 SEVERAL = ("micro-batches", "pp")
 LOOPS: Mapping[str, tuple[Loop, Mapping[str, str | None]]] = {
+    "counted": (counted(False), {"pp": "stage had counted"}), "counted by names": (counted(True), {}),
     "accumulated": (looped.accumulated, {}), "no_sync": (looped.unsynchronized, {}), "two calls": (looped.two_calls, {}),
     "listed": (looped.listed, {}),
     "transformed": (looped.transformed, {}), "retained": (looped.retained, dict.fromkeys(SEVERAL, "")),

@@ -691,6 +691,20 @@ class TestErrors:
         with pytest.raises(CaptureError, match=r"linalg\.lstsq: .* depends on the contents of a tensor"):
             capture(nn.Linear(4, 4), (torch.randn(4, 4),), {}, loss_fn=lambda y: torch.linalg.lstsq(y, y).residuals.sum())
 
+    @pytest.mark.parametrize(("remedy", "length"), [
+        (r"aten\.bincount.*one_hot\(x, n\)", lambda x: torch.bincount(x, minlength=3)),
+        (r"aten\.repeat_interleave.*output_size=", lambda x: x.repeat_interleave(x)),
+        (r"aten\.nonzero.*nonzero_static", lambda x: x.nonzero()), (r"aten\._unique2.*torch\.where", lambda x: x.unique()),
+    ])
+    def test_a_length_that_depends_on_contents(self, remedy, length):
+        class Some(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) * length(x.sum(0).long()).sum()
+
+        with pytest.raises(CaptureError, match=remedy) as caught:
+            capture(nn.Sequential(Some(4, 4)), (torch.randn(2, 4),), {})
+        assert caught.value.module == "0"
+
     def test_a_branch_on_a_size_that_depends_on_contents_is_told_in_a_line(self, capfd):
         class Some(nn.Linear):
             def forward(self, x: torch.Tensor) -> torch.Tensor:

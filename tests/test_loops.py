@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from meshwright.runtime.checks.empty import of_numbers
 from tests.loops import trials
 
 SOME = {
     "pp": ["one layer alone", "two calls", "swa", "filtered", "filtered to nothing", "one hook", "copied together",
-           "teacher", "reduced by hand", "muon"],
+           "teacher", "reduced by hand", "muon", "counted", "spectral later"],
     "tp": ["edited gradients", "scaler", "restored", "whole hooks", "in backward", "moved between", "exported"],
     "deferred": ["state around", "averaged copy", "looked at"],
 }
@@ -23,3 +24,28 @@ def test_loops_are_equal_or_refused(pool: Callable[[int], Any], way: str) -> Non
     for found in pool(2).run(trials, way, SOME[way]):
         assert [what for what in found if not what[1]] == []
         assert [name for name, *_ in found] == SOME[way]
+
+
+ROUND = ("q.weight", "k.weight", "norm.weight")
+
+
+def groups(rate: Callable[[int, int], float], layers: list[int], kinds: tuple[str, ...] = ROUND) -> Any:
+    """One group for each parameter of the layers, whose option is ``rate(layer, number on the stage)``."""
+    names = [f"layers.{layer}.{kind}" for layer in layers for kind in kinds]
+    return tuple((str(rate(int(name.split(".")[1]), i)), (name,)) for i, name in enumerate(names))
+
+
+def test_parameters_counted_by_each_stage_are_told_from_others() -> None:
+    """By number of the parameter or of its layer on the stage; not by layer, by kind or by shape, and not where no stage shows
+    it."""
+    by_number, by_layer = lambda layer, i: i + 1, lambda layer, i: 0.5**layer
+    assert of_numbers(groups(by_number, [0, 1]), groups(by_number, [2, 3]))
+    assert of_numbers(groups(by_number, [0, 1]), groups(by_number, [2])), "stages of unequal lengths"
+    assert of_numbers(groups(by_number, [0, 1])[1:], groups(by_number, [1])), "one weight, two rates"
+    assert not of_numbers(groups(by_layer, [0, 1]), groups(by_layer, [2, 3]))
+    assert not of_numbers(groups(by_layer, [0, 1]), groups(by_layer, [1, 2])), "a layer on two stages"
+    by_kind = tuple((str(i), tuple(f"layers.{n}.{kind}" for n in (0, 1))) for i, kind in enumerate(ROUND))
+    assert not of_numbers(by_kind, tuple((rate, tuple(name.replace("s.", "s.1") for name in names)) for rate, names in by_kind))
+    assert not of_numbers(groups(by_number, [0]), groups(by_number, [1])), "a layer on each: as if by kind"
+    decay = [(("0.1", tuple(f"layers.{n}.{kind}" for kind in ROUND[:2])), ("0", (f"layers.{n}.norm.weight",))) for n in (0, 1)]
+    assert not of_numbers(*decay)

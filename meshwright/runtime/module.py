@@ -9,6 +9,7 @@ the single process's output: scalars whole, other tensors as DTensors.
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -202,7 +203,7 @@ class ParallelModule(Closed):
             return super().__getattr__(name)
         except AttributeError:
             if name in self.__dict__["_elsewhere"]:
-                raise held_elsewhere(name) from None
+                raise held_elsewhere(name, sys._getframe(1)) from None
             raise
 
     # --- the call -----------------------------------------------------------------------------------------------------

@@ -12,18 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from meshwright.errors import AbsentError, RunError
 
 
-def held_elsewhere(fqn: str) -> AbsentError:
-    """The error that says so."""
-    return AbsentError(f"{fqn!r} is held by another stage of the pipeline, not by this rank; loop over "
-                       f"parallel.named_parameters() and named_buffers(), which give the rank's own. To tie, replace or "
-                       f"parametrize it, change the model, before autoparallel")
+def held_elsewhere(fqn: str, asking: FrameType | None = None) -> RunError:
+    """The error that says so. ``asking``: who asks for an attribute. Loops may ask by ``hasattr`` and pass over it; torch's
+    parametrizations take what is absent for a module without such a weight, so to them it is no AttributeError."""
+    kind = RunError if asking is not None and asking.f_globals.get("__name__") == parametrizations.__name__ else AbsentError
+    return kind(f"{fqn!r} is held by another stage of the pipeline, not by this rank; loop over "
+                f"parallel.named_parameters() and named_buffers(), which give the rank's own. To tie, replace or "
+                f"parametrize it, change the model, before autoparallel")
 
 
 def other_tensor(name: str, where: str, deleted: bool) -> RunError:
@@ -80,6 +84,22 @@ class Closed(nn.Module):
         where = self.__dict__.get("_closed")
         if where is not None and any(name in table and table[name] is not value for table in tables):
             raise other_tensor(name, where, value is None)
+
+    def _asked_for(self, target: str) -> None:
+        """Raise AbsentError if another stage holds the tensor of this path."""
+        path, _, name = target.rpartition(".")
+        if name in self.get_submodule(path).__dict__.get("_elsewhere", ()):
+            raise held_elsewhere(target)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """As of any module; what other stages of a pipeline hold is said."""
+        self._asked_for(target)
+        return super().get_parameter(target)
+
+    def get_buffer(self, target: str) -> Tensor:
+        """As ``get_parameter``."""
+        self._asked_for(target)
+        return super().get_buffer(target)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """The one that is there only."""

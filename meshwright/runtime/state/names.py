@@ -14,6 +14,7 @@ A loop over modules finds what it looks for, because ``isinstance`` answers for 
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ class NamedModule(Closed):
         except AttributeError:
             pass
         if name in self.__dict__["_elsewhere"]:
-            raise held_elsewhere(f"{self.__dict__['_path']}.{name}")
+            raise held_elsewhere(f"{self.__dict__['_path']}.{name}", sys._getframe(1))
         kind, path = self.__dict__["_kind"], self.__dict__["_path"]
         if callable(getattr(kind, name, None)) and not name.startswith("__"):
             raise RunError(f"{name}() of sub-module {path!r} of a parallel module: it holds the tensors of a {kind.__name__} "

@@ -28,6 +28,14 @@ from meshwright.ir.gradients.custom import CUSTOM, CustomFunction
 from meshwright.ir.graph import ASSERTED, FILL, Graph, Op, Param, Ref, Value
 
 _ASSERTIONS = frozenset({"aten._assert_async.default", "aten._assert_async.msg", "aten._functional_assert_async.msg"})
+_MASKED = "keep all rows, and use torch.where or a mask instead of choosing some"
+_OF_FIXED_SHAPE: Mapping[str, str] = {
+    "bincount": "a bincount is as long as its largest value asks, minlength= only makes it longer; count n kinds by "
+                "torch.nn.functional.one_hot(x, n).sum(0), or by torch.zeros(n).scatter_add(0, x, weights)",
+    "nonzero": f"{_MASKED}; or torch.nonzero_static(x, size=n)",
+    "repeat_interleave": "give output_size=, the length of the result, if it is always the same",
+}
+"""{operator whose result is as long as its operand's contents say: what to write instead}."""
 
 
 def import_graph(traced: Traced, owned: Iterable[ModelTensor], inputs: Iterable[str], functional: bool = False) -> Graph:
@@ -180,13 +188,13 @@ class _Importer:
         val = node.meta.get("val")
         if isinstance(val, torch.Tensor):
             name = self._unique(node.name)
-            self._value(name, val)
+            self._value(name, val, node)
             outputs: tuple[str, ...] = (name,)
             self.env[node] = Ref(name)
         elif isinstance(val, tuple | list):
             outputs = tuple(self._unique(f"{node.name}_{i}") for i in range(len(val)))
             for name, item in zip(outputs, val, strict=True):
-                self._value(name, item if isinstance(item, torch.Tensor) else torch.empty(0, device="meta"))
+                self._value(name, item if isinstance(item, torch.Tensor) else torch.empty(0, device="meta"), node)
             self.env[node] = tuple(Ref(name) for name in outputs)
         elif val is None:
             return  # an assertion about shapes and dtypes, which the trace has seen to
@@ -222,11 +230,15 @@ class _Importer:
             return tuple(self._argument(item) for item in arg)
         return arg
 
-    def _value(self, name: str, tensor: torch.Tensor) -> None:
+    def _value(self, name: str, tensor: torch.Tensor, node: fx.Node | None = None) -> None:
+        """Declare what ``node`` computes, or what the model or the caller holds."""
         shape = tuple(tensor.shape)
         if not all(type(size) is int for size in shape):
-            raise CaptureError(f"%{name} has shape {shape}, which depends on the data; a static graph has fixed shapes. What "
-                               "to do: keep all rows, and use torch.where or a mask instead of choosing some")
+            module, source = ("", "") if node is None else (module_path(node), self._source(node))
+            made = "" if node is None else f" ({node.target} in module {module or '(root)'!r}, {source})"
+            remedy = _OF_FIXED_SHAPE.get("" if node is None else str(node.target).split(".")[1], _MASKED)
+            raise CaptureError(f"%{name}{made} has shape {shape}, which depends on the data; a static graph has fixed shapes. "
+                               f"What to do: {remedy}", module=module, source=source)
         self.values[name] = Value(name, shape, tensor.dtype)
 
     def _unique(self, name: str, taken: Iterable[str] = ()) -> str:
