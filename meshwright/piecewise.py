@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from meshwright.compiler.search.errors import OutOfMemoryError
+from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.search import SECONDS, best_plan
 from meshwright.compiler.structure.mlps import ROWS as MLP_ROWS
 from meshwright.compiler.structure.mlps import many_rows, mlps_in_pieces, rows_of_mlps
@@ -34,6 +34,8 @@ from meshwright.rules import rules_of
 
 _FEW = 0.02
 """Logits that take less than this part of a device's memory decide nothing about recomputation."""
+AGAIN = 0.4 * SECONDS
+"""Nominal limit of a search that has a plan of the graph as it is to beat (chosen)."""
 Search = Callable[..., Plan]
 """``find_plan``, or without a look at what else would fit."""
 FIRST: Search = partial(best_plan, limit=SECONDS)
@@ -90,8 +92,8 @@ def _of_losses(graph: Graph, made: Made, cluster: Cluster, pins: Pins, precision
     recomputes = len(kinds) > 1 and any(group.recompute != RECOMPUTE[0] for group in whole.groups)
     if pieces is None and (not recomputes or _logits_bytes(whole) < _FEW * cluster.capacity_bytes):
         return whole
-    with suppress(OutOfMemoryError, PinError):
-        pieces = pieces or made(in_pieces(graph, ROWS), FIRST)
+    with suppress(NoBetterError, OutOfMemoryError, PinError):
+        pieces = pieces or made(in_pieces(graph, ROWS), partial(best_plan, limit=AGAIN, to_beat=_seconds(whole)))
         return pieces if _seconds(pieces) < _seconds(whole) else whole
     return whole
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import weakref
 from collections.abc import Callable
@@ -257,7 +258,9 @@ def test_a_pipeline_that_recomputes_is_made_if_it_is_nearly_as_fast(monkeypatch:
         return SimpleNamespace(seconds=seconds, candidate=SimpleNamespace(pp=pp), recompute=("none", recompute))
 
     first, *others = counted(1.0, 1, "none"), counted(1.005, 2, "none"), counted(1.01, 2, "full"), counted(1.015, 4, "full")
-    sweep = SimpleNamespace(task=SimpleNamespace(recompute=("none", "full")), open=[first, *others], results=[])
+    sweep = SimpleNamespace(
+        task=SimpleNamespace(recompute=("none", "full")), open=[first, *others], results=[], to_beat=math.inf,
+    )
 
     def take(found: Any, made: Any, refined: bool) -> None:
         sweep.open.remove(found)
@@ -273,6 +276,24 @@ def test_a_pipeline_that_recomputes_is_made_if_it_is_nearly_as_fast(monkeypatch:
         assert best is not None
         assert best.seconds == pytest.approx(expected)
         assert sweep.open == left
+
+
+@pytest.mark.parametrize("memory", [4096 * MIB, 24 * MIB])
+def test_a_plan_found_elsewhere_is_beaten_or_nothing_is_found(memory: float) -> None:
+    graph, cluster = graph_of(Stack(3, 256), 16, 64, 256), Cluster.parse("h100:1x4").with_memory(memory)
+    task = Task.of(graph, cluster, rules_of(graph)[0], Pins(), precision="bf16", state_bytes=8.0, gap=0.005)
+    judge = Footprints(task.rules, 8.0, cluster.device).fits
+
+    def seconds(to_beat: float) -> float:
+        found = best_plan(task, judge, SECONDS, timing=Timing(), to_beat=to_beat)
+        assert found.predicted is not None
+        return found.predicted.step_seconds
+
+    best = seconds(math.inf)
+    assert best <= seconds(1.1 * best) <= 1.005 * best
+    with pytest.raises(NoBetterError) as caught:
+        seconds(0.97 * best)
+    assert caught.value.bound_seconds >= 0.96 * best
 
 
 def test_a_plan_priced_again_leaves_as_much_free() -> None:
@@ -434,7 +455,7 @@ def test_no_layout_needs_less_than_is_proven_at_once() -> None:
         assert one.crowded
         layout = Layout(mesh, dict.fromkeys(mesh.axes, "any"))
         with pytest.raises(OutOfMemoryError) as caught:
-            blockwise.solve_layout(task, layout, count, judge, Timing(), 1e9)
+            blockwise.solve_layout(task, layout, count, judge, Timing())
         assert one.least_bytes <= caught.value.least
 
 

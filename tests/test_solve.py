@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.compiler.solver import search
-from meshwright.compiler.solver.chain import BlockModel, Chain, Edge, Infeasible, Kind, evaluate
+from meshwright.compiler.solver.chain import Beaten, BlockModel, Chain, Edge, Infeasible, Kind, Solution, evaluate
 from meshwright.compiler.solver.oracle import brute_force, flow_mip
 from meshwright.compiler.solver.pricing import Column, Pricer
 from meshwright.compiler.solver.rounding import rounded
@@ -124,6 +124,33 @@ def test_infeasible_where_the_usual_choice_is_forbidden():
         solve(chain)
     assert 10 < caught.value.bound <= caught.value.least <= 27
     assert solve(replace(chain, capacity=27.0)).bytes_ == 27
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**6), st.booleans(), st.floats(0.0, 1.0), st.floats(0.3, 1.3))
+def test_what_is_known_elsewhere_ends_no_search_that_would_find_better(seed, shared, share, part):
+    chain = tight(random_chain(seed, rows=2, transient=True, shared=shared, sequence=(0, 1, 1)), share)
+    best = brute_force(chain).time
+    found: Solution | Beaten
+    try:
+        found = solve(chain, cutoff=part * best)
+        assert best * (1 - EXACT) <= found.time <= best * 1.005 or found.time >= part * best
+    except Beaten as beaten:
+        found = beaten
+    assert found.bound <= best * (1 + EXACT)
+    assert isinstance(found, Solution) or part * best * 0.995 <= found.bound * (1 + EXACT)
+
+
+def test_memory_that_binds_is_priced_at_once(monkeypatch):
+    """Ten bytes above the least, 195 s are needed: without a price of memory 100 s are proven first."""
+    prices = list[float]()
+    price = Pricer.price
+    monkeypatch.setattr(Pricer, "price", lambda pricer, at, *how: prices.append(at.memory) or price(pricer, at, *how))
+    with pytest.raises(Beaten) as caught:
+        solve(trade_off(100, 110), cutoff=150)
+    assert 150 <= caught.value.bound <= 195
+    assert len(prices) == 1
+    assert solve(trade_off(100, 110)).time == 195
 
 
 @pytest.mark.parametrize("seed", range(3))

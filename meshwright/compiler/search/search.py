@@ -56,13 +56,16 @@ def find_plan(task: Task, fits: Fits, *, timing: Timing, progress: Progress | No
         raise _with_remedy(error, task, fits, timing) from None
 
 
-def best_plan(task: Task, fits: Fits, limit: float, *, timing: Timing, progress: Progress | None = None) -> Plan:
-    """The plan of least time that fits, within ``limit`` nominal seconds. Raises OutOfMemoryError, PinError, PlanError."""
+def best_plan(
+    task: Task, fits: Fits, limit: float, *, timing: Timing, progress: Progress | None = None, to_beat: float = math.inf
+) -> Plan:
+    """The plan of least time that fits, within ``limit`` nominal seconds. ``to_beat``: seconds of a plan found elsewhere.
+    Raises NoBetterError if none is faster than it by more than the gap, OutOfMemoryError, PinError, PlanError."""
     _check_combination(task)
     refined = Refined(task, fits, timing)
     sweep = Sweep(
         task, refined.solve, lambda count: one_device(task, count, fits), spent=lambda: refined.known.spent, limit=limit,
-        progress=progress,
+        progress=progress, to_beat=to_beat,
     )
     alone = not (task.pins.needs_stages(task.cluster.world) or task.pins.partly)
     swept = not _one_layout(task)
@@ -78,7 +81,7 @@ def best_plan(task: Task, fits: Fits, limit: float, *, timing: Timing, progress:
         timing.mark("search")
     best = _made(sweep, fits, timing, refined, spare=_SPARE)
     if best is None:
-        raise sweep.refusal()
+        raise sweep.refusal() if to_beat == math.inf else NoBetterError(min(sweep.bound, to_beat), sweep.limited)
     return _chosen(best, sweep, fits, timing, refined)
 
 
@@ -147,7 +150,7 @@ def _made(sweep: Sweep, fits: Fits, timing: Timing, refined: Refined, spare: int
     for one in sweep.results:
         best = one if best is None or one.seconds < best.seconds * (1 - 1e-9) else best
     while sweep.open:
-        to_beat = math.inf if best is None else best.seconds
+        to_beat = sweep.to_beat if best is None else best.seconds
         found = sweep.open[0]
         if found.seconds >= to_beat:
             close = (one for one in sweep.open if one.seconds < to_beat * (1 + _FREED) and _recomputes(one, sweep))

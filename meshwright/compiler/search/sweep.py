@@ -97,7 +97,7 @@ class Sweep:
     ``free``: solves a layout with so many micro-batches, to beat some seconds, with seconds that nothing goes below where
     memory is known to bind. Raises OutOfMemoryError, NoBetterError, PinError, PlanError. ``one``: what so many micro-batches
     take at least on one device. ``spent``: nominal seconds of what ``free`` built and solved. ``limit``:
-    nominal seconds after which the incumbent is taken as it is.
+    nominal seconds after which the incumbent is taken as it is. ``to_beat``: seconds of a plan found elsewhere.
 
     solved: candidates of data and tensor ranks that were solved, as the search counts them, best first
     open: those of them whose plans were not made yet
@@ -112,9 +112,9 @@ class Sweep:
 
     def __init__(
         self, task: Task, free: Callable[[Layout, int, float, float | None], Fitted], one: Callable[[int], OneDevice], *,
-        spent: Callable[[], float], limit: float = _INF, progress: Progress | None = None,
+        spent: Callable[[], float], limit: float = _INF, progress: Progress | None = None, to_beat: float = _INF,
     ) -> None:
-        self.task, self.limit, self.progress = task, limit, progress
+        self.task, self.limit, self.progress, self.to_beat = task, limit, progress, to_beat
         self.bounds = CandidateBounds(task)
         self.solved: list[Evaluation] = []
         self.open: list[Evaluation] = []
@@ -178,7 +178,7 @@ class Sweep:
     @property
     def _incumbent(self) -> float:
         """Seconds to beat: of what fits, or is not known not to."""
-        return min([*(one.seconds for one in self.open[:1]), *(one.seconds for one in self.results)], default=_INF)
+        return min([self.to_beat, *(one.seconds for one in self.open[:1]), *(one.seconds for one in self.results)])
 
     @property
     def _cutoff(self) -> float:

@@ -207,7 +207,7 @@ class Search:
 
     def _unconstrained(self) -> None:
         """First columns, the scales, and the optimum without memory if it fits."""
-        at = self.start or self._multipliers(0.0, 1.0)
+        at = self.start or self._multipliers(self._memory_price(), 1.0)
         bound, priced = self.price(at, everyone=True)
         if not np.isfinite(bound):
             raise Infeasible("forbidden choices leave no assignment of the chain", np.inf, np.inf, None)
@@ -223,6 +223,12 @@ class Search:
         if self.start is not None:
             self._round(priced)
         self._report("start")
+
+    def _memory_price(self) -> float:
+        """Seconds a byte to begin with: such that to fill the memory costs as much as a solution known elsewhere takes. Where
+        memory is what binds that often proves at once that nothing here is faster."""
+        bound = self.strict and 0.0 < self.chain.capacity < np.inf
+        return self.cutoff / self.chain.capacity if bound else 0.0
 
     def _least_memory(self) -> None:
         """Columns that fit, or the certificate that none do."""
