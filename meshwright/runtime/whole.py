@@ -27,17 +27,27 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import register_sharding
-from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _fast_in_optimizers
 from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _foreach_supported_types as _fast_in_utilities
 from torch.utils._mode_utils import no_dispatch
 
 from meshwright.errors import RunError
+from meshwright.runtime.state.pieces import (
+    cut_alike,
+    dtensor_of,
+    is_cut,
+    is_pending,
+    local_piece,
+    of_first,
+    piece_like,
+    piece_of,
+    whole_of,
+)
 from meshwright.runtime.state.reading import Readable, torch_dtensor
+from meshwright.runtime.state.reduced import reduced, reduction
 
 
 @dataclass(frozen=True)
@@ -98,13 +108,13 @@ class Whole(Readable):
 
     @grad.setter
     def grad(self, new: Tensor | None) -> None:
-        if isinstance(new, Tensor) and new.shape == self.shape and not _cut_alike(new, self):
+        if isinstance(new, Tensor) and new.shape == self.shape and not cut_alike(new, self):
             if not isinstance(new, DTensor):
                 raise RunError(f"the gradient given to{_called(self) or ' a parameter'} is a plain tensor, the parameter is "
                                f"split or replicated over ranks: give torch.distributed.tensor.distribute_tensor(new, "
                                f"p.device_mesh, p.placements), or write into the one that is there: p.grad.copy_(new)")
             with torch.no_grad():
-                new = _wrap(_piece_like(new.detach(), self), self)
+                new = _wrap(piece_like(new.detach(), self), self)
         _GRAD.__set__(self, new)
 
     @grad.deleter
@@ -135,7 +145,7 @@ def let_anomalies_be_found() -> None:
 
 def plain(tensor: Tensor) -> Tensor:
     """The whole tensor, as a plain one on every rank."""
-    return _whole(tensor) if isinstance(tensor, DTensor) else tensor
+    return whole_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def cut_as(parameter: Tensor) -> Any:
@@ -145,8 +155,8 @@ def cut_as(parameter: Tensor) -> Any:
     def hook(grad: Tensor) -> Tensor:
         if not isinstance(grad, DTensor) or grad.placements == placements:
             return grad
-        whole = _dtensor(_whole(grad), mesh, [Replicate()] * mesh.ndim, shape)
-        return _dtensor(_local(whole.redistribute(placements=placements)), mesh, placements, shape)
+        whole = dtensor_of(whole_of(grad), mesh, [Replicate()] * mesh.ndim, shape)
+        return dtensor_of(local_piece(whole.redistribute(placements=placements)), mesh, placements, shape)
 
     return hook
 
@@ -179,8 +189,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         return _turned(func, name, args, kwargs)
     if torch.Tag.nondeterministic_seeded in tags:
         result = gathered(func, args, kwargs, tensors, written, drawn=True)
-    elif name in _REDUCED and (what := _reduction(name, func, args, kwargs)) is not None:
-        result = _reduced(**what)
+    elif name in _REDUCED and (what := reduction(name, func, args, kwargs)) is not None:
+        result = reduced(**what)
     elif name == "_foreach_norm":
         result = [torch.linalg.vector_norm(x, *args[1:2], **kwargs) for x in args[0]]
     elif by_item:
@@ -190,7 +200,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     elif name in _ALIKE or is_view(func):
         result = _native(func, args, kwargs, tensors)
     elif (torch.Tag.pointwise in tags or name in _POINTWISE) and (lead := _lead(tensors, written)) is not None:
-        pieces = _over(lambda x: _piece_like(x, lead), args, kwargs)
+        pieces = _over(lambda x: piece_like(x, lead), args, kwargs)
         result = func(*pieces[0], **pieces[1])
         if not written:
             result = _wrap(result, lead) if isinstance(result, Tensor) else pytree.tree_map_only(
@@ -199,7 +209,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         result = gathered(func, args, kwargs, tensors, written)
     for x in written:
         if "_of" in x.__dict__:
-            increment_version(_local(x.__dict__["_of"]))
+            increment_version(local_piece(x.__dict__["_of"]))
     if written:
         return {0: None, 1: written[0]}.get(len(func._schema.returns), tuple(written))
     if type(result) is Whole and not by_item:
@@ -282,7 +292,7 @@ def _called(x: Tensor) -> str:
 def _lead(tensors: Sequence[Tensor], written: Sequence[Tensor]) -> DTensor | None:
     """The operand that has the shape of the result, which the others are cut like; None if none has."""
     lead = written[0] if written else max((x for x in tensors if isinstance(x, DTensor)), key=_size)
-    if not isinstance(lead, DTensor) or _pending(lead):
+    if not isinstance(lead, DTensor) or is_pending(lead):
         return None
     shape = lead.shape
     if any(x.shape != shape and x.ndim for x in tensors) and torch.broadcast_shapes(*(x.shape for x in tensors)) != shape:
@@ -292,17 +302,17 @@ def _lead(tensors: Sequence[Tensor], written: Sequence[Tensor]) -> DTensor | Non
 
 def _size(x: DTensor) -> tuple[int, int, int]:
     """By what the lead is chosen: the largest, and among equals the one that is cut most."""
-    return x.ndim, x.numel(), sum(map(_cut, x.placements))
+    return x.ndim, x.numel(), sum(map(is_cut, x.placements))
 
 
 def _alike(func: Any, name: str, args: Any, kwargs: Any) -> DTensor | None:
     """What one of ``_ALIKE`` makes, or a view of the same shape, of the operand's piece alone: a fraction of what DTensor's own
     dispatch costs. None unless it lies in memory as the operand does, on the same device, and nothing is pending."""
     x, given = args[0], args[1:]
-    if (not isinstance(x, DTensor) or _pending(x) or not x.is_contiguous() or kwargs.get("device") not in (None, x.device)
+    if (not isinstance(x, DTensor) or is_pending(x) or not x.is_contiguous() or kwargs.get("device") not in (None, x.device)
             or kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format)):
         return None
-    local = _local(x)
+    local = local_piece(x)
     if name == "view":
         if tuple(given[0]) != tuple(x.shape):
             return None
@@ -310,6 +320,16 @@ def _alike(func: Any, name: str, args: Any, kwargs: Any) -> DTensor | None:
     made = _wrap(func(local, *given, **kwargs), x)
     mark_copies(func, x, made)
     return made
+
+
+def _wrap(local: Tensor, lead: DTensor) -> DTensor:
+    """What was computed elementwise from the pieces of ``lead``; made from the same parameter."""
+    if local.dtype == lead.dtype:  # the same spec, without DTensor.from_local's autograd function
+        made = DTensor(local, lead._spec, requires_grad=local.requires_grad)
+    else:
+        made = DTensor.from_local(
+            local, lead.device_mesh, lead.placements, run_check=False, shape=lead.shape, stride=lead.stride())
+    return adopt(made, made_from(lead))  # type: ignore[return-value]
 
 
 def _each(func: Any, args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
@@ -326,8 +346,8 @@ def _each(func: Any, args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
 
     def pieces(arg: Any) -> Any:
         if any(arg is one for one in lists):
-            return [_piece_like(x, lead) if isinstance(lead, DTensor) else x for x, lead in zip(arg, leads, strict=False)]
-        return _whole(arg) if isinstance(arg, DTensor) else arg
+            return [piece_like(x, lead) if isinstance(lead, DTensor) else x for x, lead in zip(arg, leads, strict=False)]
+        return whole_of(arg) if isinstance(arg, DTensor) else arg
 
     result = func(*map(pieces, args), **{key: pieces(arg) for key, arg in kwargs.items()})
     if not isinstance(result, list | tuple):
@@ -349,52 +369,6 @@ def _item(i: int, lists: Sequence[Any], args: Any, kwargs: Any) -> tuple[Any, An
     return tuple(map(alone, args)), {key: alone(arg) for key, arg in kwargs.items()}
 
 
-# --- norms, sums and means ----------------------------------------------------------------------------------------------
-
-
-def _reduction(name: str, func: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """The arguments of ``_reduced``; None for what it does not do."""
-    given = {argument.name: arg for argument, arg in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
-    x, dim = given["self"], given.get("dim")
-    if not isinstance(x, DTensor) or not x.ndim or _pending(x) or not x.dtype.is_floating_point or given.get("out") is not None:
-        return None
-    dims = {d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)} if dim not in (None, [], ()) else set(range(x.ndim))
-    power = {"sum": None, "mean": None}.get(name, given.get("ord", given.get("p")))
-    power = 2.0 if power is None and name not in ("sum", "mean") else power
-    keep = bool(given.get("keepdim", False))
-    if (len(dims) < x.ndim and not keep) or (power is not None and power <= 0):
-        return None
-    return {"x": x, "dims": dims, "power": power, "keep": keep, "mean": name == "mean", "dtype": given.get("dtype") or x.dtype}
-
-
-def _reduced(x: DTensor, dims: set[int], power: float | None, keep: bool, mean: bool, dtype: torch.dtype) -> Tensor:
-    """Summed over ``dims`` (the ``power``-th powers of the absolute values, if given), each piece by the rank that has it."""
-    exact = torch.promote_types(dtype, torch.float32)  # pieces of a sum are not rounded to 16 bits
-    local, largest = _local(x).to(exact), power == float("inf")
-    over = sorted(dims)
-    if power is None:
-        part = local.sum(over, keepdim=True)
-    elif 0 in local.shape:  # of nothing there is no largest
-        part = local.new_zeros([1 if d in dims else n for d, n in enumerate(local.shape)])
-    else:
-        part = torch.linalg.vector_norm(local, power, over, keepdim=True)
-        part = part if largest else part.pow(power)
-    split = [not isinstance(at, Replicate) and at.dim in dims for at in x.placements]  # type: ignore[attr-defined]
-    pending = [Partial("max" if largest else "sum") if cut else at for cut, at in zip(split, x.placements, strict=True)]
-    shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
-    whole = _dtensor(part, x.device_mesh, pending, shape)
-    whole = whole.redistribute(placements=[Replicate() if cut else at for cut, at in zip(split, x.placements, strict=True)])
-    found = _local(whole)
-    if mean:
-        found = found / (x.numel() // max(whole.numel(), 1))
-    elif power is not None and not largest:
-        found = found.pow(1 / power)
-    found = found.to(dtype)
-    if len(dims) == x.ndim and not keep:
-        return _dtensor(found.reshape(()), x.device_mesh, [Replicate()] * x.device_mesh.ndim, [])
-    return _dtensor(found, x.device_mesh, whole.placements, shape)
-
-
 # --- views, and the whole -----------------------------------------------------------------------------------------------
 
 
@@ -408,7 +382,7 @@ def _native(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any
     """As DTensor does it, or on the whole where it cannot. A view whose cut is undone for it is a copy, and marked as one."""
     of = next(x for x in tensors if isinstance(x, DTensor))
     if func is torch.ops.aten.view_as_real.default:  # of a piece: another dim at the end
-        return _dtensor(func(_local(of)), of.device_mesh, of.placements, (*of.shape, 2))
+        return dtensor_of(func(local_piece(of)), of.device_mesh, of.placements, (*of.shape, 2))
     plain = pytree.tree_map_only(DTensor, torch_dtensor, (args, kwargs))
     try:
         result, copied = func(*plain[0], **plain[1]), False
@@ -427,7 +401,7 @@ def _turned(func: Any, name: str, args: Any, kwargs: Any) -> DTensor:
         raise RunError(f"{func} would change the shape of a DTensor{_called(x)} in place. Take .full_tensor() first, "
                        f"on every rank, or the operator without '_'")
     view = getattr(torch.ops.aten, name.removesuffix("_"))(*args, **kwargs)
-    x._local_tensor, x._spec = _local(view), view._spec
+    x._local_tensor, x._spec = local_piece(view), view._spec
     x.__dict__["_copied"] = view.__dict__["_copied"]
     with no_dispatch():  # the sizes of the DTensor itself
         func(*args, **kwargs)
@@ -443,7 +417,7 @@ def mark_copies(func: Any, of: DTensor, result: Any, copied: bool = False) -> No
         for x in pytree.tree_leaves(result):
             if isinstance(x, DTensor):
                 x.__dict__ |= {"_of": of.__dict__["_of"]} if "_of" in of.__dict__ else {}
-                undone = any(_cut(a) and not _cut(b) for a, b in zip(of.placements, x.placements, strict=True))
+                undone = any(is_cut(a) and not is_cut(b) for a, b in zip(of.placements, x.placements, strict=True))
                 x.__dict__["_copied"] = copied or undone or bool(of.__dict__.get("_copied"))
 
 
@@ -473,7 +447,7 @@ def gathered(
     def whole(x: Tensor) -> Tensor:
         if id(x) not in wholes:
             if isinstance(x, DTensor):
-                wholes[id(x)] = _whole(x)
+                wholes[id(x)] = whole_of(x)
             else:
                 wholes[id(x)] = x if not x.ndim or any(x is one for one in written) else of_first(x, mesh)
         return wholes[id(x)]
@@ -483,80 +457,12 @@ def gathered(
     for x in written:
         if isinstance(x, DTensor):
             new = of_first(wholes[id(x)], x.device_mesh) if drawn else wholes[id(x)]
-            mine, local = _piece(new, x), _local(x)
+            mine, local = piece_of(new, x), local_piece(x)
             if mine.untyped_storage().data_ptr() != local.untyped_storage().data_ptr():  # of a replicated one: written already
                 local.copy_(mine)
     if written:
         return None
     everywhere = [Replicate()] * mesh.ndim
     return pytree.tree_map_only(
-        Tensor, lambda x: _dtensor(of_first(x, mesh) if drawn else x, mesh, everywhere, x.shape), result
+        Tensor, lambda x: dtensor_of(of_first(x, mesh) if drawn else x, mesh, everywhere, x.shape), result
     )
-
-
-# --- pieces -------------------------------------------------------------------------------------------------------------
-
-
-def _local(x: DTensor) -> Tensor:
-    """This rank's piece: the very memory."""
-    return x._local_tensor
-
-
-def _cut(placement: Placement) -> bool:
-    return not isinstance(placement, Replicate | Partial)
-
-
-def _pending(x: DTensor) -> bool:
-    return any(isinstance(placement, Partial) for placement in x.placements)
-
-
-def _cut_alike(x: Tensor, lead: DTensor) -> bool:
-    if not isinstance(x, DTensor):
-        return False
-    same = x.device_mesh is lead.device_mesh or x.device_mesh == lead.device_mesh  # comparing meshes costs
-    return same and x.placements == lead.placements
-
-
-def _dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    strides, stride = [], 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= max(size, 1)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(reversed(strides))
-    )
-
-
-def _wrap(local: Tensor, lead: DTensor) -> DTensor:
-    """What was computed elementwise from the pieces of ``lead``; made from the same parameter."""
-    if local.dtype == lead.dtype:  # the same spec, without DTensor.from_local's autograd function
-        made = DTensor(local, lead._spec, requires_grad=local.requires_grad)
-    else:
-        made = DTensor.from_local(
-            local, lead.device_mesh, lead.placements, run_check=False, shape=lead.shape, stride=lead.stride())
-    return adopt(made, made_from(lead))  # type: ignore[return-value]
-
-
-def _whole(x: DTensor) -> Tensor:
-    return torch_dtensor(x).full_tensor()
-
-
-def _piece(whole: Tensor, lead: DTensor) -> Tensor:
-    """This rank's piece of a tensor that every rank has, cut as ``lead`` is."""
-    mesh = lead.device_mesh
-    return _local(_dtensor(whole, mesh, [Replicate()] * mesh.ndim, whole.shape).redistribute(placements=lead.placements))
-
-
-def _piece_like(x: Tensor, lead: DTensor) -> Tensor:
-    """This rank's piece of an operand that broadcasts to ``lead``, cut as that is; a number as it is."""
-    if isinstance(x, DTensor) and x.shape == lead.shape and _cut_alike(x, lead):
-        return _local(x)
-    whole = _whole(x) if isinstance(x, DTensor) else x
-    if not x.ndim:
-        return whole
-    return _piece((whole if isinstance(x, DTensor) else of_first(x, lead.device_mesh)).expand(lead.shape), lead)
-
-
-def of_first(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A plain tensor as the first rank of the mesh has it."""
-    return _local(distribute_tensor(x.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim))

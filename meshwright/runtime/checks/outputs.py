@@ -19,17 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from meshwright.errors import RunError
+from meshwright.runtime.state.pieces import of_first
 from meshwright.runtime.state.reading import Readable, torch_dtensor
-from meshwright.runtime.whole import (
-    Whole,
-    gathered,
-    is_view,
-    mark_copies,
-    of_first,
-    refuse_collective,
-    refuse_writing,
-    written_by,
-)
+from meshwright.runtime.whole import Whole, gathered, is_view, mark_copies, refuse_collective, refuse_writing, written_by
 
 
 class OutputTensor(Readable):
