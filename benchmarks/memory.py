@@ -5,8 +5,9 @@
 Every program is planned with its pins, lowered for rank 0 (of a pipeline: for a rank of every stage group) and built as the
 real ``ParallelModule`` (generated code, FSDP2, torch's pipeline schedules, AdamW) on fake tensors over a fake process group,
 which returns at once. ``MemTracker`` counts the storages alive in a training step that finds the optimizer's state. Goal:
-within 5% of the tracked peak, never more than 2% below it. ``--shallow``: the deeper models in four layers of the
-same widths, as the tests run them: what is counted of a layer is counted of each, and the tracker follows fewer operators.
+within 5% of the tracked peak, never more than 2% below it. ``--shallow``: the deeper models in four layers of the same widths
+and two pipeline ranks in four micro-batches, as the tests run them: what is counted of a layer is counted of each, more
+micro-batches are not in flight together, and the tracker follows fewer operators.
 """
 
 from __future__ import annotations
@@ -297,9 +298,16 @@ CASES: Mapping[str, Case] = {
 
 
 def case_of(name: str, shallow: bool = False) -> Case:
-    """The named program, or it in four layers."""
+    """The named program, or it in four layers, and of two pipeline ranks in half of its micro-batches (as many as stages, with
+    two a rank): what is in flight is as much."""
     case = CASES[name]
-    return replace(case, model=SHALLOW.get(case.model, case.model)) if shallow else case
+    if not shallow:
+        return case
+    case = replace(case, model=SHALLOW.get(case.model, case.model))
+    if case.pins.get("pp") != 2:
+        return case
+    pins = {**case.pins, "microbatches": case.pins["microbatches"] // 2}
+    return replace(case, pins=pins, batch=(case.batch[0] // 2, *case.batch[1:]))
 
 
 @cache
@@ -490,7 +498,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="programs (default: all)")
     parser.add_argument("--list", action="store_true", help="name the programs")
     parser.add_argument("--json", action="store_true", help="print one JSON value")
-    parser.add_argument("--shallow", action="store_true", help="the deeper models in four layers")
+    parser.add_argument("--shallow", action="store_true", help="fewer layers and micro-batches")
     parser.add_argument("--longest", action="store_true", help="run the longest sequence that fits, and one that does not")
     options = parser.parse_args()
     if options.longest:
