@@ -119,5 +119,10 @@ def _trace(out: Path) -> Path:
     return out.with_suffix(".trace.json")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """With the plan that is searched, or one of your own."""
     run(make_model, "a small Llama", "", "demo.plan.json")
+
+
+if __name__ == "__main__":
+    main()

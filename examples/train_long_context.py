@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import resource
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -46,31 +48,31 @@ def train(model: torch.nn.Module, batch: dict[str, torch.Tensor], steps: int = 2
     return losses, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
-def worker(rank: int, world: int, length: int, attention: str, store: str, results: mp.SimpleQueue) -> None:
-    """One of ``world`` processes."""
+def worker(rank: int, world: int, length: int, attention: str, folder: str) -> None:
+    """One of ``world`` processes; what it found is in a file of the folder."""
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     model, ids = make_model(length), torch.randint(0, 512, (1, length), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids.clone()}
     pins = {"cp": world, "attention": attention} if world > 1 else {}
     parallel = mw.autoparallel(copy.deepcopy(model), init_device_mesh("cpu", (world,)), ((), batch), pins=pins, progress=False)
     if rank == 0:
         print(parallel.plan, flush=True)
-    results.put((rank, *train(parallel, batch)))
+    Path(folder, f"{rank}.json").write_text(json.dumps(train(parallel, batch)))
     dist.destroy_process_group()
 
 
 def run(world: int, length: int, attention: str) -> tuple[list[float], float]:
     """(losses, MiB of the fullest process)."""
-    results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (world, length, attention, os.path.join(folder, "store"), results), nprocs=world)
-    found = [results.get() for _ in range(world)]
-    return found[0][1], max(one[2] for one in found)
+        mp.spawn(worker, (world, length, attention, folder), nprocs=world)
+        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
+    return found[0][0], max(held for _, held in found)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Both runs, side by side."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--attention", choices=("all-gather", "ulysses", "ring"), default="ring")
@@ -83,3 +85,7 @@ if __name__ == "__main__":
         print(f"loss, step {step}     {a:11.6f}   {b:11.6f}")
     print(f"memory            {alone:7.0f} MiB   {each:7.0f} MiB each")
     assert all(abs(a - b) <= 1e-4 * abs(a) for a, b in zip(one, many, strict=True)), "the losses differ"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,8 @@
-"""The longest sequence that trains, and the example that trains a long one."""
+"""The longest sequence that trains."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +19,6 @@ from meshwright.ir.prediction import Prediction
 from meshwright.lengths import by_heads
 from meshwright.planner import GAP
 from tests.models import make
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_long_context.py"
 
 
 def _fitting(monkeypatch: pytest.MonkeyPatch, limit: int, known: bool = False) -> list[tuple[int, float, int | None]]:
@@ -114,11 +110,3 @@ def test_a_model_has_a_longest() -> None:
     assert found.plan.mesh.size("cp") == 2
     assert found.plan.predicted is not None
     assert found.plan.predicted.capacity_bytes == Cluster.parse("cpu:1x2").with_headroom().capacity_bytes
-
-
-def test_the_example_trains() -> None:
-    """Its losses are compared where they are printed, beside what a process held."""
-    words = [sys.executable, EXAMPLE, "--length", "256", "--processes", "2"]
-    run = subprocess.run(words, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert "MiB each" in run.stdout
