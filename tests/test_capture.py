@@ -14,6 +14,7 @@ import transformers as hf
 from torch import nn
 
 from meshwright.compiler.capture.capture import capture
+from meshwright.compiler.capture.normalize import SYNONYMS
 from meshwright.compiler.rules import default_rules
 from meshwright.errors import CaptureError, InputError
 from meshwright.ir.declared.draws import draws
@@ -1112,3 +1113,25 @@ def test_a_batch_norm_of_nothing():
     graph = equal(_Applied(lambda m, x: x @ m.wide + F.batch_norm(m.one[:0], m.one[:0], None, training=True).sum()),
                   (torch.randn(3, 3),))
     assert all(default_rules().rule_for(op, graph) for op in graph.ops)
+
+
+@pytest.mark.parametrize("alias", SYNONYMS)
+def test_synonyms_are_torchs_own(alias: str) -> None:
+    """The same arguments in every overload; torch's own source says that they are one function."""
+    ours, known = (getattr(torch.ops.aten, name) for name in (alias, SYNONYMS[alias]))
+    for overload in (name for name in ours.overloads() if "out" not in name):
+        found = [[(arg.name, str(arg.type)) for arg in getattr(of, overload)._schema.arguments] for of in (ours, known)]
+        assert found[0] == found[1], overload
+
+
+def test_another_name_of_an_operator_is_that_operator() -> None:
+    class Named(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.concatenate([torch.special.expit(x), torch.clip(super().forward(x), -1, 1)], -1)
+            x = torch.divide(x.swapdims(0, 1), 2.0, rounding_mode=None) + torch.greater(x.swapdims(0, 1), 0).to(x)
+            return torch.special.softmax(torch.absolute(x), -1)
+
+    graph = capture(Named(4, 4), (torch.randn(2, 4),), {})
+    known = ("cat.default", "sigmoid.default", "clamp.default", "abs.default", "div.Tensor", "gt.Scalar")
+    assert targets(graph).keys() >= {f"aten.{name}" for name in (*known, "softmax.int")}
+    assert all(default_rules().known(target) for target in targets(graph) if target != "mw.fill")

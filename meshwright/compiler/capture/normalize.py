@@ -69,8 +69,20 @@ RENAMED: Mapping[str, str] = {
     "aten.t_copy.default": "aten.t.default", "aten.permute_copy.default": "aten.permute.default",
     "aten.unsqueeze_copy.default": "aten.unsqueeze.default", "aten.select_copy.int": "aten.select.int",
     "aten.slice_copy.Tensor": "aten.slice.Tensor", "aten.swapaxes.default": "aten.transpose.int",
-    "aten.concat.default": "aten.cat.default",
+    "aten.swapdims.default": "aten.transpose.int", "aten.special_softmax.default": "aten.softmax.int",
+    "aten.special_log_softmax.default": "aten.log_softmax.int", "aten.special_xlogy.default": "aten.xlogy.Tensor",
 }
+SYNONYMS: Mapping[str, str] = {
+    "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan",
+    "arctanh": "atanh", "arctan2": "atan2", "clip": "clamp", "concat": "cat", "concatenate": "cat", "divide": "div",
+    "true_divide": "div", "fix": "trunc", "ger": "outer", "greater": "gt", "greater_equal": "ge", "less": "lt",
+    "less_equal": "le", "linalg_matmul": "matmul", "moveaxis": "movedim", "multiply": "mul", "negative": "neg",
+    "not_equal": "ne", "subtract": "sub", "special_digamma": "digamma", "special_erf": "erf", "special_erfc": "erfc",
+    "special_erfinv": "erfinv", "special_exp2": "exp2", "special_expit": "sigmoid", "special_expm1": "expm1",
+    "special_gammaln": "lgamma", "special_log1p": "log1p", "special_logit": "logit", "special_logsumexp": "logsumexp",
+    "special_psi": "digamma", "special_sinc": "sinc",
+}
+"""{an operator of torch: the one that it is another name of, with the same overloads}."""
 FILLS: Mapping[str, int | float | None] = {  # what stands in them; None: it is the second argument
     "aten.zeros_like.default": 0, "aten.ones_like.default": 1, "aten.empty_like.default": 0, "aten.full_like.default": None,
     "aten.new_zeros.default": 0, "aten.new_ones.default": 1, "aten.new_empty.default": 0, "aten.new_full.default": None,
@@ -105,9 +117,18 @@ def normalize(graph: Graph) -> Graph:
     return graph
 
 
+def _renamed(target: str) -> str:
+    """The name by which an operator is known."""
+    library, _, rest = RENAMED.get(target, target).partition(".")
+    name, _, overload = rest.partition(".")
+    return f"{library}.{SYNONYMS.get(name, name)}.{overload}" if library == "aten" else target
+
+
 def _clean_op(op: Op, edit: Edit) -> Iterable[Op] | None:
-    target = RENAMED.get(op.target, op.target)
+    target = _renamed(op.target)
     kwargs = tuple((key, value) for key, value in op.kwargs if key not in DROPPED_KWARGS and value is not None)
+    if target.startswith("aten.div.") and not kwargs:  # rounding_mode=None has no default
+        target = target.removesuffix("_mode")
     op = _dense(replace(op, target=target, args=_literal_dims(target, op, edit), kwargs=kwargs))
     if target == "aten.broadcast_tensors.default":
         return _broadcast(op, edit)
