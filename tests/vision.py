@@ -1,5 +1,5 @@
-"""Vision models of transformers, tiny, that nothing here was written for: one training loop under every kind of plan, and on
-one process. Equal, or refused by an error of our own; nothing else.
+"""Models of transformers, tiny, that nothing here was written for, of vision and those of ``tests.architectures``: one training
+loop under every kind of plan, and on one process. Equal, or refused by an error of our own; nothing else.
 
     python -m tests.vision                 every family, two processes and four; a line each
     python -m tests.vision swinv2 hiera    these
@@ -26,15 +26,11 @@ from torch.nn import functional as F
 
 from meshwright.api import autoparallel
 from meshwright.errors import MeshwrightError
+from tests.architectures import ARCHITECTURES, DROP, Case, Make
 from tests.equality import captured_once, differences
 from tests.trials import parser_of
 
 BATCH, LABELS = 4, 5
-DROP = 0.3
-"""The rate of drop paths and dropout where they are asked for."""
-Case = tuple[nn.Module, dict[str, Any]]
-Make = Callable[[bool], Case]
-"""Whether things are dropped -> the model and its batch."""
 PLANS: Mapping[int, Sequence[Mapping[str, Any]]] = {
     2: [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 3, "microbatches": 2}, {}],
     4: [{"dp": 2, "tp": 2}],
@@ -200,6 +196,10 @@ FAMILIES: Mapping[str, Make] = {
         "Dinov2WithRegisters", 16, **{k: v for k, v in _VIT.items() if k != "intermediate_size"}, drop_path_rate=0.0
     ),
     "mobilenetv2": _classify("MobileNetV2", image_size=32, depth_multiplier=0.25, classifier_dropout_prob=0.0),
+    "efficientnet": _classify(
+        "EfficientNet", image_size=32, width_coefficient=0.25, depth_coefficient=0.3, hidden_dim=320, dropout_rate=0.0,
+        drop_connect_rate=0.0),
+    **ARCHITECTURES,
 }
 
 
@@ -207,7 +207,8 @@ def make(name: str, drop: bool = False) -> Case:
     """The named case, the same on every call and rank."""
     torch.manual_seed(1)
     model, batch = FAMILIES[name](drop)
-    return model.double().train(), {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
+    return model.double().train(), {
+        key: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for key, x in batch.items()}
 
 
 def outcomes(rank: int, name: str, world: int, drop: bool = False) -> list[str]:
