@@ -42,25 +42,33 @@ def kinds_of(model: nn.Module | None) -> dict[str, ModuleKind]:
     """{path: what is there}. A model in eval() is captured as its train() leaves it."""
     if model is None:
         return {}
-    train, rest = _modes_after(model, True), _modes_after(model, False)
+    train, rest = _modes_after(model)
     return {path: ModuleKind(type(module), module.training if model.training else train.get(path, True),
                              (train.get(path, True), rest.get(path, False)))
             for path, module in model.named_modules(remove_duplicate=False) if path}
 
 
-def _modes_after(model: nn.Module, mode: bool) -> dict[str, bool]:
-    """{path: whether it is in training mode} after ``train(mode)``, where a class has one of its own (one that keeps norms in
-    eval(), say). Asked of a copy without memory."""
+def _modes_after(model: nn.Module) -> tuple[dict[str, bool], dict[str, bool]]:
+    """{path: whether it is in training mode} after ``train()``, and after the ``eval()`` that follows, where a class has a
+    ``train`` of its own (one that keeps norms in eval(), say). Asked of a copy without memory."""
     if all(type(module).train is nn.Module.train and "train" not in vars(module) for module in model.modules()):
-        return {}
-    tensors = [*model.parameters(), *model.buffers()]
-    copied = copy.deepcopy(model, {id(x): nn.Parameter(x.to("meta"), x.requires_grad) if isinstance(x, nn.Parameter)
-                                   else x.to("meta") for x in tensors})
-    try:
-        copied.train(mode)
-    except Exception:  # it wants contents; modes other than the captured ones are refused at the next call
-        return {}
-    return {path: module.training for path, module in copied.named_modules(remove_duplicate=False)}
+        return {}, {}
+    copied, found = _without_memory(model), []
+    for mode in (True, False):
+        try:
+            copied.train(mode)
+            found.append({path: module.training for path, module in copied.named_modules(remove_duplicate=False)})
+        except Exception:  # it wants contents; modes other than the captured ones are refused at the next call
+            copied = _without_memory(model)
+            found.append({})
+    return found[0], found[1]
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model, {
+        id(x): nn.Parameter(x.to("meta"), x.requires_grad) if isinstance(x, nn.Parameter) else x.to("meta")
+        for x in (*model.parameters(), *model.buffers())
+    })
 
 
 _OWN_STATE = ("state_dict", "_save_to_state_dict", "get_extra_state")
