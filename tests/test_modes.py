@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.api import autoparallel
 from meshwright.errors import InputError, RunError
 from meshwright.exported import load
+from tests.equality import captured_once
 
 W = 8
 
@@ -79,25 +80,32 @@ def _same(parallel: nn.Module, single: nn.Module) -> None:
         torch.testing.assert_close(state, dict(single.state_dict()), rtol=1e-5, atol=1e-6)
 
 
-def _other_graph(rank: int, several: list[dict[str, Any]]) -> None:
-    for pins in several:
-        torch.manual_seed(0)
-        model = _Net()
-        single = copy.deepcopy(model)
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        parallel = autoparallel(model, mesh, ((), _batch()), pins=pins, progress=False)
-        _same(parallel, single)
-        with pytest.raises(RunError, match=r"call parallel.train\(\)"):
-            parallel(**_batch())["loss"].backward()
-        single(**_batch())
-        parallel.train()
+def _followed(pins: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
+    """The module and the model it is of, after it was evaluated, trained, evaluated and copied."""
+    torch.manual_seed(0)
+    model = _Net()
+    single = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    parallel = autoparallel(model, mesh, ((), _batch()), pins=pins, progress=False)
+    _same(parallel, single)
+    with pytest.raises(RunError, match=r"call parallel.train\(\)"):
         parallel(**_batch())["loss"].backward()
-        torch.optim.SGD(parallel.parameters(), 0.1).step()
-        held = [parallel.full_state_dict()]
-        torch.distributed.broadcast_object_list(held, 0)
-        single.load_state_dict(held[0])
-        _same(parallel, single)
-        _same(copy.deepcopy(parallel), single)
+    single(**_batch())
+    parallel.train()
+    parallel(**_batch())["loss"].backward()
+    torch.optim.SGD(parallel.parameters(), 0.1).step()
+    held = [parallel.full_state_dict()]
+    torch.distributed.broadcast_object_list(held, 0)
+    single.load_state_dict(held[0])
+    _same(parallel, single)
+    _same(copy.deepcopy(parallel), single)
+    return parallel, model
+
+
+def _other_graph(rank: int, several: list[dict[str, Any]]) -> None:
+    with captured_once("another graph in eval"):
+        for pins in several:
+            parallel, model = _followed(pins)
     if torch.distributed.get_rank() == 1:  # what one rank notices every rank raises
         model.blocks[0].path = nn.Identity()
     with pytest.raises((InputError, RunError), match="was added, removed or replaced"):
