@@ -211,8 +211,9 @@ class Search:
         bound, priced = self.price(at, everyone=True)
         if not np.isfinite(bound):
             raise Infeasible("forbidden choices leave no assignment of the chain", np.inf, np.inf, None)
-        _, path = self._add(priced, 0.0, FEW, everyone=True)
         self.bound, self.best = bound, at
+        self.check()  # columns take as long as their prices
+        _, path = self._add(priced, 0.0, FEW, everyone=True)
         if self.scale is None:
             known, positions = self._listed(), len(self.chain.sequence)
             seconds = max([c.time for c in known], default=0.0) * positions
