@@ -97,16 +97,20 @@ class _Caches:
         self._modules, self._found = 0, list[Any]()
 
     def empty(self) -> None:
-        """Forget all. Caches of functions are looked for among all objects, which takes long, where a module is new."""
+        """Forget all, and what the job left in cycles: a group has four threads until it is collected. Caches of functions are
+        looked for among all objects, which takes long, where a module is new."""
         debug._clear_sharding_prop_cache()
-        if len(sys.modules) != self._modules:
+        fresh = len(sys.modules) != self._modules
+        if fresh:
             self._modules = len(sys.modules)
-            gc.unfreeze()  # what is frozen is not listed
+            gc.unfreeze()  # what is frozen is neither listed nor collected
             self._found = [one for one in gc.get_objects() if type(one) is functools._lru_cache_wrapper
                            and one.__module__.startswith("torch.distributed")]
-            gc.freeze()
         for cached in self._found:
             cached.cache_clear()
+        gc.collect()
+        if fresh:
+            gc.freeze()
 
 
 class Pool:

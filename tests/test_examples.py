@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 
 def _worker(rank: int, function: Callable[..., None], args: tuple[Any, ...]) -> str:
     """What it prints; it makes a process group of its own."""
+    dist.barrier()  # the pool's may not go before all are connected
     dist.destroy_process_group()
     with mock.patch.dict(os.environ), contextlib.redirect_stdout(io.StringIO()) as printed:
         function(rank, *args)

@@ -6,12 +6,16 @@ import ast
 import contextlib
 import io
 import runpy
+import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 HERE = Path(__file__).parent
 FAILS = frozenset({"raises", "assert_close", "assert_allclose", "assert_array_equal", "check", "check_rule", "fail",
@@ -108,3 +112,23 @@ def test_programs_print_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert codes == {path.name: 0 for path in programs}
     assert [name for name, text in said.items() if not text.startswith("usage: ")] == []
     assert len(programs) > 20
+
+
+def _threads(rank: int) -> int:
+    return len([*Path("/proc/self/task").iterdir()])
+
+
+def _in_a_cycle(rank: int, name: str) -> None:
+    """A group that only a cycle holds, in a job that brings a module that is new."""
+    held: list[Any] = [dist.new_group([0, 1])]
+    held.append(held)
+    sys.modules[name] = ModuleType(name)
+
+
+def test_a_job_leaves_no_group_behind(pool: Callable[[int], Any]) -> None:
+    """A group has threads of its own, which look whether there is anything to do."""
+    pool(2).run(_in_a_cycle, "tests.first")
+    before = pool(2).run(_threads)
+    for name in ("tests.first", "tests.second"):
+        pool(2).run(_in_a_cycle, name)
+        assert pool(2).run(_threads) == before
