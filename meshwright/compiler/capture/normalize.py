@@ -119,9 +119,10 @@ def normalize(graph: Graph) -> Graph:
 
 def _renamed(target: str) -> str:
     """The name by which an operator is known."""
-    library, _, rest = RENAMED.get(target, target).partition(".")
+    target = RENAMED.get(target, target)
+    library, _, rest = target.partition(".")
     name, _, overload = rest.partition(".")
-    return f"{library}.{SYNONYMS.get(name, name)}.{overload}" if library == "aten" else target
+    return f"{library}.{SYNONYMS[name]}.{overload}" if library == "aten" and name in SYNONYMS else target
 
 
 def _clean_op(op: Op, edit: Edit) -> Iterable[Op] | None:

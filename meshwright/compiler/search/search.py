@@ -60,7 +60,8 @@ def best_plan(
     task: Task, fits: Fits, limit: float, *, timing: Timing, progress: Progress | None = None, to_beat: float = math.inf
 ) -> Plan:
     """The plan of least time that fits, within ``limit`` nominal seconds. ``to_beat``: seconds of a plan found elsewhere.
-    Raises NoBetterError if none is faster than it by more than the gap, OutOfMemoryError, PinError, PlanError."""
+    Raises NoBetterError if none is found that is faster (what is so by less than the gap may be left), OutOfMemoryError,
+    PinError, PlanError."""
     _check_combination(task)
     refined = Refined(task, fits, timing)
     sweep = Sweep(
@@ -80,8 +81,10 @@ def best_plan(
         sweep.rest()
         timing.mark("search")
     best = _made(sweep, fits, timing, refined, spare=_SPARE)
-    if best is None:
-        raise sweep.refusal() if to_beat == math.inf else NoBetterError(min(sweep.bound, to_beat), sweep.limited)
+    if best is None and to_beat == math.inf:
+        raise sweep.refusal()
+    if best is None or best.seconds >= to_beat:
+        raise NoBetterError(min(sweep.bound, to_beat), sweep.limited)
     return _chosen(best, sweep, fits, timing, refined)
 
 
@@ -150,7 +153,7 @@ def _made(sweep: Sweep, fits: Fits, timing: Timing, refined: Refined, spare: int
     for one in sweep.results:
         best = one if best is None or one.seconds < best.seconds * (1 - 1e-9) else best
     while sweep.open:
-        to_beat = sweep.to_beat if best is None else best.seconds
+        to_beat = sweep.to_beat if best is None else min(best.seconds, sweep.to_beat)
         found = sweep.open[0]
         if found.seconds >= to_beat:
             close = (one for one in sweep.open if one.seconds < to_beat * (1 + _FREED) and _recomputes(one, sweep))
