@@ -36,7 +36,7 @@ from meshwright.ir.mesh import PP, SEQUENCE, role_of
 from meshwright.ir.pins import Pins
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Program, Stored
-from meshwright.ir.reading.fields import Field, check_depth, load_json
+from meshwright.ir.reading.fields import Field, check_form, load_json
 from meshwright.ir.serialize import digest, in_lines, program_to_dict
 from meshwright.ir.signature import classes_by_name
 from meshwright.ir.writing.plans import plan_text
@@ -281,7 +281,7 @@ def _checked(folder: Path) -> _Export:
     if data["meshwright_export"] not in READ or type(data["meshwright_export"]) is not int:
         raise ExportError(f"the export {folder} is of format {data['meshwright_export']!r:.40}, this version reads "
                           f"{' and '.join(map(str, READ))}; export it again")
-    check_depth(data)
+    check_form(data)
     part = Field(data, "").record("meshwright_export versions mesh plan programs order names training weights evaluation "
                                   "state digest", optional="resting")
     if part["digest"].text() != digest({key: value for key, value in data.items() if key != "digest"}):

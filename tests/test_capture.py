@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections import Counter
+from collections import Counter, OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -729,6 +729,12 @@ class TestErrors:
     def test_a_lazy_module_that_was_never_called(self):
         with pytest.raises(CaptureError, match=r"'1.weight' has no shape yet.*call the model once"):
             capture(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), (torch.randn(2, 4),), {})
+
+    @pytest.mark.parametrize("name", ["a\x1b[2J", "a\nb", "a\u202eb"])
+    def test_names_that_cannot_be_printed(self, name):
+        model = nn.Sequential(OrderedDict({name: nn.Linear(4, 4)}))
+        with pytest.raises(CaptureError, match=r"cannot be printed.*rename it"):
+            capture(model, (torch.randn(2, 4),), {})
 
     def test_the_loss_must_be_a_scalar(self):
         with pytest.raises(CaptureError, match="loss_fn must return a scalar"):

@@ -261,6 +261,9 @@ def test_lines_of_the_printed_plan_are_pins() -> None:
     assert again.groups[:-1] == plan.groups[:-1]
     shown = next(line for line in explain(plan, "model.layers.0.mlp.up_proj.weight").splitlines() if ":linear" in line)
     assert shown.strip() == "as a pin {'model.layers.0.mlp.up_proj:linear': 'dp=b0, tp=n'}"
+    assert Pins.of("[red]x[/red].0\n  .   weight f32[64@tp, 32]").tensors == {"[red]x[/red].0.weight": "f32[64@tp, 32]"}
+    with pytest.raises(PinError, match="no line of a plan's tables"):
+        Pins.of("f32[64@tp,32]")
     with pytest.raises(PinError, match="no line of a plan's tables"):
         Pins.of("time       compute 3 ms + something")
 

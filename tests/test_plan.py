@@ -244,6 +244,19 @@ def test_explain_a_parameter_and_a_module(plan: Plan) -> None:
     assert alone.partition("\n\n")[2] == explain(layers, "down1")  # the layer's only operator
 
 
+def test_explain_takes_every_name_that_it_prints(plan: Plan) -> None:
+    given = explain(plan, "x")
+    assert given.startswith("input x\n  placed   f32[8@dp, 16]\n  bytes    512 B whole\n  read by  up0 (aten.linear.default)")
+    assert explain(plan, "input:x") == explain(plan, "%x") == given
+    assert explain(plan, "%down1") == explain(plan, "blocks.1.down:linear") == explain(plan, "down1")
+    assert explain(plan, "%p_blocks_0_up_weight") == explain(plan, "blocks.0.up.weight")
+    ops = tuple(replace(op, module="blocks.1") if op.name == "down1" else op for op in plan.graph.ops)
+    read = explain(replace(plan, graph=replace(plan.graph, ops=ops)), "blocks.1.down")  # the module around reads its weight
+    assert read.splitlines()[0] == "module blocks.1.down: 0 operators"
+    assert "weight  blocks.1.down.weight: f32[16, 32@tp]" in read
+    assert "read by  down1 (aten.linear.default) of blocks.1" in read
+
+
 @pytest.mark.parametrize("long", [".".join(["a_rather_long_module_name"] * 4), "x" * 140], ids=["many words", "one word"])
 def test_answers_keep_their_width_whatever_names_are_long(plan: Plan, long: str) -> None:
     """What is longer than a line is broken, and nothing is left out."""

@@ -91,6 +91,14 @@ def test_only_operators_are_operators(target: str) -> None:
         overload(target)
 
 
+def test_nothing_in_a_file_controls_a_terminal(plans: dict[str, Any]) -> None:
+    text = json.dumps(plans["zero"])
+    for word in ("blocks.0.0", "adamw"):
+        assert word in text
+        with pytest.raises(mw.PlanError, match=r"\\x1b\[2J.*' has a character that cannot be printed"):
+            mw.Plan.from_dict(json.loads(text.replace(word, f"{word}\\u001b[2J")))
+
+
 @pytest.mark.parametrize(("other", "words"), [
     (lambda: Net(eps=1e-3), ["blocks.0.1", "1e-05", "0.001"]), (lambda: Net(act=torch.tanh), ["relu", "tanh"]),
     (lambda: Net(tied=True), ["'blocks.0.0.weight'"]), (lambda: Net().double(), ["f32", "f64"]),

@@ -1,10 +1,10 @@
 """Why a plan is as it is, in words and in the one notation.
 
-``explain(plan, name)``: an operator, a value, a parameter or a module; of a module with one operator that counts, such as a
-linear layer, that operator too. For an operator every other choice that the plan could have had stands beside the planned one
-with what the step would take, everything else at its best for it (``alternatives``), and with the part that decided; what it
-cannot have, with the reason. Collectives and what is kept for the backward are written as
-closed forms with their numbers in (``formulas``).
+``explain(plan, name)``: an operator, a value, a parameter, an input or a module, by any name that a plan, its file or an
+explanation gives it; of a module with one operator that counts, such as a linear layer, that operator too. For an operator
+every other choice that the plan could have had stands beside the planned one with what the step would take, everything else at
+its best for it (``alternatives``), and with the part that decided; what it cannot have, with the reason. Collectives and what
+is kept for the backward are written as closed forms with their numbers in (``formulas``).
 
 ``explain(plan)``: what bounds the step, where its time and memory go, and which changes of the cluster or the batch would help
 most, each planned or priced (``changes``).
@@ -48,20 +48,26 @@ def explain(plan: Plan, name: str | None = None, *, changes: bool = True) -> str
     facts, graph = facts_of(plan), plan.graph
     if name is None:
         return whole(facts, changes)
-    called = names_of(graph).op_of
+    called = names_of(graph)
+    asked = {name, name.removeprefix("%")}  # as an explanation prints values
+    asked |= {names[one] for names in (called.op_of, called.value_of) for one in list(asked) if one in names}
     for op in graph.ops:
-        if called.get(name, name) == op.name or name in op.outputs:
+        if op.name in asked or not asked.isdisjoint(op.outputs):
             return _operator(facts, op)
     for param in graph.params:
-        if name in (*param.fqns, param.value):
+        if not asked.isdisjoint((*param.fqns, param.value)):
             return _parameter(facts, param.value)
+    for given in graph.inputs:
+        if given in asked:
+            return _input(facts, given)
     inside = [op for op in graph.ops if op.module == name or op.module.startswith(f"{name}.")]
-    if inside:
+    if inside or any(fqn.startswith(f"{name}.") for param in graph.params for fqn in param.fqns):
         return _module(facts, name, inside)
-    known = {*(op.name for op in graph.ops), *(fqn for p in graph.params for fqn in p.fqns), *(op.module for op in graph.ops)}
+    known = {*(op.name for op in graph.ops), *(fqn for p in graph.params for fqn in p.fqns), *(op.module for op in graph.ops),
+             *graph.inputs}
     near = difflib.get_close_matches(name, sorted(known - {""}), n=3, cutoff=0.4)
     hint = f"; did you mean {', '.join(near)}?" if near else "; the tables of the plan (show) have the names that it knows"
-    raise PlanError(f"the plan has no operator, parameter or module {name!r}{hint}")
+    raise PlanError(f"the plan has no operator, parameter, input or module {name!r}{hint}")
 
 
 def _operator(facts: Facts, op: Op) -> str:
@@ -115,10 +121,20 @@ def _parameter(facts: Facts, value: str) -> str:
     if not stored.buffer:
         pin = format_sharding(stored.tensor.at_rest(), tensor.shape, tensor.dtype)
         lines.append(f"  as a pin {{{stored.fqns[0]!r}: {pin!r}}}")
+    lines += _readers(facts, value)
     readers = [op for op in graph.ops if value in op.inputs]
-    lines += [f"  read by  {op.name} ({op.target}) of {op.module or 'the model'}" for op in readers]
-    lines += ["  read by  no operator"] if not readers else []
     return _wrapped(lines) + "".join("\n\n" + _operator(facts, op) for op in readers[:_SHOWN])
+
+
+def _input(facts: Facts, name: str) -> str:
+    tensor = facts.plan.graph.values[name]
+    lines = [f"input {name}", f"  placed   {facts.type_of(name)}", f"  bytes    {bytes_text(tensor.bytes_)} whole"]
+    return _wrapped([*lines, *_readers(facts, name)])
+
+
+def _readers(facts: Facts, value: str) -> list[str]:
+    readers = [op for op in facts.plan.graph.ops if value in op.inputs]
+    return [f"  read by  {op.name} ({op.target}) of {op.module or 'the model'}" for op in readers] or ["  read by  no operator"]
 
 
 def _module(facts: Facts, name: str, ops: list[Op]) -> str:
@@ -129,6 +145,8 @@ def _module(facts: Facts, name: str, ops: list[Op]) -> str:
         results = ", ".join(f"%{out}: {facts.type_of(out)}" for out in op.outputs)
         moves = "; ".join(str(step) for step in facts.around(op.name))
         lines.append(f"  {op.target:40s} {results}" + (f"   [{moves}]" if moves else ""))
+    if not ops:  # another module reads its weights
+        lines += [line for p in params for line in _readers(facts, p.value)]
     products = [op for op in ops if facts.rules.operators[op.target].kind in ("matmul", "attention")] or ops
     return _wrapped(lines) + ("\n\n" + _operator(facts, products[0]) if len(products) == 1 else "")
 

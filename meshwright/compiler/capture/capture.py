@@ -95,6 +95,7 @@ def capture(
         return normalize(found), traced.moved
 
     graph, moved = once({})
+    _check_names(graph)
     state, digest = moved, graph_digest(graph)
     while state:
         later, moved_then = once(state)
@@ -107,6 +108,16 @@ def capture(
                 f"(register_buffer), which the graph changes too, or change it outside of the forward", module=what[0])
         state = _far(state, moved_then) if state is moved else {}
     return graph
+
+
+def _check_names(graph: Graph) -> None:
+    """A plan's tables, its page and the files of other programs (GraphML) name modules, parameters and inputs."""
+    for name in (*graph.inputs, *(fqn for param in graph.params for fqn in param.fqns), *(op.module for op in graph.ops)):
+        if not name.isprintable():
+            raise CaptureError(
+                f"the name {name!r} has a character that cannot be printed (one that controls a terminal, or that hides or "
+                f"turns text), and tables, files and pages of plans have the names of modules, parameters and inputs. What to "
+                f"do: rename it")
 
 
 def _far(one: Numbers, two: Numbers) -> Numbers:

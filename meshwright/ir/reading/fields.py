@@ -150,15 +150,20 @@ def load_json(text: str) -> Any:
         raise ValueError("it nests too deep") from None
 
 
-def check_depth(data: Any) -> None:
-    """Raise PlanError for what nests without end."""
-    level, depth = [data] if type(data) in (dict, list) else [], 0
+def check_form(data: Any) -> None:
+    """Raise PlanError for what nests without end, and for text that cannot be printed: names and notes are printed as they are,
+    and nothing in a file controls a terminal."""
+    level, depth = [data], 0
     while level:
         depth += 1
         if depth > _DEEPEST:
             raise PlanError(f"the plan is damaged: it nests deeper than {_DEEPEST} levels")
-        level = [item for part in level for item in (part.values() if type(part) is dict else part)
-                 if type(item) in (dict, list)]
+        inside = [item for part in level if type(part) in (dict, list) for item in part]
+        inside += [item for part in level if type(part) is dict for item in part.values()]
+        for text in inside:
+            if type(text) is str and not text.isprintable():
+                raise PlanError(f"the plan is damaged: {text!r:.80} has a character that cannot be printed")
+        level = [item for item in inside if type(item) in (dict, list)]
 
 
 def unpacked(field: Field, graphs: Mapping[str, Callable[[Field], Any]] = MappingProxyType({})) -> Any:

@@ -15,7 +15,7 @@ from meshwright.ir.declared.experts import GIVEN, IMBALANCE, Experts
 from meshwright.ir.gradients.custom import CustomFunction
 from meshwright.ir.graph import Block, Graph, Op, Param, Ref, Value, refs
 from meshwright.ir.operators import TARGET
-from meshwright.ir.reading.fields import LARGEST, Field, check_depth, unpacked
+from meshwright.ir.reading.fields import LARGEST, Field, check_form, unpacked
 from meshwright.ir.sharding import DTYPES
 
 _PARAMETER_KINDS = ("*", "**", "keyword", "positional", "either")
@@ -24,7 +24,7 @@ _PARAMETER_KINDS = ("*", "**", "keyword", "positional", "either")
 
 def graph_from_dict(data: Any) -> Graph:
     """The graph that ``graph_to_dict`` wrote; PlanError with the path of the field if it is none."""
-    check_depth(data)
+    check_form(data)
     return read_graph(Field(data, "graph"))
 
 

@@ -16,7 +16,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP, Mesh
 from meshwright.ir.pins import RECOMPUTE
 from meshwright.ir.prediction import Certificate, Prediction
-from meshwright.ir.reading.fields import FOLDED, LARGEST, VERSION, Field, check_depth, unpacked
+from meshwright.ir.reading.fields import FOLDED, LARGEST, VERSION, Field, check_form, unpacked
 from meshwright.ir.reading.graphs import read_graph
 from meshwright.ir.reading.unfold import unfolded
 from meshwright.ir.schedules import schedules, unknown
@@ -45,7 +45,7 @@ def read_plan(data: Any, kind: type[Made]) -> Made:
         if found.predicted is not None and data["fingerprint"].get("decisions") != hash_as_named(found, have):
             found = replace(found, predicted=replace(found.predicted, prices=""))  # decisions were edited: it is of others
         return found
-    check_depth(data)
+    check_form(data)
     top = Field(data, "").record(
         "meshwright mesh cluster precision optimizer groups schedule pipeline assignments copies predicted certificate notes "
         "graph", "registered devices"

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.errors import PlanError
 from meshwright.ir.decisions import ONCE_AND_AGAIN
 from meshwright.ir.pins import ROOT
-from meshwright.ir.reading.fields import VERSION, Field, check_depth
+from meshwright.ir.reading.fields import VERSION, Field, check_form
 from meshwright.ir.writing.names import choice_of, kept_of, key_of
 from meshwright.ir.writing.paths import unfold_paths
 
@@ -24,7 +24,7 @@ FLAGS = ("trainable", "differentiable", "buffer", "persistent")
 
 def unfolded(data: Any) -> dict[str, Any]:
     """The file as version 1. Raises PlanError with the path of the field that is wrong."""
-    check_depth(data)
+    check_form(data)
     top = Field(data, "").record("meshwright fingerprint decisions predictions graph")
     made = top["fingerprint"].record("graph mesh versions", "decisions")
     made["graph"].text()

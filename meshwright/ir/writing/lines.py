@@ -17,7 +17,7 @@ from meshwright.ir.writing.names import ROOT, Kept, kept_text
 from meshwright.ir.writing.paths import unfold_paths
 
 _MESH = re.compile(r"(?:plan\s+)?(\w+\*?=\d+(?: x \w+\*?=\d+)*)(?: on .*)?")
-_TITLE = re.compile(r"(.+) \((?:\d+ equal blocks|outside the blocks)\)|(outside the blocks)|([^\s\[\]]+)")
+_TITLE = re.compile(r"(.+) \((?:\d+ equal blocks|outside the blocks)\)|(outside the blocks)|((?![a-z]+\d*\[)\S+)")
 _WEIGHT = r"(\S+) (\w+\[[^\]]*\])"
 _ROW = re.compile(rf"(?:(\S+)\s+)?{_WEIGHT}(?:\s{{2,}}.*)?")
 _KEPT = re.compile(r"(outside the blocks|\S+(?:, \S+)*)\s{2,}([0-3])\s{2,}(-|\w+(?:, \w+)*)\s{2,}(-|\w+(?:, \w+)*)\s{2,}"
