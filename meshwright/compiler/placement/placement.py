@@ -140,10 +140,7 @@ class Placements:
         where the batch cannot be cut so, or no operators' choices fit together."""
         key = (tensor, samples, context, expert, heads, folded, several and bool(self.ahead))
         if key not in self._known:
-            # what is held, or reads experts by products, is no mixture priced apart
-            again = self.fixed or self._structure.stacked.products
-            found = self._shared_out(*key) if (expert > 1 or folded) and not again else None
-            self._known[key] = self._solve(*key) if found is None else found
+            self._known[key] = self.shared_out(*key) or self._solve(*key)
         return self._known[key]
 
     def ring_waits(self, tensor: int, samples: int, context: int) -> float:
@@ -166,10 +163,15 @@ class Placements:
         are shared out after others were solved have none."""
         return self._built
 
-    def _shared_out(
-        self, tensor: int, samples: int, context: int, expert: int, heads: int, folded: bool, several: bool
+    def shared_out(
+        self, tensor: int, samples: int, context: int, expert: int, heads: int, folded: bool, several: bool = False
     ) -> Placement | None:
-        """The placement from that in which every rank has all experts, where that has as many data ranks."""
+        """The placement from that in which every rank has all experts, where that has as many data ranks; None where no experts
+        are split, or they are no mixtures that are priced apart. Raises PlanError as ``of`` does."""
+        key = tensor, samples, context, expert, heads, folded, several and bool(self.ahead)
+        held = self.fixed or self._structure.stacked.products  # what is held, or reads experts by products
+        if key in self._known or held or not (expert > 1 or folded):
+            return self._known.get(key)
         data = self._data(tensor, samples, context, 1)
         if data % expert:
             return None
@@ -181,7 +183,10 @@ class Placements:
             Ranks(self.folded.graph, self._scope(mesh, count, over), self._costs(mesh, count), schedule)
             for mesh, over in zip(meshes, (folded, False), strict=True)
         )
-        return shared_out(base, there, here)
+        found = shared_out(base, there, here)
+        if found is not None:
+            self._known[key] = found
+        return found
 
     def _data(self, tensor: int, samples: int, context: int, expert: int) -> int:
         """The most data ranks, of which ``expert`` share out the experts."""

@@ -2,6 +2,7 @@
 
     FLOPS       FLOPs at the device's best efficiency                      one number for the model
     TENSOR      the placement of all samples at once on these ranks        what splitting a sample costs it at least
+    STATE       parameters split as far as they can be                     what keeping them takes, whatever the placement
     PLACEMENT   the placement of (tensor, samples, context)                solved once, serves every pp and schedule
     KEPT        every ZeRO level and shard that none dominates             the parameters' price on this mesh
     DIVIDED     units that may be divided, memory and schedule exact       ``Evaluator.relaxed``
@@ -44,6 +45,7 @@ from meshwright.compiler.search.stage_costs import StageCosts, Units
 from meshwright.compiler.search.task import Task
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.units import find_layers, start_of
+from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import PlanError
@@ -53,6 +55,9 @@ ROUNDING = 0.03
 """Assumed, not proven: the seconds of one sample are at least 1 - ROUNDING times its share of the seconds of a large batch, for
 rounding to whole tiles can save no more. tests/test_joint.py looks for a sample that saves more and finds none. A certificate
 whose bound rests on this says so (``Branch.firm`` is the bound without)."""
+
+_FEWER = 16
+"""So many times fewer data ranks are the next whose samples few are bounded by (chosen: each is a placement to be solved)."""
 
 _but_stages = operator.attrgetter(*(one.name for one in fields(Candidate) if one.name != "virtual_stages"))
 
@@ -66,10 +71,11 @@ class Level(IntEnum):
 
     FLOPS = 0
     TENSOR = 1
-    PLACEMENT = 2
-    KEPT = 3
-    DIVIDED = 4
-    TIMED = 5
+    STATE = 2
+    PLACEMENT = 3
+    KEPT = 4
+    DIVIDED = 5
+    TIMED = 6
 
 
 @dataclass(order=True)
@@ -137,8 +143,8 @@ class CandidateBounds:
         self.refused: PlanError | None = None
         self._numbers = itertools.count()
         self._known: dict[Placing, Placement | None] = {}
-        self._whole: dict[tuple[int, int, int], tuple[float, float] | None] = {}
-        self._rings: dict[tuple[int, int], float] = {}
+        self._whole: dict[tuple[int, int, int, int, int, bool], tuple[float, float] | None] = {}
+        self._rings: dict[tuple[int, int, int], float] = {}
         self._works: dict[int, tuple[MicrobatchSeconds, np.ndarray]] = {}
 
     @cached_property
@@ -204,36 +210,94 @@ class CandidateBounds:
         if node.level is Level.FLOPS:
             return self.tensor(node)
         if node.level is Level.TENSOR:
+            return self.state(node)
+        if node.level is Level.STATE:
             return self.place(node, to_beat)
         if node.level is Level.PLACEMENT:
             return self.keep(node)
         return self.divide(node, to_beat) if node.level is Level.KEPT else [self.time(node, to_beat)]
 
     def tensor(self, node: Branch) -> list[Branch]:
-        """At the level TENSOR. Near ranks that exchange a sequence for heads save at most what it waits for without them. Where
-        modules were measured few samples may take less than their share, so nothing is said."""
-        if self.task.modules is not None:
-            return [replace(node, level=Level.TENSOR)]
-        candidate, batch = node.candidate, batch_size(self.task.graph)
-        plain = candidate.mirrored and candidate.heads > 1 and self.task.pins.ulysses is None
-        key = candidate.tensor, candidate.context, 1 if plain else candidate.heads
-        if key not in self._whole:
-            whole = self._placement((candidate.tensor, batch, candidate.context, 1, key[-1], False, False))
-            self._whole[key] = None if whole is None else (whole.bound, _weight(whole))
-        known = self._whole[key]
-        if known is None:
-            return [replace(node, level=Level.TENSOR)]
-        seconds, share = known[0], candidate.samples / batch * (1 - ROUNDING)
-        if plain:
-            seconds = max(0.0, seconds - self._waits(candidate.tensor, candidate.context))
-        bound = floor(candidate, MicrobatchSeconds(seconds * share, max(0.0, seconds - known[1]) * share), node.virtual[-1])
+        """At the level TENSOR."""
+        work = self._of_many(node.candidate)
+        bound = 0.0 if work is None else floor(node.candidate, work, node.virtual[-1])
         return [replace(node, level=Level.TENSOR, bound=max(node.bound, bound))]
 
-    def _waits(self, tensor: int, context: int) -> float:
-        """Seconds that attention of the whole batch waits for in a ring over all ranks of the sequence."""
-        if (tensor, context) not in self._rings:
-            self._rings[tensor, context] = self.placements.ring_waits(tensor, batch_size(self.task.graph), context)
-        return self._rings[tensor, context]
+    def _of_many(self, candidate: Candidate) -> MicrobatchSeconds | None:
+        """One micro-batch's share of what many samples take at once: the whole batch or, where experts may be split over data
+        ranks, what as many of these as there can be have of it, or ``_FEWER`` times as few, ..., so that each degree of experts
+        is priced from one placement. Near ranks that exchange a sequence for heads save at most what it waits for without
+        them. Where modules were measured few samples may take less than their share, so nothing is said."""
+        if self.task.modules is not None:
+            return None
+        batch, ranks = batch_size(self.task.graph), self.task.cluster.world // (candidate.tensor * candidate.context)
+        while ranks > 1 and (batch // ranks < candidate.samples or batch % ranks):
+            ranks = ranks // _FEWER if ranks % _FEWER == 0 else 1
+        samples = batch // ranks if self.task.experts > 1 else batch
+        plain = candidate.mirrored and candidate.heads > 1 and self.task.pins.ulysses is None
+        heads = 1 if plain else candidate.heads
+        where = candidate.tensor, samples, candidate.context, candidate.expert, heads, candidate.folded
+        if where not in self._whole:
+            whole = self._placement((candidate.tensor, samples, candidate.context, 1, heads, False, False))
+            if whole is not None and samples < batch:
+                whole = self.placements.shared_out(*where) or whole
+                self.evaluator.work["experts shared out"] += 1
+            self._whole[where] = None if whole is None else (whole.bound, _weight(whole))
+        known = self._whole[where]
+        if known is None:
+            return None
+        seconds, share = known[0], candidate.samples / samples * (1 - ROUNDING)
+        if plain:
+            seconds = max(0.0, seconds - self._waits(candidate.tensor, samples, candidate.context))
+        return MicrobatchSeconds(seconds * share, max(0.0, seconds - known[1]) * share)
+
+    def state(self, node: Branch) -> list[Branch]:
+        """At the level STATE: of the ways to keep parameters whose bytes all ranks of a pipeline have room for, the one that
+        takes least, which moves and adds up beside compute what no placement can spare; nothing if there is none."""
+        candidate, evaluator = node.candidate, self.evaluator
+        pp, count, room = candidate.pp, candidate.microbatches, candidate.pp * evaluator.capacity
+        work = self._of_many(candidate) or MicrobatchSeconds(0.0, 0.0)
+        bound, firm, least = float("inf"), float("inf"), (float("inf"), 0, 1)
+        for zero, shard in variants_of(candidate, self.task.cluster, self.task.pins):
+            if not evaluator.kinds(candidate, zero):
+                continue
+            kept = evaluator.costs.least(degrees_of(candidate, shard), zero, count, *self._numels, candidate.folded)
+            least = min(least, (kept.bytes_ / pp, zero, shard))
+            if kept.bytes_ > room:
+                continue
+            alone = MicrobatchSeconds(kept.each, 0.0)
+            beside = MicrobatchSeconds(max(work.total + kept.added, kept.each), work.path)
+            firm = min(firm, floor(candidate, alone, node.virtual[-1]) + kept.optimizer / pp)
+            bound = min(bound, floor(candidate, beside, node.virtual[-1]) + kept.optimizer / pp)
+        if bound == float("inf"):
+            self.counts.infeasible += len(node.virtual)
+            self._miss(replace(node, zero=least[1], shard=least[2]), least[0])
+            return []
+        return [replace(node, level=Level.STATE, bound=max(node.bound, bound), firm=max(node.firm, firm))]
+
+    @cached_property
+    def _numels(self) -> tuple[int, int]:
+        """Elements of all trainable parameters, and of those that ranks of experts may split."""
+        graph = self.graph
+        made = {name: op for op in graph.ops for name in op.outputs}
+        stacked = self.task.structure.stacked.products
+        open_ = [name for op in graph.ops if self.task.rules[op.name].together or op.name in stacked
+                 for name in (op.inputs[len(op.inputs) - len(op.args[4]) :] if op.target == EXPERTS else op.inputs)]
+        seen = set[str]()
+        while open_:
+            name = open_.pop()
+            if name not in seen:
+                seen.add(name)
+                open_ += made[name].inputs if name in made else ()
+        trained = {param.value: graph.values[param.value].numel for param in graph.params if param.trainable}
+        return sum(trained.values()), sum(numel for name, numel in trained.items() if name in seen)
+
+    def _waits(self, tensor: int, samples: int, context: int) -> float:
+        """Seconds that attention of so many samples waits for in a ring over all ranks of the sequence."""
+        key = tensor, samples, context
+        if key not in self._rings:
+            self._rings[key] = self.placements.ring_waits(*key)
+        return self._rings[key]
 
     def place(self, node: Branch, to_beat: float) -> list[Branch]:
         """At the level PLACEMENT, with what is sent between stages; nothing if what is handed back alone is too much."""
@@ -261,9 +325,11 @@ class CandidateBounds:
         return [node.at(Level.PLACEMENT, bound)]
 
     def placement_of(self, node: Branch) -> Placement:
-        """The placement of a node that has one."""
+        """The placement of a node. Raises PlanError if it has none."""
         placement = self._placement(self._placed(node.candidate))
-        assert placement is not None
+        if placement is None:
+            assert self.refused is not None
+            raise self.refused
         return placement
 
     def _handed_back(self, one: Candidate) -> float:
@@ -291,8 +357,9 @@ class CandidateBounds:
                 self._known[key], self.refused = None, PlanError(str(error))
             except PlanError as error:  # something in the model needs the whole batch at once
                 self._known[key], self.refused = None, error
-            self.evaluator.work["placement"] += 1
-            self.evaluator.work["choice of a placement"] += self.placements.built - built
+            choices = self.placements.built - built
+            self.evaluator.work["placement" if choices else "experts shared out"] += 1
+            self.evaluator.work["choice of a placement"] += choices
         return self._known[key]
 
     def keep(self, node: Branch) -> list[Branch]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import torch
 
 from meshwright.compiler.placement.costs import (
     BACKWARD,
@@ -49,6 +50,7 @@ from meshwright.compiler.placement.placement import CONTEXT, TENSOR
 from meshwright.compiler.placement.rows import DATA, EP, NONE, PlacedPosition, Placement, Use
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
+from meshwright.ir.graph import Value
 from meshwright.ir.mesh import HEADS, PP, Mesh
 from meshwright.ir.schedules import schedule_of
 from meshwright.ir.sharding import Sharding
@@ -125,6 +127,22 @@ class Units:
 
 
 @dataclass(frozen=True)
+class LeastCosts:
+    """What parameters cost at least that are split as far as they can be.
+
+    bytes_: of all ranks of a pipeline, at the worst moment of a micro-batch
+    each: seconds of a micro-batch that move them and their gradients
+    added: seconds of a micro-batch that add up gradients
+    optimizer: seconds of a step
+    """
+
+    bytes_: float
+    each: float
+    added: float
+    optimizer: float
+
+
+@dataclass(frozen=True)
 class StoredCosts:
     """Parameters of a placement's rows [rows, K]: of every micro-batch (seconds), of the step (seconds and bytes)."""
 
@@ -143,6 +161,7 @@ class StageCosts:
         self._priced: dict[tuple[int, Degrees, Variant, bool], StoredCosts] = {}
         self._read: dict[tuple[tuple[Use, ...], bool], int] = {}
         self._rows_read: dict[int, list[int]] = {}
+        self._least: dict[tuple[Degrees, int, bool, int, int, bool], LeastCosts] = {}
         self._vectors: dict[tuple[Degrees, Variant, int], dict[int, Vector]] = {}
 
     def units(
@@ -220,6 +239,31 @@ class StageCosts:
         if key not in self._priced:
             self._priced[key] = self._parameters(placement, degrees, variant, microbatches > 1)
         return self._priced[key]
+
+    def least(
+        self, degrees: Degrees, zero: int, microbatches: int, numel: int, expert: int, folded: bool
+    ) -> LeastCosts:
+        """What ``numel`` trainable elements cost at least, ``expert`` of which the ranks of experts may split (``folded``: and
+        those of the sequence): all tensor ranks split them, and they are moved in one collective, or in two."""
+        key = degrees, zero, microbatches > 1, numel, expert, folded
+        if key not in self._least:
+            mesh, counts = degrees.mesh, (2, 3) if microbatches > 1 else (1,)
+            over = tuple(axis for axis in (EP, *((CONTEXT, HEADS) if folded else ()), TENSOR) if axis in mesh.axes)
+            totals = []
+            for count in counts:
+                costs, vector = self._prices(degrees, count), np.zeros(RESOURCES)
+                for axes, elements in (((TENSOR,), numel - expert), (over, expert)):
+                    value = Value("", (elements // mesh.size(axes) * mesh.size(axes),), torch.float32)
+                    found = costs.parameter(value, Sharding((axes,)), True, degrees.variant(zero), float(value.numel))
+                    vector += np.inf if found is None else found
+                totals.append(vector)
+            each = totals[-1] - totals[0] if microbatches > 1 else np.zeros(RESOURCES)
+            moved = float(each[[GATHER, REDUCE, SEND, SEND_BACK]].sum())
+            self._least[key] = LeastCosts(
+                float(totals[0] @ bytes_row(microbatches)), moved, float(each[BACKWARD]),
+                float(totals[0][BACKWARD] - 2 * each[BACKWARD]) if microbatches > 1 else 0.0,
+            )
+        return self._least[key]
 
     def crossing(self, degrees: Degrees, bytes_: float) -> float:
         """Seconds to send ``bytes_`` of every rank of a stage to the next stage."""

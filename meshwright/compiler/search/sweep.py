@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from meshwright.compiler.placement.choices import attended, exchanged, pays_mirrored
@@ -62,8 +63,8 @@ _WIDEST = 0.02
 _SHAPES = 1.0
 """Nominal seconds of layouts within memory up to which further ones are solved whose axes cross nodes and devices (chosen)."""
 _EFFORT: Mapping[str, float] = {
-    "placement": 0.02, "choice of a placement": 0.0002, "variant": 0.0003, "alone": 0.001, "packing": 0.001,
-    "ranks alone": 0.018, "rank of divided units": 0.002, "stage to cut": 0.003, "stage cut": 1.2e-7,
+    "placement": 0.02, "choice of a placement": 0.0002, "experts shared out": 0.006, "variant": 0.0003, "alone": 0.001,
+    "packing": 0.001, "ranks alone": 0.018, "rank of divided units": 0.002, "stage to cut": 0.003, "stage cut": 1.2e-7,
     "action simulated": 2.5e-8, "stage that does not fit": 0.004, "action of divided units": 6e-6,
     "number of divided programs": 7e-7, "stage glanced at": 1.5e-4,
 }
@@ -331,7 +332,8 @@ class Sweep:
         if nothing_fits:
             return min(nothing_fits, key=lambda error: error.least)
         if self._nearest is None and self.bounds.missed is not None:
-            self._solve(self.bounds.missed[1])
+            with suppress(PlanError):  # of what was seen to be too much before it was placed
+                self._solve(self.bounds.missed[1])
         if self._nearest is not None:
             return OutOfMemoryError.of_candidate(self._nearest, self.task.cluster, self.task.given_bytes)
         if self._refused is not None and isinstance(self._refused, PinError | OutOfMemoryError):
