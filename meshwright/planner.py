@@ -19,13 +19,14 @@ from torch import nn
 from meshwright.compiler.capture.capture import capture
 from meshwright.compiler.placement.pin_conflicts import idle_pins
 from meshwright.compiler.placement.pinned import check_tensor_pins
+from meshwright.compiler.rules import default_rules
 from meshwright.compiler.search.errors import OutOfMemoryError
 from meshwright.compiler.search.search import find_plan
 from meshwright.compiler.search.settled import decided, settled, stretched
 from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.blocks import find_blocks
 from meshwright.compiler.structure.dims import batch_size
-from meshwright.compiler.structure.microbatch import split_counts
+from meshwright.compiler.structure.microbatch import read_apart, split_counts
 from meshwright.compiler.structure.units import find_layers, find_units, split_at
 from meshwright.cost.catalogue import catalogue
 from meshwright.cost.cluster import Cluster, ClusterError, Island
@@ -65,7 +66,7 @@ def capture_model(
     graph = capture(model, args, dict(kwargs), loss_fn=loss_fn, targets=targets, compute_dtype=PRECISIONS[precision].compute,
                     training=training, functional=functional)
     check_positions(graph)
-    return find_units(find_blocks(split_counts(graph)))
+    return find_units(find_blocks(read_apart(split_counts(graph), default_rules().operators)))
 
 
 @collector_paused()

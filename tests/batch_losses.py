@@ -37,6 +37,19 @@ def supervised_contrast(m: Any, y: Tensor, t: Tensor, h: Tensor) -> Tensor:
     return -((p * same).sum(1) / same.sum(1).clamp(min=1)).mean()
 
 
+def sigmoid_pairs(m: Any, y: Tensor, t: Tensor, h: Tensor) -> Tensor:
+    """SigLIP's: every pair of samples is a decision, of a learned temperature and a learned bias."""
+    a, b = F.normalize(h.mean(1), dim=-1), F.normalize(m.mid(h).mean(1), dim=-1)
+    logits = a @ b.t() * m.scale.exp() + m.shift
+    return -F.logsigmoid(logits * (2 * torch.eye(B, dtype=y.dtype) - 1)).sum(-1).mean() + 0.1 * F.mse_loss(y, t)
+
+
+def tempered_pairs(m: Any, y: Tensor, t: Tensor, h: Tensor) -> Tensor:
+    """The temperature itself divides, and is read again by what is added."""
+    z = F.normalize(h.mean(1), dim=-1)
+    return F.cross_entropy(z @ z.roll(1, 1).t() / m.scale, torch.arange(B)) + 0.1 * m.scale.log().abs() + 0.1 * F.mse_loss(y, t)
+
+
 def angular(m: Any, y: Tensor, t: Tensor, h: Tensor) -> Tensor:
     """A margin on the angle to the own class."""
     cos = F.linear(F.normalize(h.flatten(0, 1), dim=-1), F.normalize(m.proxies, dim=-1)).clamp(-0.999, 0.999)
@@ -168,7 +181,10 @@ def of_loss(loss: Loss, parts: Callable[[], Mapping[str, Any]] = dict) -> Case:
 
 BATCH_LOSSES: Mapping[str, Case] = {
     "flow": (lambda: {"net": nn.Linear(4, D), "mix": nn.Parameter(torch.eye(D) + 0.1 * torch.randn(D, D))}, coupled, flowing),
-    "supervised contrast": of_loss(supervised_contrast), "angular": of_loss(angular, lambda: {"proxies": weight(3, D)}),
+    "supervised contrast": of_loss(supervised_contrast), "sigmoid pairs": of_loss(
+        sigmoid_pairs, lambda: {"scale": nn.Parameter(torch.ones(1)), "shift": nn.Parameter(torch.full((1,), -2.0))}),
+    "tempered pairs": of_loss(tempered_pairs, lambda: {"scale": nn.Parameter(torch.tensor(0.5))}),
+    "angular": of_loss(angular, lambda: {"proxies": weight(3, D)}),
     "centred teacher": of_loss(centred_teacher, lambda: {"slow": torch.randn(D, D), "centre": torch.zeros(D)}),
     "hazards": of_loss(hazards), "lovasz": of_loss(lovasz), "discrepancy": of_loss(discrepancy),
     "robust groups": of_loss(robust_groups, lambda: {"shares": torch.ones(3) / 3}), "by class": of_loss(by_class),

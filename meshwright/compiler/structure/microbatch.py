@@ -7,7 +7,8 @@ is gradient accumulation, so the rules decide whether it is right:
   masks, position tables, shifted labels, the count of valid labels);
 * the others split the factor that their split operands carry, or pass a pending sum through linearly;
 * what needs all micro-batches (a product of means over the batch, a logarithm of a sum) and what is made of it runs once per
-  step, behind them, on their sums or on what they made, joined (the *epilogue*), if none of it reads a parameter;
+  step, behind them, on their sums or on what they made, joined (the *epilogue*), if none of it reads a parameter of more than
+  one element (``read_apart``);
 * the loss must come out as a pending sum over time, then the sum over the micro-batches is the loss of the whole batch, or of
   the epilogue, whose gradients the micro-batches go back from (``ir.gradients.ahead``).
 
@@ -17,6 +18,7 @@ operator that is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -68,6 +70,30 @@ def split_counts(graph: Graph) -> Graph:
     blocks = tuple(replace(b, start=starts[b.start], stop=starts[b.stop - 1] + 1) for b in graph.blocks)
     tree = map_refs(graph.output_tree, lambda ref: Ref(renamed.get(ref.name, ref.name)))
     return replace(graph, ops=tuple(ops), values=values, output_tree=tree, blocks=blocks)
+
+
+def read_apart(graph: Graph, operators: Operators) -> Graph:
+    """The graph with a copy of every parameter of one element for each operator that reads it beside something else, element by
+    element: micro-batches can make it where the reader needs them all (the temperature and the bias of a loss over pairs)."""
+    numbers = {param.value for param in graph.params if not param.buffer and math.prod(graph.values[param.value].shape) == 1}
+    ops: list[Op] = []
+    values, places = dict(graph.values), [0]
+    for op in graph.ops:
+        beside = numbers.intersection(op.inputs) if len(set(op.inputs)) > 1 and operators[op.target].elementwise else ()
+        copies = {name: f"{op.name}_reads_{name}" for name in op.inputs if name in beside}
+        for name, copy in copies.items():
+            values[copy] = replace(values[name], name=copy)
+            ops.append(Op(copy, "aten.clone.default", (Ref(name),), (), (copy,), op.module, op.source))
+
+        def renamed(ref: Ref, copies: Mapping[str, str] = copies) -> Ref:
+            return Ref(copies.get(ref.name, ref.name))
+
+        ops.append(replace(op, args=map_refs(op.args, renamed), kwargs=map_refs(op.kwargs, renamed)))
+        places.append(len(ops))
+    if len(ops) == len(graph.ops):
+        return graph
+    blocks = tuple(replace(b, start=places[b.start], stop=places[b.stop]) for b in graph.blocks)
+    return replace(graph, ops=tuple(ops), values=values, blocks=blocks)
 
 
 def split_time(
