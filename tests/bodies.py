@@ -284,6 +284,8 @@ BODIES: Mapping[str, tuple[Parts, Body, Loss | None]] = {
     "scripted": (lambda: {"more": torch.jit.script(nn.Linear(D, D))}, lambda m, x: m.more(x), None),
     "lazy": (lambda: {"more": nn.LazyLinear(D)}, lambda m, x: m.more(x), None),
     "bilinear": (lambda: {"two": nn.Bilinear(D, D, D)}, lambda m, x: m.two(x, x.flip(1)), None),
+    "copies of positions": (linear, lambda m, x: m.more(x)[:, 1:3].repeat(1, 2, 1), None),
+    "copies of samples": (linear, lambda m, x: m.more(x)[:B // 2].repeat(2, 1, 1), None),
     "all frozen": (lambda: {"more": nn.Linear(D, D).requires_grad_(False)}, lambda m, x: m.more(x).detach(), None),
     "transformer": (lambda: {"layers": nn.TransformerEncoder(
         nn.TransformerEncoderLayer(D, 2, 16, dropout=0.0, batch_first=True), 2)}, lambda m, x: m.layers(x), None),

@@ -9,8 +9,8 @@ import pytest
 
 from tests.strangers import trials
 
-SOME = {"pp": ["pairs", "nested", "triplets"], "zb": ["penalized"],
-        "dp": ["no elements", "queue", "one norm twice", "dead codes"]}
+SOME = {"pp": ["pairs", "sigmoid pairs", "nested", "triplets"], "zb": ["penalized"], "cp": ["copies of positions"],
+        "dp": ["copies of samples", "no elements", "queue", "one norm twice", "dead codes"]}
 
 
 @pytest.mark.parametrize("way", SOME)

@@ -6,7 +6,8 @@ which run here on meta tensors of the local shapes, so that wrong literals show 
 
     enters    what is split V; a parameter R over the axes FSDP2 sums its gradient over, else I; what takes no gradient R
     mw.*      the type-only collectives of ``spmd_types.rules``; a V becomes P just before it is reduced
-    leaves    split outputs V, the others not; what a gradient starts from I, the loss first of all
+    leaves    split outputs V, or R where a rank makes its own piece of a whole (``repeat``), whose gradient is a pending sum
+              as well; the others not V; what a gradient starts from I, the loss first of all
 
 It sees a missing reduction of a gradient or of a value that is then used as if complete, whatever dims are split; not a dim
 mistaken for another, nor a pending sum used as a split (both are V here): that is ``verify``'s part.
@@ -124,9 +125,9 @@ class _Checker:
         found = spmd.get_local_type(tensor)
         for axis, at in self.axes.items():
             split = axis in sharding.split_axes
-            allowed = (spmd.V,) if split else (spmd.I,) if tensor.requires_grad else (spmd.I, spmd.R)
-            made_here = split and not tensor.requires_grad and found.get(at) is spmd.R  # perhaps a piece: see ``_collective``
-            if found.get(at) not in allowed and not made_here:
+            # an R that is a piece: of what has no operands (see ``_collective``), or of copies of a whole, one on each rank
+            allowed = (spmd.V, spmd.R) if split else (spmd.I,) if tensor.requires_grad else (spmd.I, spmd.R)
+            if found.get(at) not in allowed:
                 loss = " (the loss)" if name == self.program.loss else ""
                 raise VerifyError(
                     f"{node}{loss}, {format_sharding(sharding)}", self._maker(name),
