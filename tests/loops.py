@@ -30,6 +30,7 @@ from tests.equality import captured_once
 from tests.habits import ALL, DEFERRED, HABITS, RUNS
 from tests.idioms import IDIOMS
 from tests.looped import Loop, Net, adamw, batch, learn, scale_and_step, whole
+from tests.recipes import RECIPES
 from tests.resumed import RESUMED
 from tests.strangers import FOUR, WAYS
 from tests.trials import State, judged, report
@@ -364,7 +365,7 @@ LOOPS: Mapping[str, tuple[Loop, Mapping[str, str | None]]] = {
     "parametrized later": (parametrized_later, dict.fromkeys(ALL, "before autoparallel")),
     "frozen for a while": (frozen_for_a_while, {}), "compiled": (compiled, {}), "wrapped": (wrapped, {}),
     "state around": (loaded_whole, {}),
-    "accuracy": (accuracy, {}), **HABITS, **IDIOMS, **RESUMED,
+    "accuracy": (accuracy, {}), **HABITS, **IDIOMS, **RESUMED, **RECIPES,
 }
 """{name: (loop, {way: a word of its refusal, or RUNS})}: equal under the ways that are not named."""
 
@@ -392,9 +393,17 @@ def trials(rank: int, way: str, names: Sequence[str] = tuple(LOOPS)) -> list[tup
     return [(name, *_tried(name, way)) for name in names]
 
 
+def _kind(way: str) -> str:
+    """The way whose words are those of another."""
+    pins = WAYS.get(way, {})
+    if "pp" in pins or way in ALL:
+        return "pp" if "pp" in pins else way
+    return "tp" if pins.get("tp", 1) > 1 else "micro-batches" if pins.get("microbatches", 1) > 1 else "dp"
+
+
 def _tried(name: str, way: str) -> tuple[bool, str]:
     loop, by_way = LOOPS[name]
-    word = by_way.get("pp" if "pp" in WAYS.get(way, {}) else way)
+    word = by_way.get(_kind(way))
     torch.manual_seed(0)
     single = Net().double()
     model = copy.deepcopy(single)  # kept, for eval() captures it once more

@@ -12,7 +12,7 @@ from tests.loops import trials
 
 SOME = {
     "pp": ["one layer alone", "two calls", "swa", "filtered", "filtered to nothing", "one hook", "copied together",
-           "teacher", "reduced by hand", "muon", "counted", "spectral later"],
+           "teacher", "reduced by hand", "muon", "counted", "spectral later", "compiled step"],
     "tp": ["edited gradients", "scaler", "restored", "whole hooks", "in backward", "moved between", "exported"],
     "deferred": ["state around", "averaged copy", "looked at"],
 }

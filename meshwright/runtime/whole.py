@@ -176,8 +176,10 @@ def role_of(tensor: Tensor) -> Role | None:
 # --- the way of an operator ---------------------------------------------------------------------------------------------
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """One operator. Its way follows from shapes and placements alone, so that all ranks take the same."""
+    """One operator. Its way follows from shapes and placements alone, so that all ranks take the same. A compiled function that
+    goes back through a loss would have this traced, where an operator runs in the backward."""
     tensors: list[Tensor] = []
     _over(tensors.append, args, kwargs)
     refuse_collective(func, tensors)
