@@ -13,14 +13,18 @@ from tests.samples import F32, F64, I64, Maker, Sample, b, c, i, n, r, s
 def _unary(name: str) -> Maker:
     if name in ("bitwise_not", "logical_not"):
         return lambda: [s(i(9, 4, 8)), s(b(4, 8))]
+    if name == "_conj":
+        return lambda: [s(c(4, 8))]
     if name in ("acosh",):
         return lambda: [s(1 + r(4, 8))]
     extra: tuple[Any, ...] = {"clamp": (0.3, 0.6), "clamp_min": (0.5,), "clamp_max": (0.5,), "threshold": (0.5, 0.0)}.get(
         name, ()
     )
+    if name == "fake_quantize_per_tensor_affine":
+        extra = (0.1, 0, -128, 127)
     if name == "imag":
         return lambda: [s(c(4, 8))]
-    if name in ("conj", "conj_physical", "real", "resolve_conj", "resolve_neg"):
+    if name in ("conj", "_conj", "conj_physical", "real", "resolve_conj", "resolve_neg"):
         return lambda: [s(c(4, 8)), s(r(4, 8))]
     return lambda: [s(r(4, 8), *extra)]
 
@@ -36,10 +40,12 @@ BINARY = (
 def _binary(name: str) -> Maker:
     base, _, overload = name.partition(".")
     mode = {"rounding_mode": "floor"} if base == "div" else {}
-    integer = base.startswith(("bitwise", "__"))
+    integer = base.startswith(("bitwise", "__")) or base in ("gcd", "lcm")
     make = (lambda *shape: i(4, *shape)) if integer else r
     number = 2 if integer else 0.5
-    fixed = (0, 1) if base in ("fmod", "remainder", "copysign", "isclose", "floor_divide") else ()
+    if base == "special_zeta":
+        return lambda: [s(2 + r(4, 8), 1 + r(8), fixed=(0, 1))]
+    fixed = (0, 1) if base in ("heaviside", "nextafter", "fmod", "remainder", "copysign", "isclose", "floor_divide") else ()
     if overload == "Scalar" and base == "pow":
         return lambda: [s(number, make(4, 8))]
     if overload in ("Scalar", "Tensor_Scalar", "Scalar_mode"):
@@ -86,6 +92,8 @@ def _pointwise() -> dict[str, Maker]:
         "masked_fill.Tensor": lambda: [s(n(4, 8), b(4, 8), n())],
         "copy.default": lambda: [s(n(4, 8), n(8), fixed=(0, 1)), s(n(4, 8), n(4, 8), fixed=(0, 1))],
         "fill.Tensor": lambda: [s(n(4, 8), n())],
+        "polygamma.default": lambda: [s(1, r(4, 8))],
+        "round.decimals": lambda: [s(n(4, 8), decimals=1)],
         "fill.Scalar": lambda: [s(n(4, 8), 2.0)],
         "zero.default": lambda: [s(n(4, 8))],
         "masked_fill_.Scalar": lambda: [s(n(4, 8), b(4, 8), 2.0)],
@@ -187,6 +195,7 @@ def _views() -> dict[str, Maker]:
         "adjoint.default": lambda: [s(n(2, 4, 8))],
         "movedim.intlist": lambda: [s(n(4, 2, 8), (0, 1), (-1, 0))],
         "movedim.int": lambda: [s(n(4, 2, 8), 0, 2)],
+        "diag_embed.default": lambda: [s(n(4, 8)), s(n(4, 2, 6), 1, 0, 2), s(n(4, 8), -1)],
         "diagonal.default": lambda: [s(n(4, 8)), s(n(4, 2, 8), 1, 2, 0)],
         "unsqueeze.default": lambda: [s(n(4, 8), 1), s(n(4, 8), -1)],
         "squeeze.default": lambda: [s(n(4, 1, 2))],

@@ -130,8 +130,8 @@ def _reductions() -> dict[str, Maker]:
         "cosine_similarity.default": lambda: [s(n(4, 2, 8), n(4, 1, 8), -1), s(n(4, 8), n(4, 8), 0)],
         "cumsum.default": dim_only,
         **{f"{name}.default": dims for name in ("amax", "amin")},
-        **{f"{name}.default": everything for name in ("max", "min", "prod", "median")},
-        **{f"{name}.dim": dim for name in ("max", "min", "median")},
+        **{f"{name}.default": everything for name in ("max", "min", "prod", "median", "nanmedian")},
+        **{f"{name}.dim": dim for name in ("max", "min", "median", "nanmedian")},
         **{f"{name}.default": dim for name in ("argmax", "argmin", "mode")},
         **{f"{name}.default": lambda: [s(b(4, 8))] for name in ("all", "any")},
         **{f"{name}.dim": lambda: [s(b(4, 8), 1), s(b(4, 8), 0, True)] for name in ("all", "any")},
@@ -144,7 +144,11 @@ def _reductions() -> dict[str, Maker]:
         **{f"{name}.dim": lambda: [s(n(4, 2, 8), (0, 2)), s(n(4, 8), (1,), True, True)] for name in ("var", "std")},
         "aminmax.default": lambda: [s(n(4, 8), dim=1), s(n(4, 8))],
         "kthvalue.default": lambda: [s(n(4, 8), 3, 1), s(n(4, 8), 2, 0, True)],
-        "histc.default": lambda: [s(r(8), 4, 0, 1, fixed=(0,))],
+        "histc.default": lambda: [s(r(8), 4, 0, 1, fixed=(0,)), s(r(4, 6), 3, 0, 1, fixed=(0,)), s(r(4, 6), 3, fixed=(0,))],
+        "nansum.default": lambda: [*dims(), s(n(4, 8))],
+        "nanmean.default": lambda: [*dims(), s(n(4, 8))],
+        **{f"{name}.scalar": lambda: [s(n(4, 2, 8), 0.3, 1), s(n(4, 8), 0.6), s(n(4, 8), 0.6, 0, True)]
+           for name in ("quantile", "nanquantile")},
         "bincount.default": lambda: [s(i(4, 8), None, 4)],
         **{f"{name}.default": dim_only for name in ("cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "glu")},
         "sort.stable": lambda: [s(n(4, 8), stable=True, dim=0)],
@@ -257,6 +261,8 @@ def _convolution() -> dict[str, Maker]:
         table[f"upsample_{name}{space}d.vec"] = pool(space, (6,) * space, False, None)
     return table | {
         "_adaptive_avg_pool2d.default": pool(2, (2, 2)),
+        "channel_shuffle.default": lambda: [s(n(2, 4, 2, 2), 2), s(n(4, 6, 8), 3)],
+        "affine_grid_generator.default": lambda: [s(n(4, 2, 3), (4, 3, 6, 2), True)],
         "pixel_shuffle.default": lambda: [s(n(2, 4, 2, 2), 2)],
         "pixel_unshuffle.default": lambda: [s(n(2, 1, 4, 4), 2)],
         "col2im.default": lambda: [s(n(4, 8, 4), (4, 4), (2, 2), (1, 1), (0, 0), (2, 2))],

@@ -1121,6 +1121,41 @@ def test_a_batch_norm_of_nothing():
     assert all(default_rules().rule_for(op, graph) for op in graph.ops)
 
 
+OPENED = {
+    "hstack": lambda x, w: torch.hstack([x, x @ w]), "linalg_norm": lambda x, w: torch.linalg.norm(x @ w, dim=-1),
+    "inner": lambda x, w: torch.inner(x, w), "flipud": lambda x, w: torch.flipud(x * w[0]),
+    "hsplit": lambda x, w: torch.hsplit(x @ w, 2)[1], "trapezoid": lambda x, w: torch.trapezoid(x @ w, dim=-1),
+    "multi_dot": lambda x, w: torch.linalg.multi_dot([x, w, w]), "atleast_3d": lambda x, w: torch.atleast_3d(x @ w),
+    "var_mean": lambda x, w: torch.var_mean(x @ w, -1)[0], "float_power": lambda x, w: torch.float_power(x @ w, 2),
+    "triplet": lambda x, w: nn.functional.triplet_margin_loss(x @ w, x, x.flip(0)),
+    "ndtr": lambda x, w: torch.special.ndtr(x @ w), "pad_sequence": lambda x, w: nn.utils.rnn.pad_sequence([x @ w, w]),
+}
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_what_has_no_rule_is_what_it_is_made_of(name: str) -> None:
+    """Operators of torch that are made of others: these have rules, and compute the same."""
+    class Made(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return OPENED[name](x, self.w)
+
+    graph = equal(Made(), (torch.randn(6, 4),))
+    assert all(default_rules().known(target) for target in targets(graph) if target != "mw.fill")
+
+
+def test_what_checks_contents_stays_whole() -> None:
+    """A factorization raises on one process where a matrix has none; without its check it would go on with other numbers."""
+    class Factor(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.cholesky(x @ self.weight @ x.mT)
+
+    assert "aten.linalg_cholesky.default" in targets(capture(Factor(4, 4), (torch.randn(2, 4),), {}))
+
+
 @pytest.mark.parametrize("alias", SYNONYMS)
 def test_synonyms_are_torchs_own(alias: str) -> None:
     """The same arguments in every overload; torch's own source says that they are one function."""

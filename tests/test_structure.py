@@ -47,6 +47,7 @@ THIRD_PARTY: Mapping[str, frozenset[str]] = {
 PRIVATE: Mapping[str, str] = {
     "compiler/capture/capture.py": "FakeTensorMode: export under shapes without data",
     "compiler/capture/functions.py": "_SingleLevelFunction.apply, where every custom Function passes; modes, fakes",
+    "compiler/capture/exported/composites.py": "OpOverload: which nodes of a traced operator are operators",
     "compiler/capture/exported/importer.py": "FakeTensor and OpOverload: reading an exported graph's nodes",
     "compiler/capture/exported/regions.py": "OpOverload: which operators of a region return or write what they are given",
     "compiler/capture/exported/writes.py": "OpOverload, and whether an operator is made of others: what shares memory",

@@ -1,6 +1,6 @@
 """The normal form: one spelling for what exports spell in many ways.
 
-``NORMALIZATIONS`` is the ordered tuple of passes, each a pure ``Graph -> Graph``; ``normalize`` applies them:
+``NORMALIZATIONS`` is the ordered tuple of passes, each a pure ``Graph -> Graph``; ``normalize`` applies them, and ``LAST``:
 
     normalize_dropout                                        (``patterns``) one spelling of dropout
     clean                                                    literal sizes and dims, one name for views and casts, no no-ops
@@ -12,7 +12,9 @@
     simplify_masks                                           (``masks``) attention masks that are known before the run
     gather_experts, tokens_nd                                (``experts``) stacked experts as one operator, tokens apart
     mark_differentiable                                      (``rewrite``) what a gradient flows through
-    keep_old_values                                          (``buffers``) copies of buffers that are updated
+    open_composites                                          (``exported``) what operators without a rule are made of; if there
+                                                             are such, all of the above once more
+    keep_old_values, copy_held_outputs                       (``buffers``) copies of buffers that are updated or given out
 
 Everything is functional here, so copies that only change strides (``contiguous``, ``clone``) are no-ops, and ``view`` is
 ``reshape``.
@@ -32,6 +34,7 @@ from meshwright.compiler.capture.batches import unmerge_batches
 from meshwright.compiler.capture.buffers import copy_held_outputs, keep_old_values
 from meshwright.compiler.capture.experts.chain import gather_experts
 from meshwright.compiler.capture.experts.tokens import tokens_nd
+from meshwright.compiler.capture.exported.composites import open_composites
 from meshwright.compiler.capture.masks import simplify_masks
 from meshwright.compiler.capture.movement import TURN, merge_reshapes, sink_expands, split_before_permute
 from meshwright.compiler.capture.patterns import (
@@ -105,14 +108,23 @@ NORMALIZATIONS: tuple[Pass, ...] = (
     normalize_dropout, clean, merge_reshapes, normalize_batch_norm, absorb_repeat_kv, linear_nd, merge_reshapes,
     fuse_projections, merge_reshapes, unmerge_batches, merge_reshapes, split_before_permute, merge_reshapes, simplify_masks,
     sink_expands, normalize_cross_entropy, merge_reshapes, reduce_losses, gather_by_sample, mark_differentiable,
-    gather_experts, merge_reshapes, tokens_nd, merge_reshapes, mark_differentiable, keep_old_values,
-    copy_held_outputs,
+    gather_experts, merge_reshapes, tokens_nd, merge_reshapes, mark_differentiable,
 )
+LAST: tuple[Pass, ...] = (keep_old_values, copy_held_outputs)
+LEVELS = 8
+"""How often what operators are made of is opened once more."""
 
 
 def normalize(graph: Graph) -> Graph:
     """The graph in normal form."""
-    for step in NORMALIZATIONS:
+    for _ in range(LEVELS):
+        for step in NORMALIZATIONS:
+            graph = step(graph)
+        opened = open_composites(graph)
+        if opened is graph:
+            break
+        graph = opened
+    for step in LAST:
         graph = step(graph)
     return graph
 

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from meshwright.compiler.rules.book import Declaration, declare
-from meshwright.compiler.rules.call import Call, words
+from meshwright.compiler.rules.call import Call, Rewritten, rewrite, words
 from meshwright.ir.declared.operator import Cost, Product, Saves, Work
-from meshwright.ir.rule import Factor, OpRule
+from meshwright.ir.graph import Op
+from meshwright.ir.rule import Factor, Local, OpRule
 
 
 def _convolution(call: Call) -> OpRule:
@@ -55,6 +56,11 @@ def _sampled(call: Call) -> OpRule:
     return call.rule([["n", "c", *space], ["n", *space, None]], [["n", "c", *space]])
 
 
+def _grid_sizes(op: Op, local: Local) -> Rewritten:
+    """Of as many samples as there are here."""
+    return rewrite(op, size=(local.result_shape()[0], *op.args[1][1:]))
+
+
 def _line(space: int, results: int = 1) -> str:
     dots = " ." * space
     return f"*b{dots} -> " + ", ".join([f"*b{dots}"] * results)
@@ -81,6 +87,8 @@ def _rules() -> dict[str, Declaration]:
     for name, space in (("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)):
         rules[f"aten.upsample_{name}{space}d.vec"] = declare(_line(space) + " ; +0")
     rules["aten._adaptive_avg_pool2d.default"] = declare("*b . . -> *b . . ; +0")
+    rules["aten.channel_shuffle.default"] = declare("b . *s -> b . *s ; +0")
+    rules["aten.affine_grid_generator.default"] = declare("b . . -> b . . . ; +0", _grid_sizes)
     rules["aten.pixel_shuffle.default"] = declare("*b . . . -> *b . . . ; +0")
     rules["aten.pixel_unshuffle.default"] = declare("*b . . . -> *b . . . ; +0")
     rules["aten.im2col.default"] = declare("b . . . -> b . . ; +0")

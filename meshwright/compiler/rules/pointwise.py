@@ -30,16 +30,20 @@ MAKES = words("elu exp expm1 reciprocal relu rsqrt sigmoid sqrt tanh")
 STEPS = words("bitwise_not ceil floor isinf isnan logical_not round sign")
 """One operand; the gradient is zero, or there is none."""
 UNPRICED = words(
-    "acos acosh asin asinh atan atanh cosh digamma erfc erfinv exp2 frac isfinite isneginf isposinf lgamma log10 log_sigmoid "
-    "nan_to_num relu6 selu sgn signbit sinc sinh tan trunc threshold hardshrink softshrink celu"
+    "acos acosh angle asin asinh atan atanh cosh deg2rad digamma erfc erfinv exp2 fake_quantize_per_tensor_affine frac i0 "
+    "isfinite isneginf isposinf lgamma log10 log_sigmoid nan_to_num rad2deg relu6 selu sgn signbit sinc sinh special_bessel_j0 "
+    "special_bessel_j1 special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtri tan trunc "
+    "threshold hardshrink softshrink celu"
 )
 """One operand, priced as an operator that nobody declared."""
-UNARY_LINEAR = words("positive conj conj_physical resolve_conj resolve_neg real imag")
+UNARY_LINEAR = words("positive conj _conj conj_physical resolve_conj resolve_neg real imag")
 CASTS = ("_to_copy.default", "to.dtype", "to.device", "to.dtype_layout")
 BINARY = words(
-    "atan2.default bitwise_left_shift.Tensor bitwise_right_shift.Tensor copysign.Tensor __and__.Tensor __and__.Scalar "
-    "__or__.Tensor __or__.Scalar __xor__.Tensor __xor__.Scalar fmax.default fmin.default fmod.Tensor fmod.Scalar hypot.default "
-    "isclose.default logaddexp.default logaddexp2.default xlogy.Tensor"
+    "atan2.default bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor "
+    "bitwise_right_shift.Tensor_Scalar copysign.Tensor __and__.Tensor __and__.Scalar __or__.Tensor __or__.Scalar "
+    "__xor__.Tensor __xor__.Scalar __lshift__.Tensor __lshift__.Scalar __rshift__.Tensor __rshift__.Scalar fmax.default "
+    "fmin.default fmod.Tensor fmod.Scalar gcd.default heaviside.default hypot.default isclose.default lcm.default ldexp.Tensor "
+    "logaddexp.default logaddexp2.default nextafter.default special_xlog1py.default special_zeta.default xlogy.Tensor"
 )
 """Priced as an operator that nobody declared."""
 COMPARED = words(
@@ -172,6 +176,8 @@ def _unary() -> dict[str, Declaration]:
         "aten.alias.default": declare(scaled, cost="view", saves=""),
         "aten.detach.default": declare(scaled, cost="view", saves="", gradient=False),
         "aten.tanh_.default": declare(one, cost="pointwise", saves="r0"),
+        "aten.polygamma.default": elementwise(one),
+        "aten.round.decimals": elementwise(one, cost="linear", saves=""),
         "aten.fill.Scalar": declare(one),
         "aten.zero.default": declare(one),
         "aten.view_as_complex.default": declare("*b . -> *b ; +0"),

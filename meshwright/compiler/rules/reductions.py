@@ -42,6 +42,12 @@ def _count(call: Call) -> OpRule:
     return call.rule([dims], [_result_dims(call, dims, reduced)])
 
 
+def _binned(call: Call) -> OpRule:
+    """How many elements lie in every bin: where bins are given the counts of the pieces add up, else they follow from all."""
+    dims = dims_of(call.operands[0])
+    return call.rule([dims], [[None]]) if call.arguments.get("min", 0) != call.arguments.get("max", 0) else call.whole()
+
+
 def _mean(op: Op, local: Local) -> Rewritten:
     """``mw.mean`` where a reduced dim is split: the pieces' sums over the count of the whole."""
     shape = local.operand_shapes[0]
@@ -102,8 +108,11 @@ EXTREMES = words(
 PICKS = words("max.default min.default max.dim min.dim")
 """The gradient needs where the result was found, which is the second result."""
 TESTS = words("all.default all.dim any.default any.dim")
-COUNTS = words("argmax.default argmin.default histc.default bincount.default")
-WHOLE_DIMS = words("median.default median.dim std_mean.correction aminmax.default kthvalue.default mode.default")
+COUNTS = words("argmax.default argmin.default")
+WHOLE_DIMS = words(
+    "median.default median.dim nanmedian.default nanmedian.dim nanmean.default quantile.scalar nanquantile.scalar "
+    "std_mean.correction aminmax.default kthvalue.default mode.default"
+)
 ALONG = words("cumprod.default cummax.default cummin.default logcumsumexp.default glu.default")
 """Priced, as the row above, as operators that nobody declared."""
 SUM = Cost("reduce", passes=lambda work: [0])  # an expansion of the result's
@@ -117,6 +126,9 @@ RULES: Mapping[str, Declaration] = {
     "mw.mean": reduced(None, cost=SUM),
     "aten.count_nonzero.default": reduced(_count),
     "aten.count_nonzero.dim_IntList": reduced(_count),
+    "aten.nansum.default": reduced(_count, saves="0"),
+    "aten.histc.default": reduced(_binned, gradient=False),
+    "aten.bincount.default": reduced(lambda call: call.whole(), gradient=False),
     "aten.cosine_similarity.default": declare(_cosine_similarity),
     "aten.cumsum.default": reduced(_cumulative_sum),
     "aten.topk.default": reduced(_along, saves="r1"),

@@ -112,6 +112,14 @@ def _diagonal(call: Call) -> OpRule:
     return call.rule([dims], [[*(f for i, f in enumerate(dims) if i not in (a, b)), None]], linear=[[0]])
 
 
+def _diag_embed(call: Call) -> OpRule:
+    """The last dim becomes the diagonal of two."""
+    x, ndim = call.operands[0], len(call.shape)
+    rest = iter(dims_of(x, x.ndim - 1))
+    both = {call["dim1"] % ndim, call["dim2"] % ndim}
+    return call.rule([dims_of(x, x.ndim - 1)], [[None if i in both else next(rest) for i in range(ndim)]], linear=[[0]])
+
+
 def _unsqueeze(call: Call) -> OpRule:
     dims = dims_of(call.operands[0])
     at = call["dim"] % (len(dims) + 1)
@@ -223,6 +231,7 @@ RULES: Mapping[str, Declaration] = {
     "aten.movedim.int": shown(_movedim),
     "aten.as_strided.default": shown(None),
     "aten.diagonal.default": shown(_diagonal),
+    "aten.diag_embed.default": declare(_diag_embed),
     "aten.unsqueeze.default": shown(_unsqueeze),
     "aten.squeeze.default": shown(_squeeze, _as_reshape),
     "aten.squeeze.dim": shown(_squeeze, _as_reshape),
