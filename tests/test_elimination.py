@@ -46,6 +46,22 @@ def test_table_and_minimizers_are_those_of_enumeration(seed, sizes, data):
 
 
 @settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.lists(st.integers(2, 4), min_size=3, max_size=5))
+def test_one_more_is_kept_in_the_order_that_is_known(seed, sizes):
+    block = random_block(np.random.default_rng(seed), tuple(sizes))
+    tables, weights = Tables(), np.ones(RESOURCES)
+    known = tables.plan(block, (1,))
+    found = tables.plan(block, (0, 1), like=(1,), most=WORK)
+    assert [step.var for step in found.steps] == [step.var for step in known.steps if step.var != 0]
+    np.testing.assert_allclose(
+        Eliminator(block, (0, 1), tables, found).table(weights).table, enumerated(block, (0, 1), weights), rtol=1e-12)
+    others = Tables()  # that takes more than may be: another order is looked for, as it is where none is known
+    others.plan(block, (1,))
+    assert others.plan(block, (0, 1), like=(1,), most=1) == plan(block, (0, 1))
+    assert Tables().plan(block, (0, 1), like=(1,), most=WORK) == plan(block, (0, 1))
+
+
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.lists(st.integers(2, 5), min_size=2, max_size=4))
 def test_pruning_keeps_the_optimum_for_all_weights(seed, sizes):
     rng = np.random.default_rng(seed)

@@ -114,6 +114,20 @@ def test_an_alternative_of_a_block_is_what_planning_with_its_pin_gives(
         assert one.seconds == pytest.approx(chosen.seconds, rel=1e-6)
 
 
+def test_what_several_blocks_share_is_free_in_an_alternative() -> None:
+    """Of T5 positions, the embedding and what leaves the encoder: all their states together."""
+    model, example = models.make("t5")
+    where, pins = Cluster.parse("a100:2x2"), Pins(axes={"x": 2, "y": 2}, microbatches=1)
+    plan = make_plan(capture_model(model, (), example, (), None, "bf16"), where, pins, precision="bf16")
+    known = Alternatives(facts_of(plan))
+    linears = [op for op in plan.graph.ops if op.target == "aten.linear.default"]
+    for op in (linears[0], linears[-1]):
+        found = known.of(op)
+        assert found is not None
+        assert len(found) > 3
+        assert next(one for one in found if one.chosen).seconds <= min(one.seconds for one in found) * 1.001
+
+
 @pytest.mark.parametrize(("model", "cluster", "pins"), CASES, ids=lambda case: str(case)[:60])
 def test_a_plan_made_from_its_pins_is_that_plan(model: str, cluster: str, pins: Mapping[str, Any]) -> None:
     first = make_plan(graph(model), Cluster.parse(cluster), Pins(**pins))

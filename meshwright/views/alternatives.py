@@ -6,17 +6,17 @@ variable elimination: the best of all other operators, and of all other blocks, 
 
     price(a) = min { seconds of all positions : the operator, in every equal block, takes choice a }
 
-A block's seconds are the largest of several sums of its resources; the sum that binds is held fixed while choosing (it bounds
-the price from below), and what was chosen is then counted exactly. Seconds are those of a step, in a pipeline of the mean
-rank. How many micro-batches, stages and ranks there are stays as planned.
+What several positions share (a tied weight, a table of positions) takes part, unless that makes tables too large: then it lies
+as planned. A block's seconds are the largest of several sums of its resources; the sum that binds is held fixed while choosing
+(it bounds the price from below), and what was chosen is then counted exactly. Seconds are those of a step, in a pipeline of the
+mean rank. How many micro-batches, stages and ranks there are stays as planned.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,7 +27,7 @@ from meshwright.compiler.placement.choices import Scope, near_of
 from meshwright.compiler.placement.costs import Variant
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.solver.chain import Array, Chain
-from meshwright.compiler.solver.elimination import Eliminated, Eliminator, Tables
+from meshwright.compiler.solver.elimination import Eliminated, EliminationPlan, Eliminator, Tables
 from meshwright.compiler.structure.folding import fold
 from meshwright.compiler.structure.structure import Structure
 from meshwright.ir.graph import Op
@@ -41,8 +41,8 @@ from meshwright.views.prices import costs_of
 
 WORK = 1 << 23
 """Table entries of one operator's elimination above which it is not tried."""
-COMBINATIONS = 24
-"""States of what several positions share that are all tried; of more, the planned one."""
+_FAR = 2
+"""Times as many entries without it: then no order is looked for that keeps the operator."""
 SHOWN = 8
 
 
@@ -64,6 +64,27 @@ class _Alternative:
 
     value: float
     path: tuple[tuple[int, int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """A position of the chain: the states of what it shares with others (``free``: found, not as planned), those at both
+    ``ends``, and the ``choice`` that is held in it, if one is."""
+
+    kind: int
+    variant: int
+    free: bool
+    shared: tuple[int, ...]
+    ends: tuple[int, int]
+    choice: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The whole chain with one choice: its weighted sum, and its positions; none where it cannot run."""
+
+    value: float
+    positions: tuple[_Position, ...]
 
 
 class Alternatives:
@@ -90,7 +111,6 @@ class Alternatives:
         self.chain: Chain = self.problem.chain(math.inf, 0.0)
         self._tables = Tables()
         self._rows: dict[tuple[int, int], Array] = {}
-        self._plain: dict[tuple[int, int, tuple[int, ...]], tuple[Array, Eliminated]] = {}
         self.places = self._find()
 
     def of(self, op: Op) -> list[Alternative] | None:
@@ -139,17 +159,15 @@ class Alternatives:
         return tuple(found)
 
     @cached_property
-    def _fixed(self) -> list[tuple[int, ...]]:
-        """Combinations of the states of what positions share; a position has its own choice of what is not in it."""
-        sizes = self.chain.shared_sizes
-        if math.prod(sizes) <= COMBINATIONS:
-            return list(itertools.product(*(range(size) for size in sizes)))
+    def _fixed(self) -> tuple[int, ...]:
+        """The states that the plan has of what positions share, where not all of them are tried."""
         names: dict[int, tuple[str, Model]] = {}
         for number in set(self.folded.serves):
             model, kind = self.problem.model(number), self.chain.kinds[self.chain.sequence[number]]
             for (name, _), (shared, _) in zip(model.shared, kind.shared, strict=True):
                 names.setdefault(shared, (name, model))
-        return [tuple(self._planned(*names[shared]) if shared in names else 0 for shared in range(len(sizes)))]
+        sizes = self.chain.shared_sizes
+        return tuple(self._planned(*names[shared]) if shared in names else 0 for shared in range(len(sizes)))
 
     def _planned(self, name: str, model: Model) -> int:
         """The state in which the plan has what positions share; the first where it is none of them."""
@@ -175,91 +193,116 @@ class Alternatives:
             self._rows[kind, variant] = self.chain.time_rows[int(np.argmax(least))]
         return self._rows[kind, variant]
 
-    def _forbidden(self, kind: int, fixed: tuple[int, ...]) -> dict[int, Array]:
+    def _forbidden(self, kind: int) -> dict[int, Array]:
         """Extra costs that hold shared variables where they are fixed."""
         extra = {}
         for number, var in self.chain.kinds[kind].shared:
             costs = np.full(self.chain.shared_sizes[number], np.inf)
-            costs[fixed[number]] = 0.0
+            costs[self._fixed[number]] = 0.0
             extra[var] = costs
         return extra
 
-    def _table(self, kind: int, variant: int, fixed: tuple[int, ...], more: tuple[int, ...] = ()) -> tuple[Array, Eliminated]:
-        """[entry, exit, *more]: the least of a block between its ends, and what finds its choices."""
-        key = (kind, variant, fixed)
-        if not more and key in self._plain:
-            return self._plain[key]
+    def _keeps(self, kind: int, free: bool, more: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """What stays in a block's table: ``free``: what positions share too."""
         one = self.chain.kinds[kind]
-        keep = (*one.entry, *one.exit, *more)
-        eliminator = Eliminator(one.variants[variant], keep, self._tables)
-        found = eliminator.table(self._row(kind, variant), self._forbidden(kind, fixed))
-        order = sorted(set(keep))
-        table = found.table.transpose([order.index(var) for var in keep])
-        sizes = [one.variants[variant].sizes[var] for var in more]
-        shaped = table.reshape(one.states(one.entry), one.states(one.exit), *sizes)
-        if not more:
-            self._plain[key] = shaped, found
-        return shaped, found
+        return (*(var for _, var in sorted(one.shared) if free), *more, *one.entry, *one.exit)
+
+    def _plan(self, kind: int, variant: int, free: bool, more: tuple[int, ...] = ()) -> EliminationPlan:
+        """How a block's other variables are eliminated: with ``more`` to keep in the same order, as far as that is quick."""
+        block, plain = self.chain.kinds[kind].variants[variant], self._keeps(kind, free)
+        known = self._tables.plan(block, plain)
+        return self._tables.plan(block, self._keeps(kind, free, more), plain, WORK) if more else known
+
+    @cached_property
+    def _free(self) -> bool:
+        """Whether all states of what positions share are tried."""
+        kinds = self.chain.kinds
+        apart = all(len({*keeps}) == len(keeps) for keeps in (self._keeps(kind, True) for kind in range(len(kinds))))
+        states = math.prod(self.chain.shared_sizes) * max(one.states(one.exit) for one in kinds) * len(self._sequence)
+        return apart and states <= WORK and all(self._plan(kind, 0, True).work <= WORK for kind in range(len(kinds)))
+
+    def _table(self, kind: int, variant: int, free: bool, var: int | None = None) -> tuple[Array, Eliminated]:
+        """[a dim for every shared variable, choice of ``var``, entry, exit]: the least of a block between its ends, and what
+        finds its choices. Dims of what the block does not read, or what is fixed, are 1."""
+        key = (kind, variant, free, var)
+        if key not in self._made:
+            one, block = self.chain.kinds[kind], self.chain.kinds[kind].variants[variant]
+            keep = self._keeps(kind, free, () if var is None else (var,))
+            eliminator = Eliminator(block, keep, self._tables, self._plan(kind, variant, free, () if var is None else (var,)))
+            found = eliminator.table(self._row(kind, variant), {} if free else self._forbidden(kind))
+            order = sorted(set(keep))
+            table = found.table.transpose([order.index(number) for number in keep])
+            read = {number for number, _ in one.shared} if free else set()
+            shared = [size if number in read else 1 for number, size in enumerate(self.chain.shared_sizes)]
+            choices = 1 if var is None else block.sizes[var]
+            if var is not None:  # of one operator after the other
+                for old in [old for old in self._made if old[-1] not in (None, var)]:
+                    del self._made[old]
+            self._made[key] = table.reshape(*shared, choices, one.states(one.entry), one.states(one.exit)), found
+        return self._made[key]
+
+    @cached_property
+    def _made(self) -> dict[tuple[int, int, bool, int | None], tuple[Array, Eliminated]]:
+        return {}
 
     def _alternatives(self, kind: int, var: int) -> list[_Alternative] | None:
         """The best chain for every choice of a variable of a kind, in all its positions."""
-        one = self.chain.kinds[kind]
-        work = Eliminator(one.variants[0], (*one.entry, *one.exit, var), self._tables).plan.work
-        if work * len(self._fixed) > WORK:
+        for free in (True, False):
+            near = self._plan(kind, 0, free).work <= _FAR * WORK and (self._free or not free)
+            if near and self._plan(kind, 0, free, (var,)).work <= WORK:
+                break
+        else:
             return None
-        best: list[_Alternative] = []
-        for number in range(one.variants[0].sizes[var]):
-            found = (self._alternative(kind, var, number, fixed) for fixed in self._fixed)
-            best.append(min(found, key=lambda one: one.value))
-        return best
+        tables = [self._table(at, variant, free, var if at == kind else None)[0] for at, variant in self._sequence]
+        shortest = _shortest(tables, self.chain.kinds[kind].variants[0].sizes[var])
+        runs = [self._run(kind, choice, free, *found) for choice, found in enumerate(shortest)]
+        known = self._assigned({position for run in runs for position in run.positions}, var)
+        return [_Alternative(run.value, tuple((at.kind, at.variant, known[at]) for at in run.positions)) for run in runs]
 
-    def _alternative(self, kind: int, var: int, choice: int, fixed: tuple[int, ...]) -> _Alternative:
-        steps = []
-        for at, variant in self._sequence:
-            table = self._with(at, variant, fixed, var)[0][:, :, choice] if at == kind else self._table(at, variant, fixed)[0]
-            steps.append(table)
-        value, states = _shortest(steps)
+    def _run(
+        self, kind: int, choice: int, free: bool, value: float, states: tuple[int, ...], ends: Sequence[tuple[int, int]]
+    ) -> _Run:
+        """The chain with a choice; ``states``: of what positions share, if that is free."""
         if not math.isfinite(value):
-            return _Alternative(math.inf, ())
-        known: dict[object, tuple[int, ...]] = {}
-        path = []
-        for (at, variant), ends in zip(self._sequence, states, strict=True):
-            if (at, variant, ends) not in known:
-                held = (var, choice) if at == kind else None
-                known[at, variant, ends] = self._assigned(at, variant, fixed, ends, held)
-            path.append((at, variant, known[at, variant, ends]))
-        return _Alternative(value, tuple(path))
+            return _Run(math.inf, ())
+        fixed, positions = states if free else self._fixed, []
+        for (at, variant), between in zip(self._sequence, ends, strict=True):
+            shared = tuple(fixed[number] for number, _ in self.chain.kinds[at].shared)
+            positions.append(_Position(at, variant, free, shared, between, choice if at == kind else None))
+        return _Run(value, tuple(positions))
 
-    def _with(self, kind: int, variant: int, fixed: tuple[int, ...], var: int) -> tuple[Array, Eliminated]:
-        key = (kind, variant, fixed, var)
-        if key not in self._more:
-            if len(self._more) > 4 * len(self.chain.kinds):
-                self._more.clear()
-            self._more[key] = self._table(kind, variant, fixed, (var,))
-        return self._more[key]
+    def _assigned(self, wanted: Collection[_Position], var: int) -> Mapping[_Position, tuple[int, ...]]:
+        """The choices of positions between their ends, those of one table at once; ``var``: what chooses where one is held."""
+        together: dict[tuple[int, int, bool, int | None], list[_Position]] = {}
+        for at in wanted:
+            if at not in self._known:
+                together.setdefault((at.kind, at.variant, at.free, None if at.choice is None else var), []).append(at)
+        found: dict[_Position, tuple[int, ...]] = {}
+        for key, alike in together.items():
+            rows = self._table(*key)[1].assignments(np.array([self._kept(at, var) for at in alike], dtype=np.intp))
+            for at, row in zip(alike, rows, strict=True):
+                choices = row.tolist()
+                for (_, number), state in zip(self.chain.kinds[at.kind].shared, at.shared, strict=True):
+                    choices[number] = state
+                (self._known if at.choice is None else found)[at] = tuple(choices)
+        return {at: found[at] if at in found else self._known[at] for at in wanted}
 
     @cached_property
-    def _more(self) -> dict[tuple[int, int, tuple[int, ...], int], tuple[Array, Eliminated]]:
+    def _known(self) -> dict[_Position, tuple[int, ...]]:
+        """The choices of positions in which nothing is held."""
         return {}
 
-    def _assigned(
-        self, kind: int, variant: int, fixed: tuple[int, ...], ends: tuple[int, int], at: tuple[int, int] | None
-    ) -> tuple[int, ...]:
-        """The choices of a position between two ends."""
-        one = self.chain.kinds[kind]
-        sizes = one.variants[variant].sizes
-        kept: dict[int, int] = {}
-        for boundary, state in ((one.entry, ends[0]), (one.exit, ends[1])):
-            for var in reversed(boundary):
-                state, kept[var] = divmod(state, sizes[var])
-        if at is not None:
-            kept[at[0]] = at[1]
-        found = self._with(kind, variant, fixed, at[0])[1] if at is not None else self._table(kind, variant, fixed)[1]
-        row = found.assignments(np.array([[kept[var] for var in sorted(kept)]], dtype=np.intp))[0]
-        choices = [int(number) for number in row]
-        for shared, var in one.shared:
-            choices[var] = fixed[shared]
-        return tuple(choices)
+    def _kept(self, at: _Position, var: int) -> list[int]:
+        """The states of the variables that stay in a position's table, in their order."""
+        one = self.chain.kinds[at.kind]
+        sizes = one.variants[at.variant].sizes
+        kept = {number: state for (_, number), state in zip(one.shared, at.shared, strict=True)} if at.free else {}
+        for boundary, state in ((one.entry, at.ends[0]), (one.exit, at.ends[1])):
+            for number in reversed(boundary):
+                state, kept[number] = divmod(state, sizes[number])
+        if at.choice is not None:
+            kept[var] = at.choice
+        return [kept[number] for number in sorted(kept)]
 
     def _counted(self, one: _Alternative) -> tuple[float, float]:
         """(seconds, bytes), exactly, of the mean rank."""
@@ -306,21 +349,30 @@ class Alternatives:
                 yield f"moving from {_label(edge.i, model, ops)} to {_label(edge.j, model, ops)}", float(row @ more)
 
 
-def _shortest(steps: Sequence[Array]) -> tuple[float, list[tuple[int, int]]]:
-    """The least sum along a chain of tables [entry, exit], and the states at the ends of each."""
-    totals = [np.zeros(steps[0].shape[0])]
+def _shortest(steps: Sequence[Array], choices: int) -> Iterator[tuple[float, tuple[int, ...], list[tuple[int, int]]]]:
+    """Of every choice the least sum along a chain of tables [*shared, choice, entry, exit]: the states of what is shared, and
+    those at the ends of each table."""
+    totals: list[Array] = [np.zeros((*(1,) * (steps[0].ndim - 2), steps[0].shape[-2]))]
     for table in steps:
-        totals.append((totals[-1][:, None] + table).min(axis=0))
-    value = float(totals[-1].min())
-    if not math.isfinite(value):
-        return value, []
-    state = int(totals[-1].argmin())
-    states: list[tuple[int, int]] = []
-    for total, table in zip(reversed(totals[:-1]), reversed(steps), strict=True):
-        before = int((total + table[:, state]).argmin())
-        states.append((before, state))
-        state = before
-    return value, states[::-1]
+        totals.append((totals[-1][..., None] + table).min(axis=-2))
+    least = totals[-1].min(axis=-1)
+    for choice in range(choices):
+        shared = np.unravel_index(int(least[..., choice].argmin()), least.shape[:-1])
+        at = (*(int(state) for state in shared), choice)
+        value = float(least[at])
+        ends: list[tuple[int, int]] = []
+        state = int(_part(totals[-1], at).argmin())
+        for total, table in zip(reversed(totals[:-1]), reversed(steps), strict=True) if math.isfinite(value) else ():
+            before = int((_part(total, at) + _part(table, at)[:, state]).argmin())
+            ends.append((before, state))
+            state = before
+        yield value, at[:-1], ends[::-1]
+
+
+def _part(table: Array, at: tuple[int, ...]) -> Array:
+    """What stands at some places of the first dims; a dim of 1 stands for all places."""
+    found: Array = table[tuple(0 if size == 1 else place for size, place in zip(table.shape, at, strict=False))]
+    return found
 
 
 def _label(var: int, model: Model, ops: Sequence[Op]) -> str:

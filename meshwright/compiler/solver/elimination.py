@@ -223,12 +223,23 @@ class Tables:
         self._stacked: dict[object, tuple[tuple[Edge, ...], Stacked]] = {}
         self._plans: dict[object, EliminationPlan] = {}
 
-    def plan(self, block: BlockModel, keep: Sequence[int]) -> EliminationPlan:
-        """``plan``, made once for all variants of a block."""
+    def plan(self, block: BlockModel, keep: Sequence[int], like: Sequence[int] = (), most: int = 0) -> EliminationPlan:
+        """``plan``, made once for all variants of a block. ``like``: of the variables of which the plan is known that keeps
+        these, in its order, without looking for another where that takes no more than ``most`` entries."""
         question = _question(block, keep)
         if question not in self._plans:
-            self._plans[question] = plan(block, keep)
+            found = None if not most else self._as_before(question, like)
+            self._plans[question] = found if found is not None and found.work <= most else plan(block, keep)
         return self._plans[question]
+
+    def _as_before(
+        self, question: tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]], like: Sequence[int]
+    ) -> EliminationPlan | None:
+        sizes, pairs, kept = question
+        known = self._plans.get((sizes, pairs, tuple(sorted(set(like)))))
+        if known is None:
+            return None
+        return _symbolic(sizes, pairs, kept, [step.var for step in known.steps if step.var not in kept], WIDTHS[0])
 
     def stacked(self, block: BlockModel, pairs: Sequence[tuple[int, int]]) -> Stacked:
         """The tables of a block's edges by pair, made once for all variants that have the same."""
@@ -279,11 +290,14 @@ def _total(parts: Sequence[NDArray], start: int, stop: int) -> NDArray:
 
 
 class Eliminator:
-    """A block with its elimination plan; ``keep`` variables remain in the table, in ascending order."""
+    """A block with its elimination plan (its own, or one of ``tables``); ``keep`` variables remain in the table, in ascending
+    order."""
 
-    def __init__(self, block: BlockModel, keep: Sequence[int], tables: Tables) -> None:
+    def __init__(
+        self, block: BlockModel, keep: Sequence[int], tables: Tables, plan: EliminationPlan | None = None
+    ) -> None:
         self.block = block
-        self.plan = tables.plan(block, keep)
+        self.plan = plan if plan is not None else tables.plan(block, keep)
         self._unary = Weighted(np.concatenate(block.unary) if block.unary else np.zeros((0, 0)))
         ends = np.cumsum((0, *block.sizes)).tolist()
         self._cuts = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
