@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,3 +45,31 @@ def alike(rank: int) -> list[str]:
 def test_tensors_made_of_one_are_those_of_torch(pool: Callable[[int], Any]) -> None:
     """Split, replicated, pending, transposed or empty ones: the same numbers, type and layout; views are views."""
     assert pool(2).run(alike) == [[]] * 2
+
+
+REDUCED: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "sum": torch.sum, "mean": torch.mean, "sum of rows": lambda x: x.sum(1, keepdim=True),
+    "mean over rows": lambda x: x.mean(0, keepdim=True), "mean of rows": lambda x: x.mean(1, keepdim=True),
+    "mean over both": lambda x: x.mean((0, 1)), "mean without its dim": lambda x: x.mean(0),
+    "norm": torch.norm, "norm of rows": lambda x: x.norm(dim=1, keepdim=True), "3-norm": lambda x: x.norm(3),
+    "largest": lambda x: torch.linalg.vector_norm(x, float("inf")), "1-norm": lambda x: x.norm(1, dim=0, keepdim=True),
+    "root mean square": lambda x: x.square().mean().sqrt(), "in double": lambda x: x.mean(dtype=torch.float64),
+}
+
+
+def over_pieces(rank: int) -> list[str]:
+    """What sums, means and norms of tensors in pieces, of unequal lengths among them, differ in from those of the whole."""
+    mesh, problems = init_device_mesh("cpu", (2,)), []
+    whole = torch.arange(15.0).view(5, 3) - 4
+    for place in (Shard(0), Shard(1), Replicate()):
+        x = adopt(distribute_tensor(whole, mesh, [place]), None)
+        for what, reduce in REDUCED.items():
+            found, wanted = plain(reduce(x)), reduce(whole)
+            if found.shape != wanted.shape or found.dtype != wanted.dtype or not torch.allclose(found, wanted):
+                problems.append(f"{what} over {place}: {found}, not {wanted}")
+    return problems
+
+
+def test_sums_means_and_norms_are_of_the_whole(pool: Callable[[int], Any]) -> None:
+    """A mean of pieces is divided by the number of all elements."""
+    assert pool(2).run(over_pieces) == [[]] * 2
