@@ -129,6 +129,13 @@ def bagged(m: Any, x: Tensor) -> Tensor:
     return x + F.embedding_bag(ids.flatten(0, 1), m.table, mode="sum").view(*x.shape[:2], D)
 
 
+def bagged_alike(m: Any, x: Tensor) -> Tensor:
+    """Bags of one length, some by weights."""
+    ids = (x.detach().abs() * 5).long().clamp(max=9).flatten(0, 1)
+    weighed = F.embedding_bag(ids, m.table, mode="sum", per_sample_weights=x.flatten(0, 1))
+    return x + (F.embedding_bag(ids, m.table) + weighed).view_as(x)
+
+
 def factored(m: Any, x: Tensor) -> Tensor:
     q, r = torch.linalg.qr(m.square + 2 * torch.eye(D, dtype=x.dtype))
     return x @ q * torch.linalg.det(m.square + 3 * torch.eye(D, dtype=x.dtype)).abs().pow(0.1) + x @ r * 0.1
@@ -267,6 +274,7 @@ BODIES: Mapping[str, tuple[Parts, Body, Loss | None]] = {
     "images": (lambda: {"conv": nn.Conv2d(2, 8, 3, padding=1), "turn": nn.Parameter(torch.eye(2, 3).unsqueeze(0))}, images,
                None),
     "unfolded": (lambda: {"taps": weight(D, 3)}, unfolded, None), "bagged": (lambda: {"table": weight(10, D)}, bagged, None),
+    "bagged alike": (lambda: {"table": weight(10, D)}, bagged_alike, None),
     "factored": (lambda: {"square": weight(D, D)}, factored, None),
     "distances": (lambda: {"anchors": weight(5, D)}, distances, None),
     "medians": (dict, medians, None), "splines": (lambda: {"splines": weight(D, 4, D)}, splined, None),

@@ -1147,6 +1147,20 @@ def test_what_has_no_rule_is_what_it_is_made_of(name: str) -> None:
     assert all(default_rules().known(target) for target in targets(graph) if target != "mw.fill")
 
 
+@pytest.mark.parametrize(("mode", "weighed"), [("sum", False), ("sum", True), ("mean", False)])
+def test_bags_of_one_length_are_lookups(mode: str, weighed: bool) -> None:
+    """So they can be split; bags of other lengths, and their largest rows, are not."""
+    class Bag(nn.EmbeddingBag):
+        def forward(self, ids: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(ids, per_sample_weights=weights).sin()
+
+    ids, weights = torch.randint(0, 10, (6, 3)), torch.rand(6, 3) if weighed else None
+    found = targets(equal(Bag(10, 4, mode=mode), (ids, weights)))
+    assert "aten.embedding.default" in found
+    assert not any("bag" in target for target in found)
+    assert "aten._embedding_bag.default" in targets(capture(Bag(10, 4, mode="max"), (ids,), {}))
+
+
 def test_what_checks_contents_stays_whole() -> None:
     """A factorization raises on one process where a matrix has none; without its check it would go on with other numbers."""
     class Factor(nn.Linear):

@@ -7,7 +7,7 @@
     unmerge_batches                                          (``batches``) batch products on the dims of their batch
     merge_reshapes, split_before_permute, sink_expands       (``movement``) dims that were merged or expanded too early
     linear_nd, absorb_repeat_kv, normalize_batch_norm,       (``patterns``) composite operators
-    normalize_cross_entropy, reduce_losses, gather_by_sample
+    normalize_cross_entropy, reduce_losses, gather_by_sample, look_up_bags
     fuse_projections                                         (``projections``) several projections in one weight
     simplify_masks                                           (``masks``) attention masks that are known before the run
     gather_experts, tokens_nd                                (``experts``) stacked experts as one operator, tokens apart
@@ -41,6 +41,7 @@ from meshwright.compiler.capture.patterns import (
     absorb_repeat_kv,
     gather_by_sample,
     linear_nd,
+    look_up_bags,
     normalize_batch_norm,
     normalize_cross_entropy,
     normalize_dropout,
@@ -107,8 +108,8 @@ def clean(graph: Graph) -> Graph:
 NORMALIZATIONS: tuple[Pass, ...] = (
     normalize_dropout, clean, merge_reshapes, normalize_batch_norm, absorb_repeat_kv, linear_nd, merge_reshapes,
     fuse_projections, merge_reshapes, unmerge_batches, merge_reshapes, split_before_permute, merge_reshapes, simplify_masks,
-    sink_expands, normalize_cross_entropy, merge_reshapes, reduce_losses, gather_by_sample, mark_differentiable,
-    gather_experts, merge_reshapes, tokens_nd, merge_reshapes, mark_differentiable,
+    sink_expands, normalize_cross_entropy, merge_reshapes, reduce_losses, gather_by_sample, look_up_bags,
+    merge_reshapes, mark_differentiable, gather_experts, merge_reshapes, tokens_nd, merge_reshapes, mark_differentiable,
 )
 LAST: tuple[Pass, ...] = (keep_old_values, copy_held_outputs)
 LEVELS = 8

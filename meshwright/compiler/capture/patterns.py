@@ -9,6 +9,7 @@
     reduce_losses             an elementwise loss (mse_loss, .., a weighted or soft cross entropy) and its reduction
                               =>   the losses; their mean or sum
     gather_by_sample          x[arange(b), i], a place or some of every sample   =>   gather along the dim after the sample's
+    look_up_bags              a sum or mean of rows of a table, of as many for every bag   =>   embedding; sum or mean
 """
 
 from __future__ import annotations
@@ -321,6 +322,45 @@ def _reduced_entropy(op: Op, edit: Edit) -> Iterable[Op] | None:
 
 # ------------------------------------------------------------------------------------------------------------------ look-ups
 ARANGES = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
+
+
+_BAGS = ("aten.embedding_bag.padding_idx", "aten.embedding_bag.default")
+_MEANS: Mapping[int, str] = {0: "aten.sum.dim_IntList", 1: "aten.mean.dim"}
+"""{mode of an embedding bag: what it makes of its rows}."""
+
+
+def look_up_bags(graph: Graph) -> Graph:
+    """Bags of one length as rows [bag, length, width] that are summed: so bags can be split."""
+    readers = graph.consumers()
+
+    def step(op: Op, edit: Edit) -> Iterable[Op] | None:
+        if op.target not in _BAGS or op.kwargs:
+            return None
+        table, ids, starts, by_frequency, mode, _, weights, last, padding = arguments(
+            op, None, None, None, False, 0, False, None, False, -1)
+        bags, total = edit.shape(starts)[0], math.prod(edit.shape(ids))
+        made = edit.made_by(starts, "aten.arange.start_step")
+        alike = made is not None and bags and total % bags == 0 and made.args[:3] == (0, total, total // bags)
+        if not alike or by_frequency or last or mode not in _MEANS or padding not in (None, -1):
+            return None
+        if any(readers[name] for name in op.outputs[1:]):
+            return None
+        shape, width, ops = (bags, total // bags), edit.shape(table)[1], list[Op]()
+
+        def then(target: str, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
+            ops.append(edit.op(op, target, args, shape, dtype))
+            return Ref(ops[-1].outputs[0])
+
+        dtype = edit.dtype(table)
+        found = then(RESHAPE, (ids, shape), shape, edit.dtype(ids))
+        rows = then("aten.embedding.default", (table, found), (*shape, width), dtype)
+        if weights is not None:
+            each = then(RESHAPE, (weights, (*shape, 1)), (*shape, 1), edit.dtype(weights))
+            rows = then("aten.mul.Tensor", (rows, each), (*shape, width), dtype)
+        return *ops, replace(op, target=_MEANS[mode], args=(rows, (1,)), outputs=op.outputs[:1])
+
+    found = rewrite(graph, step)
+    return graph if found is graph else eliminate_dead_code(found)
 
 
 def gather_by_sample(graph: Graph) -> Graph:
