@@ -44,6 +44,13 @@ def sigmoid_pairs(m: Any, y: Tensor, t: Tensor, h: Tensor) -> Tensor:
     return -F.logsigmoid(logits * (2 * torch.eye(B, dtype=y.dtype) - 1)).sum(-1).mean() + 0.1 * F.mse_loss(y, t)
 
 
+def variance_and_covariance(m: Any, y: Tensor, t: Tensor, h: Tensor) -> Tensor:
+    """VICReg's: features vary, and no two alike."""
+    a = h.mean(1) - h.mean((0, 1))
+    off = (a.T @ a / (B - 1)).fill_diagonal_(0).square().sum() / D
+    return F.relu(1 - (a.var(0) + 1e-4).sqrt()).mean() + off + F.mse_loss(y, t)
+
+
 def tempered_pairs(m: Any, y: Tensor, t: Tensor, h: Tensor) -> Tensor:
     """The temperature itself divides, and is read again by what is added."""
     z = F.normalize(h.mean(1), dim=-1)
@@ -183,6 +190,7 @@ BATCH_LOSSES: Mapping[str, Case] = {
     "flow": (lambda: {"net": nn.Linear(4, D), "mix": nn.Parameter(torch.eye(D) + 0.1 * torch.randn(D, D))}, coupled, flowing),
     "supervised contrast": of_loss(supervised_contrast), "sigmoid pairs": of_loss(
         sigmoid_pairs, lambda: {"scale": nn.Parameter(torch.ones(1)), "shift": nn.Parameter(torch.full((1,), -2.0))}),
+    "variance and covariance": of_loss(variance_and_covariance),
     "tempered pairs": of_loss(tempered_pairs, lambda: {"scale": nn.Parameter(torch.tensor(0.5))}),
     "angular": of_loss(angular, lambda: {"proxies": weight(3, D)}),
     "centred teacher": of_loss(centred_teacher, lambda: {"slow": torch.randn(D, D), "centre": torch.zeros(D)}),

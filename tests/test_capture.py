@@ -1161,6 +1161,41 @@ def test_bags_of_one_length_are_lookups(mode: str, weighed: bool) -> None:
     assert "aten._embedding_bag.default" in targets(capture(Bag(10, 4, mode="max"), (ids,), {}))
 
 
+STRIDED_READS = {
+    "of what was turned": lambda y: y.t().contiguous().as_strided((2, 3), (3, 1), 1),
+    "of what is turned": lambda y: y.t().as_strided((2, 3), (3, 1), 1), "windows": lambda y: y.as_strided((5, 2, 4), (4, 4, 1)),
+    "of a slice": lambda y: y[1:].as_strided((2, 3), (3, 1)), "copied": lambda y: torch.as_strided_copy(y.t() * 2, (3,), (5,)),
+    "repeated": lambda y: y.as_strided((3, 2, 1), (0, 5, 7)), "a number": lambda y: y.as_strided((), (), 3),
+    "a diagonal": lambda y: (y.t() @ y).fill_diagonal_(0.5), "a wide diagonal": lambda y: (y * 2).fill_diagonal_(0.5),
+    "written": lambda y: (z := y * 2, z.as_strided((2, 3), (7, 1), 1).mul_(2))[0],
+}
+
+
+@pytest.mark.parametrize("what", STRIDED_READS)
+def test_memory_is_read_as_it_lay(what: str) -> None:
+    """as_strided reads what lies in memory where the model made it, whatever a graph leaves out; writing by it keeps the
+    gradient of the rest, which torch's own as_strided_scatter loses."""
+    class Read(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return STRIDED_READS[what](super().forward(x)).sin()
+
+    equal(Read(4, 4), (torch.randn(6, 4),))
+
+
+@pytest.mark.parametrize(("read", "word"), [
+    (lambda y: y[1:].as_strided((2, 3), (3, 1), 0), "beside the elements"),
+    (lambda y: y[:, 1:].as_strided((2, 3), (3, 1), 2), "beside the elements"),
+    (lambda y: (y * 2).t().fill_diagonal_(0.5), "new tensor instead"),
+])
+def test_other_memory_is_refused(read, word: str) -> None:
+    class Read(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return read(super().forward(x))
+
+    with pytest.raises(CaptureError, match=word):
+        capture(Read(4, 4), (torch.randn(6, 4),), {})
+
+
 def test_what_checks_contents_stays_whole() -> None:
     """A factorization raises on one process where a matrix has none; without its check it would go on with other numbers."""
     class Factor(nn.Linear):

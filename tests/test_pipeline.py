@@ -137,10 +137,11 @@ def test_weights_are_walked_apart(pool: Callable[[int], Any]) -> None:
 
 
 def test_tied_weights(pool: Callable[[int], Any]) -> None:
-    """A weight of the first and the last stage, on two ranks or (V-shaped) on one, split at rest or over tp: one parameter, its
-    gradients summed; counted once by the clipping; over two backwards a step."""
+    """A weight of the first and the last stage, on two ranks or (V-shaped) on one, split at rest or over tp, or alike on data
+    ranks, which share the sum out: one parameter, its gradients summed; counted once by the clipping; two backwards a step."""
     plans = of("gpt2", schedules=("interleaved1f1b", "zb", "zbv"), world=4, dp=2, zero=1, microbatches=2)
-    plans |= of("gpt2", schedules=("1f1b",), world=4, dp=2, zero=3, microbatches=2)
+    for zero in (0, 3):
+        plans |= of("gpt2", schedules=("1f1b",), world=4, dp=2, zero=zero, microbatches=2)
     plans |= of("gpt2", schedules=("1f1b", "zbv"), world=4, tp=2)
     assert differences(pool, 4, "gpt2", plans, 0.1, False, 2) == []
 

@@ -10,7 +10,7 @@ import pytest
 from tests.strangers import trials
 
 SOME = {"pp": ["pairs", "sigmoid pairs", "nested", "triplets"], "zb": ["penalized"], "cp": ["copies of positions"],
-        "dp": ["copies of samples", "no elements", "queue", "one norm twice", "dead codes"]}
+        "dp": ["variance and covariance", "copies of samples", "no elements", "queue", "one norm twice", "dead codes"]}
 
 
 @pytest.mark.parametrize("way", SOME)

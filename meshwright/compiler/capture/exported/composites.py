@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from meshwright.compiler.capture.exported.strided import STRIDED
 from meshwright.compiler.capture.rewrite import Edit, rewrite
 from meshwright.compiler.rules import default_rules
 from meshwright.ir.graph import Graph, Op, Ref, arguments
@@ -79,7 +80,7 @@ def _plain(node: fx.Node) -> bool:
     """Whether a node is an operator of tensors that computes and nothing else."""
     if node.op in ("placeholder", "output") or node.target is operator.getitem:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable or str(node.target) in STRIDED:
         return False
     val = node.meta.get("val")
     tensors = val if isinstance(val, tuple | list) else [val]

@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from meshwright.compiler.capture.exported.regions import AUTOCAST, inline_regions, module_path, refuse_writes, source_of
+from meshwright.compiler.capture.exported.strided import STRIDED, looked_up
 from meshwright.compiler.capture.exported.writes import make_functional
 from meshwright.compiler.capture.functions import uniform
 from meshwright.compiler.capture.shadow import WRAPPED, Leaf, ModelTensor, Traced
@@ -57,7 +58,9 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
         return functional
     except RuntimeError as error:
         if "is mutated in the forward" not in str(error):
-            raise
+            raise CaptureError(f"the forward writes into memory in a way that torch cannot make functional "
+                               f"({str(error).splitlines()[0]:.200}). What to do: make a new tensor instead of writing into "
+                               f"one, or write into a .clone()") from error
         raise CaptureError("the forward, or a hook of it, writes into a tensor that is no buffer of its modules, or into one "
                            "that it reaches otherwise than by 'self' (a global, or what a lambda or closure names). What to "
                            "do: make it a buffer (register_buffer), and write into self.NAME; a hook finds its module in its "
@@ -212,7 +215,8 @@ class _Importer:
             called = self.functions[args[1]], args[0]
             self.ops.append(Op(name, CUSTOM, called, (), outputs, module, source))
             return
-        self.ops.append(Op(name, str(node.target), args, kwargs, outputs, module, source))
+        op = Op(name, str(node.target), args, kwargs, outputs, module, source)
+        self.ops += looked_up(op, node.all_input_nodes[0].meta["val"], self._made) if op.target in STRIDED else [op]
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             self.random.add(name)
 
@@ -240,6 +244,12 @@ class _Importer:
             raise CaptureError(f"%{name}{made} has shape {shape}, which depends on the data; a static graph has fixed shapes. "
                                f"What to do: {remedy}", module=module, source=source)
         self.values[name] = Value(name, shape, tensor.dtype)
+
+    def _made(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str:
+        """Declare what no node computes."""
+        name = self._unique(name)
+        self.values[name] = Value(name, tuple(shape), dtype)
+        return name
 
     def _unique(self, name: str, taken: Iterable[str] = ()) -> str:
         name = base = _identifier(name)
