@@ -317,6 +317,19 @@ def test_the_parts_of_compute_are_the_whole(model: str, cluster: str, pins: Mapp
         assert sum(one.optimizer_seconds for one in work) == pytest.approx(predicted.optimizer_seconds, rel=1e-9)
 
 
+def test_gradients_that_are_added_up_in_a_pipeline_are_compute() -> None:
+    """Of wide layers and few samples they take long; nothing of it is communication."""
+    with torch.device("meta"):
+        layers = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.ReLU()) for _ in range(4)))
+        example = torch.zeros(64, 2048)
+    one = capture_model(layers, (example,), {}, (), lambda y: y.square().mean(), "fp32")
+    plan = make_plan(one, Cluster.parse("v100:1x2"), Pins(pp=2, tp=1, microbatches=4, schedule="1f1b", recompute="none"))
+    prices = Prices(facts_of(plan))
+    parts = sum(prices.op(op).compute_seconds for op in plan.graph.ops) + prices.waiting()
+    assert parts / 2 == pytest.approx(plan.predicted.compute_seconds, rel=1e-9)
+    assert sum(prices._parameters(op, prices.facts.placed[op.name], prices.group(op))[3] for op in plan.graph.ops) > parts / 20
+
+
 def swin() -> models.Case:
     """Names as long as they come: layers in stages, tables of positions."""
     from transformers import SwinConfig, SwinForImageClassification

@@ -459,14 +459,16 @@ class Evaluator:
     def _parts(
         self, candidate: Candidate, placement: Placement, units: Units, plain: Units, optimizer: float
     ) -> dict[str, float]:
-        """Seconds of the mean rank: compute, recomputation (with what runs ahead), communication, optimizer."""
+        """Seconds of the mean rank: compute (gradients added up included), recomputation (with what runs ahead),
+        communication, optimizer."""
         ahead = float(plain.ahead.sum())
         share = candidate.microbatches / candidate.pp
         none, pinned = (
             np.array([placement.rows[row].of_microbatch(kind, candidate.microbatches) for row in placement.sequence])
             for kind in (NONE, self.recompute[0])
         )
-        computes = [np.maximum(a[:, [FORWARD, BACKWARD]], a[:, [HOST, HOST_BACK]]).sum() for a in (none, pinned)]
+        adding = np.stack([np.zeros_like(plain.added), plain.added], axis=1)
+        computes = [np.maximum(a[:, [FORWARD, BACKWARD]] + adding, a[:, [HOST, HOST_BACK]]).sum() for a in (none, pinned)]
         compute, recomputed = float(computes[0]), float(computes[1] - computes[0])
         recomputed += float((pinned - none)[:, [SEND, SEND_BACK]].sum())
         return {

@@ -101,7 +101,8 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Units:
-    """Per position of the graph, [n] each: seconds of a micro-batch, bytes, seconds outside the micro-batches."""
+    """Per position of the graph, [n] each: seconds of a micro-batch, bytes, seconds outside the micro-batches. ``added``: of a
+    micro-batch's backward what adds up gradients."""
 
     forward: Array
     backward: Array
@@ -114,6 +115,7 @@ class Units:
     reduce: Array
     optimizer: Array
     ahead: Array
+    added: Array
 
     @property
     def work(self) -> float:
@@ -185,7 +187,7 @@ class StageCosts:
             self._transient(placement, run, once, kept or degrees.variant(zero), microbatches > 1, degrees.pp > 1),
             once[:, [GATHER, GATHER_ONCE, SEND]].sum(axis=1), once[:, [REDUCE, REDUCE_ONCE, SEND_BACK]].sum(axis=1),
             once[:, BACKWARD],
-            np.where(ahead > 0.0, forward, 0.0) * ahead,
+            np.where(ahead > 0.0, forward, 0.0) * ahead, each[:, BACKWARD],
         ]
         return Units(*(column[list(placement.sequence)] for column in columns))
 
