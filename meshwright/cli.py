@@ -57,6 +57,8 @@ IMPORTED: ContextVar[tuple[str, ...]] = ContextVar("meshwright_imported", defaul
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, help="Plans of parallelized PyTorch models.",
                   pretty_exceptions_enable=False)
 
+SLOTS = 500_000
+"""Micro-batches on stages that ``simulate`` takes: some ten seconds."""
 OPEN = 'one ("4"), several ("1,2,4") or up to a bound ("<=4")'
 PlanFile = Annotated[Path, typer.Argument(help="A plan file, as written by 'plan --out' or plan.save(path).")]
 
@@ -312,6 +314,9 @@ def simulate_command(
             raise InputError("give a plan file, or --pp and --microbatches")
         else:
             stages = virtual_stages or schedule_of(schedule).usual
+            if (slots := pp * stages * microbatches) > SLOTS:
+                raise InputError(f"{pp} ranks x {stages} stages a rank x {microbatches} micro-batches are {slots:,}, more than "
+                                 f"the {SLOTS:,} that are simulated action by action; give fewer")
             half = [seconds / 2 for seconds in seconds_of(backward, "--backward")]
             run = simulate(schedule_table(schedule, pp, stages, microbatches), one_or_all(seconds_of(forward, "--forward")),
                            one_or_all(half), one_or_all(half), transfer)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -293,6 +294,7 @@ def test_explain(saved: Path) -> None:
     unknown = run("explain", saved, "down7")
     assert unknown.exit_code == WRONG
     assert "did you mean" in unknown.stderr
+    assert len(run("explain", saved, "x" * 5000).stderr) < 400
 
 
 def test_diff(saved: Path, tmp_path: Path) -> None:
@@ -476,6 +478,7 @@ def test_simulate_a_plan(llama: Path, tmp_path: Path) -> None:
         (["--pp", 2, "--microbatches", 2, "--forward", "1,2,3"], "expected a number or 2 of them"),
         (["--pp", 2, "--microbatches", 2, "--schedule", "none"], "schedule 'none' is unknown"),
         (["--pp", 2, "--microbatches", 2, "--forward", "inf"], "non-negative numbers, got inf"),
+        (["--pp", 100_000, "--microbatches", 800], "more than the 500,000 that are simulated action by action; give fewer"),
         (["--pp", 2, "--microbatches", 2, "--tick", "1e-9"], "more than 4096 columns of 9 s; give at least 0.0022"),
     ],
 )
@@ -488,7 +491,7 @@ def test_simulate_errors(words: list[object], message: str) -> None:
 def test_simulate_refuses_a_plan_without_a_pipeline(saved: Path) -> None:
     result = run("simulate", saved, "--json")
     assert result.exit_code == WRONG
-    assert "no pipeline" in json.loads(result.stdout)["message"]
+    assert re.search("no pipeline.*; plan with stages", json.loads(result.stdout)["message"])
 
 
 def test_zoo_prints_what_is_published() -> None:

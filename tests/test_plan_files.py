@@ -95,7 +95,7 @@ def test_nothing_in_a_file_controls_a_terminal(plans: dict[str, Any]) -> None:
     text = json.dumps(plans["zero"])
     for word in ("blocks.0.0", "adamw"):
         assert word in text
-        with pytest.raises(mw.PlanError, match=r"\\x1b\[2J.*' has a character that cannot be printed"):
+        with pytest.raises(mw.PlanError, match=r"\\x1b\[2J.*' has a character that cannot be printed; rename"):
             mw.Plan.from_dict(json.loads(text.replace(word, f"{word}\\u001b[2J")))
 
 

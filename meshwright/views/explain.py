@@ -67,7 +67,7 @@ def explain(plan: Plan, name: str | None = None, *, changes: bool = True) -> str
              *graph.inputs}
     near = difflib.get_close_matches(name, sorted(known - {""}), n=3, cutoff=0.4)
     hint = f"; did you mean {', '.join(near)}?" if near else "; the tables of the plan (show) have the names that it knows"
-    raise PlanError(f"the plan has no operator, parameter, input or module {name!r}{hint}")
+    raise PlanError(f"the plan has no operator, parameter, input or module {name!r:.200}{hint}")
 
 
 def _operator(facts: Facts, op: Op) -> str:

@@ -95,7 +95,8 @@ def simulation_of(plan: Plan) -> Simulation:
     """The predicted step of a plan with a pipeline, action by action. Raises PlanError without one."""
     stages = None if plan.predicted is None else plan.predicted.stages
     if plan.pipeline is None or stages is None:
-        raise PlanError("the plan has no pipeline with predicted stages, so there is no schedule to show")
+        raise PlanError("the plan has no pipeline with predicted stages, so there is no schedule to show; plan with stages "
+                        "(pp=2, --pp 2), or ask for other prices of this one (--what-if)")
     table = plan.pipeline.table(plan.schedule.microbatches)
     return simulate(
         table, stages.forward, stages.backward_input, stages.backward_weight, (stages.transfer, stages.transfer),

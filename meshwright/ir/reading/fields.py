@@ -162,7 +162,8 @@ def check_form(data: Any) -> None:
         inside += [item for part in level if type(part) is dict for item in part.values()]
         for text in inside:
             if type(text) is str and not text.isprintable():
-                raise PlanError(f"the plan is damaged: {text!r:.80} has a character that cannot be printed")
+                raise PlanError(f"the plan is damaged: {text!r:.80} has a character that cannot be printed; "
+                                "rename it in the model, and plan again")
         level = [item for item in inside if type(item) in (dict, list)]
 
 
