@@ -154,7 +154,8 @@ def test_plan_from_a_function(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["nothing.json"], "no file or folder"),
-        (["tests.test_cli:missing"], "cannot import"),
+        (["tests.test_cli:missing"], "; name a function that stands in it"),
+        (["no.such.module:build"], "; give a module that Python finds (PYTHONPATH), or a file"),
         (["tests.test_cli:returns_nothing"], "must return (model, example_inputs)"),
         (["tests.test_cli:runs_into"], "failed at test_cli.py:"),
         (["tests.test_cli:waits"], "returned coroutine; it must return (model, example_inputs)"),

@@ -52,12 +52,12 @@ def piped() -> Plan:
     )
 
 
-def hostile() -> Plan:
+def hostile(name: str = HOSTILE) -> Plan:
     """A module and an input named so that they would end an element and run a script."""
     plan = same_blocks()
-    ops = tuple(replace(op, module=op.module.replace("blocks", HOSTILE), source=HOSTILE) for op in plan.graph.ops)
-    blocks = tuple(replace(block, path=block.path.replace("blocks", HOSTILE)) for block in plan.graph.blocks)
-    groups = tuple(replace(group, path=group.path.replace("blocks", HOSTILE)) for group in plan.groups)
+    ops = tuple(replace(op, module=op.module.replace("blocks", name), source=name) for op in plan.graph.ops)
+    blocks = tuple(replace(block, path=block.path.replace("blocks", name)) for block in plan.graph.blocks)
+    groups = tuple(replace(group, path=group.path.replace("blocks", name)) for group in plan.groups)
     return replace(plan, graph=replace(plan.graph, ops=ops, blocks=blocks), groups=groups, notes=(HOSTILE,))
 
 
@@ -224,6 +224,15 @@ def test_a_pipeline_has_a_clock_and_fits_a_narrow_screen(browser: Browser, tmp_p
         browser.size(width, 844)
         browser.until(f"document.documentElement.clientWidth === {width}")
         assert browser.run("document.documentElement.scrollWidth") <= width
+    assert browser.messages == []
+
+
+def test_numbers_beside_long_names_are_seen_on_a_narrow_screen(browser: Browser, tmp_path: Path) -> None:
+    _opened(browser, hostile("a_long_name" * 9), tmp_path / "plan.html")
+    browser.size(390, 844)
+    browser.until("document.documentElement.clientWidth === 390")
+    assert browser.run("document.querySelectorAll('.scroll table').length") >= 1
+    assert browser.run("[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth).length") == 0
     assert browser.messages == []
 
 

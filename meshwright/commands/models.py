@@ -39,7 +39,7 @@ def load(model: str, batch: int, sequence: int) -> tuple[Any, Any]:
     try:
         build = operator.attrgetter(attribute)(_from_file(Path(name)) if name.endswith(".py") else imported(name))
     except AttributeError as error:
-        raise InputError(f"cannot import {model!r}: {error}") from error
+        raise InputError(f"cannot import {model!r}: {error}; name a function that stands in it") from error
     if not callable(build):
         raise InputError(f"{model!r} is of type {type(build).__name__}; name a function that returns (model, example_inputs)")
     try:
@@ -109,7 +109,8 @@ def imported(name: str) -> ModuleType:
     except MeshwrightError:
         raise
     except Exception as error:  # whatever a person's module runs into
-        raise InputError(f"cannot import {name!r}: {type(error).__name__}{_at(error)}: {error}") from error
+        raise InputError(f"cannot import {name!r}: {type(error).__name__}{_at(error)}: {error}; give a module that Python finds "
+                         f"(PYTHONPATH), or a file, as in 'model.py:build'") from error
     finally:
         sys.path.remove(os.getcwd())
 
