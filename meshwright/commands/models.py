@@ -109,8 +109,8 @@ def imported(name: str) -> ModuleType:
     except MeshwrightError:
         raise
     except Exception as error:  # whatever a person's module runs into
-        raise InputError(f"cannot import {name!r}: {type(error).__name__}{_at(error)}: {error}; give a module that Python finds "
-                         f"(PYTHONPATH), or a file, as in 'model.py:build'") from error
+        raise InputError(f"cannot import {name!r}: {type(error).__name__}{_at(error)}: {error}; give a module that Python "
+                         f"finds (PYTHONPATH), or a file, as in 'model.py:build'") from error
     finally:
         sys.path.remove(os.getcwd())
 
