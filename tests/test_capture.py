@@ -1196,6 +1196,44 @@ def test_other_memory_is_refused(read, word: str) -> None:
         capture(Read(4, 4), (torch.randn(6, 4),), {})
 
 
+def _after(view, write):
+    """A model that writes into a view of a value, and reads the value afterwards."""
+    class Writes(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x) * 1.5
+            z = view(y)
+            write(z)
+            return y.sin() + z.cos().sum()
+
+    return Writes(4, 4)
+
+
+@pytest.mark.parametrize("write", [lambda z: z.mul_(2), lambda z: z[1:].fill_(0.3), lambda z: F.relu(z, inplace=True)])
+@pytest.mark.parametrize("view", [lambda y: F.dropout(y, 0.0), lambda y: F.dropout(y, 0.5, False), lambda y: y.to(y.dtype)])
+def test_what_is_the_same_tensor_is_written_with_it(view, write) -> None:
+    """A dropout of nothing gives the tensor that it is given."""
+    equal(_after(view, write), (torch.randn(6, 4),))
+
+
+@pytest.mark.parametrize("view", [lambda y: torch.einsum("ij->ji", y), lambda y: y.detach(), lambda y: y.data,
+                                  lambda y: y.view(torch.int32).view(torch.float32)])
+def test_writes_that_a_graph_does_not_see_are_refused(view) -> None:
+    """Through a view that no schema tells of; and past a gradient. What nobody reads afterwards may be written."""
+    with pytest.raises(CaptureError, match=r"What to do: make a new tensor"):
+        capture(_after(view, lambda z: z.mul_(2)), (torch.randn(6, 4),), {})
+    with pytest.raises(CaptureError, match=r"What to do: make a new tensor"):
+        capture(_after(view, lambda z: torch.exp(z, out=z) if not z.requires_grad else z.exp_()), (torch.randn(6, 4),), {})
+
+    class Last(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x) * 1.5
+            z = view(y + 0)
+            z.mul_(2)
+            return y.sin() + z.cos().sum()
+
+    equal(Last(4, 4), (torch.randn(6, 4),))
+
+
 def test_what_checks_contents_stays_whole() -> None:
     """A factorization raises on one process where a matrix has none; without its check it would go on with other numbers."""
     class Factor(nn.Linear):

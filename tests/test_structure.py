@@ -49,7 +49,7 @@ PRIVATE: Mapping[str, str] = {
     "compiler/capture/functions.py": "_SingleLevelFunction.apply, where every custom Function passes; modes, fakes",
     "compiler/capture/exported/composites.py": "OpOverload: which nodes of a traced operator are operators",
     "compiler/capture/exported/importer.py": "FakeTensor and OpOverload: reading an exported graph's nodes",
-    "compiler/capture/exported/regions.py": "OpOverload: which operators of a region return or write what they are given",
+    "compiler/capture/exported/regions.py": "OpOverload: which operators return or write what they are given, or a view",
     "compiler/capture/exported/writes.py": "OpOverload, and whether an operator is made of others: what shares memory",
     "compiler/capture/sharing.py": "pytree: tensors in lists and dicts of a module",
     "compiler/capture/shadow.py": "FakeTensorMode: a shadow with fake parameters; _detect_is_causal_mask of nn.Transformer",

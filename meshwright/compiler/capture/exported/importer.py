@@ -19,7 +19,15 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from meshwright.compiler.capture.exported.regions import AUTOCAST, inline_regions, module_path, refuse_writes, source_of
+from meshwright.compiler.capture.exported.regions import (
+    AUTOCAST,
+    inline_regions,
+    module_path,
+    refuse_cut_writes,
+    refuse_writes,
+    show_aliases,
+    source_of,
+)
 from meshwright.compiler.capture.exported.strided import STRIDED, looked_up
 from meshwright.compiler.capture.exported.writes import make_functional
 from meshwright.compiler.capture.functions import uniform
@@ -43,7 +51,9 @@ def import_graph(traced: Traced, owned: Iterable[ModelTensor], inputs: Iterable[
     """The graph of the traced program, its outputs in the user's containers. ``inputs``: names for the graph's inputs."""
     program = traced.program
     refuse_writes(program)
+    refuse_cut_writes(program)
     inline_regions(program.graph_module)
+    show_aliases(program.graph)
     graph = None if functional or _hides_writes(program.graph) else make_functional(program.graph)
     if graph is None:
         program.graph_module.recompile()

@@ -22,6 +22,8 @@ from meshwright.errors import CaptureError
 
 SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+_CUTS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.detach_.default, torch.ops.aten.view.dtype})
+"""Views that end a gradient."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -60,6 +62,89 @@ def _inline(module: fx.GraphModule, call: fx.Node, place: fx.Node, operands: Any
     graph.erase_node(call)
     if not place.users:
         graph.erase_node(place)
+
+
+def show_aliases(graph: fx.Graph) -> None:
+    """Where something is written: what gives the very tensor that it is given (a dropout of nothing) is that tensor, for a
+    write into one is a write into the other. Raises CaptureError where an operator gives a view, without its schema saying so
+    (an einsum that turns), and either is read after the other was written into."""
+    hidden: dict[fx.Node, set[fx.Node]] = {}
+    for node in list(graph.nodes) if any(map(_written_by, graph.nodes)) else []:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or target.is_view or target._schema.is_mutable:
+            continue
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
+            continue
+        probes = {one: _probe(one) for one in node.all_input_nodes}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), probes.__getitem__)
+        try:
+            made = target(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):  # of other devices: nothing that gives its operand
+            continue
+        given = {one: probe for one, probe in probes.items() if isinstance(probe, torch.Tensor)}
+        same = next((one for one, probe in given.items() if made is probe), None)
+        if same is not None:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+        elif isinstance(made, torch.Tensor) and any(_one_memory(made, probe) for probe in given.values()):
+            hidden[node] = {_base(one) for one in given}
+    for node, bases in hidden.items():
+        _refuse_seen_writes(graph, node, bases)
+
+
+def _one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def _refuse_seen_writes(graph: fx.Graph, view: fx.Node, bases: set[fx.Node]) -> None:
+    """Raise CaptureError where ``view`` is written into and ``bases`` are read afterwards, or the other way round."""
+    place = {node: at for at, node in enumerate(graph.nodes)}
+    sides = [[node for node in graph.nodes if _base(node) in side] for side in ({view}, bases)]
+    for written, (mine, others) in ((node, pair) for node in graph.nodes for pair in (sides, sides[::-1])):
+        if not any(one in mine for one in _written_by(written)):
+            continue
+        if any(place[user] > place[written] for other in others for user in other.users):
+            module, source = module_path(view), source_of(view.meta.get("stack_trace") or "")
+            raise CaptureError(f"module {module or '(root)'!r} ({source}): {view.target} gives a view of what it is given; "
+                               f"one of the two is written into, and the other read afterwards, which a graph of functions "
+                               f"does not see. What to do: make a new tensor instead of writing, or take a .clone()",
+                               module=module, source=source)
+
+
+def _written_by(node: fx.Node) -> list[fx.Node]:
+    """The operands whose contents an operator changes."""
+    target = node.target
+    contents = isinstance(target, torch._ops.OpOverload) and torch.Tag.inplace_view not in target.tags
+    if not contents or not target._schema.is_mutable:  # type: ignore[union-attr]
+        return []
+    specs = target._schema.arguments  # type: ignore[union-attr]
+    pairs = [*zip(specs, node.args, strict=False), *((spec, node.kwargs.get(spec.name)) for spec in specs)]
+    return [one for spec, one in pairs if spec.is_write and isinstance(one, fx.Node)]
+
+
+def refuse_cut_writes(program: ExportedProgram) -> None:
+    """Raise CaptureError where something is written through ``.detach()`` or ``.data`` into a tensor that has a gradient and is
+    read again: what is read has new contents, and the gradient of the old ones."""
+    learned = {spec.arg.name for spec in program.graph_signature.input_specs
+               if spec.kind is InputKind.PARAMETER and _trained(program, spec.target)}
+    place = {node: at for at, node in enumerate(program.graph.nodes)}
+    learns: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        if node.name in learned or (node.target not in _CUTS and learns.intersection(node.all_input_nodes)):
+            learns.add(node)
+    for node in program.graph.nodes:
+        for one in _written_by(node):
+            base, cut = one, False
+            while (before := _shown(base)) is not None:
+                cut = cut or (base.target in _CUTS and before in learns)
+                base = before
+            same = [other for other in learns if cut and _base(other) is base]
+            if any(place[user] > place[node] for other in same for user in other.users):
+                module, source = module_path(node), source_of(node.meta.get("stack_trace") or "")
+                raise CaptureError(f"module {module or '(root)'!r} ({source}) writes by {node.target} through .detach() or "
+                                   f".data into a tensor that has a gradient and is read again: its gradient would be lost. "
+                                   f"What to do: make a new tensor instead of writing, such as h = h + (new - h).detach()",
+                                   module=module, source=source)
 
 
 def refuse_writes(program: ExportedProgram) -> None:
@@ -109,11 +194,16 @@ def _is_float(node: fx.Node) -> bool:
 
 def _base(node: fx.Node) -> fx.Node:
     """The tensor whose memory a view is of."""
-    while isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or node.target._schema.is_mutable):
-        if not node.args or not isinstance(node.args[0], fx.Node):
-            break
-        node = node.args[0]
+    while (shown := _shown(node)) is not None:
+        node = shown
     return node
+
+
+def _shown(node: fx.Node) -> fx.Node | None:
+    """The tensor that a view shows, or that an operator has written into."""
+    target = node.target
+    shows = isinstance(target, torch._ops.OpOverload) and (target.is_view or target._schema.is_mutable)
+    return node.args[0] if shows and node.args and isinstance(node.args[0], fx.Node) else None
 
 
 def _itself(node: fx.Node) -> fx.Node:
