@@ -223,18 +223,22 @@ def simulate(
     return Simulation(table, starts, ends, float(end.max()), busy)
 
 
-def peak_bytes(table: Table, saved: ArrayLike, pending: ArrayLike | None = None) -> np.ndarray:
-    """The most bytes of saved activations a rank holds at once: float [pp] or [pp, K].
+def peak_bytes(
+    table: Table, saved: ArrayLike, pending: ArrayLike | None = None, summed: ArrayLike | None = None
+) -> np.ndarray:
+    """The most bytes of saved activations and summed gradients a rank holds at once: float [pp] or [pp, K].
 
     ``saved``: bytes per micro-batch of every stage ([stages] or [stages, K]) from F to B or I; ``pending``: what is left of
-    them from I to W (all, if not given).
+    them from I to W (all, if not given); ``summed``: bytes that every stage has from its first gradients of weights on.
     """
     held = np.asarray(saved, dtype=np.float64)
     left = held if pending is None else np.asarray(pending, dtype=np.float64)
+    later = 0.0 * held if summed is None else np.asarray(summed, dtype=np.float64)
     peaks = []
-    for rank, counts in enumerate(table.in_flight):
+    for rank, counts in enumerate(table.in_flight if summed is None else table.moments):
         own = list(table.stages_of(rank))
-        peaks.append((counts[:, 0] @ held[own] + counts[:, 1] @ left[own]).max(axis=0))
+        bytes_ = (row @ each[own] for row, each in zip(counts.swapaxes(0, 1), (held, left, later), strict=False))
+        peaks.append(sum(bytes_).max(axis=0))
     return np.array(peaks)
 
 

@@ -1,8 +1,9 @@
 """How many micro-batches a rank surely holds, before any table is made: what bounds on memory count with.
 
-A count is int [.., 2]: micro-batches between F and B (or I), and between I and W. A rank may hold more at other moments; what
-is listed its table does hold at once (``tests/test_stages.py``). A schedule without closed forms is taken to hold the least
-that any must: one micro-batch of everything, when it comes back to the rank's last stage.
+A count is int [.., 3]: micro-batches between F and B (or I), between I and W, and whether summed gradients are there; at the
+end of a step these are, and nothing else. A rank may hold more at other moments; what is listed its table does hold at once
+(``tests/test_stages.py``). A schedule without closed forms is taken to hold the least that any must: one micro-batch of
+everything, when it comes back to the rank's last stage.
 """
 
 from __future__ import annotations
@@ -11,17 +12,22 @@ import numpy as np
 
 from meshwright.ir.schedules import schedule_of
 
+END = np.array([0, 0, 1])[:, None]
+"""What a rank holds of every part when a step's backwards are done."""
+
 
 def in_flight(name: str, pp: int, virtual_stages: tuple[int, int], microbatches: int) -> np.ndarray | None:
     """What ranks hold at some moments, with any number of stages a rank from the first to the second of ``virtual_stages``:
-    int [pp, k, 2, parts], of the one stage, of the first and the last, or of the first, each one between and the last. None
+    int [pp, k, 3, parts], of the one stage, of the first and the last, or of the first, each one between and the last. None
     where no closed form says it."""
     closed = schedule_of(name).closed
     if closed is None:
         return None
     if virtual_stages == (1, 1):
-        return None if closed.alone is None else closed.alone(pp, microbatches)[..., None]
-    return None if closed.in_flight is None else closed.in_flight(pp, microbatches)[..., parts(virtual_stages)]
+        found = None if closed.alone is None else closed.alone(pp, microbatches)[..., None]
+    else:
+        found = None if closed.in_flight is None else closed.in_flight(pp, microbatches)[..., parts(virtual_stages)]
+    return None if found is None else np.concatenate([found, END + 0 * found[:, :1]], axis=1)
 
 
 def parts(virtual_stages: tuple[int, int]) -> list[int]:
@@ -29,14 +35,16 @@ def parts(virtual_stages: tuple[int, int]) -> list[int]:
     return [0, 2] if virtual_stages[1] == 2 else [0, 1, 2]
 
 
-def least_in_flight(name: str, pp: int, microbatches: int, alone: bool) -> int:
-    """Micro-batches that every unit is held for at once, wherever it is: at each rank's fullest moment in this sense.
-    ``alone``: of one stage a rank, else of several."""
+def least_in_flight(name: str, pp: int, microbatches: int, alone: bool) -> tuple[int, bool]:
+    """Micro-batches that every unit is held for at once, wherever it is: at each rank's fullest moment in this sense; whether
+    summed gradients of all are there then. ``alone``: of one stage a rank, else of several."""
     closed = schedule_of(name).closed
     counts = in_flight(name, pp, (1, 1) if alone else (2, 2 if closed is not None and closed.turns else 3), microbatches)
     if counts is None:
-        return 1
-    return int(counts.sum(axis=2).min(axis=-1).max(axis=1).min())
+        return 1, False
+    held, summed = counts[:, :, :2].sum(axis=2).min(axis=-1), counts[:, :, 2].min(axis=-1)  # [pp, k] each
+    fullest = (2 * held + summed).max(axis=1)
+    return int((fullest // 2).min()), bool((fullest % 2).all())
 
 
 def received(name: str, pp: int, virtual_stages: int, microbatches: int) -> np.ndarray:
@@ -48,7 +56,7 @@ def received(name: str, pp: int, virtual_stages: int, microbatches: int) -> np.n
         return np.zeros(pp, dtype=np.int64)
     waiting = closed.waiting(pp, virtual_stages, microbatches)
     if virtual_stages == 1:
-        return np.asarray(counts[..., 0].sum(axis=-1).max(axis=1) * later + waiting)
+        return np.asarray(counts[:, :, :2, 0].sum(axis=-1).max(axis=1) * later + waiting)
     full = counts[:, :, 0]
     between = (virtual_stages - 2) * full[..., 1] if virtual_stages > 2 else 0
     return np.asarray((full[..., 0] * later[:, None] + between + full[..., -1]).max(axis=1) + waiting)

@@ -32,10 +32,11 @@ Matrix = np.ndarray
 class Unit:
     """One indivisible piece of the model, per micro-batch on one rank of its stage.
 
-    Seconds: ``forward``, ``backward_input``, ``backward_weight``. Bytes: ``state`` (parameters, gradients, optimizer),
-    ``saved`` (activations kept from F to B), ``pending`` (kept from I to W where the backward is split; None: all of
-    ``saved``), ``transient`` (the most that is alive only while the unit runs). ``value``, ``gradient``: seconds to send what
-    crosses a boundary right after this unit, down and up; ``math.inf`` forbids a cut there.
+    Seconds: ``forward``, ``backward_input``, ``backward_weight``. Bytes: ``state`` (parameters, optimizer, what else is there
+    all the time), ``summed`` (gradients of weights that micro-batches are added to), ``saved`` (activations kept from F to B),
+    ``pending`` (kept from I to W where the backward is split; None: all of ``saved``), ``transient`` (the most that is alive
+    only while the unit runs). ``value``, ``gradient``: seconds to send what crosses a boundary right after this unit, down
+    and up; ``math.inf`` forbids a cut there.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Unit:
     value: float = 0.0
     gradient: float = 0.0
     pending: float | None = None
+    summed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class OutsideSeconds:
 class Intervals:
     """Sums over the intervals of n units, each of which runs under one of several options.
 
-    prefix: [6, options, n + 1], sums of forward, backward_input, backward_weight, state, saved, pending before each position
+    prefix: [7, options, n + 1], sums of forward, backward_input, backward_weight, state, saved, pending, summed before each
+        position
     peak: [options, n], transient bytes of a unit
     value, gradient: [n + 1], seconds to cross a position forward and backward
     """
@@ -105,16 +108,16 @@ class Intervals:
         """``positions``: where cuts are allowed, from 0 to the number of units; what lies between two becomes one unit."""
         columns = np.array(
             [[(u.forward, u.backward_input, u.backward_weight, u.state, u.saved, u.saved if u.pending is None else u.pending,
-               u.transient) for u in units] for units in options], dtype=np.float64,
+               u.summed, u.transient) for u in units] for units in options], dtype=np.float64,
         ).transpose(2, 0, 1)
         value, gradient = (np.array([getattr(u, name) for u in options[0]]) for name in ("value", "gradient"))
-        return cls.of_columns(columns[:6], columns[6], value, gradient, positions)
+        return cls.of_columns(columns[:7], columns[7], value, gradient, positions)
 
     @classmethod
     def of_columns(
         cls, columns: np.ndarray, transient: np.ndarray, value: np.ndarray, gradient: np.ndarray, positions: Sequence[int]
     ) -> Intervals:
-        """The same of numbers: ``columns`` [6, options, units] in the order of ``prefix``, ``transient`` [options, units],
+        """The same of numbers: ``columns`` [7, options, units] in the order of ``prefix``, ``transient`` [options, units],
         seconds to cross behind each unit forward and backward [units]."""
         sums = np.concatenate([np.zeros((*columns.shape[:2], 1)), np.cumsum(columns, axis=2)], axis=2)[:, :, positions]
         crossing, inner = np.zeros((2, len(positions))), np.asarray(positions[1:-1], dtype=np.int64) - 1
@@ -144,13 +147,13 @@ class Intervals:
         return int(self.prefix.shape[1])
 
     def sums(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
-        """The six sums of every stage of K cuts: boundaries int [K, S + 1], options int [K, S] -> float [6, S, K]."""
+        """The sums of every stage of K cuts: boundaries int [K, S + 1], options int [K, S] -> float [7, S, K]."""
         stage = self.prefix[:, options, cuts[:, 1:]] - self.prefix[:, options, cuts[:, :-1]]
         return np.asarray(np.maximum(stage, 0.0).transpose(0, 2, 1))
 
     @functools.cached_property
     def matrices(self) -> np.ndarray:
-        """The six sums of every interval, [6, options, n + 1, n + 1]."""
+        """The sums of every interval, [7, options, n + 1, n + 1]."""
         return np.asarray(self.prefix[:, :, None, :] - self.prefix[:, :, :, None])
 
     @property
@@ -159,9 +162,9 @@ class Intervals:
         return np.asarray(np.diff(self.prefix[:3].sum(axis=0), axis=1).min(axis=0))
 
     def cheapest(self) -> np.ndarray:
-        """Prefix sums of the six when every unit runs under the option that is best for that sum: [6, n + 1]."""
+        """Prefix sums when every unit runs under the option that is best for that sum: [7, n + 1]."""
         least = np.diff(self.prefix, axis=2).min(axis=1)
-        return np.concatenate([np.zeros((6, 1)), np.cumsum(least, axis=1)], axis=1)
+        return np.concatenate([np.zeros((7, 1)), np.cumsum(least, axis=1)], axis=1)
 
 
 def stage_bounds(
@@ -282,27 +285,29 @@ def _allowed(band: np.ndarray, count: int, stage: int, stages: int) -> np.ndarra
     return matrix
 
 
-def stage_memory(units: Intervals, in_flight: np.ndarray, stage: int, stages: int) -> np.ndarray:
-    """Bytes of every interval as a stage alone: [options, n + 1, n + 1]. ``in_flight``: int [k, 2], see ``Table.in_flight``."""
+def stage_memory(units: Intervals, moments: np.ndarray, stage: int, stages: int) -> np.ndarray:
+    """Bytes of every interval as a stage alone: [options, n + 1, n + 1]. ``moments``: int [k, 3], see ``Table.moments``."""
     rows, columns = _band(units.count, stage, stages)
-    state, saved, pending = units.matrices[3:, :, rows, columns]
-    held = [state + full * saved + (half * pending if half else 0.0) for full, half in in_flight.tolist()]
+    state, saved, pending, summed = units.matrices[3:, :, rows, columns]
+    held = [state + full * saved + (half * pending if half else 0.0) + (summed if there else 0.0)
+            for full, half, there in moments.tolist()]
     bytes_ = functools.reduce(np.maximum, held) + units.transient[:, rows, columns]
     return _allowed(bytes_, units.count, stage, stages)
 
 
-def recomputed(units: Intervals, in_flight: np.ndarray, stage: int, stages: int, capacity: float) -> Matrix:
+def recomputed(units: Intervals, moments: np.ndarray, stage: int, stages: int, capacity: float) -> Matrix:
     """Seconds a micro-batch that the backward of every interval takes longer at least than under the first option, so that it
     fits ``capacity`` bytes as a stage alone, if every unit may have an option of its own or parts of several: [n + 1, n + 1];
-    inf where nothing fits. ``in_flight``: int [k, 2], see ``Table.in_flight``."""
+    inf where nothing fits. ``moments``: int [k, 3], see ``Table.moments``."""
     rows, columns = _band(units.count, stage, stages)
-    state, saved, pending = units.matrices[3:, 0, rows, columns]
+    state, saved, pending, summed = units.matrices[3:, 0, rows, columns]
     each = np.diff(units.prefix, axis=2)
     work = each[:3].sum(axis=0)
     added = np.zeros(state.shape)
-    for full, half in in_flight.tolist():
-        held = state + full * saved + half * pending
-        steps, meanwhile = _steps(each[3] + full * each[4] + half * each[5], work), units.least_transient[rows, columns]
+    for full, half, there in moments.tolist():
+        held = state + full * saved + half * pending + there * summed
+        bytes_ = each[3] + full * each[4] + half * each[5] + there * each[6]
+        steps, meanwhile = _steps(bytes_, work), units.least_transient[rows, columns]
         if steps:  # whatever recomputes holds what one unit does so meanwhile
             frees = np.any([one.frees > 0 for one in steps], axis=0)
             least = _least_of_intervals(np.where(frees, units.peak[1:].min(axis=0), np.inf))[rows, columns]

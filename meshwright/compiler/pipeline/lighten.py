@@ -19,10 +19,10 @@ from meshwright.ir.schedules import Table
 class _Rank:
     """The units of one rank.
 
-    held: bytes [3, options, units] from F to B or I, from I to W, and over the step
+    held: bytes [4, options, units] from F to B or I, from I to W, of summed gradients, and over the step
     transient, work: [options, units]
     stage: of every unit, of the rank's own
-    counts: [k, 2, stages], see ``Table.in_flight``
+    counts: [k, 3, stages], see ``Table.moments``
     """
 
     def __init__(
@@ -75,9 +75,9 @@ def lighten(
 ) -> np.ndarray:
     """The option of every unit [n], from one under which a cut fits.
 
-    ``bytes_``: [3, options, n], from F to B or I, from I to W, and over the step; ``transient``: [options, n], the largest of a
-    rank counts; ``work``: [options, n], seconds of a micro-batch; ``boundaries``: where stages start, and the end;
-    ``capacity``: bytes of every rank [pp].
+    ``bytes_``: [4, options, n], from F to B or I, from I to W, of summed gradients, and over the step; ``transient``:
+    [options, n], the largest of a rank counts; ``work``: [options, n], seconds of a micro-batch; ``boundaries``: where stages
+    start, and the end; ``capacity``: bytes of every rank [pp].
     """
     found = chosen.copy()
     stage_of = np.repeat(np.arange(table.stages), np.diff(boundaries))
@@ -88,7 +88,7 @@ def lighten(
             continue
         stage = np.searchsorted(own, stage_of[units])
         one = _Rank(
-            bytes_[:, :, units], transient[:, units], work[:, units], stage, np.asarray(table.in_flight[rank]), capacity[rank]
+            bytes_[:, :, units], transient[:, units], work[:, units], stage, np.asarray(table.moments[rank]), capacity[rank]
         )
         ways = [one.eased(way) for way in (one.cheapest(), chosen[units]) if one.fits(way)]
         if ways:

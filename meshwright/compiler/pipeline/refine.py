@@ -47,9 +47,9 @@ class Cutting:
 
     def memory(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
         """Bytes of every rank at its peak: float [pp, K]."""
-        state, saved, pending = self.units.sums(cuts, options)[3:]
+        state, saved, pending, summed = self.units.sums(cuts, options)[3:]
         transient = self.units.transient[options, cuts[:, :-1], cuts[:, 1:]].T
-        out = peak_bytes(self.table, saved, pending)
+        out = peak_bytes(self.table, saved, pending, summed)
         for rank in range(self.table.pp):
             own = list(self.table.stages_of(rank))
             out[rank] += state[own].sum(axis=0) + transient[own].max(axis=0)

@@ -147,7 +147,7 @@ def whole_units(
         return None
     classes, kinds, members = known
     common, split, turns = int(members.argmax()), schedule.split, schedule.closed.turns
-    forward, inputs, weights, state, saved, pending, gather, reduce, optimizer = classes
+    forward, inputs, weights, state, saved, pending, summed, gather, reduce, optimizer = classes
     # Seconds of a unit for the whole step, and how many its rank has: begin + work + left, or + what it passes back.
     work = microbatches * (forward + inputs + weights)
     ranks, back = np.arange(pp), inputs if split else inputs + weights
@@ -155,7 +155,7 @@ def whole_units(
     budget = seconds - float(gather[kinds[0]].min()) - ranks * (down + float(forward.min()))
     tail = ranks * (up + float(back.min()))
     spent = [(work + slowed * reduce + optimizer, budget)] + [(work + optimizer, budget - tail)] * (not split)
-    bytes_ = state + counts[:, :, 0, :, None, None] * saved + counts[:, :, 1, :, None, None] * pending
+    bytes_ = state + sum(counts[:, :, at, :, None, None] * each for at, each in enumerate((saved, pending, summed)))
     room = np.repeat((capacity - least_transient(units, pp, turns))[:, None], counts.shape[1], axis=1)
     for rank, part, kind in ((0, 0, kinds[0]), (0 if turns else pp - 1, -1, kinds[-1])):
         if kind != common:  # the first unit and the last are where they must be
@@ -274,7 +274,7 @@ class _Program(LinearProgram):
 
     def outside(self) -> None:
         """What comes before and after the micro-batches."""
-        gather, reduce, optimizer = self.classes[6:] / self.scale
+        gather, reduce, optimizer = self.classes[7:] / self.scale
         self.add([(self.gather, 1.0), (self.amounts[:, 0], -gather)], 0.0)
         for rank in range(self.pp):
             amounts, left = self.amounts[:, rank], (self.left[rank], 1.0)
@@ -377,13 +377,13 @@ class _Program(LinearProgram):
 
     def memory(self, room: np.ndarray) -> None:
         """Every rank holds at its moments no more than ``room`` bytes."""
-        state, saved, pending = self.classes[3:6]
+        state, saved, pending, summed = self.classes[3:7]
         counted = in_flight(self.name, self.pp, (self.least, self.most), self.microbatches)
         assert counted is not None  # as the schedule has closed forms
         for rank in range(self.pp):
             for moment in np.unique(counted[rank], axis=0):
                 counts = moment[:, :, None, None]
-                bytes_ = (state + counts[0] * saved + counts[1] * pending) / room[rank]
+                bytes_ = (state + counts[0] * saved + counts[1] * pending + counts[2] * summed) / room[rank]
                 if (bytes_.max(axis=(0, 2)) * self.members).sum() > 1.0:
                     self.add([(self.amounts[:, rank], bytes_)], -math.inf, 1.0)
 
@@ -409,7 +409,7 @@ class _Program(LinearProgram):
 
 
 class Classes(NamedTuple):
-    """Equal units: numbers of each class [6 as in ``Intervals`` + 3 as in ``OutsideSeconds``, classes, options], the class of
+    """Equal units: numbers of each class [7 as in ``Intervals`` + 3 as in ``OutsideSeconds``, classes, options], the class of
     every unit, units per class."""
 
     numbers: np.ndarray

@@ -4,7 +4,8 @@ Units are what is not cut (blocks, the embedding, the head and loss, or single o
 the intervals between S - 1 boundaries. The objective is the makespan of the schedule's own table (``cost.timeline``), transfers
 included; the constraint, for every rank::
 
-    state of its stages + max over the order of (micro-batches in flight x saved bytes) + largest transient <= capacity
+    state of its stages + max over the order of (micro-batches in flight x saved bytes + gradients that are summed by then)
+      + largest transient <= capacity
 
 How: few enough cuts are all priced, in the order of their lower bound, until the bound passes the best (exact). Otherwise
 
@@ -183,7 +184,7 @@ def _single_bound(
 ) -> float:
     """With one stage a rank."""
     counts, lies = in_flight(schedule, pp, (1, 1), microbatches), schedule_of(schedule).stage_rank(pp, 1)
-    moments = [np.array([[1, 0]]) if counts is None else counts[lies[stage], :, :, 0] for stage in range(pp)]
+    moments = [np.array([[1, 0, 0]]) if counts is None else counts[lies[stage], :, :, 0] for stage in range(pp)]
     added = [recomputed(units, moments[stage], stage, pp, capacity[lies[stage]]) for stage in range(pp)]
     return smallest_bottleneck([bound[0] for bound in stage_bounds(units, schedule, pp, microbatches, outside, added)])
 
@@ -339,23 +340,23 @@ def _stage_matrices(problem: Cutting) -> tuple[list[Matrix], list[Matrix]]:
     for stage in range(table.stages):
         cost = bounds[stage] if bounds else stage_work(units, stage, table.stages)
         room = problem.capacity[table.stage_rank[stage]]
-        cost = np.where(stage_memory(units, _in_flight(table, stage), stage, table.stages) <= room, cost, np.inf)
+        cost = np.where(stage_memory(units, _moments(table, stage), stage, table.stages) <= room, cost, np.inf)
         options.append(cost.argmin(axis=0))
         costs.append(cost.min(axis=0))
     return costs, options
 
 
-def _in_flight(table: Table, stage: int) -> np.ndarray:
-    """The largest numbers of micro-batches that one stage holds: int [k, 2]."""
+def _moments(table: Table, stage: int) -> np.ndarray:
+    """The largest numbers of micro-batches that one stage holds, and whether it has summed gradients: int [k, 3]."""
     rank = table.stage_rank[stage]
-    return maximal(table.in_flight[rank][:, :, table.stages_of(rank).index(stage)])
+    return maximal(table.moments[rank][:, :, table.stages_of(rank).index(stage)])
 
 
 def _tightest(problem: Cutting) -> StageError:
     """Proof that no cut fits, one stage a rank: the cut whose fullest stage overflows least still does."""
     table, units = problem.table, problem.units
     memory = [
-        stage_memory(units, _in_flight(table, s), s, table.stages) - problem.capacity[table.stage_rank[s]]
+        stage_memory(units, _moments(table, s), s, table.stages) - problem.capacity[table.stage_rank[s]]
         for s in range(table.stages)
     ]
     excess = [np.maximum(over, 0.0) for over in memory]

@@ -169,7 +169,7 @@ class _Program(LinearProgram):
         turns = table.stage_rank[-1] != table.pp - 1
         self.room = room - least_transient(units, table.pp, turns)
         self.members, self.kinds = known.members, known.kinds
-        self.moments = [maximal(np.asarray(counts)) for counts in table.in_flight]
+        self.moments = [maximal(np.asarray(counts)) for counts in table.moments]
         self.ways, self.of = self._ways(known.numbers)
         self.scale = float(self.ways[:3].max()) or 1.0
         self.corners = _corners(units, self.kinds, table.stages)
@@ -191,9 +191,9 @@ class _Program(LinearProgram):
             self.add([(np.zeros(1, dtype=np.int64), 1.0)], 0.0, cutoff * _SAFE / self.scale)
 
     def _ways(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers [9, ways] and the class of every way; where memory does not bind every unit runs in the fastest."""
-        state, saved, pending = numbers[3:6]
-        most = [np.max([np.max(counts[0]) * saved + np.max(counts[1]) * pending for counts in moments], axis=0) + state
+        """Numbers [10, ways] and the class of every way; where memory does not bind every unit runs in the fastest."""
+        state, saved, pending, summed = numbers[3:7]
+        most = [np.max([np.max(counts[0]) * saved + np.max(counts[1]) * pending for counts in moments], axis=0) + state + summed
                 for moments in self.moments]
         held = np.array([(bytes_.max(axis=1) * self.members).sum() for bytes_ in most])
         if (held <= self.room).all():
@@ -222,7 +222,7 @@ class _Program(LinearProgram):
     def _outside(self) -> None:
         """What the first rank gathers before its first action, a rank's actions, what it has left after them, and the
         optimizer of all of them."""
-        (gather, reduce, optimizer), step = self.ways[6:] / self.scale, (np.zeros(1, dtype=np.int64), 1.0)
+        (gather, reduce, optimizer), step = self.ways[7:] / self.scale, (np.zeros(1, dtype=np.int64), 1.0)
         self.add([(self.gather, 1.0), (self.amounts[self.ranks == 0], -gather)], 0.0)
         for rank in range(self.table.pp):
             own, after = self.ranks == rank, [(self.left[rank], -1.0), (self.optimizer, -1.0), (self.gather, -1.0)]
@@ -254,7 +254,7 @@ class _Program(LinearProgram):
             row[high] += share
         whole = np.concatenate([np.zeros((1, len(self.members))), self._at(places, self.before), self.members[None]])
         counts, points = np.diff(whole, axis=0), list[_Point]()
-        for order in (self.ways[:3].sum(axis=0), self.ways[3:6].sum(axis=0)):
+        for order in (self.ways[:3].sum(axis=0), self.ways[3:7].sum(axis=0)):
             chosen = [int(np.where(self.of == number, order, math.inf).argmin()) for number in range(len(self.members))]
             amounts = np.zeros(self.amounts.shape)
             amounts[:, chosen] = counts
@@ -266,7 +266,7 @@ class _Program(LinearProgram):
     def run(self, points: Sequence[_Point]) -> list[_Point]:
         """The points with their seconds; the longest paths to the ranks that end last become rows."""
         every = np.stack([point.amounts for point in points], axis=2)
-        forward, inputs, weights, _, _, _, gather, reduce, optimizer = np.einsum("nw,swk->nsk", self.ways, every)
+        forward, inputs, weights, *_, gather, reduce, optimizer = np.einsum("nw,swk->nsk", self.ways, every)
         down, up = np.einsum("bck,bcd->dbk", np.stack([point.places for point in points], axis=2), self.crossing)
         own = np.arange(self.table.pp)[:, None] == self.ranks
         back, reduce, optimizer = own @ (inputs + weights), own @ reduce, own @ optimizer
@@ -304,9 +304,9 @@ class _Program(LinearProgram):
         crossed = self._at(point.places, self.crossing)
         took = np.einsum("psn,sn->p", runs, seconds[:, :3]) + np.einsum("pbd,bd->p", sends, crossed)
         own = np.arange(self.table.pp)[:, None] == self.ranks
-        back, reduce, optimizer = own @ seconds[:, 1:3].sum(axis=1), own @ seconds[:, 7], own @ seconds[:, 8]
+        back, reduce, optimizer = own @ seconds[:, 1:3].sum(axis=1), own @ seconds[:, 8], own @ seconds[:, 9]
         left, rank = np.maximum(reduce - back, self.outside.slowed * reduce), np.array(self.paths.rank)[unused]
-        took += left[rank] + optimizer.max() + own[0] @ seconds[:, 6]
+        took += left[rank] + optimizer.max() + own[0] @ seconds[:, 7]
         missed = took > step * (1 + _MISSED)
         for one in np.unique(rank[missed]):
             self._learn(int(unused[np.where(missed & (rank == one), took, -math.inf).argmax()]))
@@ -316,11 +316,11 @@ class _Program(LinearProgram):
 
     def _moments_over(self, point: _Point) -> list[tuple[int, np.ndarray]]:
         """The ranks that hold too much, and bytes of all that they run [stages, ways] at their worst moment."""
-        state, saved, pending = self.ways[3:6]
+        state, saved, pending, summed = self.ways[3:7]
         found = []
         for rank, moments in enumerate(self.moments):
             own = self.ranks == rank
-            held = moments[:, 0, :, None] * saved + moments[:, 1, :, None] * pending + state
+            held = sum(moments[:, at, :, None] * each for at, each in enumerate((saved, pending, summed))) + state
             bytes_ = np.einsum("ksw,sw->k", held, point.amounts[own])
             if bytes_.max() > self.room[rank] * _SAFE:
                 found.append((rank, held[int(bytes_.argmax())]))

@@ -138,15 +138,17 @@ class Evaluator:
         ``alone``: of one stage a rank or more, else of more."""
         if candidate.pp == 1:
             return False
-        room = candidate.pp * (self.capacity - placement.made_alone(candidate.microbatches))
-        room -= self.units(candidate, degrees, zero, placement, self.recompute[0]).state.sum()
+        units = self.units(candidate, degrees, zero, placement, self.recompute[0])
+        room = candidate.pp * (self.capacity - placement.made_alone(candidate.microbatches)) - units.state.sum()
         room += self._twice(candidate, degrees, zero, placement).sum() - placement.handed_back(candidate.microbatches)
-        counts = [least_in_flight(candidate.schedule, candidate.pp, candidate.microbatches, one) for one in {alone, False}
-                  if one or schedule_of(candidate.schedule).stages != 1]
-        if room < 0 or min(counts) <= 1:
+        known = [least_in_flight(candidate.schedule, candidate.pp, candidate.microbatches, one) for one in {alone, False}
+                 if one or schedule_of(candidate.schedule).stages != 1]
+        count, summed = min(known)
+        if room < 0 or count <= 1:
             return bool(room < 0)
         variants = [self.units(candidate, degrees, zero, placement, name) for name in self.kinds(candidate, zero)]
-        return bool(min(counts) * np.min([_least_held(variant) for variant in variants], axis=0).sum() > room)
+        room += 0.0 if summed else float(units.summed.sum())
+        return bool(count * np.min([_least_held(variant) for variant in variants], axis=0).sum() > room)
 
     def run(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, *, capacity: float | None = None,
@@ -194,12 +196,13 @@ class Evaluator:
         """The units of a cut, each recomputed no more than memory asks for, and how."""
         kinds = self.kinds(candidate, zero)
         variants = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
-        saved, pending, state, transient = (
-            np.array([getattr(one, key) for one in variants]) for key in ("saved", "pending", "state", "transient")
+        saved, pending, summed, state, transient = (
+            np.array([getattr(one, key) for one in variants]) for key in ("saved", "pending", "summed", "state", "transient")
         )
         work = np.array([one.forward + one.backward for one in variants])
         before = np.array([kinds.index(name) for name in recompute])
-        chosen = lighten(np.array([saved, pending, state]), transient, work, table, cuts.boundaries, room.tolist(), before)
+        bytes_ = np.array([saved, pending, summed, state - summed])
+        chosen = lighten(bytes_, transient, work, table, cuts.boundaries, room.tolist(), before)
         return _take(variants, [(name,) * len(recompute) for name in kinds], chosen)
 
     def _as_cut(
@@ -400,8 +403,8 @@ class Evaluator:
 
     def _stage_units(self, units: Units, crossing: Array) -> list[stages.Unit]:
         places = self._places(crossing).tolist()
-        columns = [column.tolist() for column in (*_columns(units), units.pending)]
-        rows = zip(self.names, *columns[:-1], places, places, columns[-1], strict=True)
+        columns = [column.tolist() for column in (*_columns(units), units.pending, units.summed)]
+        rows = zip(self.names, *columns[:-2], places, places, *columns[-2:], strict=True)
         return [stages.Unit(*row) for row in rows]
 
     def _result(
@@ -434,9 +437,9 @@ class Evaluator:
         twice = self._twice(candidate, degrees, zero, placement)
         memory = np.array(cuts.memory) + boundary - twice
         fullest = int(np.argmax(memory))
-        state, alone = float(per_rank(units.state)[fullest]), placement.made_alone(candidate.microbatches)
-        kinds = {"state": state - float(twice[fullest]), "activations": cuts.memory[fullest] - state, "inputs": alone,
-                 "received and handed back": float(boundary[fullest]) - alone}
+        state, alone = float(per_rank(units.state - units.summed)[fullest]), placement.made_alone(candidate.microbatches)
+        kinds = {"state": state - float(twice[fullest]), "activations and summed gradients": cuts.memory[fullest] - state,
+                 "inputs": alone, "received and handed back": float(boundary[fullest]) - alone}
         slack = placement.slack
         return Evaluation(
             candidate, degrees, zero, placement, cuts.boundaries, recompute, seconds,
@@ -537,14 +540,16 @@ class Evaluator:
 
 def _columns(units: Units) -> tuple[Array, ...]:
     """Numbers of every unit in the order of ``stages.Unit``."""
-    return units.forward, units.backward - units.weight, units.weight, units.state, units.saved, units.transient
+    state = units.state - units.summed
+    return units.forward, units.backward - units.weight, units.weight, state, units.saved, units.transient
 
 
 def _between(variants: Sequence[Units], crossing: Array, pending: Sequence[Array]) -> tuple[Intervals, list[int]]:
     """What lies between two places where a stage can begin, and these. ``pending``: bytes from I to W of each variant."""
     positions = stages.positions_of(crossing)
-    columns = np.array([(*_columns(one), held) for one, held in zip(variants, pending, strict=True)]).transpose(1, 0, 2)
-    return Intervals.of_columns(columns[[0, 1, 2, 3, 4, 6]], columns[5], crossing, crossing, positions), positions
+    columns = np.array([(*_columns(one), held, one.summed) for one, held in zip(variants, pending, strict=True)])
+    columns = columns.transpose(1, 0, 2)
+    return Intervals.of_columns(columns[[0, 1, 2, 3, 4, 6, 7]], columns[5], crossing, crossing, positions), positions
 
 
 def _least_held(units: Units) -> Array:
@@ -562,7 +567,7 @@ def _joined(units: Sequence[stages.Unit]) -> stages.Unit:
     return stages.Unit(
         units[0].name, total("forward"), total("backward_input"), total("backward_weight"), total("state"), total("saved"),
         max(unit.transient for unit in units), last.value, last.gradient,
-        sum(unit.saved if unit.pending is None else unit.pending for unit in units),
+        sum(unit.saved if unit.pending is None else unit.pending for unit in units), total("summed"),
     )
 
 

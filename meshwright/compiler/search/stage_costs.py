@@ -102,7 +102,7 @@ class Degrees:
 @dataclass(frozen=True)
 class Units:
     """Per position of the graph, [n] each: seconds of a micro-batch, bytes, seconds outside the micro-batches. ``added``: of a
-    micro-batch's backward what adds up gradients."""
+    micro-batch's backward what adds up gradients; ``summed``: of the bytes of ``state``, the gradients that are added up."""
 
     forward: Array
     backward: Array
@@ -116,6 +116,7 @@ class Units:
     optimizer: Array
     ahead: Array
     added: Array
+    summed: Array
 
     @property
     def work(self) -> float:
@@ -188,6 +189,7 @@ class StageCosts:
             once[:, [GATHER, GATHER_ONCE, SEND]].sum(axis=1), once[:, [REDUCE, REDUCE_ONCE, SEND_BACK]].sum(axis=1),
             once[:, BACKWARD],
             np.where(ahead > 0.0, forward, 0.0) * ahead, each[:, BACKWARD],
+            once[:, GRADIENTS] if microbatches > 1 else 0.0 * ahead,
         ]
         return Units(*(column[list(placement.sequence)] for column in columns))
 

@@ -57,9 +57,11 @@ def _one_turn(pp: int, virtual_stages: int, microbatches: int) -> np.ndarray:
 
 
 def _held_ahead(warm: Callable[[int, int, int], np.ndarray], pp: int, microbatches: int) -> np.ndarray:
-    """A rank of one stage, the first backward being next."""
-    counts = np.zeros((pp, 1, 2), dtype=np.int64)
+    """A rank of one stage, the first backward being next, and after it."""
+    counts = np.zeros((pp, 2, 3), dtype=np.int64)
     counts[:, 0, 0] = warm(pp, 1, microbatches)
+    counts[:, 0, 2] = counts[:, 0, 0] < microbatches  # then a forward follows the first backward
+    counts[:, 1, 0], counts[:, 1, 2] = counts[:, 0, 0] - 1, 1
     return counts
 
 
@@ -126,13 +128,16 @@ def _loop_in_flight(split: bool, pp: int, microbatches: int) -> np.ndarray:
     between, last = np.full_like(done, in_turn), np.minimum(forwards, in_turn) - done
     full = np.stack([in_turn + second_turn, between, last], axis=-1)
     half = np.stack([0 * done, 0 * done, np.minimum(done, ranks) * split], axis=-1)
-    return np.stack([full, half], axis=2)
+    again = np.full_like(done, microbatches >= 3 * in_turn)  # the same moments come back, a turn later
+    summed = np.stack([again, again, np.maximum(again, done > ranks * split)], axis=-1)
+    return np.stack([full, half, summed], axis=2)
 
 
 def _loop_alone(split: bool, pp: int, microbatches: int) -> np.ndarray:
     ranks = np.arange(pp)[:, None]
     done = np.concatenate([0 * ranks, np.minimum(ranks, microbatches)], axis=1) if split else 0 * ranks
-    return np.stack([np.minimum(pp - ranks + done, microbatches) - done, done], axis=-1)
+    summed = np.full_like(done, microbatches > pp + 1)  # forwards follow the first gradients of weights
+    return np.stack([np.minimum(pp - ranks + done, microbatches) - done, done, summed], axis=-1)
 
 
 def _loop_waiting(pp: int, virtual_stages: int, microbatches: int) -> int:
@@ -255,7 +260,7 @@ def _vee_warm(more: int, pp: int, virtual_stages: int, microbatches: int) -> np.
 
 def _vee_in_flight(more: int, pp: int, microbatches: int) -> np.ndarray:
     warm = _vee_warm(more, pp, 2, microbatches)
-    found = np.zeros((pp, 1, 2, 3), dtype=np.int64)
+    found = np.zeros((pp, 1, 3, 3), dtype=np.int64)
     found[:, 0, 0, 0], found[:, 0, 0, 2] = warm[:pp], warm[: pp - 1 : -1]
     return found
 

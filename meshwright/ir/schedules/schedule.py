@@ -62,10 +62,11 @@ class ClosedForms:
     * ``warm(pp, virtual_stages, microbatches)``, ``turn(...)``: as in ``Margins``; what is left is then ``turn`` and ``warm``
       again; without ``turn`` none of it is asked for;
     * ``waiting(pp, virtual_stages, microbatches)``: at least ``Table.waiting``;
-    * ``in_flight(pp, microbatches)``: int [pp, k, 2, 3], how many micro-batches a rank of several stages holds at some moments,
+    * ``in_flight(pp, microbatches)``: int [pp, k, 3, 3], how many micro-batches a rank of several stages holds at some moments,
       whatever the number of its stages: of its first stage, of each one between, of its last one;
-      [.., 0, :] between F and B (or I), [.., 1, :] between I and W;
-    * ``alone(pp, microbatches)``: int [pp, k, 2], the same of ranks that hold one stage;
+      [.., 0, :] between F and B (or I), [.., 1, :] between I and W; [.., 2, :]: whether it has summed gradients then, 0 where
+      that is not known;
+    * ``alone(pp, microbatches)``: int [pp, k, 3], the same of ranks that hold one stage;
     * ``holds(pp, virtual_stages, microbatches)``: micro-batches between F and B (or I) of the first stage at once, at most;
     * ``forwards_first``: every rank runs all forwards before its first backward;
     * ``turns``: the stages lie as a V, so that the last one is on rank 0.
