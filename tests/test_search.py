@@ -19,7 +19,9 @@ from meshwright.compiler.search import blockwise, search
 from meshwright.compiler.search.bounds import CandidateBounds
 from meshwright.compiler.search.candidates import Layout, candidates, degrees_of
 from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
+from meshwright.compiler.search.fitting import prediction_of
 from meshwright.compiler.search.search import SECONDS, best_plan
+from meshwright.compiler.search.settled import settled
 from meshwright.compiler.search.task import Task, Timing
 from meshwright.compiler.solver import solve as solver
 from meshwright.compiler.solver.chain import Chain
@@ -32,7 +34,7 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.pins import PinError, Pins
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Prediction
-from meshwright.planner import capture_model, make_plan, reprice, rules_of
+from meshwright.planner import capture_model, make_plan, reprice, rules_of, task_of
 from meshwright.views.words import memory_words
 from tests.mixtures import mixtral
 from tests.models import MODELS
@@ -371,6 +373,16 @@ def llama(tokens: tuple[int, int], layers: int, width: int, heads: int, **config
             num_key_value_heads=heads, use_cache=False, **{"vocab_size": 64, **config},
         ))
     return capture_model(model, (ids,), {"labels": ids}, (), None, "bf16")
+
+
+@pytest.mark.parametrize("pins", [Pins(pp=4, dp=1, tp=1), Pins(pp=4, dp=2, tp=1, zero=1)], ids=["alone", "zero 1"])
+def test_summed_gradients_are_counted_from_their_first_backward_on(pins: Pins) -> None:
+    """In one round of an interleaved schedule they come as what the forwards kept goes."""
+    graph = llama((4 * (pins.dp or 1), 256), 8, 1024, 8, vocab_size=1024)
+    pins = replace(pins, schedule="interleaved1f1b", virtual_stages=2, microbatches=4, recompute="none")
+    plan = make_plan(graph, Cluster.parse(f"h100:1x{4 * (pins.dp or 1)}"), pins, precision="bf16")
+    counted = prediction_of(settled(task_of(plan, None), plan, prediction_of))
+    assert counted.bytes_per_rank == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.04)
 
 
 def test_logits_of_a_sequence_over_two_axes_are_counted_as_they_are_replayed() -> None:
