@@ -52,6 +52,20 @@ class Unit:
     summed: float = 0.0
 
 
+def joined(units: Sequence[Unit]) -> Unit:
+    """One unit of several that follow each other."""
+
+    def total(name: str) -> float:
+        return float(sum(getattr(unit, name) for unit in units))
+
+    last = units[-1]
+    return Unit(
+        units[0].name, total("forward"), total("backward_input"), total("backward_weight"), total("state"), total("saved"),
+        max(unit.transient for unit in units), last.value, last.gradient,
+        sum(unit.saved if unit.pending is None else unit.pending for unit in units), total("summed"),
+    )
+
+
 @dataclass(frozen=True)
 class OutsideSeconds:
     """Seconds of every unit [n] outside the micro-batches: its rank waits for ``gather`` (parameters, what is made of inputs

@@ -30,7 +30,7 @@ import numpy as np
 
 from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import least_in_flight, received
-from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
+from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds, joined
 from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.stage_bound import link_floor
 from meshwright.compiler.pipeline.timed_bound import KnownPaths, timed_bound
@@ -213,7 +213,7 @@ class Evaluator:
         each = self._stage_units(units, crossing)
         whole = []
         for start, stop in itertools.pairwise(starts):
-            unit, (forward, backward) = _joined(each[start:stop]), placement.repeated(start)
+            unit, (forward, backward) = joined(each[start:stop]), placement.repeated(start)
             waits = unit.pending if start else unit.saved  # torch leaves all of the first stage to W
             forward, backward = unit.forward + forward, unit.backward_input + backward
             whole.append(replace(unit, forward=forward, backward_input=backward, pending=waits))
@@ -555,20 +555,6 @@ def _between(variants: Sequence[Units], crossing: Array, pending: Sequence[Array
 def _least_held(units: Units) -> Array:
     """Bytes of every unit of a micro-batch in flight, from F to I and from I to W."""
     return np.asarray(np.minimum(units.saved, units.pending))
-
-
-def _joined(units: Sequence[stages.Unit]) -> stages.Unit:
-    """One unit of several that follow each other."""
-
-    def total(name: str) -> float:
-        return float(sum(getattr(unit, name) for unit in units))
-
-    last = units[-1]
-    return stages.Unit(
-        units[0].name, total("forward"), total("backward_input"), total("backward_weight"), total("state"), total("saved"),
-        max(unit.transient for unit in units), last.value, last.gradient,
-        sum(unit.saved if unit.pending is None else unit.pending for unit in units), total("summed"),
-    )
 
 
 def _take(variants: Sequence[Units], marks: Sequence[tuple[str, ...]], chosen: Array) -> tuple[Units, tuple[str, ...]]:
