@@ -253,7 +253,7 @@ class CandidateBounds:
 
     def state(self, node: Branch) -> list[Branch]:
         """At the level STATE: of the ways to keep parameters whose bytes all ranks of a pipeline have room for, the one that
-        takes least, which moves and adds up beside compute what no placement can spare; nothing if there is none."""
+        takes least, which moves beside compute what no placement can spare; nothing if there is none."""
         candidate, evaluator = node.candidate, self.evaluator
         pp, count, room = candidate.pp, candidate.microbatches, candidate.pp * evaluator.capacity
         work = self._of_many(candidate) or MicrobatchSeconds(0.0, 0.0)
@@ -266,7 +266,7 @@ class CandidateBounds:
             if kept.bytes_ > room:
                 continue
             alone = MicrobatchSeconds(kept.each, 0.0)
-            beside = MicrobatchSeconds(max(work.total + kept.added, kept.each), work.path)
+            beside = MicrobatchSeconds(max(work.total, kept.each), work.path)
             firm = min(firm, floor(candidate, alone, node.virtual[-1]) + kept.optimizer / pp)
             bound = min(bound, floor(candidate, beside, node.virtual[-1]) + kept.optimizer / pp)
         if bound == float("inf"):

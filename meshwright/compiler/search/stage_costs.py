@@ -135,13 +135,11 @@ class LeastCosts:
 
     bytes_: of all ranks of a pipeline, at the worst moment of a micro-batch
     each: seconds of a micro-batch that move them and their gradients
-    added: seconds of a micro-batch that add up gradients
     optimizer: seconds of a step
     """
 
     bytes_: float
     each: float
-    added: float
     optimizer: float
 
 
@@ -264,7 +262,7 @@ class StageCosts:
             each = totals[-1] - totals[0] if microbatches > 1 else np.zeros(RESOURCES)
             moved = float(each[[GATHER, REDUCE, SEND, SEND_BACK]].sum())
             self._least[key] = LeastCosts(
-                float(totals[0] @ bytes_row(microbatches)), moved, float(each[BACKWARD]),
+                float(totals[0] @ bytes_row(microbatches)), moved,
                 float(totals[0][BACKWARD] - 2 * each[BACKWARD]) if microbatches > 1 else 0.0,
             )
         return self._least[key]
