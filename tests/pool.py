@@ -80,6 +80,7 @@ def _serve(rank: int, jobs: Any, results: Any, folder: str) -> None:
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
             )
+            dist.barrier()  # a rank that ends a short job closes connections that others are still making
             torch.manual_seed(0)
             results.put((number, rank, fn(rank, *args), None))
         except BaseException:

@@ -30,11 +30,11 @@ _FLAT = frozenset({"take", "put"})
 """Operators that look up in all elements of a tensor."""
 _ROUND = frozenset({"take_along_dim"})
 """Operators that take indices modulo the size: none is out of range."""
-_ROWS = frozenset({"embedding", "embedding_bag"})
+_ROWS = frozenset({"embedding", "embedding_bag", "_embedding_bag"})
 """Operators that look up along the first dim of a weight."""
 _CLASSES: Mapping[str, tuple[int, int]] = {
     "cross_entropy": (-1, 0), "cross_entropy_loss": (1, 0), "nll_loss": (1, 0), "nll_loss_nd": (1, 0), "nll_loss2d": (1, 0),
-    "multi_margin_loss": (1, 0), "multilabel_margin_loss": (1, -1),
+    "multi_margin_loss": (1, 0), "multilabel_margin_loss": (1, -1), "multilabel_margin_loss_forward": (1, -1),
 }
 """{loss of (scores, labels, ...): (dim of the classes, the least label)}; scores of one sample have one dim."""
 
