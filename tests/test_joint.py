@@ -16,14 +16,7 @@ import numpy as np
 import pytest
 import torch
 from sympy import divisors
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from meshwright.compiler.placement.choices import Scope
 from meshwright.compiler.placement.costs import Costs, Variant
@@ -62,6 +55,7 @@ from meshwright.passes import rank_program
 from meshwright.passes.verify import verify
 from meshwright.planner import OutOfMemoryError, capture_model, make_plan, rules_of
 from meshwright.views.report import render, timeline
+from tests.mixtures import mixtral
 from tests.models import make
 from tests.schedules import SCHEDULES
 
@@ -84,15 +78,12 @@ def llama(
 
 
 @cache
-def mixtral(layers: int, hidden: int, batch: int, length: int = 512) -> Graph:
-    config = MixtralConfig(
-        hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2, vocab_size=1024, max_position_embeddings=length,
-        use_cache=False,
-        experts_implementation="grouped_mm",
-    )
+def mixture(layers: int, hidden: int, batch: int, length: int = 512) -> Graph:
     with torch.device("meta"):
-        model = MixtralForCausalLM(config)
+        model = mixtral(
+            hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=4, num_local_experts=8, vocab_size=1024, max_position_embeddings=length,
+        )
     ids = torch.zeros((batch, length), dtype=torch.int64, device="meta")
     return capture_model(model, (), {"input_ids": ids, "labels": torch.empty_like(ids)}, (), None, "bf16")
 
@@ -173,7 +164,7 @@ def test_placements_count_all_of_the_model_once() -> None:
 @pytest.mark.parametrize("gib", [4.0, 0.2])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_every_bound_is_below_the_next(name: str, gib: float) -> None:
-    graph = llama(6, 1024, 16) if name == "llama" else mixtral(4, 512, 16)
+    graph = llama(6, 1024, 16) if name == "llama" else mixture(4, 512, 16)
     run = search(graph, "a100:4x2", gib * GIB).bounds
     checked = crowded = 0
     listed = candidates(graph, run.task.cluster, Pins(), len(run.evaluator.names), experts=run.task.experts)

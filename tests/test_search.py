@@ -383,6 +383,8 @@ def test_summed_gradients_are_counted_from_their_first_backward_on(pins: Pins) -
     plan = make_plan(graph, Cluster.parse(f"h100:1x{4 * (pins.dp or 1)}"), pins, precision="bf16")
     counted = prediction_of(settled(task_of(plan, None), plan, prediction_of))
     assert counted.bytes_per_rank == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.04)
+    assert sum(counted.bytes_by_kind.values()) == pytest.approx(counted.bytes_per_rank)
+    assert min(counted.bytes_by_kind["activations"], counted.bytes_by_kind["gradients"]) > 0
 
 
 def test_logits_of_a_sequence_over_two_axes_are_counted_as_they_are_replayed() -> None:

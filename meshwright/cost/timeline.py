@@ -233,12 +233,11 @@ def peak_bytes(
     """
     held = np.asarray(saved, dtype=np.float64)
     left = held if pending is None else np.asarray(pending, dtype=np.float64)
-    later = 0.0 * held if summed is None else np.asarray(summed, dtype=np.float64)
+    columns = [held, left, *([] if summed is None else [np.asarray(summed, dtype=np.float64)])]
     peaks = []
     for rank, counts in enumerate(table.in_flight if summed is None else table.moments):
         own = list(table.stages_of(rank))
-        bytes_ = (row @ each[own] for row, each in zip(counts.swapaxes(0, 1), (held, left, later), strict=False))
-        peaks.append(sum(bytes_).max(axis=0))
+        peaks.append(np.sum([counts[:, at] @ column[own] for at, column in enumerate(columns)], axis=0).max(axis=0))
     return np.array(peaks)
 
 

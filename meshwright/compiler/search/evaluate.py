@@ -438,8 +438,13 @@ class Evaluator:
         memory = np.array(cuts.memory) + boundary - twice
         fullest = int(np.argmax(memory))
         state, alone = float(per_rank(units.state - units.summed)[fullest]), placement.made_alone(candidate.microbatches)
-        kinds = {"state": state - float(twice[fullest]), "activations and summed gradients": cuts.memory[fullest] - state,
-                 "inputs": alone, "received and handed back": float(boundary[fullest]) - alone}
+        columns = np.array([units.saved, units.pending, units.summed])
+        held = np.add.reduceat(columns, cuts.boundaries[:-1], axis=1)[:, table.stages_of(fullest)]
+        counts = table.moments[fullest]
+        gradients = float(counts[np.einsum("kcs,cs->k", counts, held).argmax(), 2] @ held[2])
+        kinds = {"state": state - float(twice[fullest]), "gradients": gradients, "inputs": alone,
+                 "activations": cuts.memory[fullest] - state - gradients,
+                 "received and handed back": float(boundary[fullest]) - alone}
         slack = placement.slack
         return Evaluation(
             candidate, degrees, zero, placement, cuts.boundaries, recompute, seconds,
