@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -192,6 +193,62 @@ class Looped(nn.Module):
         return {"loss": F.cross_entropy(self.head(y).flatten(0, 1), labels.flatten(), ignore_index=-100)}
 
 
+def sentinels(self: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """[t, h] tokens, their experts and weights [t, k], to [t, h]: as experts of ``transformers`` 5.10 to 5.17 do, which ask for
+    rows of experts that they do not have whether or not there can be any."""
+    from transformers.integrations.moe import _grouped_linear
+
+    numbers, perm = torch.sort(ids.reshape(-1))
+    rows, scale = x[perm // ids.shape[-1]], weights.reshape(-1)[perm]
+    counts = torch.histc(numbers.float(), bins=self.num_experts, min=0, max=self.num_experts - 1)
+    ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+    beyond = (numbers >= self.num_experts).unsqueeze(-1)
+    numbers.clamp_(max=self.num_experts - 1)
+    rows.masked_fill_(beyond, 0.0)
+    for name in ("gate_up_proj", "down_proj"):
+        bias = getattr(self, f"{name}_bias")[numbers] if self.has_bias else None
+        rows = _grouped_linear(rows, getattr(self, name), ends, bias=bias, is_transposed=self.is_transposed)
+        rows = rows.masked_fill(beyond, 0.0)
+        rows = self._apply_gate(rows) if name == "gate_up_proj" else rows
+    rows = rows * scale.unsqueeze(-1)
+    rows.masked_fill_(beyond, 0.0)
+    inverse = torch.empty_like(perm)
+    inverse[perm] = torch.arange(perm.size(0))
+    return rows[inverse].view(*ids.shape, -1).sum(dim=1).to(x.dtype)
+
+
+def argsorted(self: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, early: bool = False) -> torch.Tensor:
+    """The same as of ``transformers`` 5.5, which look the ids, and the tokens of all rows, up in the order of the experts;
+    ``early``: as of 5.0, which look up a token for every row before they are sorted."""
+    from transformers.integrations.moe import _grouped_linear
+
+    tokens = torch.arange(len(x)).unsqueeze(1).expand(-1, ids.shape[-1]).reshape(-1)
+    experts = ids.reshape(-1)
+    perm = torch.argsort(experts)
+    if early:
+        inverse = torch.argsort(perm)
+        scale, rows = weights.reshape(-1, 1)[perm], x[tokens][perm]
+    else:
+        inverse = torch.empty_like(perm)
+        inverse[perm] = torch.arange(perm.size(0))
+        scale, rows = weights.reshape(-1)[perm].unsqueeze(-1), x[tokens[perm]]
+    numbers = experts[perm]
+    counts = torch.histc(numbers.float(), bins=self.num_experts, min=0, max=self.num_experts - 1)
+    ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+    for name in ("gate_up_proj", "down_proj"):
+        bias = getattr(self, f"{name}_bias")[numbers] if self.has_bias else None
+        rows = _grouped_linear(rows, getattr(self, name), ends, bias=bias, is_transposed=self.is_transposed)
+        rows = self._apply_gate(rows) if name == "gate_up_proj" else rows
+    return (rows * scale)[inverse].view(*ids.shape, -1).sum(dim=1).to(x.dtype)
+
+
+def earlier(model: nn.Module, forward: Callable[..., torch.Tensor]) -> nn.Module:
+    """The model with this forward of its experts."""
+    for experts in (part for name, part in model.named_modules() if name.endswith(".experts")):
+        experts.__class__ = type(type(experts).__name__, (type(experts),), {"forward": forward})
+    return model
+
+
 def skewed(model: nn.Module) -> nn.Module:
     """Every token's first choice is expert 0, its second expert 1; expert 3 gets none."""
     with torch.no_grad():
@@ -221,6 +278,12 @@ MAKERS: Mapping[str, Callable[..., nn.Module]] = {
     "matmul": lambda **more: Gshard(lambda: Multiplied(16, 8, 2), **more),
     "einsum balanced": lambda **more: Gshard(lambda: Penalized(16, 8, 2), **more),
     "einsum of the batch": lambda **more: Gshard(lambda: Dispatched(16, 8, 6, whole=True), **more),
+    "mixtral with sentinels": lambda **more: earlier(mixtral(**more), sentinels),
+    "gpt_oss with sentinels": lambda **more: earlier(gpt_oss(**more), sentinels),
+    "mixtral argsorted": lambda **more: earlier(mixtral(**more), argsorted),
+    "gpt_oss argsorted": lambda **more: earlier(gpt_oss(**more), argsorted),
+    "deepseek looked up early": lambda **more: earlier(deepseek(**more), partialmethod(argsorted, early=True)),
+    "gpt_oss looked up early": lambda **more: earlier(gpt_oss(**more), partialmethod(argsorted, early=True)),
     "einsum of layers": lambda: Gshard(lambda: Dispatched(16, 8, 2), num_hidden_layers=4), "llama4": llama4,
 }
 

@@ -706,6 +706,54 @@ class TestErrors:
             capture(nn.Sequential(Some(4, 4)), (torch.randn(2, 4),), {})
         assert caught.value.module == "0"
 
+    @pytest.mark.parametrize("counted", [
+        lambda ids: torch.zeros(4) + torch.bincount(ids, minlength=4).float(),
+        lambda ids: torch.bincount(ids.int(), None, 4) * torch.arange(4),
+    ])
+    def test_a_bincount_that_is_added_to_as_many_numbers_is_as_long(self, counted):
+        class Some(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y = super().forward(x)
+                return y * counted(y.topk(2).indices.reshape(-1))
+
+        torch.manual_seed(0)
+        model, x = Some(4, 4), torch.randn(6, 4)
+        graph = capture(model, (x,), {})
+        assert not any("bincount" in op.target for op in graph.ops)
+        held = {param.value: model.get_parameter(param.fqn) for param in graph.params}
+        assert torch.equal(run(graph, {**held, graph.inputs[0]: x})[graph.outputs[0]], model(x))
+
+    @pytest.mark.parametrize("counted", [
+        lambda ids: torch.zeros(5) + torch.bincount(ids, minlength=4), lambda ids: torch.bincount(ids, minlength=4)[:4],
+        lambda ids: torch.zeros(4) + torch.bincount(ids, weights=ids.float(), minlength=4),
+    ])
+    def test_a_bincount_that_may_be_longer_is_refused(self, counted):
+        class Some(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y = super().forward(x)
+                return y * counted(y.topk(2).indices.reshape(-1)).sum()
+
+        with pytest.raises(CaptureError, match=r"What to do"):
+            capture(Some(4, 4), (torch.randn(6, 4),), {})
+
+    @pytest.mark.parametrize(("left_out", "certain"), [
+        (lambda: torch.rand([]) < 0.0, False), (lambda: torch.rand([]) >= 0, True), (lambda: torch.rand(1) > 1, False),
+        (lambda: torch.rand([]) < 0.5, None), (lambda: torch.rand([]) <= 0, None), (lambda: torch.rand([]).sub_(1) < 0, None),
+        (lambda: torch.rand([]) - 1 < 0, None), (lambda: (torch.rand([]) < 0).logical_not_(), None),
+    ])
+    def test_a_branch_on_what_is_drawn_is_taken_if_it_is_certain(self, left_out, certain):
+        """Layers that are left out with a probability of 0, as a layer drop does."""
+        class Some(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x if left_out() else super().forward(x)
+
+        if certain is None:
+            with pytest.raises(CaptureError, match="layer drop"):
+                capture(Some(4, 4), (torch.randn(6, 4),), {})
+        else:
+            graph = capture(Some(4, 4), (torch.randn(6, 4),), {})
+            assert any(op.target == "aten.linear.default" for op in graph.ops) == (not certain)
+
     def test_a_branch_on_a_size_that_depends_on_contents_is_told_in_a_line(self, capfd):
         class Some(nn.Linear):
             def forward(self, x: torch.Tensor) -> torch.Tensor:

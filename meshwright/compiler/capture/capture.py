@@ -229,6 +229,9 @@ _REMEDIES = (
      "the forward runs into this while it is traced. If it runs as it is, it does something else under torch.export (as code "
      "that asks torch.compiler.is_exporting() does): torch.export.export(model, args, kwargs, strict=False) shows the same. "
      "If what is missing is an input that it makes itself otherwise (an attention_mask, say), give it with the example"),
+    (("expected inputs of bf16",),
+     "torch traces grouped products of bfloat16 alone: give precision=\"bf16\", or take a version of transformers that has "
+     "products of its own for other dtypes (5.5 or later)"),
     (("dtype", "same type"), "the dtypes of an operation's operands differ under this precision; cast them in the model"),
     (("mat1 and mat2", "size of tensor", "shape", "must match", "reduction dim", "size mismatch"),
      "the shapes do not fit: check the example inputs"),

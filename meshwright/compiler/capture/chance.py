@@ -3,6 +3,9 @@
 An operator that draws is part of the graph. What Python or NumPy draws in a forward is a number to the trace, and would be the
 same in every step; and where a forward seeds torch's generator, or puts an old state back, the trace sees nothing at all. Both
 are refused, by module and line. Whatever the trace itself draws is put back.
+
+A branch on what is drawn (``torch.rand([]) < p``: layers that are left out at random) is one that a graph has not, unless it is
+certain (``Drawn``): with a p of 0 no layer is left out.
 """
 
 from __future__ import annotations
@@ -16,11 +19,38 @@ from typing import Any
 
 import torch
 
+from meshwright.compiler.capture.ranges import COMPARISONS, Span, holds
+
 SEEDING = ("manual_seed", "seed", "set_rng_state")
 
 
 class ChanceError(RuntimeError):
     """The forward seeds a generator, or draws where the graph cannot."""
+
+
+class Drawn:
+    """What ``torch.rand`` made in one forward, and what is certain of it: no number is below 0, or above 1."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, tuple[torch.Tensor, int]] = {}  # with the version that each is of
+        self.outcomes: dict[int, tuple[torch.Tensor, int, bool]] = {}
+
+    def note(self, function: Any, args: tuple[Any, ...], made: Any) -> None:
+        """After every function of torch that the forward calls."""
+        comparison = getattr(function, "__name__", "").strip("_")
+        if function is torch.rand and made.is_floating_point() and not made.is_inference():
+            self.numbers[id(made)] = made, made._version
+        elif comparison in COMPARISONS and len(args) == 2 and id(args[0]) in self.numbers and type(args[1]) in (int, float):
+            number, version = self.numbers[id(args[0])]
+            if number._version == version and args[1] == args[1] // 1:
+                found = holds(comparison, Span(0, 1), Span(int(args[1]), int(args[1])))
+                if found is not None:
+                    self.outcomes[id(made)] = made, made._version, found
+
+    def outcome(self, condition: Any) -> bool | None:
+        """Of a comparison with what was drawn; None if it is not certain."""
+        made, version, found = self.outcomes.get(id(condition), (None, 0, None))
+        return found if made is not None and made._version == version else None
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from meshwright.compiler.capture.movement import ATTENTION, EXPAND, WINDOW, is_elementwise
-from meshwright.compiler.capture.rewrite import Edit, eliminate_dead_code, rewrite
+from meshwright.compiler.capture.rewrite import Edit, eliminate_dead_code, mark_differentiable, rewrite
 from meshwright.compiler.rules import argument
 from meshwright.ir.graph import Graph, Op, Ref, map_refs
 from meshwright.ir.operators import overload
@@ -76,6 +76,7 @@ class _TooLargeError(Exception):
 
 def simplify_masks(graph: Graph) -> Graph:
     """Attention without the masks that say nothing, or only that it is causal."""
+    graph = mark_differentiable(graph)
     evaluator = _Evaluator(graph)
     verdicts: dict[str, Verdict] = {}
 
@@ -94,7 +95,9 @@ def simplify_masks(graph: Graph) -> Graph:
         elif op.target.startswith("aten.where.") and len(op.args) == 3 and isinstance(op.args[1], Ref):
             condition, chosen, out = op.args[0], op.args[1], edit.values[op.outputs[0]]
             shape = edit.shape(condition)
-            known = len(shape) > 1 and edit.dtype(chosen) == out.dtype
+            other = op.args[2]  # what takes a gradient is not dropped: that would be none in the place of zeros
+            kept = isinstance(other, Ref) and edit.values[other.name].differentiable
+            known = len(shape) > 1 and edit.dtype(chosen) == out.dtype and not kept
             if known and verdict(condition.name, shape[-2], shape[-1]) == "none":
                 return (replace(op, target=EXPAND, args=(chosen, out.shape), kwargs=()),)
         return None

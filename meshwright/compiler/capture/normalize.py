@@ -10,6 +10,7 @@
     normalize_cross_entropy, reduce_losses, gather_by_sample, look_up_bags
     fuse_projections                                         (``projections``) several projections in one weight
     simplify_masks                                           (``masks``) attention masks that are known before the run
+    decide                                                   (``ranges``) what is certain by what whole numbers can be
     gather_experts, tokens_nd                                (``experts``) stacked experts as one operator, tokens apart
     mark_differentiable                                      (``rewrite``) what a gradient flows through
     open_composites                                          (``exported``) what operators without a rule are made of; if there
@@ -48,6 +49,7 @@ from meshwright.compiler.capture.patterns import (
     reduce_losses,
 )
 from meshwright.compiler.capture.projections import fuse_projections
+from meshwright.compiler.capture.ranges import decide
 from meshwright.compiler.capture.rewrite import Edit, eliminate_dead_code, mark_differentiable, rewrite
 from meshwright.ir.graph import FILL, Graph, Op, Ref
 from meshwright.ir.operators import overload
@@ -109,7 +111,7 @@ NORMALIZATIONS: tuple[Pass, ...] = (
     normalize_dropout, clean, merge_reshapes, normalize_batch_norm, absorb_repeat_kv, linear_nd, merge_reshapes,
     fuse_projections, merge_reshapes, unmerge_batches, merge_reshapes, split_before_permute, merge_reshapes, simplify_masks,
     sink_expands, normalize_cross_entropy, merge_reshapes, reduce_losses, gather_by_sample, look_up_bags,
-    merge_reshapes, mark_differentiable, gather_experts, merge_reshapes, tokens_nd, merge_reshapes, mark_differentiable,
+    merge_reshapes, decide, mark_differentiable, gather_experts, merge_reshapes, tokens_nd, merge_reshapes, mark_differentiable,
 )
 LAST: tuple[Pass, ...] = (keep_old_values, copy_held_outputs)
 LEVELS = 8

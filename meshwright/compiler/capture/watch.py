@@ -7,6 +7,7 @@ A trace sees operators only. Within ``CaptureWatch`` (around the traced forward 
     torch.inference_mode                           torch.no_grad
     Module.to of a module that is so already       the module
     x.random_(low, high)                           x.random_(high - low).add_(low), for no name may end in ".from"
+    a branch on torch.rand that is certain          its outcome                                 (``chance``)
     requires_grad_ on an activation, save_on_cpu, checkpoint, detach, no_grad                    change no gradient of a weight
     register_hook and its kin, grad_fn, retain_grad, autograd.grad, backward, requires_grad_ on a parameter, x.grad,
     saved_tensors_hooks, a tensor that takes gradients and is not the model's, is_inference_mode_enabled, Module.to otherwise
@@ -32,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.traceback import preserve_node_meta, set_stack_trace
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from meshwright.compiler.capture.chance import Drawn
 from meshwright.compiler.capture.functions import Functions, tracing
 from meshwright.errors import NotKeptError
 
@@ -73,6 +75,7 @@ class CaptureWatch(TorchFunctionMode):
         self.is_user_file = cache(is_user_file)
         self.owned = owned
         self.functions = Functions()
+        self.drawn = Drawn()
         self.refused: NotKeptError | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,9 +104,13 @@ class CaptureWatch(TorchFunctionMode):
                                   "register it as a parameter of the model (of a module that holds the model and the loss)")
         if func is Tensor.random_ and _count_of_bounds(args, kwargs) == 2:
             return self._within(*args, **kwargs)
+        if func is Tensor.__bool__ and (outcome := self.drawn.outcome(args[0])) is not None:
+            return outcome
         set_stack_trace(self._line())
         try:
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            self.drawn.note(func, args, made)
+            return made
         except Exception as error:
             error.add_note(f"{IN_FUNCTION}{resolve_name(func) or func}")
             raise

@@ -1,7 +1,8 @@
 """The chain that stacked experts are exported as, found by its data flow and made one operator, ``mw.experts``.
 
-    ids [*t, k]  ->  reshape [n]  ->  sort  ->  sorted ids, perm
-    x[perm // k], weights[perm]          rows, sorted by expert
+    ids [*t, k]  ->  reshape [n]  ->  sort  ->  sorted ids, perm             (or argsort -> perm, and ids[perm])
+    x[perm // k], weights[perm]          rows, sorted by expert              (or x[tokens[perm]], x[tokens][perm], where tokens
+                                                                              is 0 .. t - 1, each k times)
     cumsum(histc(sorted ids))            where the rows of each expert end
     grouped product(rows, stacked weights, ends), biases[sorted ids], and anything that works row by row
     rows[inverse of perm]  ->  reshape [*t, k, h]  ->  sum over k
@@ -13,6 +14,7 @@ by row if its rule says that dim 0 passes through.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,13 +30,14 @@ from meshwright.ir.graph import Graph, Op, Ref, Value, map_refs
 from meshwright.ir.notation import RuleError
 
 SORTS = frozenset({"aten.sort.default", "aten.sort.stable"})
+ARGSORTS = frozenset({"aten.argsort.default", "aten.argsort.stable"})
 FLOORS = frozenset({"aten.floor_divide.default", "aten.div.Tensor_mode"})
 PRODUCTS: Mapping[str, tuple[str, str, str]] = {  # grouped product -> its arguments: rows, stacked weights, ends
     "aten._grouped_mm.default": ("self", "mat2", "offs"),
     "transformers.grouped_mm_fallback.default": ("input", "weight", "offs"),
 }
 CHUNK, SPLIT = "aten.chunk.default", "aten.split.Tensor"
-CAST, INDEX, RESHAPE = "aten._to_copy.default", "aten.index.Tensor", "aten.reshape.default"
+CAST, INDEX, RESHAPE, EXPAND = "aten._to_copy.default", "aten.index.Tensor", "aten.reshape.default", "aten.expand.default"
 
 
 def gather_experts(graph: Graph) -> Graph:
@@ -42,7 +45,7 @@ def gather_experts(graph: Graph) -> Graph:
     found: dict[str, list[Op]] = {}
     values = dict(graph.values)
     for op in graph.ops:
-        if op.target in SORTS and (chain := _Chain(graph, op).found()) is not None:
+        if op.target in SORTS | ARGSORTS and (chain := _Chain(graph, op).found()) is not None:
             found[chain.end.name] = list(_call(chain, graph, values))
     if not found:
         return graph
@@ -90,7 +93,7 @@ class _Chain:
         ids = values[source]
         if len(ids.shape) != 1 or ids.dtype.is_floating_point or argument(self.sort, "descending"):
             raise _NoChainError
-        self.roles[self.sort.outputs[0]], self.roles[self.sort.outputs[1]] = "ids", "perm"
+        self.roles.update(zip(self.sort.outputs, ("ids", "perm") if self.sort.target in SORTS else ("perm",), strict=True))
         self.chosen = 1
         start = self.graph.producers[self.sort.outputs[0]] + 1
         for op in self.graph.ops[start:]:
@@ -134,13 +137,19 @@ class _Chain:
             written = self._maker(op.args[2])
             counts_up = written is not None and written.target == "aten.arange.default" and written.args == (self.slots,)
             return "inverse" if counts_up and not argument(op, "accumulate") else None
-        if target in (*SORTS, "aten.argsort.default") and kinds == ["perm"] and argument(op, "descending"):
+        if target in SORTS | ARGSORTS and kinds == ["perm"] and argument(op, "descending"):
             return None
         if target in SORTS and kinds == ["perm"] and len(values[op.inputs[0]].shape) == 1:
             self.roles[op.outputs[1]] = "inverse"
             return "order"
-        if target == "aten.argsort.default" and kinds == ["perm"]:
+        if target in ARGSORTS and kinds == ["perm"]:
             return "inverse"
+        if target == INDEX and kinds == ["", "perm"] and len(op.args[1]) == 1:
+            if op.inputs[0] == self.sort.inputs[0]:
+                return "ids"
+            repeated = self._repeated(op.args[0])
+            self.chosen = repeated or self.chosen
+            return "token" if repeated else None
         if target == RESHAPE and kinds[0] in ("answers", "by token"):
             before, out = values[op.inputs[0]].shape, values[op.outputs[0]].shape
             return "by token" if out[-1:] == before[-1:] and out[-2:-1] == (self.chosen,) else None
@@ -152,6 +161,20 @@ class _Chain:
         whole = op.target == "aten.floor_divide.default" or argument(op, "rounding_mode") in ("floor", "trunc")
         return whole and isinstance(op.args[1], int) and op.args[1] > 0 and self.slots % op.args[1] == 0
 
+    def _repeated(self, ref: Any) -> int:
+        """How often every token is in this table of the tokens of all slots, in their order; 0 if it is something else."""
+        sizes: list[int] = []
+        made = self._maker(ref)
+        while made is not None and made.target in (RESHAPE, EXPAND, "aten.unsqueeze.default"):
+            before, after = (self.graph.values[name].shape for name in (made.inputs[0], made.outputs[0]))
+            if made.target == EXPAND and (before[1:] != (1,) or after[:1] != before[:1] or len(after) != 2):
+                return 0
+            sizes += [after[1]] if made.target == EXPAND else []
+            made = self._maker(made.args[0])
+        counted = made is not None and made.target == "aten.arange.default" and len(made.args) == 1
+        times = math.prod(sizes)
+        return times if counted and len(sizes) < 2 and made is not None and made.args[0] * times == self.slots else 0
+
     def _maker(self, ref: Any) -> Op | None:
         at = self.graph.producers.get(ref.name) if isinstance(ref, Ref) else None
         return None if at is None else self.graph.ops[at]
@@ -159,10 +182,20 @@ class _Chain:
     def _index(self, op: Op, table: str, by: str) -> None:
         """Something looked up for every row."""
         role, value, out = self.roles.get(by, ""), self.graph.values[table], op.outputs[0]
+        maker = self._maker(op.args[0])
+        if role == "perm" and maker is not None and maker.target == INDEX and len(maker.args[1]) == 1:
+            repeated = self._repeated(maker.args[1][0])
+            if repeated:  # the tokens of all slots, looked up before they are sorted
+                self.chosen, role, table = repeated, "token", maker.inputs[0]
+                value = self.graph.values[table]
         if table in self.rows and role == "inverse" and self.weights_or_rows(table):
             self.roles[out], self.output = "answers", table
         elif table in self.rows or table in self.roles:
             raise _NoChainError
+        elif role == "perm" and value.shape == (self.slots, 1) and self.weights in ("", table):
+            self.weights = table
+            self.body.append(Op(op.name, "aten.unsqueeze.default", (Ref("weights"), 1), (), op.outputs))
+            self.rows[out] = out
         elif role == "token" or (role == "perm" and len(value.shape) == 2 and not self.tokens and self.chosen == 1):
             if self.tokens not in ("", table) or value.shape[0] * self.chosen != self.slots or len(value.shape) != 2:
                 raise _NoChainError
@@ -233,7 +266,7 @@ class _Chain:
         if not fits:
             raise _NoChainError
         args = op.args
-        if op.target in (RESHAPE, "aten.expand.default"):
+        if op.target in (RESHAPE, EXPAND):
             args = (op.args[0], (-1, *op.args[1][1:]))
         elif rule.localize is not None and any(arg == self.slots for arg in _numbers((op.args, op.kwargs))):
             raise _NoChainError
@@ -337,7 +370,6 @@ def _fresh(values: Mapping[str, Value], base: str) -> str:
 def _body(chain: _Chain, graph: Graph) -> Experts:
     """What happens to a row. A last multiplication by the weights is left to the place where the tokens are."""
     slots, body, output = chain.slots, list(chain.body), chain.rows[chain.output]
-    weights = {name for name, inside in chain.rows.items() if inside == "weights"}
     scaled = False
     last = body[-1]
     if chain.weights and last.outputs == (output,) and last.target == "aten.mul.Tensor" and not last.kwargs:
@@ -349,7 +381,7 @@ def _body(chain: _Chain, graph: Graph) -> Experts:
         if len(factors) == 2 and len(scales) == 1 and readers == [column[scales[0]], last]:
             scaled, output = True, next(name for name in factors if name not in scales)
             body = [op for op in body if op is not last and op is not column[scales[0]]]
-    weight = graph.values[next(iter(weights))] if weights else None
+    weight = graph.values[chain.weights] if chain.weights else None
     given = {
         "rows": replace(graph.values[chain.tokens], name="rows", shape=(slots, graph.values[chain.tokens].shape[-1])),
         "ids": Value("ids", (slots,), torch.int64), "ends": Value("ends", (chain.count,), torch.int64),

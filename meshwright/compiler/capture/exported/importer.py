@@ -77,6 +77,15 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
                            "first argument") from error
 
 
+def _settled(size: Any) -> bool:
+    """Whether it is a number, or one that depends on the data and can be one alone, by what the trace has asserted of it."""
+    if isinstance(size, int):
+        return True
+    if isinstance(size, torch.SymBool):
+        return size.node.maybe_as_bool() is not None
+    return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is not None
+
+
 def _hides_writes(graph: fx.Graph) -> bool:
     """Whether something is written by operators whose schema does not say so, or in a region that stays one."""
     return any(
@@ -189,6 +198,9 @@ class _Importer:
             source_node, position = node.args
             self.env[node] = self.env[source_node][position]  # type: ignore[index]
             return
+        if _settled(node.meta.get("val")):
+            self.env[node] = int(node.meta["val"])
+            return
         module, source = module_path(node), self._source(node)
         if not isinstance(node.target, torch._ops.OpOverload):
             name = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', node.target)}".strip(".")
@@ -197,6 +209,10 @@ class _Importer:
                                f"graph. What to do: write it as operations on whole tensors", module=module, source=source)
         if str(node.target) in _ASSERTIONS:
             self._assertion(node, module, source)
+            return
+        if str(node.target) == "aten.bincount.default" and (counted := self._counted(node, module, source)):
+            self.ops += counted
+            self.env[node] = Ref(counted[-1].outputs[0])
             return
         val = node.meta.get("val")
         if isinstance(val, torch.Tensor):
@@ -230,6 +246,23 @@ class _Importer:
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             self.random.add(name)
 
+    def _counted(self, node: fx.Node, module: str, source: str) -> list[Op]:
+        """A bincount that the model takes to be no longer than ``minlength``, as adding it to as many numbers does: both are an
+        error for a larger number, as it is to what this is made of. Nothing for another."""
+        x, weights, length = map(self._argument, node.args if len(node.args) == 3 else (*node.args, 0, 0)[:3])
+        size = node.meta["val"].shape[0]
+        if weights is not None or node.kwargs or not _settled(size) or int(size) != length:
+            return []
+        given, ops = self.values[x.name], list[Op]()
+        if given.dtype != torch.int64:
+            cast = self._made(f"{node.name}_numbers", given.shape, torch.int64)
+            ops.append(Op(cast, "aten._to_copy.default", (x,), (("dtype", torch.int64),), (cast,), module, source))
+            x = Ref(cast)
+        chosen = self._made(f"{node.name}_chosen", (*given.shape, length), torch.int64)
+        made = self._made(node.name, (length,), torch.int64)
+        return [*ops, Op(chosen, "aten.one_hot.default", (x, length), (), (chosen,), module, source),
+                Op(made, "aten.sum.dim_IntList", (Ref(chosen), (0,)), (), (made,), module, source)]
+
     def _assertion(self, node: fx.Node, module: str, source: str) -> None:
         """What must hold of a tensor's contents: no operator of the step, but one of ``Graph.changes``, if it can be there."""
         condition, message = self._argument(node.args[0]), node.args[1] if len(node.args) > 1 else ""
@@ -247,6 +280,9 @@ class _Importer:
     def _value(self, name: str, tensor: torch.Tensor, node: fx.Node | None = None) -> None:
         """Declare what ``node`` computes, or what the model or the caller holds."""
         shape = tuple(tensor.shape)
+        makes = node is not None and torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
+        if not makes and all(map(_settled, shape)):
+            shape = tuple(map(int, shape))
         if not all(type(size) is int for size in shape):
             module, source = ("", "") if node is None else (module_path(node), self._source(node))
             made = "" if node is None else f" ({node.target} in module {module or '(root)'!r}, {source})"
