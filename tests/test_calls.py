@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import json
 import pickle
@@ -195,6 +196,7 @@ def around(rank: int) -> list[str]:
             told = said(lambda parallel=parallel, batch=batch, reentrant=reentrant: checkpoint(
                 lambda _: parallel(**batch)["loss"], torch.ones(1, requires_grad=True), use_reentrant=reentrant).backward())
             problems += [] if "torch.utils.checkpoint" in told else [f"{pins}: checkpoint {reentrant}: {told}"]
+        gc.collect()  # before 2.13 torch takes the hooks of a checkpoint that raised off with its error, no sooner
         for transform, x in ((torch.vmap, batch["x"][None]), (torch.func.grad, batch["x"])):
             call = transform(lambda x, parallel=parallel, batch=batch: parallel(**{**batch, "x": x})["loss"])
             told = said(lambda call=call, x=x: call(x))

@@ -36,6 +36,10 @@ def _best(scores: torch.Tensor) -> torch.Tensor:
     return scores.topk(2).indices
 
 
+def _without(numbers: torch.Tensor, number: int, other: int = 0) -> torch.Tensor:
+    return numbers.masked_fill(numbers == number, other)
+
+
 CERTAIN: tuple[tuple[Function, str], ...] = (
     (lambda s, n: (_best(s) >= SIZE).any(), "ge"), (lambda s, n: (_best(s) < 0).any(), "lt"),
     (lambda s, n: (torch.sort(_best(s).reshape(-1)).values > SIZE - 1).any(), "gt"),
@@ -44,6 +48,8 @@ CERTAIN: tuple[tuple[Function, str], ...] = (
     (lambda s, n: (n.remainder(SIZE) >= SIZE).any(), "ge"), (lambda s, n: (n.clamp(0, 3) // 2 >= 2).any(), "ge"),
     (lambda s, n: (torch.full((2,), 3) < SIZE).all(), "lt"), (lambda s, n: (n.to(torch.uint8) < 0).any(), "lt"),
     (lambda s, n: (torch.where(n > 0, _best(s)[:, 0], 7) > 7).any(), "gt"),
+    (lambda s, n: (torch.cat([_best(s), s.argmax(-1, keepdim=True)], -1) >= SIZE).any(), "ge"),
+    (lambda s, n: (_without(_best(s), 3) > 2).any(), "gt"),
     (lambda s, n: _best(s).clamp(max=SIZE - 1).sum(), "clamp"), (lambda s, n: _best(s).clamp(0).sum(), "clamp"),
     (lambda s, n: s.masked_fill((_best(s) >= SIZE)[:, :1], 7.0), "masked_fill"),
     (lambda s, n: s.masked_fill(~(_best(s) < SIZE)[:, :1], 7.0), "masked_fill"),
@@ -54,9 +60,13 @@ CERTAIN: tuple[tuple[Function, str], ...] = (
 OPEN: tuple[tuple[Function, str], ...] = (
     (lambda s, n: (_best(s) >= SIZE - 1).any(), "ge"), (lambda s, n: (_best(s) > 0).any(), "gt"),
     (lambda s, n: (n >= 0).any(), "ge"), (lambda s, n: (n.abs() >= 0).any(), "ge"),  # the least number has no opposite
+    (lambda s, n: (torch.stack([s.argmax(-1), n], -1) >= 0).any(), "ge"),
+    (lambda s, n: (_without(_best(s), 2) > 2).any(), "gt"), (lambda s, n: (_without(_best(s), 3, 5) > 2).any(), "gt"),
+    (lambda s, n: (_best(s).masked_fill(_best(s + 1) == 3, 0) > 2).any(), "gt"),  # of another choice
     (lambda s, n: (_best(s) + n.max() >= 0).any(), "ge"), (lambda s, n: (s * s >= 0).any(), "ge"),  # not if it is nan
     (lambda s, n: (n.remainder(-SIZE) >= 0).any(), "ge"), (lambda s, n: _best(s).clamp(max=SIZE - 2).sum(), "clamp"),
     (lambda s, n: (n.clamp(0, 300).to(torch.int8) >= 0).any(), "ge"),  # 300 is 44 there, and 200 is -56
+    (lambda s, n: (n.to(torch.int8) // 300 <= 0).any(), "le"),  # 300 is 44 there
     (lambda s, n: (_best(s).to(torch.int8) == torch.tensor(256)).any(), "eq"),
     (lambda s, n: s.masked_fill((_best(s) >= 1)[:, :1], 7.0), "masked_fill"),
     (lambda s, n: torch.where((_best(s) < SIZE)[:, :1], s.detach(), s), "where"),  # gradients of zero, not none

@@ -93,7 +93,7 @@ class _Decided:
 
     def __init__(self, op: Op, edit: Edit, known: Mapping[str, Span]) -> None:
         self.op, self.edit, self.known = op, edit, known
-        self.kind = op.target.split(".")[1]
+        self.kind = op.target.split(".")[1] if op.target.startswith("aten.") else ""
         self.out = edit.values[op.outputs[0]]
 
     def of(self, arg: Any) -> Span | None:
@@ -109,17 +109,20 @@ class _Decided:
             shape, dim = self.edit.shape(op.args[0]), argument(op, "dim")
             size = math.prod(shape) if dim is None else shape[dim] if shape else 1
             return Span(0, max(0, size - 1))
-        found = self.of(op.args[0]) if op.target in MOVES else self._computed()
+        found = self.of(op.args[0]) if op.target in MOVES else self._computed(anything)
         return found if found is not None and anything.low <= found.low and found.high <= anything.high else anything
 
-    def _computed(self) -> Span | None:
+    def _computed(self, anything: Span) -> Span | None:
         op, args = self.op, self.op.args
         if op.target == FILL:
             return Span(int(args[1]), int(args[1])) if math.isfinite(args[1]) else None
         if op.target.startswith("aten.where.") and len(args) == 3:
             return self._either(args[1], args[2])
         if op.target == "aten.masked_fill.Scalar":
-            return self._either(args[0], args[2])
+            kept, filled = self._kept(), self.of(args[2])
+            return None if kept is None or filled is None else Span(min(kept.low, filled.low), max(kept.high, filled.high))
+        if op.target in ("aten.cat.default", "aten.stack.default"):
+            return self._either(*args[0])
         if self.kind in COMPARISONS:
             return self._compared()
         one = self.of(args[0]) if args else None
@@ -132,7 +135,9 @@ class _Decided:
             low, high = (min(max(number, least), most) for number in one)
             return Span(int(low), int(high))
         divisor = args[1] if len(args) > 1 else None
-        if op.target in ("aten.floor_divide.default", "aten.remainder.Scalar") and type(divisor) is int and divisor > 0:
+        if op.target in ("aten.floor_divide.default", "aten.remainder.Scalar"):
+            if not isinstance(divisor, int) or not 0 < divisor <= anything.high:  # its dtype would make another of it
+                return None
             quotient = Span(one.low // divisor, one.high // divisor)
             return quotient if op.target == "aten.floor_divide.default" else Span(0, divisor - 1)
         if self.out.dtype == torch.bool and self.kind in ("logical_not", "bitwise_not") and self._of_bools():
@@ -147,9 +152,16 @@ class _Decided:
     def _of_bools(self) -> bool:
         return all(isinstance(arg, Ref) and self.edit.dtype(arg) == torch.bool for arg in self.op.args)
 
-    def _either(self, one: Any, other: Any) -> Span | None:
-        first, second = self.of(one), self.of(other)
-        return None if first is None or second is None else Span(min(first.low, second.low), max(first.high, second.high))
+    def _either(self, *args: Any) -> Span | None:
+        spans = [span for span in map(self.of, args) if span is not None]
+        return Span(min(span.low for span in spans), max(span.high for span in spans)) if len(spans) == len(args) else None
+
+    def _kept(self) -> Span | None:
+        """What a masked_fill leaves of its operand: without its largest number, where the mask is that it is this."""
+        x, mask = self.op.args[:2]
+        span, asked = self.of(x), self.edit.made_by(mask, "aten.eq.Scalar")
+        largest = span is not None and asked is not None and asked.args[0] == x and asked.args[1] == span.high > span.low
+        return Span(span.low, span.high - 1) if span is not None and largest else span
 
     def _compared(self) -> Span | None:
         """A tensor with a number that its dtype holds, or with one of its dtype: neither becomes another number before."""
