@@ -1,7 +1,7 @@
 """Cells of context parallelism: a model x a length x a precision x pins, trained in parallel and on one process, compared.
 
     python benchmarks/cells.py [--processes 4] [--count 50] [--seed 0] [--models REGEX] [--pins REGEX] [--open] [--log FILE]
-                               [--list]
+                               [--list] [--device cuda]
 
 Cells are drawn so that every value of every part (schedule, ZeRO, recomputation, form of attention, layout, length, ...) comes
 equally often (Latin hypercube: McKay, Beckman and Conover 1979), in an order that a seed decides; of those known to be refused
@@ -17,6 +17,9 @@ one half: what it proposes must run. Each is one line:
     refused   the same MeshwrightError on every rank, with its words
     UNEQUAL   what differs
     RAW       any other error, or ranks that do not agree or do not end
+
+With ``--device cuda`` all processes and the one alone compute on this machine's first GPU, with its kernels; what is exchanged
+goes by way of the host (``tests.staged``).
 
 The last line counts them. The exit status is 1 where a cell is UNEQUAL or RAW. With ``--log`` every cell is written to a file
 of JSON lines, and those that stand there are not run again.
@@ -51,6 +54,7 @@ from meshwright.ir.schedules.builtin import BUILTIN
 from tests.equality import RELATIVE, captured_once, compare, loss_of, train
 from tests.pool import Pool, WorkerError
 from tests.sequences import DROPS, MODELS, make
+from tests.staged import BACKEND
 
 LAYOUTS: Mapping[int, Sequence[Mapping[str, Any]]] = {
     2: [{"cp": 2}],
@@ -70,6 +74,8 @@ LENGTHS = (16, 8, 12, 13, 11)
 """Of which 13 and 11 are multiples of no degree, and 12 of cp = 4 but not of twice that."""
 SPLIT = tuple(schedule.name for schedule in BUILTIN if schedule.split)
 TIMEOUT = 150.0
+PLACE = ["cpu"]
+"""Where this process computes."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +153,10 @@ def opened(cells: Sequence[Cell], seed: int) -> list[Cell]:
     ]
 
 
-def ran(rank: int, cell: Cell) -> tuple[str, str]:
+def ran(rank: int, cell: Cell, place: str) -> tuple[str, str]:
     """(what came of a cell on this rank, in words)."""
     torch.set_num_threads(1)
+    PLACE[0] = place
     try:
         with captured_once(f"{cell.model}-{cell.length}-{cell.precision}-{cell.drop}"):
             return (_dropped if cell.drop else _halved if cell.precision == "bf16" else _plain)(cell)
@@ -159,9 +166,18 @@ def ran(rank: int, cell: Cell) -> tuple[str, str]:
         return "RAW", f"{type(error).__name__}: {error}"
 
 
+def _made(cell: Cell) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return _placed(cell.model, cell.length, cell.drop)
+
+
+def _placed(name: str, length: int, drop: float = 0.0) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    model, batch = make(name, length, drop)
+    return model.to(PLACE[0]), {key: x.to(PLACE[0]) for key, x in batch.items()}
+
+
 def _parallel(cell: Cell, model: nn.Module, batch: Mapping[str, Any], **options: Any) -> nn.Module:
     torch.manual_seed(7)
-    mesh = init_device_mesh("cpu", (cell.world,))
+    mesh = init_device_mesh(PLACE[0], (cell.world,))
     given = options or {"pins": dict(cell.pins), "precision": cell.precision}
     return autoparallel(model, mesh, ((), batch), progress=False, **given)
 
@@ -169,14 +185,19 @@ def _parallel(cell: Cell, model: nn.Module, batch: Mapping[str, Any], **options:
 @cache
 def _alone(name: str, length: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """(losses, parameters) of one process in fp32, after two steps of AdamW."""
-    model, batch = make(name, length)
+    model, batch = _placed(name, length)
     losses = train(model, batch)
-    return losses, {key: value.detach().clone() for key, value in model.state_dict().items()}
+    return losses, _kept(model.state_dict())
+
+
+def _kept(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies on the CPU, where a ``full_state_dict`` lies."""
+    return {key: value.detach().to("cpu", copy=True) for key, value in state.items()}
 
 
 def _plain(cell: Cell) -> tuple[str, str]:
     losses, wanted = _alone(cell.model, cell.length)
-    model, batch = make(cell.model, cell.length)
+    model, batch = _made(cell)
     parallel = _parallel(cell, model, batch)
     found = train(parallel, batch)
     problems = [f"loss {a} instead of {b}" for a, b in zip(found, losses, strict=True) if not abs(a - b) <= RELATIVE * abs(b)]
@@ -190,7 +211,7 @@ def _verdict(problems: Sequence[str], rounded: bool = False) -> tuple[str, str]:
 
 def _moved(model: Any, batch: Mapping[str, Any], forward: Callable[[], torch.Tensor]) -> tuple[list[float], Any]:
     """(two losses, what a step of plain descent at a rate of one changed): the gradient, wherever its pieces lie."""
-    before = {key: value.detach().clone() for key, value in _state(model).items()}
+    before = _kept(_state(model))
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=1.0), []
     for step in range(2):
         loss = forward()
@@ -199,7 +220,7 @@ def _moved(model: Any, batch: Mapping[str, Any], forward: Callable[[], torch.Ten
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    return losses, {key: before[key] - value.detach() for key, value in _state(model).items() if value.is_floating_point()}
+    return losses, {key: before[key] - value for key, value in _kept(_state(model)).items() if value.is_floating_point()}
 
 
 def _state(model: Any) -> Mapping[str, torch.Tensor]:
@@ -211,12 +232,12 @@ def _state(model: Any) -> Mapping[str, torch.Tensor]:
 def _alone_descending(name: str, length: int, halved: bool, nudge: int = 0) -> tuple[list[float], Any]:
     """(two losses, the gradient) of one process; ``nudge``: a seed by which its parameters are others by a thousandth at most,
     half of what bf16 tells apart."""
-    model, batch = make(name, length)
+    model, batch = _placed(name, length)
     if nudge:
         dice = torch.Generator().manual_seed(nudge)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(1 + 2e-3 * (torch.rand(parameter.shape, generator=dice) - 0.5))
+                parameter.mul_(1 + 2e-3 * (torch.rand(parameter.shape, generator=dice).to(parameter.device) - 0.5))
 
     def forward() -> torch.Tensor:
         if not halved:
@@ -230,7 +251,7 @@ def _alone_descending(name: str, length: int, halved: bool, nudge: int = 0) -> t
 
 def _halved(cell: Cell) -> tuple[str, str]:
     wanted, gradients = _alone_descending(cell.model, cell.length, False)
-    model, batch = make(cell.model, cell.length)
+    model, batch = _made(cell)
     parallel = _parallel(cell, model, batch)
     found, moved = _moved(parallel, batch, lambda: loss_of(parallel(**batch)))
     scale = max(float(gradient.norm()) for gradient in gradients.values())
@@ -254,9 +275,9 @@ def _halved(cell: Cell) -> tuple[str, str]:
 
 
 def _dropped(cell: Cell) -> tuple[str, str]:
-    model, batch = make(cell.model, cell.length, cell.drop)
+    model, batch = _made(cell)
     parallel: Any = _parallel(cell, model, batch)
-    start = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    start = _kept(model.state_dict())
     losses, moved = _moved(parallel, batch, lambda: loss_of(parallel(**batch)))
     message = [moved if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(message, src=0)
@@ -286,10 +307,10 @@ def _once(model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> list[torch
     return [gradients[name] for name, _ in model.named_parameters() if name in gradients]
 
 
-def outcome(pool: Pool, cell: Cell) -> tuple[str, str]:
+def outcome(pool: Pool, cell: Cell, place: str) -> tuple[str, str]:
     """A cell on processes of its own."""
     try:
-        answers = pool.run(cell.world, ran, cell, timeout=TIMEOUT)
+        answers = pool.run(cell.world, ran, cell, place, timeout=TIMEOUT, backend="gloo" if place == "cpu" else BACKEND)
     except WorkerError as error:
         return "RAW", str(error)
     if len({verdict for verdict, _ in answers}) > 1 and not any(verdict in ("UNEQUAL", "rounding") for verdict, _ in answers):
@@ -310,6 +331,7 @@ def main() -> None:
     parser.add_argument("--open", action="store_true", help="leave half of the pins to the search")
     parser.add_argument("--cell", help="one cell, as JSON of a line of the log")
     parser.add_argument("--log", type=Path, help="a file of JSON lines; what stands there is not run again")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where all processes compute")
     parser.add_argument("--list", action="store_true", help="the cells, nothing else")
     options = parser.parse_args()
     cells = list(drawn(options.count, options.seed, options.processes, options.models))
@@ -326,7 +348,7 @@ def main() -> None:
             print(cell)
             continue
         start = time.monotonic()
-        verdict, words = (row["verdict"], row["words"]) if (row := done.get(str(cell))) else outcome(pool, cell)
+        verdict, words = (row["verdict"], row["words"]) if (row := done.get(str(cell))) else outcome(pool, cell, options.device)
         counts[verdict] += 1
         short = words if verdict in ("UNEQUAL", "RAW") else words[:300]
         print(f"{verdict:8s}{time.monotonic() - start:6.1f} s  {cell}{'  | ' if words else ''}{short}", flush=True)

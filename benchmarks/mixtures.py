@@ -2,7 +2,7 @@
 
     python benchmarks/mixtures.py --families [--only REGEX] [--world 2 4]     every family of transformers, tiny
     python benchmarks/mixtures.py --zoo [--only REGEX] [--world 2 4 8]     the zoo's mixtures, two to four layers of them
-    python benchmarks/mixtures.py [--cells 24] [--seed 0] [--only REGEX] [--world 2 4]     cells drawn at random
+    python benchmarks/mixtures.py [--device cuda] [--cells 24] [--seed 0] [--only REGEX] [--world 2 4]     cells drawn at random
 
 ``--families`` trains each family (``tests/families.py``) with experts split over two ranks and nothing else pinned, and with
 nothing pinned at all. ``--zoo`` does so with the published mixtures (``zoo.toml``), a dense layer first where theirs have one,
@@ -10,8 +10,9 @@ under every layout of ep and with nothing pinned. A drawn cell is a mixture with
 every token, another none) under a layout of ep with tp, cp or pp, a ZeRO level, micro-batches, recomputation and a precision.
 The same seed draws the same cells.
 
-Processes are the tests' (``tests/pool.py``) on the CPU. Two steps of AdamW, gradients clipped; losses, norms and the state are
-compared with those of the plain model, each by its largest element. A cell is
+Processes are the tests' (``tests/pool.py``) on the CPU, or with ``--device cuda`` all on this machine's first GPU, with its
+kernels, while what they exchange goes by way of the host (``tests/staged.py``). Two steps of AdamW, gradients clipped; losses,
+norms and the state are compared with those of the plain model, each by its largest element. A cell is
 
 * ``equal`` within 1e-4;
 * ``rounding``: not within 1e-4, but in float64 a step of plain SGD goes the way of the plain model's to 5e-6 of its length,
@@ -58,6 +59,7 @@ from meshwright.published.zoo import systems
 from tests import families, mixtures
 from tests.equality import EPS, RELATIVE, captured_once, loss_of
 from tests.pool import Pool, WorkerError
+from tests.staged import BACKEND
 
 EXACT, ROUGH = 5e-6, 0.05
 """By how much a step of SGD may miss that of the plain model, in parts of its length: in float64, and in bf16."""
@@ -175,7 +177,12 @@ def built(cell: Cell, double: bool) -> tuple[nn.Module, dict[str, Any]]:
 def plain(model: nn.Module, batch: Mapping[str, Any], low: bool, once: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and norms of a loop on the model, and its state after it; ``low``: computed in bf16; ``once``: a step of SGD."""
     made = _loop(model, lambda: _in_bf16(model, batch) if low else loss_of(model(**batch)), once)
-    return made, {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return made, _kept(model)
+
+
+def _kept(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of its state on the CPU, where a ``full_state_dict`` lies."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
 
 
 def _in_bf16(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -200,20 +207,21 @@ def _loop(model: nn.Module, loss: Any, once: bool) -> list[float]:
     return found
 
 
-def work(rank: int, cell: Cell, double: bool) -> tuple[str, float, str]:
+def work(rank: int, cell: Cell, double: bool, place: str) -> tuple[str, float, str]:
     """On every rank: what came of the cell, by how much it was off (a part of the bound), and words."""
     torch.set_num_threads(1)
     low = cell.precision == "bf16"
     once = low or double
     model, batch = built(cell, double)
-    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model, batch = model.to(place), {name: x.to(place) for name, x in batch.items()}
+    before = _kept(model)
     without = mock.patch.object(moe, "_can_use_grouped_mm", return_value=False)  # a kernel that takes no float64
     with without if double else nullcontext():
         numbers, wanted = plain(copy.deepcopy(model), batch, low, once)
     try:
         with captured_once(f"{cell.model} {cell.routing} {cell.pins.get('pp', 1) > 1}", double):
             parallel = autoparallel(
-                model, init_device_mesh("cpu", (cell.world,)), ((), batch), pins=dict(cell.pins), precision=cell.precision,
+                model, init_device_mesh(place, (cell.world,)), ((), batch), pins=dict(cell.pins), precision=cell.precision,
                 progress=False,
             )
         mine = _loop(parallel, lambda: loss_of(parallel(**batch)), once)
@@ -251,19 +259,20 @@ def _off(have: torch.Tensor, want: torch.Tensor, before: torch.Tensor, once: boo
     return (have - want).abs().max().item() / max(want.abs().max().item(), 1e-3)
 
 
-def result(pool: Pool, cell: Cell) -> dict[str, Any]:
+def result(pool: Pool, cell: Cell, place: str) -> dict[str, Any]:
     """What came of a cell, in float64 too where it is not equal in float32."""
-    found = _run(pool, cell, False)
+    found = _run(pool, cell, False, place)
     if found["what"] == "unequal" and cell.precision == "fp32":
-        exact = _run(pool, cell, True)
+        exact = _run(pool, cell, True, place)
         words = f"{found['words']}; in float64 off by {exact['off']:.1e} ({exact['words']})"
         found |= {"words": words, "what": "rounding" if exact["what"] == "equal" else "unequal"}
     return found
 
 
-def _run(pool: Pool, cell: Cell, double: bool) -> dict[str, Any]:
+def _run(pool: Pool, cell: Cell, double: bool, place: str) -> dict[str, Any]:
     try:
-        answers = pool.run(cell.world, work, cell, double, timeout=600.0)
+        backend = "gloo" if place == "cpu" else BACKEND
+        answers = pool.run(cell.world, work, cell, double, place, timeout=600.0, backend=backend)
     except WorkerError as error:
         return {"what": "unequal", "off": float("inf"), "words": f"error: {str(error)[-300:]}"}
     kinds = {what for what, _, _ in answers}
@@ -284,6 +293,7 @@ def main() -> int:
     parser.add_argument("--cells", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--world", type=int, nargs="+", default=[2, 4], choices=sorted(LAYOUTS))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where all processes compute")
     parser.add_argument("--only", default="", help="a regular expression that names of cells match")
     parser.add_argument("--log", type=Path, help="JSON lines: what stands there is not run again")
     asked = parser.parse_args()
@@ -294,7 +304,7 @@ def main() -> int:
     pool, counts = Pool(), Counter[str]()
     for cell in (cell for cell in cells if re.search(asked.only, str(cell))):
         start = time.monotonic()
-        row = known.get(str(cell)) or {"cell": str(cell), **asdict(cell), **result(pool, cell)}
+        row = known.get(str(cell)) or {"cell": str(cell), **asdict(cell), **result(pool, cell, asked.device)}
         if asked.log and str(cell) not in known:
             with asked.log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")

@@ -2,9 +2,9 @@
 
 Starting a process and importing torch costs seconds, a process group some hundredths of one: so all processes but the first are
 forked from one that has imported everything (``tests.warm``), they live on, and every job gets a fresh default process group
-(gloo, a store of its own) over the first ``world`` of them. A job is a module-level function, called as ``fn(rank, *args)`` on
-each rank; it, its arguments and its result travel pickled. What one of the forked processes makes for all of them, such as the
-graph of a model, the others read from a folder (``once``).
+(gloo's or that of ``tests.staged``, a store of its own) over the first ``world`` of them. A job is a module-level function,
+called as ``fn(rank, *args)`` on each rank; it, its arguments and its result travel pickled. What one of the forked processes
+makes for all of them, such as the graph of a model, the others read from a folder (``once``).
 
 The first process is started anew, and makes everything itself: it hashes otherwise than the others, so that what depends on
 the order of a set differs between ranks here too, and is found.
@@ -33,6 +33,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import debug
+
+from tests.staged import register
 
 LARGEST = 4
 TIMEOUT = 300.0
@@ -71,14 +73,15 @@ def _serve(rank: int, jobs: Any, results: Any, folder: str) -> None:
     if rank:
         _FOLDER.append(Path(folder))
     torch.set_num_threads(1)
+    register()
     caches = _Caches()
     gc.freeze()
     results.put((0, rank, None, None))
     while (job := jobs.get()) is not None:
-        number, world, store, fn, args, timeout = job
+        number, world, store, backend, fn, args, timeout = job
         try:
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+                backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
             )
             dist.barrier()  # a rank that ends a short job closes connections that others are still making
             torch.manual_seed(0)
@@ -125,13 +128,16 @@ class Pool:
         self._number = 0
         self._folder = tempfile.TemporaryDirectory()
 
-    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-        """``[fn(rank, *args) for rank in range(world)]``, each on a process of its own, in one process group."""
+    def run(
+        self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, backend: str = "gloo"
+    ) -> list[Any]:
+        """``[fn(rank, *args) for rank in range(world)]``, each on a process of its own, in one process group; ``backend``: gloo
+        or that of ``tests.staged``."""
         self._start(world)
         self._number += 1
         store = os.path.join(self._folder.name, f"store{self._number}")
         for _, jobs in self._workers[:world]:
-            jobs.put((self._number, world, store, fn, args, timeout))
+            jobs.put((self._number, world, store, backend, fn, args, timeout))
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < world:

@@ -170,7 +170,8 @@ class _Biased(nn.Module):
         x = self.embed(input_ids)
         bias = self.bias[None]
         if self.causal:
-            bias = bias.masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), float("-inf"))
+            hidden = torch.ones(x.shape[1], x.shape[1], device=x.device).triu(1).bool()
+            bias = bias.masked_fill(hidden, float("-inf"))
         for qkv, out in self.layers:
             q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in qkv(x).split([32, 16, 16], -1))
             y = F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)

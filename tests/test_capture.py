@@ -1311,3 +1311,20 @@ def test_another_name_of_an_operator_is_that_operator() -> None:
     known = ("cat.default", "sigmoid.default", "clamp.default", "abs.default", "div.Tensor", "gt.Scalar")
     assert targets(graph).keys() >= {f"aten.{name}" for name in (*known, "softmax.int")}
     assert all(default_rules().known(target) for target in targets(graph) if target != "mw.fill")
+
+
+def test_constants_and_factories_lie_where_the_operands_do() -> None:
+    """On a GPU, say, what is asserted of inputs there reads the model's constants and an ``arange``."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain = torch.randn(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.plain + torch.arange(x.shape[1])
+
+    graph = capture(Model(), (torch.randn(2, 4),), {})
+    assert graph.constants
+    found = run(graph, {graph.inputs[0]: torch.randn(2, 4, device="meta")})
+    assert all(tensor.is_meta for tensor in found.values())

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import cells
 from benchmarks.cells import Cell, drawn, opened, ran
+from tests.staged import BACKEND
 
 
 def test_every_value_is_drawn_equally_often() -> None:
@@ -49,9 +50,9 @@ def _told(rank: int, name: str) -> list[tuple[str, str]]:
 
         return shifted
 
-    right, compared = ran(rank, ONE[name]), {"fp32": "_alone", "bf16": "_alone_descending", "dropout": "_moved"}[name]
+    right, compared = ran(rank, ONE[name], "cpu"), {"fp32": "_alone", "bf16": "_alone_descending", "dropout": "_moved"}[name]
     with mock.patch.object(cells, compared, off(getattr(cells, compared))):
-        return [right, ran(rank, ONE[name])]
+        return [right, ran(rank, ONE[name], "cpu")]
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "dropout"])
@@ -66,13 +67,19 @@ def test_what_is_a_tenth_off_is_told(pool: Callable[[int], Any], name: str) -> N
 def test_a_refusal_comes_with_its_words() -> None:
     cell = ONE["fp32"]
     with mock.patch.object(cells, "init_device_mesh", side_effect=cells.MeshwrightError("no such mesh")):
-        assert ran(0, cell) == ("refused", "MeshwrightError: no such mesh")
+        assert ran(0, cell, "cpu") == ("refused", "MeshwrightError: no such mesh")
     with mock.patch.object(cells, "init_device_mesh", side_effect=RuntimeError("a raw one")):
-        assert ran(0, cell) == ("RAW", "RuntimeError: a raw one")
+        assert ran(0, cell, "cpu") == ("RAW", "RuntimeError: a raw one")
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_view_of_a_weight_is_handed_on_after_the_weight_is_freed(pool: Callable[[int], Any], recompute: str) -> None:
     """A learned bias under ZeRO-3 in a pipeline: its unit hands a view of it to a layer, which runs when it is freed."""
     pins = {"cp": 2, "dp": 1, "tp": 1, "pp": 2, "schedule": "1f1b", "microbatches": 2, "zero": 3, "recompute": recompute}
-    assert pool(4).run(ran, Cell("biased causal", 12, "fp32", 0.0, pins)) == [("equal", "")] * 4
+    assert pool(4).run(ran, Cell("biased causal", 12, "fp32", 0.0, pins), "cpu") == [("equal", "")] * 4
+
+
+def test_by_way_of_the_host(pool: Callable[[int], Any]) -> None:
+    """The same over groups whose ranks may share a GPU: gathers, reductions, exchanges and what stages send each other."""
+    pins = {"cp": 2, "dp": 1, "tp": 1, "pp": 2, "schedule": "1f1b", "microbatches": 2, "zero": 3, "attention": "ring"}
+    assert pool(4).run(ran, Cell("Llama", 12, "fp32", 0.0, pins), "cpu", backend=BACKEND) == [("equal", "")] * 4

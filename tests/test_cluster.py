@@ -98,10 +98,10 @@ def test_with_memory_overrides_the_capacity_and_the_reserve():
 def test_with_kernels_changes_only_the_software():
     cluster = Cluster.parse("h100:1x8")
     assert cluster.with_kernels(attention="flash3").device.attention_forward > cluster.device.attention_forward
-    assert cluster.device.fused
-    eager = cluster.with_kernels(fused=False)
-    assert not eager.device.fused
-    assert eager.with_kernels(attention="flash3").with_kernels(attention="flash2", fused=True) == cluster
+    assert not cluster.device.fused  # programs run one kernel after the other
+    compiled = cluster.with_kernels(fused=True)
+    assert compiled.device.fused
+    assert compiled.with_kernels(attention="flash3").with_kernels(attention="flash2", fused=False) == cluster
     with pytest.raises(ClusterError, match="known: flash1, flash2, flash3, triton"):
         cluster.with_kernels(attention="flash9")
 

@@ -28,8 +28,8 @@ from meshwright.ir.graph import Graph, Op, Param, Ref, Value
 from meshwright.planner import capture_model
 from tests.models import make
 
-H100 = Cluster.parse("h100:1x8").device
-A100 = Cluster.parse("a100:1x8").device
+H100 = Cluster.parse("h100:1x8").with_kernels(fused=True).device
+A100 = Cluster.parse("a100:1x8").with_kernels(fused=True).device
 BF16 = torch.bfloat16
 LINEAR = "aten.linear.default"
 ATTENTION = "aten.scaled_dot_product_attention.default"

@@ -374,7 +374,7 @@ def test_pipelines_that_look_better_at_a_glance_are_solved_first(monkeypatch: py
     found = []
     for looks in (Sweep._looks_better, lambda sweep, node: False):
         monkeypatch.setattr(Sweep, "_looks_better", looks)
-        run = search(llama(24, 1024, 96), "a10g:12x4", 6 * GIB, limit=2.0)
+        run = search(llama(24, 1024, 96), "a10g:12x4", 6 * GIB, limit=3.0)
         run.begin()
         run.rest()
         found.append(run.solved[0])

@@ -43,11 +43,13 @@ class Device:
 
     ``peak``: FLOP/s by dtype name ("bf16", "f32"). ``attention``: {kernel: (forward, backward) fraction of the peak}, of which
     ``attention_kernel`` runs. ``units`` and ``tile``: multiprocessors and the edge of the matmul tile each works on (wave
-    quantization); ``depth``: inner dimension at which a matmul reaches half of its efficiency. ``kernel_seconds``: what each
-    kernel costs however small. ``contention``: slowdown of compute while a collective runs beside it. ``fused``: whether chains
-    of pointwise operators run as one kernel (compiled); ``overlapped``: whether products, as Transformer Engine's, gather and
-    reduce activations in pieces beside their work; ``accumulates``: whether they add a weight's gradient to its fp32 sum
-    themselves (Megatron-LM's gradient accumulation fusion); ``repeats``: whether recomputation runs a block's whole forward
+    quantization); ``depth``: inner dimension at which a matmul reaches half of its efficiency; ``unaligned``: what it reaches
+    at most where rows of 16-bit numbers are no multiple of 16 bytes. ``kernel_seconds``: what each kernel costs however small.
+    ``contention``: slowdown of compute while a collective runs beside it. ``fused``: whether chains of pointwise operators run
+    as one kernel (compiled), which the programs of this project do not; ``overlapped``: whether products, as Transformer
+    Engine's, gather and reduce activations in pieces beside their work; ``accumulates``: whether they add a weight's gradient
+    to its fp32 sum themselves (Megatron-LM's gradient accumulation fusion); ``repeats``: whether recomputation runs a block's
+    whole forward
     again (Megatron-LM's checkpoint) or stops at the last value kept (torch's); ``alone``: whether ZeRO moves every parameter
     in a collective of its own, when it is called for and beside nothing (DeepSpeed), or those of a block together (FSDP);
     ``merged_loss``: whether the cross entropy is one kernel each way although the rest is not compiled (FlashAttention's,
@@ -84,6 +86,7 @@ class Device:
     units: int
     tile: int
     depth: float
+    unaligned: float
     contention: float
     products: str = ""
     measured: tuple[MeasuredProducts, ...] = ()
@@ -103,7 +106,7 @@ class Device:
     plain_collectives: bool = False
     packed: bool = False
     waits: bool = False
-    fused: bool = True
+    fused: bool = False
     overlapped: bool = False
     accumulates: bool = False
     repeats: bool = False
@@ -268,7 +271,8 @@ _IDLE = 0.1
 _DEVICE_KEYS: Mapping[str, str] = {
     "memory": "memory_bytes", "reserve": "reserve_bytes", "memory_bandwidth": "memory_bandwidth",
     "matmul_efficiency": "matmul_efficiency", "memory_efficiency": "memory_efficiency",
-    "kernel": "kernel_seconds", "units": "units", "tile": "tile", "depth": "depth", "contention": "contention",
+    "kernel": "kernel_seconds", "units": "units", "tile": "tile", "depth": "depth",
+    "unaligned": "unaligned", "contention": "contention",
 }
 _NODE_KEYS: Mapping[str, str] = {
     "link": "link_bandwidth", "link_latency": "link_latency", "ring": "ring_efficiency", "reduce": "reduce_efficiency",

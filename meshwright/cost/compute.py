@@ -53,6 +53,8 @@ _LOSS_MERGED = (1.0, 2.0)
 gradient in their place."""
 _CAST: Mapping[str, int] = {"f8e4m3": 1}
 """Formats whose operands are read and written once more before a product, and the bytes of an element in them."""
+_ROW = 8
+"""16-bit numbers in the 16 bytes that a kernel for tensor cores reads of a row at a time."""
 _RAMP = (150.0, 450.0)
 """Keys at which attention, not causal and causal, reaches half of its efficiency: the rise from 512 to 16,384 in the figures of
 Dao 2023 (FlashAttention-2), from memory (trust D)."""
@@ -139,7 +141,7 @@ def matmul_efficiency(batch: int, m: int, n: int, k: int, device: Device) -> flo
     return device.matmul_efficiency * best * k / (k + device.depth)
 
 
-def _product(batch: int, m: int, n: int, k: int, dtype: torch.dtype, device: Device) -> float:
+def _product(batch: int, m: int, n: int, k: int, dtype: torch.dtype, device: Device, aligned: bool = True) -> float:
     """Seconds of one product: as measured where the device's table has it, else the formula scaled as the table's products of
     about as many FLOPs are."""
     if min(batch, m, n, k) == 0:
@@ -150,12 +152,13 @@ def _product(batch: int, m: int, n: int, k: int, dtype: torch.dtype, device: Dev
         for shape, seconds_ in zip(table.shapes, table.seconds, strict=True)
     ]
     if not points:
-        return _by_formula(batch, m, n, k, dtype, device)
+        return _by_formula(batch, m, n, k, dtype, device, aligned)
     known = {shape: seconds_ for _, shape, seconds_ in points}
     if batch == 1 and (m, n, k) in known:
         return known[m, n, k]
-    pairs = [(size, seconds_ / _by_formula(1, *shape, dtype, device)) for size, shape, seconds_ in points]
-    return _ratio(math.log(batch * m * n * k), pairs) * _by_formula(batch, m, n, k, dtype, device)
+    pairs = [(size, seconds_ / _by_formula(1, *shape, dtype, device, _aligned(*shape[1:], dtype)))
+             for size, shape, seconds_ in points]
+    return _ratio(math.log(batch * m * n * k), pairs) * _by_formula(batch, m, n, k, dtype, device, aligned)
 
 
 def least_measured(device: Device) -> float:
@@ -163,7 +166,8 @@ def least_measured(device: Device) -> float:
     ratios = [1.0]
     for table in device.measured:
         dtype = next(one for one, name in DTYPE_NAMES.items() if name == table.dtype)
-        ratios += [s / _by_formula(1, *shape, dtype, device) for shape, s in zip(table.shapes, table.seconds, strict=True)]
+        ratios += [s / _by_formula(1, *shape, dtype, device, _aligned(*shape[1:], dtype))
+                   for shape, s in zip(table.shapes, table.seconds, strict=True)]
     return min(ratios)
 
 
@@ -189,10 +193,11 @@ def _moved(kind: str, bytes_: float, dtype: torch.dtype, device: Device) -> floa
     ))
 
 
-def _by_formula(batch: int, m: int, n: int, k: int, dtype: torch.dtype, device: Device) -> float:
+def _by_formula(batch: int, m: int, n: int, k: int, dtype: torch.dtype, device: Device, aligned: bool = True) -> float:
     """Seconds of one product by the formula."""
     peak = device.peak[device.products] if device.products else device.flops(dtype)
-    work = 2.0 * batch * m * n * k / (peak * matmul_efficiency(batch, m, n, k, device))
+    efficiency = matmul_efficiency(batch, m, n, k, device)
+    work = 2.0 * batch * m * n * k / (peak * (efficiency if aligned else min(efficiency, device.unaligned)))
     if device.products in _CAST:
         work += batch * (m * k + k * n) * (dtype.itemsize + _CAST[device.products]) / memory_speed(device)
     stream = batch * (m * k + k * n + m * n) * dtype.itemsize / memory_speed(device)
@@ -203,15 +208,22 @@ def _matmul(operator: Operator, work: Work, device: Device) -> tuple[float, floa
     forward = backward = 0.0
     left, right = _sides(operator, work)
     for batch, m, n, k in products(operator, work):
-        forward += _product(batch, m, n, k, work.reads, device)
-        backward += _product(batch, m, k, n, work.reads, device) if left else 0.0
-        backward += _product(batch, k, n, m, work.reads, device) if right else 0.0
+        aligned = _aligned(n, k, work.reads)
+        forward += _product(batch, m, n, k, work.reads, device, aligned)
+        backward += _product(batch, m, k, n, work.reads, device, aligned) if left else 0.0
+        backward += _product(batch, k, n, m, work.reads, device, aligned) if right else 0.0
     if operator.cost.again is not None and (left or right):
-        backward += sum(_product(*one, work.reads, device) for one in operator.cost.again(work))
+        backward += sum(_product(*one, work.reads, device, _aligned(*one[2:], work.reads)) for one in operator.cost.again(work))
     if operator.cost.moves is not None:
         ahead, back = (bytes_ / memory_speed(device) for bytes_ in operator.cost.moves(work))
         forward, backward = forward + ahead, backward + (back if left else 0.0)
     return forward, backward
+
+
+def _aligned(n: int, k: int, dtype: torch.dtype) -> bool:
+    """Whether rows of the operands and of the result, k and n long, are multiples of what a kernel for 16-bit numbers reads at
+    a time; others need none."""
+    return dtype.itemsize != 2 or not (n % _ROW or k % _ROW)
 
 
 def _sides(operator: Operator, work: Work) -> tuple[bool, bool]:

@@ -293,7 +293,7 @@ def _priced(row: Comparison, search: bool, report: Report) -> Comparison:
     assert system.batch is not None
     assert system.sequence is not None
     report("capturing the model", 0.0)
-    cluster = Cluster.parse(system.cluster).with_kernels(system.kernel)
+    cluster = Cluster.parse(system.cluster).with_kernels(system.kernel, fused=True)  # as the stacks that trained them do
     model = build(system.model, system.sequence, system.attention)
     row = replace(row, parameters=sum(p.numel() for p in model.parameters()) / 1e9, capacity_bytes=cluster.capacity_bytes)
     ids = torch.zeros(system.batch, system.sequence, dtype=torch.int64, device="meta")

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+
+from meshwright.runtime.attention.kernels import attention
 
 Draw = tuple[Tensor, int, bool]
 """(seeds of the step and of the micro-batch, salt, whether micro-batches draw apart)."""
@@ -94,6 +95,4 @@ def sdpa(
 ) -> Tensor:
     """``scaled_dot_product_attention`` with dropout."""
     with lent(q.device, draw):
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return attention(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)

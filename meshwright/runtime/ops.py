@@ -23,6 +23,7 @@ from torch.autograd import Function
 from meshwright.runtime import collectives as comm
 from meshwright.runtime.attention.dealt import dealt
 from meshwright.runtime.attention.forms import attend, ring
+from meshwright.runtime.attention.kernels import attention
 from meshwright.runtime.attention.window import window
 from meshwright.runtime.collectives import Group
 from meshwright.runtime.communication import (
@@ -146,5 +147,6 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
             sdpa, attend, ring, dealt, window, mlp,
         )
     }
+    | {"aten.scaled_dot_product_attention.default": attention}
 )
-"""{"mw.name": function}: the operators a lowered graph may call beside ``aten.*``."""
+"""{"mw.name": function}: the operators a lowered graph may call beside ``aten.*``, and the one of these that is not torch's."""

@@ -6,9 +6,11 @@
 The backward takes the ``lse`` and ``out`` of the WHOLE row, so gradients of blocks simply add up. ``lse`` is fp32, [b, h, s],
 the natural logarithm, -inf where a row sees no key of the block.
 
-Two kernels, chosen by device and arguments: torch's flash kernels, which never form the scores; and one written out, which
-forms them for a few rows at a time: where the mask takes a gradient or probabilities are dropped, or no flash kernel takes
-the dtype.
+Three kernels, chosen by device and arguments: torch's flash kernels, and on CUDA its memory-efficient one where these take no
+mask or not the dtype, which never form the scores; and one written out, which forms them for a few rows at a time: where the
+mask takes a gradient or probabilities are dropped, or no other kernel takes the dtype.
+
+``attention`` is that of whole rows, by torch's own choice among its kernels.
 
     q [b, h, s, d]   k [b, g, t, d]   v [b, g, t, e]   mask [1|b, 1|h, 1|s, 1|t] boolean (True: may look) or added, or None
 """
@@ -26,6 +28,13 @@ from torch import Tensor
 from meshwright.ir.declared.operator import SCORE_ROWS
 
 _ATEN: Any = torch.ops.aten
+_HALF = (torch.bfloat16, torch.float16)
+_FLASH_WIDTH, _FLASH_SINCE = 256, (8, 0)
+"""Of torch's flash kernel on CUDA: the widest head, and the oldest device (its compute capability)."""
+_ALIGNED = 16
+"""Elements of a mask's row that the memory-efficient kernel reads at a time."""
+_LSE_ROWS = 32
+"""To a multiple of how many rows it pads the log-sum-exp."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +52,31 @@ Out = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:
+    """torch's ``scaled_dot_product_attention``, key heads repeated where its kernels on CUDA take none that are shared: beside
+    a mask, in single precision, wide heads and old devices. There it would form the scores of all rows."""
+    if enable_gqa and query.is_cuda and not _shares_heads(query, value, attn_mask):
+        groups = query.shape[-3] // key.shape[-3]
+        key, value, enable_gqa = _repeated(key, groups), _repeated(value, groups), False
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _shares_heads(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch's flash kernel takes this, the one on CUDA for which query heads may share a key head."""
+    width = query.shape[-1]
+    plain = mask is None and query.dtype in _HALF and width == value.shape[-1] and width <= _FLASH_WIDTH
+    return plain and torch.cuda.get_device_capability(query.device) >= _FLASH_SINCE
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, number: int, how: Setting) -> Out:
     """(out in v's dtype, lse) of one block; ``causal``: it is square and row i sees keys 0..i. ``number``: of the block, from
     which dropout draws."""
-    if not _flash(q, mask, how):
+    if not _fused(q, how):
         return _written(q, k, v, mask, causal, number, how)
     if q.device.type == "cpu":
         width = max(q.shape[-1], v.shape[-1])
@@ -54,7 +84,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
             _wide(q, width), _wide(k, width), _wide(v, width), 0.0, causal, attn_mask=_added(mask, q), scale=how.scale
         )
         return _seen(out[..., : v.shape[-1]], lse, mask)
-    return _cuda_forward(q, k, v, causal, how)
+    if _flash(q, v, mask):
+        return _cuda_forward(q, k, v, causal, how)
+    return _seen(*_efficient_forward(q, k, v, mask, causal, how), mask)
 
 
 def backward(
@@ -63,7 +95,7 @@ def backward(
 ) -> Gradients:
     """Gradients of one block's q, k, v and mask; ``out`` and ``lse`` of the whole rows."""
     lse = lse.masked_fill(lse == float("-inf"), 0.0)  # such a row looks at nothing: exp(-inf - 0) is 0
-    if not _flash(q, mask, how):
+    if not _fused(q, how):
         return _written_backward(dy, q, k, v, out, lse, mask, causal, number, how)
     if q.device.type == "cpu":
         width, inner, outer = max(q.shape[-1], v.shape[-1]), q.shape[-1], v.shape[-1]
@@ -72,16 +104,25 @@ def backward(
             attn_mask=_added(mask, q), scale=how.scale,
         )
         return dq[..., :inner], dk[..., :inner], dv[..., :outer], None
-    return _cuda_backward(dy, q, k, v, out, lse, causal, how)
+    if _flash(q, v, mask):
+        return _cuda_backward(dy, q, k, v, out, lse, causal, how)
+    return _efficient_backward(dy, q, k, v, out, lse, mask, causal, how)
 
 
-def _flash(q: Tensor, mask: Tensor | None, how: Setting) -> bool:
-    """Whether torch has a flash kernel for this."""
+def _fused(q: Tensor, how: Setting) -> bool:
+    """Whether torch has a kernel for this that forms no scores."""
     if how.mask_gradient or how.dropout:
         return False
     if q.device.type == "cpu":
-        return q.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    return q.device.type == "cuda" and mask is None and q.dtype in (torch.bfloat16, torch.float16)
+        return q.dtype in (torch.float32, torch.float64, *_HALF)
+    return q.device.type == "cuda" and q.dtype in (torch.float32, *_HALF)
+
+
+def _flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether it is the flash kernel, on CUDA."""
+    wide = max(q.shape[-1], v.shape[-1])
+    return mask is None and q.dtype in _HALF and wide <= _FLASH_WIDTH and (
+        torch.cuda.get_device_capability(q.device) >= _FLASH_SINCE)
 
 
 def _wide(x: Tensor, width: int) -> Tensor:
@@ -126,6 +167,46 @@ def _cuda_backward(
         _wide(out, width), lse.contiguous(), None, None, q.shape[-2], k.shape[-2], 0.0, causal, seeds, seeds, scale=how.scale,
     )
     return dq[..., :inner], _folded(dk, groups)[..., :inner], _folded(dv, groups)[..., :outer], None
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, how: Setting) -> Out:
+    width, groups, outer = _cuda_width(q, v), q.shape[1] // k.shape[1], v.shape[-1]
+    k, v = _repeated(_wide(k, width), groups), _repeated(_wide(v, width), groups)
+    out, lse, *_ = _ATEN._scaled_dot_product_efficient_attention(
+        _wide(q, width), k, v, _aligned(mask, q, k), True, 0.0, causal, scale=how.scale
+    )
+    return out[..., :outer], lse[..., : q.shape[-2]]
+
+
+def _efficient_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, causal: bool, how: Setting
+) -> Gradients:
+    width, groups, inner, outer = _cuda_width(q, v), q.shape[1] // k.shape[1], q.shape[-1], v.shape[-1]
+    k, v = _repeated(_wide(k, width), groups), _repeated(_wide(v, width), groups)
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout, of which there is none
+    rows = -(-lse.shape[-1] // _LSE_ROWS) * _LSE_ROWS
+    dq, dk, dv, _ = _ATEN._scaled_dot_product_efficient_attention_backward(
+        _rows_first(dy, width), _wide(q, width), k, v, _aligned(mask, q, k), _rows_first(out, width),
+        F.pad(lse, (0, rows - lse.shape[-1]), value=float("inf")), seed, seed, 0.0, [True, True, True, False], causal,
+        scale=how.scale,
+    )
+    return dq[..., :inner], _folded(dk, groups)[..., :inner], _folded(dv, groups)[..., :outer], None
+
+
+def _rows_first(x: Tensor, width: int) -> Tensor:
+    """``_wide``, laid out as [b, s, h, d]: the kernel takes the result for laid out so, whatever its strides say."""
+    return _wide(x.transpose(1, 2), width).transpose(1, 2)
+
+
+def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The mask as what is added to the scores, [b, h, s, t], its rows beginning where the kernel can read them."""
+    added = _added(mask, q)
+    if added is None:
+        return None
+    rows, keys = q.shape[-2], k.shape[-2]
+    added = added.to(q.dtype).expand(*added.shape[:-1], keys)
+    padded = F.pad(added, (0, -keys % _ALIGNED)).contiguous()
+    return padded[..., :keys].expand(*q.shape[:2], rows, keys)
 
 
 def _cuda_width(q: Tensor, v: Tensor) -> int:
