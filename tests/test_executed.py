@@ -139,14 +139,16 @@ TABLE: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("bert", BOTH, "6 all_reduce, 2 all_gather", "5 all_reduce, 1 all_gather", "3 all_reduce"),
     # All-to-alls: q, k and v lie in one weight and one bias, of which ranks exchange rows, in each of two layers.
     ("gpt2", PLAIN, "6 all_reduce, 1 all_gather, 4 all_to_all", "5 all_reduce, 4 all_to_all", ""),
-    ("gpt2", SEQUENCE, "5 reduce_scatter, 4 all_gather, 6 all_to_all, 2 all_reduce",
-     "4 reduce_scatter, 9 all_gather, 6 all_to_all, 3 all_reduce", ""),
+    # With a sequence split, a gather (its gradient scattered, and gathered for a weight's) stands for one of the sums forward.
+    ("gpt2", SEQUENCE, "5 reduce_scatter, 5 all_gather, 6 all_to_all, 1 all_reduce",
+     "5 reduce_scatter, 10 all_gather, 6 all_to_all, 3 all_reduce", ""),
     ("gpt2", DATA, "1 all_reduce", "", "3 all_reduce"),
     ("gpt2", BOTH, "7 all_reduce, 1 all_gather, 4 all_to_all", "5 all_reduce, 4 all_to_all", "3 all_reduce"),
     # Two key heads cannot be split over four ranks: attention gathers what it reads. Two ranks have one each.
     ("llama", PLAIN, "5 all_reduce, 7 all_gather", "5 all_reduce, 2 all_gather", ""),
     ("llama", DATA, "1 all_reduce", "", "3 all_reduce"),
-    ("llama", BOTH, "6 all_reduce, 1 all_gather", "5 all_reduce", "3 all_reduce"),
+    # The state of both blocks is split (ZeRO-1): their sums come in halves.
+    ("llama", BOTH, "6 all_reduce, 1 all_gather", "5 all_reduce", "1 all_reduce, 2 reduce_scatter, 2 all_gather"),
 ]
 
 

@@ -62,4 +62,4 @@ def test_cells_are_drawn_from_a_seed_and_what_is_unequal_is_called_so() -> None:
         ((("equal", 0.0, ""), ("equal", 1e-9, "")), "equal"), ((("refused", 0.0, "why"),) * 2, "refused"),
         ((("refused", 0.0, "why"), ("equal", 0.0, "")), "unequal"), ((("equal", 0.0, ""), ("unequal", 1.0, "")), "unequal"),
     ):
-        assert result(Answers(*said), cell)["what"] == what  # type: ignore[arg-type]
+        assert result(Answers(*said), cell, "cpu")["what"] == what  # type: ignore[arg-type]
