@@ -29,7 +29,7 @@ def test_families_are_equal_with_experts_split(name: str, pool: Callable[[int], 
     model, batch = tiny(name)
     assert any(op.target == EXPERTS for op in capture_model(model, (), batch, (), None, "fp32").ops)
     pins = {"dp": 2, "ep": 2, "tp": 1, "pp": 1, "zero": 1, "recompute": "none", "microbatches": 1}
-    answers = pool(2).run(work, Cell(f"family {name}", 2, pins), False)
+    answers = pool(2).run(work, Cell(f"family {name}", 2, pins), False, "cpu")
     assert {what for what, _, _ in answers} == {"equal"}, answers
 
 
@@ -37,7 +37,7 @@ def test_families_are_equal_with_experts_split(name: str, pool: Callable[[int], 
 def test_losses_of_routers_are_those_of_the_batch(precision: str, pool: Callable[[int], Any]) -> None:
     """Switch's and ST-MoE's, of experts by einsum, one of which gets nearly every token, in micro-batches."""
     pins = {"dp": 2, "ep": 2, "tp": 1, "pp": 1, "zero": 2, "recompute": "none", "microbatches": 2}
-    answers = pool(2).run(work, Cell("einsum balanced", 2, pins, "skewed", precision), False)
+    answers = pool(2).run(work, Cell("einsum balanced", 2, pins, "skewed", precision), False, "cpu")
     assert {what for what, _, _ in answers} == {"equal"}, answers
 
 
