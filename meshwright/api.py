@@ -29,7 +29,7 @@ from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.program import Program
 from meshwright.ir.serialize import plan_hash, plan_to_dict
 from meshwright.ir.signature import bind, example_of
-from meshwright.planner import OPTIMIZERS, Timing, capture_model, check_pins, make_plan
+from meshwright.planner import OPTIMIZERS, Timing, capture_model, check_early, make_plan
 from meshwright.programs import check_given, checked_program, degrees_of, device_of, mesh_pins, order_of
 from meshwright.progress import progress as shown
 from meshwright.rules import rules_of, rules_of_plan
@@ -56,8 +56,9 @@ def plan(
     timing = timing or Timing()
     checked = _check_options(optimizer, precision, pins)
     where = (Cluster.parse(cluster) if isinstance(cluster, str) else cluster).with_headroom(headroom)
-    check_pins(checked, where)  # before a capture that takes a while
     args, kwargs, targets = example_call(model, example_inputs)
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and not x.is_nested and x.ndim]
+    check_early(checked, where, given[0].shape[0] if given else 0)
     with shown(progress) as report:
         report("capturing the model", 0.0)
         graph = with_imbalance(capture_model(model, args, kwargs, targets, loss_fn, precision), expert_imbalance)

@@ -26,7 +26,7 @@ from meshwright.errors import InputError
 from meshwright.ir.graph import Graph
 from meshwright.ir.pins import ULYSSES, PinError, Pins
 from meshwright.ir.plan import Plan, PlanError
-from meshwright.planner import GAP, OutOfMemoryError, check_pins, make_plan
+from meshwright.planner import GAP, OutOfMemoryError, check_early, make_plan
 from meshwright.resized import of_length
 
 FINE = 8
@@ -98,7 +98,7 @@ def longest(
                          f"most={most}")
     example, held = inputs or _ids(batch), Pins.of(pins)
     where = (Cluster.parse(cluster) if isinstance(cluster, str) else cluster).with_headroom()
-    check_pins(held, where)  # before a capture that takes a while
+    check_early(held, where, batch)
 
     def captured(tokens: int) -> Graph:
         return graph_of(model, example(tokens), loss_fn=loss_fn, optimizer=optimizer, precision=precision)

@@ -48,9 +48,7 @@ Made = Callable[[Graph, Search], Plan]
 def chosen(graph: Graph, cluster: Cluster, pins: Pins, precision: str, gap: float, made: Made, last: Search) -> Plan:
     """The plan of the graph, or of it in pieces; ``last``: the search after which nothing is left to try. Raises what ``made``
     does."""
-    if pins.mlp_rows and rows_of_mlps(graph) is None:
-        raise PinError(f"pin mlp_rows={pins.mlp_rows}: no linears of one value are followed by operators that work element by "
-                       "element on nothing else, then by one linear, with nobody else who reads what lies between")
+    check_pieces(graph, pins)
     if pins.mlp_rows is not None or not many_rows(graph):
         return _of_losses(graph, _inner(made, pins.mlp_rows or 0), cluster, pins, precision, gap, last)
     try:
@@ -61,6 +59,17 @@ def chosen(graph: Graph, cluster: Cluster, pins: Pins, precision: str, gap: floa
             return _inner(made, MLP_ROWS)(in_pieces(graph, rows) if rows else graph, last)
         except PinError:  # of an operator that is in no piece
             raise error from None
+
+
+def check_pieces(graph: Graph, pins: Pins) -> None:
+    """Raise PinError for a loss or MLPs that are pinned in pieces and cannot be."""
+    if pins.mlp_rows and rows_of_mlps(graph) is None:
+        raise PinError(f"pin mlp_rows={pins.mlp_rows}: no linears of one value are followed by operators that work element by "
+                       "element on nothing else, then by one linear, with nobody else who reads what lies between")
+    if pins.loss_rows and rows_of(graph) is None:
+        raise PinError(f"pin loss_rows={pins.loss_rows}: no linear makes logits that a mean or sum of cross entropies over "
+                       "class indices alone reads; if the model returns the logits beside the loss, give "
+                       "loss_fn=mw.loss_alone, or drop the pin")
 
 
 def _inner(made: Made, rows: int) -> Made:
@@ -139,10 +148,5 @@ def _seconds(plan: Plan) -> float:
 
 
 def _with_loss(graph: Graph, rows: int) -> Graph:
-    """The graph with its loss as pinned. Raises PinError where it cannot be."""
-    known = rows_of(graph)
-    if known is None and rows:
-        raise PinError(f"pin loss_rows={rows}: no linear makes logits that a mean or sum of cross entropies over class indices "
-                       "alone reads; if the model returns the logits beside the loss, give loss_fn=mw.loss_alone, or pin "
-                       "loss_rows=0")
+    """The graph with its loss as pinned."""
     return in_pieces(graph, rows) if rows else graph

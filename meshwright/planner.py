@@ -21,7 +21,7 @@ from meshwright.compiler.placement.pin_conflicts import idle_pins
 from meshwright.compiler.placement.pinned import check_tensor_pins
 from meshwright.compiler.rules import default_rules
 from meshwright.compiler.search.errors import OutOfMemoryError
-from meshwright.compiler.search.search import find_plan
+from meshwright.compiler.search.search import find_plan, with_nearest
 from meshwright.compiler.search.settled import decided, settled, stretched
 from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.blocks import find_blocks
@@ -37,18 +37,18 @@ from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.declared.registered import registered_of
 from meshwright.ir.graph import Graph, collector_paused
-from meshwright.ir.pins import ULYSSES, PinError, Pins
+from meshwright.ir.pins import ULYSSES, PinError, Pins, nearest
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Certificate
 from meshwright.ir.reading.fields import Field
 from meshwright.ir.reading.records import record_of, record_to
 from meshwright.ir.rule import factors_of
 from meshwright.ir.writing.versions import prices
-from meshwright.piecewise import FIRST, Search, chosen
+from meshwright.piecewise import FIRST, Search, check_pieces, chosen
 from meshwright.resized import check_positions
 from meshwright.rules import rules_of
 
-__all__ = ["OPTIMIZERS", "OutOfMemoryError", "Timing", "capture_model", "check_pins", "make_plan", "rules_of"]
+__all__ = ["OPTIMIZERS", "OutOfMemoryError", "Timing", "capture_model", "check_early", "make_plan", "rules_of"]
 
 OPTIMIZERS: Mapping[str, float] = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "momentum": 4.0, "adagrad": 4.0, "lion": 4.0}
 """Bytes of optimizer state per parameter, fp32 states."""
@@ -78,7 +78,6 @@ def make_plan(
     """The plan of least time that fits, the loss and MLPs in pieces where that pays (``piecewise``). ``remedies``: if nothing
     fits, look for what would if a pin were dropped. Raises PinError, OutOfMemoryError, PlanError."""
     timing = timing or Timing()
-    check_pins(pins, cluster)
     if not batch_size(graph):
         raise InputError("the example's batch has no samples; give an example with at least one")
     cluster = cluster.with_products(PRECISIONS[precision].products)
@@ -86,7 +85,27 @@ def make_plan(
     def made(graph: Graph, search: Search) -> Plan:
         return _made(graph, cluster, pins, optimizer, precision, strict, timing, progress, gap, search)
 
-    return chosen(graph, cluster, pins, precision, gap, made, find_plan if remedies else FIRST)
+    try:
+        check_pins(pins, cluster)
+        return chosen(graph, cluster, pins, precision, gap, made, find_plan if remedies else FIRST)
+    except OutOfMemoryError:
+        raise
+    except (PinError, PlanError) as error:
+        raise _with_nearest(error, graph, cluster, pins, precision) from None
+
+
+def _with_nearest(
+    error: PinError | PlanError, graph: Graph, cluster: Cluster, pins: Pins, precision: str
+) -> PinError | PlanError:
+    """The error with the nearest pins that leave something to run, where these leave nothing."""
+    rules, _ = rules_of(graph)
+    task = Task.of(graph, cluster, rules, Pins(), precision=precision, state_bytes=OPTIMIZERS["adamw"], gap=GAP)
+
+    def check(pins: Pins) -> None:
+        check_pins(pins, cluster)
+        check_pieces(graph, pins)
+
+    return with_nearest(error, replace(task, pins=pins), check)
 
 
 def _made(
@@ -335,6 +354,22 @@ def check_experts(pins: Pins, task: Task) -> None:
             raise PinError(f"pin ep={ep} does not divide the {max(sizes)} experts of {op.module or 'the model'}")
 
 
+def check_early(pins: Pins, cluster: Cluster, batch: int) -> None:
+    """What ``check_pins`` checks, before a capture that takes a while. Raises PinError with the nearest pins that these devices
+    and a batch of so many samples (0: not known) can have, whatever the model."""
+    def runs(pins: Pins) -> bool:
+        with suppress(PinError):
+            check_pins(pins, cluster)
+            return batch % (pins.dp or 1) == 0
+        return False
+
+    try:
+        check_pins(pins, cluster)
+    except PinError as error:
+        words = nearest(pins, cluster.world, batch, runs)
+        raise PinError(f"{error}; nearest legal setting: {words}" if words else str(error)) from None
+
+
 def check_pins(pins: Pins, cluster: Cluster) -> None:
     """Raise PinError for what no model can have on this cluster, or in this version."""
     pins = pins.by_degrees()
@@ -345,4 +380,5 @@ def check_pins(pins: Pins, cluster: Cluster) -> None:
                        f"found cp={pins.cp}, attention={pins.attention!r}; if all cp ranks are to exchange sequence for "
                        f"heads, pin attention={ULYSSES!r} alone")
     if pins.says("attention") and not pins.says("cp"):
-        raise PinError(f"pin {pins.shown('attention')} needs pin cp: it says how attention runs whose sequence is split")
+        raise PinError(f"pin {pins.shown('attention')} needs pin cp: it says how attention runs whose sequence is split; "
+                       "pin cp=2 or more beside it, or drop it")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import refusals
 from meshwright import PinError, Pins, Plan, PlanError
 from meshwright.compiler.placement.pin_conflicts import check_agreement
 from meshwright.compiler.placement.pinned import check_tensor_pins
@@ -460,3 +461,41 @@ def test_names_are_those_of_modules() -> None:
 def test_plans_print_themselves_as_pins() -> None:
     plan: Plan = make_plan(graph("llama"), Cluster.parse("cpu:1x4"), Pins(dp=2, tp=2))
     assert str(plan.to_pins()).startswith("microbatches=1; operators=")
+
+
+REFUSED: list[tuple[str, int, str, Mapping[str, Any], str]] = [
+    ("einsum", 4, "h100:1x2", {"ep": 2, "cp": 2, "dp": 1}, "not over cp=2 as well.*: ep=1, or dp=2 with cp=1"),
+    ("einsum", 4, "h100:1x4", {"ep": 3}, "does not divide the 4 experts.*: ep=4"),
+    ("mixtral", 4, "h100:1x4", {"ep": 2, "tp": 4}, "must divide dp=1.*: tp=2, or ep=1"),
+    ("mixtral", 4, "h100:1x6", {"dp": 3, "tp": 1}, "does not divide the batch of 8 samples.*: dp=2"),
+    ("mixtral", 4, "h100:1x8", {"pp": 8}, "can be cut into 4 pieces.*: pp=4"),
+    ("mixtral", 4, "h100:1x3", {"mlp_rows": 8, "schedule": "zbv"}, "no linears of one value.*no pin mlp_rows"),
+    ("llama4", 4, "h100:1x8", {"pp": 2, "microbatches": 4}, "needs the whole batch at once.*: microbatches=1"),
+    ("llama4", 4, "h100:1x4", {"pp": 2, "schedule": "1f1b"}, "needs the whole batch at once.*: schedule="),
+    ("Llama", 16, "h100:1x4", {"dp": 3}, "which does not divide the 4.*: dp=4"),
+    ("Llama", 16, "h100:1x6", {"attention": "ring"}, "needs pin cp.*: no pin attention"),
+    ("Llama", 16, "h100:1x8", {"cp": 4, "ulysses": 4}, "multiple of it.*: cp=8, or ulysses=2"),
+    ("Llama", 16, "h100:1x4", {"cp": 4, "stages": 4}, "there is cp = 1, 2; nearest legal setting: cp=2, or stages=1"),
+    ("GPT2", 16, "h100:1x4", {"dp": 4, "ep": 1, "microbatches": 4}, "into dp=4 ranks.*: dp=2, or microbatches=2"),
+    ("GPT2", 16, "h100:1x4", {"tp": 4, "sequence_parallel": True, "schedule": "zb"}, "of 4 devices"),
+]
+
+
+@pytest.mark.parametrize(("model", "length", "cluster", "pins", "words"), REFUSED)
+def test_what_a_refusal_names_is_planned(model: str, length: int, cluster: str, pins: Mapping[str, Any], words: str) -> None:
+    """The nearest legal setting, and one that keeps the pin that this changes."""
+    graph, where = refusals.graph_of(model, length), Cluster.parse(cluster)
+    with pytest.raises(PlanError if "whole batch" in words else PinError, match=words) as caught:
+        make_plan(graph, where, Pins.of(pins))
+    settings = refusals.named(str(caught.value))
+    assert settings
+    for changes in settings:
+        assert make_plan(graph, where, Pins.of({name: one for name, one in {**pins, **changes}.items() if one is not None}))
+
+
+def test_a_pipeline_of_what_needs_the_whole_batch_has_one_micro_batch() -> None:
+    """Four data ranks, and two in two micro-batches, hold as many samples and are priced by one placement. That the second
+    cannot be the search learned too late to look at the rest."""
+    plan = make_plan(refusals.graph_of("llama4", 4), Cluster.parse("h100:1x8"), Pins(pp=4))
+    assert plan.pipeline is not None
+    assert plan.schedule.microbatches == 1

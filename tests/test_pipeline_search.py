@@ -161,7 +161,7 @@ def test_pins_that_torch_runs_wrong_are_refused() -> None:
         ({"pp": 4, "schedule": "zbv"}, "schedule='zbv' make 8 stages, but the model can be cut into 4 pieces"),
         ({"pp": 2, "dp": 2, "schedule": "dualpipev", "microbatches": 2}, "2 pp = 4; nearest legal: microbatches=4"),
         ({"pp": 2, "schedule": "1f1b", "microbatches": 1}, "at least pp = 2 micro-batches; nearest legal: microbatches=2"),
-        ({"pp": 2, "dp": 2, "microbatches": 3}, "3 micro-batches; nearest: microbatches=2"),
+        ({"pp": 2, "dp": 2, "microbatches": 3}, "3 micro-batches; nearest legal setting: microbatches=4"),
         ({"pp": 3}, "3 devices, which does not divide the 4"),
     ],
 )

@@ -161,7 +161,7 @@ def test_pins_that_leave_nothing_say_which() -> None:
     for pins, words in [
         ({"tp": [3, 5]}, r"tp among 3, 5 leaves nothing.*tp = 1, 2, 4"),
         ({"micro_batch": 4, "tp": 2, "pp": 1}, "micro_batch = 1, 3"),
-        ({"dp": 4, "micro_batch": 1}, r"dp=4 does not divide the batch of 6 samples; nearest: dp=2"),
+        ({"dp": 4, "micro_batch": 1}, r"dp=4 does not divide the batch of 6 samples; nearest legal setting: dp=2"),
         ({"stages": 2, "tp": 4}, "tp=4 leaves nothing.*stages=2.*tp = 1, 2"),
         ({"stages": 5, "microbatches": 4}, "drop two"),
     ]:

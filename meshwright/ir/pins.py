@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -38,6 +40,11 @@ def named_by(pattern: str, names: Iterable[str]) -> list[str]:
     """The names that a pin is for: the one that it is to the letter, brackets and all, else those that it matches."""
     names = list(names)
     return [pattern] if pattern in names else fnmatch.filter(names, pattern)
+
+
+_LOOKED_AT, _COMBINED, _VALUES = 400, 200_000, 16
+"""Of the settings near pins so many are looked at for each number of changes, the nearest, where there are not more in all, and
+so many other values of one pin."""
 
 
 class PinError(MeshwrightError, ValueError):
@@ -125,14 +132,18 @@ class Pins:
                 raise PinError(f"pin {name}={value!r} is unknown; choose one of {', '.join(known)}")
         if self.shard is not None:
             if self.dp is not None and self.dp % self.shard:
-                raise PinError(f"pin shard={self.shard} must divide dp={self.dp}: it is the ZeRO group within the data ranks")
+                legal = [n for n in range(1 + bool(self.zero), self.dp + 1) if self.dp % n == 0]
+                near = min(legal, key=lambda n: abs(n - (self.shard or n)), default=None)
+                raise PinError(f"pin shard={self.shard} must divide dp={self.dp}: it is the ZeRO group within the data ranks; "
+                               + (f"pin a divisor of it, such as shard={near}" if near else "drop it"))
             if self.zero and self.shard == 1 and self.dp != 1 and not self.says("cp"):
                 raise PinError(f"pins shard=1 and zero={self.zero} contradict: a group of one rank splits nothing; drop one")
             if self.zero == 0 and self.shard > 1:
                 raise PinError(f"pins shard={self.shard} and zero=0 contradict: zero=0 keeps whole replicas; drop one")
         for name in ("schedule", "stage_cuts", "virtual_stages"):
             if self.pp == 1 and getattr(self, name) not in (None, 1):
-                raise PinError(f"pin {name}={getattr(self, name)!r} needs pp > 1: without a pipeline there are no stages")
+                raise PinError(f"pin {name}={getattr(self, name)!r} needs pp > 1: without a pipeline there are no stages; "
+                               "pin pp=2 or more, or drop it")
         for name in _NAMED:
             for key, text in getattr(self, name).items():
                 if not isinstance(key, str) or not isinstance(text, str):
@@ -140,9 +151,11 @@ class Pins:
         if self.axes is not None:
             _check_axes(self)
         if self.says("attention") and self.cp == 1:
-            raise PinError(f"pin {self.shown('attention')} needs cp > 1: it says how attention runs whose sequence is split")
+            raise PinError(f"pin {self.shown('attention')} needs cp > 1: it says how attention runs whose sequence is split; "
+                           "pin cp=2 or more, or drop it")
         if self.sequence_parallel and self.tp == 1:
-            raise PinError("pin sequence_parallel=True needs tp > 1: the sequence is split over the tensor-parallel ranks")
+            raise PinError("pin sequence_parallel=True needs tp > 1: the sequence is split over the tensor-parallel ranks; pin "
+                           "tp=2 or more, or drop it")
 
     @classmethod
     def of(cls, pins: Pins | Mapping[str, Any] | str | None) -> Pins:
@@ -321,3 +334,62 @@ def _check_axes(pins: Pins) -> None:
 def vars_of(pins: Pins) -> dict[str, Any]:
     """The pins as keyword arguments."""
     return {f.name: getattr(pins, f.name) for f in fields(pins)}
+
+
+Change = tuple[float, str, Any]
+"""How far away another value of a pin is, the pin, and that value; None: it is left to the search."""
+
+
+def nearest(pins: Pins, world: int, batch: int, runs: Callable[[Pins], bool]) -> str:
+    """The least changes of pins after which they run, in words, and the least that leave alone what these change; "" if none
+    that was looked at does. On ``world`` devices, with ``batch`` samples.
+
+    >>> nearest(Pins(dp=3, tp=2), 4, 8, lambda pins: (pins.dp or 1) * (pins.tp or 1) == 4)
+    'dp=2'
+    """
+    options = _changes(pins, world, batch)
+    best = _first(pins, options, runs)
+    other = _first(pins, [one for one in options if one[1] not in {name for _, name, _ in best}], runs) if best else ()
+    return ", or ".join(
+        " with ".join(f"no pin {name}" if value is None else f"{name}={value!r}" for _, name, value in changes)
+        for changes in (best, other) if changes
+    )
+
+
+def _first(pins: Pins, options: Sequence[Change], runs: Callable[[Pins], bool]) -> tuple[Change, ...]:
+    """The least changes after which pins run, one before two before three."""
+    for number in range(1, 4):
+        some = itertools.combinations(options, number) if len(options) ** number < _COMBINED else ()
+        apart = [changes for changes in some if len({name for _, name, _ in changes}) == number]
+        for changes in sorted(apart, key=lambda changes: sum(away for away, _, _ in changes))[:_LOOKED_AT]:
+            with suppress(PinError):
+                other = pins
+                for _, name, _ in changes:
+                    other = other.without(name)
+                new = {name: value for _, name, value in changes if value is not None}
+                if runs(Pins.of({**vars_of(other), **new})):
+                    return changes
+    return ()
+
+
+def _changes(pins: Pins, world: int, batch: int) -> list[Change]:
+    """Other values of every pin: numbers are as far away as the powers of two between them, names are one apart, and a pin that
+    is dropped is two away."""
+    named: Mapping[str, Sequence[Any]] = {"schedule": tuple(schedules()), "attention": ATTENTION, "recompute": RECOMPUTE}
+    degrees, samples = ([n for n in range(1, size + 1) if size % n == 0] for size in (world, batch))
+    counts: Mapping[str, Sequence[int]] = {
+        **dict.fromkeys(("dp", "tp", "cp", "pp", "ep", "ulysses", "shard"), degrees),
+        **dict.fromkeys(("microbatches", "micro_batch"), samples),
+        **dict.fromkeys(("virtual_stages", "stages"), range(1, world + 1)),
+    }
+    found: list[Change] = []
+    for name in (*counts, *named, "zero", "sequence_parallel", "stage_cuts", "loss_rows", "mlp_rows", "axes"):
+        value = getattr(pins, name)
+        if name in counts and value is not None:
+            found += sorted((abs(math.log2(n / value)), name, n) for n in counts[name] if n != value)[:_VALUES]
+        elif name == "zero" and value is not None:
+            found += [(abs(n - value), name, n) for n in range(4) if n != value]
+        elif name in named and value is not None:
+            found += [(1.0, name, one) for one in named[name] if one != value]
+        found += [(2.0, name, None)] * pins.says(name)
+    return found

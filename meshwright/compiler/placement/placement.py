@@ -30,7 +30,7 @@ from functools import cached_property
 import numpy as np
 
 from meshwright.compiler.placement.blockmodel import ROOT, Model
-from meshwright.compiler.placement.choices import Scope, check_sequence, pays_mirrored
+from meshwright.compiler.placement.choices import Scope, check_sequence, choices, pays_mirrored
 from meshwright.compiler.placement.costs import (
     BACKWARD,
     FORWARD,
@@ -143,6 +143,18 @@ class Placements:
             self._known[key] = self.shared_out(*key) or self._solve(*key)
         return self._known[key]
 
+    def accumulate(self, microbatches: int) -> None:
+        """Raise PlanError where something of the model cannot run in so many micro-batches."""
+        self._structure.schedule(microbatches)
+
+    def check(self, mesh: Mesh, roles: Mapping[str, str], count: int, pins: Pins, folded: bool) -> None:
+        """Raise PinError, PlanError where an operator has no choice under some pins on a mesh, for so many micro-batches;
+        nothing is solved. ``folded``: whether the ranks of the sequence share out the experts."""
+        schedule, graph = self._structure.schedule(count), self.folded.graph
+        scope = replace(self._scope(mesh, count, folded, roles), pins=pins)
+        for op in graph.ops:
+            choices(op, self.rules[op.name], scope, schedule.time.get(op.name))
+
     def ring_waits(self, tensor: int, samples: int, context: int) -> float:
         """Seconds of a micro-batch that all attention waits for in rings over ``context`` ranks; see ``passing``."""
         folded, mesh = self.folded, self._mesh(1, tensor, context, 1, 1)
@@ -229,8 +241,8 @@ class Placements:
             raise PlanError(nothing_runs(problem)) from None
         return _Reader(self, problem, chain, solution, count).placement(tensor, samples)
 
-    def _scope(self, mesh: Mesh, count: int, folded: bool) -> Scope:
-        roles = {axis: role_of(axis) for axis in mesh.axes}
+    def _scope(self, mesh: Mesh, count: int, folded: bool, roles: Mapping[str, str] | None = None) -> Scope:
+        roles = roles or {axis: role_of(axis) for axis in mesh.axes}
         scope = Scope(self._structure, mesh, roles, self.pins, count, self.fixed, self.cluster, folded=folded)
         check_sequence(scope)
         return scope

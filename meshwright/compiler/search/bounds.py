@@ -303,7 +303,8 @@ class CandidateBounds:
         """At the level PLACEMENT, with what is sent between stages; nothing if what is handed back alone is too much."""
         candidate = node.candidate
         least = self._handed_back(candidate)
-        placement = self._placement(self._placed(candidate)) if least <= self.evaluator.capacity else None
+        runs = least <= self.evaluator.capacity and self._accumulates(candidate.microbatches)
+        placement = self._placement(self._placed(candidate)) if runs else None
         if placement is not None:
             least = placement.handed_back(candidate.microbatches) + placement.made_alone(candidate.microbatches)
         if placement is None or least > self.evaluator.capacity:
@@ -345,6 +346,15 @@ class CandidateBounds:
     def _placed(self, one: Candidate) -> Placing:
         several = one.microbatches > 1 and bool(self.placements.ahead)
         return one.tensor, one.samples, one.context, one.expert, one.heads, one.folded, several
+
+    def _accumulates(self, microbatches: int) -> bool:
+        """Whether the model runs in so many micro-batches: a placement is of the samples of one, whatever their number."""
+        try:
+            self.placements.accumulate(microbatches)
+        except PlanError as error:
+            self.refused = error
+            return False
+        return True
 
     def _placement(self, key: Placing) -> Placement | None:
         if key not in self._known:

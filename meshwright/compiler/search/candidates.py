@@ -19,6 +19,7 @@ w_f its forward, u the longest forward or backward of a unit, w_b all forwards o
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from meshwright.cost.cluster import Cluster, Device
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import ANY, DATA, SAMPLED, TENSOR, Mesh, role_of
-from meshwright.ir.pins import NO_STAGES, PinError, Pins
+from meshwright.ir.pins import NO_STAGES, PinError, Pins, vars_of
 from meshwright.ir.quantities import count_text
 from meshwright.ir.rule import Rules
 from meshwright.ir.schedules import illegal, schedule_of, schedules
@@ -142,19 +143,21 @@ def candidates(
     1 where there are none; ``exchanged``: (heads, tokens) that are exchanged; ``foldable``: whether experts may be split over
     ranks of the sequence. Raises PinError if the pins leave none."""
     batch = batch_size(graph)
-    found = _under(pins, batch, cluster, units, tokens, mirrored, experts, exchanged, foldable)
+
+    def under(pins: Pins) -> list[Candidate]:
+        return list(under_pins(pins, batch, cluster, units, tokens, mirrored, experts, exchanged, foldable))
+
+    found = under(pins)
     if not found:
-        raise _nothing(batch, cluster, pins, units,
-                       lambda other: _under(other, batch, cluster, units, tokens, mirrored, experts, exchanged, foldable))
+        raise _nothing(batch, cluster, pins, units, under)
     return found
 
 
-def _under(
+def under_pins(
     pins: Pins, batch: int, cluster: Cluster, units: int, tokens: int, mirrored: bool, experts: int,
     exchanged: tuple[int, int], foldable: bool,
-) -> list[Candidate]:
-    """Every candidate under some pins."""
-    found: list[Candidate] = []
+) -> Iterator[Candidate]:
+    """Every candidate under some pins, as ``candidates`` lists them; none where they leave none."""
     for pp in _degrees("pp", pins, min(cluster.world, units), cluster.world):
         stages: dict[int, list[tuple[str, int]]] = {}
         for tensor in _degrees("tp", pins, cluster.world // pp, cluster.world // pp):
@@ -168,12 +171,9 @@ def _under(
                     for count in counts:
                         if count not in stages:
                             stages[count] = list(_schedules(pp, count, pins, units))
-                        found += (
-                            Candidate(pp, virtual, schedule, data, tensor, count, batch // data // count, None, context,
-                                      mirrored and context > 1, expert, heads, folded)
-                            for schedule, virtual in stages[count] for expert, folded in splits
-                        )
-    return found
+                        for (schedule, virtual), (expert, folded) in itertools.product(stages[count], splits):
+                            yield Candidate(pp, virtual, schedule, data, tensor, count, batch // data // count, None, context,
+                                            mirrored and context > 1, expert, heads, folded)
 
 
 def _degrees(name: str, pins: Pins, most: int, of: int) -> list[int]:
@@ -260,21 +260,18 @@ def _nothing(
                         f"divide over pp={pins.pp}; name pp x virtual_stages - 1 cuts")
     if pp * virtual > units:
         why = f"schedule={pins.schedule!r}" if usual > 1 and pins.virtual_stages is None else f"virtual_stages={virtual}"
-        return PinError(f"pins pp={pp} and {why} make {pp * virtual} stages, but the model can be cut into {units} pieces; "
-                        "take at most that many")
+        return PinError(f"pins pp={pp} and {why} make {pp * virtual} stages, but the model can be cut into {units} pieces")
     if cluster.world == 1:
         return PinError("pins schedule, stage_cuts or virtual_stages ask for a pipeline, but there is one device; drop them")
     data = pins.dp or cluster.world // (pp * (pins.tp or 1) * (pins.cp or 1))
     if pins.dp is not None and batch % pins.dp:
-        near = _near(math.gcd(batch, cluster.world), pins.dp)
-        return PinError(f"pin dp={pins.dp} does not divide the batch of {batch} samples; nearest: dp={near}")
+        return PinError(f"pin dp={pins.dp} does not divide the batch of {batch} samples")
     if pins.microbatches is not None and pp == 1 and pins.tp is not None and batch % (data * pins.microbatches):
         return PinError(f"the batch of {batch} samples does not divide into dp={data} ranks x "
                         f"microbatches={pins.microbatches}; pin counts whose product divides it")
     if pins.microbatches is not None and pins.dp is not None and batch % (data * pins.microbatches):
-        near = _near(batch // data, pins.microbatches) if batch % data == 0 else batch
         return PinError(f"pin microbatches={pins.microbatches}: the batch of {batch} samples does not divide into "
-                        f"{data} data ranks x {pins.microbatches} micro-batches; nearest: microbatches={near}")
+                        f"{data} data ranks x {pins.microbatches} micro-batches")
     if pins.schedule is not None and pins.pp is not None:
         counts = (pins.microbatches,) if pins.microbatches else divisors(max(1, batch // data))[::-1]
         reasons = [illegal(pins.schedule, pp, virtual, count) for count in counts]
@@ -282,20 +279,18 @@ def _nothing(
             return PinError(str(reasons[0]))
     where = f"{cluster.world} devices, a batch of {batch} samples and a model that is cut into up to {units} pieces"
     for name, value in _VALUES.items():
-        there = under(pins.without(name)) if pins.says(name) else []
+        others = pins.without(name)
+        if name == "cp":  # what no search takes up by itself can be pinned
+            others = Pins.of({**vars_of(others), name: divisors(cluster.world)})
+        there = under(others) if pins.says(name) else []
         if there:
             known = sorted({value(one) for one in there}, key=lambda one: (isinstance(one, str), one))
             shown = ", ".join(map(str, known[:_LISTED])) + (", ..." if len(known) > _LISTED else "")
-            others = str(pins.without(name))
-            beside = "" if others == "none" else f" beside the pins ({others})"
+            left = str(pins.without(name))
+            beside = "" if left == "none" else f" beside the pins ({left})"
             return PinError(f"pin {pins.shown(name)} leaves nothing of {where}{beside}; there is {name} = {shown}")
     return PinError(f"the pins ({pins}) leave nothing of {where}, whichever of them is dropped: degrees multiply to the "
                     "devices, data ranks x micro-batches divide the batch; drop two of them")
-
-
-def _near(number: int, wanted: int) -> int:
-    near: int = min(divisors(number), key=lambda n: (abs(n - wanted), n))
-    return near
 
 
 def variants_of(candidate: Candidate, cluster: Cluster, pins: Pins) -> list[tuple[int, int]]:

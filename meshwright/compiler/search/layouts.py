@@ -75,7 +75,7 @@ def _with_sequence(
     rest = cluster.world // cp
     tensor = [tp for tp in range(1, rest + 1) if rest % tp == 0 and pins.allows("tp", tp) and pins.allows("dp", rest // tp)]
     return [
-        _layout(rest // tp, cp, tp, pins, mirrored, heads, folded)
+        _layout(rest // tp, cp, tp, pins, mirrored, heads, folded, foldable)
         for tp in tensor for heads in near_ranks(cp, tp, cluster, pins, exchanged)
         for folded in _folds(rest // tp, cp, pins, foldable)
     ]
@@ -90,15 +90,16 @@ def _folds(dp: int, cp: int, pins: Pins, foldable: bool) -> list[bool]:
 
 
 def _layout(
-    dp: int, cp: int, tp: int, pins: Pins, mirrored: bool = False, heads: int = 1, folded: bool = False
+    dp: int, cp: int, tp: int, pins: Pins, mirrored: bool = False, heads: int = 1, folded: bool = False, foldable: bool = False
 ) -> Layout:
-    """dp x cp x tp, of cp the ``heads`` near ones apart, dp in replicas of a ZeRO group where that is pinned."""
+    """dp x cp x tp, of cp the ``heads`` near ones apart, dp in replicas of a ZeRO group where that is pinned. ``folded``: the
+    ranks of cp split the experts too; ``foldable``: whether they could."""
     shard = pins.shard if pins.shard is not None else dp
     if dp % shard:
         raise PinError(f"pin shard={shard} must divide dp={dp}: it is the ZeRO group within the data ranks")
     sizes = {"dp": dp} if shard in (dp, 1) else {"dp_replicate": dp // shard, "dp_shard": shard}
     if (ep := (pins.ep or 1) // (cp if folded else 1)) > 1:
-        sizes = _with_experts(dp, shard, ep)
+        sizes = _with_experts(dp, shard, ep, cp, foldable)
     sizes |= {"cp": cp // heads} if cp > 1 else {}
     sizes |= {HEADS: heads} if heads > 1 else {}
     sizes["tp"] = tp
@@ -106,11 +107,13 @@ def _layout(
     return Layout(Mesh(tuple(sizes), tuple(sizes.values()), both), {axis: role_of(axis) for axis in sizes}, folded)
 
 
-def _with_experts(dp: int, shard: int, ep: int) -> dict[str, int]:
+def _with_experts(dp: int, shard: int, ep: int, cp: int, foldable: bool) -> dict[str, int]:
     """The data ranks with experts split over ``ep`` of them, neighbours; they share the ZeRO group."""
     if dp % ep:
-        raise PinError(f"pin ep={ep} must divide dp={dp}: experts are split over some of the data ranks, or over all of cp and "
-                       "some of these")
+        folds = f", or over all of cp={cp} and some of these" if foldable else (
+            f", and this model's not over cp={cp} as well: they are matrices of one product, or their tokens have lost the "
+            "sequence as a dim of their own" if cp > 1 else "")
+        raise PinError(f"pin ep={ep} must divide dp={dp}: experts are split over data ranks{folds}")
     if shard in (dp, 1):
         return {"dp": dp // ep, "ep": ep}
     if shard % ep:

@@ -11,23 +11,29 @@ pipeline after it was refined block by block (``blockwise``), and is held to the
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from meshwright.compiler.placement.choices import attended, exchanged, pays_mirrored
 from meshwright.compiler.search.blockwise import TIE, LayoutMemory, one_device, solve_layout
-from meshwright.compiler.search.candidates import Layout, layout_of
+from meshwright.compiler.search.bounds import CandidateBounds
+from meshwright.compiler.search.candidates import Layout, degrees_of, layout_of, under_pins
 from meshwright.compiler.search.certificate import certificate
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.evaluate import Evaluation
 from meshwright.compiler.search.fitting import Counted, Fitted, fitted, prediction_of
+from meshwright.compiler.search.layouts import free_candidates
 from meshwright.compiler.search.plans import Plans
 from meshwright.compiler.search.sweep import Result, Sweep
 from meshwright.compiler.search.task import Fits, Progress, Task, Timing
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.spread import spread
-from meshwright.ir.pins import PinError
+from meshwright.errors import MeshwrightError
+from meshwright.ir.pins import PinError, Pins, nearest
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.quantities import bytes_text
 from meshwright.ir.schedules import illegal_combination
@@ -41,6 +47,8 @@ _FREED, _SPARE = 0.02, 1
 """What recomputes may take less by this part once its memory is replayed; so many are made into plans for it (chosen)."""
 _TIE = 1e-4
 """A plan made later must be faster by this part."""
+_TRIED, _MESHES = 24, 6
+"""Of so many settings near pins that leave nothing every operator is looked at, on so many of the meshes that each leaves."""
 _DROPPED = (
     "recompute", "zero", "microbatches", "micro_batch", "shard", "sequence_parallel", "stage_cuts", "virtual_stages", "stages",
     "schedule", "tp", "dp", "ulysses", "attention", "cp", "pp",
@@ -62,14 +70,14 @@ def best_plan(
     """The plan of least time that fits, within ``limit`` nominal seconds. ``to_beat``: seconds of a plan found elsewhere.
     Raises NoBetterError if none is found that is faster (what is so by less than the gap may be left), OutOfMemoryError,
     PinError, PlanError."""
-    _check_combination(task)
+    _check_combination(task.pins, task.cluster.world)
     refined = Refined(task, fits, timing)
     sweep = Sweep(
         task, refined.solve, lambda count: one_device(task, count, fits), spent=lambda: refined.known.spent, limit=limit,
         progress=progress, to_beat=to_beat,
     )
     alone = not (task.pins.needs_stages(task.cluster.world) or task.pins.partly)
-    swept = not _one_layout(task)
+    swept = not _one_layout(task, task.pins)
     if swept:
         sweep.begin()
         timing.mark("search")
@@ -88,9 +96,9 @@ def best_plan(
     return _chosen(best, sweep, fits, timing, refined)
 
 
-def _one_layout(task: Task) -> bool:
+def _one_layout(task: Task, pins: Pins) -> bool:
     """Whether pins leave one mesh at most and no stages, or axes that may split anything: then there is nothing to sweep."""
-    pins, world = task.pins, task.cluster.world
+    world = task.cluster.world
     if pins.needs_stages(world) or pins.partly:
         return False
     degrees = (pins.dp or 1) * (pins.tp or 1) * (pins.cp or 1)
@@ -264,9 +272,8 @@ def _plan_of(
     return fitted(counted(found, evaluator.capacity), within, fits, task.cluster)
 
 
-def _check_combination(task: Task) -> None:
+def _check_combination(pins: Pins, world: int) -> None:
     """Raise PinError for pins that torch's schedules run wrong together; what is not pinned the search leaves out itself."""
-    pins, world = task.pins, task.cluster.world
     if pins.schedule is None:
         return
     several = (pins.cp or 1) * (pins.dp or world // ((pins.pp or world) * (pins.tp or 1))) > 1
@@ -289,3 +296,88 @@ def _with_remedy(error: OutOfMemoryError, task: Task, fits: Fits, timing: Timing
         need = bytes_text(prediction_of(plan).bytes_per_rank)
         return error.with_remedy(f"without the pin {pins.shown(name)} it fits in {need}")
     return error.with_remedy(error.smaller(batch_size(task.graph), task.cluster.world))
+
+
+def with_nearest(error: PinError | PlanError, task: Task, check: Callable[[Pins], None]) -> PinError | PlanError:
+    """The error with the nearest pins that leave something to run, of a task whose own leave nothing; the error itself where
+    they do, or where it names what does. ``check``: raises PinError for pins that no model can have on these devices."""
+    near = _Near(task, check)
+    if any(words in str(error) for words in ("nearest", "; take ", "; did you mean")) or near.runs(task.pins):
+        return error
+    words = nearest(task.pins, task.cluster.world, batch_size(task.graph), near.runs)
+    return type(error)(f"{error}; nearest legal setting: {words}") if words else error
+
+
+@dataclass
+class _Near:
+    """Pins near those of a task: do they leave a candidate on whose mesh every operator has a choice?
+
+    check: raises PinError for pins that no model can have on these devices
+    tried: settings that left a candidate, whose operators were looked at
+    bounds: by whether the pins need stages
+    accumulated: whether the model runs in so many micro-batches
+    """
+
+    task: Task
+    check: Callable[[Pins], None]
+    tried: int = 0
+    bounds: dict[bool, CandidateBounds] = field(default_factory=dict)
+    accumulated: dict[int, bool] = field(default_factory=dict)
+
+    def runs(self, pins: Pins) -> bool:
+        """Whether the pins leave something that runs."""
+        if self.tried > _TRIED:
+            return False
+        try:
+            self.check(pins)
+            pins = pins.by_degrees()
+            _check_combination(pins, self.task.cluster.world)
+            some = [*itertools.islice(self._layouts(pins), _MESHES)]
+            self.tried += bool(some)
+            return any(self._has_choices(pins, layout, count) for layout, count in some)
+        except MeshwrightError:
+            return False
+
+    def _layouts(self, pins: Pins) -> Iterator[tuple[Layout, int]]:
+        """The meshes of a stage that the pins leave, each with a number of micro-batches, the first ones."""
+        task = self.task
+        graph, rules, cluster = task.graph, task.rules, task.cluster
+        if task.experts % (pins.ep or 1):
+            return
+        mirrored, near = pays_mirrored(graph, rules, pins), exchanged(graph, rules)
+        if not (pins.needs_stages(cluster.world) or pins.partly):
+            with suppress(PinError):
+                for candidate, _ in free_candidates(graph, cluster, pins, mirrored, near, task.foldable):
+                    assert candidate.layout is not None
+                    yield candidate.layout, candidate.microbatches
+        if _one_layout(task, pins):
+            return
+        units, seen = len(self._bounds(pins).placements.folded.positions), set[tuple[Layout, int]]()
+        for one in under_pins(pins, batch_size(graph), cluster, units, attended(graph, rules), mirrored, task.experts, near,
+                              task.foldable):
+            found = layout_of(one, degrees_of(replace(one, pp=1), one.data)), one.microbatches
+            if found not in seen and self._accumulates(pins, one.microbatches):
+                seen.add(found)
+                yield found
+
+    def _bounds(self, pins: Pins) -> CandidateBounds:
+        staged = pins.needs_stages(self.task.cluster.world)
+        if staged not in self.bounds:
+            self.bounds[staged] = CandidateBounds(self.task.under(pins))
+        return self.bounds[staged]
+
+    def _accumulates(self, pins: Pins, microbatches: int) -> bool:
+        if microbatches not in self.accumulated:
+            try:
+                self._bounds(pins).placements.accumulate(microbatches)
+                self.accumulated[microbatches] = True
+            except PlanError:
+                self.accumulated[microbatches] = False
+        return self.accumulated[microbatches]
+
+    def _has_choices(self, pins: Pins, layout: Layout, microbatches: int) -> bool:
+        try:
+            self._bounds(pins).placements.check(layout.mesh, layout.roles, microbatches, pins, layout.folded)
+        except MeshwrightError:
+            return False
+        return True
