@@ -268,12 +268,16 @@ def its_alternatives(case: Case, plan: Plan, dice: random.Random) -> Iterator[st
             other = next((two for two in chosen if two.chosen), None)
             if other is None or other.assignment != one.assignment:
                 yield f"{told} was planned otherwise"
-            elif not close(one.seconds, other.seconds, PER_STEP):
-                yield f"{told} was printed as {one.seconds * 1e3:.4f} ms, planned it takes {other.seconds * 1e3:.4f} ms"
+            elif not one.least * (1 - PER_STEP) <= other.seconds <= one.seconds * (1 + PER_STEP):
+                printed = f"{one.least * 1e3:.4f} to {one.seconds * 1e3:.4f} ms"
+                yield f"{told} was printed as {printed}, planned it takes {other.seconds * 1e3:.4f} ms"
             elif plan.pipeline is None and plan.predicted is not None and again.predicted is not None:
-                printed, planned = one.seconds - base.seconds, again.predicted.step_seconds - plan.predicted.step_seconds
-                if abs(printed - planned) > PER_STEP * plan.predicted.step_seconds:
-                    yield f"{told} was printed as {printed * 1e3:+.4f} ms, the step takes {planned * 1e3:+.4f} ms"
+                least, most = one.least - base.seconds, one.seconds - base.least
+                step = plan.predicted.step_seconds
+                planned, off = again.predicted.step_seconds - step, PER_STEP * step
+                if not least - off <= planned <= most + off:
+                    printed = f"{least * 1e3:+.4f} to {most * 1e3:+.4f} ms"
+                    yield f"{told} was printed as {printed}, the step takes {planned * 1e3:+.4f} ms"
 
 
 def its_changes(case: Case, plan: Plan, _: random.Random) -> Iterator[str]:

@@ -48,7 +48,8 @@ def test_what_does_not_hold_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def dearer(self: Alternatives, op: object) -> list[Alternative] | None:
         found = of(self, op)  # type: ignore[arg-type]
-        return found and [replace(one, seconds=one.seconds * (1 if one.chosen else 1.01)) for one in found]
+        return found and [replace(one, seconds=one.seconds * by, least=one.least * by)
+                          for one in found for by in (1 if one.chosen else 1.01,)]
 
     monkeypatch.setattr(Alternatives, "of", dearer)
     monkeypatch.setattr("tests.held.changes", lambda plan: [Change("twice the batch", 1.0, 1.0, 1.0)])

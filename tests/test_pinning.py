@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ from benchmarks import refusals
 from meshwright import PinError, Pins, Plan, PlanError
 from meshwright.compiler.placement.pin_conflicts import check_agreement
 from meshwright.compiler.placement.pinned import check_tensor_pins
+from meshwright.compiler.solver import elimination
+from meshwright.compiler.solver.solve import BlockModel, Chain, Kind, solve
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.serialize import plan_hash
@@ -127,6 +130,55 @@ def test_what_several_blocks_share_is_free_in_an_alternative() -> None:
         assert found is not None
         assert len(found) > 3
         assert next(one for one in found if one.chosen).seconds <= min(one.seconds for one in found) * 1.001
+
+
+def test_prices_that_are_bounded_have_the_best_between_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables of a block as wide as they are, and too wide to be made."""
+    plan = make_plan(graph("llama"), Cluster.parse("h100:2x4"), Pins(axes={"x": 2, "y": 4}, microbatches=1))
+    op = next(op for op in plan.graph.ops if names_of(plan.graph).ops[op.name].endswith("mlp.up_proj:linear"))
+    best = {choice_text(one.assignment): one for one in Alternatives(facts_of(plan)).of(op)}
+    assert all(one.least == one.seconds for one in best.values())
+    assert "the best lies between" not in explain(plan, op.name)
+    monkeypatch.setattr(elimination, "WIDTHS", (256,))
+    found = Alternatives(facts_of(plan)).of(op)
+    assert {choice_text(one.assignment) for one in found} == set(best)
+    for one in found:
+        known = best[choice_text(one.assignment)].seconds
+        assert 0 < one.least <= known * (1 + 1e-6)
+        assert known <= one.seconds * (1 + 1e-6)
+    assert any(one.least < one.seconds for one in found)
+    assert all("more shardings meet" in one.unproven for one in found if one.least < one.seconds)
+    assert "more shardings meet in a block than can be tried: where a price has two ends" in explain(plan, op.name)
+
+
+def test_prices_where_other_sums_bind_have_the_ends_of_the_solver() -> None:
+    """A choice under which another sum of a block's resources is the longest than by itself: its price is proven too, and what
+    the solver finds where nothing else is open lies at it."""
+    plan = make_plan(graph("gpt2"), Cluster.parse("cpu:1x4"), Pins(axes={"x": 4}))
+    known, several = Alternatives(facts_of(plan)), 0
+    for op in (op for op in plan.graph.ops if op.name in ("linear", "cross_entropy_loss_sum")):
+        kind, model, var = known.places[op.name]
+        for one in known.of(op) or ():
+            assert one.least == one.seconds
+            assert not one.unproven
+            solved = solve(_held(known, kind, var, model.op_choices[var].index(one.assignment)), gap=1e-6)
+            assert solved.bound * (1 - 1e-6) <= one.seconds <= solved.time * (1 + 1e-6)
+            several += 1
+    assert several > 6
+
+
+def _held(known: Alternatives, kind: int, var: int, choice: int) -> Chain:
+    """The chain of a plan's blocks, kept as planned, with one choice of a variable."""
+    chain, kinds, places = known.chain, [], list(dict.fromkeys(known._sequence))
+    for number, variant in places:
+        one = chain.kinds[number]
+        block = one.variants[variant]
+        if number == kind:
+            only = np.where(np.arange(block.sizes[var]) == choice, 0.0, np.inf)[:, None]
+            unary = [own + only if at == var else own for at, own in enumerate(block.unary)]
+            block = BlockModel(block.sizes, tuple(unary), block.edges)
+        kinds.append(Kind((block,), (np.zeros(len(chain.bytes_row)),), one.entry, one.exit, one.shared))
+    return replace(chain, kinds=tuple(kinds), sequence=tuple(places.index(at) for at in known._sequence))
 
 
 @pytest.mark.parametrize(("model", "cluster", "pins"), CASES, ids=lambda case: str(case)[:60])

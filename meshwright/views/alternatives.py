@@ -7,27 +7,34 @@ variable elimination: the best of all other operators, and of all other blocks, 
     price(a) = min { seconds of all positions : the operator, in every equal block, takes choice a }
 
 What several positions share (a tied weight, a table of positions) takes part, unless that makes tables too large: then it lies
-as planned. A block's seconds are the largest of several sums of its resources; the sum that binds is held fixed while choosing
-(it bounds the price from below), and what was chosen is then counted exactly. Seconds are those of a step, in a pipeline of the
-mean rank. How many micro-batches, stages and ranks there are stays as planned.
+as planned. A block's seconds are the largest of several sums of its resources, so no weighted mean of these sums exceeds them:
+one mean is held fixed while choosing, which bounds the price from below, and what was chosen is then counted exactly. The means
+are looked for by cutting planes (``_mean``), first for a block by itself, then for each choice whose bound is below what was
+counted. Blocks whose tables are too large for memory are eliminated in mini-buckets, which bounds from below again. So a price
+has two ends, what was found and what no plan is below; mostly they meet. Seconds are those of a step, in a pipeline of the mean
+rank. How many micro-batches, stages and ranks there are stays as planned.
+
+Source: Kelley 1960 (cutting planes).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from ortools.math_opt.python import mathopt
 
 from meshwright.compiler.placement.blockmodel import ROOT, Model
 from meshwright.compiler.placement.choices import Scope, near_of
 from meshwright.compiler.placement.costs import Variant
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.solver.chain import Array, Chain
-from meshwright.compiler.solver.elimination import Eliminated, EliminationPlan, Eliminator, Tables
+from meshwright.compiler.solver.elimination import WORK, Eliminated, EliminationPlan, Eliminator, Tables
+from meshwright.compiler.solver.master import simplex
 from meshwright.compiler.structure.folding import fold
 from meshwright.compiler.structure.structure import Structure
 from meshwright.ir.graph import Op
@@ -39,20 +46,29 @@ from meshwright.ir.rule import Rules, folded
 from meshwright.views.facts import Facts
 from meshwright.views.prices import costs_of
 
-WORK = 1 << 23
-"""Table entries of one operator's elimination above which it is not tried."""
-_FAR = 2
-"""Times as many entries without it: then no order is looked for that keeps the operator."""
 SHOWN = 8
+_ROUNDS = 16
+"""Most means of sums that are tried for a block by itself, and for the choices of one operator."""
+_MIXED = 1 << 24
+"""Table entries that these may take together."""
+_SAME = 1e-6
+"""Of a price, by which its two ends may differ by rounding in single precision."""
+
+Between = Mapping[tuple[int, int], tuple[Array, Eliminated]]
+"""{(kind, variant): the least of a block between its ends, and what finds its choices}."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """One choice of an operator. ``seconds``: of a step, the best with it; ``bytes_``: held over a step for one micro-batch;
-    ``why``: what takes longer than under the planned choice; ``chosen``: it is the planned one."""
+    """One choice of an operator. ``seconds``: of a step, the best with it that was found; ``least``: seconds that no plan with
+    it is below, the same where the best was found, and 0 where nothing is proven; ``unproven``: why it is less, if it is;
+    ``bytes_``: held over a step for one micro-batch; ``why``: what takes longer than under the planned choice; ``chosen``: it
+    is the planned one."""
 
     assignment: Mapping[str, str]
     seconds: float
+    least: float
+    unproven: str
     bytes_: float
     why: str
     chosen: bool
@@ -60,10 +76,17 @@ class Alternative:
 
 @dataclass(frozen=True)
 class _Alternative:
-    """The whole chain with one choice: its weighted sum, and the assignment of every (kind, variant, entry, exit) used."""
+    """The whole chain with one choice: its weighted sum, from below; whether all states of what positions share were tried; and
+    the assignment of every (kind, variant, entry, exit) used."""
 
     value: float
+    free: bool
     path: tuple[tuple[int, int, tuple[int, ...]], ...]
+
+    def better(self, other: _Alternative, seconds: Callable[[_Alternative], float]) -> _Alternative:
+        """The larger of two bounds with the quicker of two paths."""
+        quicker = min(self, other, key=seconds)
+        return _Alternative(max(self.value, other.value), self.free, quicker.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +144,10 @@ class Alternatives:
         kind, model, var = place
         if len(model.op_choices[var]) < 2:
             return []
-        priced = self._alternatives(kind, var)
-        if priced is None:
+        free = self._tried(kind, var)
+        if free is None:
             return None
+        priced = self._alternatives(kind, var, free)
         planned = dict(self.facts.plan.assignments.get(op.name, {}))
         chosen = next((n for n, choice in enumerate(model.op_choices[var]) if choice == planned), None)
         base = priced[chosen] if chosen is not None else min(priced, key=lambda one: one.value)
@@ -131,8 +155,10 @@ class Alternatives:
         for number, (choice, one) in enumerate(zip(model.op_choices[var], priced, strict=True)):
             if math.isfinite(one.value):
                 seconds, bytes_ = self._counted(one)
-                why = "" if one is base else self._why(base, one)
-                found.append(Alternative(choice, seconds, bytes_, why, number == chosen))
+                least = self._least(one, seconds)
+                unproven = self._unproven(kind, var, free, least) if least < seconds else ""
+                why = "" if one is base else self._why(base, one, seconds)
+                found.append(Alternative(choice, seconds, least, unproven, bytes_, why, number == chosen))
         return sorted(found, key=lambda one: (one.seconds, not one.chosen, sorted(one.assignment.items())))
 
     # where operators stand
@@ -185,12 +211,25 @@ class Alternatives:
     # prices
 
     def _row(self, kind: int, variant: int) -> Array:
-        """The weights of the sum that binds a block: the one whose least is largest."""
+        """The weights of the mean of sums that binds a block: the one whose least is largest, of those that were tried."""
         if (kind, variant) not in self._rows:
-            block = self.chain.kinds[kind].variants[variant]
+            block, rows = self.chain.kinds[kind].variants[variant], self.chain.time_rows
             eliminator = Eliminator(block, (), self._tables)
-            least = [float(eliminator.table(row).table) for row in self.chain.time_rows]
-            self._rows[kind, variant] = self.chain.time_rows[int(np.argmax(least))]
+            none = np.zeros((1, 0), dtype=np.intp)
+            best, most, points = -math.inf, math.inf, list[Array]()
+            rounds = min(_ROUNDS, _MIXED // max(1, eliminator.plan.work))
+            for count in range(len(rows) + rounds):
+                row = rows[count] if count < len(rows) else _means([point[None] for point in points])[0][0] @ rows
+                found = eliminator.table(row)
+                if not math.isfinite(float(found.table)):
+                    self._rows[kind, variant] = row
+                    break
+                if float(found.table) > best:
+                    best, self._rows[kind, variant] = float(found.table), row
+                points.append(rows @ block.cost(found.assignments(none)[0].tolist()))
+                most = min(most, float(points[-1].max()))
+                if best >= most * (1 - _SAME):
+                    break
         return self._rows[kind, variant]
 
     def _forbidden(self, kind: int) -> dict[int, Array]:
@@ -221,43 +260,86 @@ class Alternatives:
         states = math.prod(self.chain.shared_sizes) * max(one.states(one.exit) for one in kinds) * len(self._sequence)
         return apart and states <= WORK and all(self._plan(kind, 0, True).work <= WORK for kind in range(len(kinds)))
 
-    def _table(self, kind: int, variant: int, free: bool, var: int | None = None) -> tuple[Array, Eliminated]:
-        """[a dim for every shared variable, choice of ``var``, entry, exit]: the least of a block between its ends, and what
-        finds its choices. Dims of what the block does not read, or what is fixed, are 1."""
-        key = (kind, variant, free, var)
+    def _table(self, kind: int, variant: int, free: bool) -> tuple[Array, Eliminated]:
+        """``_between`` of a block in which nothing is held, under the mean of sums that binds it."""
+        key = (kind, variant, free)
         if key not in self._made:
-            one, block = self.chain.kinds[kind], self.chain.kinds[kind].variants[variant]
-            keep = self._keeps(kind, free, () if var is None else (var,))
-            eliminator = Eliminator(block, keep, self._tables, self._plan(kind, variant, free, () if var is None else (var,)))
-            found = eliminator.table(self._row(kind, variant), {} if free else self._forbidden(kind))
-            order = sorted(set(keep))
-            table = found.table.transpose([order.index(number) for number in keep])
-            read = {number for number, _ in one.shared} if free else set()
-            shared = [size if number in read else 1 for number, size in enumerate(self.chain.shared_sizes)]
-            choices = 1 if var is None else block.sizes[var]
-            if var is not None:  # of one operator after the other
-                for old in [old for old in self._made if old[-1] not in (None, var)]:
-                    del self._made[old]
-            self._made[key] = table.reshape(*shared, choices, one.states(one.entry), one.states(one.exit)), found
+            self._made[key] = self._between(kind, variant, free, (), self._row(kind, variant))
         return self._made[key]
 
     @cached_property
-    def _made(self) -> dict[tuple[int, int, bool, int | None], tuple[Array, Eliminated]]:
+    def _made(self) -> dict[tuple[int, int, bool], tuple[Array, Eliminated]]:
         return {}
 
-    def _alternatives(self, kind: int, var: int) -> list[_Alternative] | None:
+    def _between(self, kind: int, variant: int, free: bool, more: tuple[int, ...], row: Array) -> tuple[Array, Eliminated]:
+        """[a dim for every shared variable, choice of ``more``, entry, exit]: the least of a block between its ends under the
+        weights of a mean of sums, and what finds its choices; ``more``: a variable that stays. Dims of what the block does not
+        read, or what is fixed, are 1."""
+        one, block = self.chain.kinds[kind], self.chain.kinds[kind].variants[variant]
+        keep = self._keeps(kind, free, more)
+        eliminator = Eliminator(block, keep, self._tables, self._plan(kind, variant, free, more))
+        found = eliminator.table(row, {} if free else self._forbidden(kind))
+        order = sorted(set(keep))
+        table = found.table.transpose([order.index(number) for number in keep])
+        read = {number for number, _ in one.shared} if free else set()
+        shared = [size if number in read else 1 for number, size in enumerate(self.chain.shared_sizes)]
+        choices = math.prod(block.sizes[var] for var in more)
+        return table.reshape(*shared, choices, one.states(one.entry), one.states(one.exit)), found
+
+    def _tried(self, kind: int, var: int) -> bool | None:
+        """Whether all states of what positions share are tried for a variable; None where its table is too large anyway."""
+        ways = (True, False) if self._free else (False,)
+        return next((free for free in ways if self._plan(kind, 0, free, (var,)).work <= WORK), None)
+
+    def _plans(self, kind: int, var: int, free: bool) -> list[EliminationPlan]:
+        """How all blocks are eliminated, ``var`` staying in those of a kind."""
+        return [self._plan(at, variant, free, (var,) if at == kind else ()) for at, variant in dict.fromkeys(self._sequence)]
+
+    def _alternatives(self, kind: int, var: int, free: bool) -> list[_Alternative]:
         """The best chain for every choice of a variable of a kind, in all its positions."""
-        for free in (True, False):
-            near = self._plan(kind, 0, free).work <= _FAR * WORK and (self._free or not free)
-            if near and self._plan(kind, 0, free, (var,)).work <= WORK:
+        latest = found = self._priced(kind, var, free)
+        points: list[list[Array]] = [[] for _ in found]
+        left = {choice for choice, one in enumerate(found) if math.isfinite(one.value + self._total(one))}
+        for _ in range(min(_ROUNDS, _MIXED // max(1, sum(plan.work for plan in self._plans(kind, var, free))))):
+            apart = {choice: 1 - found[choice].value / self._total(found[choice]) for choice in left}
+            left = {choice for choice, part in apart.items() if part > _SAME}
+            if not left:
                 break
-        else:
-            return None
-        tables = [self._table(at, variant, free, var if at == kind else None)[0] for at, variant in self._sequence]
-        shortest = _shortest(tables, self.chain.kinds[kind].variants[0].sizes[var])
+            for choice in left:
+                points[choice].append(self._sums(latest[choice]))
+            worst = max(left, key=lambda choice: (apart[choice], -choice))
+            means, most = _means(points[worst])
+            if most <= found[worst].value * (1 + _SAME):  # no means prove more
+                left.remove(worst)
+                continue
+            latest = self._priced(kind, var, free, means @ self.chain.time_rows)
+            found = [one.better(other, self._total) if choice in left else one
+                     for choice, (one, other) in enumerate(zip(found, latest, strict=True))]
+        return found
+
+    def _sums(self, one: _Alternative) -> Array:
+        """[kinds, rows]: a chain's seconds if each of the sums bound the blocks of a kind."""
+        total = np.zeros((len(self.chain.kinds), len(self.chain.time_rows)))
+        for (kind, variant, choices), times in Counter(one.path).items():
+            total[kind] += times * (self.chain.time_rows @ self.chain.kinds[kind].variants[variant].cost(choices))
+        return total
+
+    def _priced(self, kind: int, var: int, free: bool, rows: Array | None = None) -> list[_Alternative]:
+        """The least chain for every choice of a variable of a kind; ``rows`` [kinds, resources]: under these weights of the
+        kinds' resources instead of those that bind each block by itself."""
+        tables = {}
+        for at, variant in dict.fromkeys(self._sequence):
+            more, row = (var,) if at == kind else (), self._row(at, variant) if rows is None else rows[at]
+            plain = rows is None and not more
+            tables[at, variant] = self._table(at, variant, free) if plain else self._between(at, variant, free, more, row)
+        shortest = _shortest([tables[at][0] for at in self._sequence], self.chain.kinds[kind].variants[0].sizes[var])
         runs = [self._run(kind, choice, free, *found) for choice, found in enumerate(shortest)]
-        known = self._assigned({position for run in runs for position in run.positions}, var)
-        return [_Alternative(run.value, tuple((at.kind, at.variant, known[at]) for at in run.positions)) for run in runs]
+        known = dict(self._known) if rows is None else {}
+        self._assign({position for run in runs for position in run.positions}, var, tables, known)
+        if rows is None:
+            self._known.update((at, choices) for at, choices in known.items() if at.choice is None)
+        paths = [tuple((at.kind, at.variant, known[at]) for at in run.positions) for run in runs]
+        return [_Alternative(run.value, free, path) for run, path in zip(runs, paths, strict=True)]
 
     def _run(
         self, kind: int, choice: int, free: bool, value: float, states: tuple[int, ...], ends: Sequence[tuple[int, int]]
@@ -271,21 +353,22 @@ class Alternatives:
             positions.append(_Position(at, variant, free, shared, between, choice if at == kind else None))
         return _Run(value, tuple(positions))
 
-    def _assigned(self, wanted: Collection[_Position], var: int) -> Mapping[_Position, tuple[int, ...]]:
-        """The choices of positions between their ends, those of one table at once; ``var``: what chooses where one is held."""
-        together: dict[tuple[int, int, bool, int | None], list[_Position]] = {}
+    def _assign(
+        self, wanted: Collection[_Position], var: int, tables: Between, known: dict[_Position, tuple[int, ...]]
+    ) -> None:
+        """The choices of positions between their ends, those of one table at once, beside those that are ``known``; ``var``:
+        what chooses where one is held."""
+        together: dict[tuple[int, int], list[_Position]] = {}
         for at in wanted:
-            if at not in self._known:
-                together.setdefault((at.kind, at.variant, at.free, None if at.choice is None else var), []).append(at)
-        found: dict[_Position, tuple[int, ...]] = {}
+            if at not in known:
+                together.setdefault((at.kind, at.variant), []).append(at)
         for key, alike in together.items():
-            rows = self._table(*key)[1].assignments(np.array([self._kept(at, var) for at in alike], dtype=np.intp))
+            rows = tables[key][1].assignments(np.array([self._kept(at, var) for at in alike], dtype=np.intp))
             for at, row in zip(alike, rows, strict=True):
                 choices = row.tolist()
                 for (_, number), state in zip(self.chain.kinds[at.kind].shared, at.shared, strict=True):
                     choices[number] = state
-                (self._known if at.choice is None else found)[at] = tuple(choices)
-        return {at: found[at] if at in found else self._known[at] for at in wanted}
+                known[at] = tuple(choices)
 
     @cached_property
     def _known(self) -> dict[_Position, tuple[int, ...]]:
@@ -306,21 +389,41 @@ class Alternatives:
 
     def _counted(self, one: _Alternative) -> tuple[float, float]:
         """(seconds, bytes), exactly, of the mean rank."""
-        known: dict[object, tuple[float, float]] = {}
-        seconds = bytes_ = 0.0
-        for key in one.path:
-            if key not in known:
-                kind, variant, choices = key
-                cost = self.chain.kinds[kind].variants[variant].cost(choices)
-                known[key] = self.chain.time(cost), float(self.chain.bytes_row @ cost)
-            seconds, bytes_ = seconds + known[key][0], bytes_ + known[key][1]
-        stages = 1 if self.facts.plan.pipeline is None else self.facts.plan.pipeline.degree
-        return seconds / stages, bytes_ / stages
+        bytes_ = 0.0
+        for (kind, variant, choices), times in Counter(one.path).items():
+            bytes_ += times * float(self.chain.bytes_row @ self.chain.kinds[kind].variants[variant].cost(choices))
+        return self._total(one) / self._stages, bytes_ / self._stages
+
+    def _total(self, one: _Alternative) -> float:
+        """Seconds, exactly, of all positions."""
+        seconds = 0.0
+        for (kind, variant, choices), times in Counter(one.path).items():
+            seconds += times * self.chain.time(self.chain.kinds[kind].variants[variant].cost(choices))
+        return seconds
+
+    @property
+    def _stages(self) -> int:
+        return 1 if self.facts.plan.pipeline is None else self.facts.plan.pipeline.degree
+
+    def _least(self, one: _Alternative, seconds: float) -> float:
+        """Seconds, of the mean rank, that no plan with a choice is below, where the best that was found takes ``seconds``."""
+        least = one.value / self._stages if one.free or all(size == 1 for size in self.chain.shared_sizes) else 0.0
+        return seconds if least >= seconds * (1 - _SAME) else least
+
+    def _unproven(self, kind: int, var: int, free: bool, least: float) -> str:
+        """Why what was found for a choice of a variable may not be the best."""
+        if least <= 0:
+            return "what several blocks share was tried as it is planned, and no other way"
+        if any(plan.inexact for plan in self._plans(kind, var, free)):
+            return "more shardings meet in a block than can be tried"
+        return "a block takes as long as the longest of several sums of its parts, and which is longest differs between choices"
 
     # why
 
-    def _why(self, base: _Alternative, other: _Alternative) -> str:
+    def _why(self, base: _Alternative, other: _Alternative, seconds: float) -> str:
         """The part that costs the other way most more than the planned one."""
+        if not math.isfinite(seconds):
+            return "none was found that can run"
         more: dict[str, float] = {}
         steps = Counter((one, new) for one, (_, _, new) in zip(base.path, other.path, strict=True))
         for ((kind, variant, old), new), times in steps.items():
@@ -330,8 +433,7 @@ class Alternatives:
         if not more:
             return "the same"
         label = max(more, key=lambda name: more[name])
-        stages = 1 if self.facts.plan.pipeline is None else self.facts.plan.pipeline.degree
-        return f"{label}: +{seconds_text(more[label] / stages)}" if more[label] > 0 else "ties"
+        return f"{label}: +{seconds_text(more[label] / self._stages)}" if more[label] > 0 else "ties"
 
     def _differences(
         self, kind: int, variant: int, old: Sequence[int], new: Sequence[int]
@@ -367,6 +469,25 @@ def _shortest(steps: Sequence[Array], choices: int) -> Iterator[tuple[float, tup
             ends.append((before, state))
             state = before
         yield value, at[:-1], ends[::-1]
+
+
+def _means(points: Sequence[Array]) -> tuple[Array, float]:
+    """The weights [kinds, rows], >= 0 and 1 together for each kind, whose least sum over points [kinds, rows] is largest; and
+    that sum."""
+    unit = max(float(point.max()) for point in points) or 1.0
+    model = mathopt.Model()
+    weights = [[model.add_variable(lb=0, ub=1) for _ in row] for row in points[0]]
+    least = model.add_variable()
+    for row in weights:
+        model.add_linear_constraint(mathopt.fast_sum(row) == 1)
+    flat = [weight for row in weights for weight in row]
+    for point in points:
+        sums = [float(seconds) / unit * weight for seconds, weight in zip(point.ravel(), flat, strict=True)]
+        model.add_linear_constraint(least <= mathopt.fast_sum(sums))
+    model.maximize(least)
+    result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(threads=1))
+    found = np.array(result.variable_values(flat)).reshape(points[0].shape)
+    return np.array([simplex(row) for row in found]), result.objective_value() * unit
 
 
 def _part(table: Array, at: tuple[int, ...]) -> Array:

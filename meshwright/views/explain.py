@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import math
 import textwrap
 from collections.abc import Iterator
 
@@ -166,8 +167,15 @@ def _alternatives(facts: Facts, op: Op) -> str:
         lines = ["  no other choice can run in this layout"]
     else:
         lines = ["  alternatives, everything else at its best for them: seconds of a step's operators, mean rank; how many",
-                 "  stages, micro-batches and ranks there are stays as planned", _table(found, chosen)]
+                 "  stages, micro-batches and ranks there are stays as planned", *_ends(found), _table(found, chosen)]
     return "\n".join([*lines, *(_wrapped([f"  not open: {reason}"]) for reason in _closed(facts, op, found))])
+
+
+def _ends(found: list[Alternative]) -> list[str]:
+    """What two numbers of one price say, and why it has two."""
+    return [line for why in sorted({one.unproven for one in found} - {""})
+            for line in textwrap.wrap(f"{why}: where a price has two ends, the best lies between them", WIDTH,
+                                      initial_indent="  ", subsequent_indent="  ")]
 
 
 def _table(found: list[Alternative], chosen: Alternative) -> str:
@@ -177,15 +185,36 @@ def _table(found: list[Alternative], chosen: Alternative) -> str:
         table.add_column(name)
     shown = [*found[:_SHOWN], *([chosen] if chosen in found[_SHOWN:] else [])]
     for one in shown:
-        more, bytes_ = one.seconds - chosen.seconds, one.bytes_ - chosen.bytes_
-        cells = ["->" if one.chosen else "", assignment_words(one.assignment), seconds_text(one.seconds),
-                 "" if one is chosen else _signed(more, seconds_text(abs(more))),
+        bytes_ = one.bytes_ - chosen.bytes_
+        cells = ["->" if one.chosen else "", assignment_words(one.assignment), _price(one),
+                 "" if one is chosen else _against(one, chosen),
                  "" if one is chosen else _signed(bytes_, bytes_text(abs(bytes_))), one.why]
         table.add_row(*(Text(cell, overflow="fold") for cell in cells))
     target = io.StringIO()
     Console(file=target, width=WIDTH, color_system=None, emoji=False).print(table)
     rest = [f"  and {len(found) - len(shown)} more that take longer"] if len(found) > len(shown) else []
     return "\n".join([*(line.rstrip() for line in target.getvalue().rstrip().splitlines()), *rest])
+
+
+def _price(one: Alternative) -> str:
+    """Seconds, or the two ends between which they lie."""
+    least, most = seconds_text(one.least), seconds_text(one.seconds)
+    if math.isinf(one.seconds):
+        return f"at least {least}"
+    if one.least <= 0 < one.seconds:
+        return f"at most {most}"
+    return most if least == most else f"{least} to {most}"
+
+
+def _against(one: Alternative, chosen: Alternative) -> str:
+    """What it takes more than the planned choice, or the two ends between which that lies."""
+    ends = [one.least - chosen.seconds, one.seconds - chosen.least]
+    texts = [_signed(end, seconds_text(abs(end))) for end in ends]
+    if math.isinf(one.seconds):
+        return f"at least {texts[0]}" if one.least > 0 else ""
+    if one.least <= 0 or chosen.least <= 0:
+        return f"at most {texts[1]}" if chosen.least > 0 else ""
+    return texts[1] if texts[0] == texts[1] else f"{texts[0]} to {texts[1]}"
 
 
 def _signed(value: float, text: str) -> str:

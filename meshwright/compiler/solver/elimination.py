@@ -225,21 +225,26 @@ class Tables:
 
     def plan(self, block: BlockModel, keep: Sequence[int], like: Sequence[int] = (), most: int = 0) -> EliminationPlan:
         """``plan``, made once for all variants of a block. ``like``: of the variables of which the plan is known that keeps
-        these, in its order, without looking for another where that takes no more than ``most`` entries."""
+        these, in its order, without looking for another where that takes no more than ``most`` entries and is as exact."""
         question = _question(block, keep)
         if question not in self._plans:
-            found = None if not most else self._as_before(question, like)
-            self._plans[question] = found if found is not None and found.work <= most else plan(block, keep)
+            found = None if not most else self._as_before(question, like, most)
+            self._plans[question] = plan(block, keep) if found is None else found
         return self._plans[question]
 
     def _as_before(
-        self, question: tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]], like: Sequence[int]
+        self, question: tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]], like: Sequence[int], most: int
     ) -> EliminationPlan | None:
         sizes, pairs, kept = question
         known = self._plans.get((sizes, pairs, tuple(sorted(set(like)))))
         if known is None:
             return None
-        return _symbolic(sizes, pairs, kept, [step.var for step in known.steps if step.var not in kept], WIDTHS[0])
+        order = [step.var for step in known.steps if step.var not in kept]
+        for wide in WIDTHS:
+            found = _symbolic(sizes, pairs, kept, list(order), wide)
+            if found.work <= most:
+                return found if known.inexact or not found.inexact else None
+        return None
 
     def stacked(self, block: BlockModel, pairs: Sequence[tuple[int, int]]) -> Stacked:
         """The tables of a block's edges by pair, made once for all variants that have the same."""

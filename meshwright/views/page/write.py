@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -33,8 +34,9 @@ def priced(facts: Facts) -> Callable[[Op], list[dict[str, Any]]] | None:
             return []
         return [
             {"choice": assignment_words(one.assignment), "chosen": one.chosen, "why": one.why,
-             "more": one.seconds - chosen.seconds, "bytes": one.bytes_ - chosen.bytes_}
-            for one in sorted(found, key=lambda one: (not one.chosen, one.seconds))[:SHOWN]
+             "more": one.seconds - chosen.seconds, "bytes": one.bytes_ - chosen.bytes_,
+             **({} if one.least == one.seconds else {"least": one.least - chosen.seconds if one.least > 0 else "unknown"})}
+            for one in sorted(found, key=lambda one: (not one.chosen, one.seconds))[:SHOWN] if math.isfinite(one.seconds)
         ]
 
     return of

@@ -308,9 +308,14 @@
     if (info.alternatives) {
       p.appendChild(el("h3", "Alternatives, everything else at its best for them"));
       p.appendChild(table(["choice", "#step", "#memory", "what decides"], info.alternatives.map((a) => ({ cells: [a.choice,
-        a.chosen ? "as planned" : signed(a.more, seconds), a.chosen ? "" : signed(a.bytes, bytes), a.why], cls: a.chosen ? "chosen" : "" }))));
+        a.chosen ? "as planned" : more(a), a.chosen ? "" : signed(a.bytes, bytes), a.why], cls: a.chosen ? "chosen" : "" }))));
     }
     if (info.mine !== undefined && diff) changes(p, info);
+  }
+  function more(a) {
+    const most = signed(a.more, seconds);
+    if (a.least === undefined) return most;
+    return a.least === "unknown" ? "at most " + most : signed(a.least, seconds) + " to " + most;
   }
   function changes(p, info) {
     p.appendChild(el("h3", "Against " + names[1]));
