@@ -171,6 +171,11 @@ def llama_narrow() -> nn.Module:
     return llama(2, 64, 4, 2, 192, 512)
 
 
+def llama_long() -> nn.Module:
+    """Llama of few words, of whose long sequences little but activations is held."""
+    return llama(3, 512, 8, 4, 1536, 512)
+
+
 def llama_weights() -> nn.Module:
     """Llama of few words: of short sequences its stages hold little but weights, their copies and gradients."""
     return llama(4, 512, 8, 8, 1536, 512)
@@ -238,6 +243,12 @@ CASES: Mapping[str, Case] = {
         loss_fn=loss_alone),
     "llama-narrow tp 2 mlps in pieces": Case(
         llama_narrow, (1, 16384), 2, {"dp": 1, "tp": 2, "zero": 0, "recompute": "none", "mlp_rows": 1000}),
+    "llama-long cp 1": Case(llama_long, (1, 8192), 1, {"dp": 1, "tp": 1, "zero": 0}),
+    **{
+        f"llama-long cp {ranks} {form}": Case(
+            llama_long, (1, 8192), ranks, {"cp": ranks, "dp": 1, "tp": 1, "zero": 0, "attention": form})
+        for ranks in (2, 4) for form in ("ring", "all-gather", "ulysses")
+    },
     "mistral cp 1": Case(mistral, (2, 2048), 1, {"dp": 1, "tp": 1, "zero": 0}),
     "mistral cp 2 ring": Case(mistral, (2, 2048), 2, {"cp": 2, "dp": 1, "tp": 1, "zero": 0, "attention": "ring"}),
     "mistral cp 2 ulysses": Case(mistral, (2, 2048), 2, {"cp": 2, "dp": 1, "tp": 1, "zero": 0, "attention": "ulysses"}),

@@ -63,6 +63,16 @@ def test_programs(names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
+def test_activations_fall_with_the_ranks_of_a_sequence() -> None:
+    """As 1/cp under the ring, within 5%; the tracker counts gathered weights among them, which are there whole."""
+    ranks = (1, 2, 4)
+    found = rows("llama-long cp 1", "llama-long cp 2 ring", "llama-long cp 4 ring")
+    check(found)
+    held = [row["tracked kinds"]["activation"] - row["kinds"]["gathered"] for row in found]
+    assert [size * cp / held[0] for size, cp in zip(held, ranks, strict=True)] == pytest.approx([1.0] * 3, abs=0.05)
+
+
+@pytest.mark.slow
 def test_pipelines() -> None:
     """Every pipeline rank, whole and split backwards, under ZeRO, recomputation and tensor parallelism."""
     found = rows(*PIPELINES)
