@@ -1,11 +1,13 @@
 """Tiny random models of every kind of attention, at any sequence length, for cells of context parallelism.
 
 ``MODELS[name](length)`` is (model, kwargs at a batch of BATCH). A name may say how the batch is filled: "left" and "right" are
-padding on that side, "packed" is documents whose ``position_ids`` restart. ``DROPS`` have dropout where it is asked for.
+padding on that side, "packed" is documents whose ``position_ids`` restart, "prefix" is an additive mask of every sample, whose
+first words all words see, "short" is answers shorter than questions. ``DROPS`` have dropout where it is asked for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -30,6 +32,18 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "Phi3": {**_GATED, "sliding_window": 4},
     "Qwen3": {**_GATED, "head_dim": 8},
     "Falcon": {**_SMALL, "multi_query": True, "parallel_attn": True, "new_decoder_architecture": False},
+    "Falcon alibi": {**_SMALL, "multi_query": False, "parallel_attn": False, "new_decoder_architecture": False, "alibi": True,
+                     "bias": True},
+    "Qwen2": _GATED,
+    "Olmo2": _GATED,  # norms after attention, and of whole queries and keys
+    "GPTNeoX": {**_SMALL, "intermediate_size": 64, "max_position_embeddings": 64, "rotary_pct": 0.5},
+    "GPTJ": {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "rotary_dim": 4, "vocab_size": VOCAB, "n_positions": 64,
+             "use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1,
+             "eos_token_id": 1},
+    "OPT": {**_SMALL, "ffn_dim": 64, "max_position_embeddings": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "Cohere2": {**_GATED, "sliding_window": 4, "layer_types": _ALTERNATE},  # no positions where there is no window
+    "SmolLM3": {**_GATED, "no_rope_layer_interval": 2},
+    "Starcoder2": {**_GATED, "sliding_window": 4, "residual_dropout": 0.0, "embedding_dropout": 0.0},
     "Bloom": {**_SMALL, "hidden_dropout": 0.0, "attention_dropout": 0.0},  # ALiBi
     "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": LAYERS, "expansion_ratio": 2, "max_seq_len": 64, "vocab_size": VOCAB,
             "use_cache": False},  # ALiBi
@@ -40,7 +54,16 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
               "mamba_d_conv": 4, "mamba_dt_rank": 4},
     "Mamba": {**_SMALL, "state_size": 4, "conv_kernel": 4, "time_step_rank": 4},
 }
-DROPS = ("GPT2", "bert", "t5")
+_ENCODERS: Mapping[str, Mapping[str, Any]] = {
+    "Bert": {},
+    "Roberta": {"pad_token_id": 0},  # positions count the words that are no padding
+    "Albert": {"embedding_size": 16},  # every layer has the same weights
+    "DebertaV2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 8,
+                  "norm_rel_ebd": "layer_norm", "position_buckets": 8},
+    "ModernBert": {"local_attention": 8, "global_attn_every_n_layers": 2,  # windows to both sides
+                   "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "cls_token_id": 1, "sep_token_id": 1},
+}
+DROPS = ("GPT2", "bert", "t5", "GPTNeoX", "OPT", "Bloom", "bart", "ModernBert", "dinov2")
 
 
 def _tokens(length: int) -> torch.Tensor:
@@ -51,13 +74,18 @@ def _decoder(name: str, filled: str, length: int) -> Case:
     """A causal language model of transformers; labels of padding count for nothing."""
     import transformers
 
-    config = getattr(transformers, f"{name}{'Text' * (name == 'Gemma3')}Config")(**_CONFIGS[name])
+    config, name = _CONFIGS[name], name.partition(" ")[0]
+    config = getattr(transformers, f"{name}{'Text' * (name == 'Gemma3')}Config")(**config)
     ids = _tokens(length)
     batch = {"input_ids": ids, "labels": ids.clone()}
     if filled == "packed":
         ends = torch.tensor([(length * (2 + row % 3)) // 7 for row in range(BATCH)])[:, None]
         places = torch.arange(length).expand(BATCH, -1)
         batch["position_ids"] = torch.where(places < ends, places, places - ends)
+    elif filled == "prefix":
+        places = torch.arange(length)
+        seen = (places <= places[:, None]) | (places < torch.arange(BATCH)[:, None, None] % 4 + 1)
+        batch["attention_mask"] = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))[:, None]
     elif filled:
         mask = torch.ones_like(ids)
         for row in range(BATCH):
@@ -68,31 +96,33 @@ def _decoder(name: str, filled: str, length: int) -> Case:
     return getattr(transformers, f"{name}{head}")(config), batch
 
 
-def _bert(length: int) -> Case:
-    from transformers import BertConfig, BertForMaskedLM
+def _encoder(name: str, length: int) -> Case:
+    """Words of which some are to be guessed, one sample padded."""
+    import transformers
 
-    config = BertConfig(
+    config = getattr(transformers, f"{name}Config")(
         hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=64, vocab_size=VOCAB,
-        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        max_position_embeddings=72, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **_ENCODERS[name],
     )
     ids = _tokens(length)
     mask = torch.ones_like(ids)
     mask[1, length // 2 :] = 0
     labels = torch.where((torch.rand(ids.shape) < 0.4) & (mask == 1), ids, -100)
-    return BertForMaskedLM(config), {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    model = getattr(transformers, f"{name}ForMaskedLM")(config)
+    return model, {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
 
 
-def _t5(length: int) -> Case:
+def _t5(short: int, length: int) -> Case:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
         d_model=32, d_kv=8, d_ff=64, num_layers=LAYERS // 2, num_heads=4, vocab_size=VOCAB, dropout_rate=0.0, use_cache=False,
         decoder_start_token_id=0, pad_token_id=0, relative_attention_num_buckets=8,
     )
-    return T5ForConditionalGeneration(config), {"input_ids": _tokens(length), "labels": _tokens(length)}
+    return T5ForConditionalGeneration(config), {"input_ids": _tokens(length), "labels": _tokens(length - short)}
 
 
-def _bart(length: int) -> Case:
+def _bart(short: int, length: int) -> Case:
     from transformers import BartConfig, BartForConditionalGeneration
 
     config = BartConfig(
@@ -103,7 +133,7 @@ def _bart(length: int) -> Case:
     mask = torch.ones(BATCH, length, dtype=torch.long)
     mask[2, length // 2 :] = 0
     return BartForConditionalGeneration(config), {
-        "input_ids": _tokens(length), "attention_mask": mask, "labels": _tokens(length),
+        "input_ids": _tokens(length), "attention_mask": mask, "labels": _tokens(length - short),
     }
 
 
@@ -122,16 +152,18 @@ def _whisper(length: int) -> Case:
     }
 
 
-def _vit(length: int) -> Case:
-    """Of the class token and patches, ``length`` in all."""
-    from transformers import ViTConfig, ViTForImageClassification
+def _vit(name: str, square: bool, length: int) -> Case:
+    """Of the class token and patches, ``length`` in all; in a square, as many as go."""
+    import transformers
 
-    config = ViTConfig(
-        hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=64, image_size=(4 * (length - 1), 4),
-        patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=5,
+    wide = math.isqrt(length - 1) if square else 1
+    size = (4 * (wide if square else length - 1), 4 * wide)
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=64, mlp_ratio=2, patch_size=4,
+        image_size=size[0] if square else size, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=5,
     )
-    images = torch.randn(BATCH, 3, 4 * (length - 1), 4)
-    return ViTForImageClassification(config), {"pixel_values": images, "labels": torch.randint(0, 5, (BATCH,))}
+    model = getattr(transformers, f"{name}ForImageClassification")(config)
+    return model, {"pixel_values": torch.randn(BATCH, 3, *size), "labels": torch.randint(0, 5, (BATCH,))}
 
 
 class _Scans(nn.Module):
@@ -189,8 +221,13 @@ MODELS: dict[str, Callable[[int], Case]] = {
     **{f"{name} {filled}": partial(_decoder, name, filled) for name, filled in (
         ("Llama", "packed"), ("Llama", "left"), ("Llama", "right"), ("Mistral", "packed"), ("Mistral", "left"),
         ("Gemma3", "packed"), ("Gemma2", "right"), ("Bloom", "left"), ("GptOss", "right"), ("Qwen3", "packed"),
+        ("Qwen2", "packed"), ("SmolLM3", "packed"), ("Cohere2", "right"), ("GPTNeoX", "left"), ("Falcon alibi", "left"),
+        ("OPT", "right"), ("Llama", "prefix"), ("Olmo2", "prefix"),
     )},
-    "bert": _bert, "t5": _t5, "vit": _vit, "bart": _bart, "whisper": _whisper, "scans": _scans,
+    "bert": partial(_encoder, "Bert"), **{name: partial(_encoder, name) for name in _ENCODERS if name != "Bert"},
+    "t5": partial(_t5, 0), "t5 short": partial(_t5, 3), "bart": partial(_bart, 0), "bart short": partial(_bart, 5),
+    "vit": partial(_vit, "ViT", False), "dinov2": partial(_vit, "Dinov2", True),
+    "whisper": _whisper, "scans": _scans,
     "biased": partial(_biased, False), "biased causal": partial(_biased, True),
 }
 NAMED = ("Llama", "Mistral", "GPT2", "bert", "t5", "vit")
