@@ -492,7 +492,7 @@ def test_twice_the_devices_or_the_layers_take_little_longer(layers: tuple[int, i
         ({"pp": 2, "virtual_stages": 4, "schedule": "zb"}, "8 stages, but the model can be cut into 6 pieces"),
         ({"pp": 2, "dp": 2, "microbatches": 3}, "3 micro-batches; nearest legal setting: microbatches=4"),
         ({"pp": 2, "dp": 4, "schedule": "dualpipev", "microbatches": 2}, "at least one micro-batch a stage.*nearest legal"),
-        ({"pp": 2, "schedule": "1f1b", "virtual_stages": 2}, "takes 1 stage.*nearest legal: virtual_stages=1"),
+        ({"pp": 2, "schedule": "1f1b", "virtual_stages": 2}, "takes 1 stage.*nearest legal setting: virtual_stages=1"),
         ({"pp": 1, "schedule": "zb"}, "'zb' needs pp > 1"),
         ({"pp": 2, "stage_cuts": ("model.layers.9",)}, "'model.layers.9' is not where a stage can start"),
         ({"pp": 2, "stage_cuts": ("model.layers.1", "model.layers.2")}, "3 stages, which do not divide over pp=2"),

@@ -530,6 +530,8 @@ REFUSED: list[tuple[str, int, str, Mapping[str, Any], str]] = [
     ("Llama", 16, "h100:1x4", {"cp": 4, "stages": 4}, "there is cp = 1, 2; nearest legal setting: cp=2, or stages=1"),
     ("GPT2", 16, "h100:1x4", {"dp": 4, "ep": 1, "microbatches": 4}, "into dp=4 ranks.*: dp=2, or microbatches=2"),
     ("GPT2", 16, "h100:1x4", {"tp": 4, "sequence_parallel": True, "schedule": "zb"}, "of 4 devices"),
+    ("GPT2", 16, "h100:1x8", {"pp": 2, "dp": 2, "schedule": "dualpipev", "zero": 2, "recompute": "full"}, "whole backward"),
+    ("Llama", 16, "h100:1x8", {"pp": 2, "dp": 4, "schedule": "dualpipev", "microbatches": 2}, "least one micro-batch a stage"),
 ]
 
 

@@ -97,9 +97,9 @@ def test_what_it_refuses_is_refused_everywhere() -> None:
     """By its own reason, and by the property of a split backward, whatever it is called."""
 
     def scenario() -> None:
-        with pytest.raises(mw.PinError, match="it takes at most six micro-batches; nearest legal: microbatches=6"):
+        with pytest.raises(mw.PinError, match="it takes at most six micro-batches; nearest legal setting: microbatches=4"):
             searched(pp=2, dp=1, tp=2, schedule="backwards", microbatches=8)
-        with pytest.raises(mw.PinError, match=r"takes 2 stage.s. a rank; nearest legal: virtual_stages=2"):
+        with pytest.raises(mw.PinError, match=r"takes 2 stage.s. a rank; nearest legal setting: virtual_stages=2"):
             searched(pp=2, schedule="backwards", virtual_stages=1)
         for how in ({"zero": 2}, {"zero": 3}, {"recompute": "full"}, {"recompute": "selective"}, {"compiled": True}):
             assert illegal_combination("eager", **how) is None

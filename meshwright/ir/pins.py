@@ -373,8 +373,8 @@ def _first(pins: Pins, options: Sequence[Change], runs: Callable[[Pins], bool]) 
 
 
 def _changes(pins: Pins, world: int, batch: int) -> list[Change]:
-    """Other values of every pin: numbers are as far away as the powers of two between them, names are one apart, and a pin that
-    is dropped is two away."""
+    """Other values of every pin: numbers are as far away as the powers of two between them, names are one apart, levels of ZeRO
+    less than half of that (two change less than half the ranks of an axis do), and a pin that is dropped is two away."""
     named: Mapping[str, Sequence[Any]] = {"schedule": tuple(schedules()), "attention": ATTENTION, "recompute": RECOMPUTE}
     degrees, samples = ([n for n in range(1, size + 1) if size % n == 0] for size in (world, batch))
     counts: Mapping[str, Sequence[int]] = {
@@ -388,7 +388,7 @@ def _changes(pins: Pins, world: int, batch: int) -> list[Change]:
         if name in counts and value is not None:
             found += sorted((abs(math.log2(n / value)), name, n) for n in counts[name] if n != value)[:_VALUES]
         elif name == "zero" and value is not None:
-            found += [(abs(n - value), name, n) for n in range(4) if n != value]
+            found += [(0.4 * abs(n - value), name, n) for n in range(4) if n != value]
         elif name in named and value is not None:
             found += [(1.0, name, one) for one in named[name] if one != value]
         found += [(2.0, name, None)] * pins.says(name)

@@ -300,12 +300,13 @@ def _with_remedy(error: OutOfMemoryError, task: Task, fits: Fits, timing: Timing
 
 def with_nearest(error: PinError | PlanError, task: Task, check: Callable[[Pins], None]) -> PinError | PlanError:
     """The error with the nearest pins that leave something to run, of a task whose own leave nothing; the error itself where
-    they do, or where it names what does. ``check``: raises PinError for pins that no model can have on these devices."""
+    they do. What the error itself calls legal, which is so whatever else is pinned, gives way to it. ``check``: raises PinError
+    for pins that no model can have on these devices."""
     near = _Near(task, check)
-    if any(words in str(error) for words in ("nearest", "; take ", "; did you mean")) or near.runs(task.pins):
+    if near.runs(task.pins):
         return error
     words = nearest(task.pins, task.cluster.world, batch_size(task.graph), near.runs)
-    return type(error)(f"{error}; nearest legal setting: {words}") if words else error
+    return type(error)(f"{str(error).partition('; nearest legal: ')[0]}; nearest legal setting: {words}") if words else error
 
 
 @dataclass
