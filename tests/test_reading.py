@@ -1,10 +1,11 @@
-"""``docs/reading_a_plan.md``: what it shows of plans is what is printed of them, line by line."""
+"""``docs/reading_a_plan.md`` and ``docs/pipelines.md``: what they show of plans is what is printed of them, line by line."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from benchmarks.models import MODELS, build, inputs
 from meshwright.ir.writing.plans import plan_text
 from meshwright.views.report import render
 
-PAGE = Path(__file__).parent.parent / "docs" / "reading_a_plan.md"
+ROOT = Path(__file__).parent.parent
 STAGED: Mapping[str, Any] = {
     "axes": {"pp": 4, "dp": 2, "tp": 1}, "schedule": "zb", "microbatches": 8, "zero": 1, "recompute": "none",
     "stage_cuts": ("transformer.h.2", "transformer.h.6", "transformer.ln_f:layer_norm"),
@@ -39,9 +40,26 @@ def _plan(staged: bool) -> mw.Plan:
     return mw.Plan.from_dict(json.loads(plan_text(plan)))
 
 
+def _blocks(page: str) -> list[str]:
+    """What stands between the fences of a page."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return [found[1] for found in re.finditer(r"^```[^\n]*\n(.*?)^```", text, re.S | re.M)]
+
+
+def _example() -> mw.Plan:
+    """What ``examples/train_gpt2_pipeline.py`` trains with."""
+    sys.path.insert(0, str(ROOT / "examples"))  # the examples import each other as scripts do
+    try:
+        from demo import make_batch
+        from train_gpt2_pipeline import make_model
+    finally:
+        sys.path.pop(0)
+    return mw.plan(make_model(), "cpu:1x4", ((), make_batch(0)), pins={"pp": 4, "microbatches": 8})
+
+
 def _shown(begins: str) -> list[str]:
     """The lines of the page's output in which a line begins so, from that line on; none of a search."""
-    blocks = re.findall(r"^```\w*\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)
+    blocks = _blocks("reading_a_plan.md")
     (lines,) = [block.splitlines() for block in blocks if re.search(f"^{re.escape(begins)}", block, re.M)]
     lines = lines[next(at for at, line in enumerate(lines) if line.startswith(begins)):]
     return [line for line in itertools.takewhile(lambda line: not line.startswith(SEARCHED), lines) if line.strip(" .")]
@@ -58,8 +76,18 @@ PRINTED: Mapping[str, Callable[[], str]] = {
 
 @pytest.mark.parametrize("begins", PRINTED)
 def test_what_the_page_shows_is_printed(begins: str) -> None:
-    printed = iter(PRINTED[begins]().splitlines())
     shown = _shown(begins)
     assert len(shown) > 5
-    for line in shown:  # in that order
+    _in_that_order(shown, PRINTED[begins]())
+
+
+def test_the_pipeline_of_the_example_is_the_one_that_is_shown() -> None:
+    """Its search and clock, of CPU processes."""
+    (block,) = [block for block in _blocks("pipelines.md") if "stages under zbv" in block]
+    _in_that_order([line for line in block.splitlines() if line.strip(" .")], render(_example()))
+
+
+def _in_that_order(shown: list[str], text: str) -> None:
+    printed = iter(text.splitlines())
+    for line in shown:
         assert any(one.rstrip() == line for one in printed), line
