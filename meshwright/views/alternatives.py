@@ -51,6 +51,8 @@ _ROUNDS = 16
 """Most means of sums that are tried for a block by itself, and for the choices of one operator."""
 _MIXED = 1 << 24
 """Table entries that these may take together."""
+_REMEMBERED = 1 << 12
+"""Costs of blocks that are remembered."""
 _SAME = 1e-6
 """Of a price, by which its two ends may differ by rounding in single precision."""
 
@@ -134,6 +136,7 @@ class Alternatives:
         self.chain: Chain = self.problem.chain(math.inf, 0.0)
         self._tables = Tables()
         self._rows: dict[tuple[int, int], Array] = {}
+        self._costs: dict[tuple[int, int, tuple[int, ...]], Array] = {}
         self.places = self._find()
 
     def of(self, op: Op) -> list[Alternative] | None:
@@ -321,7 +324,7 @@ class Alternatives:
         """[kinds, rows]: a chain's seconds if each of the sums bound the blocks of a kind."""
         total = np.zeros((len(self.chain.kinds), len(self.chain.time_rows)))
         for (kind, variant, choices), times in Counter(one.path).items():
-            total[kind] += times * (self.chain.time_rows @ self.chain.kinds[kind].variants[variant].cost(choices))
+            total[kind] += times * (self.chain.time_rows @ self._cost(kind, variant, choices))
         return total
 
     def _priced(self, kind: int, var: int, free: bool, rows: Array | None = None) -> list[_Alternative]:
@@ -391,15 +394,24 @@ class Alternatives:
         """(seconds, bytes), exactly, of the mean rank."""
         bytes_ = 0.0
         for (kind, variant, choices), times in Counter(one.path).items():
-            bytes_ += times * float(self.chain.bytes_row @ self.chain.kinds[kind].variants[variant].cost(choices))
+            bytes_ += times * float(self.chain.bytes_row @ self._cost(kind, variant, choices))
         return self._total(one) / self._stages, bytes_ / self._stages
 
     def _total(self, one: _Alternative) -> float:
         """Seconds, exactly, of all positions."""
         seconds = 0.0
         for (kind, variant, choices), times in Counter(one.path).items():
-            seconds += times * self.chain.time(self.chain.kinds[kind].variants[variant].cost(choices))
+            seconds += times * self.chain.time(self._cost(kind, variant, choices))
         return seconds
+
+    def _cost(self, kind: int, variant: int, choices: tuple[int, ...]) -> Array:
+        """[resources] of a block under its choices, of which several alternatives mostly have the same."""
+        key = (kind, variant, choices)
+        if key not in self._costs:
+            if len(self._costs) >= _REMEMBERED:
+                self._costs.clear()
+            self._costs[key] = self.chain.kinds[kind].variants[variant].cost(choices)
+        return self._costs[key]
 
     @property
     def _stages(self) -> int:
