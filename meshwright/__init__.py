@@ -25,6 +25,7 @@ from meshwright.errors import (
     MissingCheckpointError,
     PlanError,
     RunError,
+    StageWarning,
     VerifyError,
 )
 
@@ -96,7 +97,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "AbsentError", "CaptureError", "CheckpointError", "Cluster", "ClusterError", "Elsewhere", "ExportError", "GraphError",
     "InputError", "MaterializeError", "MeshError", "MeshwrightError", "MissingCheckpointError", "OutOfMemoryError",
-    "PinError", "Pins", "Plan", "PlanError", "RuleError", "RunError", "ScheduleError", "ShardingError", "VerifyError",
-    "autoparallel", "diff", "explain", "export", "load", "load_plan", "longest", "loss_alone", "plan", "register_rule",
-    "register_schedule", "reprice", "show", "timeline", "to_networkx",
+    "PinError", "Pins", "Plan", "PlanError", "RuleError", "RunError", "ScheduleError", "ShardingError", "StageWarning",
+    "VerifyError", "autoparallel", "diff", "explain", "export", "load", "load_plan", "longest", "loss_alone", "plan",
+    "register_rule", "register_schedule", "reprice", "show", "timeline", "to_networkx",
 ]

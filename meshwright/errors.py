@@ -89,3 +89,8 @@ class VerifyError(MeshwrightError):
             "of the plan or of a pass, please report it with the plan"
         )
         self.node, self.module, self.expected, self.found = node, module, expected, found
+
+
+class StageWarning(MeshwrightError, UserWarning):  # noqa: N818  (a warning, until a filter makes it an error)
+    """What a loop does may be another thing on every stage of a pipeline. ``simplefilter("error", StageWarning)`` of
+    ``warnings`` makes an error of it."""

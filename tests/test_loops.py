@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.runtime.checks.empty import of_numbers
+from meshwright.runtime.checks.empty import may_be_numbered, of_numbers, runs
 from tests.loops import trials
 
 SOME = {
@@ -49,3 +49,17 @@ def test_parameters_counted_by_each_stage_are_told_from_others() -> None:
     assert not of_numbers(groups(by_number, [0]), groups(by_number, [1])), "a layer on each: as if by kind"
     decay = [(("0.1", tuple(f"layers.{n}.{kind}" for kind in ROUND[:2])), ("0", (f"layers.{n}.norm.weight",))) for n in (0, 1)]
     assert not of_numbers(*decay)
+
+
+def test_choices_that_numbers_make() -> None:
+    """From the front, from the back, of stages of unequal lengths; not where a stage has others, or an option twice."""
+    front, back = runs("aabb"), runs("ccba")
+    assert (front, back) == (("a", "b"), ("c", "b", "a"))
+    assert may_be_numbered([front, runs("ab")])
+    assert may_be_numbered([front, runs("abbc"), runs("a")])
+    assert may_be_numbered([runs("ba"), back])
+    assert not may_be_numbered([front, runs("cd")])
+    assert not may_be_numbered([front, front, runs("cd")]), "a stage that does not count so"
+    assert not may_be_numbered([front, runs("b")[:0]]), "a stage without any"
+    assert not may_be_numbered([runs("aab"), runs("aa")]), "only one stage chooses"
+    assert runs("aba") == ()

@@ -54,6 +54,7 @@ from meshwright.runtime.state.materialize import MaterializeError, Source, fill
 from meshwright.runtime.state.names import (
     Modes,
     ModuleKind,
+    check_complete,
     holder,
     hook_on_one_stage,
     kinds_of,
@@ -461,6 +462,8 @@ class ParallelModule(Closed):
         self._engine[0].reshard()
         mine = {place.fqn for place in self._places}
         others = {fqn for fqn, _ in self._names} - mine
+        if self._program.stages and strict:
+            together(lambda: check_complete(self.state_dict().keys(), state_dict))
         return super().load_state_dict({key: x for key, x in state_dict.items() if key not in others}, strict)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> ParallelModule:

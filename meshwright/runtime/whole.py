@@ -19,6 +19,8 @@ one on every stage: there what joins tensors of different parameters is refused 
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -34,7 +36,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _foreach_supported_types as _fast_in_utilities
 from torch.utils._mode_utils import no_dispatch
 
-from meshwright.errors import RunError
+from meshwright.errors import RunError, StageWarning
 from meshwright.runtime.state.pieces import (
     cut_alike,
     dtensor_of,
@@ -239,11 +241,27 @@ def _role_of_result(func: Any, name: str, tensors: Sequence[Tensor], by_item: bo
         raise RunError(f"{what}: in a pipeline a rank holds the parameters of its own stages, and every stage would get "
                        f"another result. For norms call parallel.clip_grad_norm_(max_norm), which is of all stages; an "
                        f"optimizer that joins parameters (LBFGS) needs a plan without a pipeline (pins={{'pp': 1}})")
+    if name == "_local_scalar_dense" and not _within_optimizer():
+        warnings.warn(StageWarning(f"a number was taken out of what was made from {first!r}. In a pipeline a rank holds the "
+                                   f"parameters of its own stages: what is added up of such numbers, or decided by them, is of "
+                                   f"these alone, and another thing on every stage. The norm of all gradients is "
+                                   f"parallel.clip_grad_norm_(float('inf')); other sums over all parameters need the "
+                                   f"numbers of all ranks, or a plan without a pipeline (pins={{'pp': 1}})"), stacklevel=2)
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise RunError(f"{func} on {first!r}: in a pipeline every stage would draw the same random numbers for other "
                        "parameters (from a generator= too, which several may share). Initialize the model before "
                        "autoparallel, or give load_state_dict whole tensors")
     return Role(first, True)
+
+
+def _within_optimizer() -> bool:
+    """Whether one of torch's optimizers asks, which does so for each parameter by itself."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.optim."):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _over(fn: Callable[[Tensor], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:

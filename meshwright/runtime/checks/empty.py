@@ -1,10 +1,18 @@
-"""Optimizers that one process would make otherwise than a rank that holds one stage of a pipeline does.
+"""Parameters that are chosen by their numbers, which a rank that holds one stage of a pipeline counts for itself.
 
 ``AdamW([{"params": [p], "lr": 0.1 * i} for i, p in enumerate(parallel.parameters())])`` counts the rank's own parameters, so
-every stage begins anew, and no rank can tell. It is known by this (``of_numbers``): groups in the order of the parameters have
-the same options, one after the other, on two stages, while parameters of one name (but for its numbers, or without its module's
-where it has none) have different ones; or a weight that two stages share has different ones. Options by name, by layer or by
-shape are not like that; who has some that are gives the optimizer (name, parameter) pairs.
+every stage begins anew, and no rank can tell. So it is with groups that are added later, with options that are changed later,
+with an optimizer of ``list(parallel.parameters())[-2:]``, and with ``requires_grad_(False)`` of the others. A choice is what
+becomes of each of a rank's parameters, in their order (``Choice``). It may be one by numbers in two cases:
+
+    ``may_be_numbered``    on every stage each option has one run of parameters, and the runs of all stages have the same
+                           options, one after the other, from the front or from the back
+    ``of_numbers``         so from the front on two stages, whatever the others have, while parameters of one name (but for its
+                           numbers, or without its module's where it has none) have different options; or a weight that two
+                           stages share has different ones
+
+The first is refused although it may have been chosen by names that are alike on every stage (one layer on each, say): nobody
+can tell. Who chooses by names gives the optimizer (name, parameter) pairs, and freezes the model before it is parallelized.
 
 A plain list of parameters a stage may have none of.
 
@@ -13,8 +21,11 @@ stages. Torch's ``Optimizer`` refuses that, on those ranks alone, while the othe
 is asked before. So its constructor is wrapped, as long as there is a parallel module with a pipeline and no longer, and such an
 optimizer is given ``Nothing`` instead.
 
-A list that is empty on every rank is a mistake, as on one device. So every rank keeps what the optimizers that were made since
-the last call are of (``Made``), and where all ranks have nothing for one, all raise at the next call.
+A list that is empty on every rank is a mistake, as on one device. So every rank knows the optimizers that
+were made (``Made``), and where all ranks have nothing for one, all raise at the next call.
+
+The numbers of one stage are in the state dict of an optimizer, too: it says the parameters' names beside (``_NAMES``), and that
+of other parameters is not loaded.
 """
 
 from __future__ import annotations
@@ -22,9 +33,10 @@ from __future__ import annotations
 import functools
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, groupby, starmap
+from operator import eq
 from typing import Any
 from weakref import WeakSet
 
@@ -32,7 +44,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.runtime.state.optimizer import Tried, nothing_on
+from meshwright.errors import CheckpointError
+from meshwright.runtime.state.optimizer import NOTHING, Nothing, Tried, nothing_on
+from meshwright.runtime.verdict import interrupting
 from meshwright.runtime.whole import role_of
 
 FOR_NOBODY = (
@@ -40,59 +54,118 @@ FOR_NOBODY = (
     "names parallel.named_parameters() has: they are the model's"
 )
 BY_NUMBER = (
-    "an optimizer's groups have the same options, one after the other, for other parameters on every stage of the pipeline, as "
-    "if each stage had counted its own: parallel.parameters() are this rank's alone, so the first of them is another one on "
-    "every stage. Choose options by the names in parallel.named_parameters(), which are the model's; where they are chosen so, "
-    'give the optimizer (name, parameter) pairs: {"params": [(name, p), ...], "lr": ...}'
+    "an optimizer's options follow one after the other in the same way on every stage of the pipeline, as if each stage had "
+    "counted its own parameters: parallel.parameters() are this rank's alone, so the first of them is another one on every "
+    "stage. Choose by the names in parallel.named_parameters(), which are the model's; where it is chosen so, give the "
+    'optimizer (name, parameter) pairs: {"params": [(name, p), ...], "lr": ...}'
 )
+FROZEN_BY_NUMBER = (
+    "parameters were frozen that follow one after the other in the same way on every stage of the pipeline, as if each stage "
+    "had counted its own: parallel.parameters() are this rank's alone, so the first of them is another one on every stage. "
+    "Freeze parameters of the model, before autoparallel"
+)
+_NAMES = "meshwright.names"
 
 Groups = tuple[tuple[str, tuple[str, ...]], ...]
 """(options, names of parameters) of each."""
+Choice = tuple[str, ...]
+"""What is chosen for each of a rank's parameters, in their order; each run of one option once."""
 
 
 @dataclass(frozen=True)
-class OptimizerMade:
-    """An optimizer on this rank: ``nothing``: whether there was no parameter for it; ``groups``: without those whose parameters
-    the caller has named."""
+class Chosen:
+    """What this rank chose, as the other ranks are told. ``nothing``: whether an optimizer was made that there was no parameter
+    for; ``groups``: an optimizer's, without those whose parameters the caller has named and where these are not in order;
+    ``choice``: empty where it was not made by numbers; ``new``: whether it is another one than at the last call; ``made``:
+    before which call the optimizer was made."""
 
-    nothing: bool
-    groups: Groups
+    nothing: bool = False
+    groups: Groups = ()
+    choice: Choice = ()
+    new: bool = False
+    made: int = 0
 
-    @property
-    def told(self) -> bool:
-        """Whether the other ranks are to be asked."""
-        return self.nothing or len(self.groups) > 1
 
-    def ordered(self, order: Mapping[str, int]) -> OptimizerMade:
-        """Without groups, unless these are of the parameters in ``order`` one after the other."""
-        at = [order.get(name, -1) for _, names in self.groups for name in names]
-        return self if -1 not in at and at == sorted(at) else replace(self, groups=())
+def runs(options: Sequence[str]) -> Choice:
+    """Each run once; empty if an option has several runs, which numbers that are counted do not make."""
+    found = tuple(option for option, _ in groupby(options))
+    return found if len({*found}) == len(found) else ()
+
+
+def may_be_numbered(stages: Sequence[Choice]) -> bool:
+    """Whether the options of all stages are the same, from the front or from the back; one option tells nothing."""
+    def alike(one: Choice, other: Choice) -> bool:
+        return all(map(eq, one, other)) or all(map(eq, reversed(one), reversed(other)))
+
+    return sum(len(one) > 1 for one in stages) > 1 and all(stages) and all(starmap(alike, combinations(stages, 2)))
+
+
+class _Known:
+    """An optimizer that was ``made`` before that call, and what was known of it at the last call."""
+
+    def __init__(self, optimizer: Optimizer, nothing: bool, made: int) -> None:
+        self.optimizer, self.nothing, self.made = weakref.ref(optimizer), nothing, made
+        self.before: tuple[Any, ...] = ()
+
+    def chosen(self, order: Sequence[str], shared: Collection[str]) -> Chosen:
+        """What it is now, of parameters that lie in this ``order`` on this rank. Those that stages share are the same ones
+        everywhere, and not chosen by number."""
+        nothing, self.nothing = self.nothing, False
+        optimizer, before = self.optimizer(), self.before
+        if optimizer is None or before == (_sizes(optimizer), 0):  # as most optimizers always are
+            return Chosen(nothing, new=nothing, made=self.made)
+        groups = tuple(found for group in optimizer.param_groups if (found := _group(group))[1])
+        by_name = {name: options for options, names in groups for name in names}
+        at = {name: i for i, name in enumerate(order)}
+        places = [at.get(name, -1) for _, names in groups for name in names]
+        choice = runs([by_name.get(name, "") for name in order if name not in shared]) if places and -1 not in places else ()
+        kinds = [_group(group)[0] for group in optimizer.param_groups]
+        self.before = _sizes(optimizer), *map(kinds.index, kinds)  # rates that all fall are no news
+        ordered = -1 not in places and places == sorted(places)
+        new = nothing or (before != self.before and bool(places))
+        return Chosen(nothing, groups if ordered else (), choice, new, self.made)
+
+
+def _sizes(optimizer: Optimizer) -> tuple[int, ...]:
+    return tuple(len(group["params"]) for group in optimizer.param_groups)
 
 
 class Made:
-    """What a parallel module with a pipeline knows of the optimizers that were made since its last call, in their order."""
+    """What a parallel module with a pipeline knows of the optimizers that were made since it was built, in their order, and of
+    what was frozen."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.optimizers: list[OptimizerMade] = []
+        self.optimizers: list[_Known] = []
+        self.calls = 0
+        self._frozen: tuple[bool, ...] | None = None
         _telling().add(self)
         weakref.finalize(self, _as_before)
 
-    def take(self) -> list[OptimizerMade]:
-        """What is known; it is forgotten here."""
-        taken, self.optimizers = self.optimizers, []
-        return taken
+    def take(self, trained: Mapping[str, bool], shared: Collection[str] = ()) -> list[Chosen]:
+        """What is to be compared with what the other ranks have, first what is frozen. ``trained``: {name of a parameter that
+        was trainable when the module was built, in their order: whether it is}; ``shared``: those that
+        several stages hold."""
+        frozen, before = tuple(trained.values()), self._frozen
+        self._frozen, self.calls = frozen, self.calls + 1
+        choice = runs([str(one) for name, one in trained.items() if name not in shared])
+        thawed = Chosen(choice=choice, new=before != frozen and not all(frozen))
+        return [thawed, *(one.chosen([*trained], shared) for one in self.optimizers)]
 
 
-def of_stages(ranks: Sequence[Sequence[OptimizerMade]]) -> str | None:
-    """What is wrong with what all ranks made, if anything is. Ranks that did not make as many are not compared."""
-    if len({len(made) for made in ranks}) > 1:
-        return None
-    for of_ranks in zip(*ranks, strict=True):
-        if all(one.nothing for one in of_ranks):
-            return FOR_NOBODY
-        if any(of_numbers(one.groups, other.groups) for one, other in combinations(of_ranks, 2)):
-            return BY_NUMBER
+def of_stages(ranks: Sequence[Sequence[Chosen]]) -> str | None:
+    """What is wrong with what all ranks chose, if anything is. Where
+    ranks did not make as many optimizers before a call, these are not compared."""
+    if may_be_numbered([chosen[0].choice for chosen in ranks]):
+        return FROZEN_BY_NUMBER
+    for call in sorted({one.made for chosen in ranks for one in chosen[1:]}):
+        optimizers = [[one for one in chosen[1:] if one.made == call] for chosen in ranks]
+        for of_ranks in zip(*optimizers, strict=True) if len({*map(len, optimizers)}) == 1 else ():
+            if all(one.nothing for one in of_ranks):
+                return FOR_NOBODY
+            pairs = combinations([one.groups for one in of_ranks], 2)
+            if may_be_numbered([one.choice for one in of_ranks]) or any(starmap(of_numbers, pairs)):
+                return BY_NUMBER
     return None
 
 
@@ -118,6 +191,7 @@ def _telling() -> WeakSet[Made]:
     if not hasattr(init, "told"):
         init = _told(init, WeakSet())
         Optimizer.__init__ = init  # type: ignore[method-assign]
+        Optimizer.add_param_group = _adding(Optimizer.add_param_group)  # type: ignore[method-assign]
     told: WeakSet[Made] = init.told
     return told
 
@@ -127,6 +201,28 @@ def _as_before() -> None:
     init: Any = Optimizer.__init__
     if hasattr(init, "told") and not any(True for _ in init.told):
         Optimizer.__init__ = init.__wrapped__  # type: ignore[method-assign]
+        add: Any = Optimizer.add_param_group
+        if hasattr(add, "beside_empty"):
+            Optimizer.add_param_group = add.__wrapped__  # type: ignore[method-assign]
+
+
+def _adding(add: Callable[..., None]) -> Any:
+    """Torch refuses groups with names beside groups without, and would take one that is empty on this stage for one without."""
+    @functools.wraps(add)
+    def added(self: Optimizer, param_group: Any) -> None:
+        if isinstance(param_group, dict) and not isinstance(param_group["params"], Tensor | set):
+            group, names = {**param_group, "params": list(param_group["params"])}, "param_names"
+            if not group["params"] and any(names in one for one in self.param_groups):
+                group[names] = []
+            if names in group or any(isinstance(one, tuple) for one in group["params"]):
+                for one in self.param_groups:
+                    if all(isinstance(p, Nothing) for p in one["params"]):
+                        one.setdefault(names, [NOTHING for _ in one["params"]])
+            param_group = group
+        add(self, param_group)
+
+    added.beside_empty = True  # type: ignore[attr-defined]
+    return added
 
 
 def _group(group: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
@@ -143,11 +239,32 @@ def _told(init: Callable[..., None], told: WeakSet[Made]) -> Any:
         if told and not isinstance(params, Tensor | Tried):
             params = list(params)
             init(self, params or [nothing_on(next(iter(told)).device).requires_grad_()], *args, **kwargs)
-            groups = tuple(found for group in self.param_groups if (found := _group(group))[1])
             for made in told:
-                made.optimizers.append(OptimizerMade(not params, groups))
+                made.optimizers.append(_Known(self, not params, made.calls))
+            self.register_state_dict_post_hook(_named)
+            self.register_load_state_dict_pre_hook(_check_names)
             return
         init(self, params, *args, **kwargs)
 
     started.told = told  # type: ignore[attr-defined]
     return started
+
+
+def _names_of(optimizer: Optimizer) -> list[list[str]]:
+    """The names of the parameters of each group; of one that no parallel module holds ""."""
+    roles = [[role_of(p) for p in group["params"]] for group in optimizer.param_groups]
+    return [["" if role is None else role.name for role in group] for group in roles]
+
+
+def _named(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    state_dict[_NAMES] = _names_of(optimizer)
+
+
+def _check_names(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raise CheckpointError for a state dict of other parameters than the optimizer's."""
+    saved, own = state_dict.get(_NAMES), _names_of(optimizer)
+    if saved is not None and saved != own:
+        with interrupting():
+            raise CheckpointError("the state dict of an optimizer is that of other parameters: it knows them by their numbers, "
+                                  "and in a pipeline a rank has those of its own stages. What goes from any plan to any other "
+                                  "is parallel.save(folder, optimizer) and parallel.load(folder, optimizer)")

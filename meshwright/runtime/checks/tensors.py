@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import RunError
 from meshwright.ir.program import Stored
-from meshwright.runtime.checks.empty import Made, OptimizerMade, of_stages
+from meshwright.runtime.checks.empty import Made, of_stages
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.verdict import interrupting
 
@@ -61,7 +61,7 @@ def check_tensors(
     fault = known[0] if known else _fault(places, before)
     known.clear()
     if groups.pipeline is not None and made is not None:
-        fault = _of_all_stages(places, fault, shared, groups, made.take())
+        fault = _of_all_stages(places, fault, shared, groups, made)
     if fault is not None:
         raise RunError(fault)
 
@@ -92,22 +92,23 @@ def _fault(places: Sequence[TensorPlace], before: Sequence[Original]) -> str | N
 
 
 def _of_all_stages(
-    places: Sequence[TensorPlace], fault: str | None, shared: Sequence[Stored], groups: Groups, made: Sequence[OptimizerMade],
+    places: Sequence[TensorPlace], fault: str | None, shared: Sequence[Stored], groups: Groups, made: Made,
 ) -> str | None:
     """The first stage's fault, on all of them; it is one too if they disagree whether a weight that they share is frozen, or
-    if all had nothing for one of the optimizers that they made, or counted for it."""
+    if all had nothing for one of the optimizers that they made, or counted parameters (``checks.empty``)."""
     trained = {place.stored.value: place.tensor.requires_grad for place in places}
     frozen = [int(trained.get(stored.value) is False) for stored in shared]
     unfrozen = [int(trained.get(stored.value) is True) for stored in shared]
-    alarm = [int(fault is not None), int(any(one.told for one in made)), *unfrozen, *frozen]
+    trainable = {one.stored.fqns[0]: one.tensor.requires_grad for one in places if one.stored.trainable}
+    chosen = made.take(trainable, {stored.fqns[0] for stored in shared})
+    alarm = [int(fault is not None), int(any(one.new for one in chosen)), *unfrozen, *frozen]
     found = torch.tensor(alarm, device=groups.device)
     with interrupting():  # a stage that failed in the step before is no longer there
         dist.all_reduce(found, dist.ReduceOp.MAX, groups.pipeline)
     alarms = found.tolist()
     if alarms[1]:
         of_ranks: list[Any] = [None] * dist.get_world_size(groups.pipeline)
-        order = {name: i for i, name in enumerate(dict.fromkeys(place.stored.fqns[0] for place in places))}
-        dist.all_gather_object(of_ranks, [one.ordered(order) for one in made], groups.pipeline)
+        dist.all_gather_object(of_ranks, chosen, groups.pipeline)
         fault = fault or of_stages(of_ranks)
         alarms[0] = alarms[0] or of_stages(of_ranks) is not None
     if alarms[0]:

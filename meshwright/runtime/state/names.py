@@ -16,14 +16,14 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.errors import AbsentError, InputError, RunError
+from meshwright.errors import AbsentError, CheckpointError, InputError, RunError
 from meshwright.runtime.state.additions import Closed, held_elsewhere, refuse_attribute
 from meshwright.runtime.state.optimizer import NOTHING, with_nothing
 
@@ -86,6 +86,19 @@ def refuse_own_state(model: nn.Module) -> None:
                              f"({found[0].lstrip('_')}), and that of a parallel module would be its parameters and buffers by "
                              f"their names alone. What to do: keep what it adds in a buffer, or take it out before "
                              f"autoparallel and change what parallel.full_state_dict() gives")
+
+
+def check_complete(wanted: Iterable[str], given: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a state dict that leaves out tensors which this rank of a pipeline holds: torch's own error
+    would end this rank alone, and the state dict of another pipeline has the tensors of its own stages only."""
+    absent = [name for name in wanted if name not in given]
+    if absent:
+        more = f" ({len(absent)} in all)" if len(absent) > 1 else ""
+        raise CheckpointError(f"the state dict has no {absent[0]!r}{more}, which a rank of the pipeline holds. The "
+                              f"state_dict() of a module in a pipeline has what the rank's own stages hold, and another plan "
+                              f"cuts them otherwise: parallel.save(folder, optimizer) and load(folder, optimizer) go from any "
+                              f"plan to any other, full_state_dict() gives the whole (on rank 0). With strict=False what is "
+                              f"left out stays as it is")
 
 
 def _of_torch(kind: type, name: str) -> bool:
