@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from meshwright.compiler.search.candidates import near_ranks
 from meshwright.cost.cluster import Cluster
 from meshwright.ir.pins import ATTENTION, PinError, Pins
 from meshwright.ir.serialize import plan_hash
+from meshwright.runtime.attention.forms import attend
 from meshwright.views.report import render
 from tests.equality import captured_once, check, differences, loss_of
 from tests.models import Case, make
@@ -253,3 +255,21 @@ def test_the_plan_says_how_attention_runs(tmp_path: Path) -> None:
     assert plan_hash(again) == plan_hash(plan)
     assert again.mesh == plan.mesh
     assert [dict(a) for a in again.assignments.values()].count({"cp": "ring"}) == 2
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("ends", [(5,), (4, 5), (2, 4, 5)])
+def test_rows_that_see_nothing_are_means_of_all_keys(ends: tuple[int, ...], learned: bool) -> None:
+    """A mask that adds the least number there is to whole rows leaves neither scores nor how many keys a block has in the
+    log-sum-exp: of pieces of unlike lengths means were merged as if alike, and blocks written out were sums."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    mask = torch.full((1, 1, 5, 5), torch.finfo(torch.float32).min).triu(1)
+    mask[:, :, :2] = torch.finfo(torch.float32).min
+    mask.requires_grad_(learned)
+    blocks = [(0, 5, start, end, start, False) for start, end in itertools.pairwise((0, *ends))]
+    outs = F.scaled_dot_product_attention(q, k, v, mask), attend(q, k, v, mask, 0.0, None, blocks)
+    given, into = torch.randn(1, 2, 5, 8), (q, k, v, mask) if learned else (q, k, v)
+    wanted, found = (torch.autograd.grad(out, into, given) for out in outs)
+    torch.testing.assert_close(outs[1], outs[0])
+    torch.testing.assert_close(found, wanted)

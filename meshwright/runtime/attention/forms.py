@@ -72,15 +72,20 @@ def _part(mask: Tensor | None, block: Block) -> Tensor | None:
     return rows[..., m0 : m0 + k1 - k0] if mask.shape[-1] > 1 else rows
 
 
-def look(into: Merged, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, blocks: Sequence[Block], number: int,
-          how: Setting) -> None:
+def _of_rows(most: Tensor | None, block: Block) -> Tensor | None:
+    """What is so of each row of the mask, of the rows of one block."""
+    return most if most is None or most.shape[-1] == 1 else most[..., block[0] : block[1]]
+
+
+def look(into: Merged, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, most: Tensor | None, blocks: Sequence[Block],
+         number: int, how: Setting) -> None:
     """Add the blocks on some keys. ``number``: of the first of them."""
     for at, block in enumerate(blocks):
         q0, q1, k0, k1, _, causal = block
         if q1 > q0 and k1 > k0:
             part = _part(mask, block)
             out, lse = kernels.forward(q[..., q0:q1, :], k[..., k0:k1, :], v[..., k0:k1, :], part, causal, number + at, how)
-            into.add(slice(q0, q1), out, lse)
+            into.add(slice(q0, q1), out, kernels.counted(lse, part, _of_rows(most, block), k1 - k0))
 
 
 class Gradients:
@@ -89,6 +94,7 @@ class Gradients:
     def __init__(self, q: Tensor, mask: Tensor | None, how: Setting) -> None:
         self.dq = _wide_zeros(q)
         self.dmask = _wide_zeros(mask) if mask is not None and how.mask_gradient else None
+        self.most = kernels.sunk(mask)
 
     def look(
         self, dy: Tensor, saved: tuple[Tensor, Tensor, Tensor, Tensor | None], k: Tensor, v: Tensor,
@@ -104,7 +110,7 @@ class Gradients:
             rows, keys = slice(q0, q1), slice(k0, k1)
             mine_q, mine_k, mine_v, mine_mask = kernels.backward(
                 dy[..., rows, :], q[..., rows, :], k[..., keys, :], v[..., keys, :], out[..., rows, :], lse[..., rows],
-                _part(mask, block), causal, number + at, how,
+                _part(mask, block), causal, number + at, how, _of_rows(self.most, block),
             )
             self.dq[..., rows, :] += mine_q
             dk[..., keys, :] += mine_k
@@ -125,7 +131,7 @@ class _Attend(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, blocks: Sequence[Block], how: Setting
     ) -> Tensor:
         merged = Merged(q, v)
-        look(merged, q, k, v, mask, blocks, 0, how)
+        look(merged, q, k, v, mask, kernels.sunk(mask), blocks, 0, how)
         out, lse = merged.result()
         ctx.save_for_backward(q, k, v, mask, out, lse)
         ctx.where = blocks, how
@@ -165,12 +171,12 @@ class _Ring(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, steps: Sequence[Sequence[Block]], how: Setting,
         length: int, group: Group,
     ) -> Tensor:
-        merged, pair = Merged(q, v), _Pair(k, v, length)
+        merged, pair, most = Merged(q, v), _Pair(k, v, length), kernels.sunk(mask)
         here = pair.packed(k, v)
         number = 0
         for step, blocks in enumerate(steps):
             coming = comm.start_pass(here, 1, group) if step + 1 < len(steps) else None
-            look(merged, q, *pair.opened(here), mask, blocks, number, how)
+            look(merged, q, *pair.opened(here), mask, most, blocks, number, how)
             number += len(blocks)
             here = here if coming is None else comm.end_pass(coming)
         out, lse = merged.result()

@@ -6,6 +6,10 @@
 The backward takes the ``lse`` and ``out`` of the WHOLE row, so gradients of blocks simply add up. ``lse`` is fp32, [b, h, s],
 the natural logarithm, -inf where a row sees no key of the block.
 
+Beside the least number that there is, which masks add where a row is to see nothing, scores vanish, and so does the logarithm
+of how many keys there are: such a row is the mean of its keys' values. There ``lse`` is that of the scores less the most that
+the mask adds anywhere in the row (``sunk``): of how many keys have it.
+
 Three kernels, chosen by device and arguments: torch's flash kernels, and on CUDA its memory-efficient one where these take no
 mask or not the dtype, which never form the scores; and one written out, which forms them for a few rows at a time: where the
 mask takes a gradient or probabilities are dropped, or no other kernel takes the dtype.
@@ -33,6 +37,8 @@ _FLASH_WIDTH, _FLASH_SINCE = 256, (8, 0)
 """Of torch's flash kernel on CUDA: the widest head, and the oldest device (its compute capability)."""
 _ALIGNED = 16
 """Elements of a mask's row that the memory-efficient kernel reads at a time."""
+_SUNK = -1e8
+"""A row to all of whose scores a mask adds less than this is the same as one without scores."""
 _LSE_ROWS = 32
 """To a multiple of how many rows it pads the log-sum-exp."""
 
@@ -73,6 +79,23 @@ def _shares_heads(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     return plain and torch.cuda.get_device_capability(query.device) >= _FLASH_SINCE
 
 
+def sunk(mask: Tensor | None) -> Tensor | None:
+    """The most that a mask adds in each of its whole rows, [1|b, 1|h, 1|s], where scores vanish beside it, else 0; None if it
+    adds nothing."""
+    if mask is None or mask.dtype == torch.bool:
+        return None
+    most = mask.detach().amax(-1)
+    return most.masked_fill((most > _SUNK) | (most == float("-inf")), 0.0)
+
+
+def counted(lse: Tensor, mask: Tensor | None, most: Tensor | None, keys: int) -> Tensor:
+    """The ``lse`` of a block on so many keys; where its rows are ``sunk``, of how many keys of the block have the most."""
+    if mask is None or most is None:
+        return lse
+    count = (mask == most.unsqueeze(-1)).sum(-1) * (keys if mask.shape[-1] == 1 else 1)
+    return torch.where(most < 0, count.to(lse.dtype).log(), lse)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, number: int, how: Setting) -> Out:
     """(out in v's dtype, lse) of one block; ``causal``: it is square and row i sees keys 0..i. ``number``: of the block, from
     which dropout draws."""
@@ -91,12 +114,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
 
 def backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, causal: bool, number: int,
-    how: Setting,
+    how: Setting, most: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of one block's q, k, v and mask; ``out`` and ``lse`` of the whole rows."""
+    """Gradients of one block's q, k, v and mask; ``out`` and ``lse`` of the whole rows, ``most`` of those that are ``sunk``."""
     lse = lse.masked_fill(lse == float("-inf"), 0.0)  # such a row looks at nothing: exp(-inf - 0) is 0
     if not _fused(q, how):
-        return _written_backward(dy, q, k, v, out, lse, mask, causal, number, how)
+        return _written_backward(dy, q, k, v, out, lse, mask, causal, number, how, most)
+    if most is not None:  # as torch's kernels save it of a whole row
+        lse = torch.where(most < 0, most.to(lse.dtype), lse)
     if q.device.type == "cpu":
         width, inner, outer = max(q.shape[-1], v.shape[-1]), q.shape[-1], v.shape[-1]
         dq, dk, dv = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -260,8 +285,11 @@ def _written(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
     outs, sums = [], []
     for rows in _rows(q.shape[-2]):
         scores = _scores(q, k, mask, causal, rows, how)
-        lse = scores.logsumexp(-1)
-        p = (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp_()
+        top = scores.amax(-1, keepdim=True)
+        p = (scores - top.masked_fill(top == float("-inf"), 0.0)).exp_()
+        total = p.sum(-1, keepdim=True)
+        lse = (top + total.log()).squeeze(-1)
+        p = p.div_(total.masked_fill_(total == 0, 1.0))
         keep = _kept(p.shape, rows, number, p, how)
         outs.append(((p if keep is None else p * keep) @ v.to(p.dtype)).to(v.dtype))
         sums.append(lse)
@@ -270,7 +298,7 @@ def _written(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
 
 def _written_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, causal: bool, number: int,
-    how: Setting,
+    how: Setting, most: Tensor | None,
 ) -> Gradients:
     groups = q.shape[1] // k.shape[1]
     k, v = _repeated(k, groups), _repeated(v, groups)
@@ -279,7 +307,10 @@ def _written_backward(
     dqs, dk, dv = [], torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     dmask = torch.zeros_like(mask, dtype=wide) if how.mask_gradient and mask is not None else None
     for rows in _rows(q.shape[-2]):
-        p = (_scores(q, k, mask, causal, rows, how) - lse[..., rows].unsqueeze(-1)).exp_()
+        scores = _scores(q, k, mask, causal, rows, how)
+        if most is not None:
+            scores = scores.sub_((most[..., rows] if most.shape[-1] > 1 else most).unsqueeze(-1))
+        p = scores.sub_(lse[..., rows].unsqueeze(-1)).exp_()
         keep, upstream = _kept(p.shape, rows, number, p, how), dy[..., rows, :].to(wide)
         dv += (p if keep is None else p * keep).transpose(-1, -2) @ upstream
         dp = upstream @ v.to(wide).transpose(-1, -2)
