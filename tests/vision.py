@@ -54,7 +54,7 @@ def _dropping(config: Mapping[str, Any], drop: bool) -> dict[str, Any]:
         return dict(config)
 
     def rate(old: Any) -> Any:
-        return [DROP] * len(old) if isinstance(old, list) else 1 if isinstance(old, int) else DROP  # LeViT's is a whole number
+        return [DROP] * len(old) if isinstance(old, list) else 1 if isinstance(old, int) else DROP
 
     return {key: rate(value) if "drop" in key else value for key, value in config.items()}
 
@@ -207,6 +207,9 @@ def make(name: str, drop: bool = False) -> Case:
     """The named case, the same on every call and rank."""
     torch.manual_seed(1)
     model, batch = FAMILIES[name](drop)
+    for module in model.modules() if drop else ():
+        if getattr(module, "drop_rate", None) == 1:  # LeViT's configuration takes whole numbers only, and of 1 it makes 0 / 0
+            module.drop_rate = DROP
     return model.double().train(), {
         key: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for key, x in batch.items()}
 
