@@ -34,8 +34,9 @@ from meshwright.compiler.search.candidates import (
     variants_of,
 )
 from meshwright.compiler.search.errors import DoesNotFitError
-from meshwright.compiler.search.fitting import Fitted
+from meshwright.compiler.search.fitting import Fitted, prediction_of
 from meshwright.compiler.search.search import SECONDS
+from meshwright.compiler.search.settled import settled
 from meshwright.compiler.search.stage_costs import StageCosts
 from meshwright.compiler.search.sweep import Sweep
 from meshwright.compiler.search.task import Task
@@ -53,7 +54,7 @@ from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.schedules import illegal, schedule_table
 from meshwright.passes import rank_program
 from meshwright.passes.verify import verify
-from meshwright.planner import OutOfMemoryError, capture_model, make_plan, rules_of
+from meshwright.planner import OutOfMemoryError, capture_model, make_plan, rules_of, task_of
 from meshwright.views.report import render, timeline
 from tests.mixtures import mixtral
 from tests.models import make
@@ -511,14 +512,30 @@ def test_a_stage_that_cannot_fit_is_named() -> None:
     assert caught.value.least > caught.value.capacity  # what was found, not a bound that may be less
 
 
+@pytest.mark.parametrize("pins", [
+    {"schedule": "gpipe", "dp": 1, "zero": 0, "recompute": "full"},
+    {"schedule": "gpipe", "dp": 2, "zero": 1, "recompute": "selective"},
+    {"schedule": "1f1b", "dp": 2, "zero": 1, "recompute": "full"},
+    {"schedule": "1f1b", "dp": 2, "zero": 2, "recompute": "none"},
+    {"schedule": "1f1b", "dp": 1, "zero": 0, "recompute": "none"},
+], ids=str)
+def test_what_a_pipeline_is_counted_to_hold_is_what_its_program_holds(pins: dict[str, Any]) -> None:
+    """What entered and left stays; what follows in a stage is gone while a block's backward runs, with its gradients beside
+    what comes back; gradients are reduced behind the last block only, where others follow."""
+    plan = make_plan(llama(8, 1024, 16, 1024), Cluster.parse(f"h100:1x{4 * pins['dp']}"),
+                     Pins(pp=4, tp=1, cp=1, microbatches=8, **pins), precision="bf16")
+    counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_rank
+    assert counted == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.015)
+
+
 def test_what_a_stage_receives_counts() -> None:
-    """As much as is in flight and as is received early, however many micro-batches there are."""
+    """What is received early and waits to be read, however many micro-batches there are; what those in flight entered with, and
+    what they sent on, is among what units save."""
     graph = llama(4, 512, 32)
     run = search(graph, "h100:1x2", 4 * GIB).bounds
     placement = run.placements.of(1, 1)
     hidden = 512 * 512 * 2  # bytes of one sample in 16 bits
-    # rank 0 enters nothing itself; of its other stage and of rank 1's: the micro-batches in flight; then what waits to be read
-    cases = {("1f1b", 1, 4): (0 + 1, 1 + 1), ("1f1b", 1, 32): (0 + 1, 1 + 1), ("interleaved1f1b", 2, 32): (2 + 3, 3 + 3)}
+    cases = {("1f1b", 1, 4): (1, 1), ("1f1b", 1, 32): (1, 1), ("interleaved1f1b", 2, 32): (3, 3)}
     for (schedule, virtual, count), received in cases.items():
         candidate = Candidate(2, virtual, schedule, 1, 1, count, 32 // count)
         alone = placement.made_alone(count)  # tables of positions and the shifted labels
@@ -531,4 +548,9 @@ def test_what_a_stage_receives_counts() -> None:
     stays = made_alone(graph, run.task.rules.operators)
     assert placement.made_alone(32) == sum(graph.values[name].bytes_ for name in stays)  # of the whole batch
     assert best.kinds["received and handed back"] in [pytest.approx(bytes_ - alone) for bytes_ in beside]
+    units = run.evaluator.units(candidate, degrees_of(candidate, 1), 0, placement, "none")
+    assert units.left.tolist() == [hidden] * (len(units.left) - 1) + [0.0]
+    assert units.entered.tolist() == [0.0] + [hidden] * (len(units.left) - 1)  # a norm saves its fp32 copy, not what enters
+    again = run.evaluator.units(candidate, degrees_of(candidate, 1), 0, placement, "full")
+    assert again.entered.tolist() == [0.0] * (len(units.left) - 1) + [hidden]  # blocks that run again keep what they enter with
     assert sum(best.kinds.values()) == pytest.approx(max(best.memory))

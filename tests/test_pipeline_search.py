@@ -184,7 +184,7 @@ def test_an_open_schedule_goes_with_the_pins(pins: dict[str, Any]) -> None:
 def test_nothing_refused_is_proposed() -> None:
     """Of everything that searches solved, of all schedules and of split backwards alone, memory plentiful and scarce."""
     seen, kinds = set(), set()
-    for kib, schedules in itertools.product((1000.0, 280.0, 220.0), (None, SPLIT_BACKWARD)):
+    for kib, schedules in itertools.product((1000.0, 280.0, 200.0), (None, SPLIT_BACKWARD)):
         where = Cluster.parse("cpu:1x4").with_memory(kib * 1024 + sum(graph().values[name].bytes_ for name in graph().inputs))
         pins = Pins.of({"pp": 2} if schedules is None else {"pp": 2, "schedule": list(schedules)})
         task = Task.of(graph(), where, rules_of(graph())[0], pins, precision="fp32", state_bytes=8.0, gap=0.005)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshwright.compiler.pipeline import stages
-from meshwright.compiler.pipeline.in_flight import in_flight, received
+from meshwright.compiler.pipeline.in_flight import in_flight, passed_on
 from meshwright.compiler.pipeline.intervals import Crossings, Intervals, OutsideSeconds
 from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.stage_bound import Bound, cannot_run_in, fractional_bound, link_bound
@@ -39,8 +39,26 @@ Option = tuple[tuple[int, ...], tuple[int, ...], float]
 
 def random_units(n: int, seed: int) -> list[Unit]:
     rng = np.random.default_rng(seed)
-    columns = rng.random((9, n))
-    return [Unit(f"u{i}", *columns[:6, i], 0.5 * columns[6, i], 0.1 * columns[7, i], 0.1 * columns[8, i]) for i in range(n)]
+    columns, ends = rng.random((9, n)), 0.3 * rng.random((4, n))
+    return [
+        Unit(f"u{i}", *columns[:6, i], 0.5 * columns[6, i], 0.1 * columns[7, i], 0.1 * columns[8, i],
+             released=3.0 * ends[0, i] * columns[5, i], entered=ends[1, i], left=ends[2, i], behind=ends[3, i])
+        for i in range(n)
+    ]
+
+
+def transient_by_hand(stage: list[Unit]) -> float:
+    """Of each unit its own, what is there for the one behind it, less what those behind it have released."""
+    return max(
+        u.transient + (u.behind if n + 1 < len(stage) else 0.0) - sum(v.released for v in stage[n + 1 :])
+        for n, u in enumerate(stage)
+    )
+
+
+def saved_by_hand(stage: list[Unit], pending: bool = False) -> float:
+    """What is kept of a micro-batch, from I to W where it is ``pending``, with what entered and the copy of what left."""
+    kept = sum(u.pending if pending and u.pending is not None else u.saved for u in stage)
+    return kept + stage[0].entered + stage[-1].left
 
 
 def bound_of(
@@ -60,12 +78,11 @@ def brute_force(ways: list[list[Unit]], name: str, pp: int, v: int, m: int, capa
         at = (0, *inner, n)
         for options in itertools.product(range(len(ways)), repeat=pp * v):
             parts = [ways[o][a:b] for o, (a, b) in zip(options, itertools.pairwise(at), strict=True)]
-            saved = [sum(u.saved for u in part) for part in parts]
-            pending = [sum(u.saved if u.pending is None else u.pending for u in part) for part in parts]
+            saved, pending = ([saved_by_hand(part, later) for part in parts] for later in (False, True))
             memory = peak_bytes(table, saved, pending)
             for rank in range(pp):
                 own = table.stages_of(rank)
-                memory[rank] += sum(u.state for s in own for u in parts[s]) + max(u.transient for s in own for u in parts[s])
+                memory[rank] += sum(u.state for s in own for u in parts[s]) + max(transient_by_hand(parts[s]) for s in own)
             if max(memory) > capacity:
                 continue
             seconds = [
@@ -189,15 +206,15 @@ def test_what_is_held_at_some_moments_is_held_by_the_table(name: str) -> None:
         if illegal(name, pp, v, m) is not None:
             continue
         table = schedule_table(name, pp, v, m)
-        closed, entered = schedule_of(name).closed, received(name, pp, v, m) - schedule_of(name).waiting(pp, v, m)
+        closed, copies = schedule_of(name).closed, passed_on(name, pp, v, m) - schedule_of(name).waiting(pp, v, m)
         assert closed is not None
         moments = in_flight(name, pp, (v, v), m)
         assert moments is not None
         for rank in range(pp):
             for parts in moments[rank]:  # of the one stage, or of the first, those between, the last
                 assert holds(table, rank, parts if v == 1 else [[part[0], *[part[1]] * (v - 2), part[-1]] for part in parts])
-            come = [stage > 0 for stage in table.stages_of(rank)]
-            assert entered[rank] <= table.in_flight[rank][:, :, come].sum(axis=(1, 2)).max()
+            go = [stage < table.stages - 1 for stage in table.stages_of(rank)]
+            assert copies[rank] <= table.in_flight[rank][:, :, go].sum(axis=(1, 2)).max()
 
 
 @pytest.mark.parametrize("name", list(schedules()))
@@ -477,7 +494,8 @@ def slimmer(units: list[Unit], seed: int, parts: tuple[float, ...] = (0.6, 0.2))
     ways = [units]
     for number, part in enumerate(parts, start=1):
         ways.append([
-            replace(u, backward_input=u.backward_input + number * more, saved=u.saved * part, transient=u.transient + u.saved)
+            replace(u, backward_input=u.backward_input + number * more, saved=u.saved * part, transient=u.transient + u.saved,
+                    released=u.released * part)
             for u, more in zip(units, 0.3 * rng.random(len(units)), strict=True)
         ])
     return ways
@@ -522,10 +540,10 @@ def test_no_choice_unit_by_unit_beats_the_bound(setting: tuple[str, int, int, in
         numbers = [range(a, b) for a, b in itertools.pairwise(at)]
         for chosen in itertools.product(range(3), repeat=6):
             parts = [[ways[chosen[n]][n] for n in own] for own in numbers]
-            saved = [sum(u.saved for u in p) for p in parts]
-            memory = peak_bytes(table, saved)
-            ranks = [[u for s in table.stages_of(rank) for u in parts[s]] for rank in range(pp)]
-            held = max(memory[r] + sum(u.state for u in own) + max(u.transient for u in own) for r, own in enumerate(ranks))
+            memory = peak_bytes(table, [saved_by_hand(p) for p in parts])
+            ranks = [[parts[s] for s in table.stages_of(rank)] for rank in range(pp)]
+            held = max(memory[r] + sum(u.state for p in own for u in p) + max(map(transient_by_hand, own))
+                       for r, own in enumerate(ranks))
             every.append((held, sum(u.backward_input for p in parts for u in p), parts, crossing, numbers))
     least, most = min(one[0] for one in every), max(one[0] for one in every)
     for share in (0.05, 0.3, 0.6):
@@ -608,7 +626,8 @@ def test_units_recompute_no_more_than_memory_asks_for() -> None:
     """Against every choice of a rank's units: never more bytes than there are, and within a unit's work of the best."""
     for seed in range(6):
         ways, table = slimmer(random_units(8, seed), seed), schedule_table("1f1b", 2, 1, 4)
-        numbers = {key: np.array([[getattr(u, key) for u in way] for way in ways]) for key in ("saved", "state", "transient")}
+        numbers = {key: np.array([[getattr(u, key) for u in way] for way in ways])
+                   for key in ("saved", "state", "transient", "released", "behind")}
         work = np.array([[u.forward + u.backward_input + u.backward_weight for u in way] for way in ways])
         held = np.array([numbers["saved"], numbers["saved"], 0 * numbers["state"], numbers["state"]])
 
@@ -617,11 +636,14 @@ def test_units_recompute_no_more_than_memory_asks_for() -> None:
             units = range(4 * rank, 4 * rank + 4)
             own = {key: [column[o, u] for o, u in zip(chosen, units, strict=True)] for key, column in numbers.items()}
             most = int(table.in_flight[rank].sum(axis=(1, 2)).max())
-            return float(most * sum(own["saved"]) + sum(own["state"]) + max(own["transient"]))
+            beside = [Unit(str(n), 0.0, 0.0, 0.0, transient=t, released=r, behind=b)
+                      for n, (t, r, b) in enumerate(zip(own["transient"], own["released"], own["behind"], strict=True))]
+            return float(most * sum(own["saved"]) + sum(own["state"]) + transient_by_hand(beside))
 
         full = [bytes_of(rank, (2,) * 4) for rank in (0, 1)]
         capacity = [1.15 * one for one in full]
-        found = lighten(held, numbers["transient"], work, table, (0, 4, 8), capacity, np.full(8, 2))
+        transient = np.array([numbers[key] for key in ("transient", "released", "behind")])
+        found = lighten(held, transient, work, table, (0, 4, 8), capacity, np.full(8, 2))
         for rank in (0, 1):
             own = tuple(found[4 * rank : 4 * rank + 4].tolist())
             assert bytes_of(rank, own) <= capacity[rank]

@@ -47,16 +47,19 @@ def least_in_flight(name: str, pp: int, microbatches: int, alone: bool) -> tuple
     return int((fullest // 2).min()), bool((fullest % 2).all())
 
 
-def received(name: str, pp: int, virtual_stages: int, microbatches: int) -> np.ndarray:
-    """Of values and gradients that a rank holds at once, those that came from another rank, at least: int [pp]. They are those
-    of the micro-batches in flight, and what waits to be read."""
-    closed, later = schedule_of(name).closed, np.arange(pp) > 0
+def passed_on(name: str, pp: int, virtual_stages: int, microbatches: int) -> np.ndarray:
+    """Of values and gradients that a rank holds at once, those that come from another rank or go to one, beside what units
+    save, at least: int [pp]. They are copies of what the micro-batches in flight handed on, and what was received and waits to
+    be read; what they were handed may be among what is saved."""
+    schedule, ranks = schedule_of(name), np.arange(pp)
+    closed = schedule.closed
+    goes_on = ranks != (schedule.stage_rank(pp, virtual_stages)[-1])
     counts = in_flight(name, pp, (virtual_stages, virtual_stages), microbatches)
     if closed is None or counts is None:
         return np.zeros(pp, dtype=np.int64)
     waiting = closed.waiting(pp, virtual_stages, microbatches)
     if virtual_stages == 1:
-        return np.asarray(counts[:, :, :2, 0].sum(axis=-1).max(axis=1) * later + waiting)
+        return np.asarray(counts[:, :, :2, 0].sum(axis=-1).max(axis=1) * goes_on + waiting)
     full = counts[:, :, 0]
     between = (virtual_stages - 2) * full[..., 1] if virtual_stages > 2 else 0
-    return np.asarray((full[..., 0] * later[:, None] + between + full[..., -1]).max(axis=1) + waiting)
+    return np.asarray((full[..., 0] + between + full[..., -1] * goes_on[:, None]).max(axis=1) + waiting)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -35,8 +35,11 @@ class Unit:
     Seconds: ``forward``, ``backward_input``, ``backward_weight``. Bytes: ``state`` (parameters, optimizer, what else is there
     all the time), ``summed`` (gradients of weights that micro-batches are added to), ``saved`` (activations kept from F to B),
     ``pending`` (kept from I to W where the backward is split; None: all of ``saved``), ``transient`` (the most that is alive
-    only while the unit runs). ``value``, ``gradient``: seconds to send what crosses a boundary right after this unit, down
-    and up; ``math.inf`` forbids a cut there.
+    only while the unit runs), ``released`` (of ``saved``, what is not there while an earlier unit of the stage runs for the
+    same micro-batch: not yet in its forward, no more in its backward), ``entered``, ``left`` (saved more where a stage begins
+    or ends with the unit: what entered, if the unit does not save it, and the copy of what is sent on), ``behind`` (alive too
+    while the unit runs, if another one of its stage comes behind it). ``value``, ``gradient``: seconds to send what crosses a
+    boundary right after this unit, down and up; ``math.inf`` forbids a cut there.
     """
 
     name: str
@@ -50,6 +53,10 @@ class Unit:
     gradient: float = 0.0
     pending: float | None = None
     summed: float = 0.0
+    released: float = 0.0
+    entered: float = 0.0
+    left: float = 0.0
+    behind: float = 0.0
 
 
 def joined(units: Sequence[Unit]) -> Unit:
@@ -58,12 +65,25 @@ def joined(units: Sequence[Unit]) -> Unit:
     def total(name: str) -> float:
         return float(sum(getattr(unit, name) for unit in units))
 
-    last = units[-1]
+    last, beside = units[-1], np.array([(unit.transient, unit.released, unit.behind) for unit in units]).T
     return Unit(
         units[0].name, total("forward"), total("backward_input"), total("backward_weight"), total("state"), total("saved"),
-        max(unit.transient for unit in units), last.value, last.gradient,
-        sum(unit.saved if unit.pending is None else unit.pending for unit in units), total("summed"),
+        float(transient_of(beside, (0,))[0]), last.value, last.gradient,
+        sum(unit.saved if unit.pending is None else unit.pending for unit in units), total("summed"), total("released"),
+        units[0].entered, last.left, last.behind,
     )
+
+
+def transient_of(beside: np.ndarray, begin: Sequence[int]) -> np.ndarray:
+    """The most that is alive beside what units which follow each other keep for the micro-batch, of the stages that begin at
+    each of ``begin``. ``beside`` [3, ..., n]: of a unit its own, what all behind it in its stage have released, and what is
+    there for the one behind it, if there is one."""
+    transient, released, behind = beside
+    sums = np.concatenate([np.zeros((*released.shape[:-1], 1)), np.cumsum(released, axis=-1)], axis=-1)
+    ends = np.array([*begin[1:], released.shape[-1]], dtype=np.int64)
+    alive = transient + behind
+    alive[..., ends - 1] = transient[..., ends - 1]
+    return np.asarray(np.maximum.reduceat(alive + sums[..., 1:], begin, axis=-1) - sums[..., ends])
 
 
 @dataclass(frozen=True)
@@ -108,12 +128,17 @@ class Intervals:
 
     prefix: [7, options, n + 1], sums of forward, backward_input, backward_weight, state, saved, pending, summed before each
         position
-    peak: [options, n], transient bytes of a unit
+    peak, inner: [options, n], transient bytes of a unit that ends a stage, and of one that others follow there
+    released: [options, n + 1], sums of what units release before each position
+    ends: [options, 2, n], bytes that are saved more where a stage begins or ends with a unit
     value, gradient: [n + 1], seconds to cross a position forward and backward
     """
 
     prefix: np.ndarray
     peak: np.ndarray
+    inner: np.ndarray
+    released: np.ndarray
+    ends: np.ndarray
     value: np.ndarray
     gradient: np.ndarray
 
@@ -122,35 +147,49 @@ class Intervals:
         """``positions``: where cuts are allowed, from 0 to the number of units; what lies between two becomes one unit."""
         columns = np.array(
             [[(u.forward, u.backward_input, u.backward_weight, u.state, u.saved, u.saved if u.pending is None else u.pending,
-               u.summed, u.transient) for u in units] for units in options], dtype=np.float64,
+               u.summed, u.transient, u.released, u.behind, u.entered, u.left) for u in units] for units in options],
+            dtype=np.float64,
         ).transpose(2, 0, 1)
         value, gradient = (np.array([getattr(u, name) for u in options[0]]) for name in ("value", "gradient"))
-        return cls.of_columns(columns[:7], columns[7], value, gradient, positions)
+        return cls.of_columns(columns[:7], columns[7:10], columns[10:], value, gradient, positions)
 
     @classmethod
     def of_columns(
-        cls, columns: np.ndarray, transient: np.ndarray, value: np.ndarray, gradient: np.ndarray, positions: Sequence[int]
+        cls, columns: np.ndarray, transient: np.ndarray, ends: np.ndarray, value: np.ndarray, gradient: np.ndarray,
+        positions: Sequence[int],
     ) -> Intervals:
-        """The same of numbers: ``columns`` [7, options, units] in the order of ``prefix``, ``transient`` [options, units],
-        seconds to cross behind each unit forward and backward [units]."""
+        """The same of numbers: ``columns`` [7, options, units] in the order of ``prefix``, ``transient``, what is
+        released and what is there for the unit behind [3, options, units], what is saved more at ``ends`` of stages [2,
+        options, units], seconds to cross behind each unit forward and backward [units]."""
+        peak = transient_of(transient, positions[:-1])
+        inner = np.maximum(peak, peak + transient[2][:, np.array(positions[1:]) - 1])
+        columns = np.concatenate([columns, transient[1:2]])
         sums = np.concatenate([np.zeros((*columns.shape[:2], 1)), np.cumsum(columns, axis=2)], axis=2)[:, :, positions]
-        crossing, inner = np.zeros((2, len(positions))), np.asarray(positions[1:-1], dtype=np.int64) - 1
-        crossing[:, 1:-1] = value[inner], gradient[inner]
-        return cls(sums, np.maximum.reduceat(transient, positions[:-1], axis=1), crossing[0], crossing[1])
+        at, crossing = np.array(positions, dtype=np.int64), np.zeros((2, len(positions)))
+        crossing[:, 1:-1] = value[at[1:-1] - 1], gradient[at[1:-1] - 1]
+        outer = np.stack([ends[0][:, at[:-1]], ends[1][:, at[1:] - 1]], axis=1)
+        return cls(sums[:7], peak, inner, sums[7], outer, crossing[0], crossing[1])
 
     @functools.cached_property
     def transient(self) -> np.ndarray:
-        """The largest of every interval, [options, n + 1, n + 1]."""
-        largest = np.zeros((self.options, self.count + 1, self.count + 1))
-        for i in range(self.count):
-            largest[:, i, i + 1 :] = np.maximum.accumulate(self.peak[:, i:], axis=1)
-        return largest
+        """Of every interval as a stage (``transient_of``), [options, n + 1, n + 1]."""
+        found = _of_intervals(np.maximum, self.inner, self.released)
+        for i in range(self.count):  # one that ends at j, or others that are followed by it
+            found[:, i, i + 2 :] = found[:, i, i + 1 : -1] - np.diff(self.released[:, i + 1 :], axis=1)
+            found[:, i, i + 1] = self.peak[:, i]
+            found[:, i, i + 2 :] = np.maximum(found[:, i, i + 2 :], self.peak[:, i + 1 :])
+        return found
 
     @functools.cached_property
     def least_transient(self) -> np.ndarray:
-        """The largest of every interval if every unit has the option of least [n + 1, n + 1]."""
-        least = replace(self, prefix=self.prefix[:, :1], peak=self.peak.min(axis=0, keepdims=True))
-        return np.asarray(least.transient[0])
+        """The same if every unit has the option of least, and those behind it that which releases most: [n + 1, n + 1]."""
+        found = _of_intervals(np.maximum, self.peak.min(axis=0, keepdims=True), self.most_released[None])
+        return np.asarray(found[0])
+
+    @functools.cached_property
+    def most_released(self) -> np.ndarray:
+        """Sums of what units release before each position, each under the option that releases most: [n + 1]."""
+        return np.concatenate([np.zeros(1), np.cumsum(np.diff(self.released, axis=1).max(axis=0))])
 
     @property
     def count(self) -> int:
@@ -163,12 +202,15 @@ class Intervals:
     def sums(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
         """The sums of every stage of K cuts: boundaries int [K, S + 1], options int [K, S] -> float [7, S, K]."""
         stage = self.prefix[:, options, cuts[:, 1:]] - self.prefix[:, options, cuts[:, :-1]]
+        stage[4:6] += self.ends[options, 0, cuts[:, :-1]] + self.ends[options, 1, cuts[:, 1:] - 1]
         return np.asarray(np.maximum(stage, 0.0).transpose(0, 2, 1))
 
     @functools.cached_property
     def matrices(self) -> np.ndarray:
         """The sums of every interval, [7, options, n + 1, n + 1]."""
-        return np.asarray(self.prefix[:, :, None, :] - self.prefix[:, :, :, None])
+        found = self.prefix[:, :, None, :] - self.prefix[:, :, :, None]
+        found[4:6, :, :-1, 1:] += self.ends[:, 0, :, None] + self.ends[:, 1, None, :]
+        return np.asarray(found)
 
     @property
     def work(self) -> np.ndarray:
@@ -324,7 +366,8 @@ def recomputed(units: Intervals, moments: np.ndarray, stage: int, stages: int, c
         steps, meanwhile = _steps(bytes_, work), units.least_transient[rows, columns]
         if steps:  # whatever recomputes holds what one unit does so meanwhile
             frees = np.any([one.frees > 0 for one in steps], axis=0)
-            least = _least_of_intervals(np.where(frees, units.peak[1:].min(axis=0), np.inf))[rows, columns]
+            least = np.where(frees, units.peak[1:].min(axis=0), np.inf)[None]
+            least = _of_intervals(np.minimum, least, units.most_released[None])[0, rows, columns]
             meanwhile = np.maximum(meanwhile, np.where(np.isfinite(least), least, 0.0))
         fits = held + units.transient[0, rows, columns] <= capacity
         need = np.where(fits, 0.0, np.maximum(held + meanwhile - capacity, 0.0))
@@ -382,12 +425,14 @@ def hull(bytes_: np.ndarray, seconds: np.ndarray) -> list[tuple[float, float, in
         at = best
 
 
-def _least_of_intervals(values: np.ndarray) -> Matrix:
-    """The smallest of every interval, [n + 1, n + 1]; inf of none."""
-    least = np.full((len(values) + 1, len(values) + 1), np.inf)
-    for i in range(len(values)):
-        least[i, i + 1 :] = np.minimum.accumulate(values[i:])
-    return least
+def _of_intervals(chosen: np.ufunc, peak: np.ndarray, released: np.ndarray) -> np.ndarray:
+    """The largest or smallest (``chosen``) of every interval's units, each less what those behind it release: of ``peak``
+    [options, n] and sums ``released`` [options, n + 1], [options, n + 1, n + 1]; 0 of none."""
+    options, n = peak.shape
+    found: np.ndarray = np.zeros((options, n + 1, n + 1))
+    for i in range(n):
+        found[:, i, i + 1 :] = chosen.accumulate(peak[:, i:] + released[:, i + 1 :], axis=1) - released[:, i + 1 :]
+    return found
 
 
 def stage_work(units: Intervals, stage: int, stages: int) -> np.ndarray:

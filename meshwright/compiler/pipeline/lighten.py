@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.compiler.pipeline.intervals import hull
+from meshwright.compiler.pipeline.intervals import hull, transient_of
 from meshwright.ir.schedules import Table
 
 
@@ -20,7 +20,8 @@ class _Rank:
     """The units of one rank.
 
     held: bytes [4, options, units] from F to B or I, from I to W, of summed gradients, and over the step
-    transient, work: [options, units]
+    transient: [3, options, units], with what is released and what is there for the unit behind (``intervals.transient_of``)
+    work: [options, units]
     stage: of every unit, of the rank's own
     counts: [k, 3, stages], see ``Table.moments``
     """
@@ -31,11 +32,13 @@ class _Rank:
         self.held, self.transient, self.work, self.capacity = held, transient, work, capacity
         self.weights = np.stack([*counts[:, :, stage].transpose(1, 0, 2), np.ones((len(counts), len(stage)))])
         self.units = np.arange(len(stage))
+        self.begin = np.flatnonzero(np.diff(stage, prepend=-1)).tolist()
 
     def fits(self, chosen: np.ndarray) -> bool:
         """Whether the rank holds its units so at its fullest moment."""
         bytes_ = np.einsum("cku,cu->k", self.weights, self.held[:, chosen, self.units])
-        return bool(bytes_.max() + self.transient[chosen, self.units].max() <= self.capacity)
+        transient = transient_of(self.transient[:, chosen, self.units], self.begin)
+        return bool(bytes_.max() + transient.max() <= self.capacity)
 
     def seconds(self, chosen: np.ndarray) -> float:
         """Of a micro-batch."""
@@ -76,8 +79,8 @@ def lighten(
     """The option of every unit [n], from one under which a cut fits.
 
     ``bytes_``: [4, options, n], from F to B or I, from I to W, of summed gradients, and over the step; ``transient``:
-    [options, n], the largest of a rank counts; ``work``: [options, n], seconds of a micro-batch; ``boundaries``: where stages
-    start, and the end; ``capacity``: bytes of every rank [pp].
+    [3, options, n], as of ``_Rank``, the largest of a rank's stages counts; ``work``: [options, n], seconds of a
+    micro-batch; ``boundaries``: where stages start, and the end; ``capacity``: bytes of every rank [pp].
     """
     found = chosen.copy()
     stage_of = np.repeat(np.arange(table.stages), np.diff(boundaries))
@@ -88,7 +91,7 @@ def lighten(
             continue
         stage = np.searchsorted(own, stage_of[units])
         one = _Rank(
-            bytes_[:, :, units], transient[:, units], work[:, units], stage, np.asarray(table.moments[rank]), capacity[rank]
+            bytes_[:, :, units], transient[:, :, units], work[:, units], stage, np.asarray(table.moments[rank]), capacity[rank]
         )
         ways = [one.eased(way) for way in (one.cheapest(), chosen[units]) if one.fits(way)]
         if ways:

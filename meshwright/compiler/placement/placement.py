@@ -48,7 +48,7 @@ from meshwright.compiler.placement.expert_ranks import Ranks, shared_out
 from meshwright.compiler.placement.fixed import NOTHING_FIXED, FixedDecisions
 from meshwright.compiler.placement.passing import ring_waits
 from meshwright.compiler.placement.pinned import told_apart
-from meshwright.compiler.placement.problem import AHEAD, Problem
+from meshwright.compiler.placement.problem import AHEAD, UNIT, Problem
 from meshwright.compiler.placement.rows import (
     DATA,
     EP,
@@ -71,7 +71,8 @@ from meshwright.compiler.structure.microbatch import made_alone, prologue
 from meshwright.compiler.structure.positions import operands, results
 from meshwright.compiler.structure.structure import Structure
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.memory.working import beside_output, handed_back, held_outputs
+from meshwright.cost.memory.replay import passing
+from meshwright.cost.memory.working import BackwardStep, backward_peak, beside_output, handed_back, held_outputs
 from meshwright.ir.declared.again import made_again
 from meshwright.ir.declared.experts import EXPERTS
 from meshwright.ir.declared.operator import Work
@@ -154,6 +155,12 @@ class Placements:
         scope = replace(self._scope(mesh, count, folded, roles), pins=pins)
         for op in graph.ops:
             choices(op, self.rules[op.name], scope, schedule.time.get(op.name))
+
+    @cached_property
+    def passed(self) -> dict[str, frozenset[str]]:
+        """Of every operator the operands whose gradient is that of its result."""
+        graph, known = self.folded.graph, self.rules.operators
+        return {op.name: frozenset(op.inputs[at] for at in passing(op, Work.of(op, graph), graph, known)) for op in graph.ops}
 
     def ring_waits(self, tensor: int, samples: int, context: int) -> float:
         """Seconds of a micro-batch that all attention waits for in rings over ``context`` ranks; see ``passing``."""
@@ -308,7 +315,9 @@ class _Reader:
         for bytes_, kept in self._handed_back(at, self.problem.serves(at), chosen):
             plain[SAVED] -= bytes_ * (handed_back(self.count) - kept)
         beside, waiting = self._gradients(at, chosen)
-        plain[TRANSIENT] -= beside
+        alive, made = self._backward_peak(at, chosen)
+        entering = sum(float(e.cost(chosen[e.i], chosen[e.j])[SAVED]) for e in model.edges if e.i in model.entry)
+        plain[TRANSIENT] = max(plain[TRANSIENT], alive) - beside
         block = position.block >= 0
         activations, within, once = {}, dict[str, Vector](), self._once(at, chosen)
         ways = self.problem.open(at) if block else self.problem.block_variants[:1]
@@ -317,11 +326,13 @@ class _Reader:
             more = costs[number] - costs[0] if 0 < number < len(costs) else np.zeros(RESOURCES)
             kind, first = name if 0 < number < len(costs) else NONE, self.problem.serves(at)
             apart = sum((row @ self.problem.recomputed(first, i, kind) for i, row in once.items()), np.zeros(RESOURCES))
+            if kind != NONE:
+                more = more - UNIT[TRANSIENT] * self.problem.released_again(first, kind, chosen)
             activations[name] = self._per_microbatch(plain + more - apart)
             within[name] = self._per_microbatch(apart)
         return PlacedPosition(
             activations, self._weight(at, chosen), self._uses(at, chosen, charged), block, self.problem.ahead(at, chosen),
-            self._mixtures(at, chosen, block), self._data_moves(at, chosen, block), beside, waiting,
+            self._mixtures(at, chosen, block), self._data_moves(at, chosen, block), beside, waiting, made, entering,
             self._prologue(at, once, within),
         )
 
@@ -419,6 +430,39 @@ class _Reader:
             assignment = model.op_choices[i][chosen[i]]
             total += problem.tables.costs.waited_for(op, operator, assignment, both, weights)
         return total
+
+    def _backward_peak(self, at: int, chosen: Sequence[int]) -> tuple[float, float]:
+        """Bytes of gradients at the worst moment of a position's backward (``working.backward_peak``), those of a block's
+        weights in the compute dtype among them, and bytes of all of the latter. Nothing of a mixture, whose experts may be
+        shared out later."""
+        graph, model, tables = self.owner.folded.graph, self.problem.model(at), self.problem.tables
+        ops, operators = self.problem.positions[self.problem.serves(at)].ops(graph), self.owner.rules.operators
+        if any(op.target == EXPERTS for op in ops):
+            return 0.0, 0.0
+        released = [float(model.unary[i][chosen[i]][SAVED]) for i in range(len(ops))]
+        readers = {var: min(e.j for e in model.edges if e.i == var) for var, _ in model.copies.values()}
+        for e in model.edges:
+            if (last := readers.get(e.j, e.j)) < len(ops):
+                released[last] += float(e.cost(chosen[e.i], chosen[e.j])[SAVED])
+        weights = {param.value for param in graph.params}
+        trained = {param.value for param in graph.params if param.trainable and self.problem.positions[at].block >= 0}
+        steps, inside = list[BackwardStep](), {name for op in ops for name in op.inputs}
+        for i in reversed(range(len(ops))):
+            op, placed = ops[i], model.placed[i][chosen[i]]
+            operator = operators[op.target]
+            lost = operator.kind == "loss"
+            space, passed = float(model.unary[i][chosen[i]][TRANSIENT]), self.owner.passed[op.name]
+            if operator.cost.space is not None and not lost:
+                space = max(space, operator.cost.space(Work.of(op, graph, *self._local(op, placed)))[1])
+            operands = [(name, tables.bytes(name, state)) for name, state in zip(op.inputs, placed.operands, strict=True)
+                        if graph.values[name].differentiable and name not in weights]
+            results = {name: tables.bytes(name, state) for name, state in zip(op.outputs, placed.results, strict=True)
+                       if graph.values[name].differentiable}
+            made = sum(graph.values[name].numel / tables.mesh.size(state.split_axes) * tables.costs.itemsize
+                       for name, state in zip(op.inputs, placed.operands, strict=True) if name in trained)
+            steps.append(BackwardStep(results, operands, passed, made, space, released[i], lost))
+        leaving = {name: bytes_ for step in steps for name, bytes_ in step.results.items() if name not in inside}
+        return backward_peak(steps, leaving), sum(step.weights for step in steps)
 
     def _gradients(self, at: int, chosen: Sequence[int]) -> tuple[float, float]:
         """Bytes of gradients: of the weights that make an output, and of those from which weights' gradients are made, less

@@ -426,6 +426,17 @@ class Problem:
 
     # reading the solution
 
+    def released_again(self, number: int, recompute: str, chosen: Sequence[int]) -> float:
+        """Bytes of results that a recomputation keeps in place of running their operators, and lets go of when it has come by
+        them: of those that it comes to, what no backward needs."""
+        model, (_, at_end) = self._models[number], self._skipped(number)
+        total = 0.0
+        for var in self._lasting(number, recompute) - at_end - self._once(number):
+            needed = float(model.unary[var][chosen[var]][SAVED])
+            needed += sum(float(e.cost(chosen[e.i], chosen[e.j])[SAVED]) for e in model.edges if e.i == var)
+            total += max(0.0, self._results(number, model, var)[chosen[var]] - needed)
+        return total
+
     def without_recomputation(self, chain: Chain, solution: Solution) -> Array:
         """Resources [positions, K] of a solution (``totals``) if nothing ran its forward again, all else as it is."""
         found, known = totals(chain, solution), {}

@@ -107,6 +107,8 @@ class PlacedPosition:
     beside_output: bytes of gradients of weights that are made while an output of the model is held (``working``): not in a
         pipeline, which puts it among those of all micro-batches before
     waiting: bytes of the gradients from which those of weights are made, which wait for W where the backward is split
+    made: bytes of the gradients of a block's weights in the compute dtype, those at its worst moment among its transient bytes
+    entering: bytes saved of what it is handed, among those of its activations
     prologue: seconds of what is made of inputs alone, once a step
     """
 
@@ -119,6 +121,8 @@ class PlacedPosition:
     moves: tuple[DataMove, ...] = ()
     beside_output: float = 0.0
     waiting: float = 0.0
+    made: float = 0.0
+    entering: float = 0.0
     prologue: PrologueSeconds = PrologueSeconds()
 
     def of_microbatch(self, recompute: str, microbatches: int) -> Vector:

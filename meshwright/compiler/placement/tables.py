@@ -132,7 +132,9 @@ class ResourceTables:
             table[:, :, SAVED] = np.where(moves.same & (not saving or by_maker), 0.0, whole / pieces)
         if view and saving:  # a gathered one is kept, not the value that it shows
             split = [np.array([self.mesh.size(one.split_axes) for one in ends]) for ends in (sources, targets)]
-            table[:, :, SAVED] = np.maximum(0.0, whole / split[1][None, :] - whole / split[0][:, None])
+            gathered = np.maximum(0.0, whole / split[1][None, :] - whole / split[0][:, None])
+            again = moves.gathered & (shard and not self.costs.device.keeps_gathered)
+            table[:, :, SAVED] = np.where(again, 0.0, gathered)
         table[moves.impossible] = np.inf
         self._tables[key] = table
         return table

@@ -10,13 +10,12 @@
                 backward is split: it reduces at the end); an early rank reduces while the others still drain
     optimizer   of the slowest rank
 
-Beside its units a rank holds what is made of inputs alone (masks), what it received, for the micro-batches in flight and a few
-early ones, and the last stage's rank what the step hands back (``_boundary_bytes``).
+Beside its units a rank holds what is made of inputs alone (masks), what it received a little early, and the last stage's rank
+what the step hands back (``_boundary_bytes``); what entered and what was sent on is among what its units save.
 
 Recomputation: every stage takes one of none, parts of its blocks evenly spread (``_PARTS``), and all of them, chosen with
 the cut; with several stages a rank none or all of them. Then units recompute no more than memory asks for, one by one
-(``pipeline.lighten``). Without a pipeline there is one rank and nothing to cut: blocks are
-recomputed one by one until the rest fits (``_alone``).
+(``pipeline.lighten``). Without a pipeline blocks are recomputed one by one until the rest fits (``_alone``).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.compiler.pipeline import stages
-from meshwright.compiler.pipeline.in_flight import least_in_flight, received
+from meshwright.compiler.pipeline.in_flight import least_in_flight, passed_on
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds, joined
 from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.stage_bound import link_floor
@@ -196,13 +195,16 @@ class Evaluator:
         """The units of a cut, each recomputed no more than memory asks for, and how."""
         kinds = self.kinds(candidate, zero)
         variants = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
-        saved, pending, summed, state, transient = (
-            np.array([getattr(one, key) for one in variants]) for key in ("saved", "pending", "summed", "state", "transient")
-        )
+        names = ("saved", "pending", "summed", "state", "entered", "left", "transient", "released", "behind")
+        columns = [np.array([getattr(one, key) for one in variants]) for key in names]
+        saved, pending, summed, state, entered, left, *beside = columns
+        begin, end = np.array(cuts.boundaries[:-1]), np.array(cuts.boundaries[1:]) - 1
+        for held in (saved, pending):
+            held[:, begin], held[:, end] = held[:, begin] + entered[:, begin], held[:, end] + left[:, end]
         work = np.array([one.forward + one.backward for one in variants])
         before = np.array([kinds.index(name) for name in recompute])
         bytes_ = np.array([saved, pending, summed, state - summed])
-        chosen = lighten(bytes_, transient, work, table, cuts.boundaries, room.tolist(), before)
+        chosen = lighten(bytes_, np.array(beside), work, table, cuts.boundaries, room.tolist(), before)
         return _take(variants, [(name,) * len(recompute) for name in kinds], chosen)
 
     def _as_cut(
@@ -265,7 +267,7 @@ class Evaluator:
         several = candidate.virtual_stages, max(candidate.virtual_stages, most)
         schedule, pp, count = candidate.schedule, candidate.pp, candidate.microbatches
         slack = placement.slack
-        boundary = received(schedule, pp, several[0], count) * max(placement.crossing[:-1]) + placement.made_alone(count)
+        boundary = passed_on(schedule, pp, several[0], count) * min(placement.sent[:-1]) + placement.made_alone(count)
         boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += placement.handed_back(count)
         room = np.maximum(capacity - boundary + self._twice(candidate, degrees, zero, placement), 1.0)
         asked = cutoff / slack
@@ -284,8 +286,8 @@ class Evaluator:
         schedule's own table. ``cutoff``: seconds above which nothing sharper is needed; ``sharp``: as of ``timed_bound``."""
         units, outside = self._divisible(candidate, degrees, zero, placement)
         slack, table = placement.slack, self.table(candidate)
-        capacity = self.capacity if capacity is None else capacity
-        room = self.room(candidate, placement, capacity + self._twice(candidate, degrees, zero, placement))
+        most = (self.capacity if capacity is None else capacity) + self._twice(candidate, degrees, zero, placement)
+        room = np.maximum(most - self._boundary_bytes(candidate, placement, passed_on=True), 1.0)
         paths = self._paths.setdefault((table.name, table.pp, table.stages, table.microbatches), KnownPaths())
         seconds, runs, size = timed_bound(units, table, outside, room, known / slack, cutoff / slack, paths, sharp)
         self.work["action of divided units"] += runs * candidate.microbatches * candidate.stages
@@ -312,17 +314,17 @@ class Evaluator:
         """Bytes of every rank [pp] for its units, of ``capacity`` bytes, of all or of each."""
         return np.asarray(np.maximum(capacity - self._boundary_bytes(candidate, placement), 1.0))
 
-    def _boundary_bytes(self, candidate: Candidate, placement: Placement) -> Array:
-        """Bytes of every rank [pp] beside its units: what is made of inputs alone, what was received, each value like the
-        widest (what the micro-batches in flight entered with, and what waits to be read), and on the last stage's rank what
-        all micro-batches hand back."""
+    def _boundary_bytes(self, candidate: Candidate, placement: Placement, passed_on: bool = False) -> Array:
+        """Bytes of every rank [pp] beside its units: what is made of inputs alone, what was received and waits to be read, each
+        value like the widest, and on the last stage's rank what all micro-batches hand back. ``passed_on``: and, where units
+        are divided and none is known to end a stage, what those in flight passed on, each value like the slimmest."""
         table = self.table(candidate)
-        held = np.array([
-            counts[:, :, [stage > 0 for stage in table.stages_of(rank)]].sum(axis=(1, 2)).max()
-            for rank, counts in enumerate(table.in_flight)
-        ])
-        waiting = schedule_of(candidate.schedule).waiting(candidate.pp, candidate.virtual_stages, candidate.microbatches)
-        found = (held + waiting) * max(placement.crossing[:-1]) + placement.made_alone(candidate.microbatches)
+        waiting = schedule_of(table.name).waiting(table.pp, candidate.virtual_stages, table.microbatches)
+        found = np.zeros(table.pp) + waiting * max(placement.crossing[:-1]) + placement.made_alone(table.microbatches)
+        if passed_on:
+            going = [np.array(table.stages_of(rank)) < table.stages - 1 for rank in range(table.pp)]
+            held = [counts[:, :, goes].sum(axis=(1, 2)).max() for counts, goes in zip(table.in_flight, going, strict=True)]
+            found += min(placement.sent[:-1]) * np.array(held)
         found[table.stage_rank[-1]] += placement.handed_back(candidate.microbatches)
         return np.asarray(found)
 
@@ -403,8 +405,9 @@ class Evaluator:
 
     def _stage_units(self, units: Units, crossing: Array) -> list[stages.Unit]:
         places = self._places(crossing).tolist()
-        columns = [column.tolist() for column in (*_columns(units), units.pending, units.summed)]
-        rows = zip(self.names, *columns[:-2], places, places, *columns[-2:], strict=True)
+        beside = units.pending, units.summed, units.released, units.entered, units.left, units.behind
+        columns = [column.tolist() for column in (*_columns(units), *beside)]
+        rows = zip(self.names, *columns[:6], places, places, *columns[6:], strict=True)
         return [stages.Unit(*row) for row in rows]
 
     def _result(
@@ -439,7 +442,9 @@ class Evaluator:
         fullest = int(np.argmax(memory))
         state, alone = float(per_rank(units.state - units.summed)[fullest]), placement.made_alone(candidate.microbatches)
         columns = np.array([units.saved, units.pending, units.summed])
-        held = np.add.reduceat(columns, cuts.boundaries[:-1], axis=1)[:, table.stages_of(fullest)]
+        held = np.add.reduceat(columns, cuts.boundaries[:-1], axis=1)
+        held[:2] += units.entered[list(cuts.boundaries[:-1])] + units.left[[at - 1 for at in cuts.boundaries[1:]]]
+        held = held[:, table.stages_of(fullest)]
         counts = table.moments[fullest]
         gradients = float(counts[np.einsum("kcs,cs->k", counts, held).argmax(), 2] @ held[2])
         kinds = {"state": state - float(twice[fullest]), "gradients": gradients, "inputs": alone,
@@ -528,10 +533,9 @@ class Evaluator:
         parts["exposed communication"] += max(0.0, seconds - sum(parts.values()))
         state, alone = float(units.state.sum()), placement.made_alone(candidate.microbatches)
         kinds = {"state": state, "activations": memory - state - alone, "inputs": alone}
-        slack = placement.slack
         return Evaluation(
-            candidate, degrees, zero, placement, (0, len(self.names)), recompute, seconds, bound * slack, parts, (memory,),
-            kinds, self._starts((0, len(self.names))), tuple(p.block for p in self.positions), None, None,
+            candidate, degrees, zero, placement, (0, len(self.names)), recompute, seconds, bound * placement.slack, parts,
+            (memory,), kinds, self._starts((0, len(self.names))), tuple(p.block for p in self.positions), None, None,
         )
 
     def _step_alone(self, candidate: Candidate, placement: Placement, units: Units) -> float:
@@ -552,9 +556,10 @@ def _columns(units: Units) -> tuple[Array, ...]:
 def _between(variants: Sequence[Units], crossing: Array, pending: Sequence[Array]) -> tuple[Intervals, list[int]]:
     """What lies between two places where a stage can begin, and these. ``pending``: bytes from I to W of each variant."""
     positions = stages.positions_of(crossing)
-    columns = np.array([(*_columns(one), held, one.summed) for one, held in zip(variants, pending, strict=True)])
-    columns = columns.transpose(1, 0, 2)
-    return Intervals.of_columns(columns[[0, 1, 2, 3, 4, 6, 7]], columns[5], crossing, crossing, positions), positions
+    columns = np.array([(*_columns(one), held, one.summed, one.released, one.behind, one.entered, one.left)
+                        for one, held in zip(variants, pending, strict=True)]).transpose(1, 0, 2)
+    order = columns[[0, 1, 2, 3, 4, 6, 7]], columns[[5, 8, 9]], columns[10:]
+    return Intervals.of_columns(*order, crossing, crossing, positions), positions
 
 
 def _least_held(units: Units) -> Array:

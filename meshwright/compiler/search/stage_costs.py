@@ -57,6 +57,8 @@ from meshwright.ir.sharding import Sharding
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 Array = np.ndarray
+_FP32 = 4
+"""Bytes of an element of what FSDP2 reduces."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,9 @@ class Degrees:
 @dataclass(frozen=True)
 class Units:
     """Per position of the graph, [n] each: seconds of a micro-batch, bytes, seconds outside the micro-batches. ``added``: of a
-    micro-batch's backward what adds up gradients; ``summed``: of the bytes of ``state``, the gradients that are added up."""
+    micro-batch's backward what adds up gradients; ``summed``: of the bytes of ``state``, the gradients that are added up;
+    ``released``: of those ``saved``, what is not there while an earlier position runs; ``behind``: ``transient`` too where
+    others follow in the stage; ``entered``, ``left``: ``saved`` too where it begins or ends (``pipeline.intervals.Unit``)."""
 
     forward: Array
     backward: Array
@@ -117,6 +121,10 @@ class Units:
     ahead: Array
     added: Array
     summed: Array
+    released: Array
+    behind: Array
+    entered: Array
+    left: Array
 
     @property
     def work(self) -> float:
@@ -179,27 +187,46 @@ class StageCosts:
         backward = run[:, SEND_BACK] + each[:, SEND_BACK] + recomputed * split
         backward = backward + self.overlapped(run[:, BACKWARD] + each[:, BACKWARD], each[:, REDUCE], run[:, HOST_BACK])
         waiting = np.array([row.waiting for row in placement.rows])
+        pending = np.maximum(run[:, SAVED] + waiting, 0.0)
+        transient, behind = self._transient(
+            placement, run, once, kept or degrees.variant(zero), microbatches > 1, degrees.pp > 1
+        )
         columns = [
             forward, backward, weight + recomputed * split,
             once[:, bytes_row(microbatches) > 0].sum(axis=1) + run[:, PARAMETERS],
-            run[:, SAVED], np.maximum(run[:, SAVED] + waiting, 0.0),
-            self._transient(placement, run, once, kept or degrees.variant(zero), microbatches > 1, degrees.pp > 1),
+            run[:, SAVED], pending,
+            transient,
             once[:, [GATHER, GATHER_ONCE, SEND]].sum(axis=1), once[:, [REDUCE, REDUCE_ONCE, SEND_BACK]].sum(axis=1),
             once[:, BACKWARD],
             np.where(ahead > 0.0, forward, 0.0) * ahead, each[:, BACKWARD],
-            once[:, GRADIENTS] if microbatches > 1 else 0.0 * ahead,
+            once[:, GRADIENTS] if microbatches > 1 else 0.0 * ahead, np.maximum(run[:, SAVED] - pending * split, 0.0), behind,
         ]
-        return Units(*(column[list(placement.sequence)] for column in columns))
+        found = [column[list(placement.sequence)] for column in columns]
+        found += self._ends(placement, recompute)
+        return Units(*found)
 
-    def _transient(self, placement: Placement, run: Array, once: Array, variant: Variant, several: bool, staged: bool) -> Array:
+    def _ends(self, placement: Placement, recompute: str) -> tuple[Array, Array]:
+        """Bytes of what enters each position from another rank, or is made again for it, and is not among what it saves, and of
+        what it sends on."""
+        rows = [placement.rows[row] for row in placement.sequence]
+        saves = np.array([np.inf if row.block and recompute != NONE else row.entering for row in rows])
+        return np.maximum(np.array([0.0, *placement.crossing[:-1]]) - saves, 0.0), np.array([*placement.sent[:-1], 0.0])
+
+    def _transient(
+        self, placement: Placement, run: Array, once: Array, variant: Variant, several: bool, staged: bool
+    ) -> tuple[Array, Array]:
         """Bytes beside what is kept while a row runs, or, where FSDP2 has no part in it, while gradients are copied to their
-        sums when a block's backward is done and nothing that it kept is left (``cost.memory.fsdp``)."""
-        working = run[:, TRANSIENT] + once[:, TRANSIENT]
+        sums when a block's backward is done and nothing that it kept is left (``cost.memory.fsdp``); and beside these the fp32
+        gradients of the block behind it in a stage, where FSDP2 is still reducing them, as it reduces this one's at its end."""
+        made = np.array([row.made for row in placement.rows])  # as they come, among what runs
+        working = run[:, TRANSIENT] + np.maximum(once[:, TRANSIENT] - made, 0.0)
         working += [0.0 if staged else row.beside_output for row in placement.rows]
+        reduces = staged and bool(variant.data_axes) and (variant.zero >= 2 or not several)
+        behind = np.minimum(made * (_FP32 / self.itemsize) * reduces, np.maximum(once[:, TRANSIENT] - made, 0.0))
         if variant.data_axes:
-            return np.asarray(working)
+            return np.maximum(working - behind, made + behind - run[:, SAVED]), behind
         copied = np.array([row.block for row in placement.rows]) * once[:, GRADIENTS] * (1 + several)
-        return np.asarray(np.maximum(working, copied - run[:, SAVED]))
+        return np.maximum(working, copied - run[:, SAVED]), behind
 
     def _rows(self, placement: Placement, recompute: str, microbatches: int) -> tuple[Array, Array, Array]:
         """Resources of a placement's rows without and with a recomputation, and seconds of gradients of weights."""

@@ -44,8 +44,8 @@ _NEAR = 4
 _WORTH = 0.03
 """The second dive solves what may be better than the incumbent by this part: the rest is left to the sweep (chosen)."""
 _NEARER = 0.95
-"""What is glanced at is taken to come no nearer to its bound than by this part of what others did, of as many ranks in a
-pipeline under the same schedule (chosen)."""
+"""What is glanced at is taken to come no nearer to its bound than by this part of what others did, of as many stages on as many
+ranks under the same schedule (chosen)."""
 UNLIKE = 0.08
 """Blocks that may keep parameters unlike each other are looked at where alike they take up to so much longer than the best, or
 than is gained so by what was looked at, where that is more (chosen)."""
@@ -127,7 +127,7 @@ class Sweep:
         self.unlike = False
         self.near = UNLIKE
         self._told = self._swept = False
-        self._above: dict[tuple[int, str], float] = {}
+        self._above: dict[tuple[int, str, int], float] = {}
         self._free, self._one, self._spent = free, one, spent
         self._closed = _INF
         self._cut: list[Branch] = []
@@ -456,7 +456,7 @@ class Sweep:
 
     def _looks_better(self, node: Branch) -> bool:
         """Whether it may be, as far above its bound as any alike was, and is at a glance."""
-        alike = node.candidate.pp, node.candidate.schedule
+        alike = node.candidate.pp, node.candidate.schedule, node.candidate.virtual_stages
         if node.bound * self._above.get(alike, 0.0) >= self._incumbent:
             return False
         degrees, placement = degrees_of(node.candidate, node.shard), self.bounds.placement_of(node)

@@ -23,8 +23,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Saved:
-    """Values kept for the backward; those of them that only linears keep; those of them that their own maker keeps; views of
-    such values by which they are kept."""
+    """Values kept for the backward; those of them that only linears keep, and views by which only linears keep something; those
+    of them that their own maker keeps; views of such values by which they are kept."""
 
     values: frozenset[str]
     by_linears: frozenset[str]
@@ -72,7 +72,7 @@ def saved_values(graph: Graph, operators: Operators) -> Saved:
         if operators[op.target].kind == "view" and op.inputs:
             viewed.update({name: viewed.get(op.inputs[0], op.inputs[0]) for name in op.outputs})
     outside = {param.value for param in graph.params}.union(graph.inputs, made_alone(graph, operators))
-    saved, other, makers, views = set[str](), set[str](), set[str](), set[str]()
+    saved, other, makers, views, shown = set[str](), set[str](), set[str](), set[str](), set[str]()
     for op in graph.ops:
         operands, results = saved_for_backward(op, graph, operators)
         makers.update(op.outputs[i] for i in results)
@@ -83,6 +83,8 @@ def saved_values(graph: Graph, operators: Operators) -> Saved:
                 continue
             saved.add(viewed.get(name, name))
             views.update({name} & viewed.keys())
+            shown.update({name} if operators[op.target].linear is None else ())
             if operators[op.target].linear is None or name in viewed:
                 other.add(viewed.get(name, name))
-    return Saved(frozenset(saved), frozenset(saved - other), frozenset(makers & saved), frozenset(views))
+    by_linears = (saved - other) | (views - shown)
+    return Saved(frozenset(saved), frozenset(by_linears), frozenset(makers & saved), frozenset(views))

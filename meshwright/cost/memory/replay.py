@@ -417,9 +417,9 @@ def _add(heap: Heap, sums: dict[str, Storage], name: str, storage: Storage, copi
 def _gradients(op: Op, work: Work, graph: Graph, operators: Operators) -> tuple[tuple[str, float, bool], ...]:
     """(operand, bytes of the gradient that this operator makes for it, whether it is that of the result)."""
     operands = [(at, name, graph.values[name]) for at, name in enumerate(op.inputs) if graph.values[name].differentiable]
-    passing = _passing(op, work, graph, operators) if operands else ()
+    passed_on = passing(op, work, graph, operators) if operands else ()
     dtype = graph.values[op.outputs[0]].dtype
-    return tuple((name, float(value.bytes_), at in passing and value.dtype == dtype) for at, name, value in operands)
+    return tuple((name, float(value.bytes_), at in passed_on and value.dtype == dtype) for at, name, value in operands)
 
 
 def _kernels(op: Op, gradients: Sequence[tuple[str, float, bool]], operators: Operators) -> tuple[int, int]:
@@ -429,7 +429,7 @@ def _kernels(op: Op, gradients: Sequence[tuple[str, float, bool]], operators: Op
     return int(kind != "view"), made if kind == "matmul" else min(made, 1)
 
 
-def _passing(op: Op, work: Work, graph: Graph, operators: Operators) -> Collection[int]:
+def passing(op: Op, work: Work, graph: Graph, operators: Operators) -> Collection[int]:
     """Positions of the operands whose gradient is the result's, or a view of it."""
     operator = operators[op.target]
     if operator.cost.passes is not None:

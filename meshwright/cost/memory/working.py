@@ -4,14 +4,16 @@
                        attention whose algorithm forms scores or passes pieces on
     beside_output      the gradient of the weight that makes an output (the logits), which is made before anything is let go
     copied             a weight of several parts that is split, of which every rank makes its piece of each
+    backward_peak      gradients of activations while a block's backward runs, beyond what it has let go of by then
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from meshwright.cost.memory.saved import saved_for_backward, storages
 from meshwright.ir.declared.operator import Operator, Operators, Work
@@ -98,6 +100,40 @@ def held_outputs(microbatches: int, saved: bool, state: Sharding) -> int:
 def handed_back(microbatches: int) -> int:
     """How many times the bytes of a micro-batch's output a step holds: of all micro-batches joined, and the one at work."""
     return microbatches + (microbatches > 1)
+
+
+class BackwardStep(NamedTuple):
+    """The backward of one operator: ``results`` and ``operands``, bytes of the gradient of each that has one (a value may be
+    two operands); ``passed``: operands whose gradient is that of the result; ``weights``: bytes of the gradients of weights
+    that it makes, which stay; ``space``: bytes beside while it runs; ``released``: bytes that nothing keeps any more when it is
+    done; ``own``: whether its space holds the gradients that it makes."""
+
+    results: Mapping[str, float]
+    operands: Sequence[tuple[str, float]]
+    passed: Collection[str]
+    weights: float
+    space: float
+    released: float
+    own: bool = False
+
+
+def backward_peak(steps: Iterable[BackwardStep], leaving: Mapping[str, float]) -> float:
+    """Bytes of gradients and space beyond what was kept when a backward begins, at its worst moment. ``steps``: in the order of
+    the backward, each after what reads its results; ``leaving``: gradients that it begins with."""
+    alive, released, peak, weights = dict(leaving), 0.0, sum(leaving.values()), 0.0
+    for step in steps:
+        if not any(name in alive for name in step.results):
+            released += step.released
+            continue
+        weights += step.weights
+        made = sum(bytes_ for name, bytes_ in step.operands if name not in step.passed) * (not step.own)
+        peak = max(peak, sum(alive.values()) + made + weights + step.space - released)
+        for name in step.results:
+            alive.pop(name, None)
+        for name, bytes_ in step.operands:
+            alive[name] = max(bytes_, alive.get(name, 0.0))
+        released += step.released
+    return peak
 
 
 def copied(op: Op, rule: OpRule, placed: Placed, graph: Graph, mesh: Mesh, itemsize: int) -> float:
