@@ -51,7 +51,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from meshwright.api import autoparallel
 from meshwright.errors import MeshwrightError
 from meshwright.ir.schedules.builtin import BUILTIN
-from tests.equality import RELATIVE, captured_once, compare, loss_of, train
+from tests.equality import RELATIVE, captured_once, compare, kept, loss_of, train
 from tests.pool import Pool, WorkerError
 from tests.sequences import DROPS, MODELS, make
 from tests.staged import BACKEND
@@ -189,12 +189,7 @@ def _alone(name: str, length: int) -> tuple[list[float], dict[str, torch.Tensor]
     """(losses, parameters) of one process in fp32, after two steps of AdamW."""
     model, batch = _placed(name, length)
     losses = train(model, batch)
-    return losses, _kept(model.state_dict())
-
-
-def _kept(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies on the CPU, where a ``full_state_dict`` lies."""
-    return {key: value.detach().to("cpu", copy=True) for key, value in state.items()}
+    return losses, kept(model.state_dict())
 
 
 def _plain(cell: Cell) -> tuple[str, str]:
@@ -213,7 +208,7 @@ def _verdict(problems: Sequence[str], rounded: bool = False) -> tuple[str, str]:
 
 def _moved(model: Any, batch: Mapping[str, Any], forward: Callable[[], torch.Tensor]) -> tuple[list[float], Any]:
     """(two losses, what a step of plain descent at a rate of one changed): the gradient, wherever its pieces lie."""
-    before = _kept(_state(model))
+    before = kept(_state(model))
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=1.0), []
     for step in range(2):
         loss = forward()
@@ -222,7 +217,7 @@ def _moved(model: Any, batch: Mapping[str, Any], forward: Callable[[], torch.Ten
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    return losses, {key: before[key] - value for key, value in _kept(_state(model)).items() if value.is_floating_point()}
+    return losses, {key: before[key] - value for key, value in kept(_state(model)).items() if value.is_floating_point()}
 
 
 def _state(model: Any) -> Mapping[str, torch.Tensor]:
@@ -279,7 +274,7 @@ def _halved(cell: Cell) -> tuple[str, str]:
 def _dropped(cell: Cell) -> tuple[str, str]:
     model, batch = _made(cell)
     parallel: Any = _parallel(cell, model, batch)
-    start = _kept(model.state_dict())
+    start = kept(model.state_dict())
     losses, moved = _moved(parallel, batch, lambda: loss_of(parallel(**batch)))
     message = [moved if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(message, src=0)

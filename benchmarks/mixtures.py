@@ -57,7 +57,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.published.architectures import configuration
 from meshwright.published.zoo import systems
 from tests import families, mixtures
-from tests.equality import EPS, RELATIVE, captured_once, loss_of
+from tests.equality import EPS, RELATIVE, captured_once, kept, loss_of
 from tests.pool import Pool, WorkerError
 from tests.staged import BACKEND
 
@@ -177,12 +177,7 @@ def built(cell: Cell, double: bool) -> tuple[nn.Module, dict[str, Any]]:
 def plain(model: nn.Module, batch: Mapping[str, Any], low: bool, once: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and norms of a loop on the model, and its state after it; ``low``: computed in bf16; ``once``: a step of SGD."""
     made = _loop(model, lambda: _in_bf16(model, batch) if low else loss_of(model(**batch)), once)
-    return made, _kept(model)
-
-
-def _kept(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of its state on the CPU, where a ``full_state_dict`` lies."""
-    return {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
+    return made, kept(model.state_dict())
 
 
 def _in_bf16(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -214,7 +209,7 @@ def work(rank: int, cell: Cell, double: bool, place: str) -> tuple[str, float, s
     once = low or double
     model, batch = built(cell, double)
     model, batch = model.to(place), {name: x.to(place) for name, x in batch.items()}
-    before = _kept(model)
+    before = kept(model.state_dict())
     without = mock.patch.object(moe, "_can_use_grouped_mm", return_value=False)  # a kernel that takes no float64
     with without if double else nullcontext():
         numbers, wanted = plain(copy.deepcopy(model), batch, low, once)

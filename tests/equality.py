@@ -31,6 +31,11 @@ def loss_of(output: Any) -> torch.Tensor:
     return output["loss"] if isinstance(output, Mapping) else output.loss
 
 
+def kept(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies on the CPU, where a ``full_state_dict`` lies."""
+    return {key: value.detach().to("cpu", copy=True) for key, value in state.items()}
+
+
 def train(
     model: nn.Module, batch: Mapping[str, torch.Tensor], steps: int = STEPS, clip: float | None = None, calls: int = 1
 ) -> list[float]:

@@ -51,9 +51,8 @@ def passed_on(name: str, pp: int, virtual_stages: int, microbatches: int) -> np.
     """Of values and gradients that a rank holds at once, those that come from another rank or go to one, beside what units
     save, at least: int [pp]. They are copies of what the micro-batches in flight handed on, and what was received and waits to
     be read; what they were handed may be among what is saved."""
-    schedule, ranks = schedule_of(name), np.arange(pp)
-    closed = schedule.closed
-    goes_on = ranks != (schedule.stage_rank(pp, virtual_stages)[-1])
+    schedule = schedule_of(name)
+    closed, goes_on = schedule.closed, np.arange(pp) != schedule.stage_rank(pp, virtual_stages)[-1]
     counts = in_flight(name, pp, (virtual_stages, virtual_stages), microbatches)
     if closed is None or counts is None:
         return np.zeros(pp, dtype=np.int64)

@@ -173,18 +173,17 @@ class Intervals:
     @functools.cached_property
     def transient(self) -> np.ndarray:
         """Of every interval as a stage (``transient_of``), [options, n + 1, n + 1]."""
-        found = _of_intervals(np.maximum, self.inner, self.released)
-        for i in range(self.count):  # one that ends at j, or others that are followed by it
-            found[:, i, i + 2 :] = found[:, i, i + 1 : -1] - np.diff(self.released[:, i + 1 :], axis=1)
-            found[:, i, i + 1] = self.peak[:, i]
-            found[:, i, i + 2 :] = np.maximum(found[:, i, i + 2 :], self.peak[:, i + 1 :])
+        found: np.ndarray = np.zeros((self.options, self.count + 1, self.count + 1))
+        for i in range(self.count):  # of the last unit, or of those before it
+            before = np.maximum.accumulate(self.inner[:, i:-1] + self.released[:, i + 1 : -1], axis=1)
+            found[:, i, i + 1 :] = self.peak[:, i:]
+            found[:, i, i + 2 :] = np.maximum(found[:, i, i + 2 :], before - self.released[:, i + 2 :])
         return found
 
     @functools.cached_property
     def least_transient(self) -> np.ndarray:
         """The same if every unit has the option of least, and those behind it that which releases most: [n + 1, n + 1]."""
-        found = _of_intervals(np.maximum, self.peak.min(axis=0, keepdims=True), self.most_released[None])
-        return np.asarray(found[0])
+        return _of_intervals(np.maximum, self.peak.min(axis=0), self.most_released)
 
     @functools.cached_property
     def most_released(self) -> np.ndarray:
@@ -366,8 +365,8 @@ def recomputed(units: Intervals, moments: np.ndarray, stage: int, stages: int, c
         steps, meanwhile = _steps(bytes_, work), units.least_transient[rows, columns]
         if steps:  # whatever recomputes holds what one unit does so meanwhile
             frees = np.any([one.frees > 0 for one in steps], axis=0)
-            least = np.where(frees, units.peak[1:].min(axis=0), np.inf)[None]
-            least = _of_intervals(np.minimum, least, units.most_released[None])[0, rows, columns]
+            least = np.where(frees, units.peak[1:].min(axis=0), np.inf)
+            least = _of_intervals(np.minimum, least, units.most_released)[rows, columns]
             meanwhile = np.maximum(meanwhile, np.where(np.isfinite(least), least, 0.0))
         fits = held + units.transient[0, rows, columns] <= capacity
         need = np.where(fits, 0.0, np.maximum(held + meanwhile - capacity, 0.0))
@@ -425,13 +424,12 @@ def hull(bytes_: np.ndarray, seconds: np.ndarray) -> list[tuple[float, float, in
         at = best
 
 
-def _of_intervals(chosen: np.ufunc, peak: np.ndarray, released: np.ndarray) -> np.ndarray:
-    """The largest or smallest (``chosen``) of every interval's units, each less what those behind it release: of ``peak``
-    [options, n] and sums ``released`` [options, n + 1], [options, n + 1, n + 1]; 0 of none."""
-    options, n = peak.shape
-    found: np.ndarray = np.zeros((options, n + 1, n + 1))
-    for i in range(n):
-        found[:, i, i + 1 :] = chosen.accumulate(peak[:, i:] + released[:, i + 1 :], axis=1) - released[:, i + 1 :]
+def _of_intervals(chosen: np.ufunc, peak: np.ndarray, released: np.ndarray) -> Matrix:
+    """The largest or smallest (``chosen``) of every interval's units, each less what those behind it release: of ``peak`` [n]
+    and sums ``released`` [n + 1], [n + 1, n + 1]; 0 of none."""
+    found: np.ndarray = np.zeros((len(released), len(released)))
+    for i in range(len(peak)):
+        found[i, i + 1 :] = chosen.accumulate(peak[i:] + released[i + 1 :]) - released[i + 1 :]
     return found
 
 

@@ -5,7 +5,7 @@ the intervals between S - 1 boundaries. The objective is the makespan of the sch
 included; the constraint, for every rank::
 
     state of its stages + max over the order of (micro-batches in flight x saved bytes + gradients that are summed by then)
-      + largest transient <= capacity
+      + largest transient, less what the units behind it in its stage have released <= capacity
 
 How: few enough cuts are all priced, in the order of their lower bound, until the bound passes the best (exact). Otherwise
 

@@ -326,8 +326,8 @@ class _Reader:
             more = costs[number] - costs[0] if 0 < number < len(costs) else np.zeros(RESOURCES)
             kind, first = name if 0 < number < len(costs) else NONE, self.problem.serves(at)
             apart = sum((row @ self.problem.recomputed(first, i, kind) for i, row in once.items()), np.zeros(RESOURCES))
-            if kind != NONE:
-                more = more - UNIT[TRANSIENT] * self.problem.released_again(first, kind, chosen)
+            if kind != NONE and (there := float(plain[TRANSIENT] + more[TRANSIENT])) > 0.0:
+                more = more - UNIT[TRANSIENT] * min(there, self.problem.released_again(first, kind, chosen))
             activations[name] = self._per_microbatch(plain + more - apart)
             within[name] = self._per_microbatch(apart)
         return PlacedPosition(
