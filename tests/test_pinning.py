@@ -27,6 +27,7 @@ from meshwright.ir.writing.names import choice_text, names_of
 from meshwright.planner import capture_model, make_plan, reprice
 from meshwright.programs import degrees_of
 from meshwright.rules import rules_of
+from meshwright.views import alternatives
 from meshwright.views.alternatives import Alternatives
 from meshwright.views.explain import explain
 from meshwright.views.facts import facts_of
@@ -149,6 +150,44 @@ def test_prices_that_are_bounded_have_the_best_between_their_ends(monkeypatch: p
     assert any(one.least < one.seconds for one in found)
     assert all("more shardings meet" in one.unproven for one in found if one.least < one.seconds)
     assert "more shardings meet in a block than can be tried: where a price has two ends" in explain(plan, op.name)
+
+
+def test_operators_of_equal_blocks_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice is held for every block of a kind, wherever these stand: the price is one, but for what each has as planned."""
+    made, price = list[tuple[int, int]](), Alternatives._alternatives
+    monkeypatch.setattr(Alternatives, "_alternatives", lambda self, *at: made.append(at[:2]) or price(self, *at))
+    plan = make_plan(graph("deep"), Cluster.parse("cpu:1x4"), Pins(axes={"x": 4}, microbatches=1))
+    names = names_of(plan.graph).ops
+    first, *others = (op for op in plan.graph.ops if names[op.name].endswith("mlp.act_fn:silu"))
+    wanted = next(one for one in Alternatives(facts_of(plan)).of(first) if one.assignment != plan.assignments[first.name])
+    odd = others[1].name
+    for one in (plan, replace(plan, assignments={**plan.assignments, odd: wanted.assignment})):
+        made.clear()
+        known = Alternatives(facts_of(one))
+        kinds = {op.name: known.places[op.name][0] for op in others}
+        assert len(set(kinds.values())) < len(kinds)
+        found = {op.name: known.of(op) for op in (*others, *others)}
+        assert len(made) == len({(kinds[op.name], str(one.assignments[op.name])) for op in others})
+        for name, choices in found.items():
+            assert [choice.assignment for choice in choices if choice.chosen] == [one.assignments[name]]
+
+
+def test_prices_lie_further_apart_where_effort_ends() -> None:
+    """Means of sums are looked for as long as all operators together may take, and the ends stay proven after."""
+    plan = make_plan(graph("gpt2"), Cluster.parse("cpu:1x4"), Pins(axes={"x": 4}))
+    ops = [op for op in plan.graph.ops if op.name in ("linear", "cross_entropy_loss_sum")]
+    full, none = Alternatives(facts_of(plan)), Alternatives(facts_of(plan))
+    none._left = 0
+    exact, wide = ([one for op in ops for one in sorted(known.of(op), key=lambda one: choice_text(one.assignment))]
+                   for known in (full, none))
+    assert full._left < alternatives._MIXED_OF_ALL
+    assert none._left == 0
+    assert any(two.least < two.seconds for two in wide)
+    for one, two in zip(exact, wide, strict=True):
+        assert one.assignment == two.assignment
+        assert two.least <= one.least * (1 + 1e-6)
+        assert one.seconds <= two.seconds * (1 + 1e-6)
+        assert bool(two.unproven) == (two.least < two.seconds)
 
 
 def test_prices_where_other_sums_bind_have_the_ends_of_the_solver() -> None:

@@ -51,6 +51,11 @@ _ROUNDS = 16
 """Most means of sums that are tried for a block by itself, and for the choices of one operator."""
 _MIXED = 1 << 24
 """Table entries that these may take together."""
+_MIXED_OF_ALL = 1 << 30
+"""The same of all operators of a plan, the first that are asked for before the others: about ten seconds. Operators for which
+nothing is left have prices that lie further apart, not other ones."""
+_STEP = 1 << 11
+"""Table entries in the time that one elimination of a variable takes beside its table."""
 _REMEMBERED = 1 << 12
 """Costs of blocks that are remembered."""
 _SAME = 1e-6
@@ -137,6 +142,9 @@ class Alternatives:
         self._tables = Tables()
         self._rows: dict[tuple[int, int], Array] = {}
         self._costs: dict[tuple[int, int, tuple[int, ...]], Array] = {}
+        self._eliminations: dict[tuple[int, int, bool, tuple[int, ...]], EliminationPlan] = {}
+        self._left = _MIXED_OF_ALL
+        self._found: dict[tuple[int, int, int | None], list[Alternative] | None] = {}
         self.places = self._find()
 
     def of(self, op: Op) -> list[Alternative] | None:
@@ -147,12 +155,18 @@ class Alternatives:
         kind, model, var = place
         if len(model.op_choices[var]) < 2:
             return []
+        planned = dict(self.facts.plan.assignments.get(op.name, {}))
+        chosen = next((n for n, choice in enumerate(model.op_choices[var]) if choice == planned), None)
+        if (kind, var, chosen) not in self._found:  # equal blocks that do not follow each other are of one kind
+            self._found[kind, var, chosen] = self._choices(kind, var, model, chosen)
+        return self._found[kind, var, chosen]
+
+    def _choices(self, kind: int, var: int, model: Model, chosen: int | None) -> list[Alternative] | None:
+        """``of`` a variable of a kind whose planned choice is ``chosen``."""
         free = self._tried(kind, var)
         if free is None:
             return None
         priced = self._alternatives(kind, var, free)
-        planned = dict(self.facts.plan.assignments.get(op.name, {}))
-        chosen = next((n for n, choice in enumerate(model.op_choices[var]) if choice == planned), None)
         base = priced[chosen] if chosen is not None else min(priced, key=lambda one: one.value)
         found = []
         for number, (choice, one) in enumerate(zip(model.op_choices[var], priced, strict=True)):
@@ -251,9 +265,13 @@ class Alternatives:
 
     def _plan(self, kind: int, variant: int, free: bool, more: tuple[int, ...] = ()) -> EliminationPlan:
         """How a block's other variables are eliminated: with ``more`` to keep in the same order, as far as that is quick."""
-        block, plain = self.chain.kinds[kind].variants[variant], self._keeps(kind, free)
-        known = self._tables.plan(block, plain)
-        return self._tables.plan(block, self._keeps(kind, free, more), plain, WORK) if more else known
+        key = (kind, variant, free, more)
+        if key not in self._eliminations:
+            block, plain = self.chain.kinds[kind].variants[variant], self._keeps(kind, free)
+            known = self._tables.plan(block, plain)
+            found = self._tables.plan(block, self._keeps(kind, free, more), plain, WORK) if more else known
+            self._eliminations[key] = found
+        return self._eliminations[key]
 
     @cached_property
     def _free(self) -> bool:
@@ -303,7 +321,8 @@ class Alternatives:
         latest = found = self._priced(kind, var, free)
         points: list[list[Array]] = [[] for _ in found]
         left = {choice for choice, one in enumerate(found) if math.isfinite(one.value + self._total(one))}
-        for _ in range(min(_ROUNDS, _MIXED // max(1, sum(plan.work for plan in self._plans(kind, var, free))))):
+        round_ = sum(plan.work + _STEP * len(plan.steps) for plan in self._plans(kind, var, free))
+        for _ in range(min(_ROUNDS, _MIXED // max(1, round_))):
             apart = {choice: 1 - found[choice].value / self._total(found[choice]) for choice in left}
             left = {choice for choice, part in apart.items() if part > _SAME}
             if not left:
@@ -315,6 +334,9 @@ class Alternatives:
             if most <= found[worst].value * (1 + _SAME):  # no means prove more
                 left.remove(worst)
                 continue
+            if self._left < round_:
+                break
+            self._left -= round_
             latest = self._priced(kind, var, free, means @ self.chain.time_rows)
             found = [one.better(other, self._total) if choice in left else one
                      for choice, (one, other) in enumerate(zip(found, latest, strict=True))]
