@@ -12,6 +12,7 @@ searches nothing. Seconds are of CPU, with the imports that each part comes to n
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import subprocess
 import sys
@@ -65,14 +66,16 @@ def loaded(folder: Path, rank: int) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from meshwright.exported import prepared
+    from meshwright.ir.graph import collector_paused
     from meshwright.ir.plan import Plan
     from meshwright.runtime.module import build as module
 
     world = Plan.load(folder / "program" / "plan.json").mesh.world
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     before = time.process_time()
-    found, program = prepared(folder / "program", rank)
-    module(program, None, device=torch.device("cpu"))
+    with collector_paused():
+        found, program = prepared(folder / "program", rank)
+        module(program, None, device=torch.device("cpu"))
     return {"loading": time.process_time() - before, "operators": len(found.plan.graph.ops)}
 
 
@@ -100,6 +103,7 @@ def main() -> int:
         print(json.dumps(found))
         return 0
     missed = False
+    compileall.compile_dir(Path(__file__).parent.parent / "meshwright", quiet=1)  # as it is where it is installed
     for name in options.names:
         with tempfile.TemporaryDirectory() as folder:
             found = {}

@@ -227,12 +227,13 @@ def load(folder: str | Path, mesh: DeviceMesh, *, classes: Iterable[type] = ()) 
     def prepare() -> tuple[_Export, Program]:
         return prepared(source, rank, lambda plan: check_given(plan, mesh, mesh_pins(mesh, Pins()), None, None), given)
 
-    found, program = together(prepare)
-    if len(set(_gathered(found.digest))) > 1:
-        raise ExportError("the ranks read different exports; give every rank the same folder")
-    names = together(lambda: _names(found, program, source))
-    kinds = {path: ModuleKind(NamedModule, False) for path in found.resting}
-    parallel = build(program, None, device=device_of(mesh), names=names, kinds=kinds)
+    with collector_paused():
+        found, program = together(prepare)
+        if len(set(_gathered(found.digest))) > 1:
+            raise ExportError("the ranks read different exports; give every rank the same folder")
+        names = together(lambda: _names(found, program, source))
+        kinds = {path: ModuleKind(NamedModule, False) for path in found.resting}
+        parallel = build(program, None, device=device_of(mesh), names=names, kinds=kinds)
     parallel.plan = found.plan
     if found.state:
         parallel.load_contents(source / STATE, found.weights)

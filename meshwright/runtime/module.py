@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.errors import CheckpointError, InputError, MeshwrightError, RunError
 from meshwright.ir.gradients.hooks import HookGuard
-from meshwright.ir.graph import Graph, map_refs
+from meshwright.ir.graph import Graph, collector_paused, map_refs
 from meshwright.ir.mesh import PP
 from meshwright.ir.program import Program, Stored
 from meshwright.ir.signature import rebuild_output
@@ -106,7 +106,8 @@ def build(
     if model is not None:
         same_weights({**dict(model.named_parameters()), **dict(model.named_buffers())})
     together(lambda: _of_this_rank(lambda: fill(program, engine.tensors, groups, source, seed), "fill"))
-    return ParallelModule(program, groups, engine, seed, model, named, kinds)
+    with collector_paused():
+        return ParallelModule(program, groups, engine, seed, model, named, kinds)
 
 
 def _of_this_rank(step: Callable[[], T], what: str) -> T:
