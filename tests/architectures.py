@@ -165,6 +165,10 @@ ARCHITECTURES: Mapping[str, Make] = {
     "pegasus": _translated("Pegasus"), "m2m": _translated("M2M100"), "blenderbot": _translated("Blenderbot"),
     "longt5": _of("LongT5", "ForConditionalGeneration", {**_T5, "d_model": 16, "local_radius": 2, "global_block_size": 2,
                                                          "encoder_attention_type": "local"}, _text),
+    "longformer": _filled("Longformer", attention_window=[4, 4]),
+    "led": _of("LED", "ForConditionalGeneration", {
+        **{key: x for key, x in _BOTH.items() if key != "max_position_embeddings"}, "attention_window": [4, 4],
+        "max_encoder_position_embeddings": 32, "max_decoder_position_embeddings": 32}, _text),
     "falcon-mamba": _of("FalconMamba", "ForCausalLM", {"vocab_size": V, "hidden_size": 16, "state_size": 4, "use_cache": False,
                                                        "num_hidden_layers": 2, "intermediate_size": 32, "time_step_rank": 4},
                         _plain),

@@ -52,6 +52,7 @@ SCRIPTS: Mapping[str, Script] = {
     "alternating tasks": Script(loops.alternating_tasks, "fixed in its graph"),
     "vae": Script(loops.vae, "validate_args=False"),
     **{name: Script(run, only={**dict.fromkeys(PIPES, "counted its own"), **CP}) for name, run in numbers.NUMBERED.items()},
+    **{name: Script(run, only={**dict.fromkeys(PIPES, "has one parameter"), **CP}) for name, run in numbers.LONELY.items()},
     **{name: Script(run, only=CP) for name, run in numbers.NAMED.items()},
 }
 

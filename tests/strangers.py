@@ -30,6 +30,7 @@ from tests.bodies import BODIES
 from tests.functions import FUNCTIONS
 from tests.losses import LOSSES
 from tests.mixing import MIXING
+from tests.modules import MODULES
 from tests.nestings import NESTINGS
 from tests.trials import report, unlike
 
@@ -288,6 +289,7 @@ MODELS: Mapping[str, Case] = {
     "penalized": of(dict, lambda m, x: x, lambda m, y, t, h: (y - t).square().mean() + 0.01 * sum(
         p.abs().sum() for p in m.parameters()) + 0.1 * (m.mid.weight @ m.mid.weight.t()).norm()),
     **BODIES, **LOSSES, **NESTINGS, **FUNCTIONS, **MIXING, **BATCH_LOSSES,
+    **MODULES,
 }
 """{name: (its parts, its body, its loss)}."""
 

@@ -10,8 +10,8 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 from meshwright.errors import CheckpointError
+from meshwright.runtime.checks.edits import Role
 from meshwright.runtime.checks.empty import Made
-from meshwright.runtime.whole import Role
 from tests import scripts
 from tests.brought import trials
 
@@ -25,7 +25,8 @@ SOME = {
 SCRIPTS = {
     "pp": ["rates by number", "rates by number later", "rates reset by number", "the last alone, long",
            "all frozen but the last", "rates by names later", "rates by kind", "rates by layer", "longer by copies", "ppo",
-           "noise scale"],
+           "noise scale", "gradients by number", "replaced by number", "foreach by number", "made by foreach", "third alone",
+           "none for the last", "gradients by layer", "gradients by kind", "decayed by shape", "gradients by number, one each"],
     "tp": ["asam", "lora", "moco", "dpo"],
     "micro-batches": ["distilled", "thawed with groups"],
 }
@@ -63,7 +64,7 @@ def test_moments_of_other_parameters_are_refused() -> None:
     three.load_state_dict(one.state_dict())
     with pytest.raises(CheckpointError, match="by their numbers"):
         two.load_state_dict(one.state_dict())
-    assert [one.nothing for one in made.take({})] == [False] * 4
+    assert [one.nothing for one in made.take({})] == [False] * 5
 
 
 def test_the_constructor_of_optimizers_is_torchs_own_again() -> None:
@@ -71,11 +72,11 @@ def test_the_constructor_of_optimizers_is_torchs_own_again() -> None:
     own, add = Optimizer.__init__, Optimizer.add_param_group
     first, second = (Made(torch.device("cpu")) for _ in range(2))
     AdamW([])
-    assert [one.nothing for one in first.take({})[1:]] == [True]
+    assert [one.nothing for one in first.take({})[2:]] == [True]
     assert Optimizer.__init__ is not own
     del first
     AdamW([])
-    assert [one.nothing for one in second.take({})[1:]] == [True, True]
+    assert [one.nothing for one in second.take({})[2:]] == [True, True]
     del second
     assert (Optimizer.__init__, Optimizer.add_param_group) == (own, add)
     with pytest.raises(ValueError, match="empty"):

@@ -680,8 +680,23 @@ class TestErrors:
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return torch.vmap(super().forward)(x)
 
-        with pytest.raises(CaptureError, match=r"torch\.vmap.*What to do"):
-            capture(nn.Sequential(Rows(4, 4)), (torch.randn(2, 4),), {})
+        class Columns(nn.Linear):  # the transform sees a weight that has no contents of its own
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.vmap(torch.mv, in_dims=(None, 0))(self.weight, x)
+
+        for layer in (Rows, Columns):
+            with pytest.raises(CaptureError, match=r"torch\.vmap.*What to do"):
+                capture(nn.Sequential(layer(4, 4)), (torch.randn(2, 4),), {})
+
+    def test_operators_that_one_is_made_of_have_names_of_their_own(self):
+        """Where another one, which makes several values, has the name that was to be theirs."""
+        class Pieces(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                x = super().forward(x)
+                return x.unsafe_chunk(2, 1)[0] * x.unsafe_split(2, 1)[1]
+
+        ops = capture(Pieces(4, 4), (torch.randn(2, 4),), {}).ops
+        assert len({op.name for op in ops}) == len(ops)
 
     def test_shapes_that_do_not_fit(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5))

@@ -10,7 +10,8 @@ import pytest
 from tests.strangers import trials
 
 SOME = {"pp": ["pairs", "sigmoid pairs", "nested", "triplets"], "zb": ["penalized"], "cp": ["copies of positions"],
-        "dp": ["variance and covariance", "copies of samples", "no elements", "queue", "one norm twice", "dead codes"]}
+        "dp": ["variance and covariance", "copies of samples", "no elements", "queue", "one norm twice", "dead codes",
+               "broken up", "masked scatter by data", "local response"]}
 
 
 @pytest.mark.parametrize("way", SOME)

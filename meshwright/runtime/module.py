@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.errors import CheckpointError, InputError, MeshwrightError, RunError
+from meshwright.errors import CheckpointError, InputError, MeshwrightError, RunError, StageWarning
 from meshwright.ir.gradients.hooks import HookGuard
 from meshwright.ir.graph import Graph, collector_paused, map_refs
 from meshwright.ir.mesh import PP
@@ -29,7 +30,8 @@ from meshwright.ir.program import Program, Stored
 from meshwright.ir.signature import rebuild_output
 from meshwright.runtime.assemble import assemble, data_meshes, fused_axes, rest_dtype
 from meshwright.runtime.checks.calls import Agreement, check_bounds, digest_of_input, same_weights
-from meshwright.runtime.checks.empty import Made
+from meshwright.runtime.checks.edits import Role
+from meshwright.runtime.checks.empty import ALL_OF_ONE, Made, all_of_one
 from meshwright.runtime.checks.gradients import (
     IN_EVALUATION,
     differentiable,
@@ -65,7 +67,7 @@ from meshwright.runtime.state.norms import clip
 from meshwright.runtime.state.optimizer import NOTHING, Nothing, nothing_on, with_nothing
 from meshwright.runtime.step import run_step
 from meshwright.runtime.verdict import interrupting, together
-from meshwright.runtime.whole import Role, adopt, cut_as, let_anomalies_be_found, let_optimizers_know
+from meshwright.runtime.whole import adopt, cut_as, let_anomalies_be_found, let_optimizers_know
 
 T = TypeVar("T")
 
@@ -106,6 +108,8 @@ def build(
     if model is not None:
         same_weights({**dict(model.named_parameters()), **dict(model.named_buffers())})
     together(lambda: _of_this_rank(lambda: fill(program, engine.tensors, groups, source, seed), "fill"))
+    if stages and all_of_one(stages.stored):
+        warnings.warn(StageWarning(ALL_OF_ONE), stacklevel=2)
     with collector_paused():
         return ParallelModule(program, groups, engine, seed, model, named, kinds)
 

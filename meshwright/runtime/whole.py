@@ -22,7 +22,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -37,6 +36,8 @@ from torch.utils._foreach_utils import _foreach_supported_types as _fast_in_util
 from torch.utils._mode_utils import no_dispatch
 
 from meshwright.errors import RunError, StageWarning
+from meshwright.runtime.checks import edits
+from meshwright.runtime.checks.edits import Role, role_of
 from meshwright.runtime.state.pieces import (
     cut_alike,
     dtensor_of,
@@ -50,17 +51,6 @@ from meshwright.runtime.state.pieces import (
 )
 from meshwright.runtime.state.reading import Readable, torch_dtensor
 from meshwright.runtime.state.reduced import reduced, reduction
-
-
-@dataclass(frozen=True)
-class Role:
-    """What a tensor is to a parallel module: of which parameter or buffer it is or was made; whether that belongs to one stage
-    of a pipeline; ``held``: ``id`` of the tensor that the module itself holds (a copy of it is not held)."""
-
-    name: str
-    staged: bool
-    held: int = 0
-
 
 _DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
@@ -117,11 +107,18 @@ class Whole(Readable):
                                f"p.device_mesh, p.placements), or write into the one that is there: p.grad.copy_(new)")
             with torch.no_grad():
                 new = _wrap(piece_like(new.detach(), self), self)
-        _GRAD.__set__(self, new)
+        _set_grad(self, new)
 
     @grad.deleter
     def grad(self) -> None:
-        _GRAD.__set__(self, None)
+        _set_grad(self, None)
+
+
+def _set_grad(of: Tensor, new: Tensor | None) -> None:
+    role = role_of(of)
+    if role is not None and role.staged and not _within(_OURS):
+        edits.written([of], edits.checksum("grad", (new,), {}))
+    _GRAD.__set__(of, new)
 
 
 def adopt(tensor: Tensor, role: Role | None) -> Tensor:
@@ -166,13 +163,7 @@ def cut_as(parameter: Tensor) -> Any:
 def made_from(tensor: Tensor) -> Role | None:
     """The role of what is made from a tensor."""
     role = role_of(tensor)
-    return Role(role.name, True) if role is not None and role.staged else None
-
-
-def role_of(tensor: Tensor) -> Role | None:
-    """The role that ``adopt`` gave."""
-    found: Role | None = tensor.__dict__.get("_role")
-    return found
+    return role.made() if role is not None and role.staged else None
 
 
 # --- the way of an operator ---------------------------------------------------------------------------------------------
@@ -188,6 +179,10 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     written, name, tags = written_by(func, args, kwargs), _name(func), _tags(func)
     by_item = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
     role = _role_of_result(func, name, tensors, by_item)
+    edit = role is not None and not _within(_OURS)
+    if role is not None and edit and not by_item:
+        role = role.made(edits.checksum(name, args, kwargs))
+        edits.written(written, role.how)
     refuse_writing(func, written)
     if torch.Tag.inplace_view in tags and any(isinstance(x, DTensor) for x in written):
         return _turned(func, name, args, kwargs)
@@ -211,6 +206,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
                 Tensor, lambda x: _wrap(x, lead), result)
     else:
         result = gathered(func, args, kwargs, tensors, written)
+    if edit and by_item:
+        _edited(name, args, kwargs, written, result)
     for x in written:
         if "_of" in x.__dict__:
             increment_version(local_piece(x.__dict__["_of"]))
@@ -241,7 +238,7 @@ def _role_of_result(func: Any, name: str, tensors: Sequence[Tensor], by_item: bo
         raise RunError(f"{what}: in a pipeline a rank holds the parameters of its own stages, and every stage would get "
                        f"another result. For norms call parallel.clip_grad_norm_(max_norm), which is of all stages; an "
                        f"optimizer that joins parameters (LBFGS) needs a plan without a pipeline (pins={{'pp': 1}})")
-    if name == "_local_scalar_dense" and not _within_optimizer():
+    if name == "_local_scalar_dense" and not _within(_OPTIMIZERS):
         warnings.warn(StageWarning(f"a number was taken out of what was made from {first!r}. In a pipeline a rank holds the "
                                    f"parameters of its own stages: what is added up of such numbers, or decided by them, is of "
                                    f"these alone, and another thing on every stage. The norm of all gradients is "
@@ -251,14 +248,30 @@ def _role_of_result(func: Any, name: str, tensors: Sequence[Tensor], by_item: bo
         raise RunError(f"{func} on {first!r}: in a pipeline every stage would draw the same random numbers for other "
                        "parameters (from a generator= too, which several may share). Initialize the model before "
                        "autoparallel, or give load_state_dict whole tensors")
-    return Role(first, True)
+    return roles[first].made()
 
 
-def _within_optimizer() -> bool:
-    """Whether one of torch's optimizers asks, which does so for each parameter by itself."""
+def _edited(name: str, args: Any, kwargs: Any, written: Sequence[Tensor], result: Any) -> None:
+    """Remember of an operator on lists what it did to each item."""
+    lists = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple)]
+    for i in range(len(lists[0])):
+        how = edits.checksum(name, *_item(i, lists, args, kwargs))
+        edits.written(written[i:i + 1], how)
+        made = result[i] if isinstance(result, list | tuple) and i < len(result) else None
+        if not written and isinstance(made, Whole) and (role := role_of(made)) is not None:
+            adopt(made, role.made(how))
+
+
+_OPTIMIZERS = "torch.optim."
+_OURS = (_OPTIMIZERS, "torch.autograd.", "meshwright.runtime.")
+
+
+def _within(names: str | tuple[str, ...]) -> bool:
+    """Whether one of torch's optimizers asks, which does so for each parameter by itself, or another of ``names``."""
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch.optim."):
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(names) and name != __name__:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -10,6 +10,7 @@ model. The result is cut in two (``custom.split_joint``), and the outer trace ge
 which ``importer`` reads as ``mw.custom_function``. A call without gradients is an ordinary forward and traced through.
 
 Torch's re-entrant checkpoint is such a function too. Its backward is the derivative: what it checkpoints is called directly.
+The other one calls a function (of torch 2.11) whose result says only whether gradients are computed: it gets one that says no.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
+from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from meshwright.compiler.capture.normalize import clean
@@ -71,6 +73,8 @@ class Functions:
         if cls is CheckpointFunction:
             with torch.set_grad_enabled(differentiable):
                 return args[0](*args[2:])
+        if cls is getattr(checkpoint, "_NoopSaveInputs", None):
+            return torch.empty(0)
         if not differentiable:
             return _apply(cls, *args, **kwargs)
         name = f"{cls.__module__}.{cls.__qualname__}"

@@ -26,6 +26,7 @@ class Edit:
 
     def __init__(self, graph: Graph) -> None:
         self.values: dict[str, Value] = dict(graph.values)
+        self._ops = {op.name for op in graph.ops}
         self._renamed: dict[str, str] = {}
         self._producers: dict[str, Op] = {}
 
@@ -51,9 +52,9 @@ class Edit:
         return self.values[ref.name].dtype
 
     def new(self, base: str, shape: Iterable[int], dtype: torch.dtype) -> str:
-        """Declare a value under a fresh name."""
+        """Declare a value under a fresh name, which is no operator's either: one that makes several has a name of its own."""
         name, count = base, 0
-        while name in self.values:
+        while name in self.values or name in self._ops:
             count += 1
             name = f"{base}_{count}"
         self.values[name] = Value(name, tuple(shape), dtype)

@@ -24,6 +24,9 @@ optimizer is given ``Nothing`` instead.
 A list that is empty on every rank is a mistake, as on one device. So every rank knows the optimizers that
 were made (``Made``), and where all ranks have nothing for one, all raise at the next call.
 
+A rank that has one parameter shows nothing of what was counted. It is warned of where the others choose so that they may have
+counted (``of_one``), and when the module is built where every rank has one (``all_of_one``).
+
 The numbers of one stage are in the state dict of an optimizer, too: it says the parameters' names beside (``_NAMES``), and that
 of other parameters is not loaded.
 """
@@ -33,7 +36,7 @@ from __future__ import annotations
 import functools
 import re
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, groupby, starmap
 from operator import eq
@@ -45,9 +48,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError
+from meshwright.ir.program import Stored
+from meshwright.runtime.checks import edits
+from meshwright.runtime.checks.edits import role_of
 from meshwright.runtime.state.optimizer import NOTHING, Nothing, Tried, nothing_on
 from meshwright.runtime.verdict import interrupting
-from meshwright.runtime.whole import role_of
 
 FOR_NOBODY = (
     "an optimizer was made of an empty list of parameters, on every rank; a single process raises as it is made. See which "
@@ -64,6 +69,12 @@ FROZEN_BY_NUMBER = (
     "had counted its own: parallel.parameters() are this rank's alone, so the first of them is another one on every stage. "
     "Freeze parameters of the model, before autoparallel"
 )
+OF_ONE = (
+    "a stage of the pipeline has one parameter to train, {}. What a loop chooses by numbers of parameters (a learning "
+    "rate for the first, say), which every stage counts for itself, cannot be told there from what it does to all. If it was "
+    "chosen by names or shapes, all is well; else go by the names in parallel.named_parameters(), which are the model's"
+)
+ALL_OF_ONE = OF_ONE.format("and so has every other")
 _NAMES = "meshwright.names"
 
 Groups = tuple[tuple[str, tuple[str, ...]], ...]
@@ -74,16 +85,23 @@ Choice = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Chosen:
-    """What this rank chose, as the other ranks are told. ``nothing``: whether an optimizer was made that there was no parameter
-    for; ``groups``: an optimizer's, without those whose parameters the caller has named and where these are not in order;
-    ``choice``: empty where it was not made by numbers; ``new``: whether it is another one than at the last call; ``made``:
-    before which call the optimizer was made."""
+    """What this rank chose for ``of`` parameters, as the other ranks are told. ``nothing``: whether an optimizer was made that
+    there was no parameter for; ``groups``: an optimizer's, without those whose parameters the caller has named and where these
+    are not in order; ``choice``: empty where it was not made by numbers; ``new``: whether it is another one than at the last
+    call; ``made``: before which call the optimizer was made."""
 
     nothing: bool = False
     groups: Groups = ()
     choice: Choice = ()
     new: bool = False
     made: int = 0
+    of: int = 0
+
+
+def all_of_one(stored: Sequence[Stored]) -> bool:
+    """Whether every rank of a pipeline that has parameters to train has one alone."""
+    held = [rank for one in stored if one.trainable for rank in one.holders]
+    return len(held) > 1 and len({*held}) == len(held)
 
 
 def runs(options: Sequence[str]) -> Choice:
@@ -94,10 +112,14 @@ def runs(options: Sequence[str]) -> Choice:
 
 def may_be_numbered(stages: Sequence[Choice]) -> bool:
     """Whether the options of all stages are the same, from the front or from the back; one option tells nothing."""
+    return sum(len(one) > 1 for one in stages) > 1 and _alike(stages)
+
+
+def _alike(stages: Sequence[Choice]) -> bool:
     def alike(one: Choice, other: Choice) -> bool:
         return all(map(eq, one, other)) or all(map(eq, reversed(one), reversed(other)))
 
-    return sum(len(one) > 1 for one in stages) > 1 and all(stages) and all(starmap(alike, combinations(stages, 2)))
+    return all(stages) and all(starmap(alike, combinations(stages, 2)))
 
 
 class _Known:
@@ -113,7 +135,7 @@ class _Known:
         nothing, self.nothing = self.nothing, False
         optimizer, before = self.optimizer(), self.before
         if optimizer is None or before == (_sizes(optimizer), 0):  # as most optimizers always are
-            return Chosen(nothing, new=nothing, made=self.made)
+            return Chosen(nothing, new=nothing, made=self.made, of=len(order))
         groups = tuple(found for group in optimizer.param_groups if (found := _group(group))[1])
         by_name = {name: options for options, names in groups for name in names}
         at = {name: i for i, name in enumerate(order)}
@@ -123,7 +145,7 @@ class _Known:
         self.before = _sizes(optimizer), *map(kinds.index, kinds)  # rates that all fall are no news
         ordered = -1 not in places and places == sorted(places)
         new = nothing or (before != self.before and bool(places))
-        return Chosen(nothing, groups if ordered else (), choice, new, self.made)
+        return Chosen(nothing, groups if ordered else (), choice, new, self.made, len(order))
 
 
 def _sizes(optimizer: Optimizer) -> tuple[int, ...]:
@@ -139,18 +161,25 @@ class Made:
         self.optimizers: list[_Known] = []
         self.calls = 0
         self._frozen: tuple[bool, ...] | None = None
+        self._edited: Mapping[str, str] = {}
         _telling().add(self)
         weakref.finalize(self, _as_before)
 
-    def take(self, trained: Mapping[str, bool], shared: Collection[str] = ()) -> list[Chosen]:
-        """What is to be compared with what the other ranks have, first what is frozen. ``trained``: {name of a parameter that
-        was trainable when the module was built, in their order: whether it is}; ``shared``: those that
-        several stages hold."""
+    def take(
+        self, trained: Mapping[str, bool], shared: Collection[str] = (), edited: Mapping[str, str] | None = None,
+    ) -> list[Chosen]:
+        """What is to be compared with what the other ranks have: what is frozen, what was edited, each optimizer. ``trained``:
+        {name of a parameter that was trainable when the module was built, in their order: whether it is}; ``shared``: those
+        that several stages hold; ``edited``: what was done to each since the last call."""
         frozen, before = tuple(trained.values()), self._frozen
         self._frozen, self.calls = frozen, self.calls + 1
         choice = runs([str(one) for name, one in trained.items() if name not in shared])
-        thawed = Chosen(choice=choice, new=before != frozen and not all(frozen))
-        return [thawed, *(one.chosen([*trained], shared) for one in self.optimizers)]
+        thawed = Chosen(choice=choice, new=before != frozen and not all(frozen), of=len(frozen))
+        edited, earlier = edited or {}, self._edited
+        self._edited = edited
+        done = Chosen(groups=edits.groups(edited), choice=runs([one for name, one in edited.items() if name not in shared]),
+                      new=len({*edited.values()}) > 1 and edited != earlier, of=len(edited))
+        return [thawed, done, *(one.chosen([*trained], shared) for one in self.optimizers)]
 
 
 def of_stages(ranks: Sequence[Sequence[Chosen]]) -> str | None:
@@ -158,15 +187,40 @@ def of_stages(ranks: Sequence[Sequence[Chosen]]) -> str | None:
     ranks did not make as many optimizers before a call, these are not compared."""
     if may_be_numbered([chosen[0].choice for chosen in ranks]):
         return FROZEN_BY_NUMBER
-    for call in sorted({one.made for chosen in ranks for one in chosen[1:]}):
-        optimizers = [[one for one in chosen[1:] if one.made == call] for chosen in ranks]
-        for of_ranks in zip(*optimizers, strict=True) if len({*map(len, optimizers)}) == 1 else ():
-            if all(one.nothing for one in of_ranks):
-                return FOR_NOBODY
-            pairs = combinations([one.groups for one in of_ranks], 2)
-            if may_be_numbered([one.choice for one in of_ranks]) or any(starmap(of_numbers, pairs)):
-                return BY_NUMBER
+    for stages in _optimizers(ranks):
+        if all(one.nothing for one in stages):
+            return FOR_NOBODY
+        if _numbered(stages):
+            return BY_NUMBER
     return None
+
+
+def warning_of(ranks: Sequence[Sequence[Chosen]]) -> str | None:
+    """What may be wrong with what all ranks chose and did, if anything may be."""
+    edited = [chosen[1] for chosen in ranks]
+    if _numbered(edited):
+        return edits.BY_NUMBER
+    every = [[chosen[0] for chosen in ranks], edited, *_optimizers(ranks)]
+    return OF_ONE.format("and others choose one after the other") if any(map(_of_one, every)) else None
+
+
+def _optimizers(ranks: Sequence[Sequence[Chosen]]) -> Iterator[Sequence[Chosen]]:
+    """What all ranks chose for each optimizer."""
+    for call in sorted({one.made for chosen in ranks for one in chosen[2:]}):
+        optimizers = [[one for one in chosen[2:] if one.made == call] for chosen in ranks]
+        if len({*map(len, optimizers)}) == 1:
+            yield from zip(*optimizers, strict=True)
+
+
+def _numbered(stages: Sequence[Chosen]) -> bool:
+    pairs = combinations([one.groups for one in stages], 2)
+    return may_be_numbered([one.choice for one in stages]) or any(starmap(of_numbers, pairs))
+
+
+def _of_one(stages: Sequence[Chosen]) -> bool:
+    """Whether a stage of one parameter may have counted as others did, which have several."""
+    choices = [one.choice for one in stages]
+    return any(one.of == 1 for one in stages) and any(len(one) > 1 for one in choices) and _alike(choices)
 
 
 def of_numbers(one: Groups, other: Groups) -> bool:

@@ -9,6 +9,7 @@ thawed again.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.errors import RunError
+from meshwright.errors import RunError, StageWarning
 from meshwright.ir.program import Stored
-from meshwright.runtime.checks.empty import Made, of_stages
+from meshwright.runtime.checks import edits
+from meshwright.runtime.checks.empty import Made, of_stages, warning_of
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.verdict import interrupting
 
@@ -100,7 +102,8 @@ def _of_all_stages(
     frozen = [int(trained.get(stored.value) is False) for stored in shared]
     unfrozen = [int(trained.get(stored.value) is True) for stored in shared]
     trainable = {one.stored.fqns[0]: one.tensor.requires_grad for one in places if one.stored.trainable}
-    chosen = made.take(trainable, {stored.fqns[0] for stored in shared})
+    edited = edits.taken({one.stored.fqns[0]: one.tensor for one in places if one.stored.trainable})
+    chosen = made.take(trainable, {stored.fqns[0] for stored in shared}, edited)
     alarm = [int(fault is not None), int(any(one.new for one in chosen)), *unfrozen, *frozen]
     found = torch.tensor(alarm, device=groups.device)
     with interrupting():  # a stage that failed in the step before is no longer there
@@ -111,6 +114,8 @@ def _of_all_stages(
         dist.all_gather_object(of_ranks, chosen, groups.pipeline)
         fault = fault or of_stages(of_ranks)
         alarms[0] = alarms[0] or of_stages(of_ranks) is not None
+        if warning := warning_of(of_ranks):
+            warnings.warn(StageWarning(warning), stacklevel=2)
     if alarms[0]:
         faults: list[Any] = [None] * dist.get_world_size(groups.pipeline)
         dist.all_gather_object(faults, fault, groups.pipeline)

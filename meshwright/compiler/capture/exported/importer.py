@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -113,6 +113,9 @@ class _Importer:
 
     def run(self, traced: Traced, owned: list[ModelTensor], inputs: list[str]) -> Graph:
         nodes = list(self.graph.nodes)
+        for node in nodes:
+            if node.op == "call_function" and "functorch" in _origin(node):  # first: what it is given has no contents either
+                self._no_operator(node, "torch.vmap or another transform of torch.func")
         addresses = {_memory(item.tensor): item.fqns[0] for item in owned if _memory(item.tensor)}
         taken = {_identifier(name) for name in inputs}
         owners = self._declare(owned, nodes, taken)
@@ -183,8 +186,8 @@ class _Importer:
         self._value(name, tensor)
         self.env[node] = Ref(name)
         if not _memory(tensor) and tensor.numel():
-            raise CaptureError(f"module {module_path(node)!r} ({self._source(node)}) reads a tensor that was made in a way a "
-                               f"trace cannot follow (it has no contents); compute it by plain tensor operations")
+            raise CaptureError(f"module {module_path(node) or '(root)'!r} ({self._source(node)}) reads a tensor that was made "
+                               f"in a way a trace cannot follow (it has no contents); compute it by plain tensor operations")
         number = uniform(tensor)
         if number is not None:
             dtype = (("dtype", tensor.dtype),)
@@ -203,10 +206,7 @@ class _Importer:
             return
         module, source = module_path(node), self._source(node)
         if not isinstance(node.target, torch._ops.OpOverload):
-            name = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', node.target)}".strip(".")
-            batched = "torch.vmap or another transform of torch.func" if "functorch" in name else name
-            raise CaptureError(f"module {module or '(root)'!r} ({source}) uses {batched}, which has no place in a static "
-                               f"graph. What to do: write it as operations on whole tensors", module=module, source=source)
+            self._no_operator(node, f"{_origin(node)}.{getattr(node.target, '__name__', node.target)}".strip("."))
         if str(node.target) in _ASSERTIONS:
             self._assertion(node, module, source)
             return
@@ -245,6 +245,11 @@ class _Importer:
         self.ops += looked_up(op, node.all_input_nodes[0].meta["val"], self._made) if op.target in STRIDED else [op]
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             self.random.add(name)
+
+    def _no_operator(self, node: fx.Node, name: str) -> NoReturn:
+        module, source = module_path(node), self._source(node)
+        raise CaptureError(f"module {module or '(root)'!r} ({source}) uses {name}, which has no place in a static graph. What "
+                           f"to do: write it as operations on whole tensors", module=module, source=source)
 
     def _counted(self, node: fx.Node, module: str, source: str) -> list[Op]:
         """A bincount that the model takes to be no longer than ``minlength``, as adding it to as many numbers does: both are an
@@ -376,6 +381,11 @@ def _memory(tensor: torch.Tensor) -> int:
     """Address of a real tensor's memory; 0 for tensors without."""
     fake = isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor) or tensor.is_meta
     return 0 if fake or tensor.layout is not torch.strided else tensor.data_ptr()
+
+
+def _origin(node: fx.Node) -> str:
+    """The Python module of what a node calls."""
+    return str(getattr(node.target, "__module__", ""))
 
 
 def _identifier(name: str) -> str:
