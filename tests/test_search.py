@@ -15,9 +15,11 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from meshwright.compiler.placement.choices import attended
 from meshwright.compiler.search import blockwise, search
-from meshwright.compiler.search.bounds import CandidateBounds
-from meshwright.compiler.search.candidates import Layout, candidates, degrees_of
+from meshwright.compiler.search.blockwise import solve_layout
+from meshwright.compiler.search.bounds import CandidateBounds, Level
+from meshwright.compiler.search.candidates import Layout, candidates, degrees_of, floor
 from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.fitting import prediction_of
 from meshwright.compiler.search.search import SECONDS, best_plan
@@ -385,6 +387,35 @@ def test_summed_gradients_are_counted_from_their_first_backward_on(pins: Pins) -
     assert counted.bytes_per_rank == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.04)
     assert sum(counted.bytes_by_kind.values()) == pytest.approx(counted.bytes_per_rank)
     assert min(counted.bytes_by_kind["activations"], counted.bytes_by_kind["gradients"]) > 0
+
+
+def experts() -> Graph:
+    """Of a mixture, without values."""
+    ids = torch.empty((16, 64), dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        model = mixtral(hidden_size=256, intermediate_size=512)
+    return capture_model(model, (ids,), {"labels": ids}, (), None, "bf16")
+
+
+@pytest.mark.parametrize("make", [lambda: llama((16, 512), 4, 256, 8), gemma, experts],
+                         ids=["llama", "gemma", "mixtral"])
+def test_a_layout_is_bounded_by_a_placement_without_parameters(make: Callable[[], Graph]) -> None:
+    """Nothing that its blocks may have unlike each other goes below, however experts are shared out."""
+    graph, cluster = make(), Cluster.parse("h100:2x4").with_memory(2**40)
+    task = Task.of(graph, cluster, rules_of(graph)[0], Pins(), precision="bf16", state_bytes=8.0, gap=1e-4)
+    bounds, sharper = CandidateBounds(task), 0
+    listed = candidates(graph, cluster, Pins(), 1, attended(graph, task.rules), False, task.experts)
+    for node in bounds.start([one for one in listed if one.pp == one.microbatches == 1]):
+        open_ = [node]
+        while open_ and open_[0].level < Level.KEPT:
+            open_ = [child for one in open_ for child in bounds.sharper(one, math.inf)]
+        for one in {bounds.on_layout(kept).candidate.layout: kept for kept in open_}.values():
+            free = bounds.on_layout(one)
+            assert free.candidate.layout is not None
+            made = solve_layout(task, free.candidate.layout, one.candidate.microbatches, prediction_of, Timing())
+            assert free.bound <= made.seconds * (1 + 1e-6), (free.candidate.layout, free.bound, made.seconds)
+            sharper += free.bound > floor(one.candidate, bounds.floors.work(one.candidate))
+    assert sharper > 3
 
 
 def test_logits_of_a_sequence_over_two_axes_are_counted_as_they_are_replayed() -> None:

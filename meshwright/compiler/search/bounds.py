@@ -198,10 +198,13 @@ class CandidateBounds:
 
     def on_layout(self, node: Branch) -> Branch:
         """The layout of a node without a pipeline, on which its blocks may differ. They are bounded as the candidate was before
-        its parameters were priced."""
+        its parameters were priced: by its placement, whose blocks may differ in all but those; if experts were shared out after
+        it was solved, another may suit them better."""
         candidate = node.candidate
         layout = layout_of(candidate, degrees_of(candidate, node.shard))
         bound = floor(candidate, self.floors.work(candidate))
+        if candidate.expert == 1:
+            bound = max(bound, floor(candidate, self._works_of(self.placement_of(node))[0]))
         return replace(node, candidate=replace(candidate, layout=layout), number=next(self._numbers), bound=bound, firm=bound)
 
     def sharper(self, node: Branch, to_beat: float) -> list[Branch]:
@@ -312,18 +315,22 @@ class CandidateBounds:
             if least > self.evaluator.capacity:
                 self._miss(node, least)
             return []
+        work, each = self._works_of(placement)
+        bound = floor(candidate, work, node.virtual[-1])
+        if candidate.pp > 1 and bound < to_beat:
+            links = self.evaluator.links(candidate, degrees_of(candidate, 1), placement, work, each, node.virtual, to_beat)
+            bound = max(bound, links)
+        return [node.at(Level.PLACEMENT, bound)]
+
+    def _works_of(self, placement: Placement) -> tuple[MicrobatchSeconds, np.ndarray]:
+        """What one micro-batch takes without its parameters, and seconds of each unit."""
         known = self._works.get(id(placement))
         if known is None:
             rows = [placement.rows[row].activations[self.evaluator.recompute[0]] for row in placement.sequence]
             ahead, back = ([float(max(r[at], r[HOST + at]) + r[at + 2]) for r in rows] for at in (0, 1))
             total, weight = placement.seconds, _weight(placement)
             known = self._works[id(placement)] = _work(placement, total, weight, ahead, back), np.array(ahead) + np.array(back)
-        work, each = known
-        bound = floor(candidate, work, node.virtual[-1])
-        if candidate.pp > 1 and bound < to_beat:
-            links = self.evaluator.links(candidate, degrees_of(candidate, 1), placement, work, each, node.virtual, to_beat)
-            bound = max(bound, links)
-        return [node.at(Level.PLACEMENT, bound)]
+        return known
 
     def placement_of(self, node: Branch) -> Placement:
         """The placement of a node. Raises PlanError if it has none."""

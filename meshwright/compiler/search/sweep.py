@@ -253,7 +253,7 @@ class Sweep:
         longer than the best; of what is found within the limit."""
         if not self._single_stage:
             return
-        counts = replace(self.bounds.counts)  # these candidates were counted before
+        counts, left = replace(self.bounds.counts), len(self._left)  # these candidates were counted before
         try:
             nodes, self.unlike = self._nearly_best(self._incumbent * (1 + self.near))
             self._told = True
@@ -265,6 +265,7 @@ class Sweep:
                 self.near = max([self.near, *(alike / one.seconds - 1 for one in self.results[made:])])
         except (PinError, PlanError) as error:
             self._refused = self._refused or error
+        counts.considered += sum(len(node.virtual) for node in self._left[left:])  # but for those that stay open as layouts
         self.bounds.counts = counts
 
     def _nearly_best(self, near: float) -> tuple[list[tuple[float, Branch]], bool]:
