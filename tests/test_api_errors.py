@@ -42,6 +42,7 @@ def plan(**changed: Any) -> Plan:
     ("pins", "words"),
     [
         ({"tpp": 2}, ["unknown pin 'tpp'", "did you mean 'tp'?", "Known pins: dp, shard"]),
+        ({"model layers": 2}, ["unknown pin 'model layers'; known pins: dp, shard"]),
         ({"dp": 0}, ["dp=0 is not a positive integer"]),
         ({"dp": True}, ["dp=True is not a positive integer"]),
         ({"zero": 4}, ["zero=4", "0 (replicas), 1, 2 and 3"]),

@@ -152,6 +152,15 @@ def test_prices_that_are_bounded_have_the_best_between_their_ends(monkeypatch: p
     assert "more shardings meet in a block than can be tried: where a price has two ends" in explain(plan, op.name)
 
 
+def test_how_a_block_is_kept_may_be_pinned_by_its_name_as_a_weight_may() -> None:
+    text, where = "ZeRO 3, recompute full, gradients summed over dp, state split over dp", Cluster.parse("h100:1x4")
+    pins = {"pp": 1, "dp": 2, "tp": 2, "microbatches": 1, "model.layers.0..1": text}
+    plan = make_plan(graph("llama"), where, Pins.of({**pins, "model.layers.*.mlp.up_proj.weight": "f32[64@tp, 32]"}))
+    assert [(group.zero, group.recompute) for group in plan.groups[:2]] == [(3, "full")] * 2
+    with pytest.raises(PinError, match=r"model\.layers\.0\.\.1.*does not say how a block is kept"):
+        make_plan(graph("llama"), where, Pins.of({**pins, "model.layers.0..1": "ZeRO three"}))
+
+
 def test_operators_of_equal_blocks_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A choice is held for every block of a kind, wherever these stand: the price is one, but for what each has as planned."""
     made, price = list[tuple[int, int]](), Alternatives._alternatives

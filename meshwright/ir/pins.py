@@ -173,14 +173,15 @@ class Pins:
         named = {key: text for key, text in pins.items() if key not in known and ("." in str(key) or ":" in str(key))}
         if named:
             pins = {key: value for key, value in pins.items() if key not in named}
-            for name, apart in (("operators", True), ("tensors", False)):
-                more = {key: text for key, text in named.items() if (":" in str(key)) == apart}
-                pins |= {name: {**pins.get(name, {}), **more}} if more else {}
+            for key, text in named.items():
+                kept = str(text).lstrip().startswith("ZeRO ")
+                name = "blocks" if kept else "operators" if ":" in str(key) else "tensors"
+                pins[name] = {**pins.get(name, {}), key: text}
         for key in pins:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise PinError(f"unknown pin {key!r}{hint} Known pins: {', '.join(known)}")
+                hint = f"; did you mean {near[0]!r}? Known" if near else "; known"
+                raise PinError(f"unknown pin {key!r}{hint} pins: {', '.join(known)}")
         return cls(**pins)
 
     def _read_open(self) -> None:
