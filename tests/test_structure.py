@@ -65,6 +65,7 @@ PRIVATE: Mapping[str, str] = {
                                    "_functorch: whether it is transformed by torch.func",
     "runtime/checks/outputs.py": "pytree, to see operands in lists; _local_scalar_dense: a number taken out of a tensor",
     "runtime/state/norms.py": "_foreach_mul_: clipping, as torch.nn.utils does it",
+    "runtime/state/reading.py": "_dispatch_get_all_op_names: operators of which torch before 2.13 asks no class",
     "runtime/verdict.py": "_world, _get_default_store: the groups and the store of a process whose step failed",
     "runtime/whole.py": "pytree, to see operands in lists; the lists of types that optimizers' fast variants take",
     "runtime/pipeline/ordered.py": "_PipelineScheduleRuntime, which runs any table; _Action, in which it takes one",

@@ -42,6 +42,7 @@ from meshwright.runtime.checks.gradients import (
     unwritten,
 )
 from meshwright.runtime.checks.hooks import accumulators, check_accumulators
+from meshwright.runtime.checks.outputs import OutputTensor
 from meshwright.runtime.checks.ports import Ports
 from meshwright.runtime.checks.strangers import check_whose_mode, watch_optimizers
 from meshwright.runtime.checks.tensors import TensorPlace, check_tensors, originals
@@ -65,9 +66,10 @@ from meshwright.runtime.state.names import (
 )
 from meshwright.runtime.state.norms import clip
 from meshwright.runtime.state.optimizer import NOTHING, Nothing, nothing_on, with_nothing
+from meshwright.runtime.state.reading import let_operators_know
 from meshwright.runtime.step import run_step
 from meshwright.runtime.verdict import interrupting, together
-from meshwright.runtime.whole import adopt, cut_as, let_anomalies_be_found, let_optimizers_know
+from meshwright.runtime.whole import Whole, adopt, cut_as, let_anomalies_be_found, let_optimizers_know
 
 T = TypeVar("T")
 
@@ -96,6 +98,8 @@ def build(
         dist.broadcast(base, 0)
     seed = int(base)
     let_optimizers_know()
+    let_operators_know(Whole)
+    let_operators_know(OutputTensor)
     let_anomalies_be_found()
     model = source if isinstance(source, nn.Module) else None
     meshes = data_meshes(stages.stored if stages else program.stored, groups)

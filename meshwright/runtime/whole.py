@@ -263,6 +263,8 @@ def _edited(name: str, args: Any, kwargs: Any, written: Sequence[Tensor], result
 
 
 _OPTIMIZERS = "torch.optim."
+_HERE = (__name__, "meshwright.runtime.state.reading")
+"""Where every operator comes through."""
 _OURS = (_OPTIMIZERS, "torch.autograd.", "meshwright.runtime.")
 
 
@@ -271,7 +273,7 @@ def _within(names: str | tuple[str, ...]) -> bool:
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.startswith(names) and name != __name__:
+        if name.startswith(names) and name not in _HERE:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -1,9 +1,14 @@
 """``Readable``: what is read from a DTensor outside of operators is that of the whole: as numbers, as an array, in a text.
 
-``data_ptr`` stays torch's, 0: by that ``copy.deepcopy`` knows that it must clone."""
+``data_ptr`` stays torch's, 0: by that ``copy.deepcopy`` knows that it must clone.
+
+Torch before 2.13 runs operators on DTensors of any class past its ``__torch_dispatch__``; the rules that are registered for an
+operator and a class it asks first. So every operator gets one (``let_operators_know``).
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +21,7 @@ def torch_dtensor(x: DTensor) -> DTensor:
     """Torch's own DTensor on the same memory."""
     with torch.no_grad():
         return DTensor.from_local(
-            x._local_tensor, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+            x._local_tensor.detach(), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
         )
 
 
@@ -47,3 +52,31 @@ class Readable(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as torch's own DTensor, which loads anywhere."""
         return torch_dtensor(self).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+
+def let_operators_know(kind: type[Readable]) -> None:
+    """Have every operator that there is by now run by the ``__torch_dispatch__`` of the class."""
+    if torch.__version__ < "2.13":  # compared as versions
+        for name in torch._C._dispatch_get_all_op_names():
+            if not name.startswith("prim::"):
+                _know(kind, name)
+
+
+@cache
+def _know(kind: type[Readable], name: str) -> None:
+    torch.library.register_torch_dispatch(name, kind, _rule, lib=_library(name.partition("::")[0]))
+
+
+def _rule(kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """The first of the classes among the operands that does it."""
+    for one in (kind, *types):
+        if issubclass(one, Readable):
+            result = one.__torch_dispatch__(func, types, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
+    return NotImplemented
+
+
+@cache
+def _library(namespace: str) -> torch.library.Library:
+    return torch.library.Library(namespace, "FRAGMENT")
