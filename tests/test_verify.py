@@ -343,6 +343,20 @@ def test_wrong_literals_are_caught() -> None:
 # plans written by hand
 
 
+def test_a_bias_looked_up_at_made_positions_is_exchanged_for_heads() -> None:
+    """Its places are a piece of what each rank makes, so that nothing but ``verify`` knows that it is one; it has a gradient."""
+    model, kwargs = models.make("t5")
+    long = {name: torch.ones(4, 8, dtype=torch.long) for name in kwargs}
+    planned = _planned(capture_model(model, (), long, (), None, "fp32"))
+    plan = planned.plan("cpu:1x8", dp=2, tp=1, cp=4, ulysses=2, zero=0, recompute="full", attention="all-gather")
+    moved = set[str]()
+    for rank in range(8):
+        program = rank_program(plan, planned.rules, rank)
+        assert planned.fails(program) == []
+        moved.update(name for _, _, op in _ops(program) if op.target == "mw.all_to_all" for name in op.inputs)
+    assert any(name.startswith("unsqueeze") for name in moved)
+
+
 def _graph(*ops: Op, shapes: Mapping[str, tuple[int, ...]]) -> Graph:
     """A graph with input ``x``, parameter ``w`` and the scalar loss ``loss``; ``pos`` and ``column`` are whole numbers."""
     whole = ("pos", "column")

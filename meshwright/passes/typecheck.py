@@ -213,8 +213,9 @@ class _Checker:
         types = spmd.get_local_type(x)
         if axis in self.axes:
             at, operand = self.axes[axis], x
-            if op.target in FROM_VARYING and not x.requires_grad and types[at] is spmd.R:
-                # a piece that an operator without operands made: nothing here says whether it is one, ``verify`` does
+            if op.target in (PIECES if x.requires_grad else FROM_VARYING) and types[at] is spmd.R:
+                # a piece that an operator without operands made, or of what was looked up at its places, whose gradient is a
+                # pending sum as a piece's is: nothing here says whether it is one, ``verify`` does
                 operand = spmd.rules.reinterpret(x, at, src=spmd.R, dst=spmd.V)
             types = spmd.get_local_type(COLLECTIVES[op.target](operand, at))
         return self._like(x, declared, types)
@@ -363,4 +364,5 @@ COLLECTIVES: Mapping[str, Callable[[Tensor, Any], Any]] = {
 """The types around each collective; a pending sum is a V until here. Of what these return only the types are used: the V forms
 of ``all_gather`` and ``reduce_scatter`` stack ranks in a dim of their own."""
 
-FROM_VARYING = ("mw.all_gather", "mw.gather_vary", "mw.reduce_scatter", "mw.all_reduce", "mw.all_to_all", "mw.mirror")
+PIECES = ("mw.all_gather", "mw.gather_vary", "mw.all_to_all", "mw.mirror")
+FROM_VARYING = (*PIECES, "mw.reduce_scatter", "mw.all_reduce")
