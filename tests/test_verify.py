@@ -344,7 +344,7 @@ def test_wrong_literals_are_caught() -> None:
 
 
 def test_a_bias_looked_up_at_made_positions_is_exchanged_for_heads() -> None:
-    """Its places are a piece of what each rank makes, so that nothing but ``verify`` knows that it is one; it has a gradient."""
+    """Its places are a piece of what each rank makes: nothing but ``verify`` knows that it is one; it has a gradient."""
     model, kwargs = models.make("t5")
     long = {name: torch.ones(4, 8, dtype=torch.long) for name in kwargs}
     planned = _planned(capture_model(model, (), long, (), None, "fp32"))
