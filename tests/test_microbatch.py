@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import meshwright as mw
 from meshwright.api import autoparallel
+from meshwright.compiler.structure import structure
 from meshwright.compiler.structure.microbatch import split_counts, split_time
 from meshwright.errors import VerifyError
 from meshwright.ir.graph import FILL, Graph
@@ -259,3 +260,48 @@ def test_a_program_whose_epilogue_is_wrong_is_refused(change: str) -> None:
         collected = tuple(replace(one, value=program.inputs[0].name) for one in collected)
     with pytest.raises(VerifyError):
         verify(replace(program, collected=collected), plan.graph, rules)
+
+
+class Grouped(nn.Module):
+    """A loss over groups of samples that lie next to each other."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.inside, self.out, self.groups = nn.Linear(8, 8), nn.Linear(8, 3), groups
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.out(self.inside(x).tanh())
+        return nn.functional.softplus(y.view(self.groups, len(x) // self.groups, -1).mean(-1).diff(dim=1)).mean()
+
+
+def _grouped(groups: int, cluster: str, **pins: Any) -> Plan:
+    return mw.plan(Grouped(groups), cluster, (torch.randn(16, 4, 8),), pins=pins)
+
+
+@pytest.mark.parametrize("data", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("groups", [2, 4, 8])
+def test_micro_batches_of_data_ranks_part_no_groups(groups: int, count: int, data: int, monkeypatch: Any) -> None:
+    """A micro-batch has its rows from every rank's share: both must hold whole groups at once, or it is refused before it is
+    planned, and where a plan says so all the same, before it runs."""
+    whole = count == 1 or groups % (data * count) == 0
+    if whole:
+        for rank in range(data):
+            checked_program(_grouped(groups, f"cpu:1x{data}", dp=data, tp=1, microbatches=count), rank)
+        return
+    with pytest.raises(PlanError, match="groups" if groups % count == 0 else "cannot split"):
+        _grouped(groups, f"cpu:1x{data}", dp=data, tp=1, microbatches=count)
+    monkeypatch.setattr(structure, "check_groups", lambda *_: None)
+    if groups % count == 0:
+        plan = _grouped(groups, f"cpu:1x{data}", dp=data, tp=1, microbatches=count)
+        with pytest.raises(VerifyError, match="whole groups"):
+            checked_program(plan, 0)
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_the_search_parts_no_groups(groups: int) -> None:
+    for count in (2, 4):
+        if groups % count == 0:
+            plan = _grouped(groups, "h100:1x4", microbatches=count)
+            for rank in range(4):
+                checked_program(plan, rank)

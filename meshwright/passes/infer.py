@@ -14,7 +14,8 @@ For one axis, with the kinds of the operands (a dim it splits, "+", "~", or "" f
 
 Micro-batches are one more axis, ``plan.TIME``, always the innermost of a dim: what all of them share needs no mark, since
 gradients accumulate. A piece in time also has a *frame*: the axes that split the dim when it was cut. Row i of a micro-batch
-is the same row of the batch for two values only if their frames agree.
+is the same row of the batch for two values only if their frames agree; rows next to each other there are so in the batch only
+within a rank's share, so an operator that groups rows needs whole groups in every rank's share of every micro-batch.
 """
 
 from __future__ import annotations
@@ -187,7 +188,10 @@ def outcome(
     if len(frames) > 1:
         rows = " and ".join(f"over {axes}" if axes else "whole" for axes in sorted(frames))
         raise MismatchError("operands that hold the same rows of a micro-batch", f"micro-batches cut while the dim was {rows}")
-    frame = next(iter(frames), None)
+    frame, factor = next(iter(frames), None), assignment.get(TIME, "")
+    if frame and rule.sizes.get(factor, 0) % mesh.size((*frame, TIME)):
+        raise MismatchError("micro-batches that hold whole groups of a rank's rows",
+                            f"{rule.sizes[factor]} groups of rows that were cut while split over {frame}")
     times = [sharding.kind(TIME) for sharding in placed.results]
     return [
         Form(without(sharding, (TIME,)), time, frame if isinstance(time, int) else None)

@@ -144,9 +144,9 @@ class Placements:
             self._known[key] = self.shared_out(*key) or self._solve(*key)
         return self._known[key]
 
-    def accumulate(self, microbatches: int) -> None:
-        """Raise PlanError where something of the model cannot run in so many micro-batches."""
-        self._structure.schedule(microbatches)
+    def accumulate(self, microbatches: int, ranks: int) -> None:
+        """Raise PlanError where something of the model cannot run in so many micro-batches of so many data ranks."""
+        self._structure.schedule(microbatches, ranks)
 
     def check(self, mesh: Mesh, roles: Mapping[str, str], count: int, pins: Pins, folded: bool) -> None:
         """Raise PinError, PlanError where an operator has no choice under some pins on a mesh, for so many micro-batches;

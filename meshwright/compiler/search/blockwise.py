@@ -26,7 +26,7 @@ from meshwright.compiler.search.task import Fits, Task, Timing
 from meshwright.compiler.solver.chain import Beaten, Chain, Infeasible, Solution
 from meshwright.compiler.solver.pricing import Multipliers
 from meshwright.compiler.solver.solve import Hint, solve
-from meshwright.ir.mesh import ANY, Mesh
+from meshwright.ir.mesh import ANY, SAMPLED, Mesh
 from meshwright.ir.pins import PinError, vars_of
 from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Prediction
@@ -237,6 +237,8 @@ def _scope(task: Task, layout: Layout, microbatches: int) -> Scope:
         task.structure, layout.mesh, layout.roles, task.pins, microbatches, task.fixed, task.cluster, folded=layout.folded
     )
     check_sequence(scope)
+    sampled = [axis for axis in layout.mesh.axes if layout.roles[axis] in (ANY, *SAMPLED)]
+    task.structure.schedule(microbatches, layout.mesh.size(sampled))
     return scope
 
 

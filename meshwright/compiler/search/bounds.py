@@ -306,7 +306,7 @@ class CandidateBounds:
         """At the level PLACEMENT, with what is sent between stages; nothing if what is handed back alone is too much."""
         candidate = node.candidate
         least = self._handed_back(candidate)
-        runs = least <= self.evaluator.capacity and self._accumulates(candidate.microbatches)
+        runs = least <= self.evaluator.capacity and self._accumulates(candidate.microbatches, candidate.data)
         placement = self._placement(self._placed(candidate)) if runs else None
         if placement is not None:
             least = placement.handed_back(candidate.microbatches) + placement.made_alone(candidate.microbatches)
@@ -354,10 +354,11 @@ class CandidateBounds:
         several = one.microbatches > 1 and bool(self.placements.ahead)
         return one.tensor, one.samples, one.context, one.expert, one.heads, one.folded, several
 
-    def _accumulates(self, microbatches: int) -> bool:
-        """Whether the model runs in so many micro-batches: a placement is of the samples of one, whatever their number."""
+    def _accumulates(self, microbatches: int, ranks: int) -> bool:
+        """Whether the model runs in so many micro-batches of so many data ranks: a placement is of the samples of one, whatever
+        their number."""
         try:
-            self.placements.accumulate(microbatches)
+            self.placements.accumulate(microbatches, ranks)
         except PlanError as error:
             self.refused = error
             return False

@@ -316,14 +316,14 @@ class _Near:
     check: raises PinError for pins that no model can have on these devices
     tried: settings that left a candidate, whose operators were looked at
     bounds: by whether the pins need stages
-    accumulated: whether the model runs in so many micro-batches
+    accumulated: whether the model runs in so many micro-batches of so many data ranks
     """
 
     task: Task
     check: Callable[[Pins], None]
     tried: int = 0
     bounds: dict[bool, CandidateBounds] = field(default_factory=dict)
-    accumulated: dict[int, bool] = field(default_factory=dict)
+    accumulated: dict[tuple[int, int], bool] = field(default_factory=dict)
 
     def runs(self, pins: Pins) -> bool:
         """Whether the pins leave something that runs."""
@@ -357,7 +357,7 @@ class _Near:
         for one in under_pins(pins, batch_size(graph), cluster, units, attended(graph, rules), mirrored, task.experts, near,
                               task.foldable):
             found = layout_of(one, degrees_of(replace(one, pp=1), one.data)), one.microbatches
-            if found not in seen and self._accumulates(pins, one.microbatches):
+            if found not in seen and self._accumulates(pins, one.microbatches, one.data):
                 seen.add(found)
                 yield found
 
@@ -367,14 +367,14 @@ class _Near:
             self.bounds[staged] = CandidateBounds(self.task.under(pins))
         return self.bounds[staged]
 
-    def _accumulates(self, pins: Pins, microbatches: int) -> bool:
-        if microbatches not in self.accumulated:
+    def _accumulates(self, pins: Pins, microbatches: int, ranks: int) -> bool:
+        if (microbatches, ranks) not in self.accumulated:
             try:
-                self._bounds(pins).placements.accumulate(microbatches)
-                self.accumulated[microbatches] = True
+                self._bounds(pins).placements.accumulate(microbatches, ranks)
+                self.accumulated[microbatches, ranks] = True
             except PlanError:
-                self.accumulated[microbatches] = False
-        return self.accumulated[microbatches]
+                self.accumulated[microbatches, ranks] = False
+        return self.accumulated[microbatches, ranks]
 
     def _has_choices(self, pins: Pins, layout: Layout, microbatches: int) -> bool:
         try:

@@ -22,6 +22,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from meshwright.compiler.structure.dims import batch_size
 from meshwright.cost.memory.saved import storages
 from meshwright.ir.declared.operator import Operators
 from meshwright.ir.gradients.ahead import run_ahead
@@ -155,6 +156,22 @@ def split_time(
                         f"microbatches=1, or statistics that the forward does not change")
     epilogue |= _fills_of(graph, epilogue)
     return Schedule(microbatches, time, free, frozenset(epilogue), run_ahead(graph, rules, epilogue, free))
+
+
+def check_groups(graph: Graph, rules: Mapping[str, OpRule], schedule: Schedule, ranks: int) -> None:
+    """Raise PlanError where micro-batches of a batch that ``ranks`` share part samples which an operator groups: a micro-batch
+    has its rows from every rank's share, so that each of these pieces must hold whole groups."""
+    pieces = schedule.microbatches * ranks
+    if schedule.microbatches == 1 or batch_size(graph) % pieces:
+        return
+    for op in graph.ops:
+        size = rules[op.name].sizes.get(schedule.time.get(op.name, ""), 0)
+        if size % pieces:
+            raise PlanError(
+                f"microbatches={schedule.microbatches} of {ranks} ranks each take their samples from every rank's share, which "
+                f"parts the {size} groups of {op.target} of {op.module or 'the model'} ({op.source}); take microbatches=1, or "
+                f"micro-batches and data ranks whose product divides {size}"
+            )
 
 
 def _fills_of(graph: Graph, epilogue: set[str]) -> set[str]:

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from meshwright.compiler.structure.activations import Saved, Shape, body_shapes, saved_values
 from meshwright.compiler.structure.dims import Dim, DimClasses, batch_inputs, handed_on, sequence_classes
-from meshwright.compiler.structure.microbatch import split_time
+from meshwright.compiler.structure.microbatch import check_groups, split_time
 from meshwright.compiler.structure.positions import Position, positions_of, several_readers
 from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.cost.compute import Fused, fusion
@@ -27,13 +27,19 @@ class Structure:
         self._kinds: dict[str, dict[str, frozenset[str]]] = {}
         self._contracted: dict[str, frozenset[str]] = {}
         self._schedules: dict[int, Schedule] = {}
+        self._whole: set[tuple[int, int]] = set()
         self._shapes: dict[int, dict[str, Shape]] = {}
 
-    def schedule(self, microbatches: int) -> Schedule:
-        """What so many micro-batches split. Raises PlanError where an operator cannot run in them (``split_time``)."""
+    def schedule(self, microbatches: int, ranks: int = 1) -> Schedule:
+        """What so many micro-batches split. ``ranks``: that share the batch. Raises PlanError where an operator cannot run in
+        them (``split_time``, ``check_groups``)."""
         if microbatches not in self._schedules:
             self._schedules[microbatches] = split_time(self.graph, self.rules, microbatches, self.batch_inputs)
-        return self._schedules[microbatches]
+        found = self._schedules[microbatches]
+        if microbatches > 1 and ranks > 1 and (microbatches, ranks) not in self._whole:
+            check_groups(self.graph, self.rules, found, ranks)
+            self._whole.add((microbatches, ranks))
+        return found
 
     def shapes(self, microbatches: int) -> dict[str, Shape]:
         """The shape of every value within one of so many micro-batches."""
