@@ -128,7 +128,7 @@ WAYS: Mapping[str, Way] = {
     "normal in place": lambda layer, h, ask: h + ask(lambda: h.detach().clone().normal_()),
     "gumbel": lambda layer, h, ask: (h + ask(lambda: -torch.empty_like(h).exponential_().log())).softmax(-1) * h,
     "randint": lambda layer, h, ask: h * ask(lambda: torch.randint(1, 3, (WIDTH,))),
-    "randint_like": lambda layer, h, ask: h * ask(lambda: torch.randint_like(h.detach(), 1, 3)),
+    "randint_like": lambda layer, h, ask: h * ask(lambda: torch.randint_like(h, 1, 3) + torch.randint_like(h, 2)),
     "randperm": lambda layer, h, ask: h[..., ask(lambda: torch.randperm(WIDTH))],
     "multinomial": lambda layer, h, ask: (
         h * ask(lambda: torch.multinomial(h.detach()[:, 0].softmax(-1), 2)).sum(-1).view(_row(h))

@@ -21,8 +21,10 @@ from meshwright.runtime.attention.kernels import attention
 Draw = tuple[Tensor, int, bool]
 """(seeds of the step and of the micro-batch, salt, whether micro-batches draw apart)."""
 
-OVERWRITE = frozenset({"aten.bernoulli.p", "aten.normal_functional.default"})
-"""Functional forms of operators that overwrite their operand, whose gradient is zero; torch has no derivative of these two."""
+OVERWRITE = frozenset({
+    "aten.bernoulli.p", "aten.normal_functional.default", "aten.randint_like.default", "aten.randint_like.low_dtype",
+})
+"""Operators that read no value of their operand, whose gradient is zero; torch has no derivative of these."""
 
 
 def seed_of(draw: Draw) -> int:
