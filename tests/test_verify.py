@@ -409,6 +409,25 @@ def test_a_made_piece_that_moves() -> None:
         assert planned.fails(program) == []
 
 
+def test_a_piece_of_what_is_repeated_moves() -> None:
+    """Rows are gathered, repeated to the columns of each rank, and exchanged: nothing but ``verify`` knows them as pieces."""
+    graph = _graph(
+        _op("narrow", "neg.default", Ref("x")),
+        _op("wide", "expand.default", Ref("narrow"), (8, 4)),
+        _op("product", "mul.Tensor", Ref("wide"), Ref("w")),
+        _op("loss", "sum.default", Ref("product")),
+        shapes={"x": (8, 1), "w": (4,), "narrow": (8, 1), "wide": (8, 4), "product": (8, 4), "loss": ()},
+    )
+    whole = {name: replace(graph.values[name], differentiable=False) for name in ("narrow", "wide")}
+    graph = replace(graph, values={**graph.values, **whole})
+    planned = _planned(graph)
+    split = {"narrow": {"a": "dim0"}, "wide": {"a": "dim1"}, "product": {"a": "dim0"}, "loss": {"a": "dim0"}}
+    for rank in range(2):
+        program = lower(Plan(graph, Mesh.of(a=2), split, {}, (GroupChoice("", data_axes=("a",)),)), planned.rules, rank)
+        assert "mw.all_to_all" in {op.target for _, _, op in _ops(program)}
+        assert planned.fails(program) == []
+
+
 def test_micro_batches_of_other_rows_do_not_meet() -> None:
     """The product reads rows cut before they are split over dp, the sum rows cut after: not the same rows of the batch."""
     graph = _graph(

@@ -213,10 +213,11 @@ class _Checker:
         types = spmd.get_local_type(x)
         if axis in self.axes:
             at, operand = self.axes[axis], x
-            if op.target in (PIECES if x.requires_grad else FROM_VARYING) and types[at] is spmd.R:
-                # a piece that an operator without operands made, or of what was looked up at its places, whose gradient is a
-                # pending sum as a piece's is: nothing here says whether it is one, ``verify`` does
-                operand = spmd.rules.reinterpret(x, at, src=spmd.R, dst=spmd.V)
+            alike = (spmd.R,) if x.requires_grad else (spmd.R, spmd.I)
+            if op.target in (PIECES if x.requires_grad else FROM_VARYING) and types[at] in alike:
+                # a piece that an operator without operands made, or one that repeats a whole, or of what was looked up at its
+                # places, whose gradient is a pending sum as a piece's is: nothing here says whether it is one, ``verify`` does
+                operand = spmd.rules.reinterpret(x, at, src=types[at], dst=spmd.V)
             types = spmd.get_local_type(COLLECTIVES[op.target](operand, at))
         return self._like(x, declared, types)
 
