@@ -45,8 +45,9 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "pp x dp": {"pp": 2, "dp": 2, "tp": 1, "zero": 2, "microbatches": 2},
     "pp x tp": {"pp": 2, "dp": 1, "tp": 2, "microbatches": 2}, "cp": {"cp": 2},
     "dp x tp": {"dp": 2, "tp": 2}, "zero 3": {"dp": 2, "zero": 3, "microbatches": 1},
+    "hsdp": {"dp": 4, "shard": 2, "zero": 3, "microbatches": 2},
 }
-FOUR = ("pp x dp", "pp x tp", "dp x tp")
+FOUR = ("pp x dp", "pp x tp", "dp x tp", "hsdp")
 D, T, B = 8, 4, 8
 Body = Callable[[Any, Tensor], Tensor]
 

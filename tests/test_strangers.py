@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.strangers import trials
+from tests.strangers import FOUR, trials
 
 SOME = {"pp": ["pairs", "sigmoid pairs", "nested", "triplets"], "zb": ["penalized"], "cp": ["copies of positions"],
         "dp": ["variance and covariance", "copies of samples", "no elements", "queue", "one norm twice", "dead codes",
-               "broken up", "masked scatter by data", "local response"]}
+               "broken up", "masked scatter by data", "local response"],
+        "hsdp": ["sigmoid pairs"]}
 
 
 @pytest.mark.parametrize("way", SOME)
 def test_models_are_equal(pool: Callable[[int], Any], way: str) -> None:
     """Through training, evaluation and training again."""
-    for found in pool(2).run(trials, way, SOME[way]):
+    for found in pool(4 if way in FOUR else 2).run(trials, way, SOME[way]):
         assert found == [(name, "equal") for name in SOME[way]]

@@ -144,12 +144,12 @@ def loss_gradients(
         return dict(zip(leaves, torch.autograd.grad(env[program.loss], list(leaves.values()), allow_unused=True), strict=True))
 
 
-def part_of(gradient: Tensor, one: Collected, microbatch: int, count: int) -> Tensor | None:
-    """Of the gradient of what is collected, that of what one micro-batch made; None if there is none. What all make alike is
-    taken from the last."""
+def part_of(gradient: Tensor, one: Collected, microbatch: int, count: int) -> Tensor:
+    """Of the gradient of what is collected, that of what one micro-batch made. What all make alike has an equal share in each:
+    FSDP2 adds up the gradients of a unit's parameters over micro-batches as one tensor before it sums them over replicas."""
     if isinstance(one.time, int):
         return gradient.tensor_split(count, one.time)[microbatch].contiguous()
-    return gradient if one.time == "sum" or microbatch == count - 1 else None
+    return gradient if one.time == "sum" else gradient / count
 
 
 def _forward_backward(
@@ -170,9 +170,8 @@ def _forward_backward(
             torch.autograd.backward(outputs[loss_name])
             return
         starts = [
-            (outputs[one.value], part) for one in program.collected
-            if (whole := gradients.get(one.value)) is not None
-            and (part := part_of(whole, one, microbatch, count)) is not None and outputs[one.value].requires_grad
+            (outputs[one.value], part_of(whole, one, microbatch, count)) for one in program.collected
+            if (whole := gradients.get(one.value)) is not None and outputs[one.value].requires_grad
         ]
         torch.autograd.backward([tensor for tensor, _ in starts], [part for _, part in starts])
 

@@ -131,9 +131,8 @@ class StageModule(nn.Module):
         """A number from which a micro-batch goes back from the gradients in what is collected of it."""
         program = self.engine.program
         pairs = [
-            (found[one.value], part) for one in program.collected
+            (found[one.value], part_of(whole, one, self.microbatch, program.microbatches)) for one in program.collected
             if (whole := self.back_from.get(one.value)) is not None and found[one.value].requires_grad
-            and (part := part_of(whole, one, self.microbatch, program.microbatches)) is not None
         ]
         number: Tensor = _Back.apply([part for _, part in pairs], self.device, *(value for value, _ in pairs))
         return number
