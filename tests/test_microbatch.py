@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -304,3 +305,43 @@ def test_the_search_parts_no_groups(groups: int) -> None:
         if groups % count == 0:
             plan = _grouped(groups, "h100:1x4", microbatches=count)
             assert {checked_program(plan, rank).microbatches for rank in range(4)} == {count}
+
+
+class Mixed(nn.Module):
+    """Two linears and a loss between all samples; what goes into the loss goes out too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.out(self.inside(x).tanh())
+        z = nn.functional.normalize(y, dim=-1)
+        return {"loss": (y - t).square().mean() + nn.functional.cross_entropy(z @ z.t() * 3, torch.arange(len(x))), "y": y}
+
+
+ROWS_AND_COLUMNS: Mapping[str, Mapping[str, str]] = {
+    "rows late": {"inside:linear": "x=n", ":tanh": "x=dim1", "out:linear": "x=k", ":sub": "x=dim0", ":div": "x=dim0"},
+    "rows early": {"inside:linear": "x=b0", ":tanh": "x=dim1", "out:linear": "x=k", ":sub": "x=dim1"},
+    "rows out": {"inside:linear": "x=n", "out:linear": "x=b0", ":sub": "x=dim1", ":div": "x=dim1"},
+}
+"""Operators that have rows of their own on each device beside others that have all rows of a micro-batch."""
+
+
+def _mixed(rank: int) -> list[str]:
+    torch.manual_seed(0)
+    model, batch = Mixed().double(), {"x": torch.randn(8, 8).double(), "t": torch.randn(8, 4).double()}
+    whole = model(**batch)["y"]
+    problems = []
+    for name, operators in ROWS_AND_COLUMNS.items():
+        made = partial(autoparallel, mesh=init_device_mesh("cpu", (2,)), example_inputs=((), batch), progress=False,
+                       pins={"axes": {"x": 2}, "microbatches": 2, "zero": 0, "operators": operators})
+        problems += [f"{name}: {one}" for one in differences(rank, model, batch, {"": lambda made=made: made(deepcopy(model))})]
+        out = made(deepcopy(model))(**batch)["y"].full_tensor()
+        problems += [] if torch.allclose(out, whole) else [f"{name}: other outputs"]
+    return problems
+
+
+def test_micro_batches_are_of_the_same_rows(pool: Callable[[int], Any]) -> None:
+    """Where some operators split the rows over devices and others do not, all micro-batches are cut before they are split."""
+    assert pool(2).run(_mixed) == [[], []]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import torch
 
@@ -82,6 +83,7 @@ class _Lowering:
         self.collected: dict[str, Collected] = {}
         self.cuts: dict[str, int] = {}
         self.cut_names: dict[tuple[str, Sharding, int], str] = {}
+        self.frame = self._frame()
         self.owner, self.called = _owners(plan), names_of(plan.graph).ops
         self.block_of = {at: i for i, b in enumerate(self.graph.blocks) for at in range(b.start, b.stop)}
         self.ports: dict[str, Port] = {}
@@ -166,6 +168,24 @@ class _Lowering:
         for name in fused.keys() - self.stored.keys():
             raise PlanError(f"%{name} is read part by part, which only a parameter can be: it is laid out for its reader")
 
+    def _frame(self) -> tuple[str, ...] | None:
+        """The axes that split the batch when it is cut into micro-batches: those that split whatever is cut, so that all pieces
+        are of the same rows (``passes.infer``). None if nothing is cut."""
+        whole = {*self.graph.inputs}.union(*(op.outputs for op in self.graph.ops if op.name in self.plan.schedule.prologue))
+        splits = [
+            need.dims[dims.index(time)] for op in self.graph.ops if (time := self.plan.schedule.time.get(op.name))
+            for name, need, dims in zip(op.inputs, self._placed(op).operands, self.rules[op.name].operands, strict=True)
+            if name in whole and time in dims
+        ]
+        same = takewhile(lambda axes: len(set(axes)) == 1, zip(*splits, strict=False))
+        return tuple(axes[0] for axes in same) if splits else None
+
+    def _framed(self, sharding: Sharding, dim: int | str | None) -> Sharding:
+        """With the dim along which micro-batches were cut, and are put together again, split as it was then."""
+        if not isinstance(dim, int) or self.frame is None:
+            return sharding
+        return replace(sharding, dims=(*sharding.dims[:dim], self.frame, *sharding.dims[dim + 1 :]))
+
     # one operator
 
     def _draft(self, index: int, op: Op) -> _Draft:
@@ -229,24 +249,31 @@ class _Lowering:
             return self._stored_operand(name, need, draft)
         home = self.home[name]
         if home is self.prologue and draft is not self.prologue:
-            local = self._form(name, need, self.prologue)
+            framed = self._framed(need, cut)
+            local = self._form(name, framed, self.prologue)
             if cut is None:
                 return local
-            return self._cut(name, local, need, cut)
+            piece = self._cut(name, local, framed, cut)
+            forms = draft.forms.setdefault(piece, {framed: piece})
+            if need not in forms:
+                forms[need] = self._steps(piece, framed, need, draft)
+            return forms[need]
         return self._form(name, need, draft)
 
     def _form(self, name: str, need: Sharding, draft: _Draft) -> str:
-        if name not in draft.forms:
-            draft.forms[name] = {self.produced[name]: self._collect(name) if draft is self.epilogue else name}
-        forms = draft.forms[name]
+        if name not in draft.forms and draft is self.epilogue:
+            framed = self._framed(self.produced[name], self.time_dim[name])
+            draft.forms[name] = {framed: self._collect(name, self._form(name, framed, self.home[name]))}
+        forms = draft.forms.setdefault(name, {self.produced[name]: name})
+        made = next(iter(forms))
         if need in forms:
             return forms[need]
         shared = self.plan.copies.get(name)
-        if shared is not None and shared not in forms and need != self.produced[name]:
-            forms[shared] = self._steps(forms[self.produced[name]], self.produced[name], shared, draft)
+        if shared is not None and shared not in forms and need != made:
+            forms[shared] = self._steps(forms[made], made, shared, draft)
             if need in forms:
                 return forms[need]
-        source = shared if shared is not None and _reachable(shared, need) else self.produced[name]
+        source = shared if shared is not None and _reachable(shared, need) else made
         forms[need] = self._steps(forms[source], source, need, draft)
         return forms[need]
 
@@ -270,16 +297,16 @@ class _Lowering:
             self.cut_names[key] = piece
         return self.cut_names[key]
 
-    def _collect(self, name: str) -> str:
-        """What micro-batches make as the epilogue reads it: its name there."""
+    def _collect(self, name: str, local: str) -> str:
+        """What micro-batches make, under a local name, as the epilogue reads it: its name there."""
         time, whole, count = self.time_dim[name], self.graph.values[name].shape, self.plan.schedule.microbatches
-        shape = self.values[name].shape
+        shape = self.values[local].shape
         if isinstance(time, int):
             shape = (*shape[:time], shape[time] * count, *shape[time + 1 :])
         fresh = self._fresh(name)
         self.origin[fresh], self.whole[fresh] = name, whole
-        self.values[fresh] = replace(self.values[name], name=fresh, shape=shape)
-        self.collected[name] = Collected(name, fresh, time, name in self.grounds)
+        self.values[fresh] = replace(self.values[local], name=fresh, shape=shape)
+        self.collected[name] = Collected(local, fresh, time, name in self.grounds)
         return fresh
 
     def _stored_operand(self, name: str, need: Sharding, draft: _Draft) -> str:
@@ -367,6 +394,7 @@ class _Lowering:
             else:
                 home = self.home[name]
                 draft = home if home is self.prologue or home is self.epilogue else self._last(home.stage)
+                sharding = self._framed(sharding, self.time_dim.get(name))
                 alike, source = self._alike(self._form(name, self.produced[name], draft), self.produced[name], sharding, draft)
                 local = self._form(name, sharding, draft) if alike == name else self._steps(alike, source, sharding, draft)
             if name in self.graph.inputs and local == name:
