@@ -161,6 +161,23 @@ def _without_gradient(m: Any, x: Tensor, t: Tensor) -> Tensor:
     return _error(m.b((m.a(x) + shift) * gate.clone()), t)
 
 
+class Normed(torch.autograd.Function):
+    """A backward of an operator that is asked for some of its gradients alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        y, mean, rstd = torch.native_layer_norm(x, [x.shape[-1]], weight, None, 1e-5)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        call = torch.ops.aten.native_layer_norm_backward
+        found = call(grad, x, [x.shape[-1]], mean, rstd, weight, None, [True, True, False])
+        return found[0] * 0.5, found[1]
+
+
 CASES: Mapping[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "activations rounded": lambda m, x, t: _error(m.b(rounded(m.a(x), 4.0)), t),
     "weights rounded": lambda m, x, t: _error(m.b(F.linear(x, rounded(m.a.weight, 4.0), m.a.bias)), t),
@@ -172,6 +189,7 @@ CASES: Mapping[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "scores": lambda m, x, t: _error(m.b(Scores.apply(m.a(x))), t),
     "loss": lambda m, x, t: SignLoss.apply(m.b(m.a(x).relu()), t) / t.numel(),
     "in place": lambda m, x, t: _error(m.b(InPlace.apply(m.a(x))), t),
+    "some gradients alone": lambda m, x, t: _error(m.b(Normed.apply(m.a(x), m.steps)), t),
     "checkpoint": lambda m, x, t: _error(checkpoint(m.b, checkpoint(m.a, m.a(x), use_reentrant=False), use_reentrant=True), t),
     "scores in a checkpoint": lambda m, x, t: _error(
         m.b(checkpoint(lambda h: Scores.apply(m.a(h)), m.b(x), use_reentrant=False)), t),

@@ -85,6 +85,33 @@ def ranges(m: Any, x: Tensor) -> Tensor:
     return x + torch.zeros(3, T, D, dtype=x.dtype).index_reduce(0, to, x, "mean", include_self=False)[to]
 
 
+@torch.library.custom_op("meshwright_tests::flat", mutates_args=())
+def flat(x: Tensor) -> Tensor:
+    """Twice the elements in the order of memory, as kernels read them that take their operands for contiguous."""
+    return x.as_strided((x.numel(),), (1,)).view(x.shape) * 2
+
+
+flat.register_fake(torch.empty_like)
+flat.register_autograd(lambda ctx, grad: grad * 2)
+
+
+class Flat(torch.autograd.Function):
+    """The same in a function with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return flat(x.transpose(1, 2).contiguous())  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return flat(grad.transpose(1, 2).contiguous())  # type: ignore[no-any-return]
+
+
+def complex_pairs(m: Any, x: Tensor) -> Tensor:
+    turned = torch.view_as_complex(x.transpose(1, 2).contiguous().view(B, D, 2, 2)) * 1j
+    return fitted(torch.view_as_real(turned), x)
+
+
 def triangular(m: Any, x: Tensor) -> Tensor:
     square = m.square.tril() + 3 * torch.eye(D, dtype=x.dtype)
     return x + torch.linalg.solve_triangular(square, x.flatten(0, 1).t(), upper=False).t().view_as(x)
@@ -148,6 +175,10 @@ MODULES: Mapping[str, Case] = {
     "split samples": function(ROW, lambda x: torch.cat([a * (i + 1) for i, a in enumerate(x.tensor_split((3, 4)))])),
     "integrals": function(ROW, lambda x: torch.cumulative_trapezoid(x, dim=1).sum(1) + torch.trapezoid(x, dim=1)),
     "pairs apart": function(ROW, lambda x: F.pdist(x.flatten(1)).sum() * x),
+    "pairs of rows": function(ROW, lambda x: F.pdist(x[:, 0]).sum() * x),
+    "in memory": function(ROW, lambda x: flat(x.transpose(1, 2).contiguous())),
+    "a part in memory": function(ROW, lambda x: flat(x[:, 0].contiguous())),
+    "in memory by itself": function(ROW, Flat.apply), "turned pairs": (dict, complex_pairs, None),
     "low rank": function(ROW, lambda x: torch.linalg.pinv(x @ x.transpose(1, 2) + torch.eye(T, dtype=x.dtype))),
     "selected": function(ROW, lambda x: x.masked_select((torch.arange(D) < 3).expand_as(x)).view(B, T, 3)),
     "selected by data": function(ROW, lambda x: x.masked_select(x > 0).sum() * x),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.api import autoparallel
@@ -128,6 +129,20 @@ class Untraceable(torch.autograd.Function):
         return grad * (2 if grad.sum().item() > 0 else 1)
 
 
+class Asserts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        torch._assert_async((x.abs() < 100).all())
+        most = x.argmax(-1)
+        ctx.mark_non_differentiable(most)
+        return x * 2, most
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Tensor:
+        return grad * 2
+
+
 class Outside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
@@ -211,6 +226,7 @@ FORWARDS = {
     r"Unmade sets set_materialize_grads\(False\) and has several": lambda m, x, t: Unmade.apply(m.a(x))[0].sum(),
     r"converts a module \(Module.to\)": lambda m, x, t: (m.a.to(torch.float64)(x.double()) * t).sum(),
     r"converts a module \(Module.half\)": lambda m, x, t: (m.half() and m.a(x) * t).sum(),
+    "Asserts calls aten._assert_async.default, which makes no": lambda m, x, t: Asserts.apply(m.a(x))[0].sum(),
     "Outside reads a tensor of the model": lambda m, x, t: Outside.apply(m.a(x), m.b).sum(),
 }
 

@@ -76,7 +76,7 @@ def _call(op: Op, groups: Groups, training: bool, params: set[str]) -> tuple[Any
     """(function, args, kwargs) with Refs still in place."""
     args, kwargs = op.args, dict(op.kwargs)
     if op.target == CUSTOM:
-        return _named(functools.partial(custom_function, args[0]), "custom_function"), args[1:], {}
+        return _named(functools.partial(custom_function, args[0]), "custom_function"), args[1:], kwargs
     if op.target == EXPERTS:
         axes = kwargs.pop("axis", ())
         group = groups.group(axes) if axes else None

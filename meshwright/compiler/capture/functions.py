@@ -30,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
+from meshwright.compiler.capture.exported.dense import lay_out
 from meshwright.compiler.capture.normalize import clean
 from meshwright.errors import NotKeptError
 from meshwright.ir.gradients.custom import CustomFunction, split_joint
@@ -191,7 +192,7 @@ def _joint(
         raise
     except Exception as error:
         raise _failed(name, "backward", error) from error
-    graph = clean(_graph(module, name))
+    graph = lay_out(clean(_graph(module, name)))
     return split_joint(graph, len(results), len(tangents), flags, name), output
 
 
@@ -289,9 +290,13 @@ def _graph(module: fx.GraphModule, name: str) -> Graph:
             if torch.Tag.nondeterministic_seeded in node.target.tags:
                 raise NotKeptError(f"autograd.Function {name} draws random numbers ({node.target})",
                                    "draw them outside and give them to apply() as an argument")
-            val = node.meta["val"]
+            val = node.meta.get("val")
             many = isinstance(val, tuple | list)
-            made = [declare(f"{node.name}_{i}", x) for i, x in enumerate(val)] if many else [declare(node.name, val)]
+            if not many and not isinstance(val, torch.Tensor):
+                raise NotKeptError(f"autograd.Function {name} calls {node.target}, which makes no tensor, so that nothing in a "
+                                   f"graph would read what it does", "call it outside, before apply(), or leave it out")
+            made = [declare(f"{node.name}_{i}", x if isinstance(x, torch.Tensor) else torch.empty(0, device="meta"))
+                    for i, x in enumerate(val)] if many else [declare(node.name, val)]
             env[node] = tuple(made) if many else made[0]
             kwargs = tuple((key, argument(value)) for key, value in node.kwargs.items())
             outputs = tuple(ref.name for ref in made)

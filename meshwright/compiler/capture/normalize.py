@@ -16,9 +16,10 @@
     open_composites                                          (``exported``) what operators without a rule are made of; if there
                                                              are such, all of the above once more
     keep_old_values, copy_held_outputs                       (``buffers``) copies of buffers that are updated or given out
+    lay_out                                                  (``exported``) operands in the order of their dims
 
 Everything is functional here, so copies that only change strides (``contiguous``, ``clone``) are no-ops, and ``view`` is
-``reshape``.
+``reshape``. The last pass puts back those that kernels ask for.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from meshwright.compiler.capture.buffers import copy_held_outputs, keep_old_valu
 from meshwright.compiler.capture.experts.chain import gather_experts
 from meshwright.compiler.capture.experts.tokens import tokens_nd
 from meshwright.compiler.capture.exported.composites import open_composites
+from meshwright.compiler.capture.exported.dense import lay_out
 from meshwright.compiler.capture.masks import simplify_masks
 from meshwright.compiler.capture.movement import TURN, merge_reshapes, sink_expands, split_before_permute
 from meshwright.compiler.capture.patterns import (
@@ -113,7 +115,7 @@ NORMALIZATIONS: tuple[Pass, ...] = (
     sink_expands, normalize_cross_entropy, merge_reshapes, reduce_losses, gather_by_sample, look_up_bags,
     merge_reshapes, decide, mark_differentiable, gather_experts, merge_reshapes, tokens_nd, merge_reshapes, mark_differentiable,
 )
-LAST: tuple[Pass, ...] = (keep_old_values, copy_held_outputs)
+LAST: tuple[Pass, ...] = (keep_old_values, copy_held_outputs, lay_out)
 LEVELS = 8
 """How often what operators are made of is opened once more."""
 

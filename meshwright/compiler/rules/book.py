@@ -66,7 +66,7 @@ def declare(
     rule: str | RuleFunction | None, localize: Localize | None = None, *, cost: str | Cost = "copy", saves: str | Saves = "0",
     recompute: str = "allowed", runs: str = "", gradient: bool = True, elementwise: bool = False,
     saves_of: Callable[[tuple[Any, ...]], Saves] | None = None, linear: Callable[[Op], Linear | None] | None = None,
-    updates: tuple[int, ...] = (), exchanges: bool = False,
+    updates: tuple[int, ...] = (), exchanges: bool = False, dense: bool = False,
 ) -> Declaration:
     """A declaration from a line's text or from a function; see ``ir.declared`` for the rest.
 
@@ -82,7 +82,7 @@ def declare(
         price = replace(price, products=products_of(line))
     kept = Saves.parse(saves) if isinstance(saves, str) else saves
     overloads = tuple(runs.split())
-    operator = Operator(price, kept, recompute, overloads, gradient, elementwise, saves_of, linear, updates, exchanges)
+    operator = Operator(price, kept, recompute, overloads, gradient, elementwise, saves_of, linear, updates, exchanges, dense)
     return Declaration(line, localize, operator)
 
 
@@ -212,7 +212,7 @@ def register_rule(
     same = recompute in (None, before.recompute)
     operator = replace(line.operator, runs=before.runs if same else (), gradient=before.gradient,
                        elementwise=before.elementwise, linear=before.linear,
-                       updates=before.updates)
+                       updates=before.updates, dense=before.dense)
     declaration = replace(line, operator=operator, located=localize is not None or callable(rule))
     _registered.set(book.adding(name, declaration))
     remember(name, _in_words(declaration))

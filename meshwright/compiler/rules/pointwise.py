@@ -180,7 +180,7 @@ def _unary() -> dict[str, Declaration]:
         "aten.round.decimals": elementwise(one, cost="linear", saves=""),
         "aten.fill.Scalar": declare(one),
         "aten.zero.default": declare(one),
-        "aten.view_as_complex.default": declare("*b . -> *b ; +0"),
+        "aten.view_as_complex.default": declare("*b . -> *b ; +0", dense=True),
         "aten.view_as_real.default": declare("*b -> *b . ; +0"),
     }
 

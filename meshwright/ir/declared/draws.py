@@ -7,7 +7,7 @@ and a run is repeated by its seed. In the lowered program such a call carries ``
 makes a piece of its result in each, and one draw that all of them read is one draw.
 
 The operators are not listed: torch tags its own (``nondeterministic_seeded``), and one of another library may draw unseen, so
-it is treated as one that does.
+it is treated as one that does. A function with a backward of its own draws if something inside may.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from meshwright.ir.gradients.custom import CUSTOM
 from meshwright.ir.graph import Op, Ref
 from meshwright.ir.operators import find
 from meshwright.ir.plan import TIME
@@ -33,6 +34,8 @@ OFF: Mapping[str, Any] = {"train": False, "training": False, "dropout_p": 0, "dr
 
 def draws(op: Op) -> bool:
     """Whether a call draws random numbers, or may."""
+    if op.target == CUSTOM:
+        return any(draws(inside) for graph in (op.args[0].forward, op.args[0].backward) for inside in graph.ops)
     overload = find(op.target)
     if overload is None:
         return False

@@ -229,6 +229,7 @@ class Operator:
     ``linear``: reads a call as a linear, or says None. A gather that feeds linears alone runs within them
     (``passes.fuse``), so that only the shard is kept.
     ``exchanges``: whether ranks exchange data in it, forward or backward.
+    ``dense``: whether its kernel may ask that its operands lie in memory in the order of their dims.
     """
 
     cost: Cost = field(default_factory=Cost)
@@ -241,6 +242,7 @@ class Operator:
     linear: Callable[[Op], Linear | None] | None = None
     updates: tuple[int, ...] = ()
     exchanges: bool = False
+    dense: bool = True
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:

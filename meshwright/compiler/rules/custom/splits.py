@@ -22,6 +22,7 @@ from typing import Any
 
 from meshwright.compiler.rules.book import Declaration, declare, default_rules
 from meshwright.compiler.rules.call import Call, Rewritten
+from meshwright.ir.declared.draws import Seeded
 from meshwright.ir.declared.operator import Saves, Work
 from meshwright.ir.gradients.custom import CUSTOM, CustomFunction
 from meshwright.ir.graph import Graph, Op, Value
@@ -194,13 +195,14 @@ def _local_graph(
     ops = []
     for op in graph.ops:
         rule = default_rules().rule_for(op, graph)
-        if rule.localize is not None:
+        localize = rule.localize.localize if isinstance(rule.localize, Seeded) else rule.localize  # the function draws as one
+        if localize is not None:
             assignment = {axis: factors[op.name] for axis, (_, factors) in splits.items() if op.name in factors}
             inside = Local(
                 local.mesh, local.coordinates, assignment, place(rule, assignment, local.mesh, [True] * len(op.inputs)),
                 tuple(graph.values[name].shape for name in op.inputs), tuple(graph.values[name].shape for name in op.outputs),
             )
-            target, args, kwargs = rule.localize(op, inside)
+            target, args, kwargs = localize(op, inside)
             op = replace(op, target=target, args=args, kwargs=kwargs)
         ops.append(op)
     values = MappingProxyType({name: replace(value, shape=shape(value)) for name, value in graph.values.items()})
