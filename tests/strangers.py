@@ -344,7 +344,8 @@ def main(arguments: Sequence[str]) -> int:
     from tests import strangers
 
     def judge(results: Sequence[str]) -> tuple[bool, Sequence[str]]:
-        return len({one.partition(":")[0] for one in results}) == 1 and results[0].startswith(("equal", "refused")), results
+        alike = len({one.partition(":")[0] for one in results}) == 1
+        return alike and results[0].startswith(("equal", "refused")) and "please report" not in "".join(results), results
 
     return report(__doc__, arguments, strangers.trials, MODELS, WAYS, usual=WAYS, four=FOUR, judge=judge)
 

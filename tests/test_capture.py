@@ -1343,3 +1343,10 @@ def test_constants_and_factories_lie_where_the_operands_do() -> None:
     assert graph.constants
     found = run(graph, {graph.inputs[0]: torch.randn(2, 4, device="meta")})
     assert all(tensor.is_meta for tensor in found.values())
+
+
+def test_what_writes_where_torch_cannot_follow_is_named() -> None:
+    """Without gradients torch's own function is traced through."""
+    with torch.no_grad(), pytest.raises(CaptureError, match=r"module '1' \(.*\.py:\d+\) writes into memory") as caught:
+        capture(nn.Sequential(nn.Conv2d(2, 2, 1), nn.CrossMapLRN2d(3)), (torch.randn(2, 2, 4, 4),), {})
+    assert caught.value.module == "1"

@@ -68,13 +68,24 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
         return functional
     except RuntimeError as error:
         if "is mutated in the forward" not in str(error):
-            raise CaptureError(f"the forward writes into memory in a way that torch cannot make functional "
+            places = _writing(program)
+            module, source = places[0] if places else ("", "")
+            where = ", ".join(f"module {path or '(root)'!r} ({line})" for path, line in places[:3]) or "the forward"
+            raise CaptureError(f"{where} writes into memory in a way that torch cannot make functional "
                                f"({str(error).splitlines()[0]:.200}). What to do: make a new tensor instead of writing into "
-                               f"one, or write into a .clone()") from error
+                               f"one, or write into a .clone()", module=module, source=source) from error
         raise CaptureError("the forward, or a hook of it, writes into a tensor that is no buffer of its modules, or into one "
                            "that it reaches otherwise than by 'self' (a global, or what a lambda or closure names). What to "
                            "do: make it a buffer (register_buffer), and write into self.NAME; a hook finds its module in its "
                            "first argument") from error
+
+
+def _writing(program: ExportedProgram) -> list[tuple[str, str]]:
+    """(path, "file:line") of every module that writes in place."""
+    nodes = (node for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)
+             and node.target._schema.is_mutable)
+    places = {module_path(node): source_of(node.meta.get("stack_trace") or "") for node in nodes}
+    return list(places.items())
 
 
 def _settled(size: Any) -> bool:
