@@ -315,22 +315,26 @@ def loop(model: Any) -> list[float]:
 def trials(rank: int, way: str, names: Sequence[str]) -> list[tuple[str, str]]:
     """(model, what came out: "equal", "refused: ...", or what is wrong) under a way."""
     torch.set_num_threads(1)
-    found = []
-    for name in names:
-        single, model = (_made(name) for _ in range(2))
-        try:
-            mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-            parallel: Any = autoparallel(model, mesh, ((), data()), pins=dict(WAYS[way]), progress=False)
-            said, state = loop(parallel), parallel.full_state_dict()
-        except MeshwrightError as error:
-            found.append((name, f"refused: {type(error).__name__}: {error}"))
-            continue
-        except Exception as error:
-            found.append((name, f"RAW {type(error).__name__}: {error}"))
-            continue
-        problems = unlike(said, loop(single), state, single.state_dict())
-        found.append((name, "; ".join(problems[:3]) or "equal"))
-    return found
+    return [(name, tried(name, WAYS[way])) for name in names]
+
+
+def tried(name: str, pins: Mapping[str, Any]) -> str:
+    """What came out of a model under pins."""
+    single, model = (_made(name) for _ in range(2))
+    try:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        parallel: Any = autoparallel(model, mesh, ((), data()), pins=dict(pins), progress=False)
+        said, state = loop(parallel), parallel.full_state_dict()
+    except MeshwrightError as error:
+        return f"refused: {type(error).__name__}: {error}"
+    except Exception as error:
+        return f"RAW {type(error).__name__}: {error}"
+    return "; ".join(unlike(said, loop(single), state, single.state_dict())[:3]) or "equal"
+
+
+def judge(results: Sequence[str]) -> tuple[bool, Sequence[str]]:
+    """Whether all ranks say the same, and that it is equal or refused; what they say."""
+    return len({one.partition(":")[0] for one in results}) == 1 and results[0].startswith(("equal", "refused")), results
 
 
 def _made(name: str) -> nn.Module:
