@@ -11,6 +11,7 @@ one of the ways.
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -429,6 +430,7 @@ def trials(rank: int, way: str, parts: Sequence[str] = tuple(PARTS)) -> list[tup
                 found.append((what, word != "" and word in str(error), f"refused: {type(error).__name__}: {error}"))
             except Exception as error:
                 found.append((what, False, f"RAW {type(error).__name__}: {error}"))
+            gc.collect()  # with the frames of an error torch 2.11 keeps the hooks of the checkpoint that it came through
     _KEPT.clear()
     return found
 
