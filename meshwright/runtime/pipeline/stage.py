@@ -75,13 +75,13 @@ class _Back(Function):
     """Nothing, made of values whose gradients are known. A backward that is split may come through here twice."""
 
     @staticmethod
-    def forward(ctx: Any, grads: Sequence[Tensor], device: torch.device, *values: Tensor) -> Tensor:
+    def forward(ctx: Any, grads: Sequence[Tensor], dtype: torch.dtype, device: torch.device, *values: Tensor) -> Tensor:
         ctx.save_for_backward(*grads)
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=dtype, device=device)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.saved_tensors)
+        return (None, None, None, *ctx.saved_tensors)
 
 
 class StageModule(nn.Module):
@@ -127,14 +127,15 @@ class StageModule(nn.Module):
         found: Mapping[str, Tensor] = self.engine.look_ahead(Environment({**self.environments[self.microbatch], **entered}))
         return found
 
-    def _back(self, found: Mapping[str, Tensor]) -> Tensor:
-        """A number from which a micro-batch goes back from the gradients in what is collected of it."""
+    def _back(self, found: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """A number of the loss's type, which torch 2.11 looks at, from which a micro-batch goes back from the gradients in
+        what is collected of it."""
         program = self.engine.program
         pairs = [
             (found[one.value], part_of(whole, one, self.microbatch, program.microbatches)) for one in program.collected
             if (whole := self.back_from.get(one.value)) is not None and found[one.value].requires_grad
         ]
-        number: Tensor = _Back.apply([part for _, part in pairs], self.device, *(value for value, _ in pairs))
+        number: Tensor = _Back.apply([part for _, part in pairs], dtype, self.device, *(value for value, _ in pairs))
         return number
 
     def forward(self, *entering: Tensor) -> tuple[Tensor, ...]:
@@ -142,8 +143,8 @@ class StageModule(nn.Module):
             value.name: _Enter.apply(x) if value.differentiable else x for value, x in zip(self.enters, entering, strict=True)
         }
         found = self.engine.root(Environment({**self.environments[self.microbatch], **entered}))
-        if any(value.name == BACK for value in self.leaves):
-            found[BACK] = self._back(found)
+        for dtype in (value.dtype for value in self.leaves if value.name == BACK):
+            found[BACK] = self._back(found, dtype)
         if self.results is not None:
             self.results.add({name: found[name].detach() for name in self.aside}, self.microbatch)
         hung = [entered[value.name] for value in self.enters if value.differentiable]
