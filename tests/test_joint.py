@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -34,6 +34,7 @@ from meshwright.compiler.search.candidates import (
     variants_of,
 )
 from meshwright.compiler.search.errors import DoesNotFitError
+from meshwright.compiler.search.evaluate import Evaluation
 from meshwright.compiler.search.fitting import Fitted, prediction_of
 from meshwright.compiler.search.search import SECONDS
 from meshwright.compiler.search.settled import settled
@@ -526,6 +527,29 @@ def test_what_a_pipeline_is_counted_to_hold_is_what_its_program_holds(pins: dict
                      Pins(pp=4, tp=1, cp=1, microbatches=8, **pins), precision="bf16")
     counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_rank
     assert counted == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.015)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.75])
+def test_blocks_recompute_where_others_wait_the_least(share: float) -> None:
+    """Stages of one block each in a part of the memory that blocks take which are all kept: nothing is held beyond it, what
+    entered included, and no step is shorter in which all ranks recompute the same of their stages, whichever these are."""
+    graph = llama(14, 512, 4, 1024)
+    run = search(graph, "h100:1x4", 64 * GIB).bounds
+    evaluator, one = run.evaluator, Candidate(4, 4, "interleaved1f1b", 1, 1, 4, 1)
+    what = one, degrees_of(one, 1), 0, run.placements.of(1, 1)
+
+    def settled_so(chunks: Collection[int]) -> Evaluation:
+        kept = [replace(degrees_of(one, 1).variant(0), recompute="full" if at // 4 in chunks and 0 < at < 15 else "none")
+                for at in range(16)]
+        return evaluator.settled(*what, range(17), kept)
+
+    plain, least = max(settled_so(()).memory), max(settled_so(range(4)).memory)
+    evaluator.capacity = least + share * (plain - least)
+    found = evaluator.run(*what)
+    assert max(found.memory) <= evaluator.capacity
+    every = [settled_so(chunks) for count in range(5) for chunks in itertools.combinations(range(4), count)]
+    fits = [each.seconds for each in every if max(each.memory) <= evaluator.capacity]
+    assert found.seconds <= min(fits) * (1 + 1e-9) < max(fits)
 
 
 def test_what_a_stage_receives_counts() -> None:

@@ -643,7 +643,7 @@ def test_units_recompute_no_more_than_memory_asks_for() -> None:
         full = [bytes_of(rank, (2,) * 4) for rank in (0, 1)]
         capacity = [1.15 * one for one in full]
         transient = np.array([numbers[key] for key in ("transient", "released", "behind")])
-        found = lighten(held, transient, work, table, (0, 4, 8), capacity, np.full(8, 2))
+        (found,) = lighten(held, transient, work, table, (0, 4, 8), capacity, np.full(8, 2))
         for rank in (0, 1):
             own = tuple(found[4 * rank : 4 * rank + 4].tolist())
             assert bytes_of(rank, own) <= capacity[rank]

@@ -4,16 +4,21 @@ A cut is searched with whole stages, or even parts of them, under one option. Th
 option and takes the changes that free the most bytes for a second until it fits (``intervals.hull``); what turns out not to be
 needed is taken back. The better of that and of what the cut had, treated alike, stays. Ranks only have less to do, so the
 step hardly becomes longer, and where it does the cut stays as it was.
+
+How long a step becomes depends on which of a rank's stages recompute, too: what the first backwards of a step take longer may
+hide behind forwards, and stages next to each other wait the least if they do it on all ranks alike. So there are further ways,
+with the changes of one stage first, then of those behind it or before it, and so on: the caller runs them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
 from meshwright.compiler.pipeline.intervals import hull, transient_of
-from meshwright.ir.schedules import Table
+from meshwright.ir.schedules import Table, maximal
 
 
 class _Rank:
@@ -31,7 +36,7 @@ class _Rank:
     ) -> None:
         self.held, self.transient, self.work, self.capacity = held, transient, work, capacity
         self.weights = np.stack([*counts[:, :, stage].transpose(1, 0, 2), np.ones((len(counts), len(stage)))])
-        self.units = np.arange(len(stage))
+        self.units, self.stage = np.arange(len(stage)), stage
         self.begin = np.flatnonzero(np.diff(stage, prepend=-1)).tolist()
 
     def fits(self, chosen: np.ndarray) -> bool:
@@ -44,23 +49,33 @@ class _Rank:
         """Of a micro-batch."""
         return float(self.work[chosen, self.units].sum())
 
-    def cheapest(self) -> np.ndarray:
-        """From the first option of every unit on, the cheapest changes until all fits, or all changes."""
-        chosen = np.zeros(len(self.units), dtype=np.int64)
-        moment = np.einsum("cku,cu->k", self.weights, self.held[:, 0]).argmax()
-        bytes_ = np.einsum("cu,cou->ou", self.weights[:, moment], self.held)
-        steps = [(ratio, unit, to) for unit in self.units.tolist()
-                 for ratio, _, to in hull(bytes_[:, unit], self.work[:, unit])]
-        for _, unit, to in sorted(steps):
+    def changed(self, order: np.ndarray | None) -> np.ndarray:
+        """From the first option of every unit on, changes until all fits, or all changes: the cheapest first, or those of the
+        stages as they come in ``order``, the place of each."""
+        chosen, place = np.zeros(len(self.units), dtype=np.int64), self._places(order)
+        for _, _, unit, to in sorted((place[unit], ratio, unit, to) for ratio, unit, to in self._changes):
             if self.fits(chosen):
                 break
             chosen[unit] = to
         return chosen
 
-    def eased(self, chosen: np.ndarray) -> np.ndarray:
-        """With every unit, the dearest change first, under the fastest option that leaves room."""
-        chosen = chosen.copy()
-        for unit in np.argsort(-(self.work[chosen, self.units] - self.work[0]), kind="stable").tolist():
+    def _places(self, order: np.ndarray | None) -> np.ndarray:
+        """Of every unit."""
+        return np.zeros(len(self.units)) if order is None else order[self.stage]
+
+    @cached_property
+    def _changes(self) -> list[tuple[float, int, int]]:
+        """Changes of units to options, each with its seconds a byte."""
+        moment = np.einsum("cku,cu->k", self.weights, self.held[:, 0]).argmax()
+        bytes_ = np.einsum("cu,cou->ou", self.weights[:, moment], self.held)
+        return [(ratio, unit, to) for unit in self.units.tolist()
+                for ratio, _, to in hull(bytes_[:, unit], self.work[:, unit])]
+
+    def eased(self, chosen: np.ndarray, order: np.ndarray | None) -> np.ndarray:
+        """With every unit, the dearest change first, or that of the last stage in the ``order``, under the fastest option that
+        leaves room."""
+        chosen, place = chosen.copy(), self._places(order)
+        for unit in np.lexsort((self.work[0] - self.work[chosen, self.units], -place)).tolist():
             for option in np.argsort(self.work[:, unit], kind="stable").tolist():
                 now = chosen[unit]
                 if self.work[option, unit] >= self.work[now, unit]:
@@ -71,29 +86,41 @@ class _Rank:
                 chosen[unit] = now
         return chosen
 
+    def ways(self, given: np.ndarray, orders: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The faster of the cheapest changes and of those that were ``given``, and changes in each of the orders."""
+        plain = [self.eased(way, None) for way in (self.changed(None), given) if self.fits(way)]
+        least = min(plain, key=self.seconds, default=given)
+        return [least, *(self.eased(way, order) if self.fits(way := self.changed(order)) else least for order in orders)]
+
+
+def _orders(stages: int) -> list[np.ndarray]:
+    """Of a rank's stages, if it has several, the place of each: every one first, and round to the next or to the one before."""
+    turned = (np.roll(np.arange(stages)[::step], first) for step in (1, -1) for first in range(stages))
+    return [np.array(one) for one in dict.fromkeys(tuple(one.tolist()) for one in turned)] if stages > 1 else []
+
 
 def lighten(
     bytes_: np.ndarray, transient: np.ndarray, work: np.ndarray, table: Table, boundaries: Sequence[int],
     capacity: Sequence[float], chosen: np.ndarray,
 ) -> np.ndarray:
-    """The option of every unit [n], from one under which a cut fits.
+    """Ways to choose the option of every unit, [ways, n], from one under which a cut fits.
 
     ``bytes_``: [4, options, n], from F to B or I, from I to W, of summed gradients, and over the step; ``transient``:
     [3, options, n], as of ``_Rank``, the largest of a rank's stages counts; ``work``: [options, n], seconds of a
     micro-batch; ``boundaries``: where stages start, and the end; ``capacity``: bytes of every rank [pp].
     """
-    found = chosen.copy()
-    stage_of = np.repeat(np.arange(table.stages), np.diff(boundaries))
+    orders = _orders(table.stages // table.pp)
+    found = np.tile(chosen, (1 + len(orders), 1))
+    stage_of, known = np.repeat(np.arange(table.stages), np.diff(boundaries)), dict[bytes, list[np.ndarray]]()
     for rank in range(table.pp):
         own = list(table.stages_of(rank))
         units = np.flatnonzero(np.isin(stage_of, own))
         if not chosen[units].any():
             continue
-        stage = np.searchsorted(own, stage_of[units])
-        one = _Rank(
-            bytes_[:, :, units], transient[:, :, units], work[:, units], stage, np.asarray(table.moments[rank]), capacity[rank]
-        )
-        ways = [one.eased(way) for way in (one.cheapest(), chosen[units]) if one.fits(way)]
-        if ways:
-            found[units] = min(ways, key=one.seconds)
-    return found
+        stage, counts = np.searchsorted(own, stage_of[units]), maximal(np.asarray(table.moments[rank]))
+        parts = bytes_[:, :, units], transient[:, :, units], work[:, units], stage, counts
+        key = b"".join(part.tobytes() for part in (*parts, chosen[units], np.array(capacity[rank])))
+        if key not in known:  # ranks are mostly alike
+            known[key] = _Rank(*parts, capacity[rank]).ways(chosen[units], orders)
+        found[:, units] = known[key]
+    return np.unique(found, axis=0)

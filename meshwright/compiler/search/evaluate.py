@@ -39,7 +39,7 @@ from meshwright.compiler.search.candidates import Candidate, MicrobatchSeconds
 from meshwright.compiler.search.errors import DoesNotFitError
 from meshwright.compiler.search.stage_costs import Array, Degrees, StageCosts, Units
 from meshwright.compiler.structure.positions import Position
-from meshwright.cost.timeline import Simulation, forward_only, simulate
+from meshwright.cost.timeline import Simulation, Times, forward_only, makespans, simulate
 from meshwright.ir.prediction import StageSeconds
 from meshwright.ir.schedules import Table, illegal_combination, schedule_of
 
@@ -147,7 +147,7 @@ class Evaluator:
             return bool(room < 0)
         variants = [self.units(candidate, degrees, zero, placement, name) for name in self.kinds(candidate, zero)]
         room += 0.0 if summed else float(units.summed.sum())
-        return bool(count * np.min([_least_held(variant) for variant in variants], axis=0).sum() > room)
+        return bool(count * np.min([variant.least_held for variant in variants], axis=0).sum() > room)
 
     def run(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, *, capacity: float | None = None,
@@ -171,7 +171,7 @@ class Evaluator:
         ways = [(units, recompute)]
         if any(name != self.recompute[0] for name in recompute):
             room = self.room(candidate, placement, capacity + twice)
-            ways.append(self._lightened(candidate, degrees, zero, placement, cuts, table, room, recompute))
+            ways.append(self._lightened(candidate, degrees, zero, placement, cuts, table, room, recompute, crossing))
         found = []
         for units, recompute in ways:  # summed as those of a plan that is read (``settled``), to the bit
             own = self._as_cut(candidate, placement, units, crossing, table, cuts.boundaries, cuts.bound)
@@ -190,9 +190,9 @@ class Evaluator:
 
     def _lightened(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, cuts: stages.Cuts, table: Table,
-        room: Array, recompute: Sequence[str],
+        room: Array, recompute: Sequence[str], crossing: Array,
     ) -> tuple[Units, tuple[str, ...]]:
-        """The units of a cut, each recomputed no more than memory asks for, and how."""
+        """The units of a cut, each recomputed no more than memory asks for, and how: the way that ends first."""
         kinds = self.kinds(candidate, zero)
         variants = [self.units(candidate, degrees, zero, placement, name) for name in kinds]
         names = ("saved", "pending", "summed", "state", "entered", "left", "transient", "released", "behind")
@@ -200,12 +200,21 @@ class Evaluator:
         saved, pending, summed, state, entered, left, *beside = columns
         begin, end = np.array(cuts.boundaries[:-1]), np.array(cuts.boundaries[1:]) - 1
         for held in (saved, pending):
-            held[:, begin], held[:, end] = held[:, begin] + entered[:, begin], held[:, end] + left[:, end]
+            held[:, begin] += entered[:, begin]
+            held[:, end] += left[:, end]
         work = np.array([one.forward + one.backward for one in variants])
         before = np.array([kinds.index(name) for name in recompute])
         bytes_ = np.array([saved, pending, summed, state - summed])
-        chosen = lighten(bytes_, np.array(beside), work, table, cuts.boundaries, room.tolist(), before)
-        return _take(variants, [(name,) * len(recompute) for name in kinds], chosen)
+        ways = lighten(bytes_, np.array(beside), work, table, cuts.boundaries, room.tolist(), before)
+        taken = [_take(variants, [(name,) * len(recompute) for name in kinds], chosen) for chosen in ways]
+        if len(taken) == 1:
+            return taken[0]
+        work = np.add.reduceat(np.array([one.columns[:3] for one, _ in taken]), begin, axis=2)
+        forward, inputs, weights = work.transpose(1, 2, 0)
+        sent = np.repeat(crossing[end[:-1], None], len(taken), axis=1)
+        times = Times(forward, inputs, weights, sent, sent)
+        self.work["action simulated"] += len(taken) * table.microbatches * table.stages * 2
+        return taken[int(makespans(table, times, overlap=not self.costs.waits(candidate.schedule)).argmin())]
 
     def _as_cut(
         self, candidate: Candidate, placement: Placement, units: Units, crossing: Array, table: Table, starts: Sequence[int],
@@ -301,7 +310,7 @@ class Evaluator:
         less than this: the first stage all, others what waits."""
         crossing = self._places(self._crossing(degrees, placement))
         variants = [self.units(candidate, degrees, zero, placement, name) for name in self.kinds(candidate, zero)]
-        units, positions = _between(variants, crossing, [_least_held(one) for one in variants])
+        units, positions = _between(variants, crossing, [one.least_held for one in variants])
         return units, self._outside(candidate, placement, variants[0]).at(positions)
 
     def _outside(self, candidate: Candidate, placement: Placement, units: Units) -> OutsideSeconds:
@@ -406,7 +415,7 @@ class Evaluator:
     def _stage_units(self, units: Units, crossing: Array) -> list[stages.Unit]:
         places = self._places(crossing).tolist()
         beside = units.pending, units.summed, units.released, units.entered, units.left, units.behind
-        columns = [column.tolist() for column in (*_columns(units), *beside)]
+        columns = [column.tolist() for column in (*units.columns, *beside)]
         rows = zip(self.names, *columns[:6], places, places, *columns[6:], strict=True)
         return [stages.Unit(*row) for row in rows]
 
@@ -547,24 +556,13 @@ class Evaluator:
         return float(candidate.microbatches * units.work + exposed.sum() + units.optimizer.sum()) + alone
 
 
-def _columns(units: Units) -> tuple[Array, ...]:
-    """Numbers of every unit in the order of ``stages.Unit``."""
-    state = units.state - units.summed
-    return units.forward, units.backward - units.weight, units.weight, state, units.saved, units.transient
-
-
 def _between(variants: Sequence[Units], crossing: Array, pending: Sequence[Array]) -> tuple[Intervals, list[int]]:
     """What lies between two places where a stage can begin, and these. ``pending``: bytes from I to W of each variant."""
     positions = stages.positions_of(crossing)
-    columns = np.array([(*_columns(one), held, one.summed, one.released, one.behind, one.entered, one.left)
+    columns = np.array([(*one.columns, held, one.summed, one.released, one.behind, one.entered, one.left)
                         for one, held in zip(variants, pending, strict=True)]).transpose(1, 0, 2)
     order = columns[[0, 1, 2, 3, 4, 6, 7]], columns[[5, 8, 9]], columns[10:]
     return Intervals.of_columns(*order, crossing, crossing, positions), positions
-
-
-def _least_held(units: Units) -> Array:
-    """Bytes of every unit of a micro-batch in flight, from F to I and from I to W."""
-    return np.asarray(np.minimum(units.saved, units.pending))
 
 
 def _take(variants: Sequence[Units], marks: Sequence[tuple[str, ...]], chosen: Array) -> tuple[Units, tuple[str, ...]]:

@@ -131,6 +131,17 @@ class Units:
         """Seconds of all positions for one micro-batch."""
         return float(self.forward.sum() + self.backward.sum() + self.ahead.sum())
 
+    @property
+    def columns(self) -> tuple[Array, ...]:
+        """Numbers of every unit in the order of ``pipeline.stages.Unit``."""
+        state = self.state - self.summed
+        return self.forward, self.backward - self.weight, self.weight, state, self.saved, self.transient
+
+    @property
+    def least_held(self) -> Array:
+        """Bytes of every unit of a micro-batch in flight, from F to I and from I to W."""
+        return np.asarray(np.minimum(self.saved, self.pending))
+
     def mixed(self, other: Units, where: Array) -> Units:
         """These units, but the others' where ``where`` is true."""
         pairs = ((getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
