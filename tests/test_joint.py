@@ -57,6 +57,7 @@ from meshwright.passes import rank_program
 from meshwright.passes.verify import verify
 from meshwright.planner import OutOfMemoryError, capture_model, make_plan, rules_of, task_of
 from meshwright.views.report import render, timeline
+from tests.golden import graph_of
 from tests.mixtures import mixtral
 from tests.models import make
 from tests.schedules import SCHEDULES
@@ -550,6 +551,16 @@ def test_blocks_recompute_where_others_wait_the_least(share: float) -> None:
     every = [settled_so(chunks) for count in range(5) for chunks in itertools.combinations(range(4), count)]
     fits = [each.seconds for each in every if max(each.memory) <= evaluator.capacity]
     assert found.seconds <= min(fits) * (1 + 1e-9) < max(fits)
+
+
+def test_a_table_that_encoder_and_decoder_read_on_one_rank_is_counted_once() -> None:
+    """Weights, gradients and optimizer of a T5 whose last stages embed what the decoder is given, and have the tied head."""
+    plan = make_plan(graph_of("t5"), Cluster.parse("h100:1x2"), Pins(pp=2, dp=1, tp=1, microbatches=8, schedule="1f1b"),
+                     precision="bf16")
+    counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_by_kind
+    held = prediction_of(plan).bytes_by_kind
+    once = 2 * held["parameters"] + held["optimizer"] + held["gathered"]  # gradients are as many as parameters, in fp32
+    assert counted["state"] + counted["gradients"] == pytest.approx(once, rel=0.002)
 
 
 def test_what_a_stage_receives_counts() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import in_flight, passed_on
-from meshwright.compiler.pipeline.intervals import Crossings, Intervals, OutsideSeconds
+from meshwright.compiler.pipeline.intervals import Crossings, Intervals, OutsideSeconds, Shared
 from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.stage_bound import Bound, cannot_run_in, fractional_bound, link_bound
 from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_bound
@@ -620,6 +620,39 @@ def test_reductions_move_the_cut() -> None:
     units, outsides = random_units(8, 3), [outside_of(8, seed, 0.2) for seed in range(3)]
     plain = cut(units, 3, 1, "gpipe", 5).boundaries
     assert any(cut(units, 3, 1, "gpipe", 5, outside=one).boundaries != plain for one in outsides)
+
+
+@pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("gpipe", 1), ("interleaved1f1b", 2), ("zbv", 2)])
+def test_a_weight_that_units_of_a_stage_share_is_there_once(name: str, virtual: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against every cut by hand, enumerated or searched, with more and more memory: the same step, and no bound beyond it."""
+    n, pp, m, shared = 8, 2, 4, [Shared(1, 3, 6.0), Shared(3, 6, 5.0)]
+    rng = np.random.default_rng(5)
+    units = [Unit(str(at), *rng.random(3), state=7.0 if at in (1, 3, 6) else rng.random()) for at in range(n)]
+    table, outside = schedule_table(name, pp, virtual, m), OutsideSeconds.nothing(n)
+    every = list[tuple[float, float]]()
+    for inner in itertools.combinations(range(1, n), pp * virtual - 1):
+        numbers = [range(a, b) for a, b in itertools.pairwise((0, *inner, n))]
+        state = [sum(units[at].state for at in own) - sum(bytes_ for before, at, bytes_ in shared if {before, at} <= {*own})
+                 for own in numbers]
+        held = max(sum(state[stage] for stage in table.stages_of(rank)) for rank in range(pp))
+        parts, none = [[units[at] for at in own] for own in numbers], [0.0] * (pp * virtual - 1)
+        every.append((held, step_by_hand(table, parts, [none, none], numbers, outside)))
+    levels = sorted({held for held, _ in every})
+    for room in (levels[0], levels[len(levels) // 3], levels[-1]):
+        best, room = min(seconds for held, seconds in every if held <= room), room * (1 + 1e-9)
+        found = cut(units, pp, virtual, name, m, shared=shared, capacity=room)
+        assert found.makespan == pytest.approx(best)
+        assert max(found.memory) <= room
+        assert found.bound <= best * (1 + 1e-9)
+        if virtual == 1:  # else a search may find none where few fit
+            monkeypatch.setattr(stages, "_EXHAUSTIVE", 0)
+            near = cut(units, pp, virtual, name, m, shared=shared, capacity=room)
+            monkeypatch.undo()
+            assert near.makespan == pytest.approx(best)
+            assert near.bound <= best * (1 + 1e-9)
+        each = Intervals.of([units], range(n + 1), shared)
+        bound = step_bound(each, pp, (virtual, virtual), name, m, np.full(pp, room), outside)
+        assert bound.seconds <= best * (1 + 1e-6)
 
 
 def test_units_recompute_no_more_than_memory_asks_for() -> None:

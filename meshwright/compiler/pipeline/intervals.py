@@ -122,6 +122,24 @@ class OutsideSeconds:
         return np.asarray(self.prefix[:, None, :] - self.prefix[:, :, None])
 
 
+class Shared(NamedTuple):
+    """A weight that two units read, ``before`` and ``at``, and ``bytes_`` of state that both count."""
+
+    before: int
+    at: int
+    bytes_: float
+
+
+def once(shared: Sequence[Shared], boundaries: Sequence[int], units: int) -> np.ndarray:
+    """Bytes of every unit's state [units] that are there once where a stage has both that read them, of stages that start at
+    these boundaries, and the end."""
+    found: np.ndarray = np.zeros(units)
+    for one in shared:
+        if not any(one.before < start <= one.at for start in boundaries):
+            found[one.at] += one.bytes_
+    return found
+
+
 @dataclass(frozen=True)
 class Intervals:
     """Sums over the intervals of n units, each of which runs under one of several options.
@@ -132,6 +150,7 @@ class Intervals:
     released: [options, n + 1], sums of what units release before each position
     ends: [options, 2, n], bytes that are saved more where a stage begins or ends with a unit
     value, gradient: [n + 1], seconds to cross a position forward and backward
+    shared: weights that several units read, of two of which one is the next to: there once where one stage has both
     """
 
     prefix: np.ndarray
@@ -141,9 +160,12 @@ class Intervals:
     ends: np.ndarray
     value: np.ndarray
     gradient: np.ndarray
+    shared: tuple[Shared, ...] = ()
 
     @classmethod
-    def of(cls, options: Sequence[Sequence[Unit]], positions: Sequence[int]) -> Intervals:
+    def of(
+        cls, options: Sequence[Sequence[Unit]], positions: Sequence[int], shared: Sequence[Shared] = ()
+    ) -> Intervals:
         """``positions``: where cuts are allowed, from 0 to the number of units; what lies between two becomes one unit."""
         columns = np.array(
             [[(u.forward, u.backward_input, u.backward_weight, u.state, u.saved, u.saved if u.pending is None else u.pending,
@@ -151,12 +173,12 @@ class Intervals:
             dtype=np.float64,
         ).transpose(2, 0, 1)
         value, gradient = (np.array([getattr(u, name) for u in options[0]]) for name in ("value", "gradient"))
-        return cls.of_columns(columns[:7], columns[7:10], columns[10:], value, gradient, positions)
+        return cls.of_columns(columns[:7], columns[7:10], columns[10:], value, gradient, positions, shared)
 
     @classmethod
     def of_columns(
         cls, columns: np.ndarray, transient: np.ndarray, ends: np.ndarray, value: np.ndarray, gradient: np.ndarray,
-        positions: Sequence[int],
+        positions: Sequence[int], shared: Sequence[Shared] = (),
     ) -> Intervals:
         """The same of numbers: ``columns`` [7, options, units] in the order of ``prefix``, ``transient``, what is
         released and what is there for the unit behind [3, options, units], what is saved more at ``ends`` of stages [2,
@@ -168,7 +190,13 @@ class Intervals:
         at, crossing = np.array(positions, dtype=np.int64), np.zeros((2, len(positions)))
         crossing[:, 1:-1] = value[at[1:-1] - 1], gradient[at[1:-1] - 1]
         outer = np.stack([ends[0][:, at[:-1]], ends[1][:, at[1:] - 1]], axis=1)
-        return cls(sums[:7], peak, inner, sums[7], outer, crossing[0], crossing[1])
+        within = [(np.searchsorted(at, [one.before, one.at], side="right") - 1).tolist() for one in shared]
+        there = [Shared(before, behind, one.bytes_) for one, (before, behind) in zip(shared, within, strict=True)]
+        for one in there:
+            if one.before == one.at:
+                sums[3, :, one.at + 1 :] -= one.bytes_
+        apart = tuple(one for one in there if one.before < one.at)
+        return cls(sums[:7], peak, inner, sums[7], outer, crossing[0], crossing[1], apart)
 
     @functools.cached_property
     def transient(self) -> np.ndarray:
@@ -202,6 +230,8 @@ class Intervals:
         """The sums of every stage of K cuts: boundaries int [K, S + 1], options int [K, S] -> float [7, S, K]."""
         stage = self.prefix[:, options, cuts[:, 1:]] - self.prefix[:, options, cuts[:, :-1]]
         stage[4:6] += self.ends[options, 0, cuts[:, :-1]] + self.ends[options, 1, cuts[:, 1:] - 1]
+        for one in self.shared:
+            stage[3] -= one.bytes_ * ((cuts[:, :-1] <= one.before) & (one.at < cuts[:, 1:]))
         return np.asarray(np.maximum(stage, 0.0).transpose(0, 2, 1))
 
     @functools.cached_property
@@ -209,7 +239,17 @@ class Intervals:
         """The sums of every interval, [7, options, n + 1, n + 1]."""
         found = self.prefix[:, :, None, :] - self.prefix[:, :, :, None]
         found[4:6, :, :-1, 1:] += self.ends[:, 0, :, None] + self.ends[:, 1, None, :]
+        for one in self.shared:
+            found[3, :, : one.before + 1, one.at + 1 :] -= one.bytes_
         return np.asarray(found)
+
+    @functools.cached_property
+    def each(self) -> np.ndarray:
+        """Numbers of every unit, [7, options, n], what is shared counted where it is read first: no stage has less."""
+        found = np.diff(self.prefix, axis=2)
+        for one in self.shared:
+            found[3, :, one.at] -= one.bytes_
+        return found
 
     @property
     def work(self) -> np.ndarray:

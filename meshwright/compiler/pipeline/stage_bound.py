@@ -421,7 +421,7 @@ class Classes(NamedTuple):
 def classes_of(units: Intervals, outside: OutsideSeconds) -> Classes:
     """Units whose numbers are the same up to rounding are one class."""
     once = np.array([outside.gather, outside.reduce, outside.optimizer])[:, None].repeat(units.options, axis=1)
-    numbers = np.concatenate([np.diff(units.prefix, axis=2), once])
+    numbers = np.concatenate([units.each, once])
     scale = np.abs(numbers).sum(axis=2).max(axis=1)[:, None, None] + 1e-300
     keys = np.round(numbers / scale, 12).transpose(2, 0, 1).reshape(units.count, -1)
     _, where, inverse, members = np.unique(keys, axis=0, return_index=True, return_inverse=True, return_counts=True)

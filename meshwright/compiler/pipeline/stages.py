@@ -35,6 +35,7 @@ from meshwright.compiler.pipeline.intervals import (
     Intervals,
     Matrix,
     OutsideSeconds,
+    Shared,
     Unit,
     narrow_cuts,
     recomputed,
@@ -107,6 +108,7 @@ def cut(
     *,
     options: Sequence[Sequence[Unit]] = (),
     outside: OutsideSeconds | None = None,
+    shared: Sequence[Shared] = (),
     overlap: bool = True,
     table: Table | None = None,
     bound: float | None = None,
@@ -116,8 +118,8 @@ def cut(
 
     ``capacity``: bytes per rank, one number or one per rank. ``options``: further ways to run the same units (recomputation,
     ZeRO: other seconds and bytes, the same boundaries), of which every stage takes one; option 0 is ``units`` itself.
-    ``outside``: what the units add outside the micro-batches, whatever their option. ``overlap``: see ``simulate``. ``table``:
-    the schedule's table, if there already is one; ``bound``: seconds that no cut can
+    ``outside``: what the units add outside the micro-batches, whatever their option; ``shared``: weights that several read.
+    ``overlap``: see ``simulate``. ``table``: the schedule's table, if there already is one; ``bound``: seconds that no cut can
     beat, if they are known; ``cutoff``: seconds known from elsewhere: what takes longer is not refined. Raises ScheduleError
     for a setting that torch refuses, StageError if there are fewer units than stages or no cut found fits (which stage, by how
     much).
@@ -127,7 +129,7 @@ def cut(
     (3, 2, 2, 2)
     """
     table = table or schedule_table(schedule, pp, virtual_stages, microbatches)
-    problem = _problem((tuple(units), *map(tuple, options)), table, virtual_stages, capacity, overlap, outside)
+    problem = _problem((tuple(units), *map(tuple, options)), table, virtual_stages, capacity, overlap, outside, shared)
     return _result(problem, _best_cut(problem, bound, cutoff))
 
 
@@ -200,7 +202,7 @@ def _single_bound(
 
 def _problem(
     options: tuple[tuple[Unit, ...], ...], table: Table, virtual_stages: int, capacity: float | Sequence[float], overlap: bool,
-    outside: OutsideSeconds | None,
+    outside: OutsideSeconds | None, shared: Sequence[Shared],
 ) -> Cutting:
     units = options[0]
     if len({len(one) for one in options}) != 1:
@@ -215,7 +217,8 @@ def _problem(
     if not (room > 0).all():
         raise StageError(f"capacity must be bytes greater than 0 on every rank, got {capacity}")
     between = (outside or OutsideSeconds.nothing(len(units))).at(positions)
-    return Cutting(table, virtual_stages, Intervals.of(options, positions), room, overlap, tuple(positions), between)
+    each = Intervals.of(options, positions, shared)
+    return Cutting(table, virtual_stages, each, room, overlap, tuple(positions), between)
 
 
 def positions_of(crossing: np.ndarray) -> list[int]:

@@ -29,7 +29,7 @@ import numpy as np
 
 from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import least_in_flight, passed_on
-from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds, joined
+from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds, Shared, joined, once
 from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.stage_bound import link_floor
 from meshwright.compiler.pipeline.timed_bound import KnownPaths, timed_bound
@@ -140,6 +140,7 @@ class Evaluator:
         units = self.units(candidate, degrees, zero, placement, self.recompute[0])
         room = candidate.pp * (self.capacity - placement.made_alone(candidate.microbatches)) - units.state.sum()
         room += self._twice(candidate, degrees, zero, placement).sum() - placement.handed_back(candidate.microbatches)
+        room += sum(one.bytes_ for one in self._shared(candidate, degrees, zero, placement))
         known = [least_in_flight(candidate.schedule, candidate.pp, candidate.microbatches, one) for one in {alone, False}
                  if one or schedule_of(candidate.schedule).stages != 1]
         count, summed = min(known)
@@ -163,17 +164,19 @@ class Evaluator:
         crossing = self._crossing(degrees, placement)
         table = self.table(candidate)
         twice = self._twice(candidate, degrees, zero, placement)
-        cuts = self._cut(candidate, placement, variants, crossing, table, capacity, cutoff, twice)
+        shared = self._shared(candidate, degrees, zero, placement)
+        cuts = self._cut(candidate, placement, variants, crossing, table, capacity, cutoff, twice, shared)
         chosen = np.zeros(len(self.names), dtype=int)
         for stage, option in enumerate(cuts.options):
             chosen[cuts.boundaries[stage] : cuts.boundaries[stage + 1]] = option
-        units, recompute = _take(variants, marks, chosen)
+        units, recompute = Units.taken(variants, chosen), tuple(marks[way][n] for n, way in enumerate(chosen.tolist()))
         ways = [(units, recompute)]
         if any(name != self.recompute[0] for name in recompute):
             room = self.room(candidate, placement, capacity + twice)
             ways.append(self._lightened(candidate, degrees, zero, placement, cuts, table, room, recompute, crossing))
         found = []
         for units, recompute in ways:  # summed as those of a plan that is read (``settled``), to the bit
+            units = units.less(once(shared, cuts.boundaries, len(recompute)))
             own = self._as_cut(candidate, placement, units, crossing, table, cuts.boundaries, cuts.bound)
             found.append(self._result(candidate, degrees, zero, placement, units, variants[0], recompute, own, crossing, table))
         return min(found, key=lambda one: one.seconds)
@@ -182,7 +185,8 @@ class Evaluator:
         """Seconds of a pipeline's step without a search for its cut; inf where it does not fit so."""
         variants, _ = self._variants(candidate, degrees, zero, placement)
         crossing, table = self._places(self._crossing(degrees, placement)), self.table(candidate)
-        units, positions = _between(variants, crossing, [one.pending for one in variants])
+        shared = self._shared(candidate, degrees, zero, placement)
+        units, positions = Units.between(variants, crossing, [one.pending for one in variants], shared)
         room = self.room(candidate, placement, self.capacity + self._twice(candidate, degrees, zero, placement))
         self.work["stage glanced at"] += candidate.stages
         outside = self._outside(candidate, placement, variants[0]).at(positions)
@@ -204,9 +208,10 @@ class Evaluator:
             held[:, end] += left[:, end]
         work = np.array([one.forward + one.backward for one in variants])
         before = np.array([kinds.index(name) for name in recompute])
-        bytes_ = np.array([saved, pending, summed, state - summed])
+        there = once(self._shared(candidate, degrees, zero, placement), cuts.boundaries, len(recompute))
+        bytes_ = np.array([saved, pending, summed, state - summed - there])
         ways = lighten(bytes_, np.array(beside), work, table, cuts.boundaries, room.tolist(), before)
-        taken = [_take(variants, [(name,) * len(recompute) for name in kinds], chosen) for chosen in ways]
+        taken = [(Units.taken(variants, chosen), tuple(kinds[n] for n in chosen.tolist())) for chosen in ways]
         if len(taken) == 1:
             return taken[0]
         work = np.add.reduceat(np.array([one.columns[:3] for one, _ in taken]), begin, axis=2)
@@ -246,6 +251,7 @@ class Evaluator:
             return self._whole(candidate, degrees, zero, placement, units, plain, marks, seconds, seconds)
         crossing = self._crossing(degrees, placement)
         table = self.table(candidate)
+        units = units.less(once(self._shared(candidate, degrees, zero, placement), starts, len(marks)))
         cuts = self._as_cut(candidate, placement, units, crossing, table, starts, 0.0)
         return self._result(candidate, degrees, zero, placement, units, plain, marks, cuts, crossing, table)
 
@@ -310,7 +316,8 @@ class Evaluator:
         less than this: the first stage all, others what waits."""
         crossing = self._places(self._crossing(degrees, placement))
         variants = [self.units(candidate, degrees, zero, placement, name) for name in self.kinds(candidate, zero)]
-        units, positions = _between(variants, crossing, [one.least_held for one in variants])
+        shared = self._shared(candidate, degrees, zero, placement)
+        units, positions = Units.between(variants, crossing, [one.least_held for one in variants], shared)
         return units, self._outside(candidate, placement, variants[0]).at(positions)
 
     def _outside(self, candidate: Candidate, placement: Placement, units: Units) -> OutsideSeconds:
@@ -337,13 +344,18 @@ class Evaluator:
         found[table.stage_rank[-1]] += placement.handed_back(candidate.microbatches)
         return np.asarray(found)
 
+    def _shared(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement) -> tuple[Shared, ...]:
+        """Weights that several positions read and count, where a stage has them."""
+        return self.costs.shared(placement, degrees, zero, candidate.microbatches, apart=False)
+
     def _twice(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement) -> Array:
-        """Bytes of every rank [pp] that its units count twice: a weight of the first and the last stage is one where a rank has
+        """Bytes of every rank [pp] that stages count twice: a weight of the first and the last stage is one where a rank has
         both; if FSDP2 takes it, parameter and gradient are two."""
         stage_rank = schedule_of(candidate.schedule).stage_rank(candidate.pp, candidate.virtual_stages)
         found = np.zeros(candidate.pp)
         if stage_rank[0] == stage_rank[-1]:
-            found[stage_rank[0]] = self.costs.shared_bytes(placement, degrees, zero, candidate.microbatches)
+            shared = self.costs.shared(placement, degrees, zero, candidate.microbatches, apart=True)
+            found[stage_rank[0]] = sum(one.bytes_ for one in shared)
         return found
 
     def kinds(self, candidate: Candidate, zero: int) -> tuple[str, ...]:
@@ -377,7 +389,7 @@ class Evaluator:
 
     def _cut(
         self, candidate: Candidate, placement: Placement, variants: Sequence[Units], crossing: Array, table: Table,
-        capacity: float, cutoff: float, twice: Array,
+        capacity: float, cutoff: float, twice: Array, shared: Sequence[Shared],
     ) -> stages.Cuts:
         room = self.room(candidate, placement, capacity + twice)
         options = [self._stage_units(variant, crossing) for variant in variants]
@@ -385,7 +397,7 @@ class Evaluator:
         try:
             cuts = stages.cut(
                 options[0], candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches, room.tolist(),
-                options=options[1:], outside=self._outside(candidate, placement, variants[0]),
+                options=options[1:], outside=self._outside(candidate, placement, variants[0]), shared=shared,
                 overlap=not self.costs.waits(candidate.schedule), table=table, bound=0.0, cutoff=cutoff,
             )
             self.work["stage cut"] += cuts.looked * candidate.stages
@@ -554,22 +566,6 @@ class Evaluator:
         exposed = self.costs.exposed(units.gather, forward) + self.costs.exposed(units.reduce, units.backward)
         alone = sum(placement.prologue_seconds(candidate.microbatches))
         return float(candidate.microbatches * units.work + exposed.sum() + units.optimizer.sum()) + alone
-
-
-def _between(variants: Sequence[Units], crossing: Array, pending: Sequence[Array]) -> tuple[Intervals, list[int]]:
-    """What lies between two places where a stage can begin, and these. ``pending``: bytes from I to W of each variant."""
-    positions = stages.positions_of(crossing)
-    columns = np.array([(*one.columns, held, one.summed, one.released, one.behind, one.entered, one.left)
-                        for one, held in zip(variants, pending, strict=True)]).transpose(1, 0, 2)
-    order = columns[[0, 1, 2, 3, 4, 6, 7]], columns[[5, 8, 9]], columns[10:]
-    return Intervals.of_columns(*order, crossing, crossing, positions), positions
-
-
-def _take(variants: Sequence[Units], marks: Sequence[tuple[str, ...]], chosen: Array) -> tuple[Units, tuple[str, ...]]:
-    units = variants[0]
-    for number in range(1, len(variants)):
-        units = units.mixed(variants[number], chosen == number)
-    return units, tuple(marks[variant][n] for n, variant in enumerate(chosen.tolist()))
 
 
 def _held(candidate: Candidate, placement: Placement) -> float:

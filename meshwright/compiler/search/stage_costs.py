@@ -23,6 +23,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from meshwright.compiler.pipeline.intervals import Intervals, Shared
+from meshwright.compiler.pipeline.stages import positions_of
 from meshwright.compiler.placement.costs import (
     BACKWARD,
     FORWARD,
@@ -147,6 +149,29 @@ class Units:
         pairs = ((getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
         return Units(*(np.where(where, b, a) for a, b in pairs))
 
+    def less(self, state: Array) -> Units:
+        """The same with so many bytes [n] less of ``state``."""
+        return replace(self, state=self.state - state)
+
+    @classmethod
+    def taken(cls, variants: Sequence[Units], chosen: Array) -> Units:
+        """Of every position those of the variant that is ``chosen`` [n]."""
+        units = variants[0]
+        for number in range(1, len(variants)):
+            units = units.mixed(variants[number], chosen == number)
+        return units
+
+    @staticmethod
+    def between(
+        variants: Sequence[Units], crossing: Array, pending: Sequence[Array], shared: Sequence[Shared]
+    ) -> tuple[Intervals, list[int]]:
+        """What lies between two places where a stage can begin, and these. ``pending``: bytes from I to W of each variant."""
+        positions = positions_of(crossing)
+        columns = np.array([(*one.columns, held, one.summed, one.released, one.behind, one.entered, one.left)
+                            for one, held in zip(variants, pending, strict=True)]).transpose(1, 0, 2)
+        order = columns[[0, 1, 2, 3, 4, 6, 7]], columns[[5, 8, 9]], columns[10:]
+        return Intervals.of_columns(*order, crossing, crossing, positions, shared), positions
+
 
 @dataclass(frozen=True)
 class LeastCosts:
@@ -183,6 +208,7 @@ class StageCosts:
         self._rows_read: dict[int, list[int]] = {}
         self._least: dict[tuple[Degrees, int, bool, int, int, bool], LeastCosts] = {}
         self._vectors: dict[tuple[Degrees, Variant, int], dict[int, Vector]] = {}
+        self._shared: dict[tuple[int, Degrees, int, bool, bool], tuple[Shared, ...]] = {}
 
     def units(
         self, placement: Placement, degrees: Degrees, zero: int, microbatches: int, split: bool, recompute: str,
@@ -348,17 +374,27 @@ class StageCosts:
                 total[SEND_BACK] += 0.0 if variant.zero else costs.collective("all_gather", axes, bytes_)
         return total
 
-    def shared_bytes(self, placement: Placement, degrees: Degrees, zero: int, microbatches: int) -> float:
-        """Bytes of what several positions read that are counted with each of them, where one rank has them all."""
-        costs, variant, total = self._prices(degrees, microbatches), degrees.variant(zero), 0.0
-        for row in (placement.rows[at] for at in placement.sequence):
-            for use in row.uses:
-                if not use.first:
-                    need, unit = renamed(use.need, degrees), Neighbours(root=not row.block)
-                    found = costs.parameter(use.value, need, use.trainable, variant, use.group, unit, use.late)
-                    whole = [] if variant.data_axes else [PARAMETERS, GRADIENTS]
-                    total += 0.0 if found is None else float(found[[OPTIMIZER, *whole]].sum())
-        return total
+    def shared(self, placement: Placement, degrees: Degrees, zero: int, microbatches: int, apart: bool) -> tuple[Shared, ...]:
+        """Parameters that several positions read, which are counted with each of them: where one stage has two that follow each
+        other, or if ``apart`` the first one and the last one where two stages of a rank have them."""
+        key = id(placement), degrees, zero, microbatches > 1, apart
+        if key not in self._shared:
+            costs, variant, found = self._prices(degrees, microbatches), degrees.variant(zero), list[Shared]()
+            before, first = dict[str, int](), dict[str, int]()
+            columns = [OPTIMIZER] if apart and variant.data_axes else [PARAMETERS, GRADIENTS, OPTIMIZER]
+            for at, number in enumerate(placement.sequence):
+                row = placement.rows[number]
+                for use in row.uses:
+                    name, unit = use.value.name, Neighbours(root=not row.block)
+                    counts = not apart or at == len(placement.sequence) - 1
+                    if not use.first and before.get(name, at) < at and counts:  # equal blocks are one row: their names say less
+                        need = renamed(use.need, degrees)
+                        price = costs.parameter(use.value, need, use.trainable, variant, use.group, unit, use.late)
+                        bytes_ = 0.0 if price is None else float(price[columns].sum())
+                        found.append(Shared(first[name] if apart else before[name], at, bytes_))
+                    before[name], first[name] = at, first.get(name, at)
+            self._shared[key] = tuple(one for one in found if not apart or one.before == 0)
+        return self._shared[key]
 
     def _prices(self, degrees: Degrees, microbatches: int) -> Costs:
         key = (degrees, microbatches)
