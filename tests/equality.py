@@ -65,6 +65,7 @@ def compare(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor
         if have.shape != want.shape or have.dtype != want.dtype:
             bad.append(f"{name}: {have.dtype}{tuple(have.shape)} instead of {want.dtype}{tuple(want.shape)}")
             continue
+        have, want = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (have, want))
         scale = max(want.double().abs().max().item(), 1e-3) if want.numel() else 1.0
         worst = (have.double() - want.double()).abs().max().item() if want.numel() else 0.0
         if not worst <= RELATIVE * scale:

@@ -27,8 +27,8 @@ def cut(x: Tensor, dim: int, rank: int, world: int) -> Tensor:
     return x.narrow(dim, *piece(x.shape[dim], Mesh.of(a=world), ("a",), {"a": rank}))
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def run_local(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], dy: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,12 +38,12 @@ def run_local(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], dy: Tens
     return y.detach(), x.grad
 
 
-def communicate(rank: int, shape: tuple[int, ...], dim: int, to_dim: int) -> None:
+def communicate(rank: int, shape: tuple[int, ...], dim: int, to_dim: int, dtype: torch.dtype) -> None:
     """Every communication operator: forward and backward are the table's kinds, for one dim of one shape."""
     world, group, size = dist.get_world_size(), group_of_all(), shape[dim]
-    whole, grad = draw(*shape), draw(*shape, seed=1)
-    terms = [draw(*shape, seed=10 + r) for r in range(world)]
-    grads = [draw(*shape, seed=20 + r) for r in range(world)]
+    whole, grad = draw(*shape, dtype=dtype), draw(*shape, seed=1, dtype=dtype)
+    terms = [draw(*shape, seed=10 + r, dtype=dtype) for r in range(world)]
+    grads = [draw(*shape, seed=20 + r, dtype=dtype) for r in range(world)]
 
     def mine(x: Tensor, d: int = dim) -> Tensor:
         return cut(x, d, rank, world)
@@ -73,17 +73,18 @@ def communicate(rank: int, shape: tuple[int, ...], dim: int, to_dim: int) -> Non
     ("shape", "dim", "to_dim"), [((8, 4, 12), 0, 1), ((8, 4, 12), 2, 0), ((5, 3, 7), 1, 2), ((5, 3, 7), 0, 1), ((1, 9), 0, 1)]
 )
 def test_communication(pool: Callable, world: int, shape: tuple[int, ...], dim: int, to_dim: int) -> None:
-    pool(world=world).run(communicate, shape, dim, to_dim)
+    for dtype in (torch.float64, torch.complex128):
+        pool(world=world).run(communicate, shape, dim, to_dim, dtype)
 
 
 def gathered_linear(rank: int, size: int, dim: int, dtype: torch.dtype) -> int:
     world, group = dist.get_world_size(), group_of_all()
     shape = [2, 3, 4]
     shape[dim] = size
-    whole = draw(*shape).to(dtype)
-    weights = [[draw(n, 4, seed=10 * r + n).to(dtype) for r in range(world)] for n in (5, 2)]
-    bias = [draw(5, seed=10 * r + 3).to(dtype) for r in range(world)]
-    dys = [[draw(*shape[:-1], n, seed=10 * r + 4 + n).to(dtype) for r in range(world)] for n in (5, 2)]
+    whole = draw(*shape, dtype=dtype)
+    weights = [[draw(n, 4, seed=10 * r + n, dtype=dtype) for r in range(world)] for n in (5, 2)]
+    bias = [draw(5, seed=10 * r + 3, dtype=dtype) for r in range(world)]
+    dys = [[draw(*shape[:-1], n, seed=10 * r + 4 + n, dtype=dtype) for r in range(world)] for n in (5, 2)]
 
     x = cut(whole, dim, rank, world).clone().requires_grad_()
     locals_ = [w[rank].clone().requires_grad_() for w in (*weights, bias)]
@@ -93,11 +94,11 @@ def gathered_linear(rank: int, size: int, dim: int, dtype: torch.dtype) -> int:
     torch.autograd.backward(ys, [dys[0][rank], dys[1][rank]])
 
     whole_x = whole.clone().requires_grad_()
-    total = whole_x.new_zeros(())
+    total = torch.zeros((), dtype=torch.float64)
     for r in range(world):  # what every rank computes, on the one tensor that all of them read
         w1, w2, b = (t[r].clone().requires_grad_() for t in (*weights, bias))
         out1, out2 = F.linear(whole_x, w1, b), F.linear(whole_x, w2)
-        total = total + (out1 * dys[0][r]).sum() + (out2 * dys[1][r]).sum()
+        total = total + sum((out * dy[r].conj()).real.sum() for out, dy in zip((out1, out2), dys, strict=True))
         if r == rank:
             mine, expected = (w1, w2, b), (out1, out2)
     total.backward()
@@ -110,7 +111,9 @@ def gathered_linear(rank: int, size: int, dim: int, dtype: torch.dtype) -> int:
     return max(saved) - max(x.numel(), 20)  # the largest tensor saved is the shard (or a weight, 20 numbers)
 
 
-@pytest.mark.parametrize(("size", "dim", "dtype"), [(64, 1, torch.float64), (7, 0, torch.float64), (64, 1, torch.bfloat16)])
+@pytest.mark.parametrize(("size", "dim", "dtype"), [
+    (64, 1, torch.float64), (7, 0, torch.float64), (64, 1, torch.bfloat16), (7, 0, torch.complex128),
+])
 @pytest.mark.parametrize("world", WORLDS)
 def test_gather_linear(pool: Callable, world: int, size: int, dim: int, dtype: torch.dtype) -> None:
     assert max(pool(world=world).run(gathered_linear, size, dim, dtype)) <= 0

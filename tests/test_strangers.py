@@ -17,7 +17,7 @@ SOME = {"pp": ["pairs", "sigmoid pairs", "nested", "triplets"], "zb": ["penalize
         "hsdp": ["sigmoid pairs"]}
 
 
-DRAWN = {"anything, in micro-batches": ["pairs", "skips"], "cp x tp": ["rotary"]}
+DRAWN = {"anything, in micro-batches": ["pairs", "skips"], "cp x tp": ["rotary"], "dp x tp": ["complex", "complex weights"]}
 
 
 @pytest.mark.parametrize("way", SOME)

@@ -2,8 +2,9 @@
 
 Pieces are by ceiling (``sharding.piece``): of n rows over p ranks each has ceil(n / p), the last ones fewer, perhaps none. A
 collective pads every piece to ceil(n / p) and cuts afterwards, which leaves the whole exact: only the end of the joined
-pieces is padding. All are the functional collectives (``torch.ops._c10d_functional``): they start at once and end in
-``wait_tensor``; ``start_*``/``end_*`` leave room for work between the two.
+pieces is padding. Complex numbers travel as pairs of real ones, which all backends know. All are the functional collectives
+(``torch.ops._c10d_functional``): they start at once and end in ``wait_tensor``; ``start_*``/``end_*`` leave room for work
+between the two.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ def own_piece(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
 
 def reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """All-reduce."""
-    return _wait(_FUNCOL.all_reduce(x.contiguous(), op, group.name))
+    return _back(_wait(_FUNCOL.all_reduce(_real(x).contiguous(), op, group.name)), x.dim())
 
 
 def start_gather(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
     """All-gather along ``dim``, whose whole length is ``size``: begun."""
-    mine = padded(x, dim, ceil_div(size, group.size)).contiguous()
+    mine = _real(padded(x, dim, ceil_div(size, group.size))).contiguous()
     pending: Tensor = _FUNCOL.all_gather_into_tensor(mine, group.size, group.name)
     return pending
 
@@ -60,7 +61,7 @@ def start_gather(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
 def end_gather(pending: Tensor, shape: torch.Size, dim: int, size: int, group: Group) -> Tensor:
     """``shape``: that of the local tensor that was gathered."""
     step = ceil_div(size, group.size)
-    parts = _wait(pending).view(group.size, *shape[:dim], step, *shape[dim + 1 :])
+    parts = _back(_wait(pending), len(shape)).view(group.size, *shape[:dim], step, *shape[dim + 1 :])
     return _joined(parts, dim).narrow(dim, 0, size)
 
 
@@ -73,14 +74,14 @@ def start_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     """Reduce-scatter along ``dim``: begun."""
     step = ceil_div(x.shape[dim], group.size)
     parts = _parted(padded(x, dim, step * group.size), dim, group.size)
-    pending: Tensor = _FUNCOL.reduce_scatter_tensor(parts.flatten(0, 1), "sum", group.size, group.name)
+    pending: Tensor = _FUNCOL.reduce_scatter_tensor(_real(parts.flatten(0, 1)), "sum", group.size, group.name)
     return pending
 
 
 def end_scatter(pending: Tensor, shape: torch.Size, dim: int, group: Group) -> Tensor:
     """``shape``: that of the whole tensor that was scattered."""
     step = ceil_div(shape[dim], group.size)
-    mine = _wait(pending).view(*shape[:dim], step, *shape[dim + 1 :])
+    mine = _back(_wait(pending), len(shape)).view(*shape[:dim], step, *shape[dim + 1 :])
     return mine.narrow(dim, 0, own(shape[dim], group)[1])
 
 
@@ -94,13 +95,14 @@ def exchange(x: Tensor, dim: int, to_dim: int, size: int, to_size: int, group: G
     step, to_step = ceil_div(size, group.size), ceil_div(to_size, group.size)
     parts = _parted(padded(padded(x, dim, step), to_dim, to_step * group.size), to_dim, group.size)
     ones = [1] * group.size
-    received = _wait(_FUNCOL.all_to_all_single(parts, ones, ones, group.name))
+    received = _back(_wait(_FUNCOL.all_to_all_single(_real(parts), ones, ones, group.name)), parts.dim())
     return _joined(received, dim).narrow(dim, 0, size).narrow(to_dim, 0, own(to_size, group)[1])
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
     """All-to-all of rows: ``sent[j]`` rows to rank j, ``received[j]`` from it, both in rank order."""
-    return _wait(_FUNCOL.all_to_all_single(rows.contiguous(), received, sent, group.name))
+    come = _wait(_FUNCOL.all_to_all_single(_real(rows).contiguous(), received, sent, group.name))
+    return _back(come, rows.dim())
 
 
 def mirrored(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -166,6 +168,16 @@ def start_pass(x: Tensor, by: int, group: Group) -> Tensor:
 def end_pass(pending: Tensor) -> Tensor:
     """What was received."""
     return _wait(pending)
+
+
+def _real(x: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, in a last dim more; what is real as it is."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _back(x: Tensor, dims: int) -> Tensor:
+    """What ``_real`` made of a tensor of so many ``dims`` as it was."""
+    return torch.view_as_complex(x) if x.dim() > dims else x
 
 
 def _wait(pending: Tensor) -> Tensor:

@@ -242,11 +242,13 @@ class _GatherLinear(Function):
         gathering = comm.start_gather(x, dim, size, group) if any(need_weights) else None
         dx = scattering = None
         if need_x:  # the collectives run while the matrices are multiplied
-            dx = sum((dy @ weight for dy, weight in zip(dys[1:], weights[1:], strict=True)), dys[0] @ weights[0])
+            each = [dy @ weight.conj() for dy, weight in zip(dys, weights, strict=True)]
+            dx = sum(each[1:], each[0])
             scattering = comm.start_scatter(dx, dim, group)
         dweights: list[Tensor | None] = [None] * count
         if gathering is not None:
             whole = _rows(comm.end_gather(gathering, x.shape, dim, size, group))
+            whole = whole.conj()  # of complex numbers; what is real stays as it is
             dweights = [_rows(dy).t() @ whole if need else None for dy, need in zip(dys, need_weights, strict=True)]
         dbiases = [_rows(dy).sum(0) if has else None for dy, has in zip(dys, ctx.has_bias, strict=True)]
         if dx is not None and scattering is not None:

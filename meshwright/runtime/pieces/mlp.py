@@ -63,9 +63,9 @@ class _Mlp(Function):
             with torch.enable_grad():
                 inner = _inner(some, leaves, steps)
             if 0 in sums:
-                sums[0].add_(grad.t() @ inner.detach())
+                sums[0].add_(grad.t() @ inner.detach().conj())
             wanted = [one for one in (some, *leaves) if one is not None and one.requires_grad]
-            found = list(torch.autograd.grad(inner, wanted, grad @ weight)) if wanted else []
+            found = list(torch.autograd.grad(inner, wanted, grad @ weight.conj())) if wanted else []
             del inner
             if dx is not None:
                 dx[at : at + rows] = found.pop(0)
