@@ -17,7 +17,8 @@ SOME = {"pp": ["pairs", "sigmoid pairs", "nested", "triplets"], "zb": ["penalize
         "hsdp": ["sigmoid pairs"]}
 
 
-DRAWN = {"anything, in micro-batches": ["pairs", "skips"], "cp x tp": ["rotary"], "dp x tp": ["complex", "complex weights"]}
+DRAWN = {"anything, in micro-batches": ["pairs", "skips"], "cp x tp": ["rotary"], "cp": ["in memory"],
+         "dp x tp": ["complex", "complex weights"]}
 
 
 @pytest.mark.parametrize("way", SOME)

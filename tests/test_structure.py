@@ -59,6 +59,7 @@ PRIVATE: Mapping[str, str] = {
     "runtime/checks/ports.py": "FakeTensor: an input that can be cut like a plain one, as the benchmark of memory gives",
     "runtime/collectives.py": "the operator namespace _c10d_functional",
     "runtime/checks/edits.py": "pytree, to see operands in lists",
+    "runtime/draws.py": "pytree, to see operands in lists",
     "runtime/checks/elsewhere.py": "_C.DisableTorchFunctionSubclass: shape and dtype of what is on other ranks",
     "runtime/checks/gradients.py": "_will_engine_execute_node: whether a parameter's gradient is returned, not accumulated; "
                                    "_current_graph_task_id, _top_saved_tensors_default_hooks: whether a call is checkpointed; "

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils._pytree import tree_map_only
 
+from meshwright.ir.declared.draws import OWN
 from meshwright.runtime.attention.kernels import attention
 
 Draw = tuple[Tensor, int, bool]
@@ -57,16 +59,33 @@ def lent(device: torch.device, draw: Draw) -> Iterator[None]:
 
 
 def drawing(operator: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """An operator that takes ``draw`` too, and draws from that."""
+    """An operator that takes ``draw`` too, and draws from that. One of another library may take operands and gradients for
+    contiguous without a look, and what ranks exchanged may lie otherwise than what one process makes: it is given what is."""
     overwrites = str(operator) in OVERWRITE
+    foreign = getattr(operator, "namespace", "aten") not in OWN
 
     def drawn(*args: Any, draw: Draw, **kwargs: Any) -> Any:
         with lent(device, draw):
             if overwrites and args[0].requires_grad:
                 return _Overwritten.apply(args[0], operator, args[1:], kwargs)
+            if foreign:
+                args, kwargs = tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
+                return tree_map_only(Tensor, _Contiguous.apply, operator(*args, **kwargs))
             return operator(*args, **kwargs)
 
     return drawn
+
+
+class _Contiguous(Function):
+    """The same value, whose gradient is contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy.contiguous()
 
 
 class _Overwritten(Function):
