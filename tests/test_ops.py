@@ -62,8 +62,9 @@ def communicate(rank: int, shape: tuple[int, ...], dim: int, to_dim: int, dtype:
             mine(grad, to_dim), mine(whole, to_dim), mine(grad),
         ),
     }
+    cases["mw.vary in fp32 at least"] = whole, (), {"reduce_dtype": torch.float32}, grads[rank], whole, sum(grads)
     for name, (x, args, kwargs, dy, expected, expected_dx) in cases.items():
-        y, dx = run_local(name, (x, *args), {**kwargs, "axis": group}, dy)
+        y, dx = run_local(name.split()[0], (x, *args), {**kwargs, "axis": group}, dy)
         torch.testing.assert_close(y, expected, msg=lambda text, name=name: f"{name}: {text}")
         torch.testing.assert_close(dx, expected_dx, msg=lambda text, name=name: f"{name} backward: {text}")
 

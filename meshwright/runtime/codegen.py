@@ -24,8 +24,9 @@ import torch
 from torch import fx
 
 from meshwright.ir.declared.experts import EXPERTS
+from meshwright.ir.declared.operator import Operators
 from meshwright.ir.gradients.custom import CUSTOM
-from meshwright.ir.graph import Graph, GraphError, Op, map_refs
+from meshwright.ir.graph import Graph, GraphError, Op, Ref, map_refs
 from meshwright.ir.operators import argument_names, evaluated, overload
 from meshwright.ir.program import DRAW
 from meshwright.runtime.custom import custom_function
@@ -34,18 +35,31 @@ from meshwright.runtime.experts.mixture import experts
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.ops import OPS
 
+OWN = frozenset((*OPS, CUSTOM, EXPERTS))
+"""Operators that are meshwright's own."""
+
 
 def generate(
-    graph: Graph, arguments: Sequence[str], groups: Groups, training: bool
+    graph: Graph, arguments: Sequence[str], groups: Groups, training: bool, operators: Operators | None = None,
 ) -> Callable[..., tuple[Any, ...]]:
-    """The segment as a function of ``arguments``. Raises GraphError for an operator that torch does not have."""
+    """The segment as a function of ``arguments``. Raises GraphError for an operator that torch does not have.
+
+    What one of ``operators`` reads that may ask how it lies in memory is contiguous: between the ``aten.contiguous`` that the
+    graph has (``compiler.capture.exported.dense``) and its reader a value may be gathered, or cut into micro-batches.
+    """
     code = fx.Graph()
     params = {param.value for param in graph.params}
     nodes = {name: code.placeholder(f"_{n}_{_identifier(name)}") for n, name in enumerate(arguments)}
     for op in graph.ops:
         function, args, kwargs = _call(op, groups, training, params)
+        dense = operators is not None and op.target not in OWN and operators[op.target].dense
+
+        def value(ref: Ref, dense: bool = dense) -> fx.Node:
+            node = nodes[ref.name]
+            return code.call_function(torch.Tensor.contiguous, (node,)) if dense else node
+
         try:
-            args, kwargs = map_refs((args, kwargs), lambda ref: nodes[ref.name])
+            args, kwargs = map_refs((args, kwargs), value)
         except KeyError as error:
             raise GraphError(f"{op} reads %{error.args[0]}, which the segment does not define") from None
         node = code.call_function(function, args, kwargs)

@@ -62,7 +62,8 @@ class _Vary(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         group, dtype = ctx.where
-        return comm.reduce(dy.to(dtype) if dtype else dy, group).to(dy.dtype), None, None
+        wide = torch.promote_types(dy.dtype, dtype) if dtype else dy.dtype  # what is wider, or complex, stays so
+        return comm.reduce(dy.to(wide), group).to(dy.dtype), None, None
 
 
 class _Unvary(Function):
@@ -172,7 +173,7 @@ def slice(x: Tensor, dim: int, *, axis: Group, size: int, mirrored: bool = False
 
 
 def vary(x: Tensor, *, axis: Group, reduce_dtype: torch.dtype | None = None) -> Tensor:
-    """The same value, read differently on each rank: its gradient is summed (in ``reduce_dtype``, if given)."""
+    """The same value, read differently on each rank: its gradient is summed (in ``reduce_dtype`` at least, if given)."""
     return x if axis.size == 1 else _Vary.apply(x, axis, reduce_dtype)
 
 

@@ -59,8 +59,9 @@ def lent(device: torch.device, draw: Draw) -> Iterator[None]:
 
 
 def drawing(operator: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """An operator that takes ``draw`` too, and draws from that. One of another library may take operands and gradients for
-    contiguous without a look, and what ranks exchanged may lie otherwise than what one process makes: it is given what is."""
+    """An operator that takes ``draw`` too, and draws from that. One of another library may take gradients for contiguous
+    without a look, as it may operands (``codegen``), and what ranks exchanged may lie otherwise than in one process: it is
+    given what is."""
     overwrites = str(operator) in OVERWRITE
     foreign = getattr(operator, "namespace", "aten") not in OWN
 
@@ -69,7 +70,6 @@ def drawing(operator: Callable[..., Any], device: torch.device) -> Callable[...,
             if overwrites and args[0].requires_grad:
                 return _Overwritten.apply(args[0], operator, args[1:], kwargs)
             if foreign:
-                args, kwargs = tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
                 return tree_map_only(Tensor, _Contiguous.apply, operator(*args, **kwargs))
             return operator(*args, **kwargs)
 

@@ -183,7 +183,7 @@ class Runner:
     """A segment: reads its parameters and runs its code, twice where it is recomputed in the backward."""
 
     def __init__(self, segment: Segment, groups: Groups, operators: Operators) -> None:
-        self.segment, self.groups = segment, groups
+        self.segment, self.groups, self.operators = segment, groups, operators
         self.kept = operators.kept_by(segment.graph, segment.recompute)
         self.arguments: tuple[str, ...] = ()  # names in the order of the call, those that the slots bring last
         self.slots: Sequence[Slot] = ()
@@ -208,7 +208,8 @@ class Runner:
 
     def _run(self, *inputs: Any) -> tuple[Any, ...]:
         if self.training not in self._code:
-            self._code[self.training] = generate(self.segment.graph, self.arguments, self.groups, self.training)
+            self._code[self.training] = generate(
+                self.segment.graph, self.arguments, self.groups, self.training, self.operators)
         return self._code[self.training](*inputs, *read(self.slots, self.apart, self.later))
 
 

@@ -41,7 +41,7 @@ class _Mlp(Function):
     @staticmethod
     def forward(ctx: Any, rows: int, steps: Sequence[Step], x: Tensor, weight: Tensor, *given: Tensor | None) -> Any:
         flat = x.reshape(-1, x.shape[-1])
-        out = x.new_empty((len(flat), weight.shape[0]))
+        out = weight.new_empty((len(flat), weight.shape[0]))  # steps may change the dtype
         for at in range(0, len(flat), rows):
             torch.mm(_inner(flat[at : at + rows], given, steps), weight.t(), out=out[at : at + rows])
         ctx.save_for_backward(x, weight, *given)
