@@ -178,6 +178,8 @@ MODULES: Mapping[str, Case] = {
     "pairs of rows": function(ROW, lambda x: F.pdist(x[:, 0]).sum() * x),
     "in memory": function(ROW, lambda x: flat(x.transpose(1, 2).contiguous())),
     "a part in memory": function(ROW, lambda x: flat(x[:, 0].contiguous())),
+    "short numbers": (dict, lambda m, x: x * (x * 4).to(torch.int16).roll(1, 1) * 0.1, None),
+    "repeats": (dict, lambda m, x: x + x[:, 1:].repeat_interleave(torch.tensor([1, 1, 2]), 1), None),
     "in memory by itself": function(ROW, Flat.apply), "turned pairs": (dict, complex_pairs, None),
     "low rank": function(ROW, lambda x: torch.linalg.pinv(x @ x.transpose(1, 2) + torch.eye(T, dtype=x.dtype))),
     "selected": function(ROW, lambda x: x.masked_select((torch.arange(D) < 3).expand_as(x)).view(B, T, 3)),

@@ -275,12 +275,12 @@ def test_attention_dropout_depends_on_seed_and_salt_alone() -> None:
 
 def integers_and_halves(rank: int) -> None:
     world, group = dist.get_world_size(), group_of_all()
-    for dtype in (torch.bool, torch.int64, torch.int32, torch.bfloat16, torch.float16):
+    for dtype in (torch.bool, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bfloat16, torch.float16):
         x = (torch.arange(6).reshape(3, 2) % 3).to(dtype)
         assert torch.equal(OPS["mw.all_gather"](cut(x, 0, rank, world), 0, axis=group, size=3), x)
         mine = cut(x, 1, rank, world)
         assert torch.equal(OPS["mw.all_to_all"](cut(x, 0, rank, world), 0, 1, axis=group, size=3, to_size=2), mine)
-        if dtype != torch.bool:
+        if dtype not in (torch.bool, torch.int16):
             assert torch.equal(OPS["mw.reduce_scatter"](x, 0, axis=group, size=3), cut(world * x, 0, rank, world))
 
 

@@ -11,7 +11,8 @@ from tests import noisy
 from tests.strangers import FOUR, trials
 
 SOME = {"pp": ["pairs", "sigmoid pairs", "nested", "triplets"], "zb": ["penalized"], "cp": ["copies of positions"],
-        "tp": ["pairs of rows", "in memory", "a part in memory", "in memory by itself", "turned pairs"],
+        "tp": ["pairs of rows", "in memory", "a part in memory", "in memory by itself", "turned pairs", "repeats",
+               "short numbers"],
         "dp": ["variance and covariance", "copies of samples", "no elements", "queue", "one norm twice", "dead codes",
                "broken up", "masked scatter by data", "local response"],
         "hsdp": ["sigmoid pairs"]}

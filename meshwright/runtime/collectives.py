@@ -2,9 +2,9 @@
 
 Pieces are by ceiling (``sharding.piece``): of n rows over p ranks each has ceil(n / p), the last ones fewer, perhaps none. A
 collective pads every piece to ceil(n / p) and cuts afterwards, which leaves the whole exact: only the end of the joined
-pieces is padding. Complex numbers travel as pairs of real ones, which all backends know. All are the functional collectives
-(``torch.ops._c10d_functional``): they start at once and end in ``wait_tensor``; ``start_*``/``end_*`` leave room for work
-between the two.
+pieces is padding. Complex numbers travel as pairs of real ones, and 16-bit integers that are only moved as bytes: all backends
+know these. All are the functional collectives (``torch.ops._c10d_functional``): they start at once and end in ``wait_tensor``;
+``start_*``/``end_*`` leave room for work between the two.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
 
 def start_gather(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
     """All-gather along ``dim``, whose whole length is ``size``: begun."""
-    mine = _real(padded(x, dim, ceil_div(size, group.size))).contiguous()
+    mine = _moved(padded(x, dim, ceil_div(size, group.size))).contiguous()
     pending: Tensor = _FUNCOL.all_gather_into_tensor(mine, group.size, group.name)
     return pending
 
@@ -95,13 +95,13 @@ def exchange(x: Tensor, dim: int, to_dim: int, size: int, to_size: int, group: G
     step, to_step = ceil_div(size, group.size), ceil_div(to_size, group.size)
     parts = _parted(padded(padded(x, dim, step), to_dim, to_step * group.size), to_dim, group.size)
     ones = [1] * group.size
-    received = _back(_wait(_FUNCOL.all_to_all_single(_real(parts), ones, ones, group.name)), parts.dim())
+    received = _back(_wait(_FUNCOL.all_to_all_single(_moved(parts), ones, ones, group.name)), parts.dim())
     return _joined(received, dim).narrow(dim, 0, size).narrow(to_dim, 0, own(to_size, group)[1])
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
     """All-to-all of rows: ``sent[j]`` rows to rank j, ``received[j]`` from it, both in rank order."""
-    come = _wait(_FUNCOL.all_to_all_single(_real(rows).contiguous(), received, sent, group.name))
+    come = _wait(_FUNCOL.all_to_all_single(_moved(rows).contiguous(), received, sent, group.name))
     return _back(come, rows.dim())
 
 
@@ -175,9 +175,16 @@ def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
+def _moved(x: Tensor) -> Tensor:
+    """The same of what is only moved, where 16-bit integers are pairs of bytes too."""
+    return x.contiguous().unsqueeze(-1).view(torch.int8) if x.dtype == torch.int16 else _real(x)
+
+
 def _back(x: Tensor, dims: int) -> Tensor:
-    """What ``_real`` made of a tensor of so many ``dims`` as it was."""
-    return torch.view_as_complex(x) if x.dim() > dims else x
+    """What ``_real`` or ``_moved`` made of a tensor of so many ``dims`` as it was."""
+    if x.dim() == dims:
+        return x
+    return torch.view_as_complex(x) if x.is_floating_point() else x.view(torch.int16).squeeze(-1)
 
 
 def _wait(pending: Tensor) -> Tensor:

@@ -95,6 +95,7 @@ FILLS: Mapping[str, int | float | None] = {  # what stands in them; None: it is 
     "aten.zeros_like.default": 0, "aten.ones_like.default": 1, "aten.empty_like.default": 0, "aten.full_like.default": None,
     "aten.new_zeros.default": 0, "aten.new_ones.default": 1, "aten.new_empty.default": 0, "aten.new_full.default": None,
 }
+REPEATS = ("aten.repeat_interleave.Tensor", "aten.repeat_interleave.self_Tensor")
 DROPPED_KWARGS = frozenset({"device", "pin_memory", "layout", "non_blocking", "memory_format"})
 DIM_ARGUMENTS = frozenset({"dim", "dims", "dim0", "dim1"})
 SPARSE_ARGUMENTS = frozenset({"sparse", "sparse_grad"})
@@ -148,6 +149,10 @@ def _clean_op(op: Op, edit: Edit) -> Iterable[Op] | None:
     if target.startswith("aten.div.") and not kwargs:  # rounding_mode=None has no default
         target = target.removesuffix("_mode")
     op = _dense(replace(op, target=target, args=_literal_dims(target, op, edit), kwargs=kwargs))
+    if target in REPEATS and "output_size" not in dict(op.kwargs):  # without it the result's shape is that of numbers
+        dim = dict(op.kwargs).get("dim", (*op.args, None)[2]) if target == REPEATS[1] else 0
+        shape = edit.values[op.outputs[0]].shape
+        op = replace(op, kwargs=(*op.kwargs, ("output_size", shape[0 if dim is None else dim])))
     if target == "aten.broadcast_tensors.default":
         return _broadcast(op, edit)
     if target == "aten.copy.default":
