@@ -6,6 +6,9 @@ model made them so before the call), and some of torch's raise. So before every 
 (``Operator.dense``), each operand gets
 
     aten.contiguous(x)      x, in memory in the order of its dims: nothing where it is
+
+So graphs are checked with operands that such kernels take. What a rank exchanges or cuts behind it is laid out again where it
+is read (``runtime.codegen``).
 """
 
 from __future__ import annotations
