@@ -324,8 +324,10 @@ ROWS_AND_COLUMNS: Mapping[str, Mapping[str, str]] = {
     "rows late": {"inside:linear": "x=n", ":tanh": "x=dim1", "out:linear": "x=k", ":sub": "x=dim0", ":div": "x=dim0"},
     "rows early": {"inside:linear": "x=b0", ":tanh": "x=dim1", "out:linear": "x=k", ":sub": "x=dim1"},
     "rows out": {"inside:linear": "x=n", "out:linear": "x=b0", ":sub": "x=dim1", ":div": "x=dim1"},
+    "columns out": {"inside:linear": "x=b0", ":tanh": "x=dim0", "out:linear": "x=n", ":sub": "x=dim0", ":div": "x=dim1"},
 }
-"""Operators that have rows of their own on each device beside others that have all rows of a micro-batch."""
+"""Operators that have rows of their own on each device beside others that have all rows of a micro-batch, columns of which
+may go out, or into the loss of all samples."""
 
 
 def _mixed(rank: int) -> list[str]:

@@ -181,10 +181,12 @@ class _Lowering:
         return tuple(axes[0] for axes in same) if splits else None
 
     def _framed(self, sharding: Sharding, dim: int | str | None) -> Sharding:
-        """With the dim along which micro-batches were cut, and are put together again, split as it was then."""
+        """With the dim along which micro-batches were cut, and are put together again, split as it was then, and no other dim
+        by the same axes."""
         if not isinstance(dim, int) or self.frame is None:
             return sharding
-        return replace(sharding, dims=(*sharding.dims[:dim], self.frame, *sharding.dims[dim + 1 :]))
+        others = (tuple(axis for axis in axes if axis not in self.frame) for axes in sharding.dims)
+        return replace(sharding, dims=tuple(self.frame if at == dim else axes for at, axes in enumerate(others)))
 
     # one operator
 
