@@ -296,6 +296,16 @@ def slopes(m: Any, x: Tensor) -> Tensor:
     return x + F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(x.dtype)).transpose(1, 2).flatten(2)
 
 
+def biased(m: Any, x: Tensor) -> Tensor:
+    """Biases of as many dims as there are, and fewer, for queries of three and of five dims."""
+    y, many = x, x.view(-1, T, 2, 2, 2).permute(0, 2, 3, 1, 4)
+    for bias in m.three:
+        y = y + F.scaled_dot_product_attention(x, x * 0.5, x.tanh(), bias)
+    for bias in m.five:
+        y = y + F.scaled_dot_product_attention(many, many * 0.5, many.tanh(), bias).permute(0, 3, 1, 2, 4).reshape(x.shape)
+    return y
+
+
 def shifted_scores(m: Any, x: Tensor) -> Tensor:
     """Transformer-XL's scores, moved by a view, and a table by distance."""
     q, k, v = m.qkv(x).view(-1, T, 3, 2, 4).permute(2, 0, 3, 1, 4)
@@ -417,6 +427,9 @@ MIXING: Mapping[str, Case] = {
     "generated": (lambda: {"maker": nn.Linear(D, 3 * D)}, generated, None),
     "rotary": (tables, rotary, None), "slopes": (lambda: {"qkv": nn.Linear(D, 3 * D), "slopes": torch.tensor([0.5, 0.25])},
                                                  slopes, None),
+    "biased": (lambda: {
+        "three": nn.ParameterList([weight(T), weight(T, 1), weight(1, T, T), weight(B, 1, T)]),
+        "five": nn.ParameterList([weight(T), weight(2, 1, T), weight(2, 1, T, 1), weight(B, 1, 2, T, T)])}, biased, None),
     "shifted scores": (lambda: {"qkv": nn.Linear(D, 3 * D), "u": weight(2, 1, 4), "places": weight(T, 4),
                                 "table": nn.Embedding(5, 2)}, shifted_scores, None),
     "retained": (lambda: {"qkv": nn.Linear(D, 3 * D), "decay": nn.Parameter(torch.tensor(1.0))}, retained, None),

@@ -273,3 +273,22 @@ def test_rows_that_see_nothing_are_means_of_all_keys(ends: tuple[int, ...], lear
     wanted, found = (torch.autograd.grad(out, into, given) for out in outs)
     torch.testing.assert_close(outs[1], outs[0])
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("leading", [(), (3,), (3, 2), (3, 2, 2)], ids=str)
+def test_masks_of_every_shape(leading: tuple[int, ...], learned: bool) -> None:
+    """As short as the keys, and with dims of one element; more than one dim may stand in front of the heads."""
+    drawn, whole = torch.Generator().manual_seed(0), (*leading, 6, 6)
+    blocks = [(0, 6, 0, 2, 0, False), (0, 6, 2, 6, 2, False)]
+    shapes = [(*leading, 6, 4)] * 3
+    for first in range(len(whole) if learned else len(whole) - 1):  # torch takes a single dim only where it takes a gradient
+        for ones in itertools.product((False, True), repeat=len(whole) - first):
+            shape = [1 if one else size for one, size in zip(ones, whole[first:], strict=True)]
+            q, k, v, mask = (torch.randn(*given, dtype=torch.float64, generator=drawn, requires_grad=True)
+                             for given in (*shapes, shape))
+            mask.requires_grad_(learned)
+            outs = F.scaled_dot_product_attention(q, k, v, mask), attend(q, k, v, mask, 0.0, None, blocks)
+            given, into = torch.randn(*shapes[0], dtype=torch.float64, generator=drawn), (q, k, v, *[mask] * learned)
+            wanted, found = (torch.autograd.grad(out, into, given) for out in outs)
+            torch.testing.assert_close((outs[1], *found), (outs[0], *wanted))

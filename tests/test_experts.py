@@ -36,6 +36,7 @@ from meshwright.ir.rule import place
 from meshwright.ir.serialize import graph_to_dict
 from meshwright.planner import capture_model, make_plan, rules_of
 from meshwright.published.zoo import Trained
+from meshwright.runtime.experts.grouped import grouped_linear
 from meshwright.runtime.interpret import run
 from tests.equality import EPS, RELATIVE, captured_once, compare, differences, train
 from tests.mixtures import BATCH, LENGTH, deepseek, make, mixtral, qwen3
@@ -192,6 +193,23 @@ def test_tensor_ranks_may_share_out_tokens_and_experts_too() -> None:
     other = make_plan(graph, Cluster.parse("h100:1x8"), held, precision="bf16").predicted
     assert other is not None
     assert plan.predicted.step_seconds < 0.8 * other.step_seconds
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+@pytest.mark.parametrize("transposed", [True, False])
+def test_gradients_of_rows_by_expert(dtype: torch.dtype, transposed: bool) -> None:
+    """Those of numbers and of complex numbers, beside one product an expert; one expert has no rows."""
+    drawn, counts = torch.Generator().manual_seed(0), (3, 0, 4)
+    rows, weight = (torch.randn(shape, dtype=dtype, generator=drawn, requires_grad=True)
+                    for shape in ((7, 5), (3, 5, 2) if transposed else (3, 2, 5)))
+    pieces = zip(rows.split(counts), weight, strict=True)
+    expected = torch.cat([one @ (matrix if transposed else matrix.T) for one, matrix in pieces])
+    out = grouped_linear(rows, weight, counts, transposed)
+    assert isinstance(out, torch.Tensor)
+    torch.testing.assert_close(out, expected)
+    grad = torch.randn(out.shape, dtype=dtype, generator=drawn)
+    found, wanted = (torch.autograd.grad(value, (rows, weight), grad) for value in (out, expected))
+    torch.testing.assert_close(found, wanted)
 
 
 def test_products_are_priced_in_the_dtype_of_the_rows_and_at_the_assumed_imbalance(tmp_path: Path) -> None:

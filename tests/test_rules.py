@@ -207,6 +207,8 @@ def test_tensor_keywords_are_operands_in_order_of_appearance() -> None:
     q, mask = torch.zeros(2, 4, 3, 4), torch.zeros(2, 1, 3, 3)
     rule = rule_of("aten.scaled_dot_product_attention.default", q, q, q, dropout_p=0.0, attn_mask=mask)
     assert str(rule) == "b0 h . ., b0 h . ., b0 h . ., b0 . . . -> b0 h . ."
+    rule = rule_of("aten.scaled_dot_product_attention.default", q[0], q[0], q[0], dropout_p=0.0, attn_mask=mask[0, 0, 0])
+    assert str(rule) == "h . ., h . ., h . ., . -> h . ."
 
 
 def test_an_unknown_operator_is_whole() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests import noisy
 from tests.strangers import FOUR, trials
 
-SOME = {"pp": ["pairs", "sigmoid pairs", "nested", "triplets"], "zb": ["penalized"], "cp": ["copies of positions"],
+SOME = {"pp": ["pairs", "sigmoid pairs", "nested", "triplets"], "zb": ["penalized"], "cp": ["copies of positions", "biased"],
         "tp": ["pairs of rows", "in memory", "a part in memory", "in memory by itself", "turned pairs", "repeats",
                "short numbers"],
         "dp": ["variance and covariance", "copies of samples", "no elements", "queue", "one norm twice", "dead codes",

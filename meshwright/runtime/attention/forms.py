@@ -17,6 +17,7 @@ A rank passes on by an all-to-all in which it sends to one rank and receives fro
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -238,10 +239,9 @@ def ring(
 
 
 def _four(x: Tensor | None, q: Tensor) -> Any:
-    """As [batch, heads, rows, width]: what is in front of the heads is one dim."""
-    if x is None or x.ndim == 4:
+    """As [batch, heads, rows, width]: what is in front of the heads is one dim, to which masks broadcast."""
+    if x is None:
         return x
-    if x.ndim < 4:
-        return x[(None,) * (4 - x.ndim)]
-    lead = q.shape[:-3]
-    return x.expand(*lead, *x.shape[-3:]).flatten(0, -4)
+    x = x[(None,) * (4 - x.ndim)]
+    lead = q.shape[:-3] if math.prod(x.shape[:-3]) > 1 else x.shape[:-3]
+    return x if q.ndim < 5 else x.expand(*lead, *x.shape[-3:]).flatten(0, -4)

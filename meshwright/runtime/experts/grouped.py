@@ -29,13 +29,13 @@ class _Grouped(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
-        to_rows = _by_expert(grad, weight.transpose(1, 2), ctx.counts) if ctx.needs_input_grad[0] else None
+        to_rows = _by_expert(grad, weight.transpose(1, 2).conj(), ctx.counts) if ctx.needs_input_grad[0] else None
         to_weight = None
         if ctx.needs_input_grad[1]:
-            to_weight = torch.zeros_like(weight)
+            to_weight, conjugate = torch.zeros_like(weight), rows.conj()  # what is real stays as it is
             for expert, (mine, start) in enumerate(_pieces(ctx.counts)):
                 if mine:
-                    torch.mm(rows[start : start + mine].T, grad[start : start + mine], out=to_weight[expert])
+                    torch.mm(conjugate[start : start + mine].T, grad[start : start + mine], out=to_weight[expert])
         return to_rows, to_weight, None
 
 

@@ -48,7 +48,7 @@ def _attention(call: Call) -> OpRule:
         own = broadcast_dims(tensor.shape[:-2], leading, factors)
         if shared and own and tensor.shape[-3] == key[-1]:
             own[-1] = "h"
-        return [*own, None, None]
+        return [*own, *[None] * min(tensor.ndim, 2)]  # a mask may be as short as the keys
 
     units: dict[Factor, int] = {"h": key[-1]} if shared else {}
     rule = call.rule([dims(operand) for operand in call.operands], [dims(call.results[0])], units=units,
@@ -266,8 +266,8 @@ def _scores(work: Work, rows: int, keys: int) -> float:
     at_once = 4 + dropped + (rows > SCORE_ROWS)  # probabilities, their gradients and a difference; some of the rows before
     formed = math.prod(work.operands[0][:-2]) * min(rows, SCORE_ROWS) * keys * at_once
     if masked:
-        mask = work.operands[3]
-        formed += math.prod(mask[:-2]) * (rows if mask[-2] > 1 else 1) * (keys if mask[-1] > 1 else 1)
+        *_, high, wide = 1, 1, *(mask := work.operands[3])
+        formed += math.prod(mask[:-2]) * (rows if high > 1 else 1) * (keys if wide > 1 else 1)
     return formed * WIDE
 
 
