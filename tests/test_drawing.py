@@ -175,6 +175,9 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "numpy": (lambda x: float(numpy.random.rand()), r"draws from Python's numpy\.random"),
     "seeded": (_seeded, r"test_drawing\.py.*sets the state of torch's generator \(torch\.manual_seed\)"),
     "generator": (lambda x: torch.rand(4, generator=torch.Generator()), r"test_drawing\.py.*torch\.Generator of its own"),
+    "generator in place": (lambda x: torch.empty(4).normal_(generator=torch.Generator()), r"torch\.Generator of its own"),
+    "generator of an overload": (lambda x: torch.ops.aten.rand.generator([4], generator=torch.Generator()),
+                                 r"torch\.(_C\.)?Generator"),
 }
 
 

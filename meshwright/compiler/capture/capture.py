@@ -211,7 +211,7 @@ _FUNCTIONS: Mapping[str, str] = {
 
 
 _REMEDIES = (
-    (("chanceerror",),
+    (("chanceerror", "torch._c.generator"),
      "a graph would repeat or lose that: draw with torch (torch.rand, dropout) from its default generator, seed with "
      "torch.manual_seed before autoparallel, and choose layers at random by torch.where on a drawn tensor"),
     (("dynamicoutputshape",),

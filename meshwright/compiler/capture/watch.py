@@ -10,8 +10,8 @@ A trace sees operators only. Within ``CaptureWatch`` (around the traced forward 
     a branch on torch.rand that is certain          its outcome                                 (``chance``)
     requires_grad_ on an activation, save_on_cpu, checkpoint, detach, no_grad                    change no gradient of a weight
     register_hook and its kin, grad_fn, retain_grad, autograd.grad, backward, requires_grad_ on a parameter, x.grad,
-    saved_tensors_hooks, a tensor that takes gradients and is not the model's, is_inference_mode_enabled, Module.to otherwise
-                                                                                                 refused: NotKeptError
+    saved_tensors_hooks, generator=, a tensor that takes gradients and is not the model's, is_inference_mode_enabled,
+    Module.to otherwise                                                                          refused: NotKeptError
 
 Everything else that a tensor can be asked goes on as it is; an error that it ends in has the name of the function as a note. A
 refusal that the forward catches is raised after it.
@@ -39,6 +39,10 @@ from meshwright.errors import NotKeptError
 
 IN_FUNCTION = "in "
 """How the note of an error begins that says in which function of torch it arose."""
+OWN_GENERATOR = ("the forward draws from a torch.Generator of its own, whose state no graph holds",
+                 "drop generator=, so that it draws from torch's (torch.manual_seed before autoparallel makes a run "
+                 "repeatable)")
+"""What is refused, and what to do."""
 _BESIDE = "change gradients in the forward by a torch.autograd.Function (its backward is kept)"
 _WRITTEN_OUT = "write the derivative out in operators, or do without this term"
 _Attributes: Any = Tensor
@@ -102,6 +106,8 @@ class CaptureWatch(TorchFunctionMode):
                 raise self.refuse(f"the forward reads a tensor of shape {list(leaf.shape)} that takes gradients and is no "
                                   f"parameter of the model: it would be a constant of the graph",
                                   "register it as a parameter of the model (of a module that holds the model and the loss)")
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise self.refuse(*OWN_GENERATOR)
         if func is Tensor.random_ and _count_of_bounds(args, kwargs) == 2:
             return self._within(*args, **kwargs)
         if func is Tensor.__bool__ and (outcome := self.drawn.outcome(args[0])) is not None:

@@ -32,6 +32,7 @@ from meshwright.compiler.capture.exported.strided import STRIDED, looked_up
 from meshwright.compiler.capture.exported.writes import make_functional
 from meshwright.compiler.capture.functions import uniform
 from meshwright.compiler.capture.shadow import WRAPPED, Leaf, ModelTensor, Traced
+from meshwright.compiler.capture.watch import OWN_GENERATOR
 from meshwright.errors import CaptureError
 from meshwright.ir.gradients.custom import CUSTOM, CustomFunction
 from meshwright.ir.graph import ASSERTED, FILL, Graph, Op, Param, Ref, Value
@@ -148,9 +149,9 @@ class _Importer:
                 elif isinstance(self.program.constants.get(spec.target), torch.Generator):
                     user = next(iter(node.users), node)
                     module, source = module_path(user), self._source(user)
-                    raise CaptureError(f"module {module!r} ({source}) draws from a torch.Generator of its own, whose state no "
-                                       f"graph holds; drop generator=, so that it draws from torch's (torch.manual_seed before "
-                                       f"autoparallel makes a run repeatable)", module=module, source=source)
+                    what, remedy = OWN_GENERATOR  # of an operator that is called by its overload, which no watch sees
+                    raise CaptureError(f"module {module!r} ({source}): {what}. What to do: {remedy}", module=module,
+                                       source=source)
                 else:
                     raise CaptureError(f"the model holds a {spec.kind.name.lower().replace('_', ' ')} {spec.target!r}, which "
                                        f"cannot be in a graph; keep tensors and plain numbers")
