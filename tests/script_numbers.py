@@ -90,6 +90,25 @@ def all_but_last(model: Any) -> Any:
     return SGD([p for p in model.parameters() if p.requires_grad], 0.1)
 
 
+def every_third(model: Any) -> Any:
+    """Frozen by number, in steps."""
+    for p in list(model.parameters())[::3]:
+        p.requires_grad_(False)
+    return SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+
+
+def thirds(model: Any) -> Any:
+    """Three groups, in steps of numbers."""
+    return SGD([{"params": list(model.parameters())[i::3], "lr": 0.1 / (i + 1)} for i in range(3)])
+
+
+def biases_frozen(model: Any) -> Any:
+    for n, p in model.named_parameters():
+        p.requires_grad_(not n.endswith("bias"))
+    return SGD([{"params": [p for n, p in model.named_parameters() if n.endswith(kind)], "weight_decay": decay}
+                for kind, decay in (("weight", 0.1), ("bias", 0.0))], 0.1)
+
+
 def each(model: Any) -> Any:
     """A group each, with one rate."""
     return SGD([{"params": [p]} for p in model.parameters()], 0.1)
@@ -186,6 +205,7 @@ NUMBERED: Mapping[str, Script] = {
     "foreach by number": edited(foreach_by_number), "made by foreach": edited(made_by_foreach),
     "weights by number": edited(weights_by_number), "third alone": edited(third_alone),
     "none for the last": edited(none_for_the_last),
+    "every third frozen": steps(every_third, count=4), "thirds": steps(thirds, count=4),
 }
 LONELY: Mapping[str, Script] = {
     "rates by number, one each": steps(by_number, bias=False),
@@ -196,6 +216,7 @@ LONELY: Mapping[str, Script] = {
 NAMED: Mapping[str, Script] = {
     "rates by names later": steps(lambda model: SGD([("own", nn.Parameter(torch.zeros(1)))], 0.1),
                                   by_name_later),
+    "biases frozen": steps(biases_frozen, count=4),
     "rates by kind": steps(by_kind), "rates by layer": steps(by_layer, all_fall), "one rate": steps(each, all_fall),
     "gradients by layer": edited(gradients_by_layer), "gradients by kind": edited(gradients_by_kind),
     "decayed by shape": edited(decayed_by_shape),

@@ -26,7 +26,8 @@ SCRIPTS = {
     "pp": ["rates by number", "rates by number later", "rates reset by number", "the last alone, long",
            "all frozen but the last", "rates by names later", "rates by kind", "rates by layer", "longer by copies", "ppo",
            "noise scale", "gradients by number", "replaced by number", "foreach by number", "made by foreach", "third alone",
-           "none for the last", "gradients by layer", "gradients by kind", "decayed by shape", "gradients by number, one each"],
+           "none for the last", "gradients by layer", "gradients by kind", "decayed by shape", "gradients by number, one each",
+           "every third frozen", "thirds", "biases frozen"],
     "tp": ["asam", "lora", "moco", "dpo"],
     "micro-batches": ["distilled", "thawed with groups"],
 }

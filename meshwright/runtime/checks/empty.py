@@ -13,6 +13,8 @@ becomes of each of a rank's parameters, in their order (``Choice``). It may be o
 
 The first is refused although it may have been chosen by names that are alike on every stage (one layer on each, say): nobody
 can tell. Who chooses by names gives the optimizer (name, parameter) pairs, and freezes the model before it is parallelized.
+What numbers choose in steps (every second one) is warned of: two stages have the same options from the front, parameter by
+parameter, while parameters of one name but for its numbers have different ones (``in_steps``).
 
 A plain list of parameters a stage may have none of.
 
@@ -74,6 +76,11 @@ OF_ONE = (
     "rate for the first, say), which every stage counts for itself, cannot be told there from what it does to all. If it was "
     "chosen by names or shapes, all is well; else go by the names in parallel.named_parameters(), which are the model's"
 )
+IN_STEPS = (
+    "{} in the same order on every stage of the pipeline, as if each stage had counted its own: parallel.parameters() are this "
+    "rank's alone, so the first of them is another one on every stage. If it was chosen by names or shapes, all is well; else "
+    "go by the names in parallel.named_parameters(), which are the model's"
+)
 ALL_OF_ONE = OF_ONE.format("and so has every other")
 _NAMES = "meshwright.names"
 
@@ -88,7 +95,8 @@ class Chosen:
     """What this rank chose for ``of`` parameters, as the other ranks are told. ``nothing``: whether an optimizer was made that
     there was no parameter for; ``groups``: an optimizer's, without those whose parameters the caller has named and where these
     are not in order; ``choice``: empty where it was not made by numbers; ``new``: whether it is another one than at the last
-    call; ``made``: before which call the optimizer was made."""
+    call; ``made``: before which call the optimizer was made; ``each``: the option of each parameter, in their order, where
+    options have several runs and the caller has not named the parameters."""
 
     nothing: bool = False
     groups: Groups = ()
@@ -96,6 +104,7 @@ class Chosen:
     new: bool = False
     made: int = 0
     of: int = 0
+    each: Groups = ()
 
 
 def all_of_one(stored: Sequence[Stored]) -> bool:
@@ -108,6 +117,11 @@ def runs(options: Sequence[str]) -> Choice:
     """Each run once; empty if an option has several runs, which numbers that are counted do not make."""
     found = tuple(option for option, _ in groupby(options))
     return found if len({*found}) == len(found) else ()
+
+
+def _each(options: Mapping[str, str]) -> Groups:
+    """Of {name: option}; empty where options have one run each."""
+    return () if runs([*options.values()]) else tuple((option, (name,)) for name, option in options.items())
 
 
 def may_be_numbered(stages: Sequence[Choice]) -> bool:
@@ -140,12 +154,14 @@ class _Known:
         by_name = {name: options for options, names in groups for name in names}
         at = {name: i for i, name in enumerate(order)}
         places = [at.get(name, -1) for _, names in groups for name in names]
-        choice = runs([by_name.get(name, "") for name in order if name not in shared]) if places and -1 not in places else ()
+        known = places and -1 not in places
+        options = {name: by_name.get(name, "") for name in order if name not in shared} if known else {}
         kinds = [_group(group)[0] for group in optimizer.param_groups]
         self.before = _sizes(optimizer), *map(kinds.index, kinds)  # rates that all fall are no news
         ordered = -1 not in places and places == sorted(places)
+        choice = runs([*options.values()])
         new = nothing or (before != self.before and bool(places))
-        return Chosen(nothing, groups if ordered else (), choice, new, self.made, len(order))
+        return Chosen(nothing, groups if ordered else (), choice, new, self.made, len(order), _each(options))
 
 
 def _sizes(optimizer: Optimizer) -> tuple[int, ...]:
@@ -173,8 +189,9 @@ class Made:
         that several stages hold; ``edited``: what was done to each since the last call."""
         frozen, before = tuple(trained.values()), self._frozen
         self._frozen, self.calls = frozen, self.calls + 1
-        choice = runs([str(one) for name, one in trained.items() if name not in shared])
-        thawed = Chosen(choice=choice, new=before != frozen and not all(frozen), of=len(frozen))
+        options = {name: str(one) for name, one in trained.items() if name not in shared}
+        thawed = Chosen(choice=runs([*options.values()]), new=before != frozen and not all(frozen), of=len(frozen),
+                        each=_each(options))
         edited, earlier = edited or {}, self._edited
         self._edited = edited
         done = Chosen(groups=edits.groups(edited), choice=runs([one for name, one in edited.items() if name not in shared]),
@@ -200,7 +217,12 @@ def warning_of(ranks: Sequence[Sequence[Chosen]]) -> str | None:
     edited = [chosen[1] for chosen in ranks]
     if _numbered(edited):
         return edits.BY_NUMBER
-    every = [[chosen[0] for chosen in ranks], edited, *_optimizers(ranks)]
+    frozen, optimizers = [chosen[0] for chosen in ranks], [*_optimizers(ranks)]
+    if _in_steps(frozen):
+        return IN_STEPS.format("parameters were frozen")
+    if any(map(_in_steps, optimizers)):
+        return IN_STEPS.format("an optimizer's parameters have different options")
+    every = [frozen, edited, *optimizers]
     return OF_ONE.format("and others choose one after the other") if any(map(_of_one, every)) else None
 
 
@@ -215,6 +237,10 @@ def _optimizers(ranks: Sequence[Sequence[Chosen]]) -> Iterator[Sequence[Chosen]]
 def _numbered(stages: Sequence[Chosen]) -> bool:
     pairs = combinations([one.groups for one in stages], 2)
     return may_be_numbered([one.choice for one in stages]) or any(starmap(of_numbers, pairs))
+
+
+def _in_steps(stages: Sequence[Chosen]) -> bool:
+    return any(starmap(in_steps, combinations([one.each for one in stages], 2)))
 
 
 def _of_one(stages: Sequence[Chosen]) -> bool:
@@ -236,6 +262,17 @@ def of_numbers(one: Groups, other: Groups) -> bool:
     for name, found in {**mine, **theirs}.items():
         kind = re.sub(r"\d+", "#", name)
         of_kind.setdefault(kind if kind != name else name.rpartition(".")[2], set()).add(found)
+    return any(len(found) > 1 for found in of_kind.values())
+
+
+def in_steps(one: Groups, other: Groups) -> bool:
+    """Whether each parameter of a stage has the option of the other stage's of its number, and kinds do not say so."""
+    both = [(mine, theirs) for (mine, _), (theirs, _) in zip(one, other, strict=False)]
+    if any(mine != theirs for mine, theirs in both) or len({*both}) < 2:
+        return False
+    of_kind: dict[str, set[str]] = {}
+    for option, names in (*one, *other):
+        of_kind.setdefault(re.sub(r"\d+", "#", names[0]), set()).add(option)
     return any(len(found) > 1 for found in of_kind.values())
 
 
