@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from meshwright.compiler.capture.capture import capture
+from meshwright.runtime.interpret import run
 from tests.test_capture import equal
 
 
@@ -107,3 +109,33 @@ def test_writes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = equal(Body({**PLAIN, **OTHERS}[name]), (torch.rand(4, 6),))
     assert not traces or name in OTHERS, "torch traced it again"
     assert not any(op.target.split(".")[1].endswith("_") for op in graph.ops)
+
+
+def _operand(h: Tensor) -> Tensor:
+    made = h.sin()
+    product = made * h
+    made.add_(1)
+    return product
+
+
+SPOILED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "result": (lambda h: h.exp().add_(1), lambda h: h.exp() + 1), "operand": (_operand, lambda h: h.sin() * h),
+}
+"""What writes into a value that torch has kept for its backward, and the same without a write."""
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_writes_that_spoil_torchs_backward(name: str) -> None:
+    """One process raises; a graph, which writes into nothing, has the gradient of what was read."""
+    (writes, plain), x = (Body(body) for body in SPOILED[name]), torch.rand(4, 6)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        writes(x).sum().backward()
+    writes.zero_grad()
+    graph = capture(writes, (x,), {})
+    values = run(graph, {graph.params[0].value: writes.scale, graph.inputs[0]: x})
+    (made,) = (values[name] for name in graph.outputs)
+    expected = plain(x)
+    torch.testing.assert_close(made, expected)
+    made.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(writes.scale.grad, plain.scale.grad)
