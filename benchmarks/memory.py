@@ -35,6 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.cost.cluster import Cluster
 from meshwright.footprint import footprints
+from meshwright.ir.declared.experts import with_imbalance
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import PP
 from meshwright.ir.pins import Pins
@@ -100,13 +101,13 @@ def t5() -> nn.Module:
     ))
 
 
-def mixtral(balanced: bool = False) -> nn.Module:
-    """A small mixture of 8 experts, 2 per token. ``balanced``: their load counts for the loss."""
+def mixtral(balanced: bool = False, chosen: int = 2) -> nn.Module:
+    """A small mixture of 8 experts, ``chosen`` per token. ``balanced``: their load counts for the loss."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     return MixtralForCausalLM(MixtralConfig(
         hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
-        vocab_size=8192, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=1024, use_cache=False,
+        vocab_size=8192, num_local_experts=8, num_experts_per_tok=chosen, max_position_embeddings=1024, use_cache=False,
         output_router_logits=balanced,
     ))
 
@@ -114,6 +115,11 @@ def mixtral(balanced: bool = False) -> nn.Module:
 def mixtral_balanced() -> nn.Module:
     """The same with load balancing."""
     return mixtral(balanced=True)
+
+
+def mixtral_single() -> nn.Module:
+    """The same with one expert per token, so that it is told how many rows go to other ranks."""
+    return mixtral(chosen=1)
 
 
 def vit(layers: int = 12) -> nn.Module:
@@ -275,6 +281,9 @@ CASES: Mapping[str, Case] = {
     "t5 1f1b bf16": Case(t5, (8, 512), 2, {**STAGES, "schedule": "1f1b"}, "bf16"),
     "mixtral zero 2": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 2}),
     "mixtral zero 3 bf16": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 3}, "bf16"),
+    "mixtral ep 2 zero 2 x2": Case(mixtral_single, (16, 512), 4, {"dp": 4, "ep": 2, "tp": 1, "zero": 2, "microbatches": 2}),
+    "mixtral ep 2 zero 3 bf16": Case(mixtral_single, (16, 512), 4, {"dp": 4, "ep": 2, "tp": 1, "zero": 3}, "bf16"),
+    "mixtral ep 2 zero 1 full": Case(mixtral_single, (16, 512), 4, {"dp": 4, "ep": 2, "tp": 1, "zero": 1, "recompute": "full"}),
     "mixtral tp 2 selective": Case(mixtral, (16, 512), 4, {"dp": 2, "tp": 2, "zero": 1, "recompute": "selective"}),
     "mixtral full": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 0, "recompute": "full"}),
     "mixtral balanced x4": Case(mixtral_balanced, (16, 512), 2, {"dp": 2, "tp": 1, "zero": 2, "microbatches": 4}),
@@ -294,6 +303,10 @@ CASES: Mapping[str, Case] = {
     "gpt2-small interleaved": Case(small, (8, 1024), 2, {**STAGES, "schedule": "interleaved1f1b", "virtual_stages": 2}),
     "gpt2-small zb": Case(small, (8, 1024), 2, {**STAGES, "schedule": "zb", "virtual_stages": 1}),
     "gpt2-small zbv": Case(small, (8, 1024), 2, {**STAGES, "schedule": "zbv"}),
+    "gpt2-small zb dp 2 bf16": Case(
+        small, (16, 1024), 4, {**STAGES, "dp": 2, "zero": 1, "schedule": "zb"}, "bf16"),
+    "gpt2-small zbv dp 2 bf16": Case(
+        small, (16, 1024), 4, {**STAGES, "dp": 2, "zero": 0, "schedule": "zbv"}, "bf16"),
     "gpt2-small dualpipev": Case(small, (8, 1024), 2, {**STAGES, "schedule": "dualpipev"}),
     "gpt2-small pp 4 zero 3": Case(small, (32, 1024), 8, {**STAGES, "pp": 4, "dp": 2, "zero": 3, "schedule": "1f1b"}),
     "gpt2-small pp 4 interleaved zero 1": Case(
@@ -333,8 +346,8 @@ def graph_of(
 
 
 def plan_of(case: Case) -> Plan:
-    """The case's plan, memory of no concern."""
-    graph = graph_of(case.model, case.batch, case.images, case.precision, case.loss_fn)
+    """The case's plan, memory of no concern; experts get as many rows each as ``balanced`` gives them."""
+    graph = with_imbalance(graph_of(case.model, case.batch, case.images, case.precision, case.loss_fn), 1.0)
     return make_plan(graph, Cluster.parse(f"b200:1x{case.world}"), Pins(**case.pins), precision=case.precision)
 
 
@@ -418,11 +431,12 @@ def unread(parallel: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, An
     return (engine, *ports.bind(engine.program, ports.given(engine.program, args, kwargs)))
 
 
-def balanced(counts: torch.Tensor, rows: int) -> list[Any]:
+def balanced(counts: torch.Tensor, rows: int, beside: int = 0) -> list[Any]:
     """In place of the numbers of tokens that experts get, which fake tensors do not have: all the same."""
     if counts.ndim == 2:
         return [[rows // counts.numel()] * counts.shape[1]] * counts.shape[0]
-    return [rows // (len(counts) - 2)] * (len(counts) - 2) + [0, 0]  # none left out, none wrong
+    taken = len(counts) - beside
+    return [rows // max(taken, 1)] * taken + [0] * beside
 
 
 def tracked(plan: Plan, case: Case, rank: int = 0) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """What FSDP2 holds of the parameters while segments run forward and backward over them: a program's, or one stage's.
 
-    unit       the parameters that one block reads alone; the root's are the rest
+    unit       the parameters that one block reads alone; the root's are the rest. Those that are split over other ranks, or
+               held or read in another type, are units of their own, one inside the other (``runtime.assemble``)
     forward    gather the unit, run the segment (``replay``), free the unit (ZeRO-3)
     backward   gather it again, ask for the one ahead, run the segment backward, reduce its gradients
 
@@ -126,30 +127,37 @@ class RootUnit:
             heap.new(float(logits_of(script, program.operators) * itemsize), ACTIVATIONS)
         self.stored = {stored.value: stored for stored in program.stored}
         self.homes = _homes(program.stored, main, leaving)
-        self.units = {home: self._unit(home) for home in (*range(len(self.main)), -1)}
+        self.units = {home: self._units(home) for home in (*range(len(self.main)), -1)}
         self.readers = _last_reads(main, leaving)
         self.loose: dict[str, Storage] = {}  # gradients of what FSDP2 does not take: of this micro-batch, on their way
         self.settled: dict[str, Storage] = {}  # and where they are summed
         self.reducing: Storage | None = None
         self.gathering: Storage | None = None
         self.software, self.shares, self.apart = software, shares, apart
-        for unit in self.units.values() if software.buckets else ():
-            if unit is not None and unit.zero < 2:
+        for unit in (unit for units in self.units.values() for unit in units) if software.buckets else ():
+            if unit.zero < 2:
                 heap.new(unit.elements * unit.itemsize, GRADIENTS)
         self.shared: Storage | None = None
 
     # parameters
 
-    def _unit(self, home: int) -> GatheredUnit | None:
-        members = [s for s in self.program.stored if self.homes.get(s.value) == home and gathers(s, self.mesh)]
-        if not members:
-            return None
+    def _units(self, home: int) -> tuple[GatheredUnit, ...]:
+        """Those of a block, or of the root; the innermost first."""
+        families: dict[object, list[Stored]] = {}
+        for one in self.program.stored:
+            if self.homes.get(one.value) == home and gathers(one, self.mesh):
+                axes = (tuple(a for a in over if self.mesh.size(a) > 1) for over in (one.data_axes, one.shard_axes))
+                key = *axes, one.dtype, rest_itemsize(one, self.program)
+                families.setdefault(key, []).append(one)
         root = home < 0
         zero = min(2, max((s.zero for s in self.main if not s.path), default=1)) if root else self.main[home].zero
-        dtype = self.program.compute_dtype or members[0].dtype
-        elements = sum(local_elements(s, self.mesh) for s in members)
-        shards = self.mesh.size(members[0].shard_axes)
-        return GatheredUnit(elements, shards, dtype.itemsize, zero, root, tuple(s.value for s in members))
+        found = []
+        for members in families.values():
+            dtype = self.program.compute_dtype or members[0].dtype
+            elements = sum(local_elements(s, self.mesh) for s in members)
+            shards = self.mesh.size(members[0].shard_axes)
+            found.append(GatheredUnit(elements, shards, dtype.itemsize, zero, root, tuple(s.value for s in members)))
+        return tuple(found)
 
     # a micro-batch
 
@@ -157,12 +165,12 @@ class RootUnit:
         """``env``: storages by value, held once for this; what leaves is held by the result."""
         if self.shares and self.shared is None:
             self.shared = self._copies([s for s in self.program.stored if self._loose(s)])
-        self._gather(self.units[-1])
+        self._gather_all(self.units[-1])
         casts = [self._cast(-1)]
         tapes: list[Tape] = []
         for index, (segment, script) in enumerate(zip(self.main, self.scripts, strict=True)):
-            unit = self.units[index]
-            self._gather(unit)
+            units = self.units[index]
+            self._gather_all(units)
             cast = self._cast(index)
             tape, made = forward(script, self.heap, env, segment.recompute)
             if segment.recompute == "none":
@@ -173,8 +181,9 @@ class RootUnit:
             for name in self.readers[index]:
                 if name in env:
                     self.heap.drop(env.pop(name))
-            if unit is not None and unit.frees:
-                self._free(unit)
+            for unit in units:
+                if unit.frees:
+                    self._free(unit)
         self._done(self.gathering)
         self.gathering = None
         return Batch(tapes, casts, {name: env.pop(name) for name in self.leaving if name in env and name not in self.stored})
@@ -186,12 +195,12 @@ class RootUnit:
         and frees nothing (``reduce``); ``half``: of a split backward."""
         self._prefetch(len(self.main))
         for index in reversed(range(len(self.main))):
-            unit = self.units[index]
-            if unit is not None and unit.frees:
-                self._gather(unit, forward=False)
+            units = self.units[index]
+            if any(unit.frees for unit in units):
+                self._gather_all(units, forward=False)
                 self._prefetch(index)
             self._backward(index, batch.tapes[index], grads, half)
-            if unit is not None and reduces:
+            for unit in units if reduces else ():
                 self._reduce(unit, last)
             if self.main[index].recompute == "none" and half != "inputs":
                 self.heap.drop(batch.casts.pop())
@@ -202,16 +211,17 @@ class RootUnit:
         self.heap.drop(batch.casts.pop())
         if not self.apart:
             self._settle(-1)
-        if reduces and self.units[-1] is not None:
-            self._reduce(self.units[-1], last)
+        for unit in self.units[-1] if reduces else ():
+            self._reduce(unit, last)
         if last and reduces:
             self._done(self.reducing)
             self.reducing = None
 
     def reduce(self) -> None:
         """All that no backward reduced."""
-        for unit in reversed([unit for unit in self.units.values() if unit is not None]):
-            self._reduce(unit, last=True)
+        for home in reversed(self.units):
+            for unit in self.units[home]:
+                self._reduce(unit, last=True)
         self._done(self.reducing)
         self.reducing = None
 
@@ -232,22 +242,24 @@ class RootUnit:
             self._sums(name)[name] = storage
         if not self.apart:
             self._settle(index)
-        root = self.units[-1] if self.software.buckets else None
-        if root is not None and root.zero < 2 and root.itemsize < _REDUCED:  # what is ready is summed at once
-            self._widen(root)
+        for root in self.units[-1] if self.software.buckets else ():
+            if root.zero < 2 and root.itemsize < _REDUCED:  # what is ready is summed at once
+                self._widen(root)
 
     def _ways(self, stored: Stored) -> tuple[float, ...]:
         """By how much larger each copy of a gradient is than the last, of those made while the segment's backward runs."""
         taken, copied = gathers(stored, self.mesh), (1.0,) if stored.tensor.split_axes else ()
-        if taken or not self.apart:
+        if not self.apart:
             return copied if taken else ()
-        wide = self._widened(stored)
-        return ((wide,) if wide > 1.0 else ()) + copied
+        wide = (self._widened(stored),) if self._widened(stored) > 1.0 else ()
+        return copied + wide if taken else wide + copied
 
     def _widened(self, stored: Stored) -> float:
-        """By how much the gradient of a loose parameter grows in its way through the copy in the compute dtype, to fp32."""
+        """By how much a gradient grows on its way to a sum in fp32: of a loose parameter through its copy in the compute dtype,
+        of one that FSDP2 gathers behind its half of a split backward."""
         dtype = self.program.compute_dtype
-        return _REDUCED / dtype.itemsize if dtype is not None and self._loose(stored) and not self.software.narrow else 1.0
+        read = self._loose(stored) or gathers(stored, self.mesh)
+        return _REDUCED / dtype.itemsize if dtype is not None and read and not self.software.narrow else 1.0
 
     def _settle(self, home: int) -> None:
         """Gradients of loose parameters reach their sums when their readers' backward is done, for autograd runs first what was
@@ -271,8 +283,8 @@ class RootUnit:
 
     def _sums(self, name: str) -> dict[str, Storage]:
         """Where a parameter's gradient is summed."""
-        unit = self.units.get(self.homes.get(name, -1))
-        return unit.weights if unit is not None and name in unit.names else self.loose
+        units = self.units.get(self.homes.get(name, -1), ())
+        return next((unit.weights for unit in units if name in unit.names), self.loose)
 
     def _cast(self, home: int, fused: bool = False) -> Storage:
         """Copies in the compute dtype of the parameters that FSDP2 does not gather (unless they are shared), and of those that
@@ -299,8 +311,12 @@ class RootUnit:
 
     # what FSDP2 does
 
-    def _gather(self, unit: GatheredUnit | None, forward: bool = True) -> None:
-        if unit is None or unit.whole is not None:
+    def _gather_all(self, units: Sequence[GatheredUnit], forward: bool = True) -> None:
+        for unit in reversed(units):
+            self._gather(unit, forward)
+
+    def _gather(self, unit: GatheredUnit, forward: bool = True) -> None:
+        if unit.whole is not None:
             return
         size = unit.elements * unit.itemsize
         if unit.shards > 1:
@@ -325,7 +341,7 @@ class RootUnit:
 
     def _prefetch(self, index: int) -> None:
         """The unit ahead of this one in the backward begins its gather."""
-        ahead = next((u for u in (self.units[i] for i in reversed(range(index))) if u is not None), None)
+        ahead = next((units[-1] for units in (self.units[i] for i in reversed(range(index))) if units), None)
         if ahead is not None and ahead.frees and ahead.whole is None and ahead.shards > 1:
             ahead.incoming = self._start(ahead)
 

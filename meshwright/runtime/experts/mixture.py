@@ -83,7 +83,7 @@ def experts(
     chosen = ids.reshape(-1)
     if near is not None and axis is not None and axis.size > 1:
         keys, own = _keys(chosen, how.count, pieces, axis.size)
-        if read_counts((keys == axis.size * own + 1).sum(0, keepdim=True), 0)[0]:
+        if read_counts((keys == axis.size * own + 1).sum(0, keepdim=True), 0, 1)[0]:
             raise RunError(f"a router chose an expert that is not among the {how.count} there are")
         owned = keys.masked_fill(keys == axis.size * own, -1).unflatten(0, (tokens.shape[0], how.chosen))
         each = None if weights is None else weights.reshape(-1, how.chosen)
@@ -100,8 +100,9 @@ def experts(
     return answers.reshape(*x.shape[:-1], answers.shape[-1])  # type: ignore[no-any-return]
 
 
-def read_counts(counts: Tensor, rows: int) -> list[Any]:
-    """The numbers in a tensor, which count ``rows`` rows; the host waits for them."""
+def read_counts(counts: Tensor, rows: int, beside: int = 0) -> list[Any]:
+    """The numbers in a tensor, which count ``rows`` rows, the last ``beside`` of them those that are not answered here; the
+    host waits for them."""
     return counts.tolist()  # type: ignore[no-any-return]
 
 
@@ -113,7 +114,7 @@ def _sorted(ids: Tensor, count: int, pieces: Sequence[tuple[int, int]], ranks: i
     keys, own = _keys(ids, count, pieces, ranks)
     keys, order = torch.sort(keys, stable=True)
     starts = torch.searchsorted(keys, torch.arange(ranks * own + 3, device=keys.device))
-    *kept, left, wrong = read_counts(starts.diff(), len(ids))
+    *kept, left, wrong = read_counts(starts.diff(), len(ids), 2)
     if wrong:
         raise RunError(f"a router chose an expert that is not among the {count} there are")
     return order[: order.shape[0] - left], [kept[start : start + own] for start in range(0, ranks * own, own)]
