@@ -369,6 +369,23 @@ def bf16_losses(rank: int, plans: Mapping[str, Mapping[str, Any]]) -> list[float
     return off
 
 
+def bf16_gradients(rank: int, plans: Mapping[str, Mapping[str, Any]]) -> list[float]:
+    """How far gradients are from the first plan's at most, each over the largest there is of its parameter; of the parameters
+    that this rank has of both."""
+    torch.set_num_threads(1)
+    model, batch = make("llama")
+    model.train()
+    found = []
+    for data in plans.values():
+        with captured_once("llama"):
+            parallel = _under(Plan.from_dict(data), model)
+        parallel(**batch).loss.backward()
+        found.append({name: p.grad.to_local() for name, p in parallel.named_parameters()})
+    wanted = found[0]
+    both = [(name, other[name]) for other in found[1:] for name in other.keys() & wanted.keys() if wanted[name].numel()]
+    return [float((grad - wanted[name]).abs().max() / wanted[name].abs().max()) for name, grad in both]
+
+
 def check_as_used(rank: int, name: str, pins: Mapping[str, Any], folder: str) -> None:
     """What a user does beside training, on a pipeline that the search finds: a mesh with named axes, ``eval()``, a saved plan,
     a checkpoint that a run under that plan goes on from, pins that contradict the mesh."""

@@ -25,8 +25,8 @@ PROGRAMS = (
 AT_REST = ("gpt2-small zero 0", "vit zero 3 bf16", "mixtral zero 2")
 """Of which the optimizer's state is compared too, which both count alike."""
 PIPELINES = (
-    "gpt2-small zb", "gpt2-small zbv", "gpt2-small zbv dp 2 bf16", "gpt2-small pp 4 zero 3", "llama-110m pp 2 selective", "llama-weights pp 4 bf16",
-    "llama-weights tp 2 bf16", "mixtral balanced interleaved",
+    "gpt2-small zb", "gpt2-small zbv", "gpt2-small zbv dp 2 bf16", "gpt2-small pp 4 zero 3", "llama-110m pp 2 selective",
+    "llama-weights pp 4 bf16", "llama-weights tp 2 bf16", "mixtral balanced interleaved",
 )
 
 

@@ -25,6 +25,7 @@ from tests.equality import compare
 from tests.pipelines import (
     as_dicts,
     at_blocks,
+    bf16_gradients,
     bf16_losses,
     bf16_plan,
     check,
@@ -183,6 +184,12 @@ def test_bf16(pool: Callable[[int], Any]) -> None:
     """bf16 compute with fp32 master weights follows the fp32 run to bf16's precision, split backwards too."""
     plans = as_dicts({s: bf16_plan(s, VIRTUAL[s], zero) for s, zero in (("1f1b", 3), ("zb", 1), ("zbv", 1))})
     assert max(max(off) for off in pool(4).run(bf16_losses, plans)) < 2.0**-6
+
+
+def test_bf16_gradients_are_summed_in_fp32(pool: Callable[[int], Any]) -> None:
+    """Split backwards too: what 1F1B sums of as many micro-batches, but for the order in which fp32 adds."""
+    plans = as_dicts({s: bf16_plan(s, VIRTUAL[s], 1) for s in ("1f1b", "zb", "zbv")})
+    assert max(max(off) for off in pool(4).run(bf16_gradients, plans)) < 1e-6
 
 
 def test_dropout(pool: Callable[[int], Any]) -> None:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 from meshwright.ir.graph import Value
@@ -301,7 +301,7 @@ class Stage(PipelineStage):
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
         if backward_type == "weight":
-            _backward_weights(_joined(bwd_kwargs["param_groups"]))
+            _backward_weights(_joined(bwd_kwargs["param_groups"]), self._units_parameters())
             return (), None
         if backward_type == "input":
             return self._backward_inputs(bwd_kwargs, last_backward)
@@ -327,6 +327,18 @@ class Stage(PipelineStage):
             groups = [{**group, "edges": edges} for group in groups or ()]
         each = iter(found)
         return tuple(next(each) if x.requires_grad else None for x in inputs), groups
+
+    def _units_parameters(self) -> dict[int, Any]:
+        """What FSDP2 knows of its units' parameters, by the identity of what is read of each."""
+        root, found = self.part.engine.root, dict[int, Any]()
+        states: Sequence[Any] = ()
+        if isinstance(root, FSDPModule):
+            states = fully_shard.state(root)._state_ctx.all_states  # type: ignore[attr-defined]
+        for state in states:
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
+            for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
+                found.update((id(one._unsharded_param), one) for one in group.fsdp_params if hasattr(one, "_unsharded_param"))
+        return found
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """After a split backward torch reduces what the units hold, if the stage is a unit to it."""
@@ -360,8 +372,11 @@ def _joined(groups: Sequence[Mapping[str, Any]]) -> list[tuple[set[Node], dict[N
     return [(set().union(*(weights for weights, _ in found)), places)]
 
 
-def _backward_weights(groups: Iterable[tuple[set[Node], Mapping[Node, tuple[Tensor | None, ...]]]]) -> None:
-    """Gradients of weights, from those that the inputs' backward left at the nodes between.
+def _backward_weights(
+    groups: Iterable[tuple[set[Node], Mapping[Node, tuple[Tensor | None, ...]]]], units: Mapping[int, Any]
+) -> None:
+    """Gradients of weights, from those that the inputs' backward left at the nodes between. Those of ``units`` are added up in
+    the type that FSDP2 reduces in, as behind a backward that is one.
 
     (torch 2.11's own takes the gradients of a node's several results for one, and adds what flows on from one place to what
     another one has.)
@@ -384,6 +399,9 @@ def _backward_weights(groups: Iterable[tuple[set[Node], Mapping[Node, tuple[Tens
         for node, grad in zip(nodes, found, strict=True):
             weight = cast(Any, node).variable  # what it accumulates into
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+            if (of := units.get(id(weight))) is not None:
+                of.accumulate_unsharded_grad_if_needed()
+                of.to_accumulated_grad_if_needed()
 
 
 def _example(value: Value, device: torch.device) -> Tensor:
