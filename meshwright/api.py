@@ -210,12 +210,11 @@ def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
     """Rank 0's plan on every rank, for the graph that each captured. What rank 0 raises, every rank raises; so they do where a
     rank captured another graph, or orders the pipeline's schedule otherwise, saying what differs."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        found = search()
-        return replace(found, graph=aligned(found.graph, as_in(graph, found.graph)))
+        return _aligned(search(), graph)
     message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            message = [("plan", plan_to_dict(search()))]
+            message = [("plan", plan_to_dict(_aligned(search(), graph)))]
         except Exception as error:
             portable = error if isinstance(error, MeshwrightError) else RunError(f"{type(error).__name__}: {error}")
             message = [("error", portable)]
@@ -226,7 +225,12 @@ def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
 
     def read() -> Plan:
         found = Plan.from_dict(content)
-        return replace(found, graph=aligned(found.graph, as_in(graph, found.graph)))
+        own = _aligned(found, graph).graph
+        # Calls of a module are counted (`drop@1`), in an order that each process may have for itself, and operators are named
+        # by that: what is drawn depends on it
+        return replace(found, graph=replace(own, ops=tuple(
+            replace(op, module=said.module, source=said.source) for op, said in zip(own.ops, found.graph.ops, strict=True)
+        )))
 
     found = together(read)
     mine = together(lambda: (plan_hash(found), order_of(found)))
@@ -241,6 +245,10 @@ def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
         if odd:
             raise PlanError(f"ranks {odd} {remedy}")
     return found
+
+
+def _aligned(plan: Plan, graph: Graph) -> Plan:
+    return replace(plan, graph=aligned(plan.graph, as_in(graph, plan.graph)))
 
 
 def _check_options(optimizer: str | float, precision: str, pins: Pins | Mapping[str, Any] | str | None) -> Pins:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 from torch.nn import functional as F
 
 from meshwright.api import autoparallel
@@ -201,3 +202,32 @@ def test_dropout_in_place_is_dropout() -> None:
     assert [(op.target, op.args[1:]) for op in found] == [("aten.dropout.default", (0.25, True))]
     masked = capture(_Asking(lambda x: torch.native_dropout(x, 0.5, True)[1]), (torch.ones(2, 4),), {})
     assert "aten.native_dropout.default" in {op.target for op in masked.ops}
+
+
+class Walks(nn.Module):
+    """Calls its modules twice, in an order that each process has for itself, as one that walks a set does."""
+
+    def __init__(self, order: tuple[float, ...]) -> None:
+        super().__init__()
+        self.inside, self.drop, self.order = nn.Linear(8, 8), nn.Dropout(0.5), order
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        one, two = (found for _, found in sorted((size, self.drop(self.inside(x * size))) for size in self.order))
+        return {"loss": (one - two.tanh()).square().mean(), "one": one, "two": two}
+
+
+def _walked(rank: int, operators: dict[str, str]) -> list[Any]:
+    torch.manual_seed(0)
+    parallel: Any = autoparallel(
+        Walks((1.0, 2.0)[::1 - 2 * rank]), init_device_mesh("cpu", (2,)), ((), {"x": torch.ones(4, 8)}), progress=False,
+        pins={"axes": {"x": 2}, "zero": 0, "operators": operators})
+    found = parallel(x=torch.ones(4, 8))
+    return [found[name].redistribute(placements=[Replicate()]).to_local().tolist() for name in ("one", "two")]
+
+
+@pytest.mark.parametrize("operators", [{"drop*:*": ""}, {"inside:*": "x=n", "inside@1:*": "", "drop*:*": ""}], ids=str)
+def test_replicas_agree_whatever_order_each_process_walks_in(pool: Callable[[int], Any], operators: dict[str, str]) -> None:
+    """Calls of a module are named by their turn, which is another one there."""
+    here, there = pool(2).run(_walked, operators)
+    assert here == there
+    assert any(0.0 in row for row in here[0])
