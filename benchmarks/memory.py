@@ -91,6 +91,15 @@ def mistral() -> nn.Module:
     ))
 
 
+def bert() -> nn.Module:
+    """Four layers whose logits are as wide as BERT's."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8, vocab_size=30522,
+    ))
+
+
 def t5() -> nn.Module:
     """T5 of two layers on each side: a position bias that takes a gradient, and attention between two sequences."""
     from transformers import T5Config, T5ForConditionalGeneration
@@ -279,6 +288,8 @@ CASES: Mapping[str, Case] = {
     "t5 selective x4 bf16": Case(t5, (16, 512), 2, {"dp": 2, "tp": 1, "zero": 2, "recompute": "selective", "microbatches": 4},
                                  "bf16"),
     "t5 1f1b bf16": Case(t5, (8, 512), 2, {**STAGES, "schedule": "1f1b"}, "bf16"),
+    "bert tp 4 x2 bf16": Case(bert, (8, 512), 4, {"dp": 1, "tp": 4, "microbatches": 2}, "bf16"),
+    "bert tp 2 full x2": Case(bert, (16, 512), 4, {"dp": 2, "tp": 2, "zero": 1, "recompute": "full", "microbatches": 2}),
     "mixtral zero 2": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 2}),
     "mixtral zero 3 bf16": Case(mixtral, (16, 512), 4, {"dp": 4, "tp": 1, "zero": 3}, "bf16"),
     "mixtral ep 2 zero 2 x2": Case(mixtral_single, (16, 512), 4, {"dp": 4, "ep": 2, "tp": 1, "zero": 2, "microbatches": 2}),

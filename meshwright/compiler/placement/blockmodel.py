@@ -146,7 +146,7 @@ class Builder:
             if name in self.params:
                 self._parameter(model, name, readers)
             elif name in made or name in model.states:
-                self._value(model, name, made.get(name), readers)
+                self._value(model, name, made.get(name), readers, position)
         for name in (*position.exit, *position.shared_out):
             self._state(model, name, position)
             self._leaves_as(model, name, made[name])
@@ -223,7 +223,7 @@ class Builder:
         rows = np.array([index.get(placed.results[made[1]], len(states)) for placed in model.placed[made[0]]])
         model.edges.append(Edge(made[0], var, self.tables.equal(len(states)), rows, np.arange(len(states))))
 
-    def _value(self, model: Model, name: str, made: Place | None, readers: list[Place]) -> None:
+    def _value(self, model: Model, name: str, made: Place | None, readers: list[Place], position: Position) -> None:
         """The edges from a value to its readers, through a copy variable if there are several."""
         if made is not None:
             source, have = made[0], [placed.results[made[1]] for placed in model.placed[made[0]]]
@@ -244,6 +244,8 @@ class Builder:
             source, have, saving = copy, options, False
         for i, states in needs:
             self._edge(model, name, source, have, i, states, saving=saving)
+            if self._loses(position, i) and self.graph.values[name].differentiable:
+                self._gathered_back(model, name, have, i, states)
 
     def _edge(
         self, model: Model, name: str, i: int, have: Sequence[Sharding], j: int, want: Sequence[Sharding], saving: bool,
@@ -258,6 +260,21 @@ class Builder:
             inside = np.array([[is_piece(target, source) for target in targets] for source in sources])
             table = np.where(inside[:, :, None], table, np.inf)
         model.edges.append(Edge(i, j, table, np.array([rows[s] for s in have]), np.array([cols[s] for s in want])))
+
+    def _loses(self, position: Position, at: int) -> bool:
+        ops = position.ops(self.graph)
+        return at < len(ops) and self.rules.operators[ops[at].target].kind == "loss"
+
+    def _gathered_back(self, model: Model, name: str, have: Sequence[Sharding], reader: int, want: Sequence[Sharding]) -> None:
+        """A gradient of logits that lie more widely than a loss reads them is whole beside the piece that it is gathered from,
+        when the loss has let go of its logits: bytes beyond those that the loss itself needs."""
+        edge, sources, targets = model.edges[-1], tuple(dict.fromkeys(have)), tuple(dict.fromkeys(want))
+        needs = [min(float(row[TRANSIENT]) for row, state in zip(model.unary[reader], want, strict=True) if state == target)
+                 - self.tables.bytes(name, target) for target in targets]
+        more = self.tables.gathers_back(name, sources, targets) - np.array(needs)[None, :] - edge.table[:, :, SAVED]
+        more = np.where(np.isfinite(more), np.maximum(more, 0.0), 0.0)
+        if more.any():
+            model.edges[-1] = replace(edge, table=edge.table + more[:, :, None] * np.eye(RESOURCES)[TRANSIENT])
 
     def _output(self, model: Model, name: str, made: Place) -> None:
         """An output of the model: its pending sums are completed, and it is held for the caller, of every micro-batch."""

@@ -18,6 +18,7 @@ from meshwright.compiler.structure.activations import Saved, Shape
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import HEADS, SEQUENCE, Mesh
 from meshwright.ir.plan import Schedule
+from meshwright.ir.reshard import STEPS
 from meshwright.ir.sharding import Sharding, ceil_div
 
 Array = NDArray[np.float64]
@@ -138,6 +139,12 @@ class ResourceTables:
         table[moves.impossible] = np.inf
         self._tables[key] = table
         return table
+
+    def gathers_back(self, name: str, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...]) -> Array:
+        """Bytes [sources, targets] of a value's gradient that is gathered on its way back, and of what it is received in."""
+        whole, moves = self.whole(name), paths(sources, targets)
+        full = [2.0 * whole / self.mesh.size(split) * (STEPS[kind][1] == "all_gather") for kind, _, split in moves.steps]
+        return np.asarray(((moves.counts > 0) * np.array(full)).max(axis=-1, initial=0.0))
 
     def kept_ways(self, table: Array, lasting: frozenset[str], again: bool, held: bool) -> Array | None:
         """Of a table of reshards what changes in each where its block is recomputed, for the results of ``lasting`` kinds of

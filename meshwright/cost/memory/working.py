@@ -91,10 +91,11 @@ def beside_output(
 
 def held_outputs(microbatches: int, saved: bool, state: Sharding) -> int:
     """How many times the bytes of a micro-batch's output a step holds beside what its backward keeps: of all micro-batches
-    joined, and the one at work; what lies in another order than the caller's is handed back as a copy, and is there once more
-    while pieces of chunks come back from where they were meanwhile (``ir.reshard``)."""
+    joined, and the one at work, which is not what is kept if it is a sum yet to be made; what lies in another order than
+    the caller's is handed back as a copy, and is there once more while pieces of chunks come back from where they were
+    meanwhile (``ir.reshard``)."""
     aside = any(state.mirrored.intersection(axes[:-1]) for axes in state.dims)
-    return handed_back(microbatches) - (saved and not state.mirrored) + aside
+    return handed_back(microbatches) - (saved and not state.mirrored and not state.partial) + aside
 
 
 def handed_back(microbatches: int) -> int:
