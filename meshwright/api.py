@@ -197,8 +197,13 @@ def _build(
         return as_in(capture_model(model, args, kwargs, targets, loss_fn, plan.precision, training, functional), plan.graph)
 
     def other_mode(graph: Graph) -> Program:
-        there = in_mode(plan, graph, rules_of(graph)[0])
-        return checked_program(replace(there, registered=registered_of(graph)), rank)
+        first = _of_first(graph)
+
+        def lowered() -> Program:
+            own = graph if first is None else _as_first(graph, first)
+            return checked_program(replace(in_mode(plan, own, rules_of(own)[0]), registered=registered_of(own)), rank)
+
+        return together(lowered)
 
     parallel.watch = CallWatch(model, plan.graph, recapture, positional, loss_fn)
     parallel.lower_mode = other_mode
@@ -225,12 +230,7 @@ def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
 
     def read() -> Plan:
         found = Plan.from_dict(content)
-        own = _aligned(found, graph).graph
-        # Calls of a module are counted (`drop@1`), in an order that each process may have for itself, and operators are named
-        # by that: what is drawn depends on it
-        return replace(found, graph=replace(own, ops=tuple(
-            replace(op, module=said.module, source=said.source) for op, said in zip(own.ops, found.graph.ops, strict=True)
-        )))
+        return replace(found, graph=_as_first(graph, found.graph))
 
     found = together(read)
     mine = together(lambda: (plan_hash(found), order_of(found)))
@@ -245,6 +245,24 @@ def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
         if odd:
             raise PlanError(f"ranks {odd} {remedy}")
     return found
+
+
+def _of_first(graph: Graph) -> Graph | None:
+    """Rank 0's graph on every rank; None where there is one rank. Every rank calls this."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    message: list[Any] = [replace(graph, classes={}) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(message, src=0)
+    return message[0]  # type: ignore[no-any-return]
+
+
+def _as_first(graph: Graph, first: Graph) -> Graph:
+    """The graph with its operators in the order of rank 0's, under the names that they have there. Each rank may have captured
+    them in an order of its own: ranks exchange values one after the other, calls of a module are counted (`drop@1`), and what
+    is drawn depends on the name."""
+    own = aligned(first, as_in(graph, first))
+    return replace(own, ops=tuple(replace(op, module=said.module, source=said.source)
+                                  for op, said in zip(own.ops, first.ops, strict=True)))
 
 
 def _aligned(plan: Plan, graph: Graph) -> Plan:

@@ -249,3 +249,36 @@ def test_what_eval_does_not_switch_off(pool: Callable[[int], Any]) -> None:
     """Modules whose train() keeps parts in eval(), or themselves in training; norms of the batch's own statistics; functions
     that are always told to train."""
     pool(2).run(_stubborn, [{"dp": 2, "zero": 3, "recompute": "full"}, {"tp": 2}])
+
+
+class Walks(nn.Module):
+    """Calls a module three times, in an order that each process has for itself, as one that walks a set does; eval() computes
+    something else."""
+
+    def __init__(self, order: tuple[float, ...]) -> None:
+        super().__init__()
+        self.inside, self.order = nn.Linear(8, 8), order
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        made = {size: self.inside(x * size) for size in self.order}
+        one, two, three = (y if self.training else y.cumsum(-1) for _, y in sorted(made.items(), key=lambda item: item[0]))
+        return {"loss": (one - two.tanh() * three).square().mean(), "one": one}
+
+
+def _evaluated(rank: int, operators: dict[str, str]) -> list[float]:
+    x = torch.arange(32.0).view(4, 8) / 10
+    torch.manual_seed(0)
+    model = Walks((1.0, 2.0, 3.0)[::1 - 2 * rank])
+    parallel: Any = autoparallel(model, init_device_mesh("cpu", (2,)), ((), {"x": x}), progress=False,
+                                 pins={"axes": {"x": 2}, "zero": 0, "operators": operators})
+    parallel.eval()
+    return [float(parallel(x=x)["loss"]), float(model.eval()(x=x)["loss"])]
+
+
+@pytest.mark.parametrize("operators", [
+    {"inside*:*": "x=n"}, {"inside:*": "x=n", "inside@1:*": "x=b0", "inside@2:*": ""},
+], ids=["alike", "each its own way"])
+def test_eval_is_right_whatever_order_each_process_walks_in(pool: Callable[[int], Any], operators: dict[str, str]) -> None:
+    """What ranks exchange is of the same call."""
+    for found, alone in pool(2).run(_evaluated, operators):
+        assert found == pytest.approx(alone)

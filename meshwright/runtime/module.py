@@ -139,7 +139,7 @@ def _default_device() -> torch.device:
 class ParallelModule(Closed):
     """See the file's head. Made by ``build``; ``plan`` is whatever the caller puts there; ``watch`` is called at every call,
     with (training, args, kwargs, targets), and may raise, or give the (difference, graph) of another mode, which
-    ``lower_mode`` makes this rank's program of; ``exporter`` is what ``export`` calls."""
+    ``lower_mode`` makes this rank's program of, on all ranks together; ``exporter`` is what ``export`` calls."""
 
     def __init__(
         self, program: Program, groups: Groups, engine: Engine | PipelineStages, seed: int, model: nn.Module | None,
@@ -330,7 +330,7 @@ class ParallelModule(Closed):
         if mode not in self._others:
             lower = self.lower_mode
             assert lower is not None, "who watches can lower"
-            program = together(lambda: lower(other.graph))
+            program = lower(other.graph)
             groups, wanted = self._groups, fused_axes(program)
             if wanted - groups.by_axes.keys():
                 groups = make_groups(program.mesh, groups.device, wanted)
