@@ -146,6 +146,8 @@ WAYS: Mapping[str, Way] = {
     "geometric, cauchy": lambda layer, h, ask: (
         h + ask(lambda: torch.empty_like(h).geometric_(0.5)) * 0.1 + ask(lambda: torch.empty_like(h).cauchy_()).atan()),
     "log normal": lambda layer, h, ask: h * ask(lambda: torch.empty_like(h).log_normal_(0.0, 0.3)),
+    "truncated normal by its inverse": lambda layer, h, ask: h * ask(
+        lambda: torch.empty_like(h).uniform_(-0.5, 0.9).erfinv_().mul_(2**0.5).add_(0.3).clamp_(-0.6, 2.0)),
     "random in place": lambda layer, h, ask: h * ask(lambda: torch.empty(WIDTH).random_(1, 4)),
     "binomial": lambda layer, h, ask: h * ask(lambda: torch.binomial(torch.full_like(h, 3.0), h.detach().sigmoid())),
     "some of the samples": lambda layer, h, ask: torch.where(

@@ -29,6 +29,7 @@ from meshwright.compiler.capture.shadow import (
     Traced,
     behind,
     failing_frame,
+    failing_function,
     fake_inputs,
     make_shadow,
     model_tensors,
@@ -206,6 +207,9 @@ _FUNCTIONS: Mapping[str, str] = {
     "ctc_loss": "what it makes depends on the lengths of the targets; let the model return the log probabilities, and call "
                 "ctc_loss on what the parallel module returns (.full_tensor() is differentiable; without micro-batches and "
                 "pipelines)",
+    "trunc_normal_": "it draws anew until every number lies within the bounds (torch 2.11 does not); draw by the inverse: "
+                     "low, high = (math.erf((bound - mean) / (std * 2**0.5)) for bound in (a, b)), then "
+                     "x.uniform_(low, high).erfinv_().mul_(std * 2**0.5).add_(mean).clamp_(a, b)",
 }
 """{function of torch that looks at the contents of tensors inside: what to do instead}."""
 
@@ -243,6 +247,7 @@ def _explain(error: Exception, model: nn.Module, shadow: nn.Module) -> CaptureEr
     kept = next((one for one in behind(error) if isinstance(one, NotKeptError)), None)
     function = next((note.removeprefix(IN_FUNCTION) for one in behind(error) for note in getattr(one, "__notes__", ())
                      if note.startswith(IN_FUNCTION)), "")
+    function = failing_function(error, _FUNCTIONS) or function
     inside = dict(model.named_modules()).get(module, model)
     where = f"module {module or '(root)'!r} ({type(inside).__name__})" + (f" at {source}" if source else "")
     if kept is not None:

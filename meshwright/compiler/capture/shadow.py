@@ -16,8 +16,9 @@ import copy
 import logging
 import random
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -413,6 +414,16 @@ def _innermost(traceback: types.TracebackType | None, paths: Mapping[int, str]) 
             source = f"{code.co_filename.rsplit('/', 1)[-1]}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return module, source
+
+
+def failing_function(error: BaseException, names: Collection[str]) -> str:
+    """The outermost function of torch's own that was running, of these names; "" where none was."""
+    for one in behind(error):
+        for frame, _ in walk_tb(one.__traceback__):
+            code = frame.f_code
+            if code.co_name in names and "/torch/" in code.co_filename:
+                return f"{frame.f_globals['__name__']}.{code.co_name}"
+    return ""
 
 
 def is_user_file(path: str) -> bool:
