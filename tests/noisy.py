@@ -1,5 +1,5 @@
 """Models of ``tests.strangers`` on four processes, planned by prices that are drawn: layouts are taken that no real prices
-would choose, and are to be as right as others. Equal, or refused on every rank, but not as an error of the plan.
+would choose, and are to be as right as others. Equal, or refused on every rank in words that a user can act on.
 
     python -m tests.noisy                   every model under every way of WAYS, a line for each that did not come out so
     python -m tests.noisy --drawn 3 norm    each model whose name holds a word under one way
@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from meshwright.compiler.placement.blockmodel import FORWARD, Builder
 from meshwright.compiler.placement.costs import Costs
 from meshwright.ir.graph import Op
-from tests import strangers
-from tests.strangers import MODELS, tried
+from tests.strangers import MODELS, judge, tried
 from tests.trials import report
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -68,12 +67,8 @@ def trials(rank: int, way: str, names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what is neither equal nor refused on every rank, or is refused as an error of the plan."""
+    """Print what is neither equal nor refused on every rank in words that a user can act on."""
     from tests import noisy
-
-    def judge(results: Sequence[str]) -> tuple[bool, Sequence[str]]:
-        good, words = strangers.judge(results)
-        return good and "please report" not in words[0], words
 
     return report(__doc__, arguments, noisy.trials, MODELS, WAYS, usual=WAYS, four=tuple(WAYS), judge=judge)
 

@@ -11,6 +11,7 @@ its weights and buffers afterwards are compared. ``test_strangers`` runs some of
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -332,9 +333,14 @@ def tried(name: str, pins: Mapping[str, Any]) -> str:
     return "; ".join(unlike(said, loop(single), state, single.state_dict())[:3]) or "equal"
 
 
+NO_WORDS = re.compile(r"refused: (Verify|Sharding|Rule|Graph|Mesh)Error:|please report")
+"""Errors of a plan, and of the form of a value that no user gave: they tell nobody what to do."""
+
+
 def judge(results: Sequence[str]) -> tuple[bool, Sequence[str]]:
-    """Whether all ranks say the same, and that it is equal or refused; what they say."""
-    return len({one.partition(":")[0] for one in results}) == 1 and results[0].startswith(("equal", "refused")), results
+    """Whether all ranks say the same, and that it is equal, or refused in words that a user can act on; what they say."""
+    alike = len({one.partition(":")[0] for one in results}) == 1
+    return alike and results[0].startswith(("equal", "refused")) and not any(map(NO_WORDS.search, results)), results
 
 
 def _made(name: str) -> nn.Module:
@@ -346,10 +352,6 @@ def _made(name: str) -> nn.Module:
 def main(arguments: Sequence[str]) -> int:
     """Print what is neither equal nor refused on every rank."""
     from tests import strangers
-
-    def judge(results: Sequence[str]) -> tuple[bool, Sequence[str]]:
-        alike = len({one.partition(":")[0] for one in results}) == 1
-        return alike and results[0].startswith(("equal", "refused")) and "please report" not in "".join(results), results
 
     return report(__doc__, arguments, strangers.trials, MODELS, WAYS, usual=WAYS, four=FOUR, judge=judge)
 

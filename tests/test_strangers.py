@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
+from meshwright.errors import MeshwrightError, VerifyError
+from meshwright.ir.graph import GraphError
+from meshwright.ir.mesh import MeshError
+from meshwright.ir.notation import RuleError
+from meshwright.ir.pins import PinError
+from meshwright.ir.sharding import ShardingError
 from tests import noisy
-from tests.strangers import FOUR, trials
+from tests.strangers import FOUR, judge, trials
 
 SOME = {"pp": ["pairs", "sigmoid pairs", "nested", "triplets"], "zb": ["penalized"], "cp": ["copies of positions", "biased"],
         "tp": ["pairs of rows", "in memory", "a part in memory", "in memory by itself", "turned pairs", "repeats",
@@ -34,3 +40,19 @@ def test_models_are_equal_in_layouts_that_are_drawn(pool: Callable[[int], Any], 
     """Some operators have samples of their own on each device beside others that have features of all."""
     for found in pool(4).run(noisy.trials, way, DRAWN[way]):
         assert found == [(name, "equal") for name in DRAWN[way]]
+
+
+def _refused(error: MeshwrightError) -> str:
+    return f"refused: {type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("error", [VerifyError("%y", "head", "x", "y"), ShardingError("2 axes"), RuleError("2 dims"),
+                                   GraphError("no %y"), MeshError("no axis")], ids=lambda error: type(error).__name__)
+def test_refusals_that_tell_nobody_what_to_do_are_faults(error: MeshwrightError) -> None:
+    """On whichever rank."""
+    fine = _refused(PinError("pin tp=3: 8 heads; pin 2"))
+    assert judge([fine, fine])[0]
+    assert judge(["equal", "equal"])[0]
+    assert not judge([_refused(error), _refused(error)])[0]
+    assert not judge([fine, _refused(error)])[0]
+    assert not judge([fine, "equal"])[0]
