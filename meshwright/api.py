@@ -230,7 +230,17 @@ def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
 
     def read() -> Plan:
         found = Plan.from_dict(content)
-        return replace(found, graph=_as_first(graph, found.graph))
+        try:
+            return replace(found, graph=_as_first(graph, found.graph))
+        except PlanError as error:
+            if not error.difference:
+                raise
+            raise PlanError(
+                f"rank {dist.get_rank()} captured another model than rank 0 ({error.difference}; 'this model' is rank "
+                f"{dist.get_rank()}'s). Build the same model with the same example inputs on every rank; its forward must not "
+                f"ask for the rank, the time or the environment, and must add up what it makes in one order: where it walks a "
+                f"set, in that of a list"
+            ) from error
 
     found = together(read)
     mine = together(lambda: (plan_hash(found), order_of(found)))

@@ -49,7 +49,9 @@ class InputError(MeshwrightError, TypeError):
 
 
 class PlanError(MeshwrightError, ValueError):
-    """A plan that cannot be made, read or run."""
+    """A plan that cannot be made, read or run. ``difference``: of its graph from what a model computes, if that is why."""
+
+    difference: str = ""
 
 
 class CheckpointError(MeshwrightError, ValueError):

@@ -7,6 +7,7 @@ import gc
 import io
 import json
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -421,3 +422,33 @@ def test_what_one_rank_raises_in_a_step_ends_all(pool: Callable[[int], Any]) -> 
     assert last[0].startswith("_LinAlgError")
     told = "RunError: rank 1 failed in the middle of a step (_LinAlgError"
     assert [text[:len(told)] for text in (*first, last[1])] == [told] * 3
+
+
+class _OfThisProcess(nn.Module):
+    """Computes what each process may compute otherwise: adds up in an order of its own, or asks for its rank."""
+
+    def __init__(self, order: tuple[float, ...], sign: float) -> None:
+        super().__init__()
+        self.inside, self.order, self.sign = nn.Linear(8, 8), order, sign
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x * self.sign
+        for size in self.order:
+            found = found + self.inside(x * size)
+        return found.square().mean()
+
+
+def _captured_apart(rank: int, makes: str) -> str:
+    order = (1.0, 2.0, 3.0)[::1 - 2 * rank] if makes == "order" else (1.0, 2.0)
+    torch.manual_seed(0)
+    model = _OfThisProcess(order, -1.0 if makes == "rank" and torch.distributed.get_rank() else 1.0)
+    x, mesh = torch.ones(8, 8), init_device_mesh("cpu", (2,))
+    return said(lambda: autoparallel(model, mesh, (x,), pins={"dp": 2}, progress=False))
+
+
+@pytest.mark.parametrize("makes", ["order", "rank"])
+def test_ranks_that_compute_otherwise_are_refused_in_words_for_it(pool: Callable[[int], Any], makes: str) -> None:
+    """Nobody gave a plan, so the words are not of one."""
+    here, there = pool(2).run(_captured_apart, makes)
+    assert here == there
+    assert re.match(r"rank 1 captured another model than rank 0 \(.*\)\. Build the same model .* on every rank", here)

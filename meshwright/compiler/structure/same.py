@@ -20,7 +20,6 @@ from meshwright.ir.serialize import digest, elements, packed
 from meshwright.ir.sharding import DTYPE_NAMES
 from meshwright.ir.writing.canonical import canonical_inside
 
-_REMEDY = "; plan again for this model, or give the model (and the loss_fn and precision) that the plan was made for"
 _LITERAL = "_constant_"
 """How tensor literals of the model's code are called: these are known by their contents."""
 
@@ -30,17 +29,16 @@ def aligned(planned: Graph, captured: Graph) -> Graph:
     come from) taken from the captured one. Raises PlanError naming the first difference."""
     theirs, ours = _KnownSame(planned), _KnownSame(captured)
     for difference in (*_inputs(planned, captured), *_params(planned, captured)):
-        raise PlanError(f"the plan was made for another model: {difference}{_REMEDY}")
+        raise _another(difference)
     theirs.walk()
     ours.walk()
     if Counter(theirs.ops.values()) != Counter(ours.ops.values()):
-        raise PlanError(f"the plan was made for another model: {_operators(theirs, ours)}{_REMEDY}")
+        raise _another(_operators(theirs, ours))
     for what, mine, other in zip(("output", "loss", "new values of buffers"), theirs.ends(), ours.ends(), strict=True):
         if mine != other:
-            raise PlanError(f"the plan was made for another model: its {what} is computed otherwise{_REMEDY}")
+            raise _another(f"its {what} is computed otherwise")
     if (planned.changes is None) != (captured.changes is None):
-        raise PlanError(f"the plan was made for another model: one of them changes its inputs in place, or "
-                        f"asserts something of them, and the other does not{_REMEDY}")
+        raise _another("one of them changes its inputs in place, or asserts something of them, and the other does not")
     changes = None if planned.changes is None or captured.changes is None else aligned(planned.changes, captured.changes)
     signature = _signature(planned, captured)
     twins = {ours.ops[op.name]: op for op in captured.ops}
@@ -51,6 +49,13 @@ def aligned(planned: Graph, captured: Graph) -> Graph:
     constants = {name: captured.constants[other] for name, other in contents.items() if other in captured.constants}
     return replace(planned, ops=ops, constants=constants, changes=changes, signature=signature, classes=captured.classes,
                    foreign=False)
+
+
+def _another(difference: str) -> PlanError:
+    error = PlanError(f"the plan was made for another model: {difference}; plan again for this model, or give the model (and "
+                      f"the loss_fn and precision) that the plan was made for")
+    error.difference = difference
+    return error
 
 
 @dataclass
@@ -168,10 +173,10 @@ def _signature(planned: Graph, captured: Graph) -> Any:
     mine, other = planned.signature, captured.signature
     shown = [[(parameter["name"], parameter["kind"]) for parameter in one["parameters"]] for one in (mine, other)]
     if shown[0] != shown[1]:
-        raise PlanError(f"the plan was made for another model: its forward takes {[name for name, _ in shown[0]]}, this "
-                        f"model's {[name for name, _ in shown[1]]}{_REMEDY}")
+        raise _another(f"its forward takes {[name for name, _ in shown[0]]}, this model's "
+                       f"{[name for name, _ in shown[1]]}")
     if _nameless(mine["output"]) != _nameless(other["output"]) or len(mine["targets"]) != len(other["targets"]):
-        raise PlanError(f"the plan was made for another model: its output or its targets are other containers{_REMEDY}")
+        raise _another("its output or its targets are other containers")
     return {**mine, "parameters": other["parameters"]}
 
 
