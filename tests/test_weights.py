@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -436,3 +436,59 @@ def test_what_state_dicts_would_lack_is_refused() -> None:
         with pytest.raises(InputError, match=f"module '0' .* changes what state_dict.. gives .{words}.*What to do"):
             refuse_own_state(nn.Sequential(module))
     refuse_own_state(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+
+
+class Registered(nn.Module):
+    """Its modules, parameters and buffers are registered in an order that each process may have for itself, as where a
+    ModuleDict is made of a set; ``drawn``: the order in which it initializes its own."""
+
+    def __init__(self, names: str, drawn: str = "abc") -> None:
+        super().__init__()
+        self.parts, self.drawn = nn.ModuleDict({name: nn.Linear(8, 8) for name in names}), drawn
+        for name in names:
+            self.register_parameter(f"scale_{name}", nn.Parameter(torch.empty(8)))
+            self.register_buffer(f"shift_{name}", torch.empty(8))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for name in self.drawn:
+            nn.init.normal_(self.get_parameter(f"scale_{name}"))
+            self.get_buffer(f"shift_{name}").fill_(float(ord(name)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in "abc":
+            x = self.parts[name](x).tanh() * self.get_parameter(f"scale_{name}") + self.get_buffer(f"shift_{name}")
+        return x.square().mean()
+
+
+def _registered_apart(rank: int, cases: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[str]]:
+    """(names of parameters in order, and what is drawn for them) under each plan of a model that rank 1 has in another order;
+    what is wrong."""
+    x, mesh, said, wrong = torch.linspace(-1, 1, 64).view(8, 8), init_device_mesh("cpu", (2,)), list[Any](), list[str]()
+    order = "abc"[::1 - 2 * rank]
+    for pins in cases:
+        single, model = Registered("abc"), Registered(order)
+        model.load_state_dict(single.state_dict())
+        parallel: Any = autoparallel(model, mesh, (x,), pins=dict(pins), progress=False)
+        for one in (parallel, single):
+            one(x).backward()
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+        wrong += same_state(parallel, single, rank, str(pins))
+        with torch.device("meta"):
+            blank, drawing = Registered(order), Registered("abc", drawn=order)
+        made = autoparallel(blank, mesh, (x,), plan=parallel.plan, progress=False)
+        said += [(name, whole(tensor).tolist()) for name, tensor in made.named_parameters()]
+        with pytest.raises(InputError, match=r"initialization makes other weights on ranks \[1\].*'scale_a'.*What to do"):
+            autoparallel(drawing, mesh, (x,), plan=parallel.plan, progress=False)
+    return said, wrong
+
+
+def test_parameters_that_each_process_has_in_an_order_of_its_own(pool: Callable[[int], Any]) -> None:
+    """They are gathered one after the other, and initialized from seeds of their own: in rank 0's order."""
+    cases = [{"dp": 2, "zero": 0}, {"dp": 2, "zero": 3}, {"tp": 2}]
+    here, there = pool(2).run(_registered_apart, cases)
+    assert here == there
+    said, wrong = here
+    assert wrong == []
+    assert said[:9] == said[9:18] == said[18:]
+    assert [name for name, _ in said[:9:2]] == ["scale_a", "scale_c", "parts.a.bias", "parts.b.bias", "parts.c.bias"]

@@ -29,7 +29,7 @@ from meshwright.ir.mesh import PP
 from meshwright.ir.program import Program, Stored
 from meshwright.ir.signature import rebuild_output
 from meshwright.runtime.assemble import assemble, data_meshes, fused_axes, rest_dtype
-from meshwright.runtime.checks.calls import Agreement, check_bounds, digest_of_input, same_weights
+from meshwright.runtime.checks.calls import Agreement, check_bounds, digest_of_input, same_initialization, same_weights
 from meshwright.runtime.checks.edits import Role
 from meshwright.runtime.checks.empty import ALL_OF_ONE, Made, all_of_one
 from meshwright.runtime.checks.gradients import (
@@ -68,7 +68,7 @@ from meshwright.runtime.state.norms import clip
 from meshwright.runtime.state.optimizer import NOTHING, Nothing, nothing_on, with_nothing
 from meshwright.runtime.state.reading import let_operators_know
 from meshwright.runtime.step import run_step
-from meshwright.runtime.verdict import interrupting, together
+from meshwright.runtime.verdict import interrupting, of_rank_zero, together
 from meshwright.runtime.whole import Whole, adopt, cut_as, let_anomalies_be_found, let_optimizers_know
 
 T = TypeVar("T")
@@ -109,13 +109,26 @@ def build(
 
     engine = together(lambda: _of_this_rank(make, "make room for"))
     named = together(lambda: _ordered(program, model) if names is None else list(names))
+    paths: list[str] | None = None
     if model is not None:
         same_weights({**dict(model.named_parameters()), **dict(model.named_buffers())})
-    together(lambda: _of_this_rank(lambda: fill(program, engine.tensors, groups, source, seed), "fill"))
+        named = _as_first(named, [fqn for fqn, _ in named])
+        listed = together(lambda: list(kinds_of(model).items()))
+        kinds = dict(_as_first(listed, [path for path, _ in listed]))
+        paths = ["", *kinds]
+    same_initialization(together(lambda: _of_this_rank(lambda: fill(program, engine.tensors, groups, source, seed, paths),
+                                                       "fill")))
     if stages and all_of_one(stages.stored):
         warnings.warn(StageWarning(ALL_OF_ONE), stacklevel=2)
     with collector_paused():
         return ParallelModule(program, groups, engine, seed, model, named, kinds)
+
+
+def _as_first(mine: list[T], names: Sequence[str]) -> list[T]:
+    """What is called so, in rank 0's order; what rank 0 does not have comes last. Every rank calls this."""
+    at = {name: index for index, name in enumerate(of_rank_zero(list(names)))}
+    order = sorted(range(len(names)), key=lambda index: at.get(names[index], len(at)))
+    return [mine[index] for index in order]
 
 
 def _of_this_rank(step: Callable[[], T], what: str) -> T:

@@ -1,6 +1,7 @@
 """What fails on one rank is raised by all, so that nobody waits for it.
 
     together       a step without communication succeeds on every rank or on none: every rank says how it went
+    of_rank_zero   what each process may order for itself is ordered as rank 0 has it
     interrupting   a step that communicates costs nothing more; the rank that fails in it tells the others
 
 A rank that fails in the middle of a step says so in the process group's store, and waits a little (``PATIENCE``). Where all
@@ -53,6 +54,16 @@ def together(step: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     return result  # type: ignore[return-value]
+
+
+def of_rank_zero(mine: T) -> T:
+    """What rank 0 has, on every rank: a list that each process may have in an order of its own, as what is made of a set. Every
+    rank calls this."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine
+    message: list[Any] = [mine if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(message, src=0)
+    return message[0]  # type: ignore[no-any-return]
 
 
 def _portable(error: Exception) -> Exception:

@@ -157,16 +157,42 @@ def same_weights(tensors: Mapping[str, Tensor]) -> None:
             raise InputError(f"the weights that rank {dist.get_rank()} was given cannot be read ({type(error).__name__}: "
                              f"{error})") from error
 
-    mine = together(read)
+    odd = _other_than_first(together(read))
+    if odd:
+        rank, names = next(iter(odd.items()))
+        raise InputError(f"ranks {sorted(odd)} were given other weights than rank 0 ({len(names)} tensors of rank {rank}, the "
+                         f"first is {names[0]!r}), so it is not clear which model is meant. Build or load the same weights on "
+                         f"every rank: call torch.manual_seed with one number before the model is made, or load one checkpoint")
+
+
+def same_initialization(made: Mapping[str, int]) -> None:
+    """Raise InputError on every rank unless all of them initialized what both hold alike. Every rank calls this, with the
+    digest of each tensor that its model made; those of other stages of a pipeline are not among them."""
+    odd = _other_than_first(made, all_of_them=False)
+    if odd:
+        rank, names = next(iter(odd.items()))
+        raise InputError(f"the model's own initialization makes other weights on ranks {sorted(odd)} than on those before them "
+                         f"({len(names)} tensors of rank {rank}, the first is {names[0]!r}): from one seed it draws in another "
+                         f"order in each process (does it walk a set?), or not with torch's default generator. What to do: let "
+                         f"it draw in one order (of a list, or sorted), or build the model with real weights, the same on "
+                         f"every rank")
+
+
+def _other_than_first(mine: Mapping[str, int], all_of_them: bool = True) -> dict[int, list[str]]:
+    """{rank: names of the tensors whose digest is another there than on the first rank that has them}; ``all_of_them``: every
+    rank is to have them all. Every rank calls this."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return {}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, zlib.crc32(repr(sorted(mine.items())).encode()))
     if len(set(everyone)) == 1:
-        return
-    dist.all_gather_object(everyone, mine)
-    first = everyone[0]
-    odd = {rank: [n for n in {**first, **said} if said.get(n) != first.get(n)] for rank, said in enumerate(everyone)}
-    odd = {rank: names for rank, names in odd.items() if names}
-    rank, names = next(iter(odd.items()))
-    raise InputError(f"ranks {sorted(odd)} were given other weights than rank 0 ({len(names)} tensors of rank {rank}, the "
-                     f"first is {names[0]!r}), so it is not clear which model is meant. Build or load the same weights on "
-                     f"every rank: call torch.manual_seed with one number before the model is made, or load one checkpoint")
+        return {}
+    dist.all_gather_object(everyone, dict(mine))
+    first: dict[str, int | None] = {}
+    for said in everyone:
+        first = {**said, **first}
+    if all_of_them:
+        first = {name: everyone[0].get(name) for name in first}
+    odd = {rank: [name for name, value in first.items() if said.get(name, None if all_of_them else value) != value]
+           for rank, said in enumerate(everyone)}
+    return {rank: names for rank, names in odd.items() if names}

@@ -11,7 +11,8 @@ Only this rank's boxes are kept, and only one sub-module is ever whole. For a su
 4. if that cannot be, the error names the module.
 
 Every sub-module draws from a generator state of its own (seed, its index in the model), the same on every rank: so replicas
-agree, and the weights do not depend on the plan. The model is left as it was.
+agree, and the weights do not depend on the plan. The index is that of rank 0's model, for each process may have the modules in
+an order of its own. The model is left as it was.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.program import Program, Stored
+from meshwright.runtime.checks.calls import digest
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.state.layout import Box, box, local_of, take
 
@@ -38,10 +40,13 @@ class MaterializeError(MeshwrightError):
 
 @torch.no_grad()
 def fill(
-    program: Program, tensors: Mapping[str, Tensor], groups: Groups, source: nn.Module | Source | None, seed: int
-) -> None:
-    """Write this rank's box of every stored tensor; without a source, of the program's constants. Raises MaterializeError
-    naming the module that cannot be initialized."""
+    program: Program, tensors: Mapping[str, Tensor], groups: Groups, source: nn.Module | Source | None, seed: int,
+    paths: Sequence[str] | None = None,
+) -> dict[str, int]:
+    """Write this rank's box of every stored tensor; without a source, of the program's constants. Returns {name: digest} of the
+    whole tensors that were initialized. ``paths``: of the modules, in the order in which they count; default: the source's.
+    Raises MaterializeError naming the module that cannot be initialized."""
+    made: dict[str, int] = {}
 
     def write(stored: Stored, contents: Tensor) -> None:
         local_of(tensors[stored.value]).copy_(contents)
@@ -52,12 +57,13 @@ def fill(
         if stored.value in program.constants:
             write(stored, take(program.constants[stored.value], boxes[stored.value]))
     if source is None:
-        return
+        return made
     if not isinstance(source, nn.Module):
         for stored in rest:
             write(stored, source(stored, boxes[stored.value]))
-        return
-    order = {path: index for index, (path, _) in enumerate(source.named_modules(remove_duplicate=False))}
+        return made
+    own = [path for path, _ in source.named_modules(remove_duplicate=False)]
+    order = {path: index for index, path in enumerate(own if paths is None else paths)}
     owners: dict[str, list[Stored]] = {}
     for stored in rest:
         owners.setdefault(stored.fqns[0].rpartition(".")[0], []).append(stored)
@@ -65,15 +71,20 @@ def fill(
         if path not in order:
             raise MaterializeError(f"the model has no module {path!r}, which should hold {owned[0].fqns[0]!r}; build from the "
                                    f"model that was planned")
-        with _real(source, path, owned, seed + order[path]) as wholes:
+        with _real(source, path, owned, seed + order[path]) as (wholes, initialized):
             for stored in owned:
-                write(stored, take(wholes[stored.fqns[0].rpartition(".")[2]], boxes[stored.value]))
+                whole = wholes[stored.fqns[0].rpartition(".")[2]]
+                write(stored, take(whole, boxes[stored.value]))
+                if initialized:
+                    made[stored.fqns[0]] = digest(whole, everything=False)
+            del whole
         del wholes  # or this one would live until the next is made
+    return made
 
 
 @contextmanager
-def _real(model: nn.Module, path: str, owned: Sequence[Stored], seed: int) -> Iterator[Mapping[str, Tensor]]:
-    """The sub-module's tensors by name, real while the context lasts."""
+def _real(model: nn.Module, path: str, owned: Sequence[Stored], seed: int) -> Iterator[tuple[Mapping[str, Tensor], bool]]:
+    """The sub-module's tensors by name, real while the context lasts, and whether they had to be initialized."""
     chain = _chain(model, path)
     module = chain[0]
     names = [stored.fqns[0].rpartition(".")[2] for stored in owned]
@@ -83,14 +94,14 @@ def _real(model: nn.Module, path: str, owned: Sequence[Stored], seed: int) -> It
         raise MaterializeError(f"module {path!r} ({type(module).__name__}) has no {lacking[0]!r}; build from the model that "
                                f"was planned")
     if not any(tensor is not None and tensor.is_meta and name in names for name, tensor in have.items()):
-        yield {name: tensor for name, tensor in have.items() if tensor is not None}
+        yield {name: tensor for name, tensor in have.items() if tensor is not None}, False
         return
     before = [(one, dict(one._parameters), dict(one._buffers)) for one in chain]
     try:
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(seed)
             _initialize(chain, path)
-        yield {name: t for name, t in {**module._buffers, **module._parameters}.items() if t is not None}
+        yield {name: t for name, t in {**module._buffers, **module._parameters}.items() if t is not None}, True
     finally:
         for one, parameters, buffers in before:
             one._parameters.clear()
