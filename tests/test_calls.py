@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -181,6 +182,11 @@ def backwards(rank: int) -> list[str]:
     problems += [] if "loss_fn=" in told else [f"micro-batches: {told}"]
     told = said(lambda: parallel(**{**batch, "x": batch["x"].clone().requires_grad_()}))
     problems += [] if "input 'x' requires a gradient" in told else [f"an input: {told}"]
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode(), forward_ad.dual_level():
+            given = {**batch, "x": forward_ad.make_dual(batch["x"], torch.ones_like(batch["x"]))}
+            told = said(lambda given=given: parallel(**given))
+        problems += [] if "input 'x' has a tangent" in told else [f"a tangent: {told}"]
     return problems
 
 
@@ -219,6 +225,9 @@ def around(rank: int) -> list[str]:
                 same = (grad is None) == (want is None)
                 same = same and (want is None or torch.allclose(grad.full_tensor(), want, rtol=1e-4, atol=1e-6))
                 problems += [] if same else [f"{pins}: gradient of {name}"]
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="leave fullgraph=True out"):
+            torch.compile(parallel, backend="eager", fullgraph=True)(**batch)
         if copied is not None:
             before = {name: p.full_tensor().clone() for name, p in parallel.named_parameters()}
             torch.optim.SGD(copied.parameters(), 0.1).step()
@@ -231,7 +240,7 @@ def around(rank: int) -> list[str]:
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_around_a_call(pool: Callable[[int], Any]) -> None:
     """torch.utils.checkpoint, torch.func and pickle are refused; torch.compile, detect_anomaly and copy.deepcopy change
-    nothing."""
+    nothing; torch.compile that may not leave a call as it is says so."""
     assert pool(2).run(around) == [[]] * 2
 
 

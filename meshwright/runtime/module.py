@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -72,6 +73,8 @@ from meshwright.runtime.verdict import interrupting, of_rank_zero, together
 from meshwright.runtime.whole import Whole, adopt, cut_as, let_anomalies_be_found, let_optimizers_know
 
 T = TypeVar("T")
+UNCOMPILED = "a parallel module runs its program as it is, whatever is compiled around it; leave fullgraph=True out"
+"""What torch.compile says of a call that it is to have in one graph."""
 
 
 def build(
@@ -231,7 +234,7 @@ class ParallelModule(Closed):
 
     # --- the call -----------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=UNCOMPILED)  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Takes and returns what the model does; a torch.compile around it runs it as it is. Raises InputError on every rank,
         changing nothing, if the call of one rank is not as planned, or not that of the others."""
@@ -365,6 +368,9 @@ class ParallelModule(Closed):
             if tensor.requires_grad and torch.is_grad_enabled():
                 raise InputError(f"input {name!r} requires a gradient, which a parallel module does not compute. Give "
                                  f"{name}.detach(), or make what computes it a part of the model")
+            if unpack_dual(tensor).tangent is not None:
+                raise InputError(f"input {name!r} has a tangent (torch.autograd.forward_ad), which a parallel module does not "
+                                 f"carry on. Give unpack_dual({name}).primal, and differentiate by loss.backward()")
             if tensor.is_meta:
                 raise InputError(f"input {name!r} is on the meta device, so it has no contents; give a real tensor")
 
