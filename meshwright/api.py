@@ -33,7 +33,7 @@ from meshwright.planner import OPTIMIZERS, Timing, capture_model, check_early, m
 from meshwright.programs import check_given, checked_program, degrees_of, device_of, mesh_pins, order_of
 from meshwright.progress import progress as shown
 from meshwright.rules import rules_of, rules_of_plan
-from meshwright.runtime.verdict import together
+from meshwright.runtime.verdict import of_rank_zero, together
 
 
 def plan(
@@ -197,10 +197,10 @@ def _build(
         return as_in(capture_model(model, args, kwargs, targets, loss_fn, plan.precision, training, functional), plan.graph)
 
     def other_mode(graph: Graph) -> Program:
-        first = _of_first(graph)
+        first = of_rank_zero(replace(graph, classes={}))
 
         def lowered() -> Program:
-            own = graph if first is None else _as_first(graph, first)
+            own = _as_first(graph, first)
             return checked_program(replace(in_mode(plan, own, rules_of(own)[0]), registered=registered_of(own)), rank)
 
         return together(lowered)
@@ -255,15 +255,6 @@ def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
         if odd:
             raise PlanError(f"ranks {odd} {remedy}")
     return found
-
-
-def _of_first(graph: Graph) -> Graph | None:
-    """Rank 0's graph on every rank; None where there is one rank. Every rank calls this."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    message: list[Any] = [replace(graph, classes={}) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(message, src=0)
-    return message[0]  # type: ignore[no-any-return]
 
 
 def _as_first(graph: Graph, first: Graph) -> Graph:
