@@ -216,15 +216,14 @@ def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
     rank captured another graph, or orders the pipeline's schedule otherwise, saying what differs."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return _aligned(search(), graph)
-    message: list[Any] = [None]
+    message: Any = None
     if dist.get_rank() == 0:
         try:
-            message = [("plan", plan_to_dict(_aligned(search(), graph)))]
+            message = "plan", plan_to_dict(_aligned(search(), graph))
         except Exception as error:
             portable = error if isinstance(error, MeshwrightError) else RunError(f"{type(error).__name__}: {error}")
-            message = [("error", portable)]
-    dist.broadcast_object_list(message, src=0)
-    kind, content = message[0]
+            message = "error", portable
+    kind, content = of_rank_zero(message)
     if kind == "error":
         raise content
 

@@ -1,7 +1,7 @@
 """What fails on one rank is raised by all, so that nobody waits for it.
 
     together       a step without communication succeeds on every rank or on none: every rank says how it went
-    of_rank_zero   what each process may order for itself is ordered as rank 0 has it
+    of_rank_zero   every rank goes by what rank 0 has: a plan, and what each process may order for itself
     interrupting   a step that communicates costs nothing more; the rank that fails in it tells the others
 
 A rank that fails in the middle of a step says so in the process group's store, and waits a little (``PATIENCE``). Where all
@@ -57,7 +57,7 @@ def together(step: Callable[[], T]) -> T:
 
 
 def of_rank_zero(mine: T) -> T:
-    """What rank 0 has, on every rank: a list that each process may have in an order of its own, as what is made of a set. Every
+    """What rank 0 has, on every rank; for what each process may have in an order of its own, as what is made of a set. Every
     rank calls this."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return mine

@@ -251,7 +251,7 @@ class RootUnit:
         taken, copied = gathers(stored, self.mesh), (1.0,) if stored.tensor.split_axes else ()
         if not self.apart:
             return copied if taken else ()
-        wide = (self._widened(stored),) if self._widened(stored) > 1.0 else ()
+        wide = tuple(times for times in (self._widened(stored),) if times > 1.0)
         return copied + wide if taken else wide + copied
 
     def _widened(self, stored: Stored) -> float:
