@@ -418,6 +418,16 @@ def test_a_layout_is_bounded_by_a_placement_without_parameters(make: Callable[[]
     assert sharper > 3
 
 
+def test_layouts_share_a_limit() -> None:
+    """Each may take as long as one may, until what they have together is spent."""
+    known = blockwise.LayoutMemory(limit=2 * blockwise.SOLVE_SECONDS)
+    assert known.left == blockwise.SOLVE_SECONDS
+    known.spent += 1.5 * blockwise.SOLVE_SECONDS
+    assert known.left == 0.5 * blockwise.SOLVE_SECONDS
+    known.spent += blockwise.SOLVE_SECONDS
+    assert 0 < known.left < 0.5 * blockwise.SOLVE_SECONDS
+
+
 def test_logits_of_a_sequence_over_two_axes_are_counted_as_they_are_replayed() -> None:
     """They come back in the caller's order without ever being whole over one of the axes."""
     graph = llama((4, 4096), 2, 64, 4, vocab_size=8192)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from meshwright.compiler.solver import search
 from meshwright.compiler.solver.chain import Beaten, BlockModel, Chain, Edge, Infeasible, Kind, Solution, evaluate
+from meshwright.compiler.solver.effort import Effort
+from meshwright.compiler.solver.master import Scale, choose
 from meshwright.compiler.solver.oracle import brute_force, flow_mip
 from meshwright.compiler.solver.pricing import Column, Pricer
 from meshwright.compiler.solver.rounding import rounded
@@ -248,6 +250,32 @@ def test_walks_stay_connected():
     got = solve(chain)
     assert got.time == 15
     assert all(x == (0, 0) for x in got.choices[1:])
+
+
+def circulating() -> tuple[Chain, list[Column]]:
+    """Three copies that start in state 0, where each takes 5 s; in state 1, which none of them reaches, each takes nothing."""
+    block = BlockModel((2, 2), (np.zeros((2, 1)),) * 2, ())
+    start = BlockModel((1, 2), (np.zeros((1, 1)), np.zeros((2, 1))), ())
+    kinds = Kind((start,), (np.zeros(1),), (0,), (1,)), Kind((block,), (np.zeros(1),), (0,), (1,))
+    chain = Chain(kinds, (0, 1, 1, 1), (), np.ones((1, 1)), np.zeros(1), np.zeros(1), capacity=1.0)
+    times = ((0, 0, 0.0), (1, 0, 5.0), (1, 1, 0.0))
+    return chain, [Column(kind, 0, (at, at), at, at, np.array([time]), time, 0.0, 0.0) for kind, at, time in times]
+
+
+def test_once_the_effort_is_over_no_walk_is_asked_for_again():
+    chain, columns = circulating()
+    ample, over = Effort(1.0), Effort(0.0)
+    found = choose(chain, columns, Scale(1.0, 1.0), 1.0, 0.0, ample)
+    assert found is not None
+    assert sum(column.time for column in found) == 15
+    assert choose(chain, columns, Scale(1.0, 1.0), 1.0, 0.0, over) is None
+    assert 0 < over.spent < ample.spent  # the first program was solved, no second
+
+
+def test_what_is_left_of_the_effort_limits_the_nodes():
+    assert Effort(10.0).nodes(100, 50) == 50
+    assert 1 < Effort(1.0).nodes(1000, 50) < 50
+    assert Effort(1.0, spent=2.0).nodes(1000, 50) == 1
 
 
 def test_two_runs_are_identical():

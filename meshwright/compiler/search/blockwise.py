@@ -32,7 +32,9 @@ from meshwright.ir.plan import Plan, PlanError
 from meshwright.ir.prediction import Prediction
 
 SOLVE_SECONDS = 3.0
-"""Limit of one solve, in nominal seconds: what was done is counted, not a clock."""
+"""Most of one solve, in nominal seconds: what was done is counted, not a clock."""
+_LEAST = 0.5
+"""What one may take where all that there is for layouts is spent (chosen)."""
 BUILT = 0.17
 """Nominal seconds that a problem and its chains take to build: measured, on one core, with the mean of many."""
 TIE = 1e-3
@@ -57,11 +59,18 @@ class LayoutMemory:
         the variants that they are of
     shares: by micro-batches, and of a layout, the bytes of the latest program beside what was counted of its plan
     spent: nominal seconds of all problems that were built and solved
+    limit: nominal seconds that they may take together; none of them takes less than ``_LEAST``
     """
 
     ended: dict[Layout | int, tuple[Multipliers, Kinds]] = field(default_factory=dict)
     shares: dict[Layout | int, float] = field(default_factory=dict)
     spent: float = 0.0
+    limit: float = math.inf
+
+    @property
+    def left(self) -> float:
+        """Nominal seconds that the next solve may take."""
+        return min(SOLVE_SECONDS, max(_LEAST, self.limit - self.spent))
 
 
 def solve_layout(
@@ -254,7 +263,7 @@ def _solved(
 ) -> Solution:
     """The best of a chain. Raises Infeasible; Beaten if nothing is faster than ``cutoff`` seconds by more than the gap."""
     try:
-        return solve(chain, gap=task.gap, limit=SOLVE_SECONDS, cutoff=cutoff, hint=hint, hopeless=hopeless)
+        return solve(chain, gap=task.gap, limit=known.left, cutoff=cutoff, hint=hint, hopeless=hopeless)
     finally:
         known.spent += hint.pricer.effort.spent if hint.pricer is not None else 0.0
         timing.mark("solve")

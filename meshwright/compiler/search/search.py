@@ -41,6 +41,8 @@ from meshwright.ir.schedules import illegal_combination
 SECONDS = 19.0
 REMEDY_SECONDS = 5.0
 """Nominal limits of a search: for the plan, and for what would fit if a pin were dropped."""
+_LAYOUTS = 0.5
+"""The part of the limit that layouts solved block by block may take together (chosen)."""
 TIED = 0.02
 """Certificates that are no wider tell no two plans apart: of these the one is taken that loses least in the worst case."""
 _FREED, _SPARE = 0.02, 1
@@ -71,7 +73,7 @@ def best_plan(
     Raises NoBetterError if none is found that is faster (what is so by less than the gap may be left), OutOfMemoryError,
     PinError, PlanError."""
     _check_combination(task.pins, task.cluster.world)
-    refined = Refined(task, fits, timing)
+    refined = Refined(task, fits, timing, LayoutMemory(limit=_LAYOUTS * limit))
     sweep = Sweep(
         task, refined.solve, lambda count: one_device(task, count, fits), spent=lambda: refined.known.spent, limit=limit,
         progress=progress, to_beat=to_beat,

@@ -22,6 +22,7 @@ import numpy as np
 from ortools.math_opt.python import mathopt
 
 from meshwright.compiler.solver.chain import Array, Chain
+from meshwright.compiler.solver.effort import Effort
 from meshwright.compiler.solver.pricing import Column, Group, Multipliers
 
 Arc = tuple[int, int, int]
@@ -183,13 +184,14 @@ def simplex(values: Array) -> Array:
 
 
 def choose(
-    chain: Chain, columns: Sequence[Column], scale: Scale, rho: float, precision: float, together: bool = False
-) -> tuple[list[Column] | None, int]:
+    chain: Chain, columns: Sequence[Column], scale: Scale, rho: float, precision: float, effort: Effort, together: bool = False
+) -> list[Column] | None:
     """A column for every position, ``together`` such that they agree on the shared variables: least time within the capacity
-    (rho 1) or least memory (rho 0); None if none is found. And the simplex iterations that it took."""
+    (rho 1) or least memory (rho 0); None if none is found. ``effort``: counts it; what is left of it limits the nodes that are
+    visited, and once it is over no walk is asked for again whose parts did not connect."""
     parts = segments(chain.sequence)
     flow = _flow(parts, columns, integer=True)
-    model, iterations = flow.model, 0
+    model = flow.model
     if together:
         _agree(chain, flow, columns)
     arcs = list(flow.counts.items())
@@ -200,24 +202,25 @@ def choose(
     hair = _HAIR * max(1.0, abs(free))
     row = model.add_linear_constraint(used <= (free - hair if limited else np.inf))
     model.minimize(mathopt.fast_sum([columns[c].time / scale.time * z for (_, _, c), z in arcs]) if rho else used)
-    params = mathopt.SolveParameters(random_seed=0, relative_gap_tolerance=precision, node_limit=NODES)
     for _ in range(20):
+        nodes = effort.nodes(len(columns), NODES)
+        params = mathopt.SolveParameters(random_seed=0, relative_gap_tolerance=precision, node_limit=nodes)
         result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params)
-        iterations += result.solve_stats.simplex_iterations
+        effort.chosen(len(columns), result.solve_stats.simplex_iterations)
         if not result.has_primal_feasible_solution():
-            return None, iterations
+            return None
         values = result.variable_values()
         taken = {arc: round(values[z]) for arc, z in arcs if values[z] > 0.5}
         borders = {b: s for b, at in enumerate(flow.borders) for s, q in at.items() if values[q] > 0.5}
         order = walk(flow, columns, taken, borders)
         if order is None:
-            if not _cut(flow, columns, taken):
-                return None, iterations
+            if effort.over or not _cut(flow, columns, taken, borders):
+                return None
         elif limited and sum(c.bytes_ for c in order) + max(c.transient for c in order) > free * scale.memory:
             row.upper_bound -= hair
         else:
-            return order, iterations
-    return None, iterations
+            return order
+    return None
 
 
 def _agree(chain: Chain, flow: Flow, columns: Sequence[Column]) -> None:
@@ -286,11 +289,12 @@ def walk(flow: Flow, columns: Sequence[Column], taken: dict[Arc, int], states: d
     return out
 
 
-def _cut(flow: Flow, columns: Sequence[Column], taken: dict[Arc, int]) -> bool:
-    """Cut off circulations that the walk cannot reach; False if there is nothing to cut."""
+def _cut(flow: Flow, columns: Sequence[Column], taken: dict[Arc, int], states: dict[int, int]) -> bool:
+    """Cut off circulations that the walk cannot reach; False if there is nothing to cut. ``states``: at segment borders."""
     found = False
     for i, part in enumerate(flow.parts):
         arcs = nx.Graph(_nodes(part, j, columns[c]) for a, j, c in taken if a == i)
+        arcs.add_node((0, states[i]))
         islands = list(nx.connected_components(arcs))
         if len(islands) < 2:
             continue

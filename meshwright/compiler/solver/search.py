@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from meshwright.compiler.solver.chain import Array, Beaten, Chain, Infeasible, Solution, evaluate
-from meshwright.compiler.solver.master import Scale, choose, relax
+from meshwright.compiler.solver.master import NODES, Scale, choose, relax
 from meshwright.compiler.solver.pricing import Column, Group, Multipliers, Pricer, Pricing
 from meshwright.compiler.solver.rounding import rounded
 
@@ -32,6 +32,9 @@ ROUNDS = 40
 """Most cutting-plane rounds; the linear program meets the bound in 5 to 15."""
 FEW, MANY = 8, 200
 """Columns taken per kind and round, and before giving up."""
+_WORTH = 0.01
+"""What may be faster than a solution known elsewhere by no more than this part is not worth a program over so many columns that
+the effort left is not enough for all of its nodes (chosen)."""
 
 
 Progress = Callable[[float, float, str], None]
@@ -88,9 +91,10 @@ class Search:
         """Raise Beaten if what is known elsewhere cannot be improved by more than the gap."""
         self.beaten(self.bound, self.time)
 
-    def beaten(self, bound: float, time: float) -> None:
-        """The same, where all choices take at least ``bound`` and the best found takes ``time``."""
-        if self.strict and self.cutoff <= time and self.cutoff - bound <= self.gap * abs(self.cutoff):
+    def beaten(self, bound: float, time: float, worth: float = 0.0) -> None:
+        """The same, where all choices take at least ``bound`` and the best found takes ``time``. ``worth``: what gains no more
+        than this part is left too."""
+        if self.strict and self.cutoff <= time and self.cutoff - bound <= max(self.gap, worth) * abs(self.cutoff):
             raise Beaten(bound)
 
     def _check_memory(self) -> None:
@@ -200,8 +204,7 @@ class Search:
         assert self.scale is not None
         with self._phase("choose"):
             precision = self.gap / 10 if rho else 1e-6
-            chosen, iterations = choose(self.chain, self._listed(), self.scale, rho, precision, together)
-            self.pricer.effort.chosen(len(self.columns), iterations)
+            chosen = choose(self.chain, self._listed(), self.scale, rho, precision, self.pricer.effort, together)
             self._offer(chosen)
         return chosen
 
@@ -296,6 +299,8 @@ class Search:
         bound, priced = self.price(self.best, everyone=True)
         new, _ = self._add(priced, self.loose_time - bound, MANY, everyone=True)
         self._round(priced)
+        if self.pricer.effort.nodes(len(self.columns), NODES) < NODES:
+            self.beaten(self.bound, self.time, _WORTH)
         if new and not self.done:
             self._choose()
         self._report("enrich")
