@@ -128,7 +128,7 @@ def solve_layout(
         finally:
             if hint.at is not None:
                 known.ended[microbatches] = known.ended[layout] = hint.at, limited.kept
-        if found.time > to_beat:  # out of time, so within less memory it finds nothing faster
+        if found.time > cutoff:  # so within less memory it finds nothing faster
             raise NoBetterError(max(floor, found.bound), limited=True)
         return Counted(_plan(limited, chain, found, task), bytes_, True, found.bound, found.status, settled=True)
 
@@ -213,6 +213,8 @@ def _unlimited(problem: Problem, task: Task, timing: Timing, cutoff: float, know
         raise _nothing_runs(problem, task) from None
     except Beaten as beaten:
         raise NoBetterError(beaten.bound, limited=False) from None
+    if found.time > cutoff:
+        raise NoBetterError(found.bound, limited=False)
     plan = _plan(problem, chain, found, task)
     return Counted(plan, found.bytes_ + found.transient, False, found.bound, found.status, settled=True)
 
