@@ -3,6 +3,7 @@ is what the backward used, recomputed or not, and what every rank has."""
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -231,3 +232,31 @@ def test_replicas_agree_whatever_order_each_process_walks_in(pool: Callable[[int
     here, there = pool(2).run(_walked, operators)
     assert here == there
     assert any(0.0 in row for row in here[0])
+
+
+def _modules(rank: int) -> dict[str, list[float]]:
+    """What each of the parallel modules of a process draws in its first calls."""
+    torch.manual_seed(0)
+    mesh, x, found = init_device_mesh("cpu", (2,)), torch.ones(4, 8), {}
+    models = [Walks((1.0, 2.0)), Walks((1.0, 2.0))]
+
+    def build(model: nn.Module) -> Any:
+        return autoparallel(model, mesh, ((x,), {}), pins={"dp": 2}, progress=False)
+
+    def said(parallel: Any) -> list[float]:
+        with torch.no_grad():
+            return [value for _ in range(2) for value in (parallel(x)["one"].full_tensor() != 0).flatten().tolist()]
+
+    first, second = (build(model) for model in models)
+    found["copied"], found["copied again"] = (said(copy.deepcopy(first)) for _ in range(2))
+    found |= {"first": said(first), "second": said(second)}
+    torch.rand(1)
+    found["its model once more, later"] = said(build(models[0]))
+    return found
+
+
+def test_modules_of_one_process_draw_apart(pool: Callable[[int], Any]) -> None:
+    """Twins, a copy that teaches, an ensemble: each has masks of its own, as in one process, and the same ones in every run."""
+    found, there = pool(2).run(_modules)
+    assert found == there == pool(2).run(_modules)[0]
+    assert len({tuple(kept) for kept in found.values()}) == len(found)

@@ -8,7 +8,8 @@ program draws is left alone and nothing has to be known about the operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +37,18 @@ def seed_of(draw: Draw) -> int:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         word = ((word ^ word >> shift) * factor) & (1 << 64) - 1
     return (word ^ word >> 31) >> 1
+
+
+def seed_of_module(weights: Mapping[str, int]) -> int:
+    """31 bits that a parallel module draws by: of the seed that ``torch.manual_seed`` set, of what the process has drawn since,
+    and of the digest of each weight. Two modules of one process draw apart, and each again what it drew in an equal run."""
+    drawn = torch.default_generator.get_state().numpy().tobytes()
+    return zlib.crc32(f"{torch.initial_seed()} {sorted(weights.items())}".encode(), zlib.crc32(drawn)) >> 1
+
+
+def seed_of_copy(seed: int, number: int) -> int:
+    """31 bits for the ``number``th copy of a module that draws by ``seed``."""
+    return zlib.crc32(f"copy {number} of {seed}".encode()) >> 1
 
 
 def generator_of(draw: Draw, device: torch.device, number: int) -> torch.Generator:

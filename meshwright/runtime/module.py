@@ -47,6 +47,7 @@ from meshwright.runtime.checks.outputs import OutputTensor
 from meshwright.runtime.checks.ports import Ports
 from meshwright.runtime.checks.strangers import check_whose_mode, watch_optimizers
 from meshwright.runtime.checks.tensors import TensorPlace, check_tensors, originals
+from meshwright.runtime.draws import seed_of_copy, seed_of_module
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.groups import Groups, make_groups
 from meshwright.runtime.pipeline.pipeline import PipelineStages, run_pipeline
@@ -96,10 +97,7 @@ def build(
     groups = make_groups(program.mesh, device, fused_axes(program), PP if stages else None, sharing)
     if groups.rank != program.rank:
         raise InputError(f"this is rank {groups.rank}, the program is that of rank {program.rank}")
-    base = torch.tensor(torch.initial_seed() % (1 << 31), device=device)
-    if dist.is_initialized():
-        dist.broadcast(base, 0)
-    seed = int(base)
+    seed, weights = of_rank_zero(torch.initial_seed() % (1 << 31)), dict[str, int]()
     let_optimizers_know()
     let_operators_know(Whole)
     let_operators_know(OutputTensor)
@@ -114,7 +112,7 @@ def build(
     named = together(lambda: _ordered(program, model) if names is None else list(names))
     paths: list[str] | None = None
     if model is not None:
-        same_weights({**dict(model.named_parameters()), **dict(model.named_buffers())})
+        weights = same_weights({**dict(model.named_parameters()), **dict(model.named_buffers())})
         named = _as_first(named, [fqn for fqn, _ in named])
         listed = together(lambda: list(kinds_of(model).items()))
         kinds = dict(_as_first(listed, [path for path, _ in listed]))
@@ -124,7 +122,7 @@ def build(
     if stages and all_of_one(stages.stored):
         warnings.warn(StageWarning(ALL_OF_ONE), stacklevel=2)
     with collector_paused():
-        return ParallelModule(program, groups, engine, seed, model, named, kinds)
+        return ParallelModule(program, groups, engine, of_rank_zero(seed_of_module(weights)), model, named, kinds)
 
 
 def _as_first(mine: list[T], names: Sequence[str]) -> list[T]:
@@ -168,7 +166,7 @@ class ParallelModule(Closed):
         self.lower_mode: Callable[[Graph], Program] | None = None
         self.exporter: Callable[[ParallelModule, Path, bool], None] | None = None
         self._others: dict[tuple[bool, bool], tuple[Engine, Lender]] = {}
-        self._program, self._groups, self._seed, self._calls = program, groups, seed, 0
+        self._program, self._groups, self._seed, self._calls, self._copies = program, groups, seed, 0, 0
         self._ports = Ports(groups)
         self._engine = (engine,)  # in a tuple: its units are no submodules of this one
         self._names = list(names)
@@ -511,7 +509,8 @@ class ParallelModule(Closed):
         program, groups = self._program, self._groups
         meshes = data_meshes(program.stages.stored if program.stages else program.stored, groups)
         engine = PipelineStages(program, groups, meshes) if program.stages else assemble(program, groups, meshes)
-        twin = ParallelModule(program, groups, engine, self._seed, None, self._names, self._kinds)
+        self._copies += 1
+        twin = ParallelModule(program, groups, engine, seed_of_copy(self._seed, self._copies), None, self._names, self._kinds)
         twin.plan, twin._calls, twin._originals, twin.exporter = self.plan, self._calls, self._originals, self.exporter
         twin.watch, twin.lower_mode, twin._of_model = self.watch, self.lower_mode, self._of_model
         twin._model, untold = self._model, self._untold

@@ -144,12 +144,9 @@ def _told(everyone: Sequence[tuple[str | None, Mapping[str, Any]]]) -> Meshwrigh
                       f"mode; to bring a share of the batch each, give DTensors (parallel.data_rank, parallel.data_size)")
 
 
-def same_weights(tensors: Mapping[str, Tensor]) -> None:
-    """Raise InputError on every rank unless all were given the same weights (by evenly spaced elements of each). Every rank
-    calls this, with its own model's tensors by name; those on the meta device are initialized alike later."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-
+def same_weights(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The digest of each tensor, by evenly spaced elements. Every rank calls this, with its own model's tensors by name; those
+    on the meta device are initialized alike later. Raises InputError on every rank unless all were given the same weights."""
     def read() -> dict[str, int]:
         try:
             return {name: digest(tensor.detach(), everything=False) for name, tensor in tensors.items()}
@@ -157,12 +154,14 @@ def same_weights(tensors: Mapping[str, Tensor]) -> None:
             raise InputError(f"the weights that rank {dist.get_rank()} was given cannot be read ({type(error).__name__}: "
                              f"{error})") from error
 
-    odd = _other_than_first(together(read))
+    found = together(read)
+    odd = _other_than_first(found)
     if odd:
         rank, names = next(iter(odd.items()))
         raise InputError(f"ranks {sorted(odd)} were given other weights than rank 0 ({len(names)} tensors of rank {rank}, the "
                          f"first is {names[0]!r}), so it is not clear which model is meant. Build or load the same weights on "
                          f"every rank: call torch.manual_seed with one number before the model is made, or load one checkpoint")
+    return found
 
 
 def same_initialization(made: Mapping[str, int]) -> None:
