@@ -19,7 +19,7 @@ from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_boun
 from meshwright.compiler.pipeline.timed_bound import KnownPaths, timed_bound
 from meshwright.compiler.solver import linear
 from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Row
-from meshwright.cost.timeline import peak_bytes, simulate
+from meshwright.cost.timeline import simulate
 from meshwright.ir.schedules import ScheduleError, Table, illegal, schedule_of, schedule_table, schedules
 
 SETTINGS = [
@@ -61,6 +61,24 @@ def saved_by_hand(stage: list[Unit], pending: bool = False) -> float:
     return kept + stage[0].entered + stage[-1].left
 
 
+def memory_by_hand(table: Table, parts: list[list[Unit]]) -> list[float]:
+    """Bytes of every rank at its fullest, its actions walked one by one: a stage's transient counts as it runs backward."""
+    saved, pending = ([saved_by_hand(part, later) for part in parts] for later in (False, True))
+    beside, summed = [transient_by_hand(part) for part in parts], [sum(u.summed for u in part) for part in parts]
+    found = []
+    for rank, actions in enumerate(table.ranks):
+        held, most, there = sum(u.state for s in table.stages_of(rank) for u in parts[s]), 0.0, set[int]()
+        for s, kind, _ in actions:
+            most = max(most, held + (beside[s] if kind != "F" else 0.0))
+            held += {"F": saved[s], "B": -saved[s], "I": pending[s] - saved[s], "W": -pending[s]}[kind]
+            if kind in "BW" and s not in there:
+                there.add(s)
+                held += summed[s]
+                most = max(most, held + beside[s])
+        found.append(most)
+    return found
+
+
 def bound_of(
     units: list[Unit], pp: int, virtual: tuple[int, int], name: str, m: int, room: float, outside: OutsideSeconds,
     cutoff: float = 0.0,
@@ -78,12 +96,7 @@ def brute_force(ways: list[list[Unit]], name: str, pp: int, v: int, m: int, capa
         at = (0, *inner, n)
         for options in itertools.product(range(len(ways)), repeat=pp * v):
             parts = [ways[o][a:b] for o, (a, b) in zip(options, itertools.pairwise(at), strict=True)]
-            saved, pending = ([saved_by_hand(part, later) for part in parts] for later in (False, True))
-            memory = peak_bytes(table, saved, pending)
-            for rank in range(pp):
-                own = table.stages_of(rank)
-                memory[rank] += sum(u.state for s in own for u in parts[s]) + max(transient_by_hand(parts[s]) for s in own)
-            if max(memory) > capacity:
+            if max(memory_by_hand(table, parts)) > capacity:
                 continue
             seconds = [
                 [sum(getattr(u, k) for u in part) for part in parts] for k in ("forward", "backward_input", "backward_weight")
@@ -540,11 +553,8 @@ def test_no_choice_unit_by_unit_beats_the_bound(setting: tuple[str, int, int, in
         numbers = [range(a, b) for a, b in itertools.pairwise(at)]
         for chosen in itertools.product(range(3), repeat=6):
             parts = [[ways[chosen[n]][n] for n in own] for own in numbers]
-            memory = peak_bytes(table, [saved_by_hand(p) for p in parts])
-            ranks = [[parts[s] for s in table.stages_of(rank)] for rank in range(pp)]
-            held = max(memory[r] + sum(u.state for p in own for u in p) + max(map(transient_by_hand, own))
-                       for r, own in enumerate(ranks))
-            every.append((held, sum(u.backward_input for p in parts for u in p), parts, crossing, numbers))
+            work = sum(u.backward_input for p in parts for u in p)
+            every.append((max(memory_by_hand(table, parts)), work, parts, crossing, numbers))
     least, most = min(one[0] for one in every), max(one[0] for one in every)
     for share in (0.05, 0.3, 0.6):
         capacity = least + share * (most - least)
@@ -562,6 +572,24 @@ def test_no_choice_unit_by_unit_beats_the_bound(setting: tuple[str, int, int, in
             assert slow <= best * (1 + 1e-6)
         got = cut(ways[0], pp, v, name, m, capacity, options=ways[1:], outside=outside)
         assert got.bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if s[2] > 1], ids=lambda s: "-".join(map(str, s)))
+def test_what_only_the_last_unit_needs_is_there_while_it_runs(setting: tuple[str, int, int, int]) -> None:
+    """It saves little and needs much, as a head does. The rank that has it is at its fullest while another stage runs, and the
+    only cut there is fits as much as they take one after the other: no bound may take both for granted at once."""
+    name, pp, v, m = setting
+    table, nothing = schedule_table(name, pp, v, m), OutsideSeconds.nothing(pp * v)
+    units = [replace(u, released=0.0, behind=0.0, entered=0.0, left=0.0) for u in random_units(pp * v, 1)]
+    units[-1] = replace(units[-1], saved=0.0, pending=0.0, transient=20.0)
+    parts = [[unit] for unit in units]
+    room = max(memory_by_hand(table, parts)) * (1 + 1e-9)
+    found = cut(units, pp, v, name, m, room)
+    assert max(found.memory) == pytest.approx(room)
+    assert bound_of(units, pp, (v, v), name, m, room, nothing, 1.02 * found.makespan).seconds <= found.makespan * (1 + 1e-9)
+    each = Intervals.of([units], range(pp * v + 1))
+    timed, *_ = timed_bound(each, table, nothing, np.full(pp, room), 0.0, 1.02 * found.makespan, KnownPaths())
+    assert timed <= found.makespan * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s)))

@@ -224,20 +224,23 @@ def simulate(
 
 
 def peak_bytes(
-    table: Table, saved: ArrayLike, pending: ArrayLike | None = None, summed: ArrayLike | None = None
+    table: Table, saved: ArrayLike, pending: ArrayLike | None = None, summed: ArrayLike = 0.0, transient: ArrayLike = 0.0
 ) -> np.ndarray:
     """The most bytes of saved activations and summed gradients a rank holds at once: float [pp] or [pp, K].
 
     ``saved``: bytes per micro-batch of every stage ([stages] or [stages, K]) from F to B or I; ``pending``: what is left of
-    them from I to W (all, if not given); ``summed``: bytes that every stage has from its first gradients of weights on.
+    them from I to W (all, if not given); ``summed``: bytes that every stage has from its first gradients of weights on;
+    ``transient``: bytes beside these while a backward of the stage runs.
     """
     held = np.asarray(saved, dtype=np.float64)
     left = held if pending is None else np.asarray(pending, dtype=np.float64)
-    columns = [held, left, *([] if summed is None else [np.asarray(summed, dtype=np.float64)])]
-    peaks = []
-    for rank, counts in enumerate(table.in_flight if summed is None else table.moments):
+    columns = [held, left, np.broadcast_to(summed, held.shape)]
+    beside, peaks = np.broadcast_to(transient, held.shape), []
+    for rank, running in enumerate(table.moments):
         own = list(table.stages_of(rank))
-        peaks.append(np.sum([counts[:, at] @ column[own] for at, column in enumerate(columns)], axis=0).max(axis=0))
+        each = [np.sum([counts[:, at] @ column[own] for at, column in enumerate(columns)], axis=0).max(axis=0) + beside[stage]
+                for counts, stage in zip(running, own, strict=True)]
+        peaks.append(np.max(each, axis=0))
     return np.array(peaks)
 
 

@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from meshwright.compiler.pipeline.intervals import hull, transient_of
-from meshwright.ir.schedules import Table, maximal
+from meshwright.ir.schedules import Table
 
 
 class _Rank:
@@ -28,22 +28,27 @@ class _Rank:
     transient: [3, options, units], with what is released and what is there for the unit behind (``intervals.transient_of``)
     work: [options, units]
     stage: of every unit, of the rank's own
-    counts: [k, 3, stages], see ``Table.moments``
+    moments: of every stage [k, 3, stages], see ``Table.moments``
     """
 
     def __init__(
-        self, held: np.ndarray, transient: np.ndarray, work: np.ndarray, stage: np.ndarray, counts: np.ndarray, capacity: float
+        self, held: np.ndarray, transient: np.ndarray, work: np.ndarray, stage: np.ndarray, moments: Sequence[np.ndarray],
+        capacity: float,
     ) -> None:
         self.held, self.transient, self.work, self.capacity = held, transient, work, capacity
+        counts, self.runs = np.concatenate(moments), np.repeat(np.arange(len(moments)), [len(one) for one in moments])
         self.weights = np.stack([*counts[:, :, stage].transpose(1, 0, 2), np.ones((len(counts), len(stage)))])
         self.units, self.stage = np.arange(len(stage)), stage
         self.begin = np.flatnonzero(np.diff(stage, prepend=-1)).tolist()
 
     def fits(self, chosen: np.ndarray) -> bool:
         """Whether the rank holds its units so at its fullest moment."""
-        bytes_ = np.einsum("cku,cu->k", self.weights, self.held[:, chosen, self.units])
-        transient = transient_of(self.transient[:, chosen, self.units], self.begin)
-        return bool(bytes_.max() + transient.max() <= self.capacity)
+        return bool(self._bytes(chosen).max() <= self.capacity)
+
+    def _bytes(self, chosen: np.ndarray) -> np.ndarray:
+        """What it holds at every moment, with the transient of the stage that runs."""
+        held = np.einsum("cku,cu->k", self.weights, self.held[:, chosen, self.units])
+        return np.asarray(held + transient_of(self.transient[:, chosen, self.units], self.begin)[self.runs])
 
     def seconds(self, chosen: np.ndarray) -> float:
         """Of a micro-batch."""
@@ -66,7 +71,7 @@ class _Rank:
     @cached_property
     def _changes(self) -> list[tuple[float, int, int]]:
         """Changes of units to options, each with its seconds a byte."""
-        moment = np.einsum("cku,cu->k", self.weights, self.held[:, 0]).argmax()
+        moment = self._bytes(np.zeros(len(self.units), dtype=np.int64)).argmax()
         bytes_ = np.einsum("cu,cou->ou", self.weights[:, moment], self.held)
         return [(ratio, unit, to) for unit in self.units.tolist()
                 for ratio, _, to in hull(bytes_[:, unit], self.work[:, unit])]
@@ -106,8 +111,8 @@ def lighten(
     """Ways to choose the option of every unit, [ways, n], from one under which a cut fits.
 
     ``bytes_``: [4, options, n], from F to B or I, from I to W, of summed gradients, and over the step; ``transient``:
-    [3, options, n], as of ``_Rank``, the largest of a rank's stages counts; ``work``: [options, n], seconds of a
-    micro-batch; ``boundaries``: where stages start, and the end; ``capacity``: bytes of every rank [pp].
+    [3, options, n], as of ``_Rank``, that of the stage that runs; ``work``: [options, n], seconds of a micro-batch;
+    ``boundaries``: where stages start, and the end; ``capacity``: bytes of every rank [pp].
     """
     orders = _orders(table.stages // table.pp)
     found = np.tile(chosen, (1 + len(orders), 1))
@@ -117,10 +122,10 @@ def lighten(
         units = np.flatnonzero(np.isin(stage_of, own))
         if not chosen[units].any():
             continue
-        stage, counts = np.searchsorted(own, stage_of[units]), maximal(np.asarray(table.moments[rank]))
-        parts = bytes_[:, :, units], transient[:, :, units], work[:, units], stage, counts
-        key = b"".join(part.tobytes() for part in (*parts, chosen[units], np.array(capacity[rank])))
+        stage, moments = np.searchsorted(own, stage_of[units]), table.moments[rank]
+        parts = bytes_[:, :, units], transient[:, :, units], work[:, units], stage
+        key = b"".join(part.tobytes() for part in (*parts, *moments, chosen[units], np.array(capacity[rank])))
         if key not in known:  # ranks are mostly alike
-            known[key] = _Rank(*parts, capacity[rank]).ways(chosen[units], orders)
+            known[key] = _Rank(*parts, moments, capacity[rank]).ways(chosen[units], orders)
         found[:, units] = known[key]
     return np.unique(found, axis=0)

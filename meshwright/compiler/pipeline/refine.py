@@ -49,11 +49,7 @@ class Cutting:
         """Bytes of every rank at its peak: float [pp, K]."""
         state, saved, pending, summed = self.units.sums(cuts, options)[3:]
         transient = self.units.transient[options, cuts[:, :-1], cuts[:, 1:]].T
-        out = peak_bytes(self.table, saved, pending, summed)
-        for rank in range(self.table.pp):
-            own = list(self.table.stages_of(rank))
-            out[rank] += state[own].sum(axis=0) + transient[own].max(axis=0)
-        return out
+        return np.asarray(self._of_ranks(state) + peak_bytes(self.table, saved, pending, summed, transient))
 
     def excess(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
         """Bytes by which the ranks exceed their capacities, summed, [K]; 0 if all fit."""

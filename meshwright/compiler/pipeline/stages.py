@@ -4,8 +4,8 @@ Units are what is not cut (blocks, the embedding, the head and loss, or single o
 the intervals between S - 1 boundaries. The objective is the makespan of the schedule's own table (``cost.timeline``), transfers
 included; the constraint, for every rank::
 
-    state of its stages + max over the order of (micro-batches in flight x saved bytes + gradients that are summed by then)
-      + largest transient, less what the units behind it in its stage have released <= capacity
+    state of its stages + max over its backwards of (micro-batches in flight x saved bytes + gradients that are summed by then
+      + largest transient of the stage that runs, less what the units behind it there have released) <= capacity
 
 How: few enough cuts are all priced, in the order of their lower bound, until the bound passes the best (exact). Otherwise
 
@@ -359,9 +359,11 @@ def _stage_matrices(problem: Cutting) -> tuple[list[Matrix], list[Matrix]]:
 
 
 def _moments(table: Table, stage: int) -> np.ndarray:
-    """The largest numbers of micro-batches that one stage holds, and whether it has summed gradients: int [k, 3]."""
+    """The largest numbers of micro-batches that one stage holds as it runs backward, and whether it has summed gradients:
+    int [k, 3]."""
     rank = table.stage_rank[stage]
-    return maximal(table.moments[rank][:, :, table.stages_of(rank).index(stage)])
+    own = table.stages_of(rank).index(stage)
+    return maximal(table.moments[rank][own][:, :, own])
 
 
 def _tightest(problem: Cutting) -> StageError:

@@ -167,9 +167,9 @@ class _Program(LinearProgram):
         self.units, self.table, self.outside, self.paths, self.runs, self.size = units, table, outside, paths, 0, 0
         known = classes_of(units, outside)
         turns = table.stage_rank[-1] != table.pp - 1
-        self.room = room - least_transient(units, table.pp, turns)
+        self.room = room - least_transient(units, table.pp, turns, table.stages == table.pp)
         self.members, self.kinds = known.members, known.kinds
-        self.moments = [maximal(np.asarray(counts)) for counts in table.moments]
+        self.moments = [maximal(np.concatenate(running)) for running in table.moments]
         self.ways, self.of = self._ways(known.numbers)
         self.scale = float(self.ways[:3].max()) or 1.0
         self.corners = _corners(units, self.kinds, table.stages)

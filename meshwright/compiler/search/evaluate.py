@@ -29,7 +29,7 @@ import numpy as np
 
 from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import least_in_flight, passed_on
-from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds, Shared, joined, once
+from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds, Shared, joined, once, transient_of
 from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.stage_bound import link_floor
 from meshwright.compiler.pipeline.timed_bound import KnownPaths, timed_bound
@@ -465,9 +465,12 @@ class Evaluator:
         columns = np.array([units.saved, units.pending, units.summed])
         held = np.add.reduceat(columns, cuts.boundaries[:-1], axis=1)
         held[:2] += units.entered[list(cuts.boundaries[:-1])] + units.left[[at - 1 for at in cuts.boundaries[1:]]]
-        held = held[:, table.stages_of(fullest)]
-        counts = table.moments[fullest]
-        gradients = float(counts[np.einsum("kcs,cs->k", counts, held).argmax(), 2] @ held[2])
+        own, beside = table.stages_of(fullest), np.array([units.transient, units.released, units.behind])
+        peaks, held = transient_of(beside, cuts.boundaries[:-1])[list(own)], held[:, own]
+        gradients = max(
+            (float((counts * held).sum()) + peak, float(counts[2] @ held[2]))
+            for moments, peak in zip(table.moments[fullest], peaks.tolist(), strict=True) for counts in moments
+        )[1]
         kinds = {"state": state - float(twice[fullest]), "gradients": gradients, "inputs": alone,
                  "activations": cuts.memory[fullest] - state - gradients,
                  "received and handed back": float(boundary[fullest]) - alone}

@@ -108,10 +108,11 @@ class Table:
         return tuple(maximal(_counts(self, rank)) for rank in range(self.pp))
 
     @cached_property
-    def moments(self) -> tuple[np.ndarray, ...]:
-        """``in_flight`` with a third row, int [k, 3, stages of the rank]: whether a stage has summed gradients of weights. They
-        are there from its first B or W on; while that runs they come as what was saved goes."""
-        return tuple(maximal(_counts(self, rank, summed=True)) for rank in range(self.pp))
+    def moments(self) -> tuple[tuple[np.ndarray, ...], ...]:
+        """Per rank, for each of its stages, what the rank holds as a backward of that stage runs: int [k, 3, stages of the
+        rank], ``in_flight`` with a third row, whether a stage has summed gradients of weights. They are there from its first B
+        or W on; while that runs they come as what was saved goes."""
+        return tuple(_moments(self, rank) for rank in range(self.pp))
 
     @cached_property
     def order(self) -> Order:
@@ -139,9 +140,8 @@ class Table:
         return "\n".join(f"rank {r}: " + " ".join(map(str, actions)) for r, actions in enumerate(self.ranks))
 
 
-def _counts(table: Table, rank: int, summed: bool = False) -> np.ndarray:
-    """Counts after every forward and every I, int [events, 2, stages]; raises if an action is missing, doubled or early.
-    ``summed``: with the third row of ``Table.moments``, and after every stage's first B or W."""
+def _counts(table: Table, rank: int) -> np.ndarray:
+    """Counts after every forward and every I, int [events, 2, stages]; raises if an action is missing, doubled or early."""
     own, count = table.stages_of(rank), table.microbatches
     stage, kind, microbatch = (column[table.starts[rank] : table.starts[rank + 1]] for column in table.numbers)
     column = np.full(table.stages + 1, -1)
@@ -168,16 +168,24 @@ def _counts(table: Table, rank: int, summed: bool = False) -> np.ndarray:
     if not done.all():
         s, m = divmod(int(np.argmin(done)), count)
         raise ScheduleError(f"{table.name}: rank {rank} never finishes micro-batch {m} of stage {own[s]}")
-    changes = np.zeros((len(key), 3, len(own)), dtype=np.int64)
-    changes[passed, :2, of_column] = _CHANGES[kind]
-    seen = np.isin(kind, _SEEN)
-    if not summed:
-        return np.asarray(changes[:, :2].cumsum(axis=0)[seen])
+    changes = np.zeros((len(key), 2, len(own)), dtype=np.int64)
+    changes[passed, :, of_column] = _CHANGES[kind]
+    return np.asarray(changes.cumsum(axis=0)[np.isin(kind, _SEEN)])
+
+
+def _moments(table: Table, rank: int) -> tuple[np.ndarray, ...]:
+    """Counts before every B, I and W of each stage, and after its first B or W."""
+    own = table.stages_of(rank)
+    stage, kind, _ = (column[table.starts[rank] : table.starts[rank + 1]] for column in table.numbers)
+    column = np.searchsorted(own, stage)
     ends = np.flatnonzero(np.isin(kind, _LAST))
-    first = ends[np.unique(of_column[ends], return_index=True)[1]]
-    changes[first, 2, of_column[first]] = 1
-    seen[first] = True
-    return np.asarray(changes.cumsum(axis=0)[seen])
+    first = ends[np.unique(column[ends], return_index=True)[1]]
+    changes = np.zeros((len(kind), 3, len(own)), dtype=np.int64)
+    changes[np.arange(len(kind)), :2, column] = _CHANGES[kind]
+    changes[first, 2, column[first]] = 1
+    after = changes.cumsum(axis=0)
+    before, back = after - changes, kind != _KINDS["F"]
+    return tuple(maximal(np.concatenate([before[back & (column == at)], after[[end]]])) for at, end in enumerate(first))
 
 
 _KINDS: Mapping[str, int] = {kind: number for number, kind in enumerate(COMPUTED)}
