@@ -7,6 +7,7 @@ import math
 import random
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from meshwright.compiler.search.bounds import CandidateBounds, Level
 from meshwright.compiler.search.candidates import Layout, candidates, degrees_of, floor
 from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
 from meshwright.compiler.search.fitting import prediction_of
+from meshwright.compiler.search.layouts import layouts
 from meshwright.compiler.search.search import SECONDS, best_plan
 from meshwright.compiler.search.settled import settled
 from meshwright.compiler.search.task import Task, Timing
@@ -426,6 +428,32 @@ def test_layouts_share_a_limit() -> None:
     assert known.left == 0.5 * blockwise.SOLVE_SECONDS
     known.spent += blockwise.SOLVE_SECONDS
     assert 0 < known.left < 0.5 * blockwise.SOLVE_SECONDS
+
+
+def test_where_memory_binds_no_layout_is_solved_without_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a limit had a price, what takes longest is not looked for among plans that do not fit; with other micro-batches,
+    or where nothing is known that is to be beaten, it is."""
+    graph = llama((16, 512), 4, 256, 8)
+    cluster, capacities = Cluster.parse("h100:1x4"), list[float]()
+    task = Task.of(graph, cluster, rules_of(graph)[0], Pins(), precision="bf16", state_bytes=8.0, gap=0.005)
+    fits, known = Footprints(task.rules, task.state_bytes, cluster.device).fits, blockwise.LayoutMemory()
+    free, (first, second) = blockwise.solve, layouts(cluster, Pins())[:2]
+    whole = blockwise.solve_layout(task, first, 1, fits, Timing())
+    tight = replace(task, cluster=cluster.with_memory(int(0.45 * prediction_of(whole.plan).bytes_per_rank)))
+    monkeypatch.setattr(blockwise, "solve", lambda chain, **how: capacities.append(chain.capacity) or free(chain, **how))
+
+    def solved(layout: Layout, count: int, to_beat: float) -> bool:
+        """Whether it was solved without a limit too."""
+        capacities.clear()
+        with suppress(NoBetterError):
+            blockwise.solve_layout(tight, layout, count, fits, Timing(), to_beat, known)
+        return math.inf in capacities
+
+    assert solved(first, 1, math.inf)
+    assert known.binds(1)
+    assert not solved(second, 1, 10 * whole.seconds)
+    assert solved(second, 1, math.inf)
+    assert solved(second, 2, 10 * whole.seconds)
 
 
 def test_logits_of_a_sequence_over_two_axes_are_counted_as_they_are_replayed() -> None:

@@ -72,6 +72,10 @@ class LayoutMemory:
         """Nominal seconds that the next solve may take."""
         return min(SOLVE_SECONDS, max(_LEAST, self.limit - self.spent))
 
+    def binds(self, microbatches: int) -> bool:
+        """Whether memory had a price on another layout with so many micro-batches."""
+        return microbatches in self.ended and self.ended[microbatches][0].memory > 0.0
+
 
 def solve_layout(
     task: Task, layout: Layout, microbatches: int, fits: Fits, timing: Timing, to_beat: float = math.inf,
@@ -87,6 +91,8 @@ def solve_layout(
     problem = _problem(task, layout, microbatches)
     known.spent += BUILT
     first: Counted | None = None
+    if floor is None and to_beat < math.inf:
+        floor = 0.0 if known.binds(microbatches) else None  # within memory less is left to look for
     if floor is None:
         first = _unlimited(problem, task, timing, cutoff, known)
         floor = first.bound_seconds
