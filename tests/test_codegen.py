@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.compiler.rules import builtin_rules
 from meshwright.ir.graph import Graph, GraphError, Op, Param, Ref, Value
 from meshwright.ir.mesh import Mesh
 from meshwright.runtime.codegen import generate
 from meshwright.runtime.groups import make_groups
 
-GROUPS = make_groups(Mesh.of(tp=1), torch.device("cpu"))
+OPERATORS, GROUPS = builtin_rules().operators, make_groups(Mesh.of(tp=1), torch.device("cpu"))
 
 
 def graph_of(
@@ -24,7 +25,7 @@ def graph_of(
 
 
 def run(graph: Graph, training: bool, *args: Any) -> tuple[Any, ...]:
-    return generate(graph, graph.inputs, GROUPS, training)(*args)
+    return generate(graph, graph.inputs, GROUPS, training, OPERATORS)(*args)
 
 
 def test_eval_turns_randomness_and_batch_statistics_off() -> None:
@@ -74,7 +75,7 @@ def test_a_parameters_gradient_is_reduced_in_fp32() -> None:
     graph = Graph(
         {n: Value(n, (), torch.bfloat16) for n in ("x", "y")}, (), (Param("x", ("w",), True),), graph.ops, graph.output_tree
     )
-    code = generate(graph, ("x",), GROUPS, True)
+    code = generate(graph, ("x",), GROUPS, True, OPERATORS)
     (call,) = [node for node in code.__self__.graph.nodes if node.op == "call_function"]
     assert call.kwargs["reduce_dtype"] == torch.float32
 

@@ -40,7 +40,7 @@ OWN = frozenset((*OPS, CUSTOM, EXPERTS))
 
 
 def generate(
-    graph: Graph, arguments: Sequence[str], groups: Groups, training: bool, operators: Operators | None = None,
+    graph: Graph, arguments: Sequence[str], groups: Groups, training: bool, operators: Operators
 ) -> Callable[..., tuple[Any, ...]]:
     """The segment as a function of ``arguments``. Raises GraphError for an operator that torch does not have.
 
@@ -52,7 +52,7 @@ def generate(
     nodes = {name: code.placeholder(f"_{n}_{_identifier(name)}") for n, name in enumerate(arguments)}
     for op in graph.ops:
         function, args, kwargs = _call(op, groups, training, params)
-        dense = operators is not None and op.target not in OWN and operators[op.target].dense
+        dense = op.target not in OWN and operators[op.target].dense
 
         def value(ref: Ref, dense: bool = dense) -> fx.Node:
             node = nodes[ref.name]

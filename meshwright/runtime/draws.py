@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_map_only
 
-from meshwright.ir.declared.draws import OWN
+from meshwright.ir.declared.draws import TAGGED
 from meshwright.runtime.attention.kernels import attention
 
 Draw = tuple[Tensor, int, bool]
@@ -76,7 +76,7 @@ def drawing(operator: Callable[..., Any], device: torch.device) -> Callable[...,
     without a look, as it may operands (``codegen``), and what ranks exchanged may lie otherwise than in one process: it is
     given what is."""
     overwrites = str(operator) in OVERWRITE
-    foreign = getattr(operator, "namespace", "aten") not in OWN
+    foreign = getattr(operator, "namespace", "aten") not in TAGGED
 
     def drawn(*args: Any, draw: Draw, **kwargs: Any) -> Any:
         with lent(device, draw):

@@ -26,8 +26,8 @@ from meshwright.ir.plan import TIME
 from meshwright.ir.program import DRAW, SEED
 from meshwright.ir.rule import Factor, Local, Localize
 
-OWN = frozenset({"aten", "mw", "prims", "_c10d_functional"})
-"""Namespaces whose operators draw only if they are tagged so."""
+TAGGED = frozenset({"aten", "mw", "prims", "_c10d_functional"})
+"""Namespaces of which only operators that are tagged so draw."""
 OFF: Mapping[str, Any] = {"train": False, "training": False, "dropout_p": 0, "dropout": 0}
 """{argument: its value with which no tagged operator draws}."""
 
@@ -39,7 +39,7 @@ def draws(op: Op) -> bool:
     overload = find(op.target)
     if overload is None:
         return False
-    if op.target.partition(".")[0] not in OWN:
+    if op.target.partition(".")[0] not in TAGGED:
         return True
     if torch.Tag.nondeterministic_seeded not in overload.tags:
         return False
