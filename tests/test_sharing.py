@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.api import autoparallel
 from meshwright.compiler.capture.capture import capture
-from meshwright.errors import CaptureError
+from meshwright.errors import CaptureError, MeshwrightError
 from tests.equality import compare
 
 
@@ -119,3 +119,59 @@ def test_buffers_that_are_one_stay_one(pool: Callable[[int], Any]) -> None:
     assert pool(2).run(_queued, [{"dp": 2}, {"tp": 2}]) == [[]] * 2
     with pytest.raises(CaptureError, match="'queue', 'same' are one tensor"):
         capture(Queue(changes=True), (torch.randn(4, 8),), {})
+
+
+class Headed(nn.Module):
+    """An encoder, which other models may have too, and a head."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.head(self.encoder(x).tanh()).square().mean()}
+
+
+def _pairs(rank: int, pins: dict[str, Any]) -> dict[str, str]:
+    """What is said of the second call, by the way in which two parallel modules are used."""
+    torch.manual_seed(1)
+    x, said = torch.randn(4, 8), {}
+
+    def built(model: nn.Module) -> Any:
+        return autoparallel(model, init_device_mesh("cpu", (2,)), ((x,), {}), pins=pins, progress=False)
+
+    def trained(parallel: Any) -> None:
+        parallel(x)["loss"].backward()
+        optimizer = torch.optim.SGD((p for p in parallel.parameters() if p.requires_grad), lr=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for name in ("two heads", "one step of both", "frozen", "two lengths", "copied over", "compared", "copies", "later"):
+        models = [Headed(nn.Linear(8, 8))] * 2
+        if name in ("two heads", "one step of both", "frozen"):
+            encoder = nn.Linear(8, 8).requires_grad_(name != "frozen")
+            models = [Headed(encoder), Headed(encoder)]
+        if name == "copies":
+            models = [*copy.deepcopy(models)[:1], *models[1:]]
+        one, two = built(models[0]), None if name == "later" else built(models[1])
+        try:
+            if name in ("one step of both", "compared"):
+                one(x)["loss"].backward()
+            else:
+                trained(one)
+            if name == "copied over":
+                two.load_state_dict(one.state_dict())
+            trained(built(models[1]) if two is None else two)
+            said[name] = ""
+        except MeshwrightError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+@pytest.mark.parametrize("pins", [{"dp": 2, "zero": 3}, {"pp": 2}], ids=str)
+def test_parallel_modules_of_the_same_parameters(pool: Callable[[int], Any], pins: dict[str, Any]) -> None:
+    """Each has its own: a use in which one process would train one set of weights is refused on every rank."""
+    for said in pool(2).run(_pairs, pins):
+        refused = {name for name, text in said.items() if text}
+        assert refused == {"two heads", "one step of both", "two lengths"}, said
+        assert all("another parallel module was built of the same parameters" in said[name] for name in refused)

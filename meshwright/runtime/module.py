@@ -45,6 +45,7 @@ from meshwright.runtime.checks.gradients import (
 from meshwright.runtime.checks.hooks import accumulators, check_accumulators
 from meshwright.runtime.checks.outputs import OutputTensor
 from meshwright.runtime.checks.ports import Ports
+from meshwright.runtime.checks.relatives import Relatives
 from meshwright.runtime.checks.strangers import check_whose_mode, watch_optimizers
 from meshwright.runtime.checks.tensors import TensorPlace, check_tensors, originals
 from meshwright.runtime.draws import seed_of_copy, seed_of_module
@@ -199,7 +200,7 @@ class ParallelModule(Closed):
         self._accumulators = accumulators(self.named_parameters())
         self._originals = originals(model)
         watch_optimizers(self, self._originals)
-        self._agreement = Agreement()
+        self._agreement, self._relatives = Agreement(), Relatives(self, model, self._originals)
         self._hooks = None if model is None else HookGuard(model)
         if model is not None and not model.training:
             self.eval()
@@ -330,6 +331,7 @@ class ParallelModule(Closed):
         check_accumulators(self._accumulators)
         check_whose_mode(self._model(), self._untold)
         self._modes.check(self.training)
+        self._relatives.check(torch.is_grad_enabled())
         refuse_surroundings()
         if self.watch is None:
             return None
