@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
 from meshwright.compiler.search.prediction import step_flops
@@ -196,6 +197,20 @@ def test_an_impossible_demand_names_what_binds_and_what_would_fit() -> None:
         make_plan(graph, FOUR.with_memory(10 * MIB), Pins())
     error = caught.value
     assert error.capacity == 10 * MIB < error.least == pytest.approx(sum(error.bytes_.values()))
+
+
+@pytest.mark.parametrize("pins", [{}, {"pp": 2}])
+def test_the_nearest_change_is_to_return_the_loss_alone_where_logits_bind(pins: dict[str, int]) -> None:
+    with torch.device("meta"):
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model, ids = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32768)), torch.zeros(64, 512, dtype=torch.long)
+    where, batch = FOUR.with_memory(400 * MIB), {"input_ids": ids, "labels": ids}
+    words = r"the model returns .* loss_fn=mw.loss_alone|loss_fn=mw.loss_alone: .* takes 512 MiB"
+    with pytest.raises(OutOfMemoryError, match=words) as caught:
+        mw.plan(model, where, ((), batch), precision="bf16", pins=pins)
+    assert caught.value.least > 512 * MIB
+    plan = mw.plan(model, where, ((), batch), precision="bf16", pins=pins, loss_fn=mw.loss_alone)
+    assert plan.predicted.fits
 
 
 def test_the_nearest_change_is_the_pin_that_stands_in_the_way() -> None:

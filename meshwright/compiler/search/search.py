@@ -286,8 +286,12 @@ def _check_combination(pins: Pins, world: int) -> None:
 
 
 def _with_remedy(error: OutOfMemoryError, task: Task, fits: Fits, timing: Timing) -> OutOfMemoryError:
-    """The error with the nearest change that would fit: a pin dropped, a smaller batch, more devices."""
-    pins = task.pins
+    """The error with the nearest change that would fit: the loss alone, a pin dropped, a smaller batch, more devices."""
+    pins, graph = task.pins, task.graph
+    returned = sum(graph.values[name].bytes_ for name in set(graph.outputs)) / task.cluster.world
+    if error.least - returned <= error.capacity:
+        return error.with_remedy("if only the loss is needed (no logits), give loss_fn=mw.loss_alone: what the model returns "
+                                 f"for the whole batch takes {bytes_text(returned)} of it at least")
     for name in _DROPPED:
         if getattr(pins, name) is None and name not in pins.among and name not in pins.most:
             continue
