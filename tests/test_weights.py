@@ -476,11 +476,31 @@ def _registered_apart(rank: int, cases: Sequence[Mapping[str, Any]]) -> tuple[li
         wrong += same_state(parallel, single, rank, str(pins))
         with torch.device("meta"):
             blank, drawing = Registered(order), Registered("abc", drawn=order)
+        torch.manual_seed(1)
         made = autoparallel(blank, mesh, (x,), plan=parallel.plan, progress=False)
         said += [(name, whole(tensor).tolist()) for name, tensor in made.named_parameters()]
         with pytest.raises(InputError, match=r"initialization makes other weights on ranks \[1\].*'scale_a'.*What to do"):
             autoparallel(drawing, mesh, (x,), plan=parallel.plan, progress=False)
     return said, wrong
+
+
+def _blank_twins(rank: int) -> list[list[float]]:
+    x, mesh, said = torch.ones(8, 8), init_device_mesh("cpu", (2,)), []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        with torch.device("meta"):
+            twins = [Registered("abc") for _ in range(2)]
+        for made in [autoparallel(twin, mesh, (x,), pins={"dp": 2}, progress=False) for twin in twins]:
+            said.append([number for p in made.parameters() for number in whole(p).flatten().tolist()])
+    return said
+
+
+def test_models_on_the_meta_device_begin_apart(pool: Callable[[int], Any]) -> None:
+    """As two that one process initializes; from one seed they begin so again."""
+    here, there = pool(2).run(_blank_twins)
+    assert here == there
+    assert here[:2] == here[2:4]
+    assert all(here[one] != here[two] for one, two in ((0, 1), (0, 4), (4, 5)))
 
 
 def test_parameters_that_each_process_has_in_an_order_of_its_own(pool: Callable[[int], Any]) -> None:

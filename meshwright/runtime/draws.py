@@ -39,10 +39,16 @@ def seed_of(draw: Draw) -> int:
     return (word ^ word >> 31) >> 1
 
 
-def seed_of_module(weights: Mapping[str, int]) -> int:
+def seed_of_module(weights: Mapping[str, int], blank: bool) -> int:
     """31 bits that a parallel module draws by: of the seed that ``torch.manual_seed`` set, of what the process has drawn since,
-    and of the digest of each weight. Two modules of one process draw apart, and each again what it drew in an equal run."""
+    and of the digest of each weight. Two modules of one process draw apart, and each again what it drew in an equal run.
+
+    ``blank``: whether weights are on the meta device. Their initialization draws from this seed too, so that the process has
+    drawn afterwards, as it has where it initializes a model itself: the next module of the kind has other weights.
+    """
     drawn = torch.default_generator.get_state().numpy().tobytes()
+    if blank:
+        torch.rand(())
     return zlib.crc32(f"{torch.initial_seed()} {sorted(weights.items())}".encode(), zlib.crc32(drawn)) >> 1
 
 

@@ -98,7 +98,6 @@ def build(
     groups = make_groups(program.mesh, device, fused_axes(program), PP if stages else None, sharing)
     if groups.rank != program.rank:
         raise InputError(f"this is rank {groups.rank}, the program is that of rank {program.rank}")
-    seed, weights = of_rank_zero(torch.initial_seed() % (1 << 31)), dict[str, int]()
     let_optimizers_know()
     let_operators_know(Whole)
     let_operators_know(OutputTensor)
@@ -112,8 +111,9 @@ def build(
     engine = together(lambda: _of_this_rank(make, "make room for"))
     named = together(lambda: _ordered(program, model) if names is None else list(names))
     paths: list[str] | None = None
+    given = {} if model is None else {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    seed = of_rank_zero(seed_of_module(same_weights(given), any(tensor.is_meta for tensor in given.values())))
     if model is not None:
-        weights = same_weights({**dict(model.named_parameters()), **dict(model.named_buffers())})
         named = _as_first(named, [fqn for fqn, _ in named])
         listed = together(lambda: list(kinds_of(model).items()))
         kinds = dict(_as_first(listed, [path for path, _ in listed]))
@@ -123,7 +123,7 @@ def build(
     if stages and all_of_one(stages.stored):
         warnings.warn(StageWarning(ALL_OF_ONE), stacklevel=2)
     with collector_paused():
-        return ParallelModule(program, groups, engine, of_rank_zero(seed_of_module(weights)), model, named, kinds)
+        return ParallelModule(program, groups, engine, seed, model, named, kinds)
 
 
 def _as_first(mine: list[T], names: Sequence[str]) -> list[T]:
