@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -175,3 +176,43 @@ def test_parallel_modules_of_the_same_parameters(pool: Callable[[int], Any], pin
         refused = {name for name, text in said.items() if text}
         assert refused == {"two heads", "one step of both", "two lengths"}, said
         assert all("another parallel module was built of the same parameters" in said[name] for name in refused)
+
+
+def _written(rank: int, pins: dict[str, Any]) -> dict[str, str]:
+    """What is said of the call that follows, by what was written into the model behind the build."""
+    torch.manual_seed(1)
+    model, other, x, said = Headed(nn.Linear(8, 8)), Headed(nn.Linear(8, 8)), torch.randn(4, 8), {}
+    parallel: Any = autoparallel(model, init_device_mesh("cpu", (2,)), ((x,), {}), pins=pins, progress=False)
+
+    def trained(module: Any) -> None:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module(x)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def back() -> None:
+        whole = [parallel.full_state_dict()]
+        dist.broadcast_object_list(whole, 0)
+        model.load_state_dict(whole[0])
+
+    for name, write in {
+        "loaded": lambda: model.load_state_dict(other.state_dict()),
+        "both": lambda: parallel.load_state_dict(model.state_dict()),
+        "taken back": back, "on one rank": lambda: rank or nn.init.ones_(model.head.weight),
+        "taken back again": back, "trained for itself": lambda: trained(model),
+    }.items():
+        write()
+        try:
+            trained(parallel)
+            said[name] = ""
+        except MeshwrightError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("pins", [{"dp": 2, "zero": 3}, {"tp": 2}], ids=str)
+def test_what_is_written_into_the_model_later(pool: Callable[[int], Any], pins: dict[str, Any]) -> None:
+    """The parallel module does not read it, which is said on every rank, unless it holds the same."""
+    for said in pool(2).run(_written, pins):
+        assert [name for name, text in said.items() if text] == ["loaded", "on one rank"], said
+        assert all("of the model that was parallelized was written since" in text for text in said.values() if text)

@@ -46,7 +46,7 @@ from meshwright.runtime.checks.hooks import accumulators, check_accumulators
 from meshwright.runtime.checks.outputs import OutputTensor
 from meshwright.runtime.checks.ports import Ports
 from meshwright.runtime.checks.relatives import Relatives
-from meshwright.runtime.checks.strangers import check_whose_mode, watch_optimizers
+from meshwright.runtime.checks.strangers import check_whose_mode
 from meshwright.runtime.checks.tensors import TensorPlace, check_tensors, originals
 from meshwright.runtime.draws import seed_of_copy, seed_of_module
 from meshwright.runtime.engine import Engine
@@ -199,8 +199,8 @@ class ParallelModule(Closed):
         self._shared = [stored for stored in everything if stored.trainable and len(stored.holders) > 1]
         self._accumulators = accumulators(self.named_parameters())
         self._originals = originals(model)
-        watch_optimizers(self, self._originals)
-        self._agreement, self._relatives = Agreement(), Relatives(self, model, self._originals)
+        self._agreement = Agreement()
+        self._relatives = Relatives(self, model, self._originals, self._places, groups)
         self._hooks = None if model is None else HookGuard(model)
         if model is not None and not model.training:
             self.eval()

@@ -22,20 +22,20 @@ from meshwright.errors import RunError
 from meshwright.runtime.checks.tensors import Original
 
 
-def watch_optimizers(parallel: torch.nn.Module, before: Sequence[Original]) -> None:
-    """Raise RunError after a step of an optimizer that updated nothing because it is of ``before``, the model's parameters."""
+def watch_optimizers(parallel: torch.nn.Module, before: Sequence[Original], at_work: list[str]) -> None:
+    """Raise RunError after a step of an optimizer that updated nothing because it is of ``before``, the model's parameters.
+    Of one that had gradients, the name of such a parameter is added to ``at_work``."""
     known = {id(parameter): one for one in before if (parameter := one.parameter()) is not None}
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        own = [one for parameter in held if (one := known.get(id(parameter))) is not None and one.parameter() is parameter]
         if any(parameter.grad is not None for parameter in held):
-            return
-        for parameter in held:
-            one = known.get(id(parameter))
-            if one is not None and one.parameter() is parameter:
-                raise RunError(f"an optimizer made a step without any gradient, and holds parameter {one.fqn!r} of the model "
-                               f"that was parallelized; the parallel module has parameters of its own, so nothing is trained. "
-                               f"Make the optimizer after autoparallel, of parallel.parameters()")
+            at_work.extend([one.fqn for one in own[:1] if not at_work])
+        elif own:
+            raise RunError(f"an optimizer made a step without any gradient, and holds parameter {own[0].fqn!r} of the model "
+                           f"that was parallelized; the parallel module has parameters of its own, so nothing is trained. Make "
+                           f"the optimizer after autoparallel, of parallel.parameters()")
 
     if known:
         weakref.finalize(parallel, register_optimizer_step_post_hook(check).remove)
