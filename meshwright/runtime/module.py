@@ -111,7 +111,7 @@ def build(
     engine = together(lambda: _of_this_rank(make, "make room for"))
     named = together(lambda: _ordered(program, model) if names is None else list(names))
     paths: list[str] | None = None
-    given = {} if model is None else {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    given = {} if model is None else dict([*model.named_parameters("", True, False), *model.named_buffers("", True, False)])
     seed = of_rank_zero(seed_of_module(same_weights(given), any(tensor.is_meta for tensor in given.values())))
     if model is not None:
         named = _as_first(named, [fqn for fqn, _ in named])
@@ -168,7 +168,7 @@ class ParallelModule(Closed):
         self.exporter: Callable[[ParallelModule, Path, bool], None] | None = None
         self._others: dict[tuple[bool, bool], tuple[Engine, Lender]] = {}
         self._program, self._groups, self._seed, self._calls, self._copies = program, groups, seed, 0, 0
-        self._ports = Ports(groups)
+        self._agreement, self._ports = Agreement(groups), Ports(groups)
         self._engine = (engine,)  # in a tuple: its units are no submodules of this one
         self._names = list(names)
         self.__dict__[NOTHING] = nothing_on(groups.device) if program.stages else None  # not registered
@@ -178,7 +178,7 @@ class ParallelModule(Closed):
         for fqn, stored in self._names:
             if stored.value in engine.tensors:
                 tensor = engine.tensors[stored.value]
-                adopt(tensor, Role(stored.fqns[0], program.stages is not None, id(tensor)))
+                adopt(tensor, Role(stored.fqns[0], program.stages is not None, id(tensor), order=self._agreement.order))
                 self._register(fqn, stored, tensor)
             else:
                 *above, key = fqn.split(".")
@@ -199,7 +199,6 @@ class ParallelModule(Closed):
         self._shared = [stored for stored in everything if stored.trainable and len(stored.holders) > 1]
         self._accumulators = accumulators(self.named_parameters())
         self._originals = originals(model)
-        self._agreement = Agreement()
         self._relatives = Relatives(self, model, self._originals, self._places, groups)
         self._hooks = None if model is None else HookGuard(model)
         if model is not None and not model.training:

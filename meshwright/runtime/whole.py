@@ -163,7 +163,7 @@ def cut_as(parameter: Tensor) -> Any:
 def made_from(tensor: Tensor) -> Role | None:
     """The role of what is made from a tensor."""
     role = role_of(tensor)
-    return role.made() if role is not None and role.staged else None
+    return None if role is None else role.made()
 
 
 # --- the way of an operator ---------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     written, name, tags = written_by(func, args, kwargs), _name(func), _tags(func)
     by_item = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
     role = _role_of_result(func, name, tensors, by_item)
-    edit = role is not None and not _within(_OURS)
+    edit = role is not None and role.staged and not _within(_OURS)
     if role is not None and edit and not by_item:
         role = role.made(edits.checksum(name, args, kwargs))
         edits.written(written, role.how)
@@ -226,9 +226,10 @@ _REDUCED = frozenset({"sum", "mean", "norm", "linalg_vector_norm"})
 
 def _role_of_result(func: Any, name: str, tensors: Sequence[Tensor], by_item: bool) -> Role | None:
     """The role of what comes out. Raises RunError where a rank that holds one stage would compute what one process does not."""
-    roles = {role.name: role for x in tensors if (role := role_of(x)) is not None and role.staged}
+    known = [role for x in tensors if (role := role_of(x)) is not None]
+    roles = {role.name: role for role in known if role.staged}
     if not roles:
-        return None
+        return known[0].made() if known else None
     first, what = next(iter(roles)), ""
     if name in ("stack", "cat") or (len(roles) > 1 and not by_item):
         what = f"{func} joins what was made from {', '.join(map(repr, sorted(roles)[:2]))} and others"
@@ -423,6 +424,9 @@ def _native(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any
         result, copied = func(*plain[0], **plain[1]), False
     except (RuntimeError, NotImplementedError):  # a dim that does not divide, say; known from the shapes, on all ranks
         result, copied = gathered(func, args, kwargs, tensors, ()), True
+    if isinstance(result, DTensor) and not copied:
+        edits.before_sending(of, [dim for dim, (a, b) in enumerate(zip(of.placements, result.placements, strict=True))
+                        if is_cut(a) and not is_cut(b)])
     mark_copies(func, of, result, copied)
     return result
 
@@ -476,22 +480,22 @@ def gathered(
     func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], written: Sequence[Tensor], drawn: bool = False
 ) -> Any:
     """On the whole tensors, on every rank. ``drawn``: what comes out is random, and the first rank's."""
-    mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
-    wholes: dict[int, Tensor] = {}
+    lead = next(x for x in tensors if isinstance(x, DTensor))
+    mesh, wholes = lead.device_mesh, dict[int, Tensor]()
 
     def whole(x: Tensor) -> Tensor:
         if id(x) not in wholes:
             if isinstance(x, DTensor):
                 wholes[id(x)] = whole_of(x)
             else:
-                wholes[id(x)] = x if not x.ndim or any(x is one for one in written) else of_first(x, mesh)
+                wholes[id(x)] = x if not x.ndim or any(x is one for one in written) else of_first(x, lead)
         return wholes[id(x)]
 
     full = pytree.tree_map_only(Tensor, whole, (args, kwargs))
     result = func(*full[0], **full[1])
     for x in written:
         if isinstance(x, DTensor):
-            new = of_first(wholes[id(x)], x.device_mesh) if drawn else wholes[id(x)]
+            new = of_first(wholes[id(x)], x) if drawn else wholes[id(x)]
             mine, local = piece_of(new, x), local_piece(x)
             if mine.untyped_storage().data_ptr() != local.untyped_storage().data_ptr():  # of a replicated one: written already
                 local.copy_(mine)
@@ -499,5 +503,5 @@ def gathered(
         return None
     everywhere = [Replicate()] * mesh.ndim
     return pytree.tree_map_only(
-        Tensor, lambda x: dtensor_of(of_first(x, mesh) if drawn else x, mesh, everywhere, x.shape), result
+        Tensor, lambda x: dtensor_of(of_first(x, lead) if drawn else x, mesh, everywhere, x.shape), result
     )

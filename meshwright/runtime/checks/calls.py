@@ -22,7 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.errors import InputError, MeshwrightError, RunError
 from meshwright.ir.graph import Ref
+from meshwright.ir.mesh import PP
 from meshwright.ir.program import InputRanges, Limit
+from meshwright.runtime.checks.order import GatherOrder, Gone, difference
+from meshwright.runtime.groups import Groups
 from meshwright.runtime.interpret import run
 from meshwright.runtime.verdict import interrupting, together
 
@@ -83,9 +86,12 @@ def _check(limit: Limit, index: Tensor) -> None:
 
 
 class Agreement:
-    """What ranks say to each other before every call. Making one is collective."""
+    """What ranks say to each other before every call; ``order``: of what they gathered since the last. Making one is
+    collective."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Groups) -> None:
+        stages = groups.mesh.size(PP) if PP in groups.mesh.axes else 1
+        self.order = GatherOrder(groups.coordinates[PP] if stages > 1 else 0, stages)
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.group = None if alone or dist.get_backend() != "nccl" else dist.new_group(backend="gloo")
         self.alone = alone
@@ -112,31 +118,40 @@ class Agreement:
     def _agree(self, problem: Exception | None, said: Mapping[str, Any]) -> None:
         if not self.alone:
             mine = zlib.crc32(repr(sorted(said.items())).encode())
-            verdict = torch.tensor([problem is not None, mine, -mine])
+            verdict = torch.tensor([problem is not None, mine, -mine, *self.order.said()])
             with interrupting():  # a rank that failed in the step before is no longer there
                 dist.all_reduce(verdict, dist.ReduceOp.MAX, group=self.group)
-            if not verdict[0] and verdict[1] == -verdict[2]:
+            failed, largest, least, *orders = verdict.tolist()
+            alike = self.order.alike(orders)
+            gone = self.order.taken(alike)
+            if not failed and largest == -least and alike:
                 return
             everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, (None if problem is None else str(problem), dict(said)), group=self.group)
+            mine_said = None if problem is None else str(problem), dict(said), gone
+            dist.all_gather_object(everyone, mine_said, group=self.group)
             problem = problem or _told(everyone)
         if problem is not None:
             raise problem
 
 
-def _told(everyone: Sequence[tuple[str | None, Mapping[str, Any]]]) -> MeshwrightError:
-    """The error of another rank, or what ranks disagree about."""
-    for rank, (problem, _) in enumerate(everyone):
+def _told(everyone: Sequence[tuple[str | None, Mapping[str, Any], Gone]]) -> MeshwrightError | None:
+    """The error of another rank, or what ranks disagree about; None if only ranks that sent each other nothing went different
+    ways before."""
+    for rank, (problem, *_) in enumerate(everyone):
         if problem is not None:
             return InputError(f"rank {rank} refused this call: {problem}")
     first = everyone[0][1]
-    for rank, (_, said) in enumerate(everyone):
+    for rank, (_, said, _) in enumerate(everyone):
         if said[_METHOD] != first[_METHOD]:
             return RunError(f"rank {rank} calls {said[_METHOD]} while rank 0 calls {first[_METHOD]}; these are calls of all "
                             f"ranks, in the same order on each. Call them outside of `if rank == 0`, and give every rank as "
                             f"many batches")
-    odd = {rank: [key for key in first if said.get(key) != first[key]] for rank, (_, said) in enumerate(everyone)}
+    if otherwise := difference([gone for *_, gone in everyone]):
+        return otherwise
+    odd = {rank: [key for key in first if said.get(key) != first[key]] for rank, (_, said, _) in enumerate(everyone)}
     odd = {rank: keys for rank, keys in odd.items() if keys}
+    if not odd:
+        return None
     rank, keys = next(iter(odd.items()))
     return InputError(f"ranks {sorted(odd)} make another call than rank 0: {', '.join(keys)} (rank {rank}: "
                       f"{', '.join(str(everyone[rank][1].get(key)) for key in keys)}; rank 0: "

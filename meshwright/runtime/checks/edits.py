@@ -10,7 +10,7 @@ optimizer does is not an edit: its options say it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+
+from meshwright.runtime.checks.order import GatherOrder
 
 BY_NUMBER = (
     "gradients or weights were changed one after the other in the same way on every stage of the pipeline, as if each stage "
@@ -32,23 +34,31 @@ _SAMPLED = 256
 class Role:
     """What a tensor is to a parallel module: of which parameter or buffer it is or was made; whether that belongs to one stage
     of a pipeline; ``held``: ``id`` of the tensor that the module itself holds (a copy of it is not held); ``how``: it was made,
-    as a checksum; ``edits``: what was written into the parameter and what was made from it since the last call."""
+    as a checksum; ``edits``: what was written into the parameter and what was made from it since the last call; ``order``: what
+    the module's ranks gather."""
 
     name: str
     staged: bool
     held: int = 0
     how: int = 0
     edits: list[int] = field(default_factory=list, compare=False, repr=False)
+    order: GatherOrder | None = field(default=None, compare=False, repr=False)
 
     def made(self, how: int | None = None) -> Role:
         """Of what is made from the tensor."""
-        return replace(self, held=0, how=self.how if how is None else how)
+        return self if not self.held and how is None else replace(self, held=0, how=self.how if how is None else how)
 
 
 def role_of(tensor: Tensor) -> Role | None:
     """The role that ``runtime.whole.adopt`` gave."""
     found: Role | None = tensor.__dict__.get("_role")
     return found
+
+
+def before_sending(tensor: DTensor, dims: Sequence[int]) -> None:
+    """A tensor is about to be gathered or summed over ``dims`` of its mesh; see ``checks.order``."""
+    if dims and (role := role_of(tensor)) is not None and role.order is not None:
+        role.order.before(role.name, tensor.device_mesh, dims, tensor._local_tensor.device)
 
 
 def checksum(name: str, args: Any, kwargs: Mapping[str, Any]) -> int:

@@ -62,7 +62,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         if not x.ndim:
             return x
         mesh = lead.device_mesh
-        return DTensor.from_local(of_first(x, mesh), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return DTensor.from_local(of_first(x, lead), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     on_pieces = not {torch.Tag.pointwise, torch.Tag.inplace_view}.isdisjoint(func.tags) or is_view(func)
     on_pieces = on_pieces or name.rstrip("_") in _ON_PIECES

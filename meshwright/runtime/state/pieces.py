@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from meshwright.runtime.checks.edits import before_sending
 from meshwright.runtime.state.reading import torch_dtensor
 
 
@@ -49,6 +50,7 @@ def dtensor_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
 
 def whole_of(x: DTensor) -> Tensor:
     """The whole, gathered on every rank."""
+    before_sending(x, [dim for dim, at in enumerate(x.placements) if not isinstance(at, Replicate)])
     return torch_dtensor(x).full_tensor()
 
 
@@ -65,9 +67,11 @@ def piece_like(x: Tensor, lead: DTensor) -> Tensor:
     whole = whole_of(x) if isinstance(x, DTensor) else x
     if not x.ndim:
         return whole
-    return piece_of((whole if isinstance(x, DTensor) else of_first(x, lead.device_mesh)).expand(lead.shape), lead)
+    return piece_of((whole if isinstance(x, DTensor) else of_first(x, lead)).expand(lead.shape), lead)
 
 
-def of_first(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A plain tensor as the first rank of the mesh has it."""
+def of_first(x: Tensor, lead: DTensor) -> Tensor:
+    """A plain tensor as the first rank of the mesh of ``lead`` has it."""
+    mesh = lead.device_mesh
+    before_sending(lead, range(mesh.ndim))
     return local_piece(distribute_tensor(x.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim))

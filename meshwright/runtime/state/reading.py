@@ -12,9 +12,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.errors import RunError
+from meshwright.runtime.checks.edits import before_sending
 
 
 def torch_dtensor(x: DTensor) -> DTensor:
@@ -30,13 +31,20 @@ class Readable(DTensor):
 
     __slots__ = ()
 
+    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any DTensor; ranks that come to it with tensors of different parameters are told so."""
+        wanted = kwargs.get("placements", args[1] if len(args) > 1 else None) or self.placements
+        before_sending(self, [dim for dim, (old, new) in enumerate(zip(self.placements, wanted, strict=False))
+                              if old != new and not isinstance(old, Replicate)])
+        return super().redistribute(*args, **kwargs)
+
     def tolist(self) -> Any:
         """The numbers of the whole tensor; torch gives those of no subclass."""
-        return torch_dtensor(self).full_tensor().tolist()
+        return self.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """The whole tensor, to read: what is written into a copy would reach no piece."""
-        array = torch_dtensor(self).full_tensor().detach().requires_grad_(self.requires_grad).numpy(force=force)
+        array = self.full_tensor().detach().requires_grad_(self.requires_grad).numpy(force=force)
         array.flags.writeable = False
         return array
 

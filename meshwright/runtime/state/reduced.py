@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from meshwright.runtime.checks.edits import before_sending
 from meshwright.runtime.state.pieces import dtensor_of, is_pending, local_piece
 
 
@@ -41,6 +42,7 @@ def reduced(x: DTensor, dims: set[int], power: float | None, keep: bool, mean: b
         part = torch.linalg.vector_norm(local, power, over, keepdim=True)
         part = part if largest else part.pow(power)
     split = [not isinstance(at, Replicate) and at.dim in dims for at in x.placements]  # type: ignore[attr-defined]
+    before_sending(x, [dim for dim, cut in enumerate(split) if cut])
     pending = [Partial("max" if largest else "sum") if cut else at for cut, at in zip(split, x.placements, strict=True)]
     shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
     whole = dtensor_of(part, x.device_mesh, pending, shape)
