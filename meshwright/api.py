@@ -257,12 +257,15 @@ def _agree(search: Callable[[], Plan], graph: Graph) -> Plan:
 
 
 def _as_first(graph: Graph, first: Graph) -> Graph:
-    """The graph with its operators in the order of rank 0's, under the names that they have there. Each rank may have captured
-    them in an order of its own: ranks exchange values one after the other, calls of a module are counted (`drop@1`), and what
-    is drawn depends on the name."""
+    """The graph with its operators in the order of rank 0's, under the names that they have there, and its output's dicts in
+    their order. Each rank may have captured them in an order of its own: ranks exchange values one after the other, calls of a
+    module are counted (`drop@1`), and what is drawn depends on the name."""
     own = aligned(first, as_in(graph, first))
-    return replace(own, ops=tuple(replace(op, module=said.module, source=said.source)
-                                  for op, said in zip(own.ops, first.ops, strict=True)))
+    signature = None if own.signature is None or first.signature is None else \
+        {**own.signature, "output": first.signature["output"]}
+    return replace(own, output_tree=first.output_tree, signature=signature,
+                   ops=tuple(replace(op, module=said.module, source=said.source)
+                             for op, said in zip(own.ops, first.ops, strict=True)))
 
 
 def _aligned(plan: Plan, graph: Graph) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -512,3 +513,56 @@ def test_parameters_that_each_process_has_in_an_order_of_its_own(pool: Callable[
     assert wrong == []
     assert said[:9] == said[9:18] == said[18:]
     assert [name for name, _ in said[:9:2]] == ["scale_a", "scale_c", "parts.a.bias", "parts.b.bias", "parts.c.bias"]
+
+
+class Ties(nn.Module):
+    """Two names of one weight, and outputs in a dict, in an order that each process may have for itself."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        one = nn.Linear(8, 8)
+        for name in names:
+            self.add_module(name, nn.Linear(8, 8))
+            self.get_submodule(name).weight = one.weight
+        self.head, self.names = nn.Linear(8, 8), names
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        a, b = self.get_submodule("a")(x).tanh(), self.get_submodule("b")(x).tanh()
+        y = self.head((b if self.training else b.cumsum(-1)) + a)
+        found: dict[str, Any] = {"loss": (y - a).square().mean(), "a": a, "b": b}
+        return {**{name: found.pop(name) for name in self.names}, **found}
+
+
+def _tied_apart(rank: int, cases: Sequence[Mapping[str, Any]], folder: str) -> list[str]:
+    """What is wrong under each plan of a model that rank 1 ties, and whose outputs it has, in another order; what a restart in
+    which rank 0 has the other order makes of the plan and the checkpoint."""
+    x, mesh, wrong = torch.linspace(-1, 1, 64).view(8, 8), init_device_mesh("cpu", (2,)), list[str]()
+    plan: Any = None
+    for number, pins in enumerate(cases):
+        for first in ("ab", "ba"):
+            torch.manual_seed(0)
+            single, model = Ties(first), Ties(first[::1 - 2 * rank])
+            model.load_state_dict(single.state_dict())
+            parallel: Any = autoparallel(model, mesh, (x,), progress=False,
+                                         **({"pins": dict(pins)} if first == "ab" else {"plan": plan}))
+            plan = parallel.plan
+            for one in (parallel, single):
+                steps(one.train(), {"x": x}, lambda ps: torch.optim.AdamW(ps, lr=0.1))
+            wrong += same_state(parallel, single, rank, f"{pins} {first}")
+            with torch.no_grad():
+                found, wanted = parallel.eval()(x), single.eval()(x)
+            wrong += [f"{pins} {first}: outputs are {[*found]}"] if [*found] != [*wanted] else []
+            wrong += compare({name: whole(found[name]) for name in "ab"}, {name: wanted[name] for name in "ab"})
+            if first == "ab":
+                parallel.save(f"{folder}/{number}")
+                kept = parallel.full_state_dict()
+        parallel.load(f"{folder}/{number}")
+        now = parallel.full_state_dict()
+        wrong += compare({name: now[name] for name in kept}, kept)
+    return wrong
+
+
+def test_ties_and_outputs_that_each_process_has_in_an_order_of_its_own(pool: Callable[[int], Any], tmp_path: Path) -> None:
+    """They are rank 0's."""
+    cases = [{"dp": 2, "zero": 3}, {"tp": 2}, {"pp": 2, "microbatches": 2}]
+    assert pool(2).run(_tied_apart, cases, str(tmp_path)) == [[], []]

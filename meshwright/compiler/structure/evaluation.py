@@ -86,7 +86,7 @@ class _KnownValue:
         for param in graph.params:
             value, literal = graph.values[param.value], graph.constants.get(param.value)
             content = None if literal is None or literal.is_meta else (literal.detach().cpu().flatten().tolist(),)
-            called = "" if param.fqn.startswith("_constant_") else param.fqn
+            called = "" if param.fqn.startswith("_constant_") else min(param.fqns)
             found[param.value] = self.number(("held", called, value.shape, value.dtype, param.trainable, repr(content)))
         for op in graph.ops:
             if op.target in self.copies and len(op.outputs) == 1:

@@ -9,7 +9,7 @@ computed from, and operators are compared as a collection of such digests.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,8 @@ _LITERAL = "_constant_"
 
 def aligned(planned: Graph, captured: Graph) -> Graph:
     """The plan's graph, with what a file cannot be trusted with (contents of constants, classes of the output, where operators
-    come from) taken from the captured one. Raises PlanError naming the first difference."""
+    come from) and the order of the output's dicts taken from the captured one. Raises PlanError naming the first difference."""
+    captured = _tied_as(planned, captured)
     theirs, ours = _KnownSame(planned), _KnownSame(captured)
     for difference in (*_inputs(planned, captured), *_params(planned, captured)):
         raise _another(difference)
@@ -48,7 +49,31 @@ def aligned(planned: Graph, captured: Graph) -> Graph:
     contents = {param.value: held[theirs.made[param.value]] for param in planned.params}
     constants = {name: captured.constants[other] for name, other in contents.items() if other in captured.constants}
     return replace(planned, ops=ops, constants=constants, changes=changes, signature=signature, classes=captured.classes,
-                   foreign=False)
+                   foreign=False, output_tree=_in_order(planned.output_tree, captured.output_tree))
+
+
+def _tied_as(planned: Graph, captured: Graph) -> Graph:
+    """The captured graph with the names of each tied tensor in the plan's order: that in which modules are registered, which
+    may be each process's own."""
+    order = {frozenset(param.fqns): param.fqns for param in planned.params}
+    params = (replace(param, fqns=order.get(frozenset(param.fqns), param.fqns)) for param in captured.params)
+    return replace(captured, params=tuple(params))
+
+
+def _in_order(tree: Any, like: Any) -> Any:
+    """A tree of outputs with its dicts in the order of another's, which holds the same."""
+    if isinstance(tree, Mapping):
+        return {key: _in_order(tree[key], like[key]) for key in like}
+    if isinstance(tree, tuple | list):
+        return type(tree)(_in_order(*pair) for pair in zip(tree, like, strict=True))
+    return tree
+
+
+def _sorted(tree: Any) -> Any:
+    """A tree of outputs, whatever the order of its dicts."""
+    if isinstance(tree, Mapping):
+        return {key: _sorted(tree[key]) for key in sorted(tree)}
+    return [_sorted(item) for item in tree] if isinstance(tree, tuple | list) else tree
 
 
 def _another(difference: str) -> PlanError:
@@ -88,7 +113,7 @@ class _KnownSame:
         """The outputs, the loss, and what buffers become."""
         graph = self.graph
         renewed = sorted([self.made[old], self.made[new]] for old, new in graph.mutations)
-        return self.known(graph.output_tree), graph.loss and self.made[graph.loss], renewed
+        return self.known(_sorted(graph.output_tree)), graph.loss and self.made[graph.loss], renewed
 
 
 def _name(param: Param, graph: Graph) -> Any:
@@ -167,7 +192,7 @@ def _literal(mine: Op, other: Op) -> str:
 
 
 def _signature(planned: Graph, captured: Graph) -> Any:
-    """The plan's, its output's classes those of the captured model."""
+    """The plan's; its output's classes and the order of its dicts are those of the captured model."""
     if planned.signature is None or captured.signature is None:
         return captured.signature if planned.signature is None else planned.signature
     mine, other = planned.signature, captured.signature
@@ -177,7 +202,7 @@ def _signature(planned: Graph, captured: Graph) -> Any:
                        f"{[name for name, _ in shown[1]]}")
     if _nameless(mine["output"]) != _nameless(other["output"]) or len(mine["targets"]) != len(other["targets"]):
         raise _another("its output or its targets are other containers")
-    return {**mine, "parameters": other["parameters"]}
+    return {**mine, "parameters": other["parameters"], "output": other["output"]}
 
 
 def _nameless(output_type: Any) -> Any:
