@@ -8,13 +8,14 @@ program draws is left alone and nothing has to be known about the operator.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._pytree import tree_map_only
 
@@ -39,17 +40,42 @@ def seed_of(draw: Draw) -> int:
     return (word ^ word >> 31) >> 1
 
 
-def seed_of_module(weights: Mapping[str, int], blank: bool) -> int:
+class BuiltModels:
+    """The models that parallel modules were built of: each has a number among those that were built where torch's generator
+    stood at one place, and a model of equal weights has that of the one before."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[tuple[Callable[[], nn.Module | None], int, int]]] = {}
+
+    def number(self, place: int, model: nn.Module | None, digest: int) -> int:
+        """``digest``: of all weights as they are now."""
+        known = self._known.setdefault(place, [])
+        same = [number for of, _, number in known if model is not None and of() is model]
+        alike = [number for _, had, number in known if had == digest]
+        number = next(iter([*same, *alike]), len({number for *_, number in known}))
+        if not same:
+            of = (lambda: None) if model is None else weakref.ref(model)
+            known[:] = [*(one for one in known if one[0]() is not None or one[1] != digest), (of, digest, number)]
+        return number
+
+
+_BUILT = BuiltModels()
+
+
+def seed_of_module(model: nn.Module | None, weights: Mapping[str, int], blank: bool) -> int:
     """31 bits that a parallel module draws by: of the seed that ``torch.manual_seed`` set, of what the process has drawn since,
-    and of the digest of each weight. Two modules of one process draw apart, and each again what it drew in an equal run.
+    and of how many other models were built there before. Two modules of one process draw apart, and each again what it drew in
+    an equal run: a model of equal ``weights`` (digests of each) is the one it was, and so is the same ``model`` whose weights
+    have changed since, as torch's own numbers do not depend on weights (differences under one seed are right).
 
     ``blank``: whether weights are on the meta device. Their initialization draws from this seed too, so that the process has
     drawn afterwards, as it has where it initializes a model itself: the next module of the kind has other weights.
     """
-    drawn = torch.default_generator.get_state().numpy().tobytes()
+    place = zlib.crc32(torch.default_generator.get_state().numpy().tobytes(), torch.initial_seed() & 0xFFFFFFFF)
     if blank:
         torch.rand(())
-    return zlib.crc32(f"{torch.initial_seed()} {sorted(weights.items())}".encode(), zlib.crc32(drawn)) >> 1
+    number = _BUILT.number(place, model, zlib.crc32(str(sorted(weights.items())).encode()))
+    return zlib.crc32(f"model {number} of {place}".encode()) >> 1
 
 
 def seed_of_copy(seed: int, number: int) -> int:

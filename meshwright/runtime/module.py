@@ -112,7 +112,7 @@ def build(
     named = together(lambda: _ordered(program, model) if names is None else list(names))
     paths: list[str] | None = None
     given = {} if model is None else dict([*model.named_parameters("", True, False), *model.named_buffers("", True, False)])
-    seed = of_rank_zero(seed_of_module(same_weights(given), any(tensor.is_meta for tensor in given.values())))
+    seed = of_rank_zero(seed_of_module(model, same_weights(given), any(tensor.is_meta for tensor in given.values())))
     if model is not None:
         named = _as_first(named, [fqn for fqn, _ in named])
         listed = together(lambda: list(kinds_of(model).items()))
