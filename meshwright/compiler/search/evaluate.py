@@ -94,14 +94,14 @@ class Evaluator:
         self.work: Counter[str] = Counter()
         self._tables: dict[tuple[str, int, int, int], Table] = {}
         self._paths: dict[tuple[str, int, int, int], KnownPaths] = {}
-        self._units: dict[tuple[int, Degrees, int, bool, bool, str], Units] = {}
+        self._units: dict[tuple[int, Degrees, int, bool, tuple[bool, bool], str], Units] = {}
 
     def units(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, recompute: str) -> Units:
         """The units of a candidate, made once for all that schedules share."""
-        split = candidate.split
-        key = (id(placement), degrees, zero, candidate.microbatches > 1, split, recompute)
+        halves = candidate.split, candidate.halved
+        key = (id(placement), degrees, zero, candidate.microbatches > 1, halves, recompute)
         if key not in self._units:
-            self._units[key] = self.costs.units(placement, degrees, zero, candidate.microbatches, split, recompute)
+            self._units[key] = self.costs.units(placement, degrees, zero, candidate.microbatches, halves, recompute)
         return self._units[key]
 
     def step_of(self, candidate: Candidate, placement: Placement, units: Units, run: float) -> float:
@@ -265,8 +265,8 @@ class Evaluator:
             variant = None if own == degrees.variant(zero) else own
             if variant is None and one.recompute == self.recompute[0]:
                 continue
-            split = candidate.split
-            other = self.costs.units(placement, degrees, zero, candidate.microbatches, split, one.recompute, variant)
+            halves = candidate.split, candidate.halved
+            other = self.costs.units(placement, degrees, zero, candidate.microbatches, halves, one.recompute, variant)
             units = units.mixed(other, np.array([there == one for there in kept]))
         return units
 

@@ -211,11 +211,12 @@ class StageCosts:
         self._shared: dict[tuple[int, Degrees, int, bool, bool], tuple[Shared, ...]] = {}
 
     def units(
-        self, placement: Placement, degrees: Degrees, zero: int, microbatches: int, split: bool, recompute: str,
+        self, placement: Placement, degrees: Degrees, zero: int, microbatches: int, halves: tuple[bool, bool], recompute: str,
         kept: Variant | None = None,
     ) -> Units:
-        """The units of a placement; ``recompute`` applies to blocks; ``split``: the backward is split; ``kept``: how parameters
-        are kept, if not as a search keeps them at this ZeRO level."""
+        """The units of a placement; ``recompute`` applies to blocks; ``halves``: whether some backward is split, and all are;
+        ``kept``: how parameters are kept, if not as a search keeps them at this ZeRO level."""
+        split, halved = halves
         own = self.parameters(placement, degrees, zero, microbatches, kept)
         plain, run, weight = self._rows(placement, recompute, microbatches)
         each, once, ahead = own.each, own.once, np.array([row.ahead for row in placement.rows])
@@ -226,7 +227,7 @@ class StageCosts:
         waiting = np.array([row.waiting for row in placement.rows])
         pending = np.maximum(run[:, SAVED] + waiting, 0.0)
         transient, behind = self._transient(
-            placement, run, once, kept or degrees.variant(zero), microbatches > 1, degrees.pp > 1
+            placement, run, once, kept or degrees.variant(zero), microbatches > 1, degrees.pp > 1, halved
         )
         columns = [
             forward, backward, weight + recomputed * split,
@@ -250,10 +251,11 @@ class StageCosts:
         return np.maximum(np.array([0.0, *placement.crossing[:-1]]) - saves, 0.0), np.array([*placement.sent[:-1], 0.0])
 
     def _transient(
-        self, placement: Placement, run: Array, once: Array, variant: Variant, several: bool, staged: bool
+        self, placement: Placement, run: Array, once: Array, variant: Variant, several: bool, staged: bool, halved: bool
     ) -> tuple[Array, Array]:
         """Bytes beside what is kept while a row runs, or, where FSDP2 has no part in it, while gradients are copied to their
-        sums when a block's backward is done and nothing that it kept is left (``cost.memory.fsdp``); and beside these the fp32
+        sums when a block's backward is done and nothing that it kept is left (``cost.memory.fsdp``), or, of what is no block,
+        while a W makes them of what waits for it; and beside these the fp32
         gradients of the block behind it in a stage, where FSDP2 is still reducing them, as it reduces this one's at its end."""
         made = np.array([row.made for row in placement.rows])  # as they come, among what runs
         working = run[:, TRANSIENT] + np.maximum(once[:, TRANSIENT] - made, 0.0)
@@ -262,8 +264,9 @@ class StageCosts:
         behind = np.minimum(made * (_FP32 / self.itemsize) * reduces, np.maximum(once[:, TRANSIENT] - made, 0.0))
         if variant.data_axes:
             return np.maximum(working - behind, made + behind - run[:, SAVED]), behind
-        copied = np.array([row.block for row in placement.rows]) * once[:, GRADIENTS] * (1 + several)
-        return np.maximum(working, copied - run[:, SAVED]), behind
+        copied, blocks = once[:, GRADIENTS] * (1 + several), np.array([row.block for row in placement.rows])
+        waits = halved & (np.arange(len(blocks)) != placement.sequence[0])  # the first comes last, when all behind it is gone
+        return np.maximum(working, np.where(blocks, copied - run[:, SAVED], copied * waits)), behind
 
     def _rows(self, placement: Placement, recompute: str, microbatches: int) -> tuple[Array, Array, Array]:
         """Resources of a placement's rows without and with a recomputation, and seconds of gradients of weights."""
