@@ -62,19 +62,21 @@ def saved_by_hand(stage: list[Unit], pending: bool = False) -> float:
 
 
 def memory_by_hand(table: Table, parts: list[list[Unit]]) -> list[float]:
-    """Bytes of every rank at its fullest, its actions walked one by one: a stage's transient counts as it runs backward."""
+    """Bytes of every rank at its fullest, its actions walked one by one: a stage's transient counts as it runs backward, what
+    its last reduction leaves while others do."""
     saved, pending = ([saved_by_hand(part, later) for part in parts] for later in (False, True))
     beside, summed = [transient_by_hand(part) for part in parts], [sum(u.summed for u in part) for part in parts]
     found = []
     for rank, actions in enumerate(table.ranks):
         held, most, there = sum(u.state for s in table.stages_of(rank) for u in parts[s]), 0.0, set[int]()
         for s, kind, _ in actions:
-            most = max(most, held + (beside[s] if kind != "F" else 0.0))
+            left = beside[s] + sum(parts[other][0].behind for other in there - {s})
+            most = max(most, held + left if kind != "F" else 0.0)
             held += {"F": saved[s], "B": -saved[s], "I": pending[s] - saved[s], "W": -pending[s]}[kind]
             if kind in "BW" and s not in there:
                 there.add(s)
                 held += summed[s]
-                most = max(most, held + beside[s])
+                most = max(most, held + left)
         found.append(most)
     return found
 

@@ -418,24 +418,25 @@ def test_peaks_equal_a_replay(setting: tuple[str, int, int, int], seed: int) -> 
     table = schedule_table(*setting)
     rng = np.random.default_rng(seed)
     saved, pending = np.sort(rng.random((2, table.stages)), axis=0)[::-1]
-    summed, transient = rng.random((2, table.stages))
+    summed, transient, reducing = rng.random((3, table.stages))
     run = simulate(table, 1, 1, 1)
     for rank, actions in enumerate(table.ranks):
         held = dict.fromkeys(table.stages_of(rank), 0)
         peak, bytes_, most, rank_peak = dict(held), 0.0, 0.0, 0
-        first, beside = 0.0, 0.0  # what gradients are there, and the most with them and with what runs
-        for at, (s, kind, _) in enumerate(actions):
-            beside = max(beside, bytes_ + first + (transient[s] if kind != "F" else 0.0))
+        there, beside = set[int](), 0.0  # whose gradients are there, and the most with them and with what runs
+        for s, kind, _ in actions:
+            first = sum(summed[one] + reducing[one] * (one != s) for one in there)
+            beside = max(beside, bytes_ + first + transient[s] if kind != "F" else 0.0)
             held[s] += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
             bytes_ += {"F": saved[s], "B": -saved[s], "I": pending[s] - saved[s], "W": -pending[s]}[kind]
             peak[s], most, rank_peak = max(peak[s], held[s]), max(most, bytes_), max(rank_peak, sum(held.values()))
-            if kind in "BW" and not any(one.stage == s and one.kind in "BW" for one in actions[:at]):
-                first += summed[s]
-                beside = max(beside, bytes_ + first + transient[s])
+            if kind in "BW" and s not in there:
+                there.add(s)
+                beside = max(beside, bytes_ + first + summed[s] + transient[s])
         assert peak == {s: run.peak_per_stage[s] for s in peak}
         assert rank_peak == run.peak_per_rank[rank]
         assert peak_bytes(table, saved, pending)[rank] == pytest.approx(most)
-        assert peak_bytes(table, saved, pending, summed, transient)[rank] == pytest.approx(beside)
+        assert peak_bytes(table, saved, pending, summed, transient, reducing)[rank] == pytest.approx(beside)
 
 
 def test_known_depths() -> None:

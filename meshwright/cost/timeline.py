@@ -224,22 +224,26 @@ def simulate(
 
 
 def peak_bytes(
-    table: Table, saved: ArrayLike, pending: ArrayLike | None = None, summed: ArrayLike = 0.0, transient: ArrayLike = 0.0
+    table: Table, saved: ArrayLike, pending: ArrayLike | None = None, summed: ArrayLike = 0.0, transient: ArrayLike = 0.0,
+    reducing: ArrayLike = 0.0,
 ) -> np.ndarray:
     """The most bytes of saved activations and summed gradients a rank holds at once: float [pp] or [pp, K].
 
     ``saved``: bytes per micro-batch of every stage ([stages] or [stages, K]) from F to B or I; ``pending``: what is left of
     them from I to W (all, if not given); ``summed``: bytes that every stage has from its first gradients of weights on;
-    ``transient``: bytes beside these while a backward of the stage runs.
+    ``transient``: bytes beside these while a backward of the stage runs; ``reducing``: bytes that its last reduction leaves
+    until it runs backward again.
     """
     held = np.asarray(saved, dtype=np.float64)
     left = held if pending is None else np.asarray(pending, dtype=np.float64)
     columns = [held, left, np.broadcast_to(summed, held.shape)]
-    beside, peaks = np.broadcast_to(transient, held.shape), []
+    beside, buffers, peaks = np.broadcast_to(transient, held.shape), np.broadcast_to(reducing, held.shape), []
     for rank, running in enumerate(table.moments):
-        own = list(table.stages_of(rank))
-        each = [np.sum([counts[:, at] @ column[own] for at, column in enumerate(columns)], axis=0).max(axis=0) + beside[stage]
-                for counts, stage in zip(running, own, strict=True)]
+        own, each = list(table.stages_of(rank)), []
+        for at, (counts, stage) in enumerate(zip(running, own, strict=True)):
+            others = np.delete(counts[:, 2], at, axis=1) @ np.delete(buffers[own], at, axis=0)
+            bytes_ = np.sum([others, *(counts[:, row] @ column[own] for row, column in enumerate(columns))], axis=0)
+            each.append(bytes_.max(axis=0) + beside[stage])
         peaks.append(np.max(each, axis=0))
     return np.array(peaks)
 

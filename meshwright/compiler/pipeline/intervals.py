@@ -148,7 +148,8 @@ class Intervals:
         position
     peak, inner: [options, n], transient bytes of a unit that ends a stage, and of one that others follow there
     released: [options, n + 1], sums of what units release before each position
-    ends: [options, 2, n], bytes that are saved more where a stage begins or ends with a unit
+    ends: [options, 3, n], bytes that are saved more where a stage begins or ends with a unit, and those that its last
+        reduction leaves where it begins with one
     value, gradient: [n + 1], seconds to cross a position forward and backward
     shared: weights that several units read, of two of which one is the next to: there once where one stage has both
     """
@@ -189,7 +190,7 @@ class Intervals:
         sums = np.concatenate([np.zeros((*columns.shape[:2], 1)), np.cumsum(columns, axis=2)], axis=2)[:, :, positions]
         at, crossing = np.array(positions, dtype=np.int64), np.zeros((2, len(positions)))
         crossing[:, 1:-1] = value[at[1:-1] - 1], gradient[at[1:-1] - 1]
-        outer = np.stack([ends[0][:, at[:-1]], ends[1][:, at[1:] - 1]], axis=1)
+        outer = np.stack([ends[0][:, at[:-1]], ends[1][:, at[1:] - 1], transient[2][:, at[:-1]]], axis=1)
         within = [(np.searchsorted(at, [one.before, one.at], side="right") - 1).tolist() for one in shared]
         there = [Shared(before, behind, one.bytes_) for one, (before, behind) in zip(shared, within, strict=True)]
         for one in there:

@@ -37,6 +37,7 @@ class _Rank:
     ) -> None:
         self.held, self.transient, self.work, self.capacity = held, transient, work, capacity
         counts, self.runs = np.concatenate(moments), np.repeat(np.arange(len(moments)), [len(one) for one in moments])
+        self.others = counts[:, 2] * (np.arange(len(moments)) != self.runs[:, None])
         self.weights = np.stack([*counts[:, :, stage].transpose(1, 0, 2), np.ones((len(counts), len(stage)))])
         self.units, self.stage = np.arange(len(stage)), stage
         self.begin = np.flatnonzero(np.diff(stage, prepend=-1)).tolist()
@@ -46,8 +47,9 @@ class _Rank:
         return bool(self._bytes(chosen).max() <= self.capacity)
 
     def _bytes(self, chosen: np.ndarray) -> np.ndarray:
-        """What it holds at every moment, with the transient of the stage that runs."""
+        """What it holds at every moment, with the transient of the stage that runs, and what the others' reductions left."""
         held = np.einsum("cku,cu->k", self.weights, self.held[:, chosen, self.units])
+        held += self.others @ self.transient[2, chosen[self.begin], self.begin]
         return np.asarray(held + transient_of(self.transient[:, chosen, self.units], self.begin)[self.runs])
 
     def seconds(self, chosen: np.ndarray) -> float:

@@ -49,7 +49,8 @@ class Cutting:
         """Bytes of every rank at its peak: float [pp, K]."""
         state, saved, pending, summed = self.units.sums(cuts, options)[3:]
         transient = self.units.transient[options, cuts[:, :-1], cuts[:, 1:]].T
-        return np.asarray(self._of_ranks(state) + peak_bytes(self.table, saved, pending, summed, transient))
+        reducing = self.units.ends[options, 2, cuts[:, :-1]].T
+        return np.asarray(self._of_ranks(state) + peak_bytes(self.table, saved, pending, summed, transient, reducing))
 
     def excess(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
         """Bytes by which the ranks exceed their capacities, summed, [K]; 0 if all fit."""

@@ -232,7 +232,7 @@ class Evaluator:
             unit, (forward, backward) = joined(each[start:stop]), placement.repeated(start)
             waits = unit.pending if start else unit.saved  # torch leaves all of the first stage to W
             forward, backward = unit.forward + forward, unit.backward_input + backward
-            whole.append(replace(unit, forward=forward, backward_input=backward, pending=waits))
+            whole.append(replace(unit, forward=forward, backward_input=backward, pending=waits, behind=each[start].behind))
         cuts = stages.cut(whole, candidate.pp, candidate.virtual_stages, candidate.schedule, candidate.microbatches,
                           overlap=not self.costs.waits(candidate.schedule), table=table, bound=0.0)
         return replace(cuts, boundaries=tuple(starts), bound=bound)
