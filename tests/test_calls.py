@@ -150,10 +150,6 @@ def backwards(rank: int) -> list[str]:
         loss = parallel(**batch)["loss"]
         told = said(lambda loss=loss, held=held: torch.autograd.grad(loss, held, create_graph=True, allow_unused=True))
         problems += [] if "create_graph" in told else [f"{pins}: create_graph: {told}"]
-        loss = parallel(**batch)["loss"]
-        told = said(lambda loss=loss, held=held: torch.autograd.grad(
-            loss, held, torch.ones(3), is_grads_batched=True, allow_unused=True))
-        problems += [] if "is_grads_batched" in told else [f"{pins}: is_grads_batched: {told}"]
         for hook in ("register_hook", "retain_grad"):
             told = said(getattr(parallel(**batch)["prediction"], hook))
             problems += [] if "beside the way" in told else [f"{pins}: {hook} of an output: {told}"]

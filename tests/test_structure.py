@@ -63,7 +63,7 @@ PRIVATE: Mapping[str, str] = {
     "runtime/checks/elsewhere.py": "_C.DisableTorchFunctionSubclass: shape and dtype of what is on other ranks",
     "runtime/checks/gradients.py": "_will_engine_execute_node: whether a parameter's gradient is returned, not accumulated; "
                                    "_current_graph_task_id, _top_saved_tensors_default_hooks: whether a call is checkpointed; "
-                                   "_functorch, _vmapmode: whether torch.func or batched gradients transform it",
+                                   "_functorch: whether it is transformed by torch.func",
     "runtime/checks/outputs.py": "pytree, to see operands in lists; _local_scalar_dense: a number taken out of a tensor",
     "runtime/state/norms.py": "_foreach_mul_: clipping, as torch.nn.utils does it",
     "runtime/state/reading.py": "_dispatch_get_all_op_names: operators of which torch before 2.13 asks no class",

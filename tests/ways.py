@@ -351,10 +351,6 @@ def around(rank: int, pins: Mapping[str, Any]) -> list[Trial]:
         held = [p for p in parallel.parameters() if p.numel()]
         torch.autograd.grad(loss(), held, create_graph=True, allow_unused=True)
 
-    def several() -> None:
-        held = [p for p in parallel.parameters() if p.numel()]
-        torch.autograd.grad(loss(), held, torch.ones(3), is_grads_batched=True, allow_unused=True)
-
     def again(seed: int) -> list[float]:
         other = make(p=0.3)
         run = _parallel(other, pins)
@@ -368,8 +364,7 @@ def around(rank: int, pins: Mapping[str, Any]) -> list[Trial]:
         ("vmap", "torch.func",
          lambda: torch.vmap(lambda ids: parallel(**{**given, "ids": ids})["loss"])(given["ids"][None])),
         ("torch.func.grad", "torch.func", lambda: torch.func.grad(lambda x: parallel(**given)["loss"] * x)(torch.ones(()))),
-        ("create_graph", "create_graph", twice_differentiable), ("gradients at once", "is_grads_batched", several),
-        ("a stale backward", "a forward and its", stale),
+        ("create_graph", "create_graph", twice_differentiable), ("a stale backward", "a forward and its", stale),
         ("save_on_cpu", "", lambda: alike(kept_on_the_cpu)), ("detect_anomaly", "", lambda: alike(looked_for_anomalies)),
         ("a second backward", "", lambda: alike(twice)),
         ("a plain backward after all this", "", lambda: alike(lambda: loss().backward())),

@@ -6,7 +6,6 @@
     torch.export, fx, jit     around a call: they would record one rank's part: raises
     torch.func                around a call: its transforms do not reach into other processes: raises
     create_graph=True         the gradients have no graph of their own: raises
-    is_grads_batched=True     one backward of several gradients at once: raises
     weights written between   a forward and its backward: raises, as torch does where it needs the old ones
     weights frozen between    them: raises of those that FSDP2 gathers, with one micro-batch
     torch.autograd.grad       of parameters that FSDP2 gathers, with one micro-batch: raises, for autograd knows their gathered
@@ -44,13 +43,7 @@ IN_EVALUATION = (
 
 
 def once() -> None:
-    """Raise RunError in a backward that is to be differentiated again, or that is one of several gradients at once."""
-    level = torch._C._vmapmode_increment_nesting()
-    torch._C._vmapmode_decrement_nesting()
-    if level > 1:
-        raise RunError("is_grads_batched=True (and jacobian and hessian with vectorize=True) makes one backward of several "
-                       "gradients, which does not reach into other processes. Call backward(), or torch.autograd.grad, once "
-                       "for each of them, after a forward of its own")
+    """Raise RunError in a backward that is to be differentiated again."""
     if torch.is_grad_enabled():
         raise RunError("create_graph=True asks for gradients that can be differentiated again; a parallel module computes "
                        "plain gradients only. Leave create_graph out")
