@@ -426,7 +426,7 @@ def _native(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any
         result, copied = gathered(func, args, kwargs, tensors, ()), True
     if isinstance(result, DTensor) and not copied:
         edits.before_sending(of, [dim for dim, (a, b) in enumerate(zip(of.placements, result.placements, strict=True))
-                        if is_cut(a) and not is_cut(b)])
+                                  if is_cut(a) and not is_cut(b)])
     mark_copies(func, of, result, copied)
     return result
 

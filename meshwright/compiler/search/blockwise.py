@@ -91,8 +91,8 @@ def solve_layout(
     problem = _problem(task, layout, microbatches)
     known.spent += BUILT
     first: Counted | None = None
-    if floor is None and to_beat < math.inf:
-        floor = 0.0 if known.binds(microbatches) else None  # within memory less is left to look for
+    if floor is None and to_beat < math.inf and known.binds(microbatches):
+        floor = 0.0  # within memory less is left to look for
     if floor is None:
         first = _unlimited(problem, task, timing, cutoff, known)
         floor = first.bound_seconds
