@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -216,3 +217,76 @@ def test_what_is_written_into_the_model_later(pool: Callable[[int], Any], pins: 
     for said in pool(2).run(_written, pins):
         assert [name for name, text in said.items() if text] == ["loaded", "on one rank"], said
         assert all("of the model that was parallelized was written since" in text for text in said.values() if text)
+
+
+class Counted(nn.Module):
+    """Linears around statistics of the batch, and a buffer that only the caller changes."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.norm, self.head = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.head(self.norm(self.inside(x)).tanh() * self.scale).square().mean()}
+
+
+def _as_another(model: nn.Module) -> dict[str, Tensor]:
+    return {name: x + 1 for name, x in model.state_dict().items()}
+
+
+def _under_another(place: Any, key: str) -> None:
+    old = getattr(place, key)
+    setattr(place, key, nn.Parameter(old.detach() * 2) if isinstance(old, nn.Parameter) else old * 2)
+
+
+def _given_other_memory(parameter: nn.Parameter, new: Tensor) -> None:
+    parameter.data = new
+
+
+DONE: Mapping[str, tuple[Callable[[Counted], object], str]] = {
+    "other memory": (lambda m: _given_other_memory(m.head.weight, m.head.weight.data * 2), "parameter 'head.weight'.*written"),
+    "through .data": (lambda m: m.head.weight.data.mul_(2), "parameter 'head.weight'.*written"),
+    "another parameter": (lambda m: _under_another(m.head, "weight"), "parameter 'head.weight'.*written"),
+    "another buffer": (lambda m: _under_another(m, "scale"), "buffer 'scale'.*written"),
+    "registered anew": (lambda m: m.register_buffer("scale", torch.zeros(8)), "buffer 'scale'.*written"),
+    "buffer": (lambda m: m.scale.fill_(3.0), "buffer 'scale'.*written"),
+    "statistics": (lambda m: m.norm.running_mean.fill_(2.0), "buffer 'norm.running_mean'.*written"),  # type: ignore[union-attr]
+    "statistics reset": (lambda m: m.norm.reset_running_stats(), "buffer 'norm.running_mean'.*written"),
+    "statistics of a call": (lambda m: m(torch.randn(4, 8)), "buffer 'norm.running_mean'.*train\\(\\) writes buffers"),
+    "assigned": (lambda m: m.load_state_dict(_as_another(m), assign=True), "buffer 'scale'.*written"),
+    "half": (lambda m: m.half(), "buffer 'scale'.*converted to torch.float16"),
+    "evaluated": (lambda m: m.eval()(torch.randn(4, 8)) and m.train(), ""),
+    "copied to other memory": (lambda m: _given_other_memory(m.head.weight, m.head.weight.data.clone()), ""),
+    "without memory": (lambda m: m.to("meta"), ""),
+}
+
+
+def _done(rank: int, pins: dict[str, Any]) -> dict[str, str]:
+    """What is said of the call that follows, by what was done to the model behind the build, by one rank alone."""
+    x, mesh, said = torch.randn(4, 8), init_device_mesh("cpu", (2,)), {}
+    how: dict[str, Any] = {"pins": pins}
+    for name, (do, _) in DONE.items():
+        torch.manual_seed(1)
+        model = Counted()
+        parallel: Any = autoparallel(model, mesh, ((x,), {}), progress=False, **how)
+        how = {"plan": parallel.plan}
+        parallel(x)["loss"].backward()
+        if name == "statistics reset" or rank == 0:
+            do(model)
+        try:
+            parallel(x)["loss"].backward()
+            said[name] = ""
+        except MeshwrightError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("pins", [{"dp": 2, "zero": 3}, {"tp": 2}], ids=str)
+def test_what_is_done_to_tensors_of_the_model_later(pool: Callable[[int], Any], pins: dict[str, Any]) -> None:
+    """It reaches the parallel module by no way, which is said on every rank; what changes nothing is free."""
+    for said in pool(2).run(_done, pins):
+        for name, (_, words) in DONE.items():
+            assert re.search(words, said[name]) if words else not said[name], (name, said[name])

@@ -1,7 +1,6 @@
 """Who else has the parameters that a parallel module was built of: in one process all would use one set, here each has its own.
 
-The model itself has them. What is written there later (a checkpoint that is loaded) does not reach the parallel module, and is
-refused at its next call, unless it is what that module holds, or the model is trained by an optimizer for itself.
+The model itself has them: see ``checks.written``.
 
 Other parallel modules have them too: of models that share layers (an actor and its critic), or of one model that is
 parallelized twice (for two lengths). A call of one of these is refused, unless something was written into it since both are
@@ -19,15 +18,15 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.errors import RunError
 from meshwright.runtime.checks.calls import digest
 from meshwright.runtime.checks.strangers import watch_optimizers
 from meshwright.runtime.checks.tensors import Original, TensorPlace
+from meshwright.runtime.checks.written import TensorsOfModel
 from meshwright.runtime.groups import Groups
-from meshwright.runtime.state.layout import box, local_of, take
+from meshwright.runtime.state.layout import local_of
 from meshwright.runtime.state.optimizer import Nothing
 
 
@@ -39,9 +38,9 @@ class Relatives:
         groups: Groups,
     ) -> None:
         """``before``: the parameters of ``model``, of which ``parallel`` was built; ``places``: what this rank has of them."""
-        self._places, self._groups, self._alone = {place.fqn: place for place in places}, groups, list[str]()
-        self._versions = {one.fqn: one.version for one in before}
-        watch_optimizers(parallel, before, self._alone)
+        at_work = list[str]()
+        watch_optimizers(parallel, before, at_work)
+        self._written = TensorsOfModel(model, {place.fqn: place for place in places}, groups, at_work)
         self._parallel, self._model, self._before = parallel, None if model is None else weakref.ref(model), before
         self._met: list[_Met] = []
         self._recorded = 0
@@ -58,7 +57,7 @@ class Relatives:
     def check(self, recording: bool) -> None:
         """Raise RunError if the model or one of the others was used as if both had the same weights. ``recording``: whether
         the coming call records gradients."""
-        self._check_model()
+        self._written.check()
         for met in [*self._met]:
             other = met.other()
             if other is None or self._contents() != met.mine:
@@ -76,20 +75,6 @@ class Relatives:
                     f"model")
         self._recorded += recording
 
-    def _check_model(self) -> None:
-        for one in self._before:
-            parameter = one.parameter()
-            if parameter is None or parameter._version == self._versions[one.fqn]:
-                continue
-            place = self._places.get(one.fqn)
-            if place is not None and not self._alone and not _same(parameter.detach(), place, self._groups):
-                raise RunError(
-                    f"parameter {one.fqn!r} of the model that was parallelized was written since, and the parallel module has "
-                    f"parameters of its own, which it reads instead. What to do: write into the parallel module "
-                    f"(parallel.load_state_dict, parallel.load), or before autoparallel; if the model is for a use of its own, "
-                    f"parallelize a copy.deepcopy of it")
-            self._versions[one.fqn] = parameter._version
-
     def _origins(self) -> dict[int, str]:
         """Names by the identities of the model's parameters that are there."""
         return {id(parameter): one.fqn for one in self._before if (parameter := one.parameter()) is not None}
@@ -103,15 +88,6 @@ class Relatives:
         held = {name: p for name, p in self._parallel.named_parameters() if not isinstance(p, Nothing)}
         chosen = held if names is None else [name for name in names if name in held]
         return hash(tuple(digest(local_of(held[name]), everything=False) for name in chosen))
-
-
-def _same(whole: Tensor, place: TensorPlace, groups: Groups) -> bool:
-    """Whether this rank holds what lies there of the whole tensor, but for its dtype."""
-    local = local_of(place.tensor)
-    if whole.is_meta or whole.shape != place.stored.shape:
-        return True
-    there = take(whole, box(place.stored, groups.mesh, groups.coordinates)).to(local.device)
-    return there.shape != local.shape or torch.allclose(local.to(there.dtype), there, rtol=0, atol=0, equal_nan=True)
 
 
 @dataclass(frozen=True)

@@ -45,14 +45,12 @@ class Original:
     fqn: str
     parameter: weakref.ref[nn.Parameter]
     trained: bool
-    version: int
-    """What torch counts of writes into it."""
 
 
 def originals(model: nn.Module | None) -> list[Original]:
     """The parameters of the model, not kept alive."""
     named = () if model is None else model.named_parameters()
-    return [Original(fqn, weakref.ref(parameter), parameter.requires_grad, parameter._version) for fqn, parameter in named]
+    return [Original(fqn, weakref.ref(parameter), parameter.requires_grad) for fqn, parameter in named]
 
 
 def check_tensors(
