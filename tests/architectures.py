@@ -148,6 +148,10 @@ ARCHITECTURES: Mapping[str, Make] = {
     "squeezebert": _filled("SqueezeBert", embedding_size=16, q_groups=1, k_groups=1, v_groups=1, post_attention_groups=1,
                            intermediate_groups=1, output_groups=1),
     "roformer": _filled("RoFormer", embedding_size=8),
+    "funnel": _of("Funnel", "ForSequenceClassification", {
+        "vocab_size": V, "block_sizes": [1, 1], "num_decoder_layers": 1, "d_model": 8, "n_head": 2, "d_head": 4, "d_inner": 16,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}, lambda: {
+        "input_ids": _ids(), "labels": _ids(B) % 2}),
     "convbert": _filled("ConvBert", embedding_size=8, head_ratio=1, conv_kernel_size=3),
     "deberta": _filled("Deberta", relative_attention=True, pos_att_type=["c2p", "p2c"], position_biased_input=False),
     "xlnet": _of("XLNet", "LMHeadModel", {"vocab_size": V, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import combinations
 from typing import Any
+from unittest import mock
 from zlib import crc32
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from meshwright.api import autoparallel
 from meshwright.runtime.checks.elsewhere import Elsewhere
+from tests import architectures, vision
 from tests.equality import EPS, captured_once, compare
 
 WIDTH, LENGTH, BATCH = 8, 4, 8
@@ -199,66 +201,78 @@ def whole(tensor: Any) -> Tensor | None:
 _ASK: ContextVar[Ask] = ContextVar("ask")
 
 
-class Dropout(nn.Module):
-    """As torch's, of an ``ask`` that the model around it sets."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * _ASK.get()(lambda: torch.empty_like(x).bernoulli_(0.7)) / 0.7 if self.training else x
-
-
 class DropPath(nn.Module):
-    """As that of ``transformers``, likewise."""
+    """As that of ``transformers``, of an ``ask`` that the model around it sets."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * _ASK.get()(lambda: (0.7 + torch.rand(_row(x), dtype=x.dtype)).floor_()) / 0.7 if self.training else x
 
 
 class Shown(nn.Module):
-    """A published model that shows what its dropouts and drop paths drew."""
+    """A published model that shows what its dropouts, attentions and drop paths drew: the functions that all of them call
+    are replaced while it runs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         for module in [*model.modules()]:
             for name, child in [*module.named_children()]:
-                if isinstance(child, nn.Dropout) or type(child).__name__.endswith("DropPath"):
-                    setattr(module, name, Dropout() if isinstance(child, nn.Dropout) else DropPath())
+                if type(child).__name__.endswith("DropPath"):
+                    setattr(module, name, DropPath())
 
     def forward(self, x: Mapping[str, Tensor], given: Sequence[Tensor] | None = None) -> dict[str, Any]:
         drawn: list[Tensor] = []
+        inside: list[float] = []
+        dropout, attention = F.dropout, F.scaled_dot_product_attention
 
         def ask(make: Callable[[], Tensor]) -> Tensor:
             drawn.append(make() if given is None else given[len(drawn)])
             return drawn[-1]
 
+        def dropped(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+            if inside:  # torch's own hands itself on by its name
+                return dropout(x, p)
+            if not training or p == 0:
+                return x
+            x = torch.where(x == 0, torch.full_like(x, 0.5), x)  # of a zero nobody sees whether it was kept
+            if given is not None:
+                return x * ask(lambda: x)
+            inside.append(p)
+            y = dropout(x, p)
+            inside.clear()
+            ask(lambda: (y != 0).to(x.dtype) / (1 - p))
+            return y
+
+        def attended(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+                     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
+            if not dropout_p:
+                return attention(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+            width, length = v.shape[-1], v.shape[-2]
+            if given is None:
+                every = torch.cat([v, torch.eye(length, dtype=v.dtype).expand(*v.shape[:-1], length)], -1)
+                y = attention(q, k, every, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+                ask(lambda: (y[..., width:] > 0).to(v.dtype) / (1 - dropout_p))
+                return y[..., :width]
+            eye = torch.eye(length, dtype=v.dtype).expand(*v.shape[:-1], length)
+            p = attention(q, k, eye, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa) * ask(lambda: q)
+            return p @ v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
+
         outer = _ASK.set(ask)
         try:
-            return {"loss": self.model(**x).loss, "drawn": [tensor.detach() for tensor in drawn]}
+            with mock.patch.object(F, "dropout", dropped), mock.patch.object(F, "scaled_dot_product_attention", attended):
+                return {"loss": self.model(**x)["loss"], "drawn": [tensor.detach() for tensor in drawn]}
         finally:
             _ASK.reset(outer)
 
 
 def published(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A small model of ``transformers`` with dropout and drop path, away from zeros at which rounding decides, and a batch."""
-    import transformers
-
-    torch.manual_seed(3)
-    labels, batch = torch.randint(2, (BATCH,)), {}
-    if name == "BEiT":
-        config = transformers.BeitConfig(
-            hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4,
-            drop_path_rate=0.3, num_labels=2, use_relative_position_bias=True,
-        )
-        model, batch = transformers.BeitForImageClassification(config), {"pixel_values": torch.randn(BATCH, 3, 8, 8).double()}
-    else:
-        config = transformers.FunnelConfig(
-            vocab_size=20, block_sizes=[1, 1], num_decoder_layers=1, d_model=8, n_head=2, d_head=4, d_inner=16, num_labels=2,
-        )
-        model, batch = transformers.FunnelForSequenceClassification(config), {"input_ids": torch.randint(1, 20, (BATCH, 6))}
+    with mock.patch.object(vision, "BATCH", BATCH), mock.patch.object(architectures, "B", BATCH):
+        model, batch = vision.make(name, drop=True)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return Shown(model.double()).train(), {**batch, "labels": labels}
+    return Shown(model).train(), batch
 
 
 def trained(

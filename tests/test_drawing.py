@@ -89,7 +89,7 @@ def test_in_pipelines(pool: Callable[[int], Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "pins"), [
-    ("BEiT", {"dp": 2, "zero": 3, "recompute": "full", "microbatches": 2}), ("Funnel", {"tp": 2, "recompute": "full"}),
+    ("beit", {"dp": 2, "zero": 3, "recompute": "full", "microbatches": 2}), ("funnel", {"tp": 2, "recompute": "full"}),
 ])
 def test_published_models(pool: Callable[[int], Any], name: str, pins: dict[str, Any]) -> None:
     """Dropout and drop path of two models whose losses are coarse in their weights, so that slopes of the loss say little."""
