@@ -777,3 +777,13 @@ def test_a_program_that_goes_round_in_circles_is_begun_again(monkeypatch: pytest
     (least, kept), (again, begun) = found
     assert again == pytest.approx(least, rel=1e-9)
     assert (kept, begun) == (False, True)
+
+
+def test_what_rounding_left_is_in_no_program() -> None:
+    """A weight that is nothing beside the others of its row: GLOP finds no solution of programs that have some."""
+    program = LinearProgram()
+    columns = program.variables(4)
+    program.add([(np.zeros(1, dtype=np.int64), 1e-6), (columns, np.array([0.25, 9e-18, -2.0, 0.0]))], 0.0)
+    (kept, weights), *_ = program.parts
+    assert kept.tolist() == [0, columns[0], columns[2]]
+    assert weights.tolist() == [1e-6, 0.25, -2.0]

@@ -20,6 +20,9 @@ import numpy as np
 from meshwright.compiler.pipeline.intervals import hull, transient_of
 from meshwright.ir.schedules import Table
 
+_AT_ONCE = 16
+"""So many ways are held against memory in one call, which takes little longer than of one."""
+
 
 class _Rank:
     """The units of one rank.
@@ -39,18 +42,21 @@ class _Rank:
         counts, self.runs = np.concatenate(moments), np.repeat(np.arange(len(moments)), [len(one) for one in moments])
         self.others = counts[:, 2] * (np.arange(len(moments)) != self.runs[:, None])
         self.weights = np.stack([*counts[:, :, stage].transpose(1, 0, 2), np.ones((len(counts), len(stage)))])
+        self._counts = self.weights.transpose(1, 0, 2).reshape(len(counts), -1)
         self.units, self.stage = np.arange(len(stage)), stage
         self.begin = np.flatnonzero(np.diff(stage, prepend=-1)).tolist()
 
-    def fits(self, chosen: np.ndarray) -> bool:
-        """Whether the rank holds its units so at its fullest moment."""
-        return bool(self._bytes(chosen).max() <= self.capacity)
+    def fits(self, ways: np.ndarray) -> np.ndarray:
+        """Whether the rank holds its units so at its fullest moment, of each of the ``ways`` [..., units]."""
+        return np.asarray(self._bytes(ways).max(axis=-1) <= self.capacity)
 
-    def _bytes(self, chosen: np.ndarray) -> np.ndarray:
-        """What it holds at every moment, with the transient of the stage that runs, and what the others' reductions left."""
-        held = np.einsum("cku,cu->k", self.weights, self.held[:, chosen, self.units])
-        held += self.others @ self.transient[2, chosen[self.begin], self.begin]
-        return np.asarray(held + transient_of(self.transient[:, chosen, self.units], self.begin)[self.runs])
+    def _bytes(self, ways: np.ndarray) -> np.ndarray:
+        """What it holds at every moment [..., k], with the transient of the stage that runs, and what the others' reductions
+        left."""
+        each = np.moveaxis(self.held[:, ways, self.units], 0, -2).reshape(*ways.shape[:-1], self._counts.shape[1])
+        held = each @ self._counts.T
+        held += self.transient[2, ways[..., self.begin], self.begin] @ self.others.T
+        return np.asarray(held + transient_of(self.transient[:, ways, self.units], self.begin)[..., self.runs])
 
     def seconds(self, chosen: np.ndarray) -> float:
         """Of a micro-batch."""
@@ -59,12 +65,16 @@ class _Rank:
     def changed(self, order: np.ndarray | None) -> np.ndarray:
         """From the first option of every unit on, changes until all fits, or all changes: the cheapest first, or those of the
         stages as they come in ``order``, the place of each."""
-        chosen, place = np.zeros(len(self.units), dtype=np.int64), self._places(order)
-        for _, _, unit, to in sorted((place[unit], ratio, unit, to) for ratio, unit, to in self._changes):
-            if self.fits(chosen):
-                break
-            chosen[unit] = to
-        return chosen
+        place = self._places(order)
+        changes = sorted((place[unit], ratio, unit, to) for ratio, unit, to in self._changes)
+        ways = np.zeros((len(changes) + 1, len(self.units)), dtype=np.int64)
+        for number, (_, _, unit, to) in enumerate(changes, 1):
+            ways[number:, unit] = to
+        for some in np.split(ways, range(_AT_ONCE, len(ways), _AT_ONCE)):
+            fits = self.fits(some)
+            if fits.any():
+                return np.asarray(some[fits.argmax()])
+        return np.asarray(ways[-1])
 
     def _places(self, order: np.ndarray | None) -> np.ndarray:
         """Of every unit."""
@@ -82,15 +92,23 @@ class _Rank:
         """With every unit, the dearest change first, or that of the last stage in the ``order``, under the fastest option that
         leaves room."""
         chosen, place = chosen.copy(), self._places(order)
-        for unit in np.lexsort((self.work[0] - self.work[chosen, self.units], -place)).tolist():
-            for option in np.argsort(self.work[:, unit], kind="stable").tolist():
-                now = chosen[unit]
-                if self.work[option, unit] >= self.work[now, unit]:
-                    break
-                chosen[unit] = option
-                if self.fits(chosen):
-                    break
-                chosen[unit] = now
+        turns = np.lexsort((self.work[0] - self.work[chosen, self.units], -place)).tolist()
+        tries = [(unit, option) for unit in turns for option in np.argsort(self.work[:, unit], kind="stable").tolist()
+                 if self.work[option, unit] < self.work[chosen[unit], unit]]
+        at, eased = 0, set[int]()
+        while at < len(tries):
+            some = [(unit, option) for unit, option in tries[at : at + _AT_ONCE] if unit not in eased]
+            ways = np.tile(chosen, (len(some), 1))
+            for way, (unit, option) in zip(ways, some, strict=True):
+                way[unit] = option
+            fits = self.fits(ways)
+            if not fits.any():
+                at += _AT_ONCE
+                continue
+            first = int(fits.argmax())
+            chosen = ways[first]
+            eased.add(some[first][0])
+            at = tries.index(some[first]) + 1
         return chosen
 
     def ways(self, given: np.ndarray, orders: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -20,6 +20,8 @@ ITERATIONS = 20_000
 _STUCK = 2
 """A program that goes on where it was is stuck after so many iterations a row (seen: one at most where it was not, and 30 s
 where it was)."""
+_NOTHING = 1e-13
+"""A weight is nothing beside one of its row that is so many times larger (of sums of one, rounding leaves 1e-16 and more)."""
 Term = tuple[np.ndarray, np.ndarray | float]
 """Variables and their weights."""
 Row = tuple[Sequence[Term], float, float]
@@ -173,9 +175,12 @@ def _read(values: bool) -> mathopt.ModelSolveParameters:
 
 
 def _part(terms: Sequence[Term]) -> _Part:
-    """The variables of a row and their weights."""
+    """The variables of a row and their weights, without those that rounding left (``_NOTHING``): GLOP says of programs that have
+    them that there is no solution, and HiGHS, which finds one, begins anew each time."""
     values = [np.empty(columns.shape) for columns, _ in terms]
     for value, (_, weights) in zip(values, terms, strict=True):
         value[...] = weights
-    columns = np.concatenate([columns.ravel() for columns, _ in terms])
-    return columns, np.concatenate([value.ravel() for value in values])
+    columns, weights = np.concatenate([columns.ravel() for columns, _ in terms]), np.concatenate([v.ravel() for v in values])
+    sizes = np.abs(weights)
+    some = sizes > _NOTHING * sizes.max(initial=0.0)
+    return columns[some], weights[some]
