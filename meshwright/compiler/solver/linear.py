@@ -175,8 +175,8 @@ def _read(values: bool) -> mathopt.ModelSolveParameters:
 
 
 def _part(terms: Sequence[Term]) -> _Part:
-    """The variables of a row and their weights, without those that rounding left (``_NOTHING``): GLOP says of programs that have
-    them that there is no solution, and HiGHS, which finds one, begins anew each time."""
+    """The variables of a row and their weights, without those that rounding left (``_NOTHING``): GLOP says of programs that
+    have them that there is no solution, and HiGHS, which finds one, begins anew each time."""
     values = [np.empty(columns.shape) for columns, _ in terms]
     for value, (_, weights) in zip(values, terms, strict=True):
         value[...] = weights
