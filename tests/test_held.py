@@ -42,6 +42,14 @@ def test_the_operators_of_a_pipeline_take_its_compute(case: Case) -> None:
     assert plan.schedule.prologue
 
 
+def test_pieces_of_a_pipeline_are_named_by_operators() -> None:
+    """Of a model that has no layers: rows under such a title name modules of the model."""
+    case = Case("einsum", "a100:2x2", "bf16", {"pp": 2, "tp": 1, "schedule": "interleaved1f1b", "microbatches": 4})
+    plan = planned(case)
+    assert {block.path for block in plan.graph.blocks} <= {op.name for op in plan.graph.ops}
+    assert list(faults(case, plan, "pins|rows|file")) == []
+
+
 def test_what_does_not_hold_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[0]
     plan, of = planned(case), Alternatives.of

@@ -51,6 +51,8 @@ def renamed(plan: Plan, seed: int) -> Plan:
     values = {name: name if name in graph.inputs else f"n{numbers.randrange(1 << 40)}" for name in graph.values}
     ops = {op.name: f"o{numbers.randrange(1 << 40)}" for op in graph.ops}
 
+    blocks = tuple(replace(block, path=ops.get(block.path, block.path)) for block in graph.blocks)  # an operator may name one
+
     def tree(one: Any) -> Any:
         return map_refs(one, lambda ref: replace(ref, name=values[ref.name]))
 
@@ -60,12 +62,13 @@ def renamed(plan: Plan, seed: int) -> Plan:
         tuple(replace(op, name=ops[op.name], args=tree(op.args), kwargs=tree(op.kwargs),
                       outputs=tuple(values[name] for name in op.outputs)) for op in graph.ops),
         tree(graph.output_tree), graph.loss and values[graph.loss],
-        tuple((values[a], values[b]) for a, b in graph.mutations), graph.blocks, graph.signature,
+        tuple((values[a], values[b]) for a, b in graph.mutations), blocks, graph.signature,
         {values[name]: one for name, one in graph.constants.items()}, graph.changes,
     )
     schedule = replace(plan.schedule, time={ops[name]: one for name, one in plan.schedule.time.items()},
                        prologue=frozenset(ops[name] for name in plan.schedule.prologue))
-    return replace(plan, graph=other, assignments={ops[name]: one for name, one in plan.assignments.items()},
+    groups = tuple(replace(group, path=ops.get(group.path, group.path)) for group in plan.groups)
+    return replace(plan, graph=other, groups=groups, assignments={ops[name]: one for name, one in plan.assignments.items()},
                    copies={values[name]: one for name, one in plan.copies.items()}, schedule=schedule)
 
 

@@ -75,5 +75,13 @@ def _patterns(title: str | None, module: str, weight: str, line: str) -> list[st
         if up or (module in ("", ".") and inner == weight):
             raise ValueError(f"{line!r} does not say of which module it is; paste the title of its table as well")
         return [f"*{inner}"]
-    around = [".".join(path.split(".")[: len(path.split(".")) - up]) for path in unfold_paths(title)]
+    paths = [_named_from(path).split(".") for path in unfold_paths(title)]
+    around = [".".join(path[: len(path) - up]) for path in paths]
     return [f"{path}.{inner}" if path else inner for path in around]
+
+
+def _named_from(path: str) -> str:
+    """The module that rows under a title are named from: of a block that an operator begins (``module:operator``) the model, or
+    one inside whose rows stand for themselves."""
+    _, operator, rest = path.partition(":")
+    return rest.partition(".")[2] if operator else path
