@@ -236,15 +236,12 @@ def peak_bytes(
     """
     held = np.asarray(saved, dtype=np.float64)
     left = held if pending is None else np.asarray(pending, dtype=np.float64)
-    columns = [held, left, np.broadcast_to(summed, held.shape)]
-    beside, buffers, peaks = np.broadcast_to(transient, held.shape), np.broadcast_to(reducing, held.shape), []
-    for rank, running in enumerate(table.moments):
-        own, each = list(table.stages_of(rank)), []
-        for at, (counts, stage) in enumerate(zip(running, own, strict=True)):
-            others = np.delete(counts[:, 2], at, axis=1) @ np.delete(buffers[own], at, axis=0)
-            bytes_ = np.sum([others, *(counts[:, row] @ column[own] for row, column in enumerate(columns))], axis=0)
-            each.append(bytes_.max(axis=0) + beside[stage])
-        peaks.append(np.max(each, axis=0))
+    columns = np.array([held, left, *(np.broadcast_to(one, held.shape) for one in (summed, reducing))])
+    beside, peaks = np.broadcast_to(transient, held.shape), []
+    for rank, (counts, begin) in enumerate(table.side_by_side):
+        own = list(table.stages_of(rank))
+        bytes_ = counts @ columns[:, own].reshape(counts.shape[1], *held.shape[1:])
+        peaks.append((np.maximum.reduceat(bytes_, begin, axis=0) + beside[own]).max(axis=0))
     return np.array(peaks)
 
 

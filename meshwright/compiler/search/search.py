@@ -266,6 +266,7 @@ def _plan_of(
             bound = max(bound, evaluator.relaxed(*what, capacity=limit))
             bound = evaluator.timed(*what, bound, one.seconds, limit)
             proven.append((limit, bound))
+        evaluator.work["operator of a plan"] += len(task.graph.ops)
         return Counted(plans.of(one), limit, True, min(max(bound, *wider, 0.0), one.seconds), "gap", settled=recomputes_nothing)
 
     def within(limit: float) -> Counted:

@@ -115,6 +115,20 @@ class Table:
         return tuple(_moments(self, rank) for rank in range(self.pp))
 
     @cached_property
+    def side_by_side(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+        """Per rank, the ``moments`` of all its stages in one matrix, for sums over the stages in one product: float
+        [moments, 4 x stages of the rank], a row of counts after the other and the third again of all but the stage that
+        runs; and where each stage's begin."""
+        found = []
+        for running in self.moments:
+            counts, lengths = np.concatenate(running), [len(one) for one in running]
+            runs = np.repeat(np.arange(len(running)), lengths)
+            others = counts[:, 2] * (np.arange(len(running)) != runs[:, None])
+            wide = np.concatenate([counts.reshape(len(counts), -1), others], axis=1).astype(np.float64)
+            found.append((wide, np.cumsum([0, *lengths[:-1]])))
+        return tuple(found)
+
+    @cached_property
     def order(self) -> Order:
         """The dependencies, sorted. Raises ScheduleError naming the waiting actions if the ranks never finish."""
         return _sort(self)
