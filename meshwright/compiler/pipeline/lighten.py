@@ -31,17 +31,18 @@ class _Rank:
     transient: [3, options, units], with what is released and what is there for the unit behind (``intervals.transient_of``)
     work: [options, units]
     stage: of every unit, of the rank's own
-    moments: of every stage [k, 3, stages], see ``Table.moments``
+    moments: counts and where each stage's begin, see ``Table.side_by_side``
     """
 
     def __init__(
-        self, held: np.ndarray, transient: np.ndarray, work: np.ndarray, stage: np.ndarray, moments: Sequence[np.ndarray],
-        capacity: float,
+        self, held: np.ndarray, transient: np.ndarray, work: np.ndarray, stage: np.ndarray,
+        moments: tuple[np.ndarray, np.ndarray], capacity: float,
     ) -> None:
         self.held, self.transient, self.work, self.capacity = held, transient, work, capacity
-        counts, self.runs = np.concatenate(moments), np.repeat(np.arange(len(moments)), [len(one) for one in moments])
-        self.others = counts[:, 2] * (np.arange(len(moments)) != self.runs[:, None])
-        self.weights = np.stack([*counts[:, :, stage].transpose(1, 0, 2), np.ones((len(counts), len(stage)))])
+        (counts, begin), several = moments, len(moments[1])
+        self.runs, self.others = np.searchsorted(begin, np.arange(len(counts)), side="right") - 1, counts[:, 3 * several :]
+        each = counts[:, : 3 * several].reshape(len(counts), 3, several)
+        self.weights = np.stack([*each[:, :, stage].transpose(1, 0, 2), np.ones((len(counts), len(stage)))])
         self._counts = self.weights.transpose(1, 0, 2).reshape(len(counts), -1)
         self.units, self.stage = np.arange(len(stage)), stage
         self.begin = np.flatnonzero(np.diff(stage, prepend=-1)).tolist()
@@ -95,20 +96,17 @@ class _Rank:
         turns = np.lexsort((self.work[0] - self.work[chosen, self.units], -place)).tolist()
         tries = [(unit, option) for unit in turns for option in np.argsort(self.work[:, unit], kind="stable").tolist()
                  if self.work[option, unit] < self.work[chosen[unit], unit]]
-        at, eased = 0, set[int]()
-        while at < len(tries):
-            some = [(unit, option) for unit, option in tries[at : at + _AT_ONCE] if unit not in eased]
-            ways = np.tile(chosen, (len(some), 1))
-            for way, (unit, option) in zip(ways, some, strict=True):
+        while tries:
+            ways = np.tile(chosen, (len(tries[:_AT_ONCE]), 1))
+            for way, (unit, option) in zip(ways, tries, strict=False):
                 way[unit] = option
             fits = self.fits(ways)
             if not fits.any():
-                at += _AT_ONCE
+                tries = tries[_AT_ONCE:]
                 continue
             first = int(fits.argmax())
-            chosen = ways[first]
-            eased.add(some[first][0])
-            at = tries.index(some[first]) + 1
+            chosen, eased = ways[first], tries[first][0]
+            tries = [(unit, option) for unit, option in tries[first + 1 :] if unit != eased]
         return chosen
 
     def ways(self, given: np.ndarray, orders: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -142,7 +140,7 @@ def lighten(
         units = np.flatnonzero(np.isin(stage_of, own))
         if not chosen[units].any():
             continue
-        stage, moments = np.searchsorted(own, stage_of[units]), table.moments[rank]
+        stage, moments = np.searchsorted(own, stage_of[units]), table.side_by_side[rank]
         parts = bytes_[:, :, units], transient[:, :, units], work[:, units], stage
         key = b"".join(part.tobytes() for part in (*parts, *moments, chosen[units], np.array(capacity[rank])))
         if key not in known:  # ranks are mostly alike
