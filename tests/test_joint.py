@@ -19,7 +19,7 @@ from sympy import divisors
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from meshwright.compiler.placement.choices import Scope
-from meshwright.compiler.placement.costs import Costs, Variant
+from meshwright.compiler.placement.costs import HOST, HOST_BACK, Costs, Variant
 from meshwright.compiler.placement.placement import TENSOR, Placements
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.placement.rows import DATA
@@ -43,6 +43,7 @@ from meshwright.compiler.search.sweep import Sweep
 from meshwright.compiler.search.task import Task
 from meshwright.compiler.solver.chain import Chain
 from meshwright.compiler.solver.solve import solve
+from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.folding import fold
 from meshwright.compiler.structure.microbatch import made_alone
 from meshwright.compiler.structure.structure import Structure
@@ -277,6 +278,48 @@ def test_flops_alone_are_a_floor() -> None:
         assert whole.bound * samples / 8 * 0.97 <= placement.seconds
 
 
+@pytest.mark.parametrize("cluster", ["h100:2x4", "v5p:1x8"])
+@pytest.mark.parametrize("name", ["llama", "t5", "vit", "convnet", "mixtral"])
+def test_kernels_that_the_host_starts_are_a_floor(name: str, cluster: str) -> None:
+    """However operators are placed, on one rank or several, with few samples or many: so many kernels are started."""
+    if name == "mixtral":
+        graph = mixture(2, 256, 8)
+    else:
+        model, inputs = make(name)
+        graph = capture_model(model, (), inputs, (), None, "fp32")
+    task = Task.of(graph, Cluster.parse(cluster), rules_of(graph)[0], Pins(), precision="bf16", state_bytes=8.0, gap=1e-4)
+    bounds, batch, tried = CandidateBounds(task), batch_size(graph), 0
+    ahead, back = bounds.floors.started
+    assert ahead > 0 < back
+    for tensor, samples in itertools.product((1, 2, 4), (1, 2, batch)):
+        with suppress(PlanError):
+            placement = bounds.placements.of(tensor, samples)
+            rows = [placement.rows[row].activations["none"] for row in placement.sequence]
+            found = sum(float(row[HOST]) for row in rows), sum(float(row[HOST_BACK]) for row in rows)
+            assert found[0] >= ahead * (1 - 1e-9)
+            assert found[1] >= back * (1 - 1e-9)
+            assert placement.seconds >= (ahead + back) * (1 - 1e-9)
+            if tensor == 1 and name == "llama":
+                assert found == (pytest.approx(ahead), pytest.approx(back))
+            tried += 1
+    assert tried > 2
+
+
+def test_small_samples_need_no_placement_to_be_slow() -> None:
+    """Where starting kernels takes the host as long as they run, more micro-batches only take longer: fewer placements are
+    solved to see it, and the same is found."""
+    found = []
+    for known in (True, False):
+        run = search(llama(4, 256, 64, 64), "h100:8x8", 80 * GIB)
+        if not known:
+            run.bounds.floors = Floors(run.task.graph, run.task.rules, run.task.cluster.device)
+        run.begin()
+        run.rest()
+        found.append((run.bounds.evaluator.work["placement"], run.solved[0].seconds))
+    assert found[0][0] < found[1][0]
+    assert found[0][1] == found[1][1]
+
+
 # plans
 
 
@@ -377,7 +420,7 @@ def test_pipelines_that_look_better_at_a_glance_are_solved_first(monkeypatch: py
     found = []
     for looks in (Sweep._looks_better, lambda sweep, node: False):
         monkeypatch.setattr(Sweep, "_looks_better", looks)
-        run = search(llama(24, 1024, 96), "a10g:12x4", 6 * GIB, limit=3.0)
+        run = search(llama(24, 1024, 96), "a10g:12x4", 6 * GIB, limit=2.5)
         run.begin()
         run.rest()
         found.append(run.solved[0])

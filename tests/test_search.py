@@ -22,7 +22,7 @@ from meshwright.compiler.search.blockwise import solve_layout
 from meshwright.compiler.search.bounds import CandidateBounds, Level
 from meshwright.compiler.search.candidates import Layout, candidates, degrees_of, floor
 from meshwright.compiler.search.errors import NoBetterError, OutOfMemoryError
-from meshwright.compiler.search.fitting import prediction_of
+from meshwright.compiler.search.fitting import Counted, fitted, prediction_of
 from meshwright.compiler.search.layouts import layouts
 from meshwright.compiler.search.search import SECONDS, best_plan
 from meshwright.compiler.search.settled import settled
@@ -42,7 +42,7 @@ from meshwright.planner import capture_model, make_plan, reprice, rules_of, task
 from meshwright.views.words import memory_words
 from tests.mixtures import mixtral
 from tests.models import MODELS
-from tests.test_planner import MIB, Stack, graph_of
+from tests.test_planner import MIB, Stack, graph_of, of_models
 
 
 def searched(graph: Graph, cluster: str, pins: Pins, changed: Callable[[Plan, Prediction], Prediction] | None = None) -> Plan:
@@ -418,6 +418,35 @@ def test_a_layout_is_bounded_by_a_placement_without_parameters(make: Callable[[]
             assert free.bound <= made.seconds * (1 + 1e-6), (free.candidate.layout, free.bound, made.seconds)
             sharper += free.bound > floor(one.candidate, bounds.floors.work(one.candidate))
     assert sharper > 3
+
+
+@pytest.mark.parametrize(("first", "beaten", "bound"), [(math.inf, False, 8.8), (math.inf, True, 8.5), (100.0, True, 0.5)])
+def test_the_leanest_plan_bounds_nothing(first: float, beaten: bool, bound: float) -> None:
+    """Of a plan that needs more than it was given, all that is known is that less is too little. If its program fits, it is
+    looked again within no less than it counts, and that is what the bound is of."""
+    plan = replace(make_plan(of_models("llama"), Cluster.parse("h100:1x1"), Pins()), predicted=Prediction(9.0, 0.0, 100.0))
+    begun = Counted(plan, 100.0, first < math.inf, 0.5, "gap", settled=False)
+    asked = list[float]()
+
+    def counts(seconds: float, limit: float, bound: float) -> Counted:
+        return Counted(replace(plan, predicted=Prediction(seconds, limit, 100.0)), limit, True, bound, "gap", settled=False)
+
+    def within(limit: float) -> Counted:
+        asked.append(limit)
+        if len(asked) == 1:
+            return counts(9.0, 99.2, 1.0)
+        if beaten:
+            raise NoBetterError(8.5, limited=True)
+        return counts(9.0, limit, 8.8)
+
+    def fits(one: Plan) -> Prediction:
+        held = 101.0 if not asked else 99.5
+        return replace(prediction_of(one), bytes_per_rank=held)
+
+    found = fitted(begun, within, fits, Cluster.parse("h100:1x1"))
+    assert asked[0] < 99.2 < asked[1]
+    assert found.seconds == 9.0
+    assert found.bound_seconds == bound  # of the widest limit
 
 
 def test_layouts_share_a_limit() -> None:

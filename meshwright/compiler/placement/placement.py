@@ -86,8 +86,8 @@ from meshwright.ir.rule import Placed, Rules
 from meshwright.ir.sharding import Sharding
 
 CONTEXT, TENSOR = "cp", "tp"
-GAP = 1e-4
-"""Chosen: the relative distance from its bound at which a placement is taken as solved; bounds count it."""
+GAP, _SECONDS = 1e-4, 1.0
+"""Chosen: the relative distance from its bound at which a placement is solved, or nominal seconds; bounds count it."""
 _LIGHT = 1e-3
 """Seconds that all saved bytes of a placement may weigh, as a part of its time: of equals the one that saves less."""
 
@@ -105,28 +105,28 @@ class Placements:
         self.folded: Folded = fold(graph, rules.operators, told_apart(pins, fixed, graph, self._modules))
         self.fixed = fixed.under(self.folded.renamed)
         self.rules = Rules({op.name: rules[op.name] for op in self.folded.graph.ops}, rules.operators)
-        self._structure = Structure(self.folded.graph, self.rules)
+        self.structure = Structure(self.folded.graph, self.rules)
         self._known: dict[tuple[int, int, int, int, int, bool, bool], Placement] = {}
         self._built = 0
 
     @cached_property
     def ahead(self) -> frozenset[str]:
         """The operators that several micro-batches run ahead."""
-        return self._of_several.ahead
+        return self.of_several.ahead
 
     @cached_property
     def once(self) -> dict[str, bool]:
         """{operator that runs once a step, before the first micro-batch: whether it works on samples}."""
         free = prologue(self.folded.graph)
-        return {op.name: bool(self._structure.kinds(op)["batch"]) for op in self.folded.graph.ops if op.name in free}
+        return {op.name: bool(self.structure.kinds(op)["batch"]) for op in self.folded.graph.ops if op.name in free}
 
     @cached_property
-    def _of_several(self) -> Schedule:
-        """The schedule of the fewest micro-batches that can be; of one where none can."""
+    def of_several(self) -> Schedule:
+        """The schedule of the fewest micro-batches that can be, or of one."""
         batch = batch_size(self.folded.graph)
         for count in (n for n in range(2, batch + 1) if batch % n == 0):
             try:
-                return self._structure.schedule(count)
+                return self.structure.schedule(count)
             except PlanError:
                 continue
         return Schedule()
@@ -146,12 +146,12 @@ class Placements:
 
     def accumulate(self, microbatches: int, ranks: int) -> None:
         """Raise PlanError where something of the model cannot run in so many micro-batches of so many data ranks."""
-        self._structure.schedule(microbatches, ranks)
+        self.structure.schedule(microbatches, ranks)
 
     def check(self, mesh: Mesh, roles: Mapping[str, str], count: int, pins: Pins, folded: bool) -> None:
         """Raise PinError, PlanError where an operator has no choice under some pins on a mesh, for so many micro-batches;
         nothing is solved. ``folded``: whether the ranks of the sequence share out the experts."""
-        schedule, graph = self._structure.schedule(count), self.folded.graph
+        schedule, graph = self.structure.schedule(count), self.folded.graph
         scope = replace(self._scope(mesh, count, folded, roles), pins=pins)
         for op in graph.ops:
             choices(op, self.rules[op.name], scope, schedule.time.get(op.name))
@@ -166,9 +166,9 @@ class Placements:
         """Seconds of a micro-batch that all attention waits for in rings over ``context`` ranks; see ``passing``."""
         folded, mesh = self.folded, self._mesh(1, tensor, context, 1, 1)
         count = batch_size(folded.graph) // samples
-        positions = self._structure.positions
+        positions = self.structure.positions
         ops = [op for at in folded.serves for op in positions[at].ops(folded.graph)]
-        schedule = self._structure.schedule(count)
+        schedule = self.structure.schedule(count)
         return ring_waits(ops, folded.graph, self.rules, self._costs(mesh, count), schedule, CONTEXT, TENSOR)
 
     @property
@@ -188,7 +188,7 @@ class Placements:
         """The placement from that in which every rank has all experts, where that has as many data ranks; None where no experts
         are split, or they are no mixtures that are priced apart. Raises PlanError as ``of`` does."""
         key = tensor, samples, context, expert, heads, folded, several and bool(self.ahead)
-        held = self.fixed or self._structure.stacked.products  # what is held, or reads experts by products
+        held = self.fixed or self.structure.stacked.products  # what is held, or reads experts by products
         if key in self._known or held or not (expert > 1 or folded):
             return self._known.get(key)
         data = self._data(tensor, samples, context, 1)
@@ -197,7 +197,7 @@ class Placements:
         base = self.of(tensor, samples, context, heads=heads, several=several)
         meshes = [self._mesh(data, tensor, context, one, heads) for one in (expert, 1)]
         count = batch_size(self.folded.graph) // samples // data
-        schedule = self._structure.schedule(count)
+        schedule = self.structure.schedule(count)
         there, here = (
             Ranks(self.folded.graph, self._scope(mesh, count, over), self._costs(mesh, count), schedule)
             for mesh, over in zip(meshes, (folded, False), strict=True)
@@ -234,7 +234,7 @@ class Placements:
         data = self._data(tensor, samples, context, expert)
         mesh, count = self._mesh(data, tensor, context, expert, heads), batch_size(self.folded.graph) // samples // data
         axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
-        schedule = replace(self._structure.schedule(count), ahead=self.ahead if several else frozenset())
+        schedule = replace(self.structure.schedule(count), ahead=self.ahead if several else frozenset())
         costs = self._costs(mesh, count)
         kept = tuple(axis for axis in (DATA, EP, CONTEXT, HEADS) if axes.get(axis, 1) > 1)
         variants = [Variant(0, kept, (), kind) for kind in self.recompute]
@@ -243,14 +243,14 @@ class Placements:
         self._built += problem.choices
         chain = problem.with_variants(variants[:1]).chain(float("inf"), 0.0)  # with memory unlimited recomputation never pays
         try:
-            solution = solve(self._stretched(chain), gap=GAP)
+            solution = solve(self._stretched(chain), gap=GAP, limit=_SECONDS)
         except Infeasible:
             raise PlanError(nothing_runs(problem)) from None
         return _Reader(self, problem, chain, solution, count).placement(tensor, samples)
 
     def _scope(self, mesh: Mesh, count: int, folded: bool, roles: Mapping[str, str] | None = None) -> Scope:
         roles = roles or {axis: role_of(axis) for axis in mesh.axes}
-        scope = Scope(self._structure, mesh, roles, self.pins, count, self.fixed, self.cluster, folded=folded)
+        scope = Scope(self.structure, mesh, roles, self.pins, count, self.fixed, self.cluster, folded=folded)
         check_sequence(scope)
         return scope
 

@@ -1,6 +1,6 @@
 """Lower bounds of candidates, level by level, each sharper and dearer than the last.
 
-    FLOPS       FLOPs at the device's best efficiency                      one number for the model
+    FLOPS       FLOPs at the device's best efficiency, or kernels started   numbers of the model
     TENSOR      the placement of all samples at once on these ranks        what splitting a sample costs it at least
     STATE       parameters split as far as they can be                     what keeping them takes, whatever the placement
     PLACEMENT   the placement of (tensor, samples, context)                solved once, serves every pp and schedule
@@ -136,8 +136,6 @@ class CandidateBounds:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.graph = find_layers(task.graph) if task.pins.needs_stages(task.cluster.world) else task.graph
-        least = task.modules.least if task.modules is not None else 1.0
-        self.floors = Floors(task.graph, task.rules, task.cluster.device, least)
         self.counts = Counts()
         self.missed: tuple[float, Branch] | None = None
         self.refused: PlanError | None = None
@@ -146,6 +144,16 @@ class CandidateBounds:
         self._whole: dict[tuple[int, int, int, int, int, bool], tuple[float, float] | None] = {}
         self._rings: dict[tuple[int, int, int], float] = {}
         self._works: dict[int, tuple[MicrobatchSeconds, np.ndarray]] = {}
+
+    @cached_property
+    def floors(self) -> Floors:
+        """Of the level FLOPS."""
+        task, folded, several = self.task, self.placements.folded, self.placements.of_several
+        least = task.modules.least if task.modules is not None else 1.0
+        every = replace(several, prologue=several.prologue | frozenset(self.placements.once))
+        each = self.placements.structure.started(task.cluster.device, every)
+        started = sum(each[at][0] for at in folded.serves), sum(each[at][1] for at in folded.serves)
+        return Floors(task.graph, task.rules, task.cluster.device, least, started)
 
     @cached_property
     def placements(self) -> Placements:
@@ -252,14 +260,14 @@ class CandidateBounds:
         seconds, share = known[0], candidate.samples / samples * (1 - ROUNDING)
         if plain:
             seconds = max(0.0, seconds - self._waits(candidate.tensor, samples, candidate.context))
-        return MicrobatchSeconds(seconds * share, max(0.0, seconds - known[1]) * share)
+        return self.floors.at_least(MicrobatchSeconds(seconds * share, max(0.0, seconds - known[1]) * share))
 
     def state(self, node: Branch) -> list[Branch]:
         """At the level STATE: of the ways to keep parameters whose bytes all ranks of a pipeline have room for, the one that
         takes least, which moves beside compute what no placement can spare; nothing if there is none."""
         candidate, evaluator = node.candidate, self.evaluator
         pp, count, room = candidate.pp, candidate.microbatches, candidate.pp * evaluator.capacity
-        work = self._of_many(candidate) or MicrobatchSeconds(0.0, 0.0)
+        work = self._of_many(candidate) or self.floors.work(candidate)
         bound, firm, least = float("inf"), float("inf"), (float("inf"), 0, 1)
         for zero, shard in variants_of(candidate, self.task.cluster, self.task.pins):
             if not evaluator.kinds(candidate, zero):

@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from sympy import divisors
@@ -380,9 +380,12 @@ def floor(candidate: Candidate, work: MicrobatchSeconds, most: int = 0) -> float
 class Floors:
     """The least seconds of a sample on one device: FLOPs of matrix products and attention at their best efficiency, or that of
     what was measured where it is better; attention of which anything was measured counts as nothing. ``least``: the least
-    ratio of measured to formula of any module."""
+    ratio of measured to formula of any module; ``started``: seconds (forward, backward) that the host takes to start the
+    kernels of a micro-batch, however few samples it has."""
 
-    def __init__(self, graph: Graph, rules: Rules, device: Device, least: float = 1.0) -> None:
+    def __init__(
+        self, graph: Graph, rules: Rules, device: Device, least: float = 1.0, started: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
         seconds, faster = 0.0, compute.least_measured(device) * least
         for op in graph.ops:
             operator = rules.operators[op.target]
@@ -390,12 +393,17 @@ class Floors:
             if flops and not (device.attentions and operator.kind == "attention"):
                 passes = 1.0 + sum(graph.values[name].differentiable for name in op.inputs[:2]) if op.inputs else 1.0
                 seconds += _fastest(operator, flops, passes, graph.values[op.inputs[0]].dtype, device)
-        self.sample = faster * seconds / batch_size(graph)
+        self.sample, self.started = faster * seconds / batch_size(graph), started
 
     def work(self, candidate: Candidate) -> MicrobatchSeconds:
         """One micro-batch through all units."""
         seconds = self.sample * candidate.samples / (candidate.tensor * candidate.context)
-        return MicrobatchSeconds(seconds, 2 / 3 * seconds)
+        return self.at_least(MicrobatchSeconds(seconds, 2 / 3 * seconds))
+
+    def at_least(self, work: MicrobatchSeconds) -> MicrobatchSeconds:
+        """The work, or what the host takes to start it. The gradients of weights wait for the backward's other half alone, so
+        what is left without them takes as long as the forward at least."""
+        return replace(work, total=max(work.total, sum(self.started)), path=max(work.path, self.started[0]))
 
 
 def _fastest(operator: Operator, flops: float, passes: float, dtype: torch.dtype, device: Device) -> float:

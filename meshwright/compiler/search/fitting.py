@@ -5,6 +5,8 @@ percent, either way. So a plan is made within a limit of counted bytes, replayed
 until it fits and leaves little unused::
 
     next limit = limit x capacity / replayed bytes              (of a plan without a limit: what it counts)
+
+The bound is that of the widest limit that was looked at.
 """
 
 from __future__ import annotations
@@ -84,29 +86,38 @@ def fitted(
     DoesNotFitError. Raises OutOfMemoryError, or what ``within`` raised.
     """
     best: Fitted | None = None
-    counted, rounds, bound = first, 0, math.inf
+    counted, rounds, bound, widest = first, 0, math.inf, -math.inf
     asked = asked if asked is not None else first.limit_bytes if first.limited else math.inf
+
+    def proven(one: Fitted) -> Fitted:
+        return replace(one, bound_seconds=min(bound, one.seconds) if widest > -math.inf else one.bound_seconds)
+
     while True:
         leanest = counted.limit_bytes > asked
         if leanest and best is not None:
-            return best
-        # a plan that counts more than this one may hold less, so what was proven of wider limits is what holds
-        bound = min(bound, counted.bound_seconds) if counted.limited else bound
+            return proven(best)
+        # a plan that counts more than this one may hold less, so what was proven of the widest limit is what holds
+        if counted.limited and counted.limit_bytes > widest:
+            bound, widest = counted.bound_seconds, counted.limit_bytes
         plan = replace(counted.plan, predicted=fits(counted.plan))
         predicted, rounds = prediction_of(plan), 0 if leanest else rounds + 1
         if predicted.fits:
             if best is None or predicted.step_seconds < best.seconds:
-                best = Fitted(plan, min(bound, counted.bound_seconds), counted.status, counted.limited)
+                best = Fitted(plan, counted.bound_seconds, counted.status, counted.limited)
             if counted.settled or (predicted.bytes_per_rank > _FULL * predicted.capacity_bytes and not leanest):
-                return best
+                return proven(best)
         elif leanest:
             raise OutOfMemoryError.of_plan(plan, cluster)
         if best is not None and rounds >= ROUNDS:
-            return best
-        asked = counted.limit_bytes * (_SHORT if counted.limited else 1.0) * predicted.capacity_bytes / predicted.bytes_per_rank
+            return proven(best)
+        # of the leanest nothing is known but that less is too little, so what is asked next is no less, if it fits
+        short = _SHORT if counted.limited and not leanest else 1.0
+        asked = counted.limit_bytes * short * predicted.capacity_bytes / predicted.bytes_per_rank
         try:
             counted = within(asked)
-        except (DoesNotFitError, NoBetterError, OutOfMemoryError):
-            if best is not None:
-                return best
-            raise
+        except (DoesNotFitError, NoBetterError, OutOfMemoryError) as error:
+            if best is None:
+                raise
+            if isinstance(error, NoBetterError) and asked > widest:
+                bound, widest = error.bound_seconds, asked
+            return proven(best)

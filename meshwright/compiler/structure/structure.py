@@ -9,8 +9,10 @@ from meshwright.compiler.structure.dims import Dim, DimClasses, batch_inputs, ha
 from meshwright.compiler.structure.microbatch import check_groups, split_time
 from meshwright.compiler.structure.positions import Position, positions_of, several_readers
 from meshwright.compiler.structure.stacked import StackedExperts
-from meshwright.cost.compute import Fused, fusion
+from meshwright.cost.cluster import Device
+from meshwright.cost.compute import Fused, fusion, started
 from meshwright.cost.memory.working import kept_later
+from meshwright.ir.declared.operator import Work
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.plan import Schedule
 from meshwright.ir.rule import Rules
@@ -126,6 +128,18 @@ class Structure:
     def fused(self) -> tuple[Fused | None, ...]:
         """Per operator what its kernel reads and writes (``cost.compute.fusion``)."""
         return fusion(self.graph, self.rules.operators)
+
+    def started(self, device: Device, schedule: Schedule) -> list[tuple[float, float]]:
+        """Of every position the seconds (forward, backward) that the host takes at least to start the kernels of what each
+        micro-batch runs, whatever is split. What a sum or a copy hands back needs none where no operand was stretched, which
+        one sample may not be."""
+        operators, found = self.rules.operators, list[tuple[float, float]]()
+        for position in self.positions:
+            ops = zip(position.ops(self.graph), self.fused[position.start : position.stop], strict=True)
+            repeated = [(operators[op.target], op, kernel) for op, kernel in ops if not schedule.once(op.name)]
+            each = [(one.kind, *started(one, Work.of(op, self.graph), device, kernel)) for one, op, kernel in repeated]
+            found.append((sum(ahead for _, ahead, _ in each), sum(back for kind, _, back in each if kind != "linear")))
+        return found
 
     @cached_property
     def saved(self) -> Saved:
