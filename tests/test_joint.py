@@ -23,6 +23,7 @@ from meshwright.compiler.placement.costs import HOST, HOST_BACK, Costs, Variant
 from meshwright.compiler.placement.placement import TENSOR, Placements
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.placement.rows import DATA
+from meshwright.compiler.search.blockwise import one_device
 from meshwright.compiler.search.bounds import CandidateBounds
 from meshwright.compiler.search.candidates import (
     Candidate,
@@ -109,7 +110,7 @@ def search(graph: Graph, cluster: str, capacity: float, gap: float = 0.005, limi
     inputs = sum(graph.values[name].bytes_ for name in graph.inputs)
     where = Cluster.parse(cluster).with_memory(int(capacity) + inputs)
     task = Task(graph, where, rules_of(graph)[0], Pins(), "bf16", 8.0, gap, ("none", "full"))
-    return Sweep(task, _no_free_layouts, _no_free_layouts, spent=lambda: 0.0, limit=limit)
+    return Sweep(task, _no_free_layouts, lambda count: one_device(task, count, prediction_of), spent=lambda: 0.0, limit=limit)
 
 
 def _no_free_layouts(candidate: Candidate, to_beat: float, floor: float | None) -> Fitted:
@@ -429,6 +430,21 @@ def test_pipelines_that_look_better_at_a_glance_are_solved_first(monkeypatch: py
     assert all(run.bound <= one.seconds for one in found)
 
 
+def test_micro_batches_that_fit_on_no_layout_are_not_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of 32 samples are 4 GiB in fp32: with fewer placements the same is found, and what is proven of it."""
+    found = []
+    for looks in (Sweep._roomy, lambda sweep, nodes: nodes):
+        monkeypatch.setattr(Sweep, "_roomy", looks)
+        run = search(llama(2, 256, 32, 512, 64000), "v100:1x2", 1.6 * GIB)
+        run.begin()
+        run.rest()
+        counts = run.bounds.counts
+        assert counts.considered == len(run.solved) + run.pruned + counts.infeasible
+        found.append((run.bounds.evaluator.work["placement"], run.solved[0].seconds, run.bound))
+    assert found[0][0] < found[1][0]
+    assert found[0][1:] == pytest.approx(found[1][1:], rel=5e-3)
+
+
 def test_what_all_micro_batches_hand_back_keeps_candidates_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of 256 samples are 8 GiB, on the ranks of the last stage: with fewer placements the same is found, or said."""
 
@@ -438,6 +454,7 @@ def test_what_all_micro_batches_hand_back_keeps_candidates_out_at_once(monkeypat
         run.rest()
         return run
 
+    monkeypatch.setattr(Sweep, "_roomy", lambda sweep, nodes: nodes)  # which may see it, too
     known = {gib: looked(gib) for gib in (1.8, 0.9)}
     monkeypatch.setattr(CandidateBounds, "_handed_back", lambda bounds, candidate: 0.0)
     for gib, run in known.items():

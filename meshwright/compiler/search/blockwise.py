@@ -156,11 +156,23 @@ class OneDevice:
     least_bytes: under the recomputation that keeps least, as it is counted or, where that is too near to tell, replayed
     crowded: whether that is proven to be too much
     binds: whether memory keeps out what recomputes nothing
+    standing, activations, widest: bytes as they are counted: what a device has all the time, what all devices hold besides at
+        least, and the position that holds most of that while it runs
     """
 
     least_bytes: float
     crowded: bool
     binds: bool
+    standing: float = 0.0
+    activations: float = 0.0
+    widest: float = 0.0
+
+    def crowds(self, stages: int, samples: float, room: float, world: int) -> bool:
+        """Whether it is proven that ``room`` bytes a device are too few for so many stages with micro-batches of ``samples``
+        times as many, no more than one: what grows with samples does so no faster. Of several stages no device holds less than
+        its part of what runs there."""
+        alone = self.standing + self.activations * samples / world
+        return (alone if stages == 1 else self.widest * samples * stages / world) > room * FAR
 
 
 def one_device(task: Task, microbatches: int, fits: Fits) -> OneDevice:
@@ -180,19 +192,20 @@ def one_device(task: Task, microbatches: int, fits: Fits) -> OneDevice:
     saved, transient = (np.array([np.broadcast_to(one[:, at], kinds) for one in rows]) for at in (SAVED, TRANSIENT))
     copies = np.array([chain.sequence.count(number) for number in range(len(rows))])
     each = copies @ saved + transient.max(axis=0)  # [recomputations]
-    least = float(copies @ saved.min(axis=1) + ((saved + transient).min(axis=1) - saved.min(axis=1)).max())
+    beside = (saved + transient).min(axis=1)
+    least, widest = float(copies @ saved.min(axis=1) + (beside - saved.min(axis=1)).max()), float(beside.max())
     trained = sum(task.graph.values[param.value].numel for param in task.graph.params if param.trainable)
     state = _MASTER + (task.itemsize if microbatches > 1 else 0) + task.state_bytes
     world, alone = task.cluster.world, problem.alone_bytes  # ranks with samples of their own make what belongs to these
     standing = task.given_bytes + (trained * state + alone) / world
     counted, binds = standing + least / world, standing + float(each[0]) / world > room * FAR
     if not room < counted <= room * FAR:
-        return OneDevice(counted, counted > room, binds)
+        return OneDevice(counted, counted > room, binds, standing, least, widest)
     leanest = problem.with_variants((Variant(recompute=task.recompute[int(np.argmin(each))]),))
     whole = leanest.chain(math.inf, task.given_bytes + alone)
     replayed = fits(_plan(leanest, whole, solve(whole, gap=task.gap), task)).bytes_by_kind
     held = standing + (replayed.get("activations", 0.0) + replayed.get("transient", 0.0)) / world
-    return OneDevice(held, held > room, binds)
+    return OneDevice(held, held > room, binds, standing, least, widest)
 
 
 def _for_kinds(at: Multipliers, theirs: Kinds, ours: Kinds) -> Multipliers | None:

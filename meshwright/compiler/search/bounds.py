@@ -282,7 +282,7 @@ class CandidateBounds:
             bound = min(bound, floor(candidate, beside, node.virtual[-1]) + kept.optimizer / pp)
         if bound == float("inf"):
             self.counts.infeasible += len(node.virtual)
-            self._miss(replace(node, zero=least[1], shard=least[2]), least[0])
+            self.miss(replace(node, zero=least[1], shard=least[2]), least[0])
             return []
         return [replace(node, level=Level.STATE, bound=max(node.bound, bound), firm=max(node.firm, firm))]
 
@@ -321,7 +321,7 @@ class CandidateBounds:
         if placement is None or least > self.evaluator.capacity:
             self.counts.infeasible += len(node.virtual)
             if least > self.evaluator.capacity:
-                self._miss(node, least)
+                self.miss(node, least)
             return []
         work, each = self._works_of(placement)
         bound = floor(candidate, work, node.virtual[-1])
@@ -414,7 +414,7 @@ class CandidateBounds:
             bound = self.evaluator.step_of(candidate, placement, units, run) * slack
             variant = replace(node.at(Level.KEPT, bound), number=next(self._numbers), zero=zero, shard=shard)
             if self.evaluator.too_much(candidate, degrees_of(candidate, shard), zero, placement, node.virtual[0] == 1):
-                self._miss(variant, _held(units) / candidate.pp)
+                self.miss(variant, _held(units) / candidate.pp)
                 continue
             kept.append(variant)
         self.counts.considered += max(0, len(kept) - 1) * len(node.virtual)
@@ -431,7 +431,7 @@ class CandidateBounds:
         if bound == float("inf"):
             self.counts.infeasible += len(node.virtual)
             units = self.evaluator.units(candidate, degrees, node.zero, placement, self.evaluator.recompute[0])
-            self._miss(node, _held(units) / candidate.pp)
+            self.miss(node, _held(units) / candidate.pp)
             return []
         if len(node.virtual) > 1:
             return self.split(node, len(node.virtual) // 2, bound)
@@ -447,8 +447,8 @@ class CandidateBounds:
         timed = self.evaluator.timed(candidate, degrees, node.zero, placement, node.bound, to_beat, sharp=sharp)
         return node.at(Level.TIMED, timed)
 
-    def _miss(self, node: Branch, least: float) -> None:
-        """``least``: bytes of its mean rank, or of one of them."""
+    def miss(self, node: Branch, least: float) -> None:
+        """Keep a node that is proven not to fit, if it is the nearest. ``least``: bytes of its mean rank, or of one of them."""
         single = node.part(node.virtual[:1], 0.0, node.number)
         self.missed = min(self.missed or (np.inf, single), (least, single))
 

@@ -226,13 +226,27 @@ class Sweep:
                 graph, task.cluster, task.pins, len(evaluator.names), attended(graph, rules), mirrored, task.experts,
                 exchanged(graph, rules), task.foldable,
             )
-            start = self.bounds.start(listed)
+            start = self._roomy(self.bounds.start(listed))
             self._single_stage = [node for node in start if node.candidate.pp == 1]
             nodes = self._sweep(self._single_stage, _EARLY * self.limit, early=True)
             piped = self._first_dive([node for node in start if node.candidate.pp > 1])
             self._later = self._sweep(nodes, _ALONE * self.limit), piped
         except (PinError, PlanError) as error:
             self._refused = error
+
+    def _roomy(self, nodes: list[Branch]) -> list[Branch]:
+        """The candidates less those whose micro-batches are too large for the devices, whatever their layout."""
+        fewest = min((node.candidate.microbatches for node in nodes), default=1)
+        one, room, world = self._one_device(fewest), self.task.cluster.capacity_bytes, self.task.cluster.world
+        found = list[Branch]()
+        for node in nodes:
+            pp, count = node.candidate.pp, node.candidate.microbatches
+            if one.crowds(pp, fewest / count, room, world):
+                self.bounds.counts.infeasible += len(node.virtual)
+                self.bounds.miss(node, one.least_bytes if pp == 1 else one.widest * fewest / count * pp / world)
+            else:
+                found.append(node)
+        return found
 
     def rest(self) -> None:
         """Solve all of them that ``begin`` left."""
