@@ -143,6 +143,32 @@ def test_what_is_known_elsewhere_ends_no_search_that_would_find_better(seed, sha
     assert isinstance(found, Solution) or part * best * 0.995 <= found.bound * (1 + EXACT)
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.booleans(), st.floats(0.3, 0.99), st.floats(0.3, 1.5), st.floats(1.0, 1.3))
+def test_what_does_not_fit_may_be_too_slow_first(seed, shared, share, part, more):
+    """Less than any assignment needs, and something known elsewhere: what is said is true of all that is not hopeless."""
+    chain = random_chain(seed, transient=True, shared=shared, sequence=(0, 1, 1))
+    least = brute_force(chain, "memory")
+    chain = replace(chain, capacity=share * (least.bytes_ + least.transient))
+    cutoff = part * brute_force(replace(chain, capacity=np.inf)).time
+    hopeless = more * chain.capacity
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search.Search, "check", lambda self: None)  # what is said of less
+        with pytest.raises((Beaten, Infeasible)) as caught:
+            solve(chain, cutoff=cutoff, hopeless=hopeless)
+    if isinstance(caught.value, Beaten) and hopeless >= least.bytes_ + least.transient:
+        assert caught.value.bound <= brute_force(replace(chain, capacity=hopeless)).time * (1 + EXACT)
+
+
+def test_what_is_too_slow_is_not_looked_for_within_memory(monkeypatch):
+    """Nothing fits in 95 bytes, and in 104, the most that may be meant by it, 198 s are needed: more than 150."""
+    monkeypatch.setattr(search.Search, "check", lambda self: None)  # what is said of 95 bytes
+    monkeypatch.setattr(search.Search, "_least_memory", lambda self: pytest.fail("looked for what fits"))
+    with pytest.raises(Beaten) as caught:
+        solve(trade_off(100, 95), cutoff=150, hopeless=104)
+    assert 150 * 0.995 <= caught.value.bound <= 198
+
+
 def test_memory_that_binds_is_priced_at_once(monkeypatch):
     """Ten bytes above the least, 195 s are needed: without a price of memory 100 s are proven first."""
     prices = list[float]()

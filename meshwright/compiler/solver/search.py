@@ -32,6 +32,8 @@ ROUNDS = 40
 """Most cutting-plane rounds; the linear program meets the bound in 5 to 15."""
 FEW, MANY = 8, 200
 """Columns taken per kind and round, and before giving up."""
+_DEARER, _BEYOND = 3, 1.2
+"""So many prices of memory are tried at which nothing here may be faster, each so much further off than it seems (chosen)."""
 _WORTH = 0.01
 """What may be faster than a solution known elsewhere by no more than this part is not worth a program over so many columns that
 the effort left is not enough for all of its nodes (chosen)."""
@@ -47,8 +49,8 @@ class Search:
 
     ``cutoff``: time of a solution known elsewhere. ``strict``: end, by ``Beaten``, once nothing here can be faster. ``start``:
     multipliers that are tried at once. ``hopeless``: bytes that to need more of is the end; ``memory_bound``: that any
-    assignment needs. ``loose``: columns within the capacity that may disagree on the shared variables, and
-    their time.
+    assignment needs. ``needed``: what the first path does. ``loose``: columns within the capacity that may disagree on the
+    shared variables, and their time.
     """
 
     chain: Chain
@@ -69,6 +71,7 @@ class Search:
     loose_time: float = np.inf
     lightest: list[Column] | None = None
     memory_bound: float = -np.inf
+    needed: float = 0.0
     hopeless: float = np.inf
     iterations: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -79,6 +82,7 @@ class Search:
         self._unconstrained()
         self.check()
         if self.loose is None:
+            self._price_out()
             self._least_memory()
         self._descend()
         self.check()
@@ -217,6 +221,7 @@ class Search:
         self.bound, self.best = bound, at
         self.check()  # columns take as long as their prices
         _, path = self._add(priced, 0.0, FEW, everyone=True)
+        self.needed = 0.0 if path is None else self._memory(path)
         if self.scale is None:
             known, positions = self._listed(), len(self.chain.sequence)
             seconds = max([c.time for c in known], default=0.0) * positions
@@ -233,6 +238,25 @@ class Search:
         memory is what binds that often proves at once that nothing here is faster."""
         bound = self.strict and 0.0 < self.chain.capacity < np.inf
         return self.cutoff / self.chain.capacity if bound else 0.0
+
+    def _price_out(self) -> None:
+        """Raise Beaten if memory is so dear that nothing is faster than what is known elsewhere, though it has as much as is
+        not hopeless yet: then it need not be known whether anything fits. The price is where the bound would come to that time
+        if it rose as it does by what the priced path needs."""
+        assert self.best is not None
+        at, more, rises = self.best, self.hopeless - self.chain.capacity, self.needed - self.hopeless
+        if not (self.strict and at.memory > 0.0):
+            return
+        value = self.bound - at.memory * more
+        self.beaten(value, self.time)
+        for _ in range(_DEARER):
+            if not rises > 0.0:
+                return
+            factor = 1.0 + _BEYOND * (self.cutoff - value) / (rises * at.memory)
+            dearer = replace(at, memory=at.memory * factor, transient=tuple(nu * factor for nu in at.transient))
+            found = self.price(dearer)[0] - dearer.memory * more
+            self.beaten(found, self.time)
+            at, value, rises = dearer, found, (found - value) / (dearer.memory - at.memory)
 
     def _least_memory(self) -> None:
         """Columns that fit, or the certificate that none do."""
