@@ -47,6 +47,6 @@ def random_chain(
         entry, leave = tuple(range(boundary)), tuple(range(boundary, 2 * boundary))
         kinds.append(Kind(blocks, costs, entry, leave, ((0, 2 * boundary),) if shared else ()))
     time_rows = rng.random((rows, RESOURCES)) * [1, 1, 0, 0]
-    bytes_row, transient_row = np.array([0, 0, 1.0, 0]), np.array([0, 0, 0, 1.0 if transient else 0.0])
+    bytes_row, transient_rows = np.array([0, 0, 1.0, 0]), np.array([[0, 0, 0, 0.8], [0, 0, -0.5, 1.2]]) * transient
     sizes = (3,) if shared else ()
-    return Chain(tuple(kinds), sequence, sizes, time_rows, bytes_row, transient_row, fixed_bytes=0.5, fixed_time=0.1)
+    return Chain(tuple(kinds), sequence, sizes, time_rows, bytes_row, transient_rows, fixed_bytes=0.5, fixed_time=0.1)

@@ -590,6 +590,19 @@ def test_what_a_pipeline_is_counted_to_hold_is_what_its_program_holds(pins: dict
     assert counted == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.015)
 
 
+@pytest.mark.parametrize("pins", [
+    {"dp": 2, "tp": 2, "zero": 0, "recompute": "full"},
+    {"dp": 4, "tp": 1, "zero": 1, "recompute": "selective", "microbatches": 2},
+    {"dp": 4, "tp": 1, "zero": 3, "recompute": "none"},
+], ids=str)
+def test_what_blocks_are_counted_to_hold_is_what_their_program_holds(pins: dict[str, Any]) -> None:
+    """The worst moment of a block's backward counts: gradients that are there then beside what is still kept, not all that any
+    of its operators needs; what comes first in the backward is gone by then, but for the gradients of its weights."""
+    plan = make_plan(llama(4, 256, 8, 1024, 512, 1024), Cluster.parse("h100:1x4"), Pins(**pins), precision="bf16")
+    counted = prediction_of(settled(task_of(plan, None), plan, prediction_of)).bytes_per_rank
+    assert counted == pytest.approx(prediction_of(plan).bytes_per_rank, rel=0.01)
+
+
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.75])
 def test_blocks_recompute_where_others_wait_the_least(share: float) -> None:
     """Stages of one block each in a part of the memory that blocks take which are all kept: nothing is held beyond it, what

@@ -464,7 +464,7 @@ def test_where_memory_binds_no_layout_is_solved_without_it_first(monkeypatch: py
     or where nothing is known that is to be beaten, it is."""
     graph = llama((16, 512), 4, 256, 8)
     cluster, capacities = Cluster.parse("h100:1x4"), list[float]()
-    task = Task.of(graph, cluster, rules_of(graph)[0], Pins(), precision="bf16", state_bytes=8.0, gap=0.005)
+    task = Task.of(graph, cluster, rules_of(graph)[0], Pins(), precision="bf16", state_bytes=8.0, gap=0.001)
     fits, known = Footprints(task.rules, task.state_bytes, cluster.device).fits, blockwise.LayoutMemory()
     free, (first, second) = blockwise.solve, layouts(cluster, Pins())[:2]
     whole = blockwise.solve_layout(task, first, 1, fits, Timing())

@@ -320,7 +320,7 @@ def test_only_exposed_communication_counts():
 
 
 def test_the_largest_transient_counts_once():
-    chain = replace(trade_off(3, 3.5), bytes_row=np.zeros(2), transient_row=np.array([0.0, 1.0]))
+    chain = replace(trade_off(3, 3.5), bytes_row=np.zeros(2), transient_rows=np.array([[0.0, 1.0]]))
     assert solve(chain).time == 3
     assert solve(replace(chain, capacity=2.5)).time == 6
 

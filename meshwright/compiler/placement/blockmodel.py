@@ -11,7 +11,7 @@ Edges price the reshard between what is made and what is read, forward and backw
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from meshwright.compiler.placement.costs import (
     FORWARD,
     HOST,
     HOST_BACK,
+    MOMENTS,
     RESOURCES,
     SAVED,
     SEND,
@@ -33,14 +34,15 @@ from meshwright.compiler.placement.costs import (
     Variant,
 )
 from meshwright.compiler.placement.fixed import NOTHING_FIXED
-from meshwright.compiler.placement.tables import Array, ResourceTables
+from meshwright.compiler.placement.tables import Array, ResourceTables, first_of_all
 from meshwright.compiler.solver.chain import BlockModel, Edge
 from meshwright.compiler.solver.elimination import prune
 from meshwright.compiler.structure.activations import local_shapes, operand_shapes
 from meshwright.compiler.structure.positions import Place, Position, operands, results
 from meshwright.cost.compute import Fused
+from meshwright.cost.memory.moments import GradientsAlive, gradients_alive
 from meshwright.cost.memory.saved import saved_beside, saved_for_backward
-from meshwright.cost.memory.working import beside_output, copied, held_outputs, run_as, space
+from meshwright.cost.memory.working import beside_output, comes_aside, copied, held_outputs, run_as, space
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph, Op
 from meshwright.ir.mesh import TENSOR, Mesh
@@ -60,7 +62,8 @@ class Model:
     ``copies`` and ``states``: {value: (variable, its shardings)}; ``parameter_uses``: (variable, parameter, the sharding
     that each choice reads it in); ``shared``: (name, variable); ``makers``: the operator that makes each value; ``leaving``:
     where each value is made that the next position is handed; ``asked``: of values with a copy, the shardings that readers ask
-    for; ``late``: elements of the parameters whose gradients are summed together (``Costs.parameter``).
+    for; ``late``: elements of the parameters whose gradients are summed together (``Costs.parameter``); ``moments``: the
+    operators in whose backward each of the ``MOMENTS`` is, if those are counted (-1: none).
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -78,6 +81,7 @@ class Model:
     leaving: dict[str, Place] = field(default_factory=dict)
     asked: dict[str, frozenset[Sharding]] = field(default_factory=dict)
     late: float = 0.0
+    moments: tuple[int, ...] = ()
 
     def add(self, unary: Array) -> int:
         """A new variable."""
@@ -95,20 +99,21 @@ class Builder:
 
     def __init__(
         self, scope: Scope, schedule: Schedule, tables: ResourceTables, *,
-        handed: Mapping[str, Sharding], fused: Mapping[str, Fused | None], root_variants: Sequence[Variant],
+        handed: Mapping[str, Sharding], fused: Mapping[str, Fused | None], root_variants: Sequence[Variant], moments: bool,
     ) -> None:
         self.scope, self.graph, self.mesh = scope, scope.graph, scope.mesh
         self.rules, self.tied = scope.structure.rules, scope.structure.tied
         self.schedule, self.tables, self.costs = schedule, tables, tables.costs
-        self.handed, self.fused, self.root_variants = handed, fused, root_variants
+        self.handed, self.fused, self.root_variants, self.moments = handed, fused, root_variants, moments
         self.params = {param.value for param in self.graph.params}
         self.later = scope.structure.kept_later
         self._charged: set[str] = set()
+        self._gathered = 0.0  # bytes of what a block gathers, at least
         self._priced: dict[tuple[int, int], tuple[list[dict[str, str]], list[Placed], Array, Fused | None]] = {}
         self._free = self
         if scope.fixed != NOTHING_FIXED:  # what is summed together is priced alike whatever is held
             self._free = Builder(replace(scope, fixed=NOTHING_FIXED), schedule, tables, handed=handed, fused=fused,
-                                 root_variants=root_variants)
+                                 root_variants=root_variants, moments=moments)
 
     def build(self, position: Position, alike: int) -> Model:
         """The model of one position; ``alike``: a number that positions have in common which differ in their kernels alone. A
@@ -118,7 +123,9 @@ class Builder:
         model = self._built(position, None if told_apart else alike)
         model.late = self._late(model if self._free is self else self._free._built(position))
         if position.block < 0:
-            self._root_variant(model)
+            self._root_variant(model, position)
+        else:
+            self._gathered = float(_weights(self, model, np.min).max(initial=0.0))
         self._check_choices(position, model)
         return pruned(model)
 
@@ -157,6 +164,8 @@ class Builder:
         model.leaving = {name: made[name] for name in position.exit}
         for name in sorted(set(self.graph.outputs) & made.keys() - model.states.keys()):
             self._output(model, name, made[name])
+        if self.moments:
+            self._moments(model, position)
         return model
 
     # operators
@@ -200,8 +209,23 @@ class Builder:
             row[SAVED] = sum(self.tables.bytes(op.outputs[index], where.results[index]) for index in saved) + (
                 saved_beside(run, work) + copied(op, rule, where, self.graph, self.mesh, self.costs.itemsize) if flows else 0.0
             )
-            row[TRANSIENT] = space(run, work, assignment, self.mesh, run is not operator, later)
+            if not self.moments or operator.kind == "loss":
+                row[TRANSIENT] = space(run, work, assignment, self.mesh, run is not operator, later)
         return unary
+
+    def spaces(self, op: Op, found: Sequence[dict[str, str]], placed: Sequence[Placed]) -> Array:
+        """Bytes [choices] beside operands, results and gradients while an operator's backward runs."""
+        rule, operators = self.rules[op.name], self.rules.operators
+        if not rule.algorithms and operators[op.target].cost.space is None:
+            return np.zeros(len(found))
+        read = operand_shapes(op, self.graph, rule, self.schedule)
+        made = [self.tables.shapes[name] for name in op.outputs]
+        bytes_ = []
+        for assignment, where in zip(found, placed, strict=True):
+            work = work_of(op, self.graph, where, self.mesh, read, made)
+            run, work = run_as(op, rule, assignment, where, operators, self.graph, self.mesh, (read, made), work)
+            bytes_.append(0.0 if run.cost.space is None else run.cost.space(work)[1])
+        return np.array(bytes_)
 
     # values
 
@@ -286,7 +310,11 @@ class Builder:
             seconds = self.costs.collective("all_reduce", tuple(sorted(state.partial)), self.tables.bytes(name, state))
             row[SEND] += seconds * self.schedule.microbatches
             row[SAVED] += self.tables.bytes(name, state) * held_outputs(self.schedule.microbatches, saved, state)
-            row[TRANSIENT] += beside_output(op, placed, state, weights, self.graph, self.mesh, self.costs.itemsize)
+            if self.moments:  # which is over when a backward begins
+                meanwhile = self.tables.bytes(name, state) * comes_aside(state)
+                row[SAVED], row[TRANSIENT] = row[SAVED] - meanwhile, row[TRANSIENT] + meanwhile
+            else:
+                row[TRANSIENT] += beside_output(op, placed, state, weights, self.graph, self.mesh, self.costs.itemsize)
 
     # parameters
 
@@ -323,21 +351,69 @@ class Builder:
         rest = frozenset(a for a in self.mesh.axes if a not in state.split_axes and self.scope.roles[a] != TENSOR)
         return Sharding(state.dims, frozenset(), rest)
 
-    def _root_variant(self, model: Model) -> None:
+    def _root_variant(self, model: Model, position: Position) -> None:
         """The root is one group over all its runs: its variant is a shared variable."""
         if not model.parameter_uses:
             return
         var = model.add(np.zeros((len(self.root_variants), RESOURCES)))
         model.shared.append((ROOT, var))
+        unit = Neighbours(root=True, last=self._last(position))
         for i, name, needs in model.parameter_uses:
-            columns = [self.parameter(model, name, needs, variant, Neighbours(root=True)) for variant in self.root_variants]
+            columns = [self.parameter(model, i, name, needs, variant, unit) for variant in self.root_variants]
             model.edges.append(Edge(i, var, np.stack(columns, axis=1)))
+        known = {name for _, name, _ in model.parameter_uses}
+        for name in sorted(self.tied.intersection(model.states) - known) if unit.last else ():
+            at, options = model.states[name]  # it is charged elsewhere, but its gradient is made here first
+            needs = [self._read_apart(state) for state in options]
+            columns = [self.parameter(model, at, name, needs, variant, unit) for variant in self.root_variants]
+            model.edges.append(Edge(at, var, _only(np.stack(columns, axis=1), [SAVED, *MOMENTS])))
+        if unit.last and self.schedule.microbatches == 1:  # what a forward's last gather received is there to its end
+            model.unary[var][:, MOMENTS[-1]] += [self._gathered * (variant.zero in (1, 2)) for variant in self.root_variants]
 
-    def parameter(self, model: Model, name: str, needs: Sequence[Sharding], variant: Variant, unit: Neighbours) -> Array:
-        """Resources [needs, K] of a use of a parameter when its position is kept as ``variant``."""
+    def parameter(
+        self, model: Model, var: int, name: str, needs: Sequence[Sharding], variant: Variant, unit: Neighbours
+    ) -> Array:
+        """Resources [needs, K] of a use of a parameter, by a variable, when its position is kept as ``variant``."""
         uses = dict.fromkeys(use for _, use, _ in model.parameter_uses if self.tables.trainable[use])
         group = float(sum(self.graph.values[use].numel for use in uses))
-        return self.tables.parameter(name, needs, variant, group, unit, model.late)
+        read = _last_read(model, var)
+        with_it = max(1, sum(other == var for other, _, _ in model.parameter_uses))
+        made = tuple((read >= at >= 0) + (read == at >= 0) / with_it for at in model.moments)
+        return self.tables.parameter(name, needs, variant, group, unit, model.late, made)
+
+    def _moments(self, model: Model, position: Position) -> None:
+        """What is held while the backward of those operators runs that may be a position's worst, however it is split, and at
+        the end of it, when all is gone but the gradient of what it was handed."""
+        ops = position.ops(self.graph)
+        leaving = model.makers.keys() & {*position.exit, *position.shared_out, *([self.graph.loss] if self.graph.loss else [])}
+        alive = gradients_alive(ops, self.graph, self.scope.structure.passed, self.params, leaving)
+        kept = _Kept(model, ops, self.graph)
+        held = [_Held(self, model, ops, at, one) for at, one in enumerate(alive)
+                if one is not None and self.rules.operators[ops[at].target].kind != "loss"]
+        found = dict[int, _Held]()
+        for of in (np.min, np.max):
+            there = kept.bytes(of) + _weights(self, model, of)
+            worst = max(held, key=lambda one: one.bytes(of) + float(there[one.at]), default=None)
+            found |= {worst.at: worst} if worst is not None else {}
+        model.moments = (*found, *(-1 for _ in MOMENTS[1:]))[: len(MOMENTS) - 1]
+        for moment, at in zip(MOMENTS, found, strict=False):
+            kept.put(moment, at)
+            found[at].put(moment)
+        model.edges = [
+            replace(e, table=self.tables.held(e.table, tuple(at >= max(until, 0) for at in model.moments),
+                                              tuple(at == until for at in model.moments)))
+            for e, until in zip(model.edges, kept.until, strict=True)
+        ]
+        for name in position.entry:
+            if self.graph.values[name].differentiable:
+                var, states = model.states[name]
+                model.unary[var][:, MOMENTS[-1]] += [self.tables.bytes(name, state) for state in states]
+        if self._last(position):
+            kept.goes_first(self.tables)
+
+    def _last(self, position: Position) -> bool:
+        """Whether it is the root's behind all blocks, whose backward is the first."""
+        return self.moments and position.block < 0 and position.stop == len(self.graph.ops)
 
     def _late(self, model: Model) -> float:
         """Elements of the small parameters of a position that no choice splits, but that some choice reads differently."""
@@ -347,6 +423,103 @@ class Builder:
             and not any(need.split_axes for need in needs) and any(need.varying for need in needs)
         }
         return float(sum(numel for numel in found.values() if numel <= JOINED))
+
+
+def _only(table: Array, resources: Sequence[int]) -> Array:
+    """Some resources of a table."""
+    found = np.zeros_like(table)
+    found[..., resources] = table[..., resources]
+    return found
+
+
+class _Kept:
+    """What autograd keeps of a position, by the operator whose backward is the last to read it (``until``, of its edges; -1
+    where it stays to the end)."""
+
+    def __init__(self, model: Model, ops: Sequence[Op], graph: Graph) -> None:
+        self.model, self.count = model, len(ops)
+        readers = dict[int, int]()
+        for e in model.edges:
+            readers[e.i] = min(e.j, readers.get(e.i, e.j))
+        copies = {var for var, _ in model.copies.values()}
+        handed = {at for at, op in enumerate(ops) if not set(graph.outputs).isdisjoint(op.outputs)}
+        last = [readers.get(e.j, e.j) if e.j in copies else e.j for e in model.edges]
+        as_it_lies = {at for at in handed if not any(state.mirrored for one in model.placed[at] for state in one.results)}
+        self.until = [-1 if e.i in as_it_lies or at >= len(ops) else at for e, at in zip(model.edges, last, strict=True)]
+        self.of = [-1 if var >= len(ops) or var in handed else var for var in range(len(model.unary))]
+
+    def bytes(self, of: Callable[[Array], float]) -> Array:
+        """What is there while each operator's backward runs, of the fewest or the most that all choices keep."""
+        found = np.zeros(self.count)
+        tables = [*(unary[..., SAVED] for unary in self.model.unary), *(e.table[..., SAVED] for e in self.model.edges)]
+        for table, until in zip(tables, (*self.of, *self.until), strict=True):
+            finite = table[np.isfinite(table)]
+            found[max(until, 0) :] += float(of(finite)) if finite.size else 0.0
+        return found
+
+    def put(self, moment: int, at: int) -> None:
+        """Count what variables keep as held at a moment."""
+        for unary, until in zip(self.model.unary, self.of, strict=True):
+            unary[:, moment] += unary[:, SAVED] if until <= at else 0.0
+
+    def goes_first(self, tables: ResourceTables) -> None:
+        """All that does not stay to the end is gone while anything else runs: it is counted at the moments alone, of which one
+        is that in which all is there."""
+        for unary, until in zip(self.model.unary, self.of, strict=True):
+            first_of_all(unary, until < 0)
+        self.model.edges = [replace(e, table=tables.first_of_all(e.table, until < 0))
+                            for e, until in zip(self.model.edges, self.until, strict=True)]
+
+
+class _Held:
+    """Gradients and space while the backward of one of a position's operators runs, by the variables whose choices say how
+    much."""
+
+    def __init__(self, builder: Builder, model: Model, ops: Sequence[Op], at: int, alive: GradientsAlive) -> None:
+        self.at, self.model, tables = at, model, builder.tables
+        self.parts: list[tuple[int, Array]] = []  # variable, bytes of each of its choices
+        for name in alive.values:
+            var, states = _lies(model, ops, name, at)
+            if var >= 0:
+                self.parts.append((var, np.array([tables.bytes(name, state) for state in states])))
+        made = [sum(tables.bytes(ops[at].inputs[k], one.operands[k]) for k in alive.makes) for one in model.placed[at]]
+        self.parts.append((at, np.array(made) + builder.spaces(ops[at], model.op_choices[at], model.placed[at])))
+
+    def bytes(self, of: Callable[[Array], float]) -> float:
+        """Of the fewest, or the most, of all choices."""
+        return sum(float(of(bytes_)) for _, bytes_ in self.parts)
+
+    def put(self, moment: int) -> None:
+        """Count it as what is held at a moment."""
+        for var, bytes_ in self.parts:
+            self.model.unary[var][:, moment] += bytes_
+
+
+def _weights(builder: Builder, model: Model, of: Callable[[Array], float]) -> Array:
+    """Bytes of the gradients of weights that are made when each operator's backward has run."""
+    found = np.zeros(len(model.op_choices))
+    for var, name, needs in model.parameter_uses:
+        if builder.tables.trainable[name]:
+            parts = np.array([builder.mesh.size(need.split_axes) for need in needs])
+            found[: _last_read(model, var) + 1] += float(of(builder.graph.values[name].numel / parts)) * builder.costs.itemsize
+    return found
+
+
+def _lies(model: Model, ops: Sequence[Op], name: str, at: int) -> tuple[int, list[Sharding]]:
+    """The variable that says how a value's gradient lies while an operator's backward runs, and its shardings: that of its
+    copy as long as some of its readers' have not run, that of its maker else."""
+    if name in model.copies and min(e.j for e in model.edges if e.i == model.copies[name][0]) < at:
+        return model.copies[name]
+    if name not in model.makers:
+        return model.states.get(name, (-1, []))
+    maker = model.makers[name]
+    return maker, [one.results[ops[maker].outputs.index(name)] for one in model.placed[maker]]
+
+
+def _last_read(model: Model, var: int) -> int:
+    """The last operator that reads a parameter, whose variable may be an operator's or its own."""
+    count = len(model.op_choices)
+    return var if var < count else max((e.j for e in model.edges if e.i == var and e.j < count), default=-1)
 
 
 def work_of(

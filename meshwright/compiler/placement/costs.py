@@ -11,6 +11,10 @@ Every choice of the problem is priced in the same resources:
     PARAMETERS, GRADIENTS, OPTIMIZER     bytes held over the step (buffers and copies in the compute dtype count as parameters)
     SAVED                  bytes of activations held from forward to backward
     TRANSIENT              bytes held while a block runs: gathered parameters, what recomputation brings back
+    MOMENTS                bytes held, in place of SAVED too, at some moments of a position's backward: those that may be its
+                           worst, and its end; the worst of them and of SAVED + TRANSIENT counts
+    BEHIND                 bytes that the block behind it is still reducing meanwhile, where that has let go of what it saved,
+                           which is taken to be as much as this one's (``TRANSIENT_ROWS``)
 
 The time of a block is SEND + max(GATHER, FORWARD + GATHER (1 - 1/k)) + the same of the backward: communication of parameters
 runs beside the compute and slows it down by the device's contention k (``time_rows``, ``cost.overlap``). What happens once a
@@ -44,7 +48,10 @@ from meshwright.ir.sharding import Sharding, ShardingError
 
 FORWARD, BACKWARD, SEND, SEND_BACK, GATHER, REDUCE, GATHER_ONCE, REDUCE_ONCE, HOST, HOST_BACK = range(10)
 PARAMETERS, GRADIENTS, OPTIMIZER, SAVED, TRANSIENT = range(10, 15)
-RESOURCES = 15
+MOMENTS = (15, 16, 17)
+"""The last of them is the end."""
+BEHIND = 18
+RESOURCES = 19
 SECONDS = 10
 """The first of them are seconds."""
 MEMORY: Mapping[str, int] = {"parameters": PARAMETERS, "gradients": GRADIENTS, "optimizer": OPTIMIZER, "activations": SAVED}
@@ -73,6 +80,11 @@ Vector = NDArray[np.float64]
 
 TRANSIENT_ROW = np.zeros(RESOURCES)
 TRANSIENT_ROW[TRANSIENT] = 1.0
+TRANSIENT_ROWS = np.eye(RESOURCES)[[TRANSIENT, *MOMENTS, TRANSIENT, *MOMENTS[:-1]]]
+TRANSIENT_ROWS[1 : 1 + len(MOMENTS), SAVED] = -1.0
+TRANSIENT_ROWS[1 + len(MOMENTS) :, BEHIND] = 1.0
+TRANSIENT_ROWS[1 + len(MOMENTS) :, SAVED] = -1.0, *(-2.0 for _ in MOMENTS[:-1])
+"""[moments, RESOURCES]: what a position holds beside what is saved at each moment, of the last block and of the one before."""
 
 
 @cache
@@ -85,12 +97,22 @@ def bytes_row(microbatches: int) -> Vector:
     return row
 
 
-def most_bytes(resources: Vector, microbatches: int) -> float:
-    """Bytes of positions [n, RESOURCES] at the worst moment: that of ``bytes_row``, or the end of a backward, when all
-    gradients are there and no activations."""
-    total = resources.sum(axis=0)
-    begun = float(total @ bytes_row(microbatches) + resources[:, TRANSIENT].max())
+def most_bytes(resources: Vector, microbatches: int, blocks: Collection[int]) -> float:
+    """Bytes of positions [n, RESOURCES] at the worst moment: that of ``bytes_row``, of any position with the gradients that the
+    ``blocks`` behind it left in place of what they saved, or the end of a backward, when all gradients are there and no
+    activations."""
+    total, left = resources.sum(axis=0), np.zeros(len(resources))
+    if microbatches == 1:
+        change = [resources[n, GRADIENTS] - resources[n, SAVED] if n in blocks else 0.0 for n in range(len(resources))]
+        left[:-2] = np.cumsum(change[:1:-1])[::-1]  # that of the one behind is among its own (BEHIND)
+    begun = float(total @ bytes_row(microbatches) + (worst(resources) + left).max())
     return max(begun, float(total[[PARAMETERS, GRADIENTS, OPTIMIZER]].sum()))
+
+
+def worst(resources: Vector) -> Vector:
+    """Bytes of every position [n, RESOURCES] at its worst moment, beside what is saved of it."""
+    return np.asarray(np.maximum((resources @ TRANSIENT_ROWS.T).max(axis=1), 0.0))
+
 
 _CAST_BYTES = 4
 """Of an element of a gradient or a master weight, which are fp32."""
@@ -122,11 +144,15 @@ class Neighbours:
     ahead: whether another block follows in the order of the backward, whose parameters are gathered early
     behind: whether another block ran before in that order, whose gradients are still being reduced
     root: whether these are the root's parameters, which are there while every block runs
+    last: whether they are the root's behind all blocks
+    blocks: of the model
     """
 
     ahead: bool = True
     behind: bool = True
     root: bool = False
+    last: bool = False
+    blocks: int = 1
 
 
 MIDDLE = Neighbours()
@@ -298,7 +324,7 @@ class Costs:
 
     def parameter(
         self, value: Value, need: Sharding, trainable: bool, variant: Variant, group: float, unit: Neighbours = MIDDLE,
-        late: float = 0.0,
+        late: float = 0.0, made: tuple[float, ...] = (),
     ) -> Vector | None:
         """What one use of a parameter or buffer costs a block kept as ``variant``; None if the variant cannot hold it so.
 
@@ -306,18 +332,21 @@ class Costs:
         number of the block's trainable elements; software that moves each ``alone`` pays every latency. Over axes that are no
         data axes a small parameter's gradient is summed once a step, together with those of the ``late`` elements of the block
         (``runtime.state.late``; of all blocks, if there are several micro-batches: that is priced as one sum a block).
+        ``made``: at which of the ``MOMENTS`` its gradient is there (1), or being made with those of n others
+        that are as large (1 + 1 / n), where those count.
 
         Follows FSDP2: with ZeRO the parameter lives split over ``shard_axes``, is gathered in the compute dtype (3: before
         every forward and backward of a micro-batch; 1, 2: once per step) and its gradient reduce-scattered (1: once per
         step; 2, 3: every micro-batch), then all-reduced over the other data axes; without, gradients are all-reduced once.
         """
-        key = (value.shape, value.dtype, need, trainable, variant, group, unit, late)
+        key = (value.shape, value.dtype, need, trainable, variant, group, unit, late, made)
         if key not in self._parameter:
-            self._parameter[key] = self._of_parameter(value, need, trainable, variant, group, unit, late)
+            self._parameter[key] = self._of_parameter(value, need, trainable, variant, group, unit, late, made)
         return self._parameter[key]
 
     def _of_parameter(
         self, value: Value, need: Sharding, trainable: bool, variant: Variant, group: float, unit: Neighbours, late: float,
+        made: tuple[float, ...],
     ) -> Vector | None:
         """``parameter``, priced."""
         vector = np.zeros(RESOURCES)
@@ -363,6 +392,8 @@ class Costs:
         else:  # beside compute, which takes multiprocessors and memory from it
             vector[GATHER : REDUCE_ONCE + 1] /= self.network.cluster.node.overlapped_bandwidth
         self._kept(vector, numel, variant, parts, unit)
+        if made:
+            self._moments(vector, numel, numel < value.numel, variant, unit, made)
         speed = self.device.memory_bandwidth * self.device.memory_efficiency
         optimizer = self.updated(numel / parts)
         vector[BACKWARD] += optimizer + count * self._accumulated(numel, variant, parts) / speed
@@ -425,3 +456,28 @@ class Costs:
             summed = variant.zero < 2 and self.microbatches > 1
             vector[TRANSIENT] = cast * (self.itemsize < _CAST_BYTES) if summed else cast + master
 
+    def _moments(
+        self, vector: Vector, numel: float, split: bool, variant: Variant, unit: Neighbours, made: tuple[float, ...]
+    ) -> None:
+        """What of ``_kept`` is there at each moment of the backward: gathered parameters and what the block behind is reducing
+        from its beginning, gradients when they are ``made`` (more than 1: by what runs then, which copies those of ``split``
+        weights, one after the other), and at the end either is gone, for its own are reduced, or, where FSDP2 has no part in
+        it, are copied to their sums. What one of all blocks has gathered is there whatever runs: each counts its part."""
+        master, cast = numel * _CAST_BYTES, numel * self.itemsize
+        once, taken = self.microbatches == 1, bool(variant.data_axes)
+        reduces, gathered = taken and (variant.zero >= 2 or once), variant.zero == 3
+        own = 0.0 if taken and not reduces and self.itemsize == _CAST_BYTES else cast
+        there = [max(own * (one > 0), cast * (one > 1)) + cast * max(one - 1.0, 0.0) * (split and taken)
+                 for one in made]
+        if unit.root:
+            vector[list(MOMENTS)] = [*there, 0.0 if unit.last else own]
+            vector[SAVED] = own * unit.last  # made first of all, and there until the root's are reduced
+            return
+        always = cast / unit.blocks * gathered
+        begun = cast * unit.ahead * gathered
+        left = master / (self.mesh.size(variant.shard_axes) if variant.zero else 1) - cast * (not gathered)
+        vector[BEHIND] = (master + left * once) * unit.behind * reduces  # its gradients take the place of what it gathered
+        vector[SAVED] = always
+        vector[TRANSIENT] = begun
+        ended = master * (1 + (self.mesh.world > 1)) if not taken else own + master * reduces
+        vector[list(MOMENTS)] = [*(begun + always + one for one in there), ended + always * unit.ahead]

@@ -239,7 +239,7 @@ class Placements:
         kept = tuple(axis for axis in (DATA, EP, CONTEXT, HEADS) if axes.get(axis, 1) > 1)
         variants = [Variant(0, kept, (), kind) for kind in self.recompute]
         scope = self._scope(mesh, count, folded)
-        problem = Problem(scope, schedule, costs, variants, variants[:1])
+        problem = Problem(scope, schedule, costs, variants, variants[:1], moments=False)
         self._built += problem.choices
         chain = problem.with_variants(variants[:1]).chain(float("inf"), 0.0)  # with memory unlimited recomputation never pays
         try:

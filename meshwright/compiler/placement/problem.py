@@ -32,12 +32,13 @@ from meshwright.compiler.placement.costs import (
     GATHER,
     HOST,
     HOST_BACK,
+    MOMENTS,
     RESOURCES,
     SAVED,
     SEND,
     SEND_BACK,
     TRANSIENT,
-    TRANSIENT_ROW,
+    TRANSIENT_ROWS,
     Costs,
     Neighbours,
     Variant,
@@ -104,12 +105,13 @@ class Repeats(NamedTuple):
 class Problem:
     """Builds the chain and reads its solution back.
 
-    ``block_variants`` and ``root_variants``: the ways to keep parameters that are open to the blocks and to the root.
+    ``block_variants`` and ``root_variants``: the ways to keep parameters that are open to the blocks and to the root;
+    ``moments``: whether what is held at each of some moments of a backward is counted (``costs``).
     """
 
     def __init__(
         self, scope: Scope, schedule: Schedule, costs: Costs,
-        block_variants: Sequence[Variant], root_variants: Sequence[Variant],
+        block_variants: Sequence[Variant], root_variants: Sequence[Variant], moments: bool = True,
     ) -> None:
         structure = self.structure = scope.structure
         self.graph, self.mesh, self.schedule, self.fixed = scope.graph, scope.mesh, schedule, scope.fixed
@@ -124,6 +126,7 @@ class Problem:
         self.builder = Builder(
             scope, schedule, self.tables, handed=handed_out(structure.leaving_alone, scope, schedule),
             root_variants=self.root_variants, fused=dict(zip((op.name for op in self.graph.ops), fused, strict=True)),
+            moments=moments,
         )
         self._serves: list[int] = []  # position -> the first position like it
         self._alike: list[int] = []  # the same, whatever is held
@@ -194,7 +197,7 @@ class Problem:
         order = {number: index for index, number in enumerate(kinds)}
         return Chain(
             kinds=tuple(kinds.values()), sequence=tuple(order[first] for first in self._serves), shared_sizes=tuple(sizes),
-            time_rows=self._time_rows(), bytes_row=bytes_row(self.schedule.microbatches), transient_row=TRANSIENT_ROW,
+            time_rows=self._time_rows(), bytes_row=bytes_row(self.schedule.microbatches), transient_rows=TRANSIENT_ROWS,
             capacity=capacity, fixed_bytes=fixed_bytes, fixed_time=0.0,
         )
 
@@ -247,7 +250,7 @@ class Problem:
         rows += [e.cost(chosen[e.i], chosen[e.j]) for e in model.edges]
         found = []
         for variant in variants:
-            uses = [(var, self.builder.parameter(model, name, [needs[chosen[var]]], variant, self._unit(first))[0])
+            uses = [(var, self.builder.parameter(model, var, name, [needs[chosen[var]]], variant, self._unit(first))[0])
                     for var, name, needs in model.parameter_uses]
             parts = np.array([*rows, *(row for _, row in uses)])
             whole = total = parts.sum(axis=0)
@@ -305,7 +308,7 @@ class Problem:
         ``unary``. ``skipped``: where the forward runs again, whether each operator does not."""
         found, unit = list(unary), self._unit(number)
         for var, name, needs in model.parameter_uses:
-            costs = self.builder.parameter(model, name, needs, variant, unit)
+            costs = self.builder.parameter(model, var, name, needs, variant, unit)
             found[var] = found[var] + (costs if skipped is None else _again(costs, skipped[var]))
         return found
 
@@ -322,7 +325,8 @@ class Problem:
     def _unit(self, number: int) -> Neighbours:
         """What stands around every position that this one's model serves; the backward comes from the last block."""
         served = [self.positions[n].block for n, first in enumerate(self._alike) if first == self._alike[number]]
-        return Neighbours(ahead=max(served) > 0, behind=min(served) < len(self.graph.blocks) - 1)
+        return Neighbours(ahead=max(served) > 0, behind=min(served) < len(self.graph.blocks) - 1,
+                          blocks=max(1, len(self.graph.blocks)))
 
     def _recomputed(self, number: int, model: Model, recompute: str) -> tuple[list[Array], list[Edge]]:
         """The block whose forward runs again in the backward, as far as it does (``_repeats``)."""
@@ -355,10 +359,14 @@ class Problem:
             makers = {var: model.makers.get(name, -1) for name, (var, _) in model.copies.items()}
             beside = self._for_the_caller(number, model)
             held = {var: self._results(number, model, var) for var in lasting}
-            held |= {var: [self.tables.bytes(name, state) for state in states]
-                     for name, (var, states) in model.states.items() if var in model.entry}
+            entering = {var: name for name, (var, _) in model.states.items() if var in model.entry}
+            held |= {var: [self.tables.bytes(name, state) for state in model.states[name][1]]
+                     for var, name in entering.items()}
             for var, bytes_ in held.items():
-                beside[var] = beside.get(var, 0.0) + np.outer(bytes_, UNIT[SAVED])
+                stays = UNIT[SAVED]
+                if entering.get(var, "") not in self.tables.saved.values and var in entering:  # to the end of the backward
+                    stays = stays + UNIT[list(MOMENTS[:-1])].sum(axis=0) * bool(model.moments)
+                beside[var] = beside.get(var, 0.0) + np.outer(bytes_, stays)
                 if var in lasting:  # what its own maker keeps does not come back
                     beside[var] -= np.outer(self._results(number, model, var, self.tables.saved.by_makers), UNIT[TRANSIENT])
             self._known_repeats[key] = Repeats(
@@ -493,7 +501,7 @@ def price(chain: Chain, solution: Solution) -> tuple[float, float]:
     """(seconds, bytes) of one layout of a graph whose chain is built, in the solver's own measure."""
     resources = totals(chain, solution)
     seconds = chain.fixed_time + float((resources @ chain.time_rows.T).max(axis=1).sum())
-    bytes_ = chain.fixed_bytes + float((resources @ chain.bytes_row).sum() + (resources @ chain.transient_row).max())
+    bytes_ = chain.fixed_bytes + float((resources @ chain.bytes_row).sum()) + max(map(chain.transient, resources))
     return seconds, bytes_
 
 

@@ -12,7 +12,17 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.compiler.placement.costs import RESOURCES, SAVED, SEND, SEND_BACK, TRANSIENT, Costs, Neighbours, Variant
+from meshwright.compiler.placement.costs import (
+    MOMENTS,
+    RESOURCES,
+    SAVED,
+    SEND,
+    SEND_BACK,
+    TRANSIENT,
+    Costs,
+    Neighbours,
+    Variant,
+)
 from meshwright.compiler.placement.paths import Paths, paths
 from meshwright.compiler.structure.activations import Saved, Shape
 from meshwright.ir.graph import Graph
@@ -39,6 +49,7 @@ class ResourceTables:
         self.trainable = {param.value: param.trainable for param in graph.params}
         self._tables: dict[object, Array] = {}
         self._moves: dict[int, tuple[Paths, float, Array]] = {}  # by the id of a table: bytes, seconds of the steps' forward
+        self._again: dict[int, Array] = {}  # by the id of a table: bytes that linears gather again, and of their gradients
         self._states: dict[tuple[Shape, bool, Opened], list[Sharding]] = {}
         self._once = {name for op in graph.ops if schedule.once(op.name) for name in op.outputs}
 
@@ -136,9 +147,45 @@ class ResourceTables:
             gathered = np.maximum(0.0, whole / split[1][None, :] - whole / split[0][:, None])
             again = moves.gathered & (shard and not self.costs.device.keeps_gathered)
             table[:, :, SAVED] = np.where(again, 0.0, gathered)
+        if shard and not self.costs.device.keeps_gathered and moves.gathered.any():
+            split = [np.array([self.mesh.size(one.split_axes) for one in ends]) for ends in (sources, targets)]
+            self._again[id(table)] = moves.gathered * whole * (1 / split[0][:, None] + 1 / split[1][None, :])
         table[moves.impossible] = np.inf
         self._tables[key] = table
         return table
+
+    def held(self, table: Array, there: tuple[bool, ...], running: tuple[bool, ...]) -> Array:
+        """A table of reshards with what of it is held at the moments of a backward: what it saves, where that is still
+        ``there``; while the operator's backward runs that it leads to (``running``), what linears gather of it again, and the
+        gradient that they reduce-scatter beside the one that they made."""
+        saves, found = bool(table[:, :, SAVED].any()), self._moves.get(id(table))
+        if not saves and not (found is not None and any(running)):
+            return table
+        key = "held", id(table), there, running
+        if key not in self._tables:
+            more = table.copy()
+            for at, (kept, runs) in zip(MOMENTS, zip(there, running, strict=True), strict=False):
+                more[:, :, at] = table[:, :, SAVED] * kept if kept else 0.0
+                if runs and id(table) in self._again:
+                    more[:, :, at] += self._again[id(table)]
+            more[~np.isfinite(table[:, :, SAVED])] = np.inf
+            self._tables[key] = more
+            self._tables["of", id(more)] = table  # its id is a key as long as it is there
+            if found is not None:
+                self._moves[id(more)] = found
+        return self._tables[key]
+
+    def first_of_all(self, table: Array, stays: bool) -> Array:
+        """A table of reshards of what goes first in the backward (``first_of_all``)."""
+        if not table[:, :, [SAVED, TRANSIENT, *MOMENTS]].any():
+            return table
+        key = "first", id(table), stays
+        if key not in self._tables:
+            more = table.copy()
+            first_of_all(more, stays)
+            self._tables[key] = more
+            self._tables["first of", id(more)] = table
+        return self._tables[key]
 
     def gathers_back(self, name: str, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...]) -> Array:
         """Bytes [sources, targets] of a value's gradient that is gathered on its way back, and of what it is received in."""
@@ -176,16 +223,28 @@ class ResourceTables:
         return found
 
     def parameter(
-        self, name: str, needs: Sequence[Sharding], variant: Variant, group: float, unit: Neighbours, late: float
+        self, name: str, needs: Sequence[Sharding], variant: Variant, group: float, unit: Neighbours, late: float,
+        made: tuple[float, ...] = (),
     ) -> Array:
         """Resources [needs, K] of reading a parameter so, in a block of ``group`` trainable elements kept as ``variant``; the
-        gradients of ``late`` of them may be summed together."""
+        gradients of ``late`` of them may be summed together; ``made``: at which moments its own is there (``Costs``)."""
         value, trainable = self.graph.values[name], self.trainable[name]
-        key = ("parameter", value.shape, value.dtype, tuple(needs), trainable, variant, group, unit, late)
+        key = ("parameter", value.shape, value.dtype, tuple(needs), trainable, variant, group, unit, late, made)
         if key not in self._tables:
             seen: dict[Sharding, Array] = {}
             for need in dict.fromkeys(needs):
-                cost = self.costs.parameter(value, need, trainable, variant, group, unit, late)
+                cost = self.costs.parameter(value, need, trainable, variant, group, unit, late, made)
                 seen[need] = np.full(RESOURCES, np.inf) if cost is None else cost
             self._tables[key] = np.array([seen[need] for need in needs])
         return self._tables[key]
+
+
+def first_of_all(table: Array, stays: bool) -> None:
+    """Of what is gone in the backward before anything else runs, unless it ``stays``: what is saved is counted at its own
+    moments alone, of which the last is when all of it is there."""
+    table[..., MOMENTS[-1]] = table[..., TRANSIENT] + table[..., SAVED]
+    table[..., TRANSIENT] = 0.0
+    if not stays:
+        table[..., SAVED] = 0.0
+    forbidden = np.isinf(table[..., MOMENTS[-1]])
+    table[forbidden] = np.inf

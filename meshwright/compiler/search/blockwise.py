@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from meshwright.compiler.placement.choices import Scope, check_sequence
-from meshwright.compiler.placement.costs import SAVED, TRANSIENT, Costs, Variant
+from meshwright.compiler.placement.costs import SAVED, Costs, Variant, worst
 from meshwright.compiler.placement.dead_end import nothing_runs
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.search.candidates import Layout
@@ -189,7 +189,8 @@ def one_device(task: Task, microbatches: int, fits: Fits) -> OneDevice:
     chain = problem.with_variants(tuple(Variant(recompute=name) for name in task.recompute)).chain(math.inf, 0.0)
     rows = [np.array([block.cost((0,) * len(block.sizes)) for block in kind.variants]) for kind in chain.kinds]
     kinds = len(task.recompute)
-    saved, transient = (np.array([np.broadcast_to(one[:, at], kinds) for one in rows]) for at in (SAVED, TRANSIENT))
+    saved, transient = (np.array([np.broadcast_to(of, kinds) for of in found])
+                        for found in ([one[:, SAVED] for one in rows], [worst(one) for one in rows]))
     copies = np.array([chain.sequence.count(number) for number in range(len(rows))])
     each = copies @ saved + transient.max(axis=0)  # [recomputations]
     beside = (saved + transient).min(axis=1)

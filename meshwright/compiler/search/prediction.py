@@ -22,8 +22,8 @@ from meshwright.compiler.placement.costs import (
     SECONDS,
     SEND,
     SEND_BACK,
-    TRANSIENT,
     most_bytes,
+    worst,
 )
 from meshwright.compiler.placement.problem import Problem, totals
 from meshwright.compiler.search.evaluate import Evaluation
@@ -53,14 +53,15 @@ def of_blocks(task: Task, problem: Problem, chain: Chain, solution: Solution, mi
     exposed = overlap.exposed(forward, gather, contention) + overlap.exposed(one * forward, first, contention)
     exposed += overlap.exposed(backward, reduce_, contention) + overlap.exposed(one * backward, last, contention)
     held = {name: float(resources[:, index].sum()) for name, index in MEMORY.items()}
-    transient = float(resources[:, TRANSIENT].max())
+    transient = float(worst(resources).max())
+    blocks = {number for number, position in enumerate(problem.positions) if position.block >= 0}
     if microbatches == 1:  # gradients or activations, by which is the worst moment
         backward_begins = held["activations"] + transient >= held["gradients"]
         held["gradients" if backward_begins else "activations"] = 0.0
         transient *= backward_begins
     found = Prediction(
         step_seconds=solution.time,
-        bytes_per_rank=chain.fixed_bytes + most_bytes(resources, microbatches),
+        bytes_per_rank=chain.fixed_bytes + most_bytes(resources, microbatches, blocks),
         capacity_bytes=task.cluster.capacity_bytes,
         free_bytes=task.cluster.memory_bytes - task.cluster.capacity_bytes,
         compute_seconds=float((forward + backward).sum()) - again - (optimizer or 0.0),

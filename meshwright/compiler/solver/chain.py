@@ -5,12 +5,14 @@ A *block* is a factor graph: variables with a finite number of choices, a resour
 whose boundary variables couple it to its neighbours; a *chain* is a sequence of kinds, equal kinds repeating:
 
     minimize    fixed_time + sum_p max_r time_rows[r] @ c_p
-    subject to  fixed_bytes + sum_p bytes_row @ c_p + max_p transient_row @ c_p <= capacity
+    subject to  fixed_bytes + sum_p bytes_row @ c_p + max_p max_m transient_rows[m] @ c_p <= capacity
                 c_p = variant_costs[v_p] + sum_i unary_i[x_i] + sum_e table_e[rows[x_i], cols[x_j]]
                 exit state of p = entry state of p + 1;  shared variables equal at every position that reads them
 
 The maximum over rows is convex: with rows such as compute + critical and overlappable communication, only what stays exposed
-counts. What the K resources mean is the caller's. Every entry is >= 0; ``inf`` forbids a choice or a pair.
+counts. The transients are those of several moments of a position, of which the worst counts; one of them may take away what
+``bytes_row`` counts, up to twice. What the K resources mean is the caller's. Every entry is >= 0; ``inf`` forbids a choice or
+a pair.
 """
 
 from __future__ import annotations
@@ -132,22 +134,24 @@ class Chain:
     shared_sizes: tuple[int, ...]
     time_rows: Array
     bytes_row: Array
-    transient_row: Array
+    transient_rows: Array
     capacity: float = float("inf")
     fixed_bytes: float = 0.0
     fixed_time: float = 0.0
 
     def __post_init__(self) -> None:
         """Check shapes, signs and that neighbours agree on their boundary."""
-        for name in ("time_rows", "bytes_row", "transient_row"):
+        for name in ("time_rows", "bytes_row", "transient_rows"):
             object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=np.float64))
+        object.__setattr__(self, "transient_rows", np.atleast_2d(self.transient_rows))  # one may be given as it is
         k = self.time_rows.shape[-1]
-        if self.time_rows.ndim != 2 or not len(self.time_rows) or {self.bytes_row.shape, self.transient_row.shape} != {(k,)}:
-            raise ValueError(f"time_rows must be [R, K] with R >= 1, bytes_row and transient_row [K]; K = {k}")
+        rows = self.time_rows, self.transient_rows
+        if any(one.ndim != 2 or not len(one) for one in rows) or {self.bytes_row.shape, rows[1].shape[1:]} != {(k,)}:
+            raise ValueError(f"time_rows must be [R, K] with R >= 1, transient_rows [M, K] with M >= 1, bytes_row [K]; K = {k}")
         if not self.sequence or not all(0 <= p < len(self.kinds) for p in self.sequence):
             raise ValueError("the sequence must name at least one position, each by the index of its kind")
         seen: dict[int, None] = {}
-        for array in (self.time_rows, self.bytes_row, self.transient_row, *_arrays(self.kinds)):
+        for array in (self.time_rows, self.bytes_row, 2 * self.bytes_row + self.transient_rows, *_arrays(self.kinds)):
             if id(array) not in seen:
                 seen[id(array)] = None
                 if array.shape[-1] != k:
@@ -168,6 +172,10 @@ class Chain:
     def time(self, cost: Array) -> float:
         """Time of one position with resource vector [K]."""
         return float((self.time_rows @ cost).max())
+
+    def transient(self, cost: Array) -> float:
+        """Bytes of one position at its worst moment, beside what ``bytes_row`` counts."""
+        return max(0.0, float((self.transient_rows @ cost).max()))
 
 
 def _arrays(kinds: Sequence[Kind]) -> list[Array]:
@@ -246,5 +254,5 @@ def evaluate(chain: Chain, variants: Sequence[int], choices: Sequence[Sequence[i
         cost = known[key]
         time += chain.time(cost)
         bytes_ += float(chain.bytes_row @ cost)
-        transient = max(transient, float(chain.transient_row @ cost))
+        transient = max(transient, chain.transient(cost))
     return time, bytes_, transient

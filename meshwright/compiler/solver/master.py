@@ -23,7 +23,7 @@ from ortools.math_opt.python import mathopt
 
 from meshwright.compiler.solver.chain import Array, Chain
 from meshwright.compiler.solver.effort import Effort
-from meshwright.compiler.solver.pricing import Column, Group, Multipliers
+from meshwright.compiler.solver.pricing import Column, Group, Multipliers, held_back
 
 Arc = tuple[int, int, int]
 """(segment, place in its unit, column index)."""
@@ -142,8 +142,10 @@ def relax(
         }
     peaks = {}
     for k in dict.fromkeys(g[0] for g in groups):
-        terms = [c.transient / scale.memory * z for g in groups if g[0] == k for z, c in by_group[g]]
-        peaks[k] = model.add_linear_constraint(chain.sequence.count(k) * peak - mathopt.fast_sum(terms) >= 0)
+        held = [(z, chain.transient_rows @ c.cost / scale.memory) for g in groups if g[0] == k for z, c in by_group[g]]
+        for m in _longest(np.array([one for _, one in held])):
+            terms = [float(one[m]) * z for z, one in held]
+            peaks[k, m] = model.add_linear_constraint(chain.sequence.count(k) * peak - mathopt.fast_sum(terms) >= 0)
     row = None
     used = mathopt.fast_sum(memory_terms) + peak
     if rho and np.isfinite(chain.capacity):
@@ -151,19 +153,22 @@ def relax(
     model.minimize(mathopt.fast_sum(times) if rho else used)
     result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(threads=1))
     if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
-        return float("inf"), Multipliers({}, 0.0, (0.0,) * len(chain.kinds), rho)
+        return float("inf"), Multipliers({}, 0.0, ((0.0,) * len(chain.transient_rows),) * len(chain.kinds), rho)
     dual = result.dual_values()
     lam = 1.0 if not rho else (max(0.0, -dual[row]) * scale.time / scale.memory if row is not None else 0.0)
     unit = scale.time / scale.memory if rho else 1.0
-    nu = np.array([max(0.0, dual[peaks[k]]) * unit if k in peaks else 0.0 for k in range(len(chain.kinds))])
+    nu = np.zeros((len(chain.kinds), len(chain.transient_rows)))
+    for (k, m), bound in peaks.items():
+        nu[k, m] = max(0.0, dual[bound]) * unit
     copies = np.array([chain.sequence.count(k) for k in range(len(chain.kinds))])
-    if nu @ copies > lam:
-        nu *= lam / (nu @ copies)
+    if (total := float(copies @ nu.sum(axis=1))) > lam:
+        nu *= lam / total
+    nu = held_back(chain, lam, nu)
     alpha = {g: np.zeros(len(chain.time_rows)) for g in rows}
     for g, bounds in rows.items():
         alpha[g][list(bounds)] = [dual[bound] for bound in bounds.values()]
         alpha[g] = simplex(alpha[g])
-    return result.objective_value(), Multipliers(alpha, lam, tuple(float(x) for x in nu), rho)
+    return result.objective_value(), Multipliers(alpha, lam, tuple(tuple(map(float, one)) for one in nu), rho)
 
 
 def _longest(times: Array) -> list[int]:

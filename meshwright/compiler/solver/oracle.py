@@ -56,7 +56,7 @@ def brute_force(chain: Chain, objective: str = "time") -> Solution:
                         more = _Partial(
                             partial.time + chain.time(cost),
                             partial.bytes_ + float(chain.bytes_row @ cost),
-                            max(partial.transient, float(chain.transient_row @ cost)),
+                            max(partial.transient, chain.transient(cost)),
                             tuple(sorted(shared.items())),
                             (*partial.variants, v),
                             (*partial.choices, x),
@@ -196,7 +196,8 @@ def flow_mip(chain: Chain, *, objective: str = "time", nodes: int = NODES, preci
                 mip.model.add_linear_constraint(parts[-1] >= _dot(row / second, cost))
         mip.model.add_linear_constraint(t == mathopt.fast_sum(parts))
         memory.append(_dot(chain.bytes_row / byte, cost))
-        mip.model.add_linear_constraint(peak >= _dot(chain.transient_row / byte, cost))
+        for row in chain.transient_rows:
+            mip.model.add_linear_constraint(peak >= _dot(row / byte, cost))
         kind = chain.kinds[k]
         if p:
             before = mip.state(p - 1, chain.kinds[chain.sequence[p - 1]].exit)
@@ -257,7 +258,7 @@ def _units(chain: Chain) -> tuple[float, float]:
                 finite = table[np.isfinite(table).all(axis=-1)]
                 if len(finite):
                     time = max(time, float((finite @ chain.time_rows.T).max()))
-                    byte = max(byte, float((finite @ (chain.bytes_row + chain.transient_row)).max()))
+                    byte = max(byte, float((finite @ (chain.bytes_row + chain.transient_rows).T).max()))
     return time or 1.0, byte or 1.0
 
 

@@ -2,10 +2,10 @@
 
 With the maximum over time rows and the memory row moved into the objective by multipliers
 
-    alpha[k, v] in the simplex over rows,   lambda >= 0,   nu[k] >= 0 with sum_k copies_k * nu_k <= lambda
+    alpha[k, v] in the simplex over rows,   lambda >= 0,   nu[k, m] >= 0 with sum_km copies_k * nu_km <= lambda
 
 the chain separates into blocks coupled by boundary states only. A block of kind k in variant v is eliminated for the weights
-``alpha[k, v] @ time_rows + lambda * bytes_row + nu[k] * transient_row`` (once per kind, however many copies), its kind's table
+``alpha[k, v] @ time_rows + lambda * bytes_row + nu[k] @ transient_rows`` (once per kind, however many copies), its kind's table
 [entry states, exit states] is the minimum over variants, and dynamic programming over the boundary states of the sequence gives
 the minimum of the whole (``Pricer.price``). Minus ``lambda * available memory`` it bounds the chain's time from below.
 """
@@ -56,17 +56,26 @@ class Column:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Multipliers:
-    """A point of the dual: ``alpha`` [R] per group, ``memory`` (lambda), ``transient`` (nu) per kind."""
+    """A point of the dual: ``alpha`` [R] per group, ``memory`` (lambda), ``transient`` (nu) [M] per kind."""
 
     alpha: Mapping[Group, Array]
     memory: float
-    transient: tuple[float, ...]
+    transient: tuple[tuple[float, ...], ...]
     rho: float = 1.0
 
     def weights(self, chain: Chain, group: Group) -> Array:
         """Weight vector [K] of a group."""
         out: Array = self.rho * (self.alpha[group] @ chain.time_rows)
-        return out + self.memory * chain.bytes_row + self.transient[group[0]] * chain.transient_row
+        bytes_ = self.memory * chain.bytes_row + np.array(self.transient[group[0]]) @ chain.transient_rows
+        return out + np.maximum(bytes_, 0.0)  # less than nothing by rounding alone (``held_back``)
+
+
+def held_back(chain: Chain, memory: float, transient: Array) -> Array:
+    """``nu`` [kinds, M], shrunk where a kind's weights of bytes would be less than nothing, which no pricing may do."""
+    taken = np.maximum(-transient @ chain.transient_rows, 0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        fits = np.where(taken > memory * chain.bytes_row, memory * chain.bytes_row / taken, 1.0).min(axis=1)
+    return np.asarray(transient * fits[:, None])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +132,7 @@ class Pricer:
         """Whether a chain differs at most in its capacity from the one that this is of."""
         own = self.chain
         same = own.kinds is chain.kinds and own.time_rows is chain.time_rows and own.sequence == chain.sequence
-        return same and own.bytes_row is chain.bytes_row and own.transient_row is chain.transient_row
+        return same and own.bytes_row is chain.bytes_row and own.transient_rows is chain.transient_rows
 
     def price(self, at: Multipliers, fixed: Mapping[int, int], everyone: bool = False) -> Pricing:
         """Minimum of the weighted chain; ``fixed`` holds shared variables at a choice, the others are each position's own.
@@ -283,7 +292,7 @@ class Pricer:
             if not np.isfinite(cost).all():
                 out.append(None)
                 continue
-            bytes_, transient = float(self.chain.bytes_row @ cost), float(self.chain.transient_row @ cost)
+            bytes_, transient = float(self.chain.bytes_row @ cost), self.chain.transient(cost)
             out.append(Column(k, v, choices, entry, leave, cost, self.chain.time(cost), bytes_, transient))
         return out
 

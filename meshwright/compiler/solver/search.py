@@ -25,7 +25,7 @@ import numpy as np
 
 from meshwright.compiler.solver.chain import Array, Beaten, Chain, Infeasible, Solution, evaluate
 from meshwright.compiler.solver.master import NODES, Scale, choose, relax
-from meshwright.compiler.solver.pricing import Column, Group, Multipliers, Pricer, Pricing
+from meshwright.compiler.solver.pricing import Column, Group, Multipliers, Pricer, Pricing, held_back
 from meshwright.compiler.solver.rounding import rounded
 
 ROUNDS = 40
@@ -192,10 +192,12 @@ class Search:
         return new, [at[step] for step in path] if all(step in at for step in path) else None
 
     def _multipliers(self, memory: float, rho: float) -> Multipliers:
-        """Uniform alpha, the transient's share spread evenly over all positions."""
-        rows = len(self.chain.time_rows)
+        """Uniform alpha, the transient's share spread evenly over all positions and their moments."""
+        rows, moments = len(self.chain.time_rows), len(self.chain.transient_rows)
         alpha: dict[Group, Array] = {g: np.full(rows, 1 / rows) for g in self.pricer.groups}
-        return Multipliers(alpha, memory, (memory / len(self.chain.sequence),) * len(self.chain.kinds), rho)
+        each = np.full((len(self.chain.kinds), moments), memory / len(self.chain.sequence) / moments)
+        nu = held_back(self.chain, memory, each)
+        return Multipliers(alpha, memory, tuple(tuple(map(float, one)) for one in nu), rho)
 
     def _relax(self, rho: float) -> tuple[float, Multipliers]:
         assert self.scale is not None
@@ -253,7 +255,8 @@ class Search:
             if not rises > 0.0:
                 return
             factor = 1.0 + _BEYOND * (self.cutoff - value) / (rises * at.memory)
-            dearer = replace(at, memory=at.memory * factor, transient=tuple(nu * factor for nu in at.transient))
+            shares = tuple(tuple(nu * factor for nu in one) for one in at.transient)
+            dearer = replace(at, memory=at.memory * factor, transient=shares)
             found = self.price(dearer)[0] - dearer.memory * more
             self.beaten(found, self.time)
             at, value, rises = dearer, found, (found - value) / (dearer.memory - at.memory)

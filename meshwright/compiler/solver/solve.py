@@ -53,7 +53,8 @@ class Hint:
         if at is None or at.alpha.keys() != set(pricer.groups) or len(at.transient) != len(chain.kinds):
             return None
         same = all(len(alpha) == len(chain.time_rows) for alpha in at.alpha.values())
-        held = sum(copies * nu for copies, nu in zip(pricer.copies, at.transient, strict=True))
+        same = same and all(len(nu) == len(chain.transient_rows) for nu in at.transient)
+        held = sum(copies * sum(nu) for copies, nu in zip(pricer.copies, at.transient, strict=True))
         return at if same and held <= at.memory else None
 
 

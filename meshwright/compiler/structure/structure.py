@@ -11,6 +11,7 @@ from meshwright.compiler.structure.positions import Position, positions_of, seve
 from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.cost.cluster import Device
 from meshwright.cost.compute import Fused, fusion, started
+from meshwright.cost.memory.replay import passing
 from meshwright.cost.memory.working import kept_later
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.graph import Graph, Op
@@ -145,6 +146,16 @@ class Structure:
     def saved(self) -> Saved:
         """Values that are kept for the backward."""
         return saved_values(self.graph, self.rules.operators)
+
+    @cached_property
+    def passed(self) -> dict[str, frozenset[int]]:
+        """Of every operator the operands whose gradient is that of its result, or a view of it."""
+        values, known = self.graph.values, self.rules.operators
+        return {
+            op.name: frozenset(at for at in passing(op, Work.of(op, self.graph), self.graph, known)
+                               if values[op.inputs[at]].dtype == values[op.outputs[0]].dtype)
+            for op in self.graph.ops if any(values[name].differentiable for name in op.inputs)
+        }
 
     @cached_property
     def kept_later(self) -> dict[str, float]:

@@ -94,8 +94,12 @@ def held_outputs(microbatches: int, saved: bool, state: Sharding) -> int:
     joined, and the one at work, which is not what is kept if it is a sum yet to be made; what lies in another order than
     the caller's is handed back as a copy, and is there once more while pieces of chunks come back from where they were
     meanwhile (``ir.reshard``)."""
-    aside = any(state.mirrored.intersection(axes[:-1]) for axes in state.dims)
-    return handed_back(microbatches) - (saved and not state.mirrored and not state.partial) + aside
+    return handed_back(microbatches) - (saved and not state.mirrored and not state.partial) + comes_aside(state)
+
+
+def comes_aside(state: Sharding) -> bool:
+    """Whether an output is there once more while pieces of its chunks come back from where they were meanwhile."""
+    return any(state.mirrored.intersection(axes[:-1]) for axes in state.dims)
 
 
 def handed_back(microbatches: int) -> int:
