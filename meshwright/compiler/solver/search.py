@@ -49,8 +49,8 @@ class Search:
 
     ``cutoff``: time of a solution known elsewhere. ``strict``: end, by ``Beaten``, once nothing here can be faster. ``start``:
     multipliers that are tried at once. ``hopeless``: bytes that to need more of is the end; ``memory_bound``: that any
-    assignment needs. ``needed``: what the first path does. ``loose``: columns within the capacity that may disagree on the
-    shared variables, and their time.
+    assignment needs. ``needed``: what the first path does; ``worst``: where its largest transient is. ``loose``: columns
+    within the capacity that may disagree on the shared variables, and their time.
     """
 
     chain: Chain
@@ -72,6 +72,7 @@ class Search:
     lightest: list[Column] | None = None
     memory_bound: float = -np.inf
     needed: float = 0.0
+    worst: Column | None = None
     hopeless: float = np.inf
     iterations: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -223,7 +224,8 @@ class Search:
         self.bound, self.best = bound, at
         self.check()  # columns take as long as their prices
         _, path = self._add(priced, 0.0, FEW, everyone=True)
-        self.needed = 0.0 if path is None else self._memory(path)
+        if path is not None:
+            self.needed, self.worst = self._memory(path), max(path, key=lambda column: column.transient)
         if self.scale is None:
             known, positions = self._listed(), len(self.chain.sequence)
             seconds = max([c.time for c in known], default=0.0) * positions
@@ -245,14 +247,18 @@ class Search:
         """Raise Beaten if memory is so dear that nothing is faster than what is known elsewhere, though it has as much as is
         not hopeless yet: then it need not be known whether anything fits. The price is where the bound would come to that time
         if it rose as it does by what the priced path needs."""
-        assert self.best is not None
         at, more, rises = self.best, self.hopeless - self.chain.capacity, self.needed - self.hopeless
-        if not (self.strict and at.memory > 0.0):
+        if not (self.strict and at is not None and at.memory > 0.0):
             return
+        if self.start is None and self.worst is not None and rises > 0.0:  # the price of what passes was spread evenly
+            at = replace(at, transient=self._at_worst(self.worst, at.memory))
+            bound, _ = self.price(at)
+            if bound > self.bound:
+                self.bound, self.best = bound, at
         value = self.bound - at.memory * more
         self.beaten(value, self.time)
         for _ in range(_DEARER):
-            if not rises > 0.0:
+            if rises <= 0.0:
                 return
             factor = 1.0 + _BEYOND * (self.cutoff - value) / (rises * at.memory)
             shares = tuple(tuple(nu * factor for nu in one) for one in at.transient)
@@ -260,6 +266,13 @@ class Search:
             found = self.price(dearer)[0] - dearer.memory * more
             self.beaten(found, self.time)
             at, value, rises = dearer, found, (found - value) / (dearer.memory - at.memory)
+
+    def _at_worst(self, column: Column, memory: float) -> tuple[tuple[float, ...], ...]:
+        """Multipliers of the transients that a price of memory may have, all of it where a column's is largest."""
+        nu = np.zeros((len(self.chain.kinds), len(self.chain.transient_rows)))
+        moment = int((self.chain.transient_rows @ column.cost).argmax())
+        nu[column.kind, moment] = memory / self.chain.sequence.count(column.kind)
+        return tuple(tuple(map(float, one)) for one in held_back(self.chain, memory, nu))
 
     def _least_memory(self) -> None:
         """Columns that fit, or the certificate that none do."""
