@@ -18,6 +18,7 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 import meshwright as mw
+from meshwright.compiler.search.blockwise import OneDevice
 from meshwright.compiler.search.sweep import Sweep
 from meshwright.compiler.search.task import Task
 from meshwright.compiler.structure.units import find_layers
@@ -188,7 +189,7 @@ def test_nothing_refused_is_proposed() -> None:
         where = Cluster.parse("cpu:1x4").with_memory(kib * 1024 + sum(graph().values[name].bytes_ for name in graph().inputs))
         pins = Pins.of({"pp": 2} if schedules is None else {"pp": 2, "schedule": list(schedules)})
         task = Task.of(graph(), where, rules_of(graph())[0], pins, precision="fp32", state_bytes=8.0, gap=0.005)
-        run = Sweep(task, mock.Mock(), mock.Mock(), spent=lambda: 0.0, limit=30.0)
+        run = Sweep(task, mock.Mock(), lambda count: OneDevice(0.0, crowded=False, binds=False), spent=lambda: 0.0, limit=30.0)
         run.begin()
         run.rest()
         for found in run.solved:
