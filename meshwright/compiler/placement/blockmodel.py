@@ -28,7 +28,7 @@ from meshwright.compiler.placement.costs import (
     SEND,
     SEND_BACK,
     TRANSIENT,
-    TRANSIENT_ROW,
+    TRANSIENT_ROWS,
     Costs,
     Neighbours,
     Variant,
@@ -299,7 +299,7 @@ class Builder:
         more = self.tables.gathers_back(name, sources, targets) - np.array(needs)[None, :] - edge.table[:, :, SAVED]
         more = np.where(np.isfinite(more), np.maximum(more, 0.0), 0.0)
         if more.any():
-            model.edges[-1] = replace(edge, table=edge.table + more[:, :, None] * TRANSIENT_ROW)
+            model.edges[-1] = replace(edge, table=edge.table + more[:, :, None] * TRANSIENT_ROWS[0])
 
     def _output(self, model: Model, name: str, made: Place) -> None:
         """An output of the model: its pending sums are completed, and it is held for the caller, of every micro-batch."""

@@ -78,8 +78,6 @@ def time_rows(contention: float, microbatches: int = 1, each: bool = True, once:
 
 Vector = NDArray[np.float64]
 
-TRANSIENT_ROW = np.zeros(RESOURCES)
-TRANSIENT_ROW[TRANSIENT] = 1.0
 TRANSIENT_ROWS = np.eye(RESOURCES)[[TRANSIENT, *MOMENTS, TRANSIENT, *MOMENTS[:-1]]]
 TRANSIENT_ROWS[1 : 1 + len(MOMENTS), SAVED] = -1.0
 TRANSIENT_ROWS[1 + len(MOMENTS) :, BEHIND] = 1.0

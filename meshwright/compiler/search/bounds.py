@@ -1,6 +1,6 @@
 """Lower bounds of candidates, level by level, each sharper and dearer than the last.
 
-    FLOPS       FLOPs at the device's best efficiency, or kernels started   numbers of the model
+    FLOPS       FLOPs at the best efficiency, or kernels that are started  three numbers for the model
     TENSOR      the placement of all samples at once on these ranks        what splitting a sample costs it at least
     STATE       parameters split as far as they can be                     what keeping them takes, whatever the placement
     PLACEMENT   the placement of (tensor, samples, context)                solved once, serves every pp and schedule
