@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.compiler.solver.chain import BlockModel, Edge
-from meshwright.compiler.solver.elimination import WIDTHS, WORK, Eliminator, Tables, min_sum, plan, prune
+from meshwright.compiler.solver.elimination import WIDTHS, WORK, Eliminator, Tables, eliminated, min_sum, plan, prune
 from tests.chains import RESOURCES, random_block
 
 
@@ -43,6 +43,62 @@ def test_table_and_minimizers_are_those_of_enumeration(seed, sizes, data):
     for state, row in zip(states, done.assignments(states), strict=True):
         assert tuple(row[list(keep)]) == tuple(state)
         assert weighted(block, tuple(row), weights) == pytest.approx(want[tuple(state)], rel=1e-12)
+
+
+def alike(rng: np.random.Generator, sizes: tuple[int, ...]) -> list[BlockModel]:
+    """Blocks of the same variables and pairs: some share the tables of edges and differ in the rest, some the other way."""
+    first = random_block(rng, sizes, 0.15)
+    twice = [Edge(e.j, e.i, rng.random((*e.shape[::-1], RESOURCES))) for e in first.edges[:2]]  # a second edge of a pair
+    edges = (*first.edges, *twice)
+    out = []
+    for n in range(5):
+        unary = tuple(rng.random((size, RESOURCES)) for size in sizes)
+        unary[0][0] = np.inf if n == 3 else unary[0][0]
+        own = tuple(Edge(e.i, e.j, rng.random((*e.shape, RESOURCES))) for e in edges)
+        out.append(BlockModel(sizes, unary, edges if n % 2 else own))
+    return [*out, BlockModel(sizes, out[1].unary, own)]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("chunk", [3, 40, 1 << 15])
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_blocks_eliminated_together_are_as_one_by_one(seed, chunk, wide, monkeypatch):
+    """Where some forbid choices, read a pair twice, or are given weights or tables that others have; in pieces, in several
+    buckets."""
+    monkeypatch.setattr("meshwright.compiler.solver.elimination.CHUNK", chunk)
+    if wide:
+        monkeypatch.setattr("meshwright.compiler.solver.elimination.WIDTHS", (12,))
+    rng = np.random.default_rng(seed)
+    tables, sizes = Tables(), (3, 2, 2, 3, 2, 2, 3) if wide else (3, 1, 2, 3, 2, 1, 3)
+    eliminators = [Eliminator(block, (0, 4), tables) for block in alike(rng, sizes)]
+    assert len({id(one.plan) for one in eliminators}) == 1
+    assert eliminators[0].plan.inexact == wide
+    weights = [rng.random(RESOURCES) for _ in eliminators]
+    weights[3] = weights[1]  # the same tables for the same weights, and for others
+    extra = {3: np.array([np.inf, 0.0, np.inf]), 1: np.full(sizes[1], 0.5)}
+    extras = [extra if n in (1, 2) else {} for n in range(len(eliminators))]
+    alone = [one.table(w, extra) for one, w, extra in zip(eliminators, weights, extras, strict=True)]
+    found = eliminated(list(zip(eliminators, weights, extras, strict=True)))
+    forbidding = [  # what is added to choices as a resource of its own, for the oracle
+        BlockModel(sizes, tuple(np.c_[u, extra.get(v, np.zeros(len(u)))] for v, u in enumerate(one.block.unary)), tuple(
+            Edge(e.i, e.j, np.concatenate([e.table, np.zeros((*e.table.shape[:2], 1))], axis=2), e.rows, e.cols)
+            for e in one.block.edges))
+        for one, extra in zip(eliminators, extras, strict=True)
+    ]
+    for one, other, block, w in zip(found, alone, forbidding, weights, strict=True):
+        np.testing.assert_array_equal(one.table, other.table)
+        if not wide:
+            np.testing.assert_allclose(one.table, enumerated(block, (0, 4), np.array([*w, 1.0])), rtol=1e-12)
+    states = np.array([[n, a, b] for n in range(len(found)) for a in range(3) for b in range(2)])
+    states = states[rng.permutation(len(states))]
+    got = found[0].together.assignments(states[:, 1:], states[:, 0])
+    for (n, *state), row in zip(states.tolist(), got.tolist(), strict=True):
+        assert row == alone[n].assignments(np.array([state]))[0].tolist()
+        cost, want = eliminators[n].cost(row), eliminators[n].block.cost(row)
+        assert np.array_equal(cost, want) if cost is not None else np.isinf(want).any()
+        known = weighted(forbidding[n], tuple(row), np.array([*weights[n], 1.0]))
+        others = [(*row[:v], a, *row[v + 1 :]) for v in (1, 2, 3, 5, 6) for a in range(sizes[v])]
+        assert all(weighted(forbidding[n], one, np.array([*weights[n], 1.0])) >= known - 1e-12 for one in others)
 
 
 @settings(max_examples=30, deadline=None)

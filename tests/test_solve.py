@@ -373,6 +373,25 @@ def test_lazy_pricing_finds_the_same_minimum(monkeypatch):
         assert (low <= exact * (1 + 1e-9)).all()
 
 
+def test_groups_priced_together_cost_and_find_the_same(monkeypatch):
+    """Whether something is known already, and forgotten meanwhile, or not."""
+    chain = random_chain(3, rows=2, transient=True, shared=True, variants=5)
+    found = []
+    for together, known in ((64, 1 << 23), (1, 1 << 23), (2, 1 << 23), (64, 300), (1, 300)):
+        monkeypatch.setattr("meshwright.compiler.solver.pricing.TOGETHER", together)
+        monkeypatch.setattr("meshwright.compiler.solver.pricing.KNOWN", known)
+        pricer = Pricer(chain)
+        run = search.Search(chain, pricer, 0.0).run()
+        assert run.best is not None
+        values = [pricer.price(run.best, fixed) for fixed in ({}, {0: 1}, {0: 2}, {})]
+        tables = [table.tolist() for one in values for table in one.tables]
+        found.append((run.bound, run.time, sorted(run.columns), tables, pricer.effort.spent))
+    assert found[0] == found[1] == found[2]
+    assert found[3] == found[4]  # what is forgotten is counted again
+    assert found[0][:-1] == found[3][:-1]
+    assert found[0][-1] < found[3][-1]
+
+
 @pytest.mark.parametrize("forbidden", [0.0, 0.25])
 def test_wide_blocks_stay_certified(monkeypatch, forbidden):
     rng = np.random.default_rng(5)

@@ -9,6 +9,10 @@ argmins of every table.
 
 A variable with one choice is in no table's scope: its factors are constants.
 
+Blocks with the same variables and pairs have the same plan. They are eliminated together (``eliminated``), each for weights of
+its own, in tables with an axis more, the last: most tables are so small that a step takes as long for a hundred blocks as for
+one.
+
 Where a block's treewidth makes S too large, a variable's factors are minimized in several buckets: the table is then a lower
 bound, which is all that the certificate needs, and the minimizers are heuristic. Buckets are as wide as ``WIDTHS`` and the
 total work (``WORK``) allow, so that memory and time are bounded whatever the graph. What the buckets pay at least for a choice
@@ -48,10 +52,14 @@ REMEMBERED = 256
 ROUNDS = 20
 """Most rounds over all variables in which the minimizers of a wide block are improved."""
 
-Part = tuple[int, tuple[int, ...], tuple[slice | None, ...]]
-"""A factor, the axes that put the eliminated variable first, and the index that spreads the others over a scope."""
-Brief = tuple[int, tuple[int, ...] | None, tuple[slice | None, ...] | None]
+Spread = tuple[slice | None, ...]
+Part = tuple[int, tuple[int, ...], Spread, tuple[int, ...]]
+"""A factor, the axes that put the eliminated variable first and blocks last, the index that spreads the others over a scope,
+and the others."""
+Brief = tuple[int, tuple[int, ...] | None, Spread | None]
 """The same, without what changes nothing."""
+Request = tuple["Eliminator", Array, Mapping[int, Array]]
+"""A block, the weights to eliminate it for, and unary costs [n_v] that are added to variables (``inf`` forbids choices)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +68,31 @@ class Elimination:
 
     One bucket is exact. Several bound the exact table from below, as each may choose another minimizer (mini-buckets).
     ``small``: the parts of a single bucket by size, if their sum fits a temporary; most are so small that looking at their
-    shapes would take longer than adding them up.
+    shapes would take longer than adding them up. ``shape``: of their sum.
     """
 
     var: int
     buckets: tuple[tuple[tuple[int, ...], tuple[Part, ...]], ...]
     small: tuple[Brief, ...] = ()
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class EliminationPlan:
-    """An elimination order made concrete. ``pairs`` are the edge factors (after the unary ones), ``rest`` the factors left.
+    """An elimination order made concrete. ``pairs`` are the edge factors (after the unary ones), ``given`` where each of both
+    is among all their entries, with its shape, and ``rest`` the factors left, spread over what is kept, whose ``shape`` it is.
 
-    ``largest`` is the number of entries of the largest table with the variable still in it, ``work`` their sum. Weighted costs
-    are >= 0, so a table's entry is off by at most ``rounding`` times itself.
+    ``largest`` is the number of entries of the largest table with the variable still in it, ``work`` their sum, ``entries`` the
+    sum of all factors'. Weighted costs are >= 0, so a table's entry is off by at most ``rounding`` times itself.
     """
 
     keep: tuple[int, ...]
+    shape: tuple[int, ...]
     pairs: tuple[tuple[int, int], ...]
+    given: tuple[tuple[slice, tuple[int, ...]], ...]
     steps: tuple[Elimination, ...]
-    rest: tuple[tuple[int, tuple[slice | None, ...]], ...]
+    rest: tuple[tuple[int, Spread], ...]
+    entries: int
     largest: int
     work: int
     rounding: float
@@ -119,8 +132,9 @@ def _order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], keep: Sequenc
     return order
 
 
-def _spread(scope: tuple[int, ...], onto: tuple[int, ...]) -> tuple[slice | None, ...]:
-    return tuple(slice(None) if v in scope else None for v in onto)
+def _spread(scope: tuple[int, ...], onto: tuple[int, ...]) -> Spread:
+    """The index that spreads axes over others, and leaves the last alone."""
+    return (*(slice(None) if v in scope else None for v in onto), slice(None))
 
 
 def _symbolic(
@@ -143,8 +157,9 @@ def _symbolic(
             parts = []
             for f in ids:
                 axis = scopes[f].index(v)
-                axes = (axis, *(a for a in range(len(scopes[f])) if a != axis))
-                parts.append((f, axes, (slice(None), *_spread(scopes[f], scope))))
+                axes = (axis, *(a for a in range(len(scopes[f]) + 1) if a != axis))
+                others = tuple(u for u in scopes[f] if u != v)
+                parts.append((f, axes, (slice(None), *_spread(others, scope)), others))
                 del live[f]
             buckets.append((scope, tuple(parts)))
             live[len(scopes)] = None
@@ -155,16 +170,23 @@ def _symbolic(
             largest, work = max(largest, entries), work + entries
             rounding += inexact if entries >= SINGLE else 0.0
         small: tuple[Brief, ...] = ()
-        if len(found) == 1 and _entries((v, *buckets[0][0]), sizes) <= CHUNK:
+        around = (v, *buckets[0][0])
+        if len(found) == 1 and _entries(around, sizes) <= CHUNK:
             order_ = sorted(buckets[0][1], key=lambda part: _entries(scopes[part[0]], sizes))
             small = tuple(_brief(part) for part in order_)
-        steps.append(Elimination(v, tuple(buckets), small))
+        steps.append(Elimination(v, tuple(buckets), small, tuple(sizes[u] for u in around)))
     rest = tuple((f, _spread(scopes[f], keep)) for f in live)
-    return EliminationPlan(keep, pairs, tuple(steps), rest, largest, work, rounding)
+    held = [_entries(scope, sizes) for scope in scopes]
+    ends = itertools.pairwise(itertools.accumulate(held[: len(sizes) + len(pairs)], initial=0))
+    given = tuple(
+        (slice(start, stop), tuple(sizes[v] for v in scope)) for (start, stop), scope in zip(ends, scopes, strict=False)
+    )
+    shape = tuple(sizes[v] for v in keep)
+    return EliminationPlan(keep, shape, pairs, given, tuple(steps), rest, sum(held), largest, work, rounding)
 
 
 def _brief(part: Part) -> Brief:
-    factor, axes, index = part
+    factor, axes, index, _ = part
     return factor, None if axes == tuple(range(len(axes))) else axes, index if None in index else None
 
 
@@ -259,19 +281,25 @@ def min_sum(parts: Sequence[Array]) -> Array:
     parts = sorted(parts, key=lambda a: a.size)
     shape = np.broadcast_shapes(*(part.shape[1:] for part in parts))
     width, count = math.prod(shape), len(parts[0])
-    step = max(1, CHUNK // max(1, width))
-    if step >= count or len(parts) == 1:
-        return np.asarray(_total(parts, 0, count).min(axis=0))
     dtype = np.float32 if count * width >= SINGLE else np.float64
-    pieces = [part.astype(dtype, copy=False) for part in parts]
-    out = np.full(shape, np.inf, dtype=dtype)
-    room = np.empty((step, *shape), dtype=dtype)
+    return _pieces(parts, shape, dtype)
+
+
+def _pieces(parts: Sequence[Array], shape: tuple[int, ...], dtype: type) -> Array:
+    """``min over axis 0`` of the sum, which has as many rows of this shape, in pieces; the last part is the largest."""
+    count = len(parts[0])
+    step = max(1, CHUNK // max(1, math.prod(shape)))
+    if step >= count or len(parts) == 1:
+        return np.asarray(np.minimum.reduce(_total(parts, 0, count), axis=0))
+    pieces: list[NDArray] = [part.astype(dtype, copy=False) for part in parts]
+    out: NDArray = np.full(shape, np.inf, dtype=dtype)
+    room: NDArray = np.empty((step, *shape), dtype=dtype)
     for start in range(0, count, step):
         stop = min(start + step, count)
         piece = room[: stop - start]
         np.add(_total(pieces[:-1], start, stop), pieces[-1][start:stop], out=piece)
-        np.minimum(out, piece[0] if step == 1 else piece.min(axis=0), out=out)
-    return out.astype(np.float64)
+        np.minimum(out, piece[0] if step == 1 else np.minimum.reduce(piece, axis=0), out=out)
+    return out.astype(np.float64, copy=False)
 
 
 def _shared_evenly(buckets: Sequence[list[Array]]) -> list[list[Array]]:
@@ -304,84 +332,113 @@ class Eliminator:
         self.block = block
         self.plan = plan if plan is not None else tables.plan(block, keep)
         self._unary = Weighted(np.concatenate(block.unary) if block.unary else np.zeros((0, 0)))
-        ends = np.cumsum((0, *block.sizes)).tolist()
-        self._cuts = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
+        self._starts = np.array([0, *itertools.accumulate(block.sizes)][:-1], dtype=np.intp)
         self._edges = tables.stacked(block, self.plan.pairs)
 
     def table(self, weights: Array, extra: Mapping[int, Array] | None = None) -> Eliminated:
         """Eliminate for weights [K]; ``extra`` adds unary costs [n_v] to variables (``inf`` forbids choices)."""
-        factors = self._factors(weights, extra or {})
-        for step in self.plan.steps:
-            if step.small:
-                factors.append(_least(factors, step.small))
-                continue
-            buckets = [
-                [np.ascontiguousarray(factors[f].transpose(axes))[i] for f, axes, i in parts] for _, parts in step.buckets
-            ]
-            factors += [min_sum(parts) for parts in (_shared_evenly(buckets) if len(buckets) > 1 else buckets)]
-        total: Array = np.zeros([self.block.sizes[v] for v in self.plan.keep])
-        for f, index in self.plan.rest:
-            total = total + factors[f][index]
-        return Eliminated(self.plan, total, tuple(factors), len(self.block.sizes))
+        return eliminated([(self, weights, extra or {})])[0]
 
-    def _factors(self, weights: Array, extra: Mapping[int, Array]) -> list[Array]:
-        unary = self._unary.at(weights) if self.block.sizes else np.zeros(0)
-        factors = [unary[cut] for cut in self._cuts]
-        for v, add in extra.items():
-            factors[v] = factors[v] + add
-        factors = [factor if len(factor) > 1 else factor.reshape(()) for factor in factors]
-        return factors + self._edges.factors(weights)
+    def cost(self, choices: Sequence[int]) -> Array | None:
+        """Resource vector [K] of an assignment, as the block's own ``cost``; None if it is forbidden."""
+        own, pairs = self._unary.of(self._starts + choices), self._edges.of(np.asarray(choices))
+        if own is None or pairs is None:
+            return None
+        rows = np.concatenate([own, pairs]) if len(pairs) else own
+        return np.asarray(np.add.reduce(rows, axis=0))
+
+    @staticmethod
+    def given(requests: Sequence[Request]) -> Array:
+        """What blocks of one plan weigh, [entries of the factors that are given, blocks]. The same tables of edges for the same
+        weights are read once."""
+        plan, own = requests[0][0].plan, sum(requests[0][0].block.sizes)
+        rows = np.empty((len(requests), plan.given[-1][0].stop if plan.given else 0))
+        read: dict[tuple[int, bytes], Array] = {}
+        for row, (eliminator, weights, extra) in zip(rows, requests, strict=True):
+            if own:
+                eliminator._unary.at(weights, row[:own])
+            for v, add in extra.items():
+                row[plan.given[v][0]] += add
+            question = id(eliminator._edges), weights.tobytes()
+            if question in read:
+                row[own:] = read[question]
+            else:
+                read[question] = eliminator._edges.at(weights, row[own:])
+        return np.ascontiguousarray(rows.T)
 
 
-def _least(factors: Sequence[Array], parts: Sequence[Brief]) -> Array:
+def eliminated(requests: Sequence[Request]) -> list[Eliminated]:
+    """Eliminate blocks that have one plan, each for its weights."""
+    plan, count = requests[0][0].plan, len(requests)
+    given = Eliminator.given(requests)
+    factors = [given[cut].reshape(*shape, count) for cut, shape in plan.given]
+    for step in plan.steps:
+        if step.small:
+            factors.append(_least(factors, step, count))
+        else:
+            factors += _wide(factors, step, count)
+    total: Array = np.zeros((*plan.shape, count))
+    for f, index in plan.rest:
+        total = total + factors[f][index]
+    together = Together(plan, tuple(factors), len(requests[0][0].block.sizes))
+    return [Eliminated(together, n, table) for n, table in enumerate(np.ascontiguousarray(np.moveaxis(total, -1, 0)))]
+
+
+def _least(factors: Sequence[Array], step: Elimination, count: int) -> Array:
     """``min over the first axis`` of the broadcast sum of a small bucket."""
-    total = np.zeros(())
-    for number, (f, axes, index) in enumerate(parts):
+    parts = []
+    for f, axes, index in step.small:
         part = factors[f] if axes is None else factors[f].transpose(axes)
-        part = part if index is None else part[index]
-        total = total + part if number else part
-    out: Array = np.minimum.reduce(total, axis=0)
-    return out
+        parts.append(part if index is None else part[index])
+    return _pieces(parts, (*step.shape[1:], count), np.float64)
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Eliminated:
-    """The result for one weight vector: ``table`` over the kept variables, and what is needed to find minimizers."""
+def _wide(factors: Sequence[Array], step: Elimination, count: int) -> list[Array]:
+    """The factors that a step makes of its buckets, block by block."""
+    out: list[list[Array]] = []
+    for n in range(count):
+        buckets = [
+            [np.ascontiguousarray(factors[f].transpose(axes)[..., n])[index[:-1]] for f, axes, index, _ in parts]
+            for _, parts in step.buckets
+        ]
+        out.append([min_sum(parts) for parts in (_shared_evenly(buckets) if len(buckets) > 1 else buckets)])
+    return [np.stack(several, axis=-1) for several in zip(*out, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Together:
+    """Blocks of one plan that were eliminated together: all ``factors``, blocks along their last axis."""
 
     plan: EliminationPlan
-    table: Array
     factors: tuple[Array, ...]
     variables: int
 
-    @property
-    def entries(self) -> int:
-        """Of all factors."""
-        return sum(factor.size for factor in self.factors)
-
-    def assignments(self, states: Indices) -> Indices:
-        """[M, variables] minimizers for M states [M, kept] (with mini-buckets: good ones); ties to the lowest choice."""
-        out = np.zeros((len(states), self.variables), dtype=np.intp)
+    def assignments(self, states: Indices, blocks: Indices) -> Indices:
+        """[M, variables] minimizers for M states [M, kept] of as many blocks (with mini-buckets: good ones); ties to the lowest
+        choice."""
+        out = np.zeros((self.variables, len(states)), dtype=np.intp)
         for column, v in enumerate(self.plan.keep):
-            out[:, v] = states[:, column]
+            out[v] = states[:, column]
         for step in reversed(self.plan.steps):
             total: Array | None = None
-            for full, parts in step.buckets:
-                for f, axes, index in parts:
-                    scope = [v for v, here in zip(full, index[1:], strict=True) if here is not None]
-                    factor = self.factors[f].transpose(axes)
-                    where: tuple[slice | Indices, ...] = (slice(None), *(out[:, v] for v in scope))
-                    at = factor[where].reshape(len(factor), -1)  # type: ignore[index]
+            for _, parts in step.buckets:
+                for f, axes, _, others in parts:
+                    at = self.factors[f].transpose(axes)[(slice(None), *(out[v] for v in others), blocks)]
                     total = at if total is None else total + at
             assert total is not None
-            out[:, step.var] = total.argmin(axis=0)
-        return self._improved(out) if self.plan.inexact else out
+            out[step.var] = total.argmin(axis=0)
+        if self.plan.inexact:
+            for n in np.unique(blocks):
+                out[:, blocks == n] = self._improved(np.ascontiguousarray(out[:, blocks == n].T), n).T
+        return np.ascontiguousarray(out.T)
 
-    def _improved(self, out: Indices) -> Indices:
+    def _improved(self, out: Indices, block: int) -> Indices:
         """Rows in which no variable alone has a better choice: first fewer forbidden pairs, then less cost."""
         neighbours: list[list[tuple[int, Array]]] = [[] for _ in range(self.variables)]
-        finite = [factor[np.isfinite(factor)] for factor in self.factors[: self.variables + len(self.plan.pairs)]]
+        given = [factor[..., block] for factor in self.factors[: len(self.plan.given)]]
+        finite = [factor[np.isfinite(factor)] for factor in given]
         most = 1.0 + sum(float(part.max()) for part in finite if part.size)
-        plain = [np.where(np.isfinite(f), f, most) for f in self.factors[: self.variables + len(self.plan.pairs)]]
+        plain = [np.where(np.isfinite(f), f, most) for f in given]
         for (i, j), factor in zip(self.plan.pairs, plain[self.variables :], strict=True):
             if factor.ndim == 2:
                 neighbours[i].append((j, factor))
@@ -396,6 +453,25 @@ class Eliminated:
             if (out == before).all():
                 break
         return out
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Eliminated:
+    """The result for one weight vector: ``table`` over the kept variables, and what is needed to find minimizers: which of the
+    blocks that were eliminated ``together`` this is."""
+
+    together: Together
+    number: int
+    table: Array
+
+    @property
+    def plan(self) -> EliminationPlan:
+        """How it was eliminated."""
+        return self.together.plan
+
+    def assignments(self, states: Indices) -> Indices:
+        """[M, variables] minimizers for M states [M, kept] (with mini-buckets: good ones); ties to the lowest choice."""
+        return self.together.assignments(states, np.full(len(states), self.number))
 
 
 def prune(

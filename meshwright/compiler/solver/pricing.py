@@ -13,7 +13,7 @@ the minimum of the whole (``Pricer.price``). Minus ``lambda * available memory``
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ from ortools.math_opt.python import mathopt
 
 from meshwright.compiler.solver.chain import Array, Chain, Kind
 from meshwright.compiler.solver.effort import Effort
-from meshwright.compiler.solver.elimination import Eliminated, Eliminator, Tables
+from meshwright.compiler.solver.elimination import Eliminated, Eliminator, Request, Tables, Together, eliminated
 
 Group = tuple[int, int]
 """(kind, variant)."""
@@ -32,6 +32,8 @@ LAZY = 3_000_000
 KNOWN = 1 << 23
 """Table entries of eliminations that are remembered: what is priced again at the same weights, as all blocks are while the
 variables of the root are fixed one by one, is looked up."""
+TOGETHER, LARGE = 64, 1 << 24
+"""So many groups are eliminated together at most, and those that take so many table entries together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,11 +65,13 @@ class Multipliers:
     transient: tuple[tuple[float, ...], ...]
     rho: float = 1.0
 
-    def weights(self, chain: Chain, group: Group) -> Array:
-        """Weight vector [K] of a group."""
-        out: Array = self.rho * (self.alpha[group] @ chain.time_rows)
-        bytes_ = self.memory * chain.bytes_row + np.array(self.transient[group[0]]) @ chain.transient_rows
-        return out + np.maximum(bytes_, 0.0)  # less than nothing by rounding alone (``held_back``)
+    def weights(self, chain: Chain, groups: Sequence[Group]) -> dict[Group, Array]:
+        """Weight vectors [K] of groups."""
+        bytes_: dict[int, Array] = {}
+        for k in dict.fromkeys(k for k, _ in groups):
+            both = self.memory * chain.bytes_row + np.array(self.transient[k]) @ chain.transient_rows
+            bytes_[k] = np.maximum(both, 0.0)  # less than nothing by rounding alone (``held_back``)
+        return {group: self.rho * (self.alpha[group] @ chain.time_rows) + bytes_[group[0]] for group in groups}
 
 
 def held_back(chain: Chain, memory: float, transient: Array) -> Array:
@@ -144,10 +148,10 @@ class Pricer:
         tables = [
             np.full((len(kind.variants), kind.states(kind.entry), kind.states(kind.exit)), np.inf) for kind in self.chain.kinds
         ]
+        asked = [group for group in self.groups if everyone or self._blocks[group].plan.work < LAZY]
+        self._evaluate(asked, at, fixed, tables, results)
         for k, v in self.groups:
-            if everyone or self._blocks[k, v].plan.work < LAZY:
-                self._evaluate((k, v), at, fixed, tables, results)
-            else:
+            if (k, v) not in results:
                 tables[k][v] = self._below((k, v), at, fixed)
         while True:
             priced = self._chain(tables, results)
@@ -158,38 +162,62 @@ class Pricer:
             missing = sorted(used - results.keys())
             if not missing:
                 return priced
-            for group in missing:
-                self._evaluate(group, at, fixed, tables, results)
+            self._evaluate(missing, at, fixed, tables, results)
 
     def _evaluate(
-        self, group: Group, at: Multipliers, fixed: Mapping[int, int], tables: list[Array], results: dict[Group, Eliminated]
+        self, groups: Sequence[Group], at: Multipliers, fixed: Mapping[int, int], tables: list[Array],
+        results: dict[Group, Eliminated],
     ) -> None:
-        k, v = group
-        kind, weights = self.chain.kinds[k], at.weights(self.chain, group)
-        question = group, self._relevant(k, fixed), weights.tobytes()
-        known = self._known.get(question)
-        if known is not None:
-            results[group], tables[k][v] = known
-            return
+        """Tables and results of groups: those known at these weights are looked up, the others eliminated together."""
+        weights = at.weights(self.chain, groups)
+        questions = {(k, v): ((k, v), self._relevant(k, fixed), weights[k, v].tobytes()) for k, v in groups}
+        unknown = [group for group in groups if questions[group] not in self._known]
+        batches, made = self._batches(unknown), dict[Group, Eliminated]()
+        for k, v in groups:
+            question = questions[k, v]
+            known = self._known.get(question)
+            if known is not None:
+                results[k, v], tables[k][v] = known
+                continue
+            if (k, v) not in made:
+                batch = batches.get((k, v), [(k, v)])
+                several = [self._request(group, weights[group], fixed) for group in batch]
+                made.update(zip(batch, eliminated(several), strict=True))
+            results[k, v] = done = made.pop((k, v))
+            index, clash = self._expand[k]
+            table = np.asarray(done.table[index]) if index else np.broadcast_to(done.table, clash.shape).copy()
+            table[clash] = np.inf
+            tables[k][v] = table + float(self.chain.kinds[k].variant_costs[v] @ weights[k, v])
+            plan, found = done.plan, tables[k][v].copy()
+            self.effort.priced(plan.work, len(plan.steps))
+            if plan.work >= LAZY:
+                self._history.setdefault(((k, v), questions[k, v][1]), []).append((weights[k, v], found))
+            self._known[question] = done, found
+            self._held += plan.entries
+            while self._held > KNOWN and len(self._known) > 1:
+                _, (old, _) = self._known.popitem(last=False)
+                self._held -= old.plan.entries
+
+    def _request(self, group: Group, weights: Array, fixed: Mapping[int, int]) -> Request:
         extra = {}
-        for s, var in kind.shared:
+        for s, var in self.chain.kinds[group[0]].shared:
             if s in fixed:
                 extra[var] = np.full(self.chain.shared_sizes[s], np.inf)
                 extra[var][fixed[s]] = 0.0
-        results[group] = done = self._blocks[group].table(weights, extra)
-        index, clash = self._expand[k]
-        table = np.asarray(done.table[index]) if index else np.broadcast_to(done.table, clash.shape).copy()
-        table[clash] = np.inf
-        tables[k][v] = table + float(kind.variant_costs[v] @ weights)
-        plan, found = self._blocks[group].plan, tables[k][v].copy()
-        self.effort.priced(plan.work, len(plan.steps))
-        if plan.work >= LAZY:
-            self._history.setdefault((group, self._relevant(k, fixed)), []).append((weights, found))
-        self._known[question] = done, found
-        self._held += done.entries
-        while self._held > KNOWN and len(self._known) > 1:
-            _, (old, _) = self._known.popitem(last=False)
-            self._held -= old.entries
+        return self._blocks[group], weights, extra
+
+    def _batches(self, groups: Sequence[Group]) -> dict[Group, list[Group]]:
+        """For each group those that it is eliminated together with, all of one plan."""
+        same: dict[int, list[Group]] = {}
+        for group in groups:
+            same.setdefault(id(self._blocks[group].plan), []).append(group)
+        out = {}
+        for alike in same.values():
+            most = max(1, min(TOGETHER, LARGE // max(1, self._blocks[alike[0]].plan.work)))
+            for start in range(0, len(alike), most):
+                batch = alike[start : start + most]
+                out.update(dict.fromkeys(batch, batch))
+        return out
 
     def _relevant(self, k: int, fixed: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
         return tuple((s, fixed[s]) for s, _ in self.chain.kinds[k].shared if s in fixed)
@@ -206,7 +234,7 @@ class Pricer:
         out = np.zeros((kind.states(kind.entry), kind.states(kind.exit)))
         if not finite:
             return out
-        weights = at.weights(self.chain, group)
+        weights = at.weights(self.chain, [group])[group]
         unit = max(float(weights.max()), 1e-300)
         least = [float(t.min()) for _, t in finite]
         top = max(*least, 1e-300)
@@ -262,39 +290,44 @@ class Pricer:
 
     def columns(self, priced: Pricing, wanted: Mapping[Group, list[tuple[int, int]]]) -> list[Column]:
         """The minimizers of groups between (entry, exit) states, with their true resources."""
-        out = []
+        asked: list[tuple[Eliminated, tuple[int, int]]] = []
+        missing: dict[Together, list[tuple[Group, Eliminated, tuple[int, int]]]] = {}
         for (k, v), pairs in sorted(wanted.items()):
-            if (k, v) not in priced.results:
+            found = priced.results.get((k, v))
+            if found is None:
                 continue
-            pairs = [pair for pair in pairs if np.isfinite(priced.tables[k][(v, *pair)])]
-            known = self._columns.setdefault(priced.results[k, v], {})
-            missing = [pair for pair in pairs if pair not in known]
-            if missing:
-                known.update(zip(missing, self._minimizers((k, v), priced.results[k, v], missing), strict=True))
-            out += [column for pair in pairs if (column := known[pair]) is not None]
-        return out
+            known = self._columns.setdefault(found, {})
+            for pair in pairs:
+                if np.isfinite(priced.tables[k][(v, *pair)]):
+                    asked.append((found, pair))
+                    if pair not in known:
+                        missing.setdefault(found.together, []).append(((k, v), found, pair))
+        for together, several in missing.items():
+            states = np.array([self._states(group, pair) for group, _, pair in several], dtype=np.intp)
+            blocks = np.array([found.number for _, found, _ in several], dtype=np.intp)
+            for (group, found, pair), row in zip(several, together.assignments(states, blocks).tolist(), strict=True):
+                self._columns[found][pair] = self._column(group, pair, row)
+        return [column for found, pair in asked if (column := self._columns[found][pair]) is not None]
 
-    def _minimizers(self, group: Group, found: Eliminated, pairs: list[tuple[int, int]]) -> list[Column | None]:
-        """The minimizer between each pair of (entry, exit) states; None if it is forbidden."""
-        (k, v), kind = group, self.chain.kinds[group[0]]
-        at = self._blocks[group].plan.keep
-        states = np.zeros((len(pairs), len(at)), dtype=np.intp)
-        entries, exits = np.array(pairs, dtype=np.intp).T
-        for boundary, index in ((kind.entry, entries), (kind.exit, exits)):
-            if boundary:
-                sizes = [kind.variants[0].sizes[u] for u in boundary]
-                for u, column in zip(boundary, np.unravel_index(index, sizes), strict=True):
-                    states[:, at.index(u)] = column
-        out: list[Column | None] = []
-        for (entry, leave), row in zip(pairs, found.assignments(states), strict=True):
-            choices = tuple(int(a) for a in row)
-            cost = kind.variants[v].cost(choices) + kind.variant_costs[v]
-            if not np.isfinite(cost).all():
-                out.append(None)
-                continue
-            bytes_, transient = float(self.chain.bytes_row @ cost), self.chain.transient(cost)
-            out.append(Column(k, v, choices, entry, leave, cost, self.chain.time(cost), bytes_, transient))
-        return out
+    def _states(self, group: Group, pair: tuple[int, int]) -> list[int]:
+        """The states of the kept variables between (entry, exit) states."""
+        kind, states = self.chain.kinds[group[0]], dict[int, int]()
+        for boundary, state in zip((kind.entry, kind.exit), pair, strict=True):
+            for u in reversed(boundary):
+                state, states[u] = divmod(state, kind.variants[0].sizes[u])
+        return [states[u] for u in self._blocks[group].plan.keep]
+
+    def _column(self, group: Group, pair: tuple[int, int], choices: list[int]) -> Column | None:
+        """A minimizer with its resources; None if it is forbidden."""
+        (k, v), chain = group, self.chain
+        cost = self._blocks[group].cost(choices)
+        if cost is None:
+            return None
+        cost = cost + chain.kinds[k].variant_costs[v]
+        if not np.isfinite(cost).all():
+            return None
+        bytes_, transient = float(chain.bytes_row @ cost), chain.transient(cost)
+        return Column(k, v, tuple(choices), *pair, cost, chain.time(cost), bytes_, transient)
 
 
 def _expansion(kind: Kind) -> tuple[tuple[NDArray[np.intp], ...], NDArray[np.bool_]]:
