@@ -150,6 +150,28 @@ def test_equal_choices_leave_the_first():
     assert kept[0].tolist() == [0, 2]
 
 
+@pytest.mark.parametrize("chunk", [1, 30, 1 << 15])
+@pytest.mark.parametrize("seed", range(8))
+def test_pruning_drops_what_another_equals_or_beats(seed, chunk, monkeypatch):
+    """Ties, forbidden pairs, edges in both directions and over states; compared at once or pair by pair."""
+    monkeypatch.setattr("meshwright.compiler.solver.elimination.CHUNK", chunk)
+    rng = np.random.default_rng(seed)
+    tables = [rng.integers(0, 2, (5, 4, 2)).astype(float) for _ in range(3)]
+    tables[0][rng.random((5, 4)) < 0.3] = np.inf
+    states, others = rng.integers(0, 5, 6), rng.integers(0, 4, 6)
+    edges = (
+        Edge(0, 1, tables[0], states, np.arange(4)), Edge(2, 0, tables[1], rng.integers(0, 5, 3), others),
+        Edge(0, 3, tables[2][:, :1], rng.integers(0, 5, 6), np.zeros(2, dtype=np.intp)),
+    )
+    unary = tuple(rng.integers(0, 2, (size, 2)).astype(float) for size in (6, 4, 3, 2))
+    block = BlockModel((6, 4, 3, 2), unary, edges)
+    costs = [np.concatenate([unary[0][a], *(e.cost(a, b) if e.i == 0 else e.cost(b, a)
+             for e in edges for b in range(e.shape[e.i == 0]))]) for a in range(6)]
+    want = [a for a in range(6) if not any(
+        (costs[b] <= costs[a]).all() and (b < a or (costs[b] < costs[a]).any()) for b in range(6) if b != a)]
+    assert prune(block, protect=(1, 2, 3))[1][0].tolist() == want
+
+
 def test_variables_without_a_choice_are_in_no_table():
     """A hundred of them around one that all read: numpy's arrays have at most 64 dims, its broadcasts 32."""
     rng = np.random.default_rng(0)
