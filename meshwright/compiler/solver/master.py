@@ -14,11 +14,14 @@ column's own transient, and can have all positions agree on the shared variables
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
 import numpy as np
+from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
 from meshwright.compiler.solver.chain import Array, Chain
@@ -66,49 +69,100 @@ def segments(sequence: Sequence[int]) -> tuple[RepeatedKinds, ...]:
     return tuple(out)
 
 
+Term = tuple[int, float]
+"""A variable, by its number, and its weight."""
+
+
+class Rows:
+    """A program as it is written, row by row, until the ``model`` is made of it: a proto, since to build a program through the
+    modelling classes takes as long as to solve it."""
+
+    def __init__(self) -> None:
+        self.proto = model_pb2.ModelProto()
+
+    def variable(self, upper: float = math.inf, integer: bool = False) -> int:
+        """A new variable of at least 0."""
+        variables = self.proto.variables
+        number = len(variables.ids)
+        variables.ids.append(number)
+        variables.lower_bounds.append(0.0)
+        variables.upper_bounds.append(upper)
+        variables.integers.append(integer)
+        return number
+
+    def add(self, terms: Iterable[Term], lower: float, upper: float) -> int:
+        """A row: the sum of terms is within the limits."""
+        rows, matrix = self.proto.linear_constraints, self.proto.linear_constraint_matrix
+        number = len(rows.ids)
+        rows.ids.append(number)
+        rows.lower_bounds.append(lower)
+        rows.upper_bounds.append(upper)
+        columns, weights = _summed(terms)
+        matrix.row_ids.extend([number] * len(columns))
+        matrix.column_ids.extend(columns)
+        matrix.coefficients.extend(weights)
+        return number
+
+    def model(self, terms: Iterable[Term], offset: float = 0.0) -> mathopt.Model:
+        """The program that minimizes a sum."""
+        columns, weights = _summed(terms)
+        self.proto.objective.offset = offset
+        self.proto.objective.linear_coefficients.ids.extend(columns)
+        self.proto.objective.linear_coefficients.values.extend(weights)
+        return mathopt.Model.from_model_proto(self.proto)
+
+
+def _summed(terms: Iterable[Term]) -> tuple[list[int], list[float]]:
+    """Variables in their order and their weights, those of one added up."""
+    total: dict[int, float] = {}
+    for variable, weight in terms:
+        total[variable] = total.get(variable, 0.0) + weight
+    columns = sorted(variable for variable, weight in total.items() if weight)
+    return columns, [total[variable] for variable in columns]
+
+
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """The counts of a model: a variable per arc, the states at segment borders, and arcs by node for cuts."""
+    """The counts of a program: a variable per arc, the states at segment borders."""
 
-    model: mathopt.Model
-    counts: dict[Arc, mathopt.Variable]
-    borders: list[dict[int, mathopt.Variable]]
+    rows: Rows
+    counts: dict[Arc, int]
+    borders: list[dict[int, int]]
     parts: tuple[RepeatedKinds, ...]
 
 
 def _flow(parts: tuple[RepeatedKinds, ...], columns: Sequence[Column], integer: bool) -> Flow:
-    model = mathopt.Model()
-    counts: dict[Arc, mathopt.Variable] = {}
-    borders: list[dict[int, mathopt.Variable]] = [{} for _ in range(len(parts) + 1)]
-    nets: dict[tuple[int, int, int], list] = {}
+    rows = Rows()
+    counts: dict[Arc, int] = {}
+    borders: list[dict[int, int]] = [{} for _ in range(len(parts) + 1)]
+    nets: dict[tuple[int, int, int], list[Term]] = {}
     for i, part in enumerate(parts):
         length = len(part.unit)
         last = 0 if part.repeats > 1 else length
         for j, kind in enumerate(part.unit):
             for c, column in enumerate(columns):
                 if column.kind == kind:
-                    z = model.add_variable(lb=0, ub=part.repeats, is_integer=integer)
+                    z = rows.variable(part.repeats, integer)
                     counts[i, j, c] = z
-                    nets.setdefault((i, j, column.entry), []).append(-z)
-                    nets.setdefault((i, last if j + 1 == length else j + 1, column.exit), []).append(z)
-        for border, layer, sign in ((i, 0, 1), (i + 1, last, -1)):
+                    nets.setdefault((i, j, column.entry), []).append((z, -1.0))
+                    nets.setdefault((i, last if j + 1 == length else j + 1, column.exit), []).append((z, 1.0))
+        for border, layer, sign in ((i, 0, 1.0), (i + 1, last, -1.0)):
             for state in sorted(s for (a, b, s) in nets if a == i and b == layer):
                 if state not in borders[border]:
-                    borders[border][state] = model.add_variable(lb=0, ub=1, is_integer=integer)
-                nets[i, layer, state].append(sign * borders[border][state])
-        first = [z for (a, j, _), z in counts.items() if a == i and j == 0]
-        model.add_linear_constraint(mathopt.fast_sum(first) == part.repeats)
+                    borders[border][state] = rows.variable(1.0, integer)
+                nets[i, layer, state].append((borders[border][state], sign))
+        rows.add([(z, 1.0) for (a, j, _), z in counts.items() if a == i and j == 0], part.repeats, part.repeats)
     for b, states in enumerate(borders):
         # a state that only one of the two neighbouring segments knows cannot be crossed
         for state, q in states.items():
             if 0 < b < len(parts):
                 left_last = 0 if parts[b - 1].repeats > 1 else len(parts[b - 1].unit)
                 if (b - 1, left_last, state) not in nets or (b, 0, state) not in nets:
-                    model.add_linear_constraint(q == 0)
-        model.add_linear_constraint(mathopt.fast_sum(states.values()) == 1)
+                    rows.add([(q, 1.0)], 0.0, 0.0)
+        rows.add([(q, 1.0) for q in states.values()], 1.0, 1.0)
     for terms in nets.values():
-        model.add_linear_constraint(mathopt.fast_sum(terms) == 0)
-    return Flow(model, counts, borders, parts)
+        rows.add(terms, 0.0, 0.0)
+    return Flow(rows, counts, borders, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,36 +179,39 @@ def relax(
     """Value and multipliers of the linear program: least time within the capacity (rho 1), or least memory (rho 0)."""
     parts = segments(chain.sequence)
     flow = _flow(parts, columns, integer=False)
-    model = flow.model
-    memory_terms, peak = [], model.add_variable(lb=0)
-    by_group: dict[Group, list[tuple[mathopt.Variable, Column]]] = {g: [] for g in groups}
+    written, used = flow.rows, list[Term]()
+    peak = written.variable()
+    by_group: dict[Group, list[tuple[int, Column]]] = {g: [] for g in groups}
     for (_, _, c), z in flow.counts.items():
         by_group[columns[c].kind, columns[c].variant].append((z, columns[c]))
-        memory_terms.append(columns[c].bytes_ / scale.memory * z)
+        used.append((z, columns[c].bytes_ / scale.memory))
+    used.append((peak, 1.0))
     times, rows = [], {}
     for g in groups if rho else ():
-        t = model.add_variable(lb=0)
-        times.append(t)
-        costs = [(z, chain.time_rows @ column.cost / scale.time) for z, column in by_group[g]]
+        t = written.variable()
+        times.append((t, 1.0))
+        numbers = [z for z, _ in by_group[g]]
+        costs = np.array([chain.time_rows @ column.cost / scale.time for _, column in by_group[g]])
         rows[g] = {
-            r: model.add_linear_constraint(t - mathopt.fast_sum([float(cost[r]) * z for z, cost in costs]) >= 0)
-            for r in _longest(np.array([cost for _, cost in costs]))
+            r: written.add([(t, 1.0), *zip(numbers, (-costs[:, r]).tolist(), strict=True)], 0.0, math.inf)
+            for r in _longest(costs)
         }
     peaks = {}
     for k in dict.fromkeys(g[0] for g in groups):
-        held = [(z, chain.transient_rows @ c.cost / scale.memory) for g in groups if g[0] == k for z, c in by_group[g]]
-        for m in _longest(np.array([one for _, one in held])):
-            terms = [float(one[m]) * z for z, one in held]
-            peaks[k, m] = model.add_linear_constraint(chain.sequence.count(k) * peak - mathopt.fast_sum(terms) >= 0)
+        held = [one for g in groups if g[0] == k for one in by_group[g]]
+        numbers = [z for z, _ in held]
+        sizes = np.array([chain.transient_rows @ column.cost / scale.memory for _, column in held])
+        for m in _longest(sizes):
+            terms = [(peak, float(chain.sequence.count(k))), *zip(numbers, (-sizes[:, m]).tolist(), strict=True)]
+            peaks[k, m] = written.add(terms, 0.0, math.inf)
     row = None
-    used = mathopt.fast_sum(memory_terms) + peak
     if rho and np.isfinite(chain.capacity):
-        row = model.add_linear_constraint(used <= (chain.capacity - chain.fixed_bytes) / scale.memory)
-    model.minimize(mathopt.fast_sum(times) if rho else used)
+        row = written.add(used, -math.inf, (chain.capacity - chain.fixed_bytes) / scale.memory)
+    model = written.model(times if rho else used)
     result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(threads=1))
     if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
         return float("inf"), Multipliers({}, 0.0, ((0.0,) * len(chain.transient_rows),) * len(chain.kinds), rho)
-    dual = result.dual_values()
+    dual = {constraint.id: value for constraint, value in result.dual_values().items()}
     lam = 1.0 if not rho else (max(0.0, -dual[row]) * scale.time / scale.memory if row is not None else 0.0)
     unit = scale.time / scale.memory if rho else 1.0
     nu = np.zeros((len(chain.kinds), len(chain.transient_rows)))
@@ -194,19 +251,21 @@ def choose(
     """A column for every position, ``together`` such that they agree on the shared variables: least time within the capacity
     (rho 1) or least memory (rho 0); None if none is found. ``effort``: counts it; what is left of it limits the nodes that are
     visited, and once it is over no walk is asked for again whose parts did not connect."""
-    parts = segments(chain.sequence)
-    flow = _flow(parts, columns, integer=True)
-    model = flow.model
+    flow = _flow(segments(chain.sequence), columns, integer=True)
     if together:
         _agree(chain, flow, columns)
     arcs = list(flow.counts.items())
-    memory = mathopt.fast_sum([columns[c].bytes_ / scale.memory * z for (_, _, c), z in arcs])
-    limited = bool(rho) and np.isfinite(chain.capacity)
-    used = memory + _peak(flow, columns, scale) if limited or not rho else memory
+    used = [(z, columns[c].bytes_ / scale.memory) for (_, _, c), z in arcs]
+    limited, least = bool(rho) and np.isfinite(chain.capacity), 0.0
+    if limited or not rho:
+        levels, least = _peak(flow, columns, scale)
+        used += levels
     free = (chain.capacity - chain.fixed_bytes) / scale.memory
     hair = _HAIR * max(1.0, abs(free))
-    row = model.add_linear_constraint(used <= (free - hair if limited else np.inf))
-    model.minimize(mathopt.fast_sum([columns[c].time / scale.time * z for (_, _, c), z in arcs]) if rho else used)
+    number = flow.rows.add(used, -math.inf, free - hair - least if limited else math.inf)
+    times = [(z, columns[c].time / scale.time) for (_, _, c), z in arcs]
+    model = flow.rows.model(times) if rho else flow.rows.model(used, least)
+    row = model.get_linear_constraint(number)
     for _ in range(20):
         nodes = effort.nodes(len(columns), NODES)
         params = mathopt.SolveParameters(random_seed=0, relative_gap_tolerance=precision, node_limit=nodes)
@@ -214,12 +273,12 @@ def choose(
         effort.chosen(len(columns), result.solve_stats.simplex_iterations)
         if not result.has_primal_feasible_solution():
             return None
-        values = result.variable_values()
+        values = {variable.id: value for variable, value in result.variable_values().items()}
         taken = {arc: round(values[z]) for arc, z in arcs if values[z] > 0.5}
         borders = {b: s for b, at in enumerate(flow.borders) for s, q in at.items() if values[q] > 0.5}
         order = walk(flow, columns, taken, borders)
         if order is None:
-            if effort.over or not _cut(flow, columns, taken, borders):
+            if effort.over or not _cut(model, flow, columns, taken, borders):
                 return None
         elif limited and sum(c.bytes_ for c in order) + max(c.transient for c in order) > free * scale.memory:
             row.upper_bound -= hair
@@ -235,7 +294,7 @@ def _agree(chain: Chain, flow: Flow, columns: Sequence[Column]) -> None:
         for s, var in chain.kinds[k].shared:
             read.setdefault(s, {})[k] = var
     for kinds in read.values():
-        places: dict[tuple[int, int], dict[int, list[mathopt.Variable]]] = {}
+        places: dict[tuple[int, int], dict[int, list[int]]] = {}
         for (i, j, c), z in flow.counts.items():
             column = columns[c]
             if column.kind in kinds:
@@ -243,26 +302,26 @@ def _agree(chain: Chain, flow: Flow, columns: Sequence[Column]) -> None:
         choices = sorted({a for found in places.values() for a in found})
         if len(choices) < 2:
             continue
-        taken = {a: flow.model.add_variable(lb=0, ub=1, is_integer=True) for a in choices}
+        taken = {a: flow.rows.variable(1.0, integer=True) for a in choices}
         for (i, _), found in places.items():
             for a in choices:
-                flow.model.add_linear_constraint(mathopt.fast_sum(found.get(a, [])) == flow.parts[i].repeats * taken[a])
+                flow.rows.add([*((z, 1.0) for z in found.get(a, [])), (taken[a], -float(flow.parts[i].repeats))], 0.0, 0.0)
 
 
-def _peak(flow: Flow, columns: Sequence[Column], scale: Scale) -> mathopt.LinearExpression:
-    """The largest transient among used columns, by choosing one of its levels."""
+def _peak(flow: Flow, columns: Sequence[Column], scale: Scale) -> tuple[list[Term], float]:
+    """The largest transient among used columns, by choosing one of its levels: a sum, and what is added to it."""
     sizes = sorted({columns[c].transient for _, _, c in flow.counts})
     if len(sizes) > LEVELS:
         sizes = sorted({sizes[-(-q * (len(sizes) - 1) // (LEVELS - 1))] for q in range(LEVELS)})
     if len(sizes) == 1:
-        return sizes[0] / scale.memory + mathopt.LinearSum([])
-    levels = [flow.model.add_variable(lb=0, ub=1, is_integer=True) for _ in sizes]
-    flow.model.add_linear_constraint(mathopt.fast_sum(levels) == 1)
+        return [], sizes[0] / scale.memory
+    levels = [flow.rows.variable(1.0, integer=True) for _ in sizes]
+    flow.rows.add([(u, 1.0) for u in levels], 1.0, 1.0)
     for (i, _, c), z in flow.counts.items():
-        above = [u for size, u in zip(sizes, levels, strict=True) if size >= columns[c].transient]
+        above = levels[bisect_left(sizes, columns[c].transient) :]
         if len(above) < len(levels):
-            flow.model.add_linear_constraint(z <= flow.parts[i].repeats * mathopt.fast_sum(above))
-    return mathopt.fast_sum([size / scale.memory * u for size, u in zip(sizes, levels, strict=True)])
+            flow.rows.add([(z, 1.0), *((u, -float(flow.parts[i].repeats)) for u in above)], -math.inf, 0.0)
+    return [(u, size / scale.memory) for size, u in zip(sizes, levels, strict=True)], 0.0
 
 
 def _nodes(part: RepeatedKinds, j: int, column: Column) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -294,7 +353,9 @@ def walk(flow: Flow, columns: Sequence[Column], taken: dict[Arc, int], states: d
     return out
 
 
-def _cut(flow: Flow, columns: Sequence[Column], taken: dict[Arc, int], states: dict[int, int]) -> bool:
+def _cut(
+    model: mathopt.Model, flow: Flow, columns: Sequence[Column], taken: dict[Arc, int], states: dict[int, int]
+) -> bool:
     """Cut off circulations that the walk cannot reach; False if there is nothing to cut. ``states``: at segment borders."""
     found = False
     for i, part in enumerate(flow.parts):
@@ -304,7 +365,7 @@ def _cut(flow: Flow, columns: Sequence[Column], taken: dict[Arc, int], states: d
         if len(islands) < 2:
             continue
         for island in islands:
-            inside: list[mathopt.Variable] = []
+            inside: list[int] = []
             entering = [q for s, q in flow.borders[i].items() if (0, s) in island]
             for (a, j, c), z in flow.counts.items():
                 if a == i:
@@ -312,6 +373,9 @@ def _cut(flow: Flow, columns: Sequence[Column], taken: dict[Arc, int], states: d
                     if head in island:
                         (inside if tail in island else entering).append(z)
             limit = len(part.unit) * part.repeats
-            flow.model.add_linear_constraint(mathopt.fast_sum(inside) <= limit * mathopt.fast_sum(entering))
+            row = model.add_linear_constraint(ub=0.0)
+            for sign, numbers in ((1.0, inside), (-float(limit), entering)):
+                for number in numbers:
+                    row.set_coefficient(model.get_variable(number), sign)
             found = True
     return found
