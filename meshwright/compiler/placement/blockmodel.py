@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -388,12 +389,13 @@ class Builder:
         leaving = model.makers.keys() & {*position.exit, *position.shared_out, *([self.graph.loss] if self.graph.loss else [])}
         alive = gradients_alive(ops, self.graph, self.scope.structure.passed, self.params, leaving)
         kept = _Kept(model, ops, self.graph)
-        held = [_Held(self, model, ops, at, one) for at, one in enumerate(alive)
+        lying = _Lying(model, ops, self.tables)
+        held = [_Held(self, lying, at, one) for at, one in enumerate(alive)
                 if one is not None and self.rules.operators[ops[at].target].kind != "loss"]
         found = dict[int, _Held]()
-        for of in (np.min, np.max):
+        for most, of in enumerate((np.min, np.max)):
             there = kept.bytes(of) + _weights(self, model, of)
-            worst = max(held, key=lambda one: one.bytes(of) + float(there[one.at]), default=None)
+            worst = max(held, key=lambda one: one.bytes(bool(most)) + float(there[one.at]), default=None)
             found |= {worst.at: worst} if worst is not None else {}
         model.moments = (*found, *(-1 for _ in MOMENTS[1:]))[: len(MOMENTS) - 1]
         for moment, at in zip(MOMENTS, found, strict=False):
@@ -471,28 +473,65 @@ class _Kept:
                             for e, until in zip(self.model.edges, self.until, strict=True)]
 
 
+class _Part(NamedTuple):
+    """Bytes of each choice of a variable, the fewest and the most of them."""
+
+    var: int
+    bytes_: Array
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, var: int, bytes_: Array) -> _Part:
+        """With the fewest and the most found."""
+        return cls(var, bytes_, float(bytes_.min()), float(bytes_.max()))
+
+
+class _Lying:
+    """Bytes of a value's gradient while an operator's backward runs, by the variable whose choices say how it lies."""
+
+    def __init__(self, model: Model, ops: Sequence[Op], tables: ResourceTables) -> None:
+        self.model, self.ops, self.tables = model, ops, tables
+        copies = {var for var, _ in model.copies.values()}
+        self._first = {var: min(e.j for e in model.edges if e.i == var) for var in copies}
+        self._known: dict[tuple[str, int], _Part] = {}
+
+    def part(self, name: str, at: int) -> _Part | None:
+        """None where nothing says how it lies. As long as some readers of a copy have not run it lies as the copy does."""
+        copy, copied = self.model.copies.get(name, (-1, []))
+        if copy >= 0 and self._first[copy] < at:
+            return self._part(name, copy, copied)
+        if name in self.model.makers:
+            return self._part(name, self.model.makers[name], None)
+        return self._part(name, *self.model.states[name]) if name in self.model.states else None
+
+    def _part(self, name: str, var: int, states: Sequence[Sharding] | None) -> _Part:
+        if (name, var) not in self._known:
+            if states is None:
+                result = self.ops[var].outputs.index(name)
+                states = [one.results[result] for one in self.model.placed[var]]
+            self._known[name, var] = _Part.of(var, np.array([self.tables.bytes(name, state) for state in states]))
+        return self._known[name, var]
+
+
 class _Held:
-    """Gradients and space while the backward of one of a position's operators runs, by the variables whose choices say how
-    much."""
+    """Gradients and space while the backward of one of a position's operators runs."""
 
-    def __init__(self, builder: Builder, model: Model, ops: Sequence[Op], at: int, alive: GradientsAlive) -> None:
-        self.at, self.model, tables = at, model, builder.tables
-        self.parts: list[tuple[int, Array]] = []  # variable, bytes of each of its choices
-        for name in alive.values:
-            var, states = _lies(model, ops, name, at)
-            if var >= 0:
-                self.parts.append((var, np.array([tables.bytes(name, state) for state in states])))
-        made = [sum(tables.bytes(ops[at].inputs[k], one.operands[k]) for k in alive.makes) for one in model.placed[at]]
-        self.parts.append((at, np.array(made) + builder.spaces(ops[at], model.op_choices[at], model.placed[at])))
+    def __init__(self, builder: Builder, lying: _Lying, at: int, alive: GradientsAlive) -> None:
+        self.at, self.model, op, tables = at, lying.model, lying.ops[at], builder.tables
+        self.parts = [part for part in (lying.part(name, at) for name in alive.values) if part is not None]
+        placed = self.model.placed[at]
+        made = [sum(tables.bytes(op.inputs[k], one.operands[k]) for k in alive.makes) for one in placed]
+        self.parts.append(_Part.of(at, np.array(made) + builder.spaces(op, self.model.op_choices[at], placed)))
 
-    def bytes(self, of: Callable[[Array], float]) -> float:
+    def bytes(self, most: bool) -> float:
         """Of the fewest, or the most, of all choices."""
-        return sum(float(of(bytes_)) for _, bytes_ in self.parts)
+        return sum(part.most if most else part.least for part in self.parts)
 
     def put(self, moment: int) -> None:
         """Count it as what is held at a moment."""
-        for var, bytes_ in self.parts:
-            self.model.unary[var][:, moment] += bytes_
+        for part in self.parts:
+            self.model.unary[part.var][:, moment] += part.bytes_
 
 
 def _weights(builder: Builder, model: Model, of: Callable[[Array], float]) -> Array:
@@ -503,17 +542,6 @@ def _weights(builder: Builder, model: Model, of: Callable[[Array], float]) -> Ar
             parts = np.array([builder.mesh.size(need.split_axes) for need in needs])
             found[: _last_read(model, var) + 1] += float(of(builder.graph.values[name].numel / parts)) * builder.costs.itemsize
     return found
-
-
-def _lies(model: Model, ops: Sequence[Op], name: str, at: int) -> tuple[int, list[Sharding]]:
-    """The variable that says how a value's gradient lies while an operator's backward runs, and its shardings: that of its
-    copy as long as some of its readers' have not run, that of its maker else."""
-    if name in model.copies and min(e.j for e in model.edges if e.i == model.copies[name][0]) < at:
-        return model.copies[name]
-    if name not in model.makers:
-        return model.states.get(name, (-1, []))
-    maker = model.makers[name]
-    return maker, [one.results[ops[maker].outputs.index(name)] for one in model.placed[maker]]
 
 
 def _last_read(model: Model, var: int) -> int:
