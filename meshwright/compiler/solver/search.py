@@ -112,8 +112,10 @@ class Search:
     @property
     def done(self) -> bool:
         """The demanded gap is reached, by a solution known elsewhere (``cutoff``) too. Columns that do not agree count unless
-        ``strict``: it may end by what is known elsewhere, and to raise the bound takes less than to branch."""
-        return self.within(min(self.time if self.strict else self.loose_time, self.cutoff))
+        ``strict``: it may end by what is known elsewhere, and to raise the bound takes less than to branch. They do where they
+        are so fast that no bound will rise to that."""
+        hidden = self.strict and self.loose_time >= self.cutoff * (1 - self.gap)
+        return self.within(min(self.time if hidden else self.loose_time, self.cutoff))
 
     def within(self, time: float) -> bool:
         """Whether nothing is faster than so many seconds by more than the demanded gap."""
