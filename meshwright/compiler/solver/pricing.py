@@ -23,7 +23,7 @@ from ortools.math_opt.python import mathopt
 
 from meshwright.compiler.solver.chain import Array, Chain, Kind
 from meshwright.compiler.solver.effort import Effort
-from meshwright.compiler.solver.elimination import Eliminated, Eliminator, Request, Tables, Together, eliminated
+from meshwright.compiler.solver.elimination import Eliminated, Eliminator, Tables, Together, eliminated
 from meshwright.compiler.solver.families import Family, families
 
 Group = tuple[int, int]
