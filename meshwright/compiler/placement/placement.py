@@ -67,7 +67,7 @@ from meshwright.compiler.structure.activations import local_shapes, operand_shap
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.folding import Folded, fold
 from meshwright.compiler.structure.measured import ModuleTimes
-from meshwright.compiler.structure.microbatch import made_alone, prologue
+from meshwright.compiler.structure.microbatch import prologue
 from meshwright.compiler.structure.positions import operands, results
 from meshwright.compiler.structure.structure import Structure
 from meshwright.cost.cluster import Cluster
@@ -567,7 +567,7 @@ class _Reader:
     def _alone(self, samples: int) -> tuple[float, float]:
         """``Placement.alone``: as it is made, what ranks with samples of their own make of these by micro-batches."""
         graph, mesh = self.owner.folded.graph, self.problem.mesh
-        stays = made_alone(graph, self.owner.rules.operators)
+        stays = self.problem.structure.made_alone
         sampled = {axis for axis in mesh.axes if mesh.size(axis) > 1 and role_of(axis) in SAMPLED}
         part, whole, each = samples / batch_size(graph), 0.0, 0.0
         for n, at in enumerate(self.owner.folded.serves):

@@ -49,7 +49,6 @@ from meshwright.compiler.placement.pinned import told_apart
 from meshwright.compiler.placement.reachable import reachable
 from meshwright.compiler.placement.tables import Array, ResourceTables
 from meshwright.compiler.solver.chain import BlockModel, Chain, Edge, Kind, Solution
-from meshwright.compiler.structure.microbatch import made_alone
 from meshwright.compiler.structure.positions import alike, renaming
 from meshwright.cost.memory.saved import not_repeated
 from meshwright.cost.memory.working import held_outputs
@@ -174,7 +173,7 @@ class Problem:
     def alone_bytes(self) -> float:
         """Bytes of a rank, all step long, of what is made of inputs alone for other operators to read (masks, positions). What
         does not leave its position is taken to lie as it would if it did."""
-        scope, stays = self.builder.scope, sorted(made_alone(self.graph, self.structure.rules.operators))
+        scope, stays = self.builder.scope, sorted(self.structure.made_alone)
         forms = {**handed_out(stays, scope, self.schedule), **self.builder.handed}
         return float(sum(self.graph.values[name].bytes_ / self.mesh.size(forms[name].split_axes) for name in stays))
 

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from meshwright.compiler.structure.activations import Saved, Shape, body_shapes, saved_values
 from meshwright.compiler.structure.dims import Dim, DimClasses, batch_inputs, handed_on, sequence_classes
-from meshwright.compiler.structure.microbatch import check_groups, split_time
+from meshwright.compiler.structure.microbatch import check_groups, made_alone, split_alike, split_time
 from meshwright.compiler.structure.positions import Position, positions_of, several_readers
 from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.cost.cluster import Device
@@ -37,7 +37,10 @@ class Structure:
         """What so many micro-batches split. ``ranks``: that share the batch. Raises PlanError where an operator cannot run in
         them (``split_time``, ``check_groups``)."""
         if microbatches not in self._schedules:
-            self._schedules[microbatches] = split_time(self.graph, self.rules, microbatches, self.batch_inputs)
+            split = self.graph, self.rules, microbatches, self.batch_inputs
+            like = next((one for count, one in self._schedules.items() if min(count, microbatches) > 1), None)
+            found = None if like is None else split_alike(*split, like)
+            self._schedules[microbatches] = split_time(*split) if found is None else found
         found = self._schedules[microbatches]
         if microbatches > 1 and ranks > 1 and (microbatches, ranks) not in self._whole:
             check_groups(self.graph, self.rules, found, ranks)
@@ -94,6 +97,11 @@ class Structure:
     def batch(self) -> frozenset[Dim]:
         """The classes of dims that are samples."""
         return self.classes.of(self.batch_inputs.items())
+
+    @cached_property
+    def made_alone(self) -> frozenset[str]:
+        """Values that are made once a step and stay for others to read."""
+        return made_alone(self.graph, self.rules.operators)
 
     @cached_property
     def handed_on(self) -> frozenset[str]:
