@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -393,9 +392,9 @@ class Builder:
         held = [_Held(self, lying, at, one) for at, one in enumerate(alive)
                 if one is not None and self.rules.operators[ops[at].target].kind != "loss"]
         found = dict[int, _Held]()
-        for most, of in enumerate((np.min, np.max)):
+        for of in (np.min, np.max):
             there = kept.bytes(of) + _weights(self, model, of)
-            worst = max(held, key=lambda one: one.bytes(bool(most)) + float(there[one.at]), default=None)
+            worst = max(held, key=lambda one: one.bytes(of) + float(there[one.at]), default=None)
             found |= {worst.at: worst} if worst is not None else {}
         model.moments = (*found, *(-1 for _ in MOMENTS[1:]))[: len(MOMENTS) - 1]
         for moment, at in zip(MOMENTS, found, strict=False):
@@ -473,20 +472,6 @@ class _Kept:
                             for e, until in zip(self.model.edges, self.until, strict=True)]
 
 
-class _Part(NamedTuple):
-    """Bytes of each choice of a variable, the fewest and the most of them."""
-
-    var: int
-    bytes_: Array
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, var: int, bytes_: Array) -> _Part:
-        """With the fewest and the most found."""
-        return cls(var, bytes_, float(bytes_.min()), float(bytes_.max()))
-
-
 class _Lying:
     """Bytes of a value's gradient while an operator's backward runs, by the variable whose choices say how it lies."""
 
@@ -494,9 +479,9 @@ class _Lying:
         self.model, self.ops, self.tables = model, ops, tables
         copies = {var for var, _ in model.copies.values()}
         self._first = {var: min(e.j for e in model.edges if e.i == var) for var in copies}
-        self._known: dict[tuple[str, int], _Part] = {}
+        self._known: dict[tuple[str, int], tuple[int, Array]] = {}
 
-    def part(self, name: str, at: int) -> _Part | None:
+    def part(self, name: str, at: int) -> tuple[int, Array] | None:
         """None where nothing says how it lies. As long as some readers of a copy have not run it lies as the copy does."""
         copy, copied = self.model.copies.get(name, (-1, []))
         if copy >= 0 and self._first[copy] < at:
@@ -505,12 +490,12 @@ class _Lying:
             return self._part(name, self.model.makers[name], None)
         return self._part(name, *self.model.states[name]) if name in self.model.states else None
 
-    def _part(self, name: str, var: int, states: Sequence[Sharding] | None) -> _Part:
+    def _part(self, name: str, var: int, states: Sequence[Sharding] | None) -> tuple[int, Array]:
         if (name, var) not in self._known:
             if states is None:
                 result = self.ops[var].outputs.index(name)
                 states = [one.results[result] for one in self.model.placed[var]]
-            self._known[name, var] = _Part.of(var, np.array([self.tables.bytes(name, state) for state in states]))
+            self._known[name, var] = var, np.array([self.tables.bytes(name, state) for state in states])
         return self._known[name, var]
 
 
@@ -522,16 +507,16 @@ class _Held:
         self.parts = [part for part in (lying.part(name, at) for name in alive.values) if part is not None]
         placed = self.model.placed[at]
         made = [sum(tables.bytes(op.inputs[k], one.operands[k]) for k in alive.makes) for one in placed]
-        self.parts.append(_Part.of(at, np.array(made) + builder.spaces(op, self.model.op_choices[at], placed)))
+        self.parts.append((at, np.array(made) + builder.spaces(op, self.model.op_choices[at], placed)))
 
-    def bytes(self, most: bool) -> float:
+    def bytes(self, of: Callable[[Array], float]) -> float:
         """Of the fewest, or the most, of all choices."""
-        return sum(part.most if most else part.least for part in self.parts)
+        return sum(float(of(bytes_)) for _, bytes_ in self.parts)
 
     def put(self, moment: int) -> None:
         """Count it as what is held at a moment."""
-        for part in self.parts:
-            self.model.unary[part.var][:, moment] += part.bytes_
+        for var, bytes_ in self.parts:
+            self.model.unary[var][:, moment] += bytes_
 
 
 def _weights(builder: Builder, model: Model, of: Callable[[Array], float]) -> Array:
