@@ -199,6 +199,7 @@ class Builder:
         operator, saved = operators[op.target], saved_for_backward(op, self.graph, operators)[1]
         saved = tuple(index for index in saved if op.outputs[index] in self.tables.saved.values)
         flows = any(self.graph.values[name].differentiable for name in op.outputs)
+        differentiable = [self.graph.values[name].differentiable for name in op.inputs]
         later = self.later.get(op.name, 0.0) / (self.schedule.microbatches if times > 1 else 1)
         unary = np.zeros((len(found), RESOURCES))
         for row, assignment, where in zip(unary, found, placed, strict=True):
@@ -209,6 +210,9 @@ class Builder:
             row[SAVED] = sum(self.tables.bytes(op.outputs[index], where.results[index]) for index in saved) + (
                 saved_beside(run, work) + copied(op, rule, where, self.graph, self.mesh, self.costs.itemsize) if flows else 0.0
             )
+            if flows and (more := self.scope.structure.kept_if_split.get(op.name)):
+                kept = more.intersection(run.saved(work.args).kept(differentiable, 0)[0])
+                row[SAVED] += sum(self.tables.bytes(op.inputs[at], where.operands[at]) for at in kept)
             if not self.moments or operator.kind == "loss":
                 row[TRANSIENT] = space(run, work, assignment, self.mesh, run is not operator, later)
         return unary
@@ -368,7 +372,10 @@ class Builder:
             columns = [self.parameter(model, at, name, needs, variant, unit) for variant in self.root_variants]
             model.edges.append(Edge(at, var, _only(np.stack(columns, axis=1), [SAVED, *MOMENTS])))
         if unit.last and self.schedule.microbatches == 1:  # what a forward's last gather received is there to its end
-            model.unary[var][:, MOMENTS[-1]] += [self._gathered * (variant.zero in (1, 2)) for variant in self.root_variants]
+            alone = not self.graph.blocks  # of a block that ZeRO-3 gathers it is among what one block has (``Costs``)
+            received = float(_weights(self, model, np.min).max(initial=0.0)) if alone else self._gathered
+            model.unary[var][:, MOMENTS[-1]] += [received * (variant.zero in (1, 2) or (alone and variant.zero > 2))
+                                                 for variant in self.root_variants]
 
     def parameter(
         self, model: Model, var: int, name: str, needs: Sequence[Sharding], variant: Variant, unit: Neighbours
@@ -411,6 +418,9 @@ class Builder:
                 model.unary[var][:, MOMENTS[-1]] += [self.tables.bytes(name, state) for state in states]
         if self._last(position):
             kept.goes_first(self.tables)
+            for name in set(position.entry) - self.tables.saved.values:  # there until it has run
+                var, states = model.states[name]
+                model.unary[var][:, MOMENTS[-1]] += [self.tables.bytes(name, state) for state in states]
 
     def _last(self, position: Position) -> bool:
         """Whether it is the root's behind all blocks, whose backward is the first."""

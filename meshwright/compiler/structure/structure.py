@@ -12,6 +12,7 @@ from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.cost.cluster import Device
 from meshwright.cost.compute import Fused, fusion, started
 from meshwright.cost.memory.replay import passing
+from meshwright.cost.memory.saved import storages
 from meshwright.cost.memory.working import kept_later
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.graph import Graph, Op
@@ -169,6 +170,22 @@ class Structure:
     def kept_later(self) -> dict[str, float]:
         """Of every operator the bytes that those after it in its block keep (``cost.memory.working``)."""
         return kept_later(self.graph, self.rules.operators)
+
+    @cached_property
+    def kept_if_split(self) -> dict[str, frozenset[int]]:
+        """Of operators that an algorithm may split the operands that nobody keeps, and that count for them if what runs then
+        does: each once, for the first of its position, and none that is counted where later positions share it."""
+        base, known, found = storages(self.graph, self.rules.operators), self.saved.values, dict[str, frozenset[int]]()
+        for position in self.positions:
+            seen = {base[name] for name in (*position.shared_in, *position.shared_out)} | known | self.stored
+            for op in position.ops(self.graph):
+                if self.rules[op.name].algorithms:
+                    found[op.name] = frozenset(
+                        at for at, name in enumerate(op.inputs)
+                        if base[name] not in seen and name not in self.graph.parameter_free_values
+                    )
+                    seen |= {base[name] for name in op.inputs}
+        return found
 
     @cached_property
     def stored(self) -> frozenset[str]:
