@@ -34,7 +34,7 @@ from meshwright.compiler.placement.costs import (
     Variant,
 )
 from meshwright.compiler.placement.fixed import NOTHING_FIXED
-from meshwright.compiler.placement.tables import Array, ResourceTables, first_of_all
+from meshwright.compiler.placement.tables import Array, ResourceTables, first_of_all, only
 from meshwright.compiler.solver.chain import BlockModel, Edge
 from meshwright.compiler.solver.elimination import prune
 from meshwright.compiler.structure.activations import local_shapes, operand_shapes
@@ -370,7 +370,7 @@ class Builder:
             at, options = model.states[name]  # it is charged elsewhere, but its gradient is made here first
             needs = [self._read_apart(state) for state in options]
             columns = [self.parameter(model, at, name, needs, variant, unit) for variant in self.root_variants]
-            model.edges.append(Edge(at, var, _only(np.stack(columns, axis=1), [SAVED, *MOMENTS])))
+            model.edges.append(Edge(at, var, only(np.stack(columns, axis=1), [SAVED, *MOMENTS])))
         if unit.last and self.schedule.microbatches == 1:  # what a forward's last gather received is there to its end
             alone = not self.graph.blocks  # of a block that ZeRO-3 gathers it is among what one block has (``Costs``)
             received = float(_weights(self, model, np.min).max(initial=0.0)) if alone else self._gathered
@@ -434,13 +434,6 @@ class Builder:
             and not any(need.split_axes for need in needs) and any(need.varying for need in needs)
         }
         return float(sum(numel for numel in found.values() if numel <= JOINED))
-
-
-def _only(table: Array, resources: Sequence[int]) -> Array:
-    """Some resources of a table."""
-    found = np.zeros_like(table)
-    found[..., resources] = table[..., resources]
-    return found
 
 
 class _Kept:

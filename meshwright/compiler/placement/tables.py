@@ -249,3 +249,10 @@ def first_of_all(table: Array, stays: bool) -> None:
         table[..., SAVED] = 0.0
     forbidden = np.isinf(table[..., MOMENTS[-1]])
     table[forbidden] = np.inf
+
+
+def only(table: Array, resources: Sequence[int]) -> Array:
+    """Some resources of a table."""
+    found = np.zeros_like(table)
+    found[..., resources] = table[..., resources]
+    return found
