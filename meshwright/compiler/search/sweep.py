@@ -558,8 +558,12 @@ class Sweep:
         return self._more(node, made.seconds, made.limited)
 
     def _one_device(self, microbatches: int) -> OneDevice:
+        """Of so many micro-batches what some device holds at least; told from what fewer have, where that is clear."""
         if microbatches not in self._single:
-            self._single[microbatches] = self._one(microbatches)
+            room, world = self.task.cluster.capacity_bytes, self.task.cluster.world
+            larger = max((count for count in self._single if count < microbatches), default=microbatches)
+            told = larger < microbatches and self._single[larger].of_fewer(larger / microbatches, room, world)
+            self._single[microbatches] = told or self._one(microbatches)
         return self._single[microbatches]
 
     def _more(self, node: Branch, seconds: float, limited: bool) -> list[Branch]:
