@@ -506,6 +506,25 @@ def test_never_tensor_parallelism_across_a_slow_network() -> None:
     assert not across or min(e.seconds for e in across) > best.seconds
 
 
+def test_what_bounds_all_is_cut_again_without_a_cutoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut to beat what was known it took 2 % longer here than it need have: it is found once nothing else bounds the search."""
+    run = search(llama(16, 2048, 64, 2048, 32000, 5504), "a100@pcie4:4x4", 70 * GIB, limit=SECONDS)
+    evaluate, again = run.bounds.evaluator.run, list[float]()
+
+    def hurried(*given: Any, cutoff: float = math.inf, **more: Any) -> Evaluation:
+        found = evaluate(*given, cutoff=cutoff, **more)
+        if cutoff == math.inf and run.solved:
+            again.append(found.seconds)
+        return replace(found, seconds=1.02 * found.seconds) if cutoff < math.inf else found
+
+    monkeypatch.setattr(run.bounds.evaluator, "run", hurried)
+    run.begin()
+    run.rest()
+    assert again
+    assert run.solved[0].candidate.pp > 1
+    assert run.solved[0].seconds in again
+
+
 @pytest.mark.slow
 def test_llama_405b_first_and_last_stage_are_lighter() -> None:
     """62 blocks at pp 8, tp 8: a block less on both, as in the published run, of 126 at pp 16 (arXiv 2407.21783).
