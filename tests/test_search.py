@@ -578,11 +578,10 @@ def test_smaller_micro_batches_are_told_from_larger_ones(share: float) -> None:
     task = Task.of(graph, cluster, rules_of(graph)[0], Pins(), precision="bf16", state_bytes=8.0, gap=0.005)
     judge = Footprints(task.rules, 8.0, cluster.device).fits
     room = share * blockwise.one_device(task, 1, judge).least_bytes
-    task = replace(task, cluster=cluster.with_memory(room))
-    room, told = task.cluster.capacity_bytes, 0
+    task, told = replace(task, cluster=cluster.with_memory(room)), 0
     alone = {count: blockwise.one_device(task, count, judge) for count in (1, 2, 4, 8, 16)}
     for larger, count in itertools.combinations(alone, 2):
-        found = alone[larger].of_fewer(larger / count, room, 4)
+        found = alone[larger].of_fewer(larger / count, task.cluster)
         if found is not None:
             told += 1
             assert found.least_bytes <= alone[count].least_bytes * (1 + 1e-9)

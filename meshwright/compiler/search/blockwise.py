@@ -26,6 +26,7 @@ from meshwright.compiler.search.task import Fits, Task, Timing
 from meshwright.compiler.solver.chain import Beaten, Chain, Infeasible, Solution
 from meshwright.compiler.solver.pricing import Multipliers
 from meshwright.compiler.solver.solve import Hint, solve
+from meshwright.cost.cluster import Cluster
 from meshwright.ir.mesh import ANY, SAMPLED, Mesh
 from meshwright.ir.pins import PinError, vars_of
 from meshwright.ir.plan import Plan, PlanError
@@ -172,10 +173,11 @@ class OneDevice:
     widest: float = 0.0
     kept: float = 0.0
 
-    def of_fewer(self, samples: float, room: float, world: int) -> OneDevice | None:
+    def of_fewer(self, samples: float, cluster: Cluster) -> OneDevice | None:
         """Of micro-batches of ``samples`` times as many, no more than one, if that is clear: what grows with samples does so no
         faster, so that what is too much is too much, and what is far less than there is is taken not to be."""
         activations, widest, kept = (bytes_ * samples for bytes_ in (self.activations, self.widest, self.kept))
+        room, world = cluster.capacity_bytes, cluster.world
         counted = self.standing + activations / world
         if not kept or _NEAR * room < counted <= room * FAR:
             return None

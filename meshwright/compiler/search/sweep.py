@@ -515,11 +515,10 @@ class Sweep:
             others = min([self._closed, self._cutoff, *(other.bound for other in self._left)])
             if node.bound >= others or node.level is not Level.TIMED or node.closely:
                 break
+            closer = replace(node, closely=True) if node.sharp else self.bounds.time(node, self._cutoff, sharp=True)
+            heapq.heapreplace(self._cut, replace(closer, sharp=True))
             if node.sharp:  # what was no better than the incumbent by enough may be, by a little
-                heapq.heapreplace(self._cut, replace(node, closely=True))
                 self._solve_closely(node)
-                continue
-            heapq.heapreplace(self._cut, replace(self.bounds.time(node, self._cutoff, sharp=True), sharp=True))
 
     def _solve_closely(self, node: Branch) -> None:
         """Cut one again that was solved, through whatever is slower than the incumbent to what is better."""
@@ -576,9 +575,8 @@ class Sweep:
     def _one_device(self, microbatches: int) -> OneDevice:
         """Of so many micro-batches what some device holds at least; told from what fewer have, where that is clear."""
         if microbatches not in self._single:
-            room, world = self.task.cluster.capacity_bytes, self.task.cluster.world
             larger = max((count for count in self._single if count < microbatches), default=microbatches)
-            told = larger < microbatches and self._single[larger].of_fewer(larger / microbatches, room, world)
+            told = larger < microbatches and self._single[larger].of_fewer(larger / microbatches, self.task.cluster)
             self._single[microbatches] = told or self._one(microbatches)
         return self._single[microbatches]
 
