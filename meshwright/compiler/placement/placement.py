@@ -432,18 +432,19 @@ class _Reader:
         return total
 
     def _backward_peak(self, at: int, chosen: Sequence[int]) -> tuple[float, float]:
-        """Bytes of gradients at the worst moment of a position's backward (``working.backward_peak``), those of a block's
-        weights in the compute dtype among them, and bytes of all of the latter, less experts, which may be shared out later."""
+        """Bytes of gradients at the worst moment of a position's backward (``working.backward_peak``), those of a block's weights
+        in the compute dtype among them, and of all of the latter. Nothing of a mixture, whose experts may be shared out later."""
         graph, model, tables = self.owner.folded.graph, self.problem.model(at), self.problem.tables
         ops, operators = self.problem.positions[self.problem.serves(at)].ops(graph), self.owner.rules.operators
+        if EXPERTS in {op.target for op in ops}:
+            return 0.0, 0.0
         released = [float(model.unary[i][chosen[i]][SAVED]) for i in range(len(ops))]
         readers = {var: min(e.j for e in model.edges if e.i == var) for var, _ in model.copies.values()}
         for e in model.edges:
             if (last := readers.get(e.j, e.j)) < len(ops):
                 released[last] += float(e.cost(chosen[e.i], chosen[e.j])[SAVED])
-        weights = {param.value for param in graph.params}
-        trained = {param.value for param in graph.params if param.trainable and self.problem.positions[at].block >= 0}
-        trained -= {name for op in ops if op.target == EXPERTS for name in op.inputs}
+        weights, block = {param.value for param in graph.params}, self.problem.positions[at].block >= 0
+        trained = {param.value for param in graph.params if param.trainable and block}
         steps, inside = list[BackwardStep](), {name for op in ops for name in op.inputs}
         for i in reversed(range(len(ops))):
             op, placed = ops[i], model.placed[i][chosen[i]]

@@ -79,7 +79,6 @@ class Search:
         self._check_memory()
         self._price_out()
         self._unconstrained()
-        self.check()
         if self.loose is None:
             self._least_memory()
         self._descend()
@@ -216,12 +215,15 @@ class Search:
 
     def _unconstrained(self) -> None:
         """First columns, the scales, and the optimum without memory if it fits."""
-        at = self._first() if self.best is None else self.best
+        at = self._first()
         bound, priced = self.price(at)
         if not np.isfinite(bound):
             raise Infeasible("forbidden choices leave no assignment of the chain", np.inf, np.inf, None)
-        self._raise(bound, at)
-        self.check()  # columns take as long as their prices
+        if np.isinf(self.chain.capacity) or self.hopeless == np.inf:  # else it may be that more is needed, and there
+            self._raise(bound, at)
+            self.check()  # columns take as long as their prices
+        elif self.best is None:
+            self.best = at
         _, path = self._add(priced, 0.0, FEW, everyone=True)
         if self.scale is None:
             known, positions = self._listed(), len(self.chain.sequence)
@@ -253,17 +255,19 @@ class Search:
         bound, priced = self.price(at)
         if not np.isfinite(bound):
             return
-        self._raise(bound, at)
-        self.check()
+        more = self.hopeless - self.chain.capacity  # as long as nothing is known to fit
+        self._raise(bound - at.memory * more, at)
+        self.beaten(self.bound, self.time)
         _, path = self._add(priced, 0.0, 0)
-        needed, more = 0.0 if path is None else self._memory(path), self.hopeless - self.chain.capacity
+        needed = 0.0 if path is None else self._memory(path)
         rises = needed - self.hopeless
         if path is None or needed <= self.chain.capacity:
             return
         if self.start is None and rises > 0.0:  # the price of what passes was spread evenly
             at = replace(at, transient=self._at_worst(max(path, key=lambda column: column.transient), at.memory))
-            self._raise(self.price(at)[0], at)
-        value = self.bound - at.memory * more
+            bound = max(bound, self.price(at)[0])
+        value = bound - at.memory * more
+        self._raise(value, at)
         self.beaten(value, self.time)
         for _ in range(_DEARER):
             if rises <= 0.0:
