@@ -36,13 +36,18 @@ def random_chain(
     shared: bool = False,
     variants: int = 2,
     boundary: int = 1,
+    alike: bool = False,
+    forbidden: float = 0.0,
 ) -> Chain:
-    """Three kinds, boundaries of ``boundary`` binary variables, optionally one variable shared by all positions."""
+    """Three kinds, boundaries of ``boundary`` binary variables, optionally one variable shared by all positions. ``alike``: the
+    variants of a kind differ in what single variables cost alone."""
     rng = np.random.default_rng(seed)
     kinds = []
     for _ in range(3):
         sizes = (2,) * (2 * boundary) + (3 if shared else int(rng.integers(2, 4)),)
-        blocks = tuple(random_block(rng, sizes) for _ in range(variants))
+        blocks = tuple(random_block(rng, sizes, forbidden) for _ in range(variants))
+        if alike:
+            blocks = tuple(BlockModel(sizes, block.unary, blocks[0].edges) for block in blocks)
         costs = tuple(rng.random(RESOURCES) * 0.2 for _ in blocks)
         entry, leave = tuple(range(boundary)), tuple(range(boundary, 2 * boundary))
         kinds.append(Kind(blocks, costs, entry, leave, ((0, 2 * boundary),) if shared else ()))

@@ -33,8 +33,8 @@ PIPELINES = (
 COUNTED = (
     "gpt2-small zero 1 x4", "gpt2-small 1f1b", "gpt2-small zb", "gpt2-small zbv", "gpt2-small zbv dp 2 bf16",
     "llama-weights pp 4 bf16", "gpt2-two cp 1",
-    "gpt2-two cp 4 all-gather", "gpt2-drawing cp 2 ring", "t5 bf16", "t5 selective x4 bf16", "vit full bf16",
-    "vit tp 2 selective x4", "bert tp 4 x2 bf16",
+    "gpt2-two cp 4 all-gather", "gpt2-drawing cp 2 ring", "t5 bf16", "t5 selective x4 bf16", "t5 zero 3 bf16",
+    "t5 cp 2 ring bf16", "t5 cp 4 ring", "vit full bf16", "vit tp 2 selective x4", "bert tp 4 x2 bf16", "mixtral balanced full",
 )
 
 
@@ -90,7 +90,9 @@ def test_what_the_search_counts_is_what_the_program_holds() -> None:
     copied to where they are summed; one micro-batch, whose gradients are there when its activations are not; keys that are
     gathered through a view; logits in another order; what attention in blocks forms of scores; logits of a loss in fp32 that
     the model does not cast; a loss that reads sums of logits in pieces; inputs that are cast where each rank has its samples;
-    results that selective recomputation keeps and a backward reads."""
+    results that selective recomputation keeps and a backward reads; what the gather of a model without blocks received, to the
+    end of its forward; masks with a bias that rings keep; positions that every rank makes of its own piece; in a pipeline
+    gradients of experts, which come while all that their block makes again is there, and of a head, to the end of its stage."""
     found = rows(*COUNTED, of="counted.py", deep=True)
     assert [row["name"] for row in found] == list(COUNTED)
     for row in found:

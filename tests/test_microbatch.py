@@ -279,6 +279,27 @@ def _grouped(groups: int, cluster: str, **pins: Any) -> Plan:
     return mw.plan(Grouped(groups), cluster, (torch.randn(16, 4, 8),), pins=pins)
 
 
+@pytest.mark.parametrize("model", [Normed(nn.LayerNorm(8)), Apart(True, True), Grouped(4), Carried()],
+                         ids=["normed", "apart", "grouped", "carried"])
+def test_other_counts_are_split_alike(model: nn.Module) -> None:
+    """What is known of one number of micro-batches serves the others, but for what they do not divide."""
+    batch = torch.randn(16, 4, 8) if isinstance(model, Grouped) else torch.randn(16, 8)
+    graph = split_counts(capture_model(model, (batch,), {}, (), None, "fp32"))
+    rules = rules_of(graph)[0]
+    known = structure.Structure(graph, rules)
+
+    def either(of: Callable[[int], Schedule], count: int) -> Schedule | str:
+        try:
+            return of(count)
+        except PlanError as error:
+            return str(error)
+
+    for count in (2, 3, 4, 8, 16):
+        alone = either(lambda one: split_time(graph, rules, one, known.batch_inputs), count)
+        assert either(known.schedule, count) == alone
+    assert isinstance(known.schedule(4), Schedule)
+
+
 @pytest.mark.parametrize("data", [1, 2, 4])
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("groups", [2, 4, 8])

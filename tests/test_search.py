@@ -571,6 +571,25 @@ def test_no_layout_needs_less_than_is_proven_at_once() -> None:
         assert one.least_bytes <= caught.value.least
 
 
+@pytest.mark.parametrize("share", [0.2, 0.6, 1.0, 1.6, 2.5, 6.0])
+def test_smaller_micro_batches_are_told_from_larger_ones(share: float) -> None:
+    """As they are found to be by themselves, wherever that is clear, and never more than they need."""
+    graph, cluster = graph_of(Stack(3, 256), 16, 64, 256), Cluster.parse("h100:1x4")
+    task = Task.of(graph, cluster, rules_of(graph)[0], Pins(), precision="bf16", state_bytes=8.0, gap=0.005)
+    judge = Footprints(task.rules, 8.0, cluster.device).fits
+    room = share * blockwise.one_device(task, 1, judge).least_bytes
+    task, told = replace(task, cluster=cluster.with_memory(room)), 0
+    alone = {count: blockwise.one_device(task, count, judge) for count in (1, 2, 4, 8, 16)}
+    for larger, count in itertools.combinations(alone, 2):
+        found = alone[larger].of_fewer(larger / count, task.cluster)
+        if found is not None:
+            told += 1
+            assert found.least_bytes <= alone[count].least_bytes * (1 + 1e-9)
+            assert found.crowded == alone[count].crowded
+            assert found.binds == alone[count].binds
+    assert told
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
 def test_what_nearly_fits_is_not_called_crowded(name: str) -> None:
     """Memory as large as the leanest program of any layout on two devices asks for, and a little less than the bound."""

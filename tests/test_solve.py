@@ -43,23 +43,23 @@ def check(chain: Chain, gap: float = 0.005) -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 3), st.booleans(), st.integers(1, 2))
-def test_without_memory(seed, rows, shared, boundary):
-    check(random_chain(seed, rows=rows, shared=shared, boundary=boundary))
+@given(st.integers(0, 10**6), st.integers(1, 3), st.booleans(), st.integers(1, 2), st.booleans())
+def test_without_memory(seed, rows, shared, boundary, alike):
+    check(random_chain(seed, rows=rows, shared=shared, boundary=boundary, alike=alike))
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 3), st.booleans(), st.floats(0, 1))
-@example(3, 3, True, 0.21875)  # its flow program closes between the 20th and the 50th node
-def test_within_memory(seed, rows, transient, share):
-    check(tight(random_chain(seed, rows=rows, transient=transient), share))
+@given(st.integers(0, 10**6), st.integers(1, 3), st.booleans(), st.floats(0, 1), st.booleans())
+@example(3, 3, True, 0.21875, False)  # its flow program closes between the 20th and the 50th node
+def test_within_memory(seed, rows, transient, share, alike):
+    check(tight(random_chain(seed, rows=rows, transient=transient, alike=alike), share))
 
 
 @settings(max_examples=8, deadline=None)
-@given(st.integers(0, 10**6), st.floats(0, 1))
-@example(1864, 0.0)
-def test_shared_variables_within_memory(seed, share):
-    check(tight(random_chain(seed, rows=2, transient=True, shared=True, sequence=(0, 1, 1, 2)), share))
+@given(st.integers(0, 10**6), st.floats(0, 1), st.booleans())
+@example(1864, 0.0, False)
+def test_shared_variables_within_memory(seed, share, alike):
+    check(tight(random_chain(seed, rows=2, transient=True, shared=True, sequence=(0, 1, 1, 2), alike=alike), share))
 
 
 @pytest.mark.parametrize("sequence", [(0,), (1, 1), (0, 1, 2, 1, 2), (0, 0, 1, 0, 0, 1), (2, 1, 1, 0, 1, 1)])
@@ -390,6 +390,37 @@ def test_groups_priced_together_cost_and_find_the_same(monkeypatch):
     assert found[3] == found[4]  # what is forgotten is counted again
     assert found[0][:-1] == found[3][:-1]
     assert found[0][-1] < found[3][-1]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6), st.booleans(), st.floats(0, 2), st.sampled_from([0.0, 0.2]))
+def test_a_family_is_priced_as_its_members_are(seed, shared, memory, forbidden):
+    """At multipliers that are even: the same minimum, and of what was not evaluated a bound."""
+    chain = random_chain(seed, rows=2, transient=True, shared=shared, variants=4, alike=True, forbidden=forbidden)
+    at = search.Search(chain, Pricer(chain), 0.0)._multipliers(memory, 1.0)
+    few, all_ = Pricer(chain).price(at, {}), Pricer(chain).price(at, {}, everyone=True)
+    assert few.value == pytest.approx(all_.value, rel=1e-12)
+    for low, exact in zip(few.tables, all_.tables, strict=True):
+        assert (low <= exact * (1 + 1e-9)).all()
+
+
+def test_few_members_of_a_family_are_evaluated():
+    """Of variants that pay something each, those that are worth nothing at these multipliers never are."""
+    chain = ladder(6, 12, 5, 8)
+    at = search.Search(chain, Pricer(chain), 0.0)._multipliers(0.0, 1.0)
+    found = Pricer(chain).price(at, {})
+    assert found.value == pytest.approx(Pricer(chain).price(at, {}, everyone=True).value, rel=1e-12)
+    assert len(found.results) <= 2 * len(chain.kinds)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_multipliers_that_name_some_of_a_family_serve_the_others(seed):
+    """What they say of one is tried for those of which they say nothing, and is below what any choice costs."""
+    chain = random_chain(seed, rows=3, transient=True, variants=4, alike=True)
+    even = search.Search(chain, Pricer(chain), 0.0)._multipliers(0.5, 1.0)
+    named = replace(even, alpha={(k, v): np.array([0.7, 0.2, 0.1]) if v == 1 else one for (k, v), one in even.alpha.items()})
+    everywhere = replace(even, alpha=dict.fromkeys(even.alpha, np.array([0.7, 0.2, 0.1])))
+    assert Pricer(chain).price(named, {}).value == pytest.approx(Pricer(chain).price(everywhere, {}, everyone=True).value)
 
 
 @pytest.mark.parametrize("forbidden", [0.0, 0.25])

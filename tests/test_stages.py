@@ -576,6 +576,36 @@ def test_no_choice_unit_by_unit_beats_the_bound(setting: tuple[str, int, int, in
         assert got.bound <= best * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("setting", [("1f1b", 2, 1, 4), ("gpipe", 2, 1, 4), ("interleaved1f1b", 2, 2, 4), ("zbv", 2, 2, 4)],
+                         ids=lambda s: "-".join(map(str, s)))
+def test_units_that_are_alike_are_recomputed_as_a_whole(setting: tuple[str, int, int, int]) -> None:
+    """Every cut and every choice of six units that are alike, and an end that is not, by hand: none beats the bound, which is
+    higher somewhere than where parts of a unit may be recomputed."""
+    name, pp, v, m = setting
+    one, other = (replace(u, pending=None, value=0.1, gradient=0.1) for u in random_units(2, 3))
+    plain = [other, *[one] * 6]
+    slim = [replace(u, backward_input=u.backward_input + u.forward, saved=0.2 * u.saved) for u in plain]
+    table, nothing, every = schedule_table(name, pp, v, m), OutsideSeconds.nothing(7), []
+    for inner in itertools.combinations(range(1, 7), pp * v - 1):
+        crossing = [[getattr(plain[i - 1], k) for i in inner] for k in ("value", "gradient")]
+        numbers = [range(a, b) for a, b in itertools.pairwise((0, *inner, 7))]
+        for chosen in itertools.product((plain, slim), repeat=7):
+            parts = [[chosen[n][n] for n in own] for own in numbers]
+            work = sum(u.backward_input for p in parts for u in p)
+            every.append((max(memory_by_hand(table, parts)), work, parts, crossing, numbers))
+    least, most, higher = min(one[0] for one in every), max(one[0] for one in every), 0
+    for share in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
+        room = least + share * (most - least)
+        fitting = sorted((one for one in every if one[0] <= room), key=lambda one: one[1])[:200]
+        best = min(step_by_hand(table, parts, crossing, numbers, nothing) for _, _, parts, crossing, numbers in fitting)
+        known = Intervals.of([plain, slim], range(8))
+        whole, parted = (timed_bound(units, table, nothing, np.full(pp, room), 0.0, 1.05 * best, KnownPaths())[0]
+                         for units in (known, replace(known, apart=False)))
+        assert whole <= best * (1 + 1e-6)
+        higher += whole > parted * (1 + 1e-3)
+    assert higher
+
+
 @pytest.mark.parametrize("setting", [s for s in SETTINGS if s[2] > 1], ids=lambda s: "-".join(map(str, s)))
 def test_what_only_the_last_unit_needs_is_there_while_it_runs(setting: tuple[str, int, int, int]) -> None:
     """It saves little and needs much, as a head does. The rank that has it is at its fullest while another stage runs, and the

@@ -152,6 +152,7 @@ class Intervals:
         reduction leaves where it begins with one
     value, gradient: [n + 1], seconds to cross a position forward and backward
     shared: weights that several units read, of two of which one is the next to: there once where one stage has both
+    apart: whether a cut is allowed between any two of what was made into units, so that each has one option as a whole
     """
 
     prefix: np.ndarray
@@ -162,6 +163,7 @@ class Intervals:
     value: np.ndarray
     gradient: np.ndarray
     shared: tuple[Shared, ...] = ()
+    apart: bool = False
 
     @classmethod
     def of(
@@ -196,8 +198,9 @@ class Intervals:
         for one in there:
             if one.before == one.at:
                 sums[3, :, one.at + 1 :] -= one.bytes_
-        apart = tuple(one for one in there if one.before < one.at)
-        return cls(sums[:7], peak, inner, sums[7], outer, crossing[0], crossing[1], apart)
+        several = tuple(one for one in there if one.before < one.at)
+        alone = len(positions) == len(value) + 1
+        return cls(sums[:7], peak, inner, sums[7], outer, crossing[0], crossing[1], several, alone)
 
     @functools.cached_property
     def transient(self) -> np.ndarray:

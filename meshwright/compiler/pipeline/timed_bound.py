@@ -15,8 +15,8 @@ recomputed one by one or by parts of them. So it is a relaxation that leaves out
 in one place.
 
 Where a bound is to be sharp, these come by branching (``_branched``): a rank has so many units of a class or fewer, or more; so
-has a stage; a cut lies at a corner or before it, or at it or behind: as a mean of corners of an encoder and of its decoder it
-would part both. The least bound is parted first.
+has a stage; and so many of them run in the fastest way; a cut lies at a corner or before it, or at it or behind: as a mean of
+corners of an encoder and of its decoder it would part both. The least bound is parted first.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -361,6 +362,22 @@ class _Program(LinearProgram):
                 break
         return found, point
 
+    @cached_property
+    def whole(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of what every rank and stage has a whole number, as ways [ways, n], and the seconds that one more of it takes or
+        spares [n]: of units of a class, of all classes with several together (one less of one would be one more of another),
+        and, of units that are recomputed as a whole, of those in the fastest way."""
+        several, seconds = np.flatnonzero(self.members > 1).tolist(), self.ways[:3].sum(axis=0)
+        units = [np.isin(self.of, several)] * (len(several) > 1) + [self.of == one for one in several]
+        found = [(ways, float(seconds[ways].min())) for ways in units]
+        for number in several if self.units.apart else ():
+            ways = np.flatnonzero(self.of == number)
+            fastest, *others = ways[np.argsort(seconds[ways], kind="stable")].tolist()
+            if others:
+                found.append((np.arange(len(self.of)) == fastest, float(seconds[others[0]] - seconds[fastest])))
+        told = np.array([ways for ways, _ in found], dtype=bool).reshape(len(found), len(self.of)).T
+        return told, np.array([spared for _, spared in found])
+
     @property
     def differs(self) -> float:
         """Seconds that a step may take longer because one cut lies where crossing takes longest, and not shortest, or because
@@ -373,9 +390,7 @@ class _Program(LinearProgram):
     def parted(self, point: _Point) -> tuple[Row, ...]:
         """Two rows, of which every cut is within one and the point within none: of what may change the step most; none if
         nothing is told apart."""
-        several = np.flatnonzero(self.members > 1)
-        by_class, own = self.of[:, None] == several, np.arange(self.table.pp)[:, None] == self.ranks
-        each = np.array([self.ways[:3, ways].sum(axis=0).min() for ways in by_class.T])
+        (by_class, each), own = self.whole, np.arange(self.table.pp)[:, None] == self.ranks
         stages = point.amounts @ by_class
         cut, found = self._spread(point), list[tuple[float, np.ndarray, float]]()
         for whole, times in ((own @ stages, self.table.microbatches), (stages, 1)):

@@ -34,7 +34,7 @@ from meshwright.compiler.placement.costs import (
     Variant,
 )
 from meshwright.compiler.placement.fixed import NOTHING_FIXED
-from meshwright.compiler.placement.tables import Array, ResourceTables, first_of_all
+from meshwright.compiler.placement.tables import Array, ResourceTables, first_of_all, only
 from meshwright.compiler.solver.chain import BlockModel, Edge
 from meshwright.compiler.solver.elimination import prune
 from meshwright.compiler.structure.activations import local_shapes, operand_shapes
@@ -199,6 +199,7 @@ class Builder:
         operator, saved = operators[op.target], saved_for_backward(op, self.graph, operators)[1]
         saved = tuple(index for index in saved if op.outputs[index] in self.tables.saved.values)
         flows = any(self.graph.values[name].differentiable for name in op.outputs)
+        differentiable = [self.graph.values[name].differentiable for name in op.inputs]
         later = self.later.get(op.name, 0.0) / (self.schedule.microbatches if times > 1 else 1)
         unary = np.zeros((len(found), RESOURCES))
         for row, assignment, where in zip(unary, found, placed, strict=True):
@@ -209,6 +210,9 @@ class Builder:
             row[SAVED] = sum(self.tables.bytes(op.outputs[index], where.results[index]) for index in saved) + (
                 saved_beside(run, work) + copied(op, rule, where, self.graph, self.mesh, self.costs.itemsize) if flows else 0.0
             )
+            if flows and (more := self.scope.structure.kept_if_split.get(op.name)):
+                kept = more.intersection(run.saved(work.args).kept(differentiable, 0)[0])
+                row[SAVED] += sum(self.tables.bytes(op.inputs[at], where.operands[at]) for at in kept)
             if not self.moments or operator.kind == "loss":
                 row[TRANSIENT] = space(run, work, assignment, self.mesh, run is not operator, later)
         return unary
@@ -366,9 +370,12 @@ class Builder:
             at, options = model.states[name]  # it is charged elsewhere, but its gradient is made here first
             needs = [self._read_apart(state) for state in options]
             columns = [self.parameter(model, at, name, needs, variant, unit) for variant in self.root_variants]
-            model.edges.append(Edge(at, var, _only(np.stack(columns, axis=1), [SAVED, *MOMENTS])))
+            model.edges.append(Edge(at, var, only(np.stack(columns, axis=1), [SAVED, *MOMENTS])))
         if unit.last and self.schedule.microbatches == 1:  # what a forward's last gather received is there to its end
-            model.unary[var][:, MOMENTS[-1]] += [self._gathered * (variant.zero in (1, 2)) for variant in self.root_variants]
+            alone = not self.graph.blocks  # of a block that ZeRO-3 gathers it is among what one block has (``Costs``)
+            received = float(_weights(self, model, np.min).max(initial=0.0)) if alone else self._gathered
+            model.unary[var][:, MOMENTS[-1]] += [received * (variant.zero in (1, 2) or (alone and variant.zero > 2))
+                                                 for variant in self.root_variants]
 
     def parameter(
         self, model: Model, var: int, name: str, needs: Sequence[Sharding], variant: Variant, unit: Neighbours
@@ -388,7 +395,8 @@ class Builder:
         leaving = model.makers.keys() & {*position.exit, *position.shared_out, *([self.graph.loss] if self.graph.loss else [])}
         alive = gradients_alive(ops, self.graph, self.scope.structure.passed, self.params, leaving)
         kept = _Kept(model, ops, self.graph)
-        held = [_Held(self, model, ops, at, one) for at, one in enumerate(alive)
+        lying = _Lying(model, ops, self.tables)
+        held = [_Held(self, lying, at, one) for at, one in enumerate(alive)
                 if one is not None and self.rules.operators[ops[at].target].kind != "loss"]
         found = dict[int, _Held]()
         for of in (np.min, np.max):
@@ -410,6 +418,9 @@ class Builder:
                 model.unary[var][:, MOMENTS[-1]] += [self.tables.bytes(name, state) for state in states]
         if self._last(position):
             kept.goes_first(self.tables)
+            for name in set(position.entry) - self.tables.saved.values:  # there until it has run
+                var, states = model.states[name]
+                model.unary[var][:, MOMENTS[-1]] += [self.tables.bytes(name, state) for state in states]
 
     def _last(self, position: Position) -> bool:
         """Whether it is the root's behind all blocks, whose backward is the first."""
@@ -423,13 +434,6 @@ class Builder:
             and not any(need.split_axes for need in needs) and any(need.varying for need in needs)
         }
         return float(sum(numel for numel in found.values() if numel <= JOINED))
-
-
-def _only(table: Array, resources: Sequence[int]) -> Array:
-    """Some resources of a table."""
-    found = np.zeros_like(table)
-    found[..., resources] = table[..., resources]
-    return found
 
 
 class _Kept:
@@ -471,19 +475,42 @@ class _Kept:
                             for e, until in zip(self.model.edges, self.until, strict=True)]
 
 
-class _Held:
-    """Gradients and space while the backward of one of a position's operators runs, by the variables whose choices say how
-    much."""
+class _Lying:
+    """Bytes of a value's gradient while an operator's backward runs, by the variable whose choices say how it lies."""
 
-    def __init__(self, builder: Builder, model: Model, ops: Sequence[Op], at: int, alive: GradientsAlive) -> None:
-        self.at, self.model, tables = at, model, builder.tables
-        self.parts: list[tuple[int, Array]] = []  # variable, bytes of each of its choices
-        for name in alive.values:
-            var, states = _lies(model, ops, name, at)
-            if var >= 0:
-                self.parts.append((var, np.array([tables.bytes(name, state) for state in states])))
-        made = [sum(tables.bytes(ops[at].inputs[k], one.operands[k]) for k in alive.makes) for one in model.placed[at]]
-        self.parts.append((at, np.array(made) + builder.spaces(ops[at], model.op_choices[at], model.placed[at])))
+    def __init__(self, model: Model, ops: Sequence[Op], tables: ResourceTables) -> None:
+        self.model, self.ops, self.tables = model, ops, tables
+        copies = {var for var, _ in model.copies.values()}
+        self._first = {var: min(e.j for e in model.edges if e.i == var) for var in copies}
+        self._known: dict[tuple[str, int], tuple[int, Array]] = {}
+
+    def part(self, name: str, at: int) -> tuple[int, Array] | None:
+        """None where nothing says how it lies. As long as some readers of a copy have not run it lies as the copy does."""
+        copy, copied = self.model.copies.get(name, (-1, []))
+        if copy >= 0 and self._first[copy] < at:
+            return self._part(name, copy, copied)
+        if name in self.model.makers:
+            return self._part(name, self.model.makers[name], None)
+        return self._part(name, *self.model.states[name]) if name in self.model.states else None
+
+    def _part(self, name: str, var: int, states: Sequence[Sharding] | None) -> tuple[int, Array]:
+        if (name, var) not in self._known:
+            if states is None:
+                result = self.ops[var].outputs.index(name)
+                states = [one.results[result] for one in self.model.placed[var]]
+            self._known[name, var] = var, np.array([self.tables.bytes(name, state) for state in states])
+        return self._known[name, var]
+
+
+class _Held:
+    """Gradients and space while the backward of one of a position's operators runs."""
+
+    def __init__(self, builder: Builder, lying: _Lying, at: int, alive: GradientsAlive) -> None:
+        self.at, self.model, op, tables = at, lying.model, lying.ops[at], builder.tables
+        self.parts = [part for part in (lying.part(name, at) for name in alive.values) if part is not None]
+        placed = self.model.placed[at]
+        made = [sum(tables.bytes(op.inputs[k], one.operands[k]) for k in alive.makes) for one in placed]
+        self.parts.append((at, np.array(made) + builder.spaces(op, self.model.op_choices[at], placed)))
 
     def bytes(self, of: Callable[[Array], float]) -> float:
         """Of the fewest, or the most, of all choices."""
@@ -503,17 +530,6 @@ def _weights(builder: Builder, model: Model, of: Callable[[Array], float]) -> Ar
             parts = np.array([builder.mesh.size(need.split_axes) for need in needs])
             found[: _last_read(model, var) + 1] += float(of(builder.graph.values[name].numel / parts)) * builder.costs.itemsize
     return found
-
-
-def _lies(model: Model, ops: Sequence[Op], name: str, at: int) -> tuple[int, list[Sharding]]:
-    """The variable that says how a value's gradient lies while an operator's backward runs, and its shardings: that of its
-    copy as long as some of its readers' have not run, that of its maker else."""
-    if name in model.copies and min(e.j for e in model.edges if e.i == model.copies[name][0]) < at:
-        return model.copies[name]
-    if name not in model.makers:
-        return model.states.get(name, (-1, []))
-    maker = model.makers[name]
-    return maker, [one.results[ops[maker].outputs.index(name)] for one in model.placed[maker]]
 
 
 def _last_read(model: Model, var: int) -> int:

@@ -90,9 +90,10 @@ class Scope:
         rank: experts, whose tokens were sorted over the whole batch. Then nothing is left to sum."""
         found: set[str] = set()
         for op in reversed(self.graph.ops):
+            read = self.structure.of_parameters.intersection(op.inputs)
             inner = self.structure.of_parameters.intersection(op.outputs)
-            if (inner and found.intersection(inner)) or (not inner and not self._split_by_sample(op)):
-                found.update(self.structure.of_parameters.intersection(op.inputs))
+            if read and (found.intersection(inner) if inner else not self._split_by_sample(op)):
+                found.update(read)
         return frozenset(found)
 
     def splits(self, name: str, dim: int, axis: str) -> bool:

@@ -141,6 +141,7 @@ class Neighbours:
 
     ahead: whether another block follows in the order of the backward, whose parameters are gathered early
     behind: whether another block ran before in that order, whose gradients are still being reduced
+    again: whether what is reduced last in one micro-batch, a block's, still is when the next one's backward begins with this
     root: whether these are the root's parameters, which are there while every block runs
     last: whether they are the root's behind all blocks
     blocks: of the model
@@ -148,6 +149,7 @@ class Neighbours:
 
     ahead: bool = True
     behind: bool = True
+    again: bool = False
     root: bool = False
     last: bool = False
     blocks: int = 1
@@ -474,7 +476,10 @@ class Costs:
         always = cast / unit.blocks * gathered
         begun = cast * unit.ahead * gathered
         left = master / (self.mesh.size(variant.shard_axes) if variant.zero else 1) - cast * (not gathered)
-        vector[BEHIND] = (master + left * once) * unit.behind * reduces  # its gradients take the place of what it gathered
+        again = master * unit.again * reduces  # with the others that they are priced with, but for their ``BEHIND``
+        begun += again
+        reducing = (master + left * once) * reduces  # its gradients take the place of what it gathered
+        vector[BEHIND] = (reducing - again) * unit.behind
         vector[SAVED] = always
         vector[TRANSIENT] = begun
         ended = master * (1 + (self.mesh.world > 1)) if not taken else own + master * reduces

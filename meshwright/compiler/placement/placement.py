@@ -67,7 +67,7 @@ from meshwright.compiler.structure.activations import local_shapes, operand_shap
 from meshwright.compiler.structure.dims import batch_size
 from meshwright.compiler.structure.folding import Folded, fold
 from meshwright.compiler.structure.measured import ModuleTimes
-from meshwright.compiler.structure.microbatch import made_alone, prologue
+from meshwright.compiler.structure.microbatch import prologue
 from meshwright.compiler.structure.positions import operands, results
 from meshwright.compiler.structure.structure import Structure
 from meshwright.cost.cluster import Cluster
@@ -358,10 +358,10 @@ class _Reader:
         for i, op in enumerate(self.problem.positions[first].ops(graph)):
             if op.target != EXPERTS:
                 continue
-            recomputed = self._recomputed(at, block, i)
-            read = operand_shapes(op, graph, self.owner.rules[op.name], tables.schedule)
-            shapes = read, [tables.shapes[name] for name in op.outputs]
-            found.append(Mixture(op, model.placed[i][chosen[i]], model.op_choices[i][chosen[i]], recomputed, shapes))
+            rule, made = self.owner.rules[op.name], [tables.shapes[name] for name in op.outputs]
+            placed, assignment = model.placed[i][chosen[i]], model.op_choices[i][chosen[i]]
+            shapes = operand_shapes(op, graph, rule, tables.schedule), made
+            found.append(Mixture(op, placed, assignment, self._recomputed(at, block, i), shapes, self._space(op, placed)))
         return tuple(found)
 
     def _recomputed(self, at: int, block: bool, var: int, reader: int = -1) -> dict[str, Vector]:
@@ -433,27 +433,23 @@ class _Reader:
 
     def _backward_peak(self, at: int, chosen: Sequence[int]) -> tuple[float, float]:
         """Bytes of gradients at the worst moment of a position's backward (``working.backward_peak``), those of a block's
-        weights in the compute dtype among them, and bytes of all of the latter. Nothing of a mixture, whose experts may be
-        shared out later."""
+        weights in the compute dtype among them, and all of the latter. None of a mixture: experts may be shared out later."""
         graph, model, tables = self.owner.folded.graph, self.problem.model(at), self.problem.tables
         ops, operators = self.problem.positions[self.problem.serves(at)].ops(graph), self.owner.rules.operators
-        if any(op.target == EXPERTS for op in ops):
+        if EXPERTS in {op.target for op in ops}:
             return 0.0, 0.0
         released = [float(model.unary[i][chosen[i]][SAVED]) for i in range(len(ops))]
         readers = {var: min(e.j for e in model.edges if e.i == var) for var, _ in model.copies.values()}
         for e in model.edges:
             if (last := readers.get(e.j, e.j)) < len(ops):
                 released[last] += float(e.cost(chosen[e.i], chosen[e.j])[SAVED])
-        weights = {param.value for param in graph.params}
-        trained = {param.value for param in graph.params if param.trainable and self.problem.positions[at].block >= 0}
+        weights, block = {param.value for param in graph.params}, self.problem.positions[at].block >= 0
+        trained = {param.value for param in graph.params if param.trainable and block}
         steps, inside = list[BackwardStep](), {name for op in ops for name in op.inputs}
         for i in reversed(range(len(ops))):
             op, placed = ops[i], model.placed[i][chosen[i]]
-            operator = operators[op.target]
-            lost = operator.kind == "loss"
-            space, passed = float(model.unary[i][chosen[i]][TRANSIENT]), self.owner.passed[op.name]
-            if operator.cost.space is not None and not lost:
-                space = max(space, operator.cost.space(Work.of(op, graph, *self._local(op, placed)))[1])
+            lost, passed = operators[op.target].kind == "loss", self.owner.passed[op.name]
+            space = max(float(model.unary[i][chosen[i]][TRANSIENT]), 0.0 if lost else self._space(op, placed))
             operands = [(name, tables.bytes(name, state)) for name, state in zip(op.inputs, placed.operands, strict=True)
                         if graph.values[name].differentiable and name not in weights]
             results = {name: tables.bytes(name, state) for name, state in zip(op.outputs, placed.results, strict=True)
@@ -463,6 +459,11 @@ class _Reader:
             steps.append(BackwardStep(results, operands, passed, made, space, released[i], lost))
         leaving = {name: bytes_ for step in steps for name, bytes_ in step.results.items() if name not in inside}
         return backward_peak(steps, leaving), sum(step.weights for step in steps)
+
+    def _space(self, op: Op, placed: Placed) -> float:
+        """Bytes beside all else while the backward of a call runs."""
+        space = self.owner.rules.operators[op.target].cost.space
+        return 0.0 if space is None else space(Work.of(op, self.owner.folded.graph, *self._local(op, placed)))[1]
 
     def _gradients(self, at: int, chosen: Sequence[int]) -> tuple[float, float]:
         """Bytes of gradients: of the weights that make an output, and of those from which weights' gradients are made, less
@@ -567,7 +568,7 @@ class _Reader:
     def _alone(self, samples: int) -> tuple[float, float]:
         """``Placement.alone``: as it is made, what ranks with samples of their own make of these by micro-batches."""
         graph, mesh = self.owner.folded.graph, self.problem.mesh
-        stays = made_alone(graph, self.owner.rules.operators)
+        stays = self.problem.structure.made_alone
         sampled = {axis for axis in mesh.axes if mesh.size(axis) > 1 and role_of(axis) in SAMPLED}
         part, whole, each = samples / batch_size(graph), 0.0, 0.0
         for n, at in enumerate(self.owner.folded.serves):

@@ -49,10 +49,10 @@ from meshwright.compiler.placement.pinned import told_apart
 from meshwright.compiler.placement.reachable import reachable
 from meshwright.compiler.placement.tables import Array, ResourceTables
 from meshwright.compiler.solver.chain import BlockModel, Chain, Edge, Kind, Solution
-from meshwright.compiler.structure.microbatch import made_alone
-from meshwright.compiler.structure.positions import alike, renaming
+from meshwright.compiler.structure.positions import alike, renaming, results
 from meshwright.cost.memory.saved import not_repeated
 from meshwright.cost.memory.working import held_outputs
+from meshwright.ir.mesh import TENSOR
 from meshwright.ir.plan import GroupChoice, PlanError, Schedule
 from meshwright.ir.reshard import STEPS
 from meshwright.ir.sharding import Sharding
@@ -78,10 +78,14 @@ AHEAD = np.zeros((RESOURCES, RESOURCES))
 AHEAD[[FORWARD, SEND, HOST, GATHER], [FORWARD, SEND, HOST, GATHER]] = 1.0
 
 
-def _again(table: Array, skip: bool) -> Array:
-    """Resources [..., K] of what runs again in the backward, or (``skip``) of what only keeps nothing there."""
+def _again(table: Array, skip: bool, comes_back: bool = True) -> Array:
+    """Resources [..., K] of what runs again in the backward, or (``skip``) of what only keeps nothing there; without
+    ``comes_back`` what is saved stays: gathered parameters are no activations."""
     forbidden = np.isinf(table)
-    return np.where(forbidden, np.inf, np.where(forbidden, 0.0, table) @ (SKIPPED if skip else RECOMPUTED))
+    found = np.where(forbidden, np.inf, np.where(forbidden, 0.0, table) @ (SKIPPED if skip else RECOMPUTED))
+    if not comes_back:
+        found[..., [SAVED, TRANSIENT]] = table[..., [SAVED, TRANSIENT]]
+    return found
 
 
 def _changed(table: Array, more: Array) -> Array:
@@ -173,10 +177,18 @@ class Problem:
     @cached_property
     def alone_bytes(self) -> float:
         """Bytes of a rank, all step long, of what is made of inputs alone for other operators to read (masks, positions). What
-        does not leave its position is taken to lie as it would if it did."""
-        scope, stays = self.builder.scope, sorted(made_alone(self.graph, self.structure.rules.operators))
-        forms = {**handed_out(stays, scope, self.schedule), **self.builder.handed}
-        return float(sum(self.graph.values[name].bytes_ / self.mesh.size(forms[name].split_axes) for name in stays))
+        does not leave its position is taken to be split as far as its operator may over ranks that do not split tensors."""
+        handed, roles = self.builder.handed, self.builder.scope.roles
+        stays = self.structure.made_alone - self.structure.stored
+        parts = {name: self.mesh.size(handed[name].split_axes) for name in stays & handed.keys()}
+        for number, position in enumerate(self.positions):
+            for name, (i, k) in results(position.ops(self.graph)).items() if not stays <= parts.keys() else ():
+                if name in stays and name not in parts:
+                    placed = self.model(number).placed[i]
+                    split = [one.results[k].split_axes for one in placed]
+                    parts[name] = max(self.mesh.size([axis for axis in axes if len(placed) == 1 or roles[axis] != TENSOR])
+                                      for axes in split)
+        return float(sum(self.graph.values[name].bytes_ / parts[name] for name in sorted(stays)))
 
     # the chain
 
@@ -252,12 +264,12 @@ class Problem:
         for variant in variants:
             uses = [(var, self.builder.parameter(model, var, name, [needs[chosen[var]]], variant, self._unit(first))[0])
                     for var, name, needs in model.parameter_uses]
-            parts = np.array([*rows, *(row for _, row in uses)])
-            whole = total = parts.sum(axis=0)
+            whole = total = np.array([*rows, *(row for _, row in uses)]).sum(axis=0)
             if variant.recompute != "none":
                 repeats = self._repeats(first, variant.recompute)
-                once = np.array([*repeats.variables, *repeats.edges, *(repeats.variables[var] for var, _ in uses)])
+                once, parts = np.array([*repeats.variables, *repeats.edges]), np.array(rows)
                 total = _again(parts[~once].sum(axis=0), False) + _again(parts[once].sum(axis=0), True)
+                total = sum((_again(row, repeats.variables[var], comes_back=False) for var, row in uses), total)
                 for e, skip, held in zip(model.edges, repeats.edges, repeats.held, strict=True):
                     more = self.tables.kept_ways(e.table, repeats.ways, not skip, held)
                     if more is not None:
@@ -309,7 +321,7 @@ class Problem:
         found, unit = list(unary), self._unit(number)
         for var, name, needs in model.parameter_uses:
             costs = self.builder.parameter(model, var, name, needs, variant, unit)
-            found[var] = found[var] + (costs if skipped is None else _again(costs, skipped[var]))
+            found[var] = found[var] + (costs if skipped is None else _again(costs, skipped[var], comes_back=False))
         return found
 
     def open(self, number: int) -> tuple[Variant, ...]:
@@ -323,9 +335,12 @@ class Problem:
         return tuple(v for v in self.block_variants if v.recompute == "none") or self.block_variants
 
     def _unit(self, number: int) -> Neighbours:
-        """What stands around every position that this one's model serves; the backward comes from the last block."""
+        """What stands around every position that this one's model serves; the backward comes from the last block. Where no
+        root's gradients are reduced last, the first block's of the micro-batch before still are then."""
         served = [self.positions[n].block for n, first in enumerate(self._alike) if first == self._alike[number]]
-        return Neighbours(ahead=max(served) > 0, behind=min(served) < len(self.graph.blocks) - 1,
+        again = self.schedule.microbatches > 1 and not self.structure.trains_root
+        last = len(self.graph.blocks) - 1
+        return Neighbours(ahead=max(served) > 0, behind=min(served) < last, again=again and max(served) == last,
                           blocks=max(1, len(self.graph.blocks)))
 
     def _recomputed(self, number: int, model: Model, recompute: str) -> tuple[list[Array], list[Edge]]:

@@ -26,6 +26,7 @@ class Mixture:
     op, placed, assignment: the operator, the shardings of its tensors, and the factors that the axes split
     recomputed: for every recomputation the matrix that turns its resources into those it has then
     shapes: of its operands and of its results in a micro-batch, whole
+    space: bytes beside all else while its backward runs, before gradients of its weights are copied
     """
 
     op: Op
@@ -33,6 +34,7 @@ class Mixture:
     assignment: Mapping[str, str]
     recomputed: Mapping[str, Vector]
     shapes: tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]
+    space: float
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ same ones. Shapes are those of one micro-batch; seconds are those of the whole s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -59,7 +60,7 @@ class ResourceTables:
 
     def whole(self, name: str) -> float:
         """Bytes of a whole value within one micro-batch."""
-        return float(np.prod(self.shapes[name], dtype=float)) * self.graph.values[name].dtype.itemsize
+        return float(math.prod(self.shapes[name])) * self.graph.values[name].dtype.itemsize
 
     def times(self, name: str) -> int:
         """How often a step a value is there."""
@@ -248,3 +249,10 @@ def first_of_all(table: Array, stays: bool) -> None:
         table[..., SAVED] = 0.0
     forbidden = np.isinf(table[..., MOMENTS[-1]])
     table[forbidden] = np.inf
+
+
+def only(table: Array, resources: Sequence[int]) -> Array:
+    """Some resources of a table."""
+    found = np.zeros_like(table)
+    found[..., resources] = table[..., resources]
+    return found

@@ -26,6 +26,7 @@ from meshwright.compiler.search.task import Fits, Task, Timing
 from meshwright.compiler.solver.chain import Beaten, Chain, Infeasible, Solution
 from meshwright.compiler.solver.pricing import Multipliers
 from meshwright.compiler.solver.solve import Hint, solve
+from meshwright.cost.cluster import Cluster
 from meshwright.ir.mesh import ANY, SAMPLED, Mesh
 from meshwright.ir.pins import PinError, vars_of
 from meshwright.ir.plan import Plan, PlanError
@@ -42,6 +43,9 @@ TIE = 1e-3
 FAR = 1.15
 """What is counted so many times above the memory does not fit: no program is made to know (assumed: what is counted and what is
 replayed differ by less)."""
+
+_NEAR = 0.8
+"""Of the memory: micro-batches that are told from larger ones to need at least this part are looked at (chosen)."""
 
 _MASTER = 4
 """Bytes of a parameter as the optimizer has it, fp32."""
@@ -118,7 +122,7 @@ def solve_layout(
         return _chain(limited, task, math.inf, timing)
 
     def within(bytes_: float) -> Counted:
-        chain = replace(unbounded(), capacity=bytes_)
+        chain = unbounded().within(bytes_)
         try:
             hopeless = bytes_ * FAR if to_beat < math.inf else math.inf  # as long as none fits, the leanest says what binds
             found = _solved(chain, task, timing, cutoff, known, hint, hopeless)
@@ -158,6 +162,7 @@ class OneDevice:
     binds: whether memory keeps out what recomputes nothing
     standing, activations, widest: bytes as they are counted: what a device has all the time, what all devices hold besides at
         least, and the position that holds most of that while it runs
+    kept: what all devices hold if nothing is recomputed
     """
 
     least_bytes: float
@@ -166,6 +171,18 @@ class OneDevice:
     standing: float = 0.0
     activations: float = 0.0
     widest: float = 0.0
+    kept: float = 0.0
+
+    def of_fewer(self, samples: float, cluster: Cluster) -> OneDevice | None:
+        """Of micro-batches of ``samples`` times as many, no more than one, if that is clear: what grows with samples does so no
+        faster, so that what is too much is too much, and what is far less than there is is taken not to be."""
+        activations, widest, kept = (bytes_ * samples for bytes_ in (self.activations, self.widest, self.kept))
+        room, world = cluster.capacity_bytes, cluster.world
+        counted = self.standing + activations / world
+        if not kept or _NEAR * room < counted <= room * FAR:
+            return None
+        binds = self.standing + kept / world > room * FAR
+        return OneDevice(counted, counted > room, binds, self.standing, activations, widest, kept)
 
     def crowds(self, stages: int, samples: float, room: float, world: int) -> bool:
         """Whether it is proven that ``room`` bytes a device are too few for so many stages with micro-batches of ``samples``
@@ -201,12 +218,12 @@ def one_device(task: Task, microbatches: int, fits: Fits) -> OneDevice:
     standing = task.given_bytes + (trained * state + alone) / world
     counted, binds = standing + least / world, standing + float(each[0]) / world > room * FAR
     if not room < counted <= room * FAR:
-        return OneDevice(counted, counted > room, binds, standing, least, widest)
+        return OneDevice(counted, counted > room, binds, standing, least, widest, float(each[0]))
     leanest = problem.with_variants((Variant(recompute=task.recompute[int(np.argmin(each))]),))
     whole = leanest.chain(math.inf, task.given_bytes + alone)
     replayed = fits(_plan(leanest, whole, solve(whole, gap=task.gap), task)).bytes_by_kind
     held = standing + (replayed.get("activations", 0.0) + replayed.get("transient", 0.0)) / world
-    return OneDevice(held, held > room, binds, standing, least, widest)
+    return OneDevice(held, held > room, binds, standing, least, widest, float(each[0]))
 
 
 def _for_kinds(at: Multipliers, theirs: Kinds, ours: Kinds) -> Multipliers | None:

@@ -90,6 +90,7 @@ class Branch:
     firm: what the bound is without the assumption of the level TENSOR
     zero, shard: how parameters are kept, from the level KEPT on
     sharp: whether its bound is as sharp as the level TIMED makes it
+    closely: and it was cut for whatever is better than the incumbent
     later: of a free layout, the counts of micro-batches to try after this one
     fewer: of a free layout, the least seconds of the counts before, or what they take at least
     """
@@ -103,6 +104,7 @@ class Branch:
     zero: int = field(compare=False, default=0)
     shard: int = field(compare=False, default=1)
     sharp: bool = field(compare=False, default=False)
+    closely: bool = field(compare=False, default=False)
     later: tuple[int, ...] = field(compare=False, default=())
     fewer: float = field(compare=False, default=float("inf"))
 

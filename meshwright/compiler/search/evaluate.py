@@ -336,7 +336,7 @@ class Evaluator:
         are divided and none is known to end a stage, what those in flight passed on, each value like the slimmest."""
         table = self.table(candidate)
         waiting = schedule_of(table.name).waiting(table.pp, candidate.virtual_stages, table.microbatches)
-        found = np.zeros(table.pp) + waiting * max(placement.crossing[:-1]) + placement.made_alone(table.microbatches)
+        found = np.zeros(table.pp) + waiting * max(placement.sent[:-1]) + placement.made_alone(table.microbatches)
         if passed_on:
             going = [np.array(table.stages_of(rank)) < table.stages - 1 for rank in range(table.pp)]
             held = [counts[:, :, goes].sum(axis=(1, 2)).max() for counts, goes in zip(table.in_flight, going, strict=True)]

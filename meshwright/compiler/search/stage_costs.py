@@ -226,8 +226,11 @@ class StageCosts:
         backward = backward + self.overlapped(run[:, BACKWARD] + each[:, BACKWARD], each[:, REDUCE], run[:, HOST_BACK])
         waiting = np.array([row.waiting for row in placement.rows])
         pending = np.maximum(run[:, SAVED] + waiting, 0.0)
+        # gradients of the head, made first of its stage, are there until the micro-batch's backward is done
+        weights = [() if row.block or split else self._made(row.uses, degrees) for row in placement.rows]
+        released = np.maximum(run[:, SAVED] - pending * split, 0.0) - [sum(bytes_ for bytes_, _ in made) for made in weights]
         transient, behind = self._transient(
-            placement, run, once, kept or degrees.variant(zero), microbatches > 1, degrees.pp > 1, halved
+            placement, run, once, kept or degrees.variant(zero), microbatches > 1, degrees, halved
         )
         columns = [
             forward, backward, weight + recomputed * split,
@@ -237,28 +240,31 @@ class StageCosts:
             once[:, [GATHER, GATHER_ONCE, SEND]].sum(axis=1), once[:, [REDUCE, REDUCE_ONCE, SEND_BACK]].sum(axis=1),
             once[:, BACKWARD],
             np.where(ahead > 0.0, forward, 0.0) * ahead, each[:, BACKWARD],
-            once[:, GRADIENTS] if microbatches > 1 else 0.0 * ahead, np.maximum(run[:, SAVED] - pending * split, 0.0), behind,
+            once[:, GRADIENTS] if microbatches > 1 else 0.0 * ahead, released, behind,
         ]
         found = [column[list(placement.sequence)] for column in columns]
         found += self._ends(placement, recompute)
         return Units(*found)
 
     def _ends(self, placement: Placement, recompute: str) -> tuple[Array, Array]:
-        """Bytes of what enters each position from another rank, or is made again for it, and is not among what it saves, and of
-        what it sends on."""
-        rows = [placement.rows[row] for row in placement.sequence]
-        saves = np.array([np.inf if row.block and recompute != NONE else row.entering for row in rows])
-        return np.maximum(np.array([0.0, *placement.crossing[:-1]]) - saves, 0.0), np.array([*placement.sent[:-1], 0.0])
+        """Bytes of what enters each position from another rank and is not among what it saves, or is made again there, which a
+        block that recomputes holds as what it is handed, and of what it sends on."""
+        rows, sent = [placement.rows[row] for row in placement.sequence], np.array([0.0, *placement.sent[:-1]])
+        again = np.array([row.block and recompute != NONE for row in rows])
+        entered = np.maximum(sent - [row.entering for row in rows], 0.0)
+        return np.where(again, [0.0, *placement.crossing[:-1]] - sent, entered), np.array([*placement.sent[:-1], 0.0])
 
     def _transient(
-        self, placement: Placement, run: Array, once: Array, variant: Variant, several: bool, staged: bool, halved: bool
+        self, placement: Placement, run: Array, once: Array, variant: Variant, several: bool, degrees: Degrees, halved: bool
     ) -> tuple[Array, Array]:
         """Bytes beside what is kept while a row runs, or, where FSDP2 has no part in it, while gradients are copied to their
         sums when a block's backward is done and nothing that it kept is left (``cost.memory.fsdp``), or, of what is no block,
         while a W makes them of what waits for it; and beside these the fp32
         gradients of the block behind it in a stage, where FSDP2 is still reducing them, as it reduces this one's at its end."""
-        made = np.array([row.made for row in placement.rows])  # as they come, among what runs
-        working = run[:, TRANSIENT] + np.maximum(once[:, TRANSIENT] - made, 0.0)
+        experts = np.array([self._of_experts(row, degrees, variant) for row in placement.rows])
+        made = np.array([row.made for row in placement.rows]) + experts[:, 0]  # as they come, among what runs
+        working = run[:, TRANSIENT] + experts.sum(axis=1) + np.maximum(once[:, TRANSIENT] - made, 0.0)
+        staged = degrees.pp > 1
         working += [0.0 if staged else row.beside_output for row in placement.rows]
         reduces = staged and bool(variant.data_axes) and (variant.zero >= 2 or not several)
         behind = np.minimum(made * (_FP32 / self.itemsize) * reduces, np.maximum(once[:, TRANSIENT] - made, 0.0))
@@ -267,6 +273,20 @@ class StageCosts:
         copied, blocks = once[:, GRADIENTS] * (1 + several), np.array([row.block for row in placement.rows])
         waits = halved & (np.arange(len(blocks)) != placement.sequence[0])  # the first comes last, when all behind it is gone
         return np.maximum(working, np.where(blocks, copied - run[:, SAVED], copied * waits)), behind
+
+    def _of_experts(self, row: PlacedPosition, degrees: Degrees, variant: Variant) -> tuple[float, float]:
+        """Bytes of the gradients of a mixture's weights in the compute dtype, which come before those of the rest of its block,
+        and of a copy of the largest, of which FSDP2 takes a piece, beyond what its backward needed before."""
+        names = {name for mixture in row.mixtures for name in mixture.op.inputs}
+        made = self._made([use for use in row.uses if use.value.name in names], degrees)
+        copied = max((bytes_ for bytes_, split in made if split and variant.of(split).data_axes), default=0.0)
+        space = max((mixture.space for mixture in row.mixtures), default=0.0)
+        return sum(bytes_ for bytes_, _ in made), max(0.0, copied - space)
+
+    def _made(self, uses: Sequence[Use], degrees: Degrees) -> Sequence[tuple[float, tuple[str, ...]]]:
+        """Bytes of every gradient of a weight in the compute dtype, and the axes that split it."""
+        needs = [(use.value.numel, renamed(use.need, degrees).split_axes) for use in uses if use.trainable]
+        return [(numel / degrees.mesh.size(split) * self.itemsize, tuple(split)) for numel, split in needs]
 
     def _rows(self, placement: Placement, recompute: str, microbatches: int) -> tuple[Array, Array, Array]:
         """Resources of a placement's rows without and with a recomputation, and seconds of gradients of weights."""

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from meshwright.compiler.placement.choices import attended, exchanged, pays_mirrored
-from meshwright.compiler.search.blockwise import OneDevice
+from meshwright.compiler.search.blockwise import TIE, OneDevice
 from meshwright.compiler.search.bounds import Branch, CandidateBounds, Level
 from meshwright.compiler.search.candidates import Candidate, Layout, candidates, degrees_of
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
@@ -499,9 +499,7 @@ class Sweep:
             if not error.proven:
                 heapq.heappush(self._cut, node)
             return
-        for ranking in (self.solved, self.open):
-            ranking.append(result)
-            ranking.sort(key=lambda e: (e.seconds, e.candidate.pp, e.candidate.tensor, e.zero))
+        self._rank(result)
         proven = max(node.bound, min(result.bound, result.seconds))
         if node.candidate.pp == 1:
             key = degrees.mesh, node.candidate.microbatches
@@ -515,9 +513,26 @@ class Sweep:
         while self._cut and self.effort <= self.limit:
             node = self._cut[0]
             others = min([self._closed, self._cutoff, *(other.bound for other in self._left)])
-            if node.bound >= others or node.level is not Level.TIMED or node.sharp:
+            if node.bound >= others or node.level is not Level.TIMED or node.closely:
                 break
-            heapq.heapreplace(self._cut, replace(self.bounds.time(node, self._cutoff, sharp=True), sharp=True))
+            closer = replace(node, closely=True) if node.sharp else self.bounds.time(node, self._cutoff, sharp=True)
+            heapq.heapreplace(self._cut, replace(closer, sharp=True))
+            if node.sharp:  # what was no better than the incumbent by enough may be, by a little
+                self._solve_closely(node)
+
+    def _solve_closely(self, node: Branch) -> None:
+        """Cut one again that was solved, through whatever is slower than the incumbent to what is better."""
+        degrees, placement = degrees_of(node.candidate, node.shard), self.bounds.placement_of(node)
+        with suppress(DoesNotFitError):
+            found = self.bounds.evaluator.run(node.candidate, degrees, node.zero, placement)
+            if found.seconds < self._incumbent * (1 - TIE):
+                self.open = [one for one in self.open if str(one) != str(found)]
+                self._rank(found)
+
+    def _rank(self, found: Evaluation) -> None:
+        for ranking in (self.solved, self.open):
+            ranking.append(found)
+            ranking.sort(key=lambda e: (e.seconds, e.candidate.pp, e.candidate.tensor, e.zero))
 
     def _solve_free(self, node: Branch) -> list[Branch]:
         """Solve a candidate with a free layout; the one with more micro-batches, where memory binds and they may help."""
@@ -558,8 +573,11 @@ class Sweep:
         return self._more(node, made.seconds, made.limited)
 
     def _one_device(self, microbatches: int) -> OneDevice:
+        """Of so many micro-batches what some device holds at least; told from what fewer have, where that is clear."""
         if microbatches not in self._single:
-            self._single[microbatches] = self._one(microbatches)
+            larger = max((count for count in self._single if count < microbatches), default=microbatches)
+            told = larger < microbatches and self._single[larger].of_fewer(larger / microbatches, self.task.cluster)
+            self._single[microbatches] = told or self._one(microbatches)
         return self._single[microbatches]
 
     def _more(self, node: Branch, seconds: float, limited: bool) -> list[Branch]:

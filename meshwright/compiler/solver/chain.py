@@ -18,6 +18,7 @@ a pair.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -168,6 +169,12 @@ class Chain:
             for s, var in kind.shared:
                 if kind.variants[0].sizes[var] != self.shared_sizes[s]:
                     raise ValueError(f"shared variable {s} has {self.shared_sizes[s]} choices, variable {var} another number")
+
+    def within(self, capacity: float) -> Chain:
+        """The same chain with another capacity, whose arrays were checked."""
+        found = copy(self)
+        object.__setattr__(found, "capacity", capacity)
+        return found
 
     def time(self, cost: Array) -> float:
         """Time of one position with resource vector [K]."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,7 +23,8 @@ from ortools.math_opt.python import mathopt
 
 from meshwright.compiler.solver.chain import Array, Chain, Kind
 from meshwright.compiler.solver.effort import Effort
-from meshwright.compiler.solver.elimination import Eliminated, Eliminator, Request, Tables, Together, eliminated
+from meshwright.compiler.solver.elimination import Eliminated, Eliminator, Tables, Together, eliminated
+from meshwright.compiler.solver.families import Family, families
 
 Group = tuple[int, int]
 """(kind, variant)."""
@@ -106,9 +107,10 @@ class Pricer:
         self._known: OrderedDict[tuple[Group, object, bytes], tuple[Eliminated, Array]] = OrderedDict()
         self._columns: WeakKeyDictionary[Eliminated, dict[tuple[int, int], Column | None]] = WeakKeyDictionary()
         self._held = 0
-        tables = Tables()
+        self._tables = Tables()
+        self._made: dict[int, list[Family]] = {}
         self._blocks = {
-            (k, v): Eliminator(block, (*kind.entry, *kind.exit), tables)
+            (k, v): Eliminator(block, (*kind.entry, *kind.exit), self._tables)
             for k, kind in enumerate(chain.kinds)
             for v, block in enumerate(kind.variants)
         }
@@ -141,17 +143,22 @@ class Pricer:
     def price(self, at: Multipliers, fixed: Mapping[int, int], everyone: bool = False) -> Pricing:
         """Minimum of the weighted chain; ``fixed`` holds shared variables at a choice, the others are each position's own.
 
-        Expensive groups are evaluated only if a shortest path would use them at a lower bound from earlier weights; with
-        ``everyone`` all are.
+        Groups of a family (families.py), and expensive ones, are evaluated only if a shortest path would use them at a lower
+        bound, from the family or from earlier weights; with ``everyone`` all are. Where multipliers say nothing of a group
+        (alpha is even), those of its family serve: any are a point of the dual.
         """
+        at = self._told(at)
         results: dict[Group, Eliminated] = {}
         tables = [
             np.full((len(kind.variants), kind.states(kind.entry), kind.states(kind.exit)), np.inf) for kind in self.chain.kinds
         ]
-        asked = [group for group in self.groups if everyone or self._blocks[group].plan.work < LAZY]
-        self._evaluate(asked, at, fixed, tables, results)
+        bounded = {} if everyone else self._families_below(at, fixed)
+        cheap = [group for group in self.groups if everyone or self._blocks[group].plan.work < LAZY]
+        self._evaluate([group for group in cheap if group not in bounded], at, fixed, tables, results)
         for k, v in self.groups:
-            if (k, v) not in results:
+            if (k, v) in bounded:
+                tables[k][v] = bounded[k, v]
+            elif (k, v) not in results:
                 tables[k][v] = self._below((k, v), at, fixed)
         while True:
             priced = self._chain(tables, results)
@@ -181,13 +188,10 @@ class Pricer:
                 continue
             if (k, v) not in made:
                 batch = batches.get((k, v), [(k, v)])
-                several = [self._request(group, weights[group], fixed) for group in batch]
+                several = [(self._blocks[one], weights[one], self._fixed(one[0], fixed)) for one in batch]
                 made.update(zip(batch, eliminated(several), strict=True))
             results[k, v] = done = made.pop((k, v))
-            index, clash = self._expand[k]
-            table = np.asarray(done.table[index]) if index else np.broadcast_to(done.table, clash.shape).copy()
-            table[clash] = np.inf
-            tables[k][v] = table + float(self.chain.kinds[k].variant_costs[v] @ weights[k, v])
+            tables[k][v] = self._expanded(k, done) + float(self.chain.kinds[k].variant_costs[v] @ weights[k, v])
             plan, found = done.plan, tables[k][v].copy()
             self.effort.priced(plan.work, len(plan.steps))
             if plan.work >= LAZY:
@@ -197,14 +201,6 @@ class Pricer:
             while self._held > KNOWN and len(self._known) > 1:
                 _, (old, _) = self._known.popitem(last=False)
                 self._held -= old.plan.entries
-
-    def _request(self, group: Group, weights: Array, fixed: Mapping[int, int]) -> Request:
-        extra = {}
-        for s, var in self.chain.kinds[group[0]].shared:
-            if s in fixed:
-                extra[var] = np.full(self.chain.shared_sizes[s], np.inf)
-                extra[var][fixed[s]] = 0.0
-        return self._blocks[group], weights, extra
 
     def _batches(self, groups: Sequence[Group]) -> dict[Group, list[Group]]:
         """For each group those that it is eliminated together with, all of one plan."""
@@ -218,6 +214,61 @@ class Pricer:
                 batch = alike[start : start + most]
                 out.update(dict.fromkeys(batch, batch))
         return out
+
+    def _fixed(self, k: int, fixed: Mapping[int, int]) -> dict[int, Array]:
+        """Costs of a kind's variables that hold the shared ones at their choices."""
+        extra = {}
+        for s, var in self.chain.kinds[k].shared:
+            if s in fixed:
+                extra[var] = np.full(self.chain.shared_sizes[s], np.inf)
+                extra[var][fixed[s]] = 0.0
+        return extra
+
+    def _expanded(self, k: int, found: Eliminated) -> Array:
+        """[entry, exit] of a kind from a table over its kept variables."""
+        index, clash = self._expand[k]
+        table = np.asarray(found.table[index]) if index else np.broadcast_to(found.table, clash.shape).copy()
+        table[clash] = np.inf
+        return table
+
+    def _families_below(self, at: Multipliers, fixed: Mapping[int, int]) -> dict[Group, Array]:
+        """Lower bounds of the tables of groups that are of a family, each at weights of its own: those that its members have in
+        the mean, which are as good a point of the dual."""
+        asked: dict[int, list[tuple[int, Family, Array]]] = {}
+        for k in range(len(self.chain.kinds)):
+            for family in self._families(k):
+                first = k, family.members[0]
+                alpha = np.mean([at.alpha[k, v] for v in family.members], axis=0)
+                weights = replace(at, alpha={first: alpha}).weights(self.chain, [first])[first]
+                asked.setdefault(id(family.least.plan), []).append((k, family, weights))
+        found: dict[Group, Array] = {}
+        for several in asked.values():
+            requests = [(family.least, weights, self._fixed(k, fixed)) for k, family, weights in several]
+            for (k, family, weights), done in zip(several, eliminated(requests), strict=True):
+                self.effort.priced(done.plan.work, len(done.plan.steps))
+                table = self._expanded(k, done)
+                for v in family.members:
+                    own = float(self.chain.kinds[k].variant_costs[v] @ weights) + family.more(v, weights)
+                    found[k, v] = table + own
+        return found
+
+    def _told(self, at: Multipliers) -> Multipliers:
+        """The same with multipliers for groups of which they say nothing."""
+        alpha = dict(at.alpha)
+        for k in range(len(self.chain.kinds)):
+            for family in self._families(k):
+                own = {v: at.alpha[k, v] for v in family.members}
+                told = [one for one in own.values() if (one != one[0]).any()]
+                if told:
+                    mean = np.mean(told, axis=0)
+                    alpha.update({(k, v): mean for v, one in own.items() if (one == one[0]).all()})
+        return replace(at, alpha=alpha)
+
+    def _families(self, k: int) -> list[Family]:
+        """The families of a kind that some position is of."""
+        if k not in self._made:
+            self._made[k] = families(self.chain.kinds[k], self._tables) if self.copies[k] else []
+        return self._made[k]
 
     def _relevant(self, k: int, fixed: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
         return tuple((s, fixed[s]) for s, _ in self.chain.kinds[k].shared if s in fixed)

@@ -49,8 +49,7 @@ class Search:
 
     ``cutoff``: time of a solution known elsewhere. ``strict``: end, by ``Beaten``, once nothing here can be faster. ``start``:
     multipliers that are tried at once. ``hopeless``: bytes that to need more of is the end; ``memory_bound``: that any
-    assignment needs. ``needed``: what the first path does; ``worst``: where its largest transient is. ``loose``: columns
-    within the capacity that may disagree on the shared variables, and their time.
+    assignment needs. ``loose``: columns within the capacity that may disagree on the shared variables, and their time.
     """
 
     chain: Chain
@@ -71,8 +70,6 @@ class Search:
     loose_time: float = np.inf
     lightest: list[Column] | None = None
     memory_bound: float = -np.inf
-    needed: float = 0.0
-    worst: Column | None = None
     hopeless: float = np.inf
     iterations: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -80,10 +77,10 @@ class Search:
     def run(self) -> Search:
         """Search until the gap is reached, nothing is left to try, or the time is over. Raises Infeasible, Beaten."""
         self._check_memory()
+        self._price_out()
         self._unconstrained()
         self.check()
         if self.loose is None:
-            self._price_out()
             self._least_memory()
         self._descend()
         self.check()
@@ -115,8 +112,10 @@ class Search:
     @property
     def done(self) -> bool:
         """The demanded gap is reached, by a solution known elsewhere (``cutoff``) too. Columns that do not agree count unless
-        ``strict``: it may end by what is known elsewhere, and to raise the bound takes less than to branch."""
-        return self.within(min(self.time if self.strict else self.loose_time, self.cutoff))
+        ``strict``: it may end by what is known elsewhere, and to raise the bound takes less than to branch. They do where they
+        are so fast that no bound will rise to that."""
+        hidden = self.strict and self.loose_time >= self.cutoff * (1 - self.gap)
+        return self.within(min(self.time if hidden else self.loose_time, self.cutoff))
 
     def within(self, time: float) -> bool:
         """Whether nothing is faster than so many seconds by more than the demanded gap."""
@@ -217,15 +216,13 @@ class Search:
 
     def _unconstrained(self) -> None:
         """First columns, the scales, and the optimum without memory if it fits."""
-        at = self.start or self._multipliers(self._memory_price(), 1.0)
-        bound, priced = self.price(at, everyone=True)
+        at = self._first() if self.best is None else self.best
+        bound, priced = self.price(at)
         if not np.isfinite(bound):
             raise Infeasible("forbidden choices leave no assignment of the chain", np.inf, np.inf, None)
-        self.bound, self.best = bound, at
+        self._raise(bound, at)
         self.check()  # columns take as long as their prices
         _, path = self._add(priced, 0.0, FEW, everyone=True)
-        if path is not None:
-            self.needed, self.worst = self._memory(path), max(path, key=lambda column: column.transient)
         if self.scale is None:
             known, positions = self._listed(), len(self.chain.sequence)
             seconds = max([c.time for c in known], default=0.0) * positions
@@ -237,6 +234,9 @@ class Search:
             self._round(priced)
         self._report("start")
 
+    def _first(self) -> Multipliers:
+        return self.start or self._multipliers(self._memory_price(), 1.0)
+
     def _memory_price(self) -> float:
         """Seconds a byte to begin with: such that to fill the memory costs as much as a solution known elsewhere takes. Where
         memory is what binds that often proves at once that nothing here is faster."""
@@ -247,14 +247,22 @@ class Search:
         """Raise Beaten if memory is so dear that nothing is faster than what is known elsewhere, though it has as much as is
         not hopeless yet: then it need not be known whether anything fits. The price is where the bound would come to that time
         if it rose as it does by what the priced path needs."""
-        at, more, rises = self.best, self.hopeless - self.chain.capacity, self.needed - self.hopeless
-        if not (self.strict and at is not None and at.memory > 0.0):
+        at = self._first()
+        if not (self.strict and at.memory > 0.0):
             return
-        if self.start is None and self.worst is not None and rises > 0.0:  # the price of what passes was spread evenly
-            at = replace(at, transient=self._at_worst(self.worst, at.memory))
-            bound, _ = self.price(at)
-            if bound > self.bound:
-                self.bound, self.best = bound, at
+        bound, priced = self.price(at)
+        if not np.isfinite(bound):
+            return
+        self._raise(bound, at)
+        self.check()
+        _, path = self._add(priced, 0.0, 0)
+        needed, more = 0.0 if path is None else self._memory(path), self.hopeless - self.chain.capacity
+        rises = needed - self.hopeless
+        if path is None or needed <= self.chain.capacity:
+            return
+        if self.start is None and rises > 0.0:  # the price of what passes was spread evenly
+            at = replace(at, transient=self._at_worst(max(path, key=lambda column: column.transient), at.memory))
+            self._raise(self.price(at)[0], at)
         value = self.bound - at.memory * more
         self.beaten(value, self.time)
         for _ in range(_DEARER):
@@ -264,8 +272,14 @@ class Search:
             shares = tuple(tuple(nu * factor for nu in one) for one in at.transient)
             dearer = replace(at, memory=at.memory * factor, transient=shares)
             found = self.price(dearer)[0] - dearer.memory * more
+            self._raise(found, dearer)
             self.beaten(found, self.time)
             at, value, rises = dearer, found, (found - value) / (dearer.memory - at.memory)
+
+    def _raise(self, bound: float, at: Multipliers) -> None:
+        """Take a bound for the best if it is."""
+        if bound > self.bound:
+            self.bound, self.best = bound, at
 
     def _at_worst(self, column: Column, memory: float) -> tuple[tuple[float, ...], ...]:
         """Multipliers of the transients that a price of memory may have, all of it where a column's is largest."""
@@ -280,7 +294,7 @@ class Search:
         bound, least, lightest = -np.inf, np.inf, None
         at = self._multipliers(1.0, 0.0)
         for _ in range(ROUNDS):
-            found, priced = self.price(at, everyone=not np.isfinite(bound))
+            found, priced = self.price(at)
             bound = max(bound, found)
             self.memory_bound = max(self.memory_bound, bound)
             self._check_memory()
@@ -315,8 +329,7 @@ class Search:
             value = value * self.scale.time + self.chain.fixed_time
             bound, priced = self.price(at)
             new, path = self._add(priced, max(self.time - bound, 0.0), FEW)
-            if bound > self.bound:
-                self.bound, self.best = bound, at
+            self._raise(bound, at)
             self._offer(path)
             self._round(priced)
             near = self.bound >= value - self.gap * abs(value)
@@ -374,12 +387,15 @@ def infeasible(chain: Chain, bound: float, least: float, solution: Solution | No
 def _near(
     priced: Pricing, groups: Sequence[Group], limit: float, many: int, everyone: bool
 ) -> Iterator[tuple[Group, tuple[int, int]]]:
-    """Groups and state pairs of least slack: per kind the first ``many`` in ``limit``, with ``everyone`` each group's."""
+    """Groups and state pairs of least slack of what was evaluated: per kind the first ``many`` in ``limit``, with ``everyone``
+    each group's."""
+    groups = [group for group in groups if group in priced.results]
     for k, v in groups if everyone else ():
         least = np.unravel_index(int(priced.slack[k][v].argmin()), priced.slack[k][v].shape)
         yield (k, v), (int(least[0]), int(least[1]))
     for k in dict.fromkeys(g[0] for g in groups):
-        flat = priced.slack[k].ravel()
+        known = np.array([(k, v) in priced.results for v in range(len(priced.slack[k]))])
+        flat = np.where(known[:, None, None], priced.slack[k], np.inf).ravel()
         near = np.flatnonzero(flat <= limit)
         for index in near[np.argsort(flat[near], kind="stable")[:many]]:
             v, entry, leave = (int(i) for i in np.unravel_index(index, priced.slack[k].shape))

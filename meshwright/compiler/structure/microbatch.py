@@ -158,6 +158,18 @@ def split_time(
     return Schedule(microbatches, time, free, frozenset(epilogue), run_ahead(graph, rules, epilogue, free))
 
 
+def split_alike(
+    graph: Graph, rules: Mapping[str, OpRule], microbatches: int, batch_inputs: dict[str, int], like: Schedule
+) -> Schedule | None:
+    """``split_time`` of more than one micro-batch as of another count, which it depends on where a batch or a factor does not
+    divide alone; None if one does not."""
+    mesh = Mesh((TIME,), (microbatches,))
+    whole = all(graph.values[name].shape[dim] % microbatches == 0 for name, dim in batch_inputs.items())
+    if not whole or not all(rules[name].legal({TIME: factor}, mesh) for name, factor in like.time.items()):
+        return None
+    return replace(like, microbatches=microbatches)
+
+
 def check_groups(graph: Graph, rules: Mapping[str, OpRule], schedule: Schedule, ranks: int) -> None:
     """Raise PlanError where micro-batches of a batch that ``ranks`` share part samples which an operator groups: a micro-batch
     has its rows from every rank's share, so that each of these pieces must hold whole groups."""

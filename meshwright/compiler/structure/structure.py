@@ -6,12 +6,13 @@ from functools import cached_property
 
 from meshwright.compiler.structure.activations import Saved, Shape, body_shapes, saved_values
 from meshwright.compiler.structure.dims import Dim, DimClasses, batch_inputs, handed_on, sequence_classes
-from meshwright.compiler.structure.microbatch import check_groups, split_time
+from meshwright.compiler.structure.microbatch import check_groups, made_alone, split_alike, split_time
 from meshwright.compiler.structure.positions import Position, positions_of, several_readers
 from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.cost.cluster import Device
 from meshwright.cost.compute import Fused, fusion, started
 from meshwright.cost.memory.replay import passing
+from meshwright.cost.memory.saved import storages
 from meshwright.cost.memory.working import kept_later
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.graph import Graph, Op
@@ -37,7 +38,10 @@ class Structure:
         """What so many micro-batches split. ``ranks``: that share the batch. Raises PlanError where an operator cannot run in
         them (``split_time``, ``check_groups``)."""
         if microbatches not in self._schedules:
-            self._schedules[microbatches] = split_time(self.graph, self.rules, microbatches, self.batch_inputs)
+            split = self.graph, self.rules, microbatches, self.batch_inputs
+            like = next((one for count, one in self._schedules.items() if min(count, microbatches) > 1), None)
+            found = None if like is None else split_alike(*split, like)
+            self._schedules[microbatches] = split_time(*split) if found is None else found
         found = self._schedules[microbatches]
         if microbatches > 1 and ranks > 1 and (microbatches, ranks) not in self._whole:
             check_groups(self.graph, self.rules, found, ranks)
@@ -94,6 +98,11 @@ class Structure:
     def batch(self) -> frozenset[Dim]:
         """The classes of dims that are samples."""
         return self.classes.of(self.batch_inputs.items())
+
+    @cached_property
+    def made_alone(self) -> frozenset[str]:
+        """Values that are made once a step and stay for others to read."""
+        return made_alone(self.graph, self.rules.operators)
 
     @cached_property
     def handed_on(self) -> frozenset[str]:
@@ -163,6 +172,22 @@ class Structure:
         return kept_later(self.graph, self.rules.operators)
 
     @cached_property
+    def kept_if_split(self) -> dict[str, frozenset[int]]:
+        """Of operators that an algorithm may split the operands that nobody keeps, and that count for them if what runs then
+        does: each once, for the first of its position, and none that is counted where later positions share it."""
+        base, known, found = storages(self.graph, self.rules.operators), self.saved.values, dict[str, frozenset[int]]()
+        for position in self.positions:
+            seen = {base[name] for name in (*position.shared_in, *position.shared_out)} | known | self.stored
+            for op in position.ops(self.graph):
+                if self.rules[op.name].algorithms:
+                    found[op.name] = frozenset(
+                        at for at, name in enumerate(op.inputs)
+                        if base[name] not in seen and name not in self.graph.parameter_free_values
+                    )
+                    seen |= {base[name] for name in op.inputs}
+        return found
+
+    @cached_property
     def stored(self) -> frozenset[str]:
         """Parameters and buffers."""
         return frozenset(param.value for param in self.graph.params)
@@ -171,6 +196,14 @@ class Structure:
     def tied(self) -> frozenset[str]:
         """Trainable parameters with several readers."""
         return several_readers(self.graph)
+
+    @cached_property
+    def trains_root(self) -> bool:
+        """Whether a trainable parameter is not read by one block alone."""
+        ops = [(position.block, position.ops(self.graph)) for position in self.positions]
+        read = [(block, {name for op in found for name in op.inputs}) for block, found in ops]
+        readers = ({block for block, names in read if param.value in names} for param in self.graph.params if param.trainable)
+        return any(len(blocks) != 1 or -1 in blocks for blocks in readers)
 
     @cached_property
     def stacked(self) -> StackedExperts:

@@ -1,7 +1,8 @@
 """Which gradients are there while the backward of each operator of a block runs, as ``replay`` has it, whatever their sizes.
 
 A gradient that an operator passes on, as sums and views do, is the one it was handed: it is there once, under the name of the
-value that is nearest to the operator that runs. Sums of gradients are made in place.
+value that is nearest to the operator that runs, or of a smaller one that it is an expanded view of (a mean's or a total's
+operand has its gradient from a single number). Sums of gradients are made in place.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ def gradients_alive(
 ) -> list[GradientsAlive | None]:
     """Of every operator, None where no gradient reaches it. ``passed``: by operator the operands whose gradient is that of the
     result; ``held``: parameters; ``leaving``: values whose gradients come from outside."""
-    alive = {name: name for name in leaving if graph.values[name].differentiable}  # value -> the gradient that it has
+    values = graph.values
+    alive = {name: (name, name) for name in leaving if values[name].differentiable}  # value -> its gradient, and whose that is
     found: list[GradientsAlive | None] = [None] * len(ops)
     for index in reversed(range(len(ops))):
         op = ops[index]
         made = {name: alive[name] for name in op.outputs if name in alive}
         if not made:
             continue
-        nearest = {gradient: name for name, gradient in alive.items()} | {gradient: name for name, gradient in made.items()}
-        first = next(iter(made.values()))
-        operands = [(at, name) for at, name in enumerate(op.inputs) if graph.values[name].differentiable and name not in held]
+        nearest = dict([*alive.values(), *made.values()])
+        first, whose = next(iter(made.values()))
+        operands = [(at, name) for at, name in enumerate(op.inputs) if values[name].differentiable and name not in held]
         makes = tuple(at for at, _ in operands if at not in passed[op.name])
         found[index] = GradientsAlive(frozenset(nearest.values()), makes)
         for name in made:
             del alive[name]
         for at, name in operands:
-            alive.setdefault(name, f"{op.name}:{name}" if at in makes else first)
+            expanded = values[name].numel > values[whose].numel
+            alive.setdefault(name, (f"{op.name}:{name}", name) if at in makes else (first, whose if expanded else name))
     return found

@@ -133,10 +133,9 @@ def backward_peak(steps: Iterable[BackwardStep], leaving: Mapping[str, float]) -
         weights += step.weights
         made = sum(bytes_ for name, bytes_ in step.operands if name not in step.passed) * (not step.own)
         peak = max(peak, sum(alive.values()) + made + weights + step.space - released)
-        for name in step.results:
-            alive.pop(name, None)
-        for name, bytes_ in step.operands:
-            alive[name] = max(bytes_, alive.get(name, 0.0))
+        handed = max((alive.pop(name) for name in step.results if name in alive), default=0.0)
+        for name, bytes_ in step.operands:  # of a total's operand it is one number, seen as many
+            alive[name] = max(min(bytes_, handed) if name in step.passed else bytes_, alive.get(name, 0.0))
         released += step.released
     return peak
 
