@@ -113,7 +113,7 @@ def test_too_little_memory_for_whole_weights_is_zero_3() -> None:
         for level in (0, 2, 3)
     )
     assert three < two < zero
-    plan = make_plan(graph, FOUR.with_memory(int((two + three) / 2)), Pins())
+    plan = make_plan(graph, FOUR.with_memory(int(three + MIB)), Pins())
     assert [set(assignment.values()) for assignment in weights(plan)] == [{"b0"}, {"b0"}]
     assert [group.zero for group in plan.groups[:-1]] == [3, 3]
     assert plan.predicted.bytes_per_rank == three

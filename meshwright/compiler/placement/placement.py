@@ -438,14 +438,13 @@ class _Reader:
         ops, operators = self.problem.positions[self.problem.serves(at)].ops(graph), self.owner.rules.operators
         if EXPERTS in {op.target for op in ops}:
             return 0.0, 0.0
-        released = [float(model.unary[i][chosen[i]][SAVED]) for i in range(len(ops))]
+        released, steps = [float(model.unary[i][chosen[i]][SAVED]) for i in range(len(ops))], list[BackwardStep]()
         readers = {var: min(e.j for e in model.edges if e.i == var) for var, _ in model.copies.values()}
         for e in model.edges:
             if (last := readers.get(e.j, e.j)) < len(ops):
                 released[last] += float(e.cost(chosen[e.i], chosen[e.j])[SAVED])
-        weights, block = {param.value for param in graph.params}, self.problem.positions[at].block >= 0
-        trained = {param.value for param in graph.params if param.trainable and block}
-        steps, inside = list[BackwardStep](), {name for op in ops for name in op.inputs}
+        weights, inside = {param.value for param in graph.params}, {name for op in ops for name in op.inputs}
+        trained = {param.value for param in graph.params if param.trainable and self.problem.positions[at].block >= 0}
         for i in reversed(range(len(ops))):
             op, placed = ops[i], model.placed[i][chosen[i]]
             lost, passed = operators[op.target].kind == "loss", self.owner.passed[op.name]

@@ -98,15 +98,14 @@ def solve(
 def _last_resort(root: Search, error: Infeasible, gap: float) -> Solution:
     """Where the certificate leaves room under the capacity, ask the flow program of a small chain; else raise.
 
-    The error gets a solution whose positions agree on the shared variables, where the relaxed one's do not, unless that is
-    hopeless already.
+    The error gets a solution whose positions agree on the shared variables, where the relaxed one's do not.
     """
     if error.bound <= root.chain.capacity and not root.late and flow_size(root.chain) <= SMALL:
         with suppress(Infeasible):  # nothing found is no proof: the certificate below stays as it is
             found = flow_mip(root.chain, nodes=_nodes(root.chain), precision=gap / 2)
             if found.bytes_ + found.transient <= root.chain.capacity:
                 return replace(found, status="optimal" if found.gap <= gap else "gap")
-    if error.solution is None and root.lightest is not None and error.least <= root.hopeless:
+    if error.solution is None and root.lightest is not None:
         states = shared_states(root.chain, root.lightest)
         leaf = _leaf(root, {s: _majority(seen) for s, seen in states.items()}, np.inf)
         if isinstance(leaf, Search):
