@@ -45,9 +45,9 @@ class Cutting:
         at = cuts[:, 1:-1].T
         return Times(forward, inputs, weights, self.units.value[at], self.units.gradient[at])
 
-    def memory(self, cuts: np.ndarray, options: np.ndarray) -> np.ndarray:
-        """Bytes of every rank at its peak: float [pp, K]."""
-        state, saved, pending, summed = self.units.sums(cuts, options)[3:]
+    def memory(self, cuts: np.ndarray, options: np.ndarray, sums: np.ndarray | None = None) -> np.ndarray:
+        """Bytes of every rank at its peak: float [pp, K]. ``sums``: of all stages (``Intervals.sums``), if they are known."""
+        state, saved, pending, summed = (self.units.sums(cuts, options) if sums is None else sums)[3:]
         transient = self.units.transient[options, cuts[:, :-1], cuts[:, 1:]].T
         reducing = self.units.ends[options, 2, cuts[:, :-1]].T
         return np.asarray(self._of_ranks(state) + peak_bytes(self.table, saved, pending, summed, transient, reducing))
@@ -174,7 +174,7 @@ def make_fit(problem: Cutting, cuts: np.ndarray, options: np.ndarray) -> tuple[n
     excess = float(problem.excess(cuts[None], options[None])[0])
     while excess > 0:
         over = np.flatnonzero(problem.memory(cuts[None], options[None])[:, 0] > problem.capacity)  # no other rank can help
-        found = _flipped(problem, cuts, options, excess, over)
+        found = _flipped(problem, cuts, options, over)
         if found is None:
             moved = _moves(problem, cuts, over.tolist(), wide=True)
             gain = _gains(problem, (cuts, options), moved, np.tile(options, (len(moved), 1)), excess)
@@ -187,20 +187,25 @@ def make_fit(problem: Cutting, cuts: np.ndarray, options: np.ndarray) -> tuple[n
     return cuts, options
 
 
-def _flipped(
-    problem: Cutting, cuts: np.ndarray, options: np.ndarray, excess: float, ranks: np.ndarray
-) -> np.ndarray | None:
-    """Options with the best change of each of these ranks, whose memories are their own affair; None if no change helps."""
-    rank_of = np.array(problem.table.stage_rank)
-    others = _flips(problem, options, np.flatnonzero(np.isin(rank_of, ranks)))
-    gain = _gains(problem, (cuts, options), np.tile(cuts, (len(others), 1)), others, excess)
-    changed = others != options
-    found = options.copy()
-    for rank in ranks:
-        own = np.where(changed[:, rank_of == rank].any(axis=1), gain, 0.0)
-        if len(own) and own.max() > 0:
-            best = int(own.argmax())
-            found[changed[best]] = others[best][changed[best]]
+def _flipped(problem: Cutting, cuts: np.ndarray, options: np.ndarray, ranks: np.ndarray) -> np.ndarray | None:
+    """Options with the best change of each of these ranks: of one stage, which frees the most bytes per second it adds. Their
+    memories are their own affair, so a change of each is tried at a time. None if no change helps."""
+    tried = {rank: [(stage, option) for stage in problem.table.stages_of(rank) for option in range(problem.units.options)
+                    if option != options[stage]] for rank in ranks.tolist()}
+    rows = np.tile(options, (1 + max(map(len, tried.values()), default=0), 1))  # the first row stays as it is
+    for changes in tried.values():
+        for row, (stage, option) in enumerate(changes, 1):
+            rows[row, stage] = option
+    at = np.tile(cuts, (len(rows), 1))
+    sums = problem.units.sums(at, rows)
+    over, seconds = np.maximum(problem.memory(at, rows, sums) - problem.capacity[:, None], 0.0), sums[:3].sum(axis=0)
+    least, found = 1e-12 * seconds[:, 0].sum() + 1e-300, options.copy()
+    for rank, changes in tried.items():
+        stages, row = [stage for stage, _ in changes], np.arange(1, 1 + len(changes))
+        gain = np.maximum(over[rank, 0] - over[rank, row], 0.0) / np.maximum(seconds[stages, row] - seconds[stages, 0], least)
+        if len(gain) and gain.max() > 0:
+            stage, option = changes[int(gain.argmax())]
+            found[stage] = option
     return None if (found == options).all() else found
 
 
@@ -210,7 +215,8 @@ def _gains(
     """Bytes of the ``excess`` now that each of K neighbours frees, per second that it adds to all stages: [K]."""
     if not len(cuts):
         return np.zeros(0)
-    freed = np.maximum(excess - problem.excess(cuts, options), 0.0)
-    stage = problem.units.sums(cuts, options)[:3].sum(axis=(0, 1))
+    sums = problem.units.sums(cuts, options)
+    over = np.maximum(problem.memory(cuts, options, sums) - problem.capacity[:, None], 0.0).sum(axis=0)
+    freed, stage = np.maximum(excess - over, 0.0), sums[:3].sum(axis=(0, 1))
     before = problem.units.sums(now[0][None], now[1][None])[:3].sum()
     return np.asarray(freed / np.maximum(stage - before, 1e-12 * stage + 1e-300))

@@ -332,11 +332,24 @@ def _search(problem: Cutting, known: float | None, cutoff: float) -> Found:
         )
         cuts = np.tile(rows, (units.options, 1))
         options = np.repeat(np.arange(units.options), len(rows))[:, None] + np.zeros((1, table.stages), dtype=np.int64)
-        fitted = [make_fit(problem, c, o) for c, o in zip(cuts, options, strict=True)]
-        cuts, options = (np.array(part) for part in zip(*fitted, strict=True))
+        cuts, options = _made_to_fit(problem, cuts, options)
     if not (problem.excess(cuts, options) <= 0).any():
         raise _does_not_fit(problem, cuts[0], options[0], proven=False)
     return refine(problem, cuts, options, bound, cutoff)
+
+
+def _made_to_fit(problem: Cutting, cuts: np.ndarray, options: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts that fit, one from each, where one is found. Those whose stages all run the leanest way come first: where units must
+    move though all do (that takes longest) the others end there too, and are left if none of these fits."""
+    leanest = options[int(problem.excess(cuts, options).argmin())]
+    first = (options == leanest).all(axis=1)
+    cuts, options = cuts.copy(), options.copy()
+    for some in (first, ~first):
+        for at in np.flatnonzero(some):
+            cuts[at], options[at] = make_fit(problem, cuts[at], options[at])
+        if not (problem.excess(cuts[first], options[first]) <= 0).any():
+            return cuts[first], options[first]
+    return cuts, options
 
 
 # ------------------------------------------------------------------------------------------- per stage, infeasibility
