@@ -14,6 +14,7 @@ from meshwright.compiler.pipeline import stages
 from meshwright.compiler.pipeline.in_flight import in_flight, passed_on
 from meshwright.compiler.pipeline.intervals import Crossings, Intervals, OutsideSeconds, Shared
 from meshwright.compiler.pipeline.lighten import lighten
+from meshwright.compiler.pipeline.refine import _flipped
 from meshwright.compiler.pipeline.stage_bound import Bound, cannot_run_in, fractional_bound, link_bound
 from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_bound
 from meshwright.compiler.pipeline.timed_bound import KnownPaths, timed_bound
@@ -574,6 +575,39 @@ def test_no_choice_unit_by_unit_beats_the_bound(setting: tuple[str, int, int, in
             assert slow <= best * (1 + 1e-6)
         got = cut(ways[0], pp, v, name, m, capacity, options=ways[1:], outside=outside)
         assert got.bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if s[2] > 1], ids=lambda s: "-".join(map(str, s)))
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_that_overflows_makes_the_change_that_frees_most(setting: tuple[str, int, int, int], seed: int) -> None:
+    """Of one stage, by bytes of what overflows for a second that it adds; here each change of each stage is tried alone."""
+    name, pp, v, m = setting
+    units, table = random_units(12, seed), schedule_table(name, pp, v, m)
+    ways = slimmer([replace(u, transient=0.1 * u.transient, saved=3.0 * u.saved) for u in units], seed)
+    cuts = np.linspace(0, 12, table.stages + 1).astype(np.int64)
+
+    def parts(options: dict[int, int]) -> list[list[Unit]]:
+        return [ways[options.get(at, 0)][a:b] for at, (a, b) in enumerate(itertools.pairwise(cuts))]
+
+    plain = memory_by_hand(table, parts({}))
+    room = [0.7 * bytes_ if rank else bytes_ for rank, bytes_ in enumerate(plain)]  # the first one fits
+    problem = stages._problem(tuple(map(tuple, ways)), table, v, room, True, None, ())
+    over = np.arange(1, pp)
+    found = _flipped(problem, cuts, np.zeros(table.stages, dtype=np.int64), over)
+    wanted = [0] * table.stages
+    for rank in over.tolist():
+        gains = dict[float, tuple[int, int]]()
+        for stage, option in itertools.product(table.stages_of(rank), (1, 2)):
+            changed = parts({stage: option})
+            freed = plain[rank] - max(room[rank], memory_by_hand(table, changed)[rank])
+            added = sum(u.backward_input for u in changed[stage]) - sum(u.backward_input for u in parts({})[stage])
+            gains[freed / added] = stage, option
+        if max(gains) > 0:
+            stage, option = gains[max(gains)]
+            wanted[stage] = option
+    assert any(wanted)
+    assert found is not None
+    assert found.tolist() == wanted
 
 
 @pytest.mark.parametrize("setting", [("1f1b", 2, 1, 4), ("gpipe", 2, 1, 4), ("interleaved1f1b", 2, 2, 4), ("zbv", 2, 2, 4)],
