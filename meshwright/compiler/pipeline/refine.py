@@ -201,8 +201,8 @@ def _flipped(problem: Cutting, cuts: np.ndarray, options: np.ndarray, ranks: np.
     over, seconds = np.maximum(problem.memory(at, rows, sums) - problem.capacity[:, None], 0.0), sums[:3].sum(axis=0)
     least, found = 1e-12 * seconds[:, 0].sum() + 1e-300, options.copy()
     for rank, changes in tried.items():
-        stages, row = [stage for stage, _ in changes], np.arange(1, 1 + len(changes))
-        gain = np.maximum(over[rank, 0] - over[rank, row], 0.0) / np.maximum(seconds[stages, row] - seconds[stages, 0], least)
+        stages, own = [stage for stage, _ in changes], np.arange(1, 1 + len(changes))
+        gain = np.maximum(over[rank, 0] - over[rank, own], 0.0) / np.maximum(seconds[stages, own] - seconds[stages, 0], least)
         if len(gain) and gain.max() > 0:
             stage, option = changes[int(gain.argmax())]
             found[stage] = option
