@@ -476,7 +476,7 @@ class Costs:
         always = cast / unit.blocks * gathered
         begun = cast * unit.ahead * gathered
         left = master / (self.mesh.size(variant.shard_axes) if variant.zero else 1) - cast * (not gathered)
-        again = master * unit.again * reduces  # with the others that they are priced with, but for their ``BEHIND``
+        again = master * unit.again * reduces  # of the last block: those that share its prices have it in place of ``BEHIND``
         begun += again
         reducing = (master + left * once) * reduces  # its gradients take the place of what it gathered
         vector[BEHIND] = (reducing - again) * unit.behind

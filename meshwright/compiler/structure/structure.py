@@ -199,11 +199,11 @@ class Structure:
 
     @cached_property
     def trains_root(self) -> bool:
-        """Whether a trainable parameter is not read by one block alone."""
+        """Whether some trainable parameter is read by the root, or by several blocks."""
         ops = [(position.block, position.ops(self.graph)) for position in self.positions]
         read = [(block, {name for op in found for name in op.inputs}) for block, found in ops]
         readers = ({block for block, names in read if param.value in names} for param in self.graph.params if param.trainable)
-        return any(len(blocks) != 1 or -1 in blocks for blocks in readers)
+        return any(len(blocks) > 1 or -1 in blocks for blocks in readers)
 
     @cached_property
     def stacked(self) -> StackedExperts:
