@@ -247,12 +247,13 @@ class Intervals:
             found[3, :, : one.before + 1, one.at + 1 :] -= one.bytes_
         return np.asarray(found)
 
-    @functools.cached_property
-    def each(self) -> np.ndarray:
-        """Numbers of every unit, [7, options, n], what is shared counted where it is read first: no stage has less."""
+    def each(self, stages: int) -> np.ndarray:
+        """Numbers of every unit, [7, options, n], of which no stage has less where there are so many: what is shared is counted
+        where it is read first, if a stage may have both units and leave one to every other."""
         found = np.diff(self.prefix, axis=2)
         for one in self.shared:
-            found[3, :, one.at] -= one.bytes_
+            if one.before + self.count - 1 - one.at >= stages - 1:
+                found[3, :, one.at] -= one.bytes_
         return found
 
     @property

@@ -131,7 +131,7 @@ def cannot_run_in(
 ) -> bool:
     """Whether no cut runs in ``seconds`` (inf: at all), with any number of stages a rank from the first to the second of
     ``virtual_stages``: units of the most frequent class are left over when every rank has taken what it can."""
-    classes = classes_of(units, outside)
+    classes = classes_of(units, outside, pp * virtual_stages[0])
     most = whole_units(units, classes, name, pp, virtual_stages, microbatches, capacity, outside.slowed, seconds)
     return most is not None and bool(most.sum() < classes.members.max())
 
@@ -156,7 +156,7 @@ def whole_units(
     tail = ranks * (up + float(back.min()))
     spent = [(work + slowed * reduce + optimizer, budget)] + [(work + optimizer, budget - tail)] * (not split)
     bytes_ = state + sum(counts[:, :, at, :, None, None] * each for at, each in enumerate((saved, pending, summed)))
-    room = np.repeat((capacity - least_transient(units, pp, turns))[:, None], counts.shape[1], axis=1)
+    room = (capacity - least_transient(units, pp, turns))[:, None] - _reduced_beside(units, name, counts, virtual_stages)
     for rank, part, kind in ((0, 0, kinds[0]), (0 if turns else pp - 1, -1, kinds[-1])):
         if kind != common:  # the first unit and the last are where they must be
             room[rank] -= bytes_[rank, :, part, kind].min(axis=-1)
@@ -189,6 +189,29 @@ def least_transient(units: Intervals, pp: int, turns: bool, alone: bool = False)
     end = 0 if turns else -1
     least[end] = max(least[end], each[-1]) if alone else min(least[end], each[-1])
     return least
+
+
+def least_at_ends(units: Intervals, stages: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of each stage's transient at least, whatever unit it ends with (behind which nothing of it is released), and those
+    that its last reduction leaves, whatever it begins with [stages] each."""
+    peak, left = units.peak.min(axis=0), units.ends[:, 2].min(axis=0)
+    ends, begins = (np.full(stages, each[1:-1].min(initial=math.inf) if stages > 2 else 0.0) for each in (peak, left))
+    ends[0], begins[0] = peak[:-1].min(initial=math.inf), left[0]
+    ends[-1], begins[-1] = peak[-1], left[1:].min(initial=math.inf) if stages > 1 else left[0]
+    return ends, begins
+
+
+def _reduced_beside(units: Intervals, name: str, counts: np.ndarray, virtual_stages: tuple[int, int]) -> np.ndarray:
+    """Bytes that reductions of other stages than the one that runs leave at least at the moments ``counts`` [pp, k, 3, parts]
+    (``in_flight``), of ranks of the fewest stages [pp, k]."""
+    pp, fewest = len(counts), virtual_stages[0]
+    lies = schedule_of(name).stage_rank(pp, fewest)
+    (_, least), found = least_at_ends(units, len(lies)), np.zeros(counts.shape[:2])
+    for rank in range(pp if virtual_stages[1] > 1 else 0):
+        own = least[[stage for stage, on in enumerate(lies) if on == rank]]
+        bytes_ = np.array([own[0], own[1:-1].sum(), own[-1]])[parts(virtual_stages)]
+        found[rank] = np.maximum(counts[rank, :, 2] @ bytes_ - own.max(), 0.0)
+    return found
 
 
 class Bound(NamedTuple):
@@ -260,7 +283,7 @@ class _Program(LinearProgram):
         self.split, self.turns = schedule.split, schedule.closed is not None and schedule.closed.turns
         self.margins = schedule.margins(pp, len(self.chosen), microbatches)  # if a rank had one stage of each kind
         self.slowed = outside.slowed
-        self.known = classes_of(units, outside)
+        self.known = classes_of(units, outside, pp * self.least)
         self.classes, self.first, self.members = self.known
         self.scale = float(self.classes[:3].max()) or 1.0
         self.amounts = self.variables(len(self.chosen), pp, len(self.members), units.options)
@@ -381,12 +404,14 @@ class _Program(LinearProgram):
         state, saved, pending, summed = self.classes[3:7]
         counted = in_flight(self.name, self.pp, (self.least, self.most), self.microbatches)
         assert counted is not None  # as the schedule has closed forms
+        beside = _reduced_beside(self.units, self.name, counted, (self.least, self.most))
         for rank in range(self.pp):
-            for moment in np.unique(counted[rank], axis=0):
+            moments, first = np.unique(counted[rank], axis=0, return_index=True)
+            for moment, reduced in zip(moments, beside[rank, first] / room[rank], strict=True):
                 counts = moment[:, :, None, None]
                 bytes_ = (state + counts[0] * saved + counts[1] * pending + counts[2] * summed) / room[rank]
-                if (bytes_.max(axis=(0, 2)) * self.members).sum() > 1.0:
-                    self.add([(self.amounts[:, rank], bytes_)], -math.inf, 1.0)
+                if (bytes_.max(axis=(0, 2)) * self.members).sum() > 1.0 - reduced:
+                    self.add([(self.amounts[:, rank], bytes_)], -math.inf, 1.0 - reduced)
 
     def no_more(self, most: np.ndarray) -> None:
         """Of the most frequent class a rank runs no more than ``most`` units [pp]."""
@@ -418,10 +443,10 @@ class Classes(NamedTuple):
     members: np.ndarray
 
 
-def classes_of(units: Intervals, outside: OutsideSeconds) -> Classes:
-    """Units whose numbers are the same up to rounding are one class."""
+def classes_of(units: Intervals, outside: OutsideSeconds, stages: int) -> Classes:
+    """Units whose numbers (``Intervals.each``) are the same up to rounding are one class."""
     once = np.array([outside.gather, outside.reduce, outside.optimizer])[:, None].repeat(units.options, axis=1)
-    numbers = np.concatenate([units.each, once])
+    numbers = np.concatenate([units.each(stages), once])
     scale = np.abs(numbers).sum(axis=2).max(axis=1)[:, None, None] + 1e-300
     keys = np.round(numbers / scale, 12).transpose(2, 0, 1).reshape(units.count, -1)
     _, where, inverse, members = np.unique(keys, axis=0, return_index=True, return_inverse=True, return_counts=True)

@@ -30,7 +30,7 @@ from functools import cached_property
 import numpy as np
 
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
-from meshwright.compiler.pipeline.stage_bound import classes_of, least_transient, whole_units
+from meshwright.compiler.pipeline.stage_bound import classes_of, least_at_ends, whole_units
 from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Row, UnsolvedError
 from meshwright.cost.timeline import Times, longest_paths
 from meshwright.ir.schedules import Table, maximal
@@ -166,11 +166,9 @@ class _Program(LinearProgram):
     ) -> None:
         super().__init__()
         self.units, self.table, self.outside, self.paths, self.runs, self.size = units, table, outside, paths, 0, 0
-        known = classes_of(units, outside)
-        turns = table.stage_rank[-1] != table.pp - 1
-        self.room = room - least_transient(units, table.pp, turns, table.stages == table.pp)
+        known = classes_of(units, outside, table.stages)
         self.members, self.kinds = known.members, known.kinds
-        self.moments = [maximal(np.concatenate(running)) for running in table.moments]
+        self.room, self.moments = room, _moments(table, units)
         self.ways, self.of = self._ways(known.numbers)
         self.scale = float(self.ways[:3].max()) or 1.0
         self.corners = _corners(units, self.kinds, table.stages)
@@ -195,8 +193,9 @@ class _Program(LinearProgram):
         """Numbers [10, ways] and the class of every way; where memory does not bind every unit runs in the fastest."""
         state, saved, pending, summed = numbers[3:7]
         most = [np.max([np.max(counts[0]) * saved + np.max(counts[1]) * pending for counts in moments], axis=0) + state + summed
-                for moments in self.moments]
-        held = np.array([(bytes_.max(axis=1) * self.members).sum() for bytes_ in most])
+                for moments, _ in self.moments]
+        held = np.array([(bytes_.max(axis=1) * self.members).sum() + beside.max()
+                         for bytes_, (_, beside) in zip(most, self.moments, strict=True)])
         if (held <= self.room).all():
             return numbers.min(axis=2), np.arange(len(self.members))
         found = [(number, way) for number in range(len(self.members))
@@ -315,23 +314,25 @@ class _Program(LinearProgram):
 
     # memory
 
-    def _moments_over(self, point: _Point) -> list[tuple[int, np.ndarray]]:
-        """The ranks that hold too much, and bytes of all that they run [stages, ways] at their worst moment."""
+    def _moments_over(self, point: _Point) -> list[tuple[int, np.ndarray, float]]:
+        """The ranks that hold too much, bytes of all that they run [stages, ways] at their worst moment, and the room there."""
         state, saved, pending, summed = self.ways[3:7]
         found = []
-        for rank, moments in enumerate(self.moments):
+        for rank, (moments, beside) in enumerate(self.moments):
             own = self.ranks == rank
             held = sum(moments[:, at, :, None] * each for at, each in enumerate((saved, pending, summed))) + state
-            bytes_ = np.einsum("ksw,sw->k", held, point.amounts[own])
+            bytes_ = np.einsum("ksw,sw->k", held, point.amounts[own]) + beside
             if bytes_.max() > self.room[rank] * _SAFE:
-                found.append((rank, held[int(bytes_.argmax())]))
+                at = int(bytes_.argmax())
+                found.append((rank, held[at], float(self.room[rank] - beside[at])))
         return found
 
     def overflows(self, point: _Point) -> bool:
         """Whether a rank holds too much at a point; the worst moment of each becomes a row."""
         over = self._moments_over(point)
-        for rank, held in over:
-            self.add([(self.amounts[self.ranks == rank], held / max(self.room[rank], 1.0))], -math.inf, 1.0)
+        for rank, held, room in over:
+            scale = max(self.room[rank], 1.0)
+            self.add([(self.amounts[self.ranks == rank], held / scale)], -math.inf, room / scale)
         return bool(over)
 
     def solved(self, rows: Sequence[Row] = ()) -> tuple[float, _Point]:
@@ -427,6 +428,20 @@ class _Program(LinearProgram):
     def _at(self, places: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """Numbers of corners [stages - 1, corners, any] at cuts."""
         return np.asarray(np.einsum("bc,bcn->bn", places, numbers))
+
+
+def _moments(table: Table, units: Intervals) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Per rank what it holds at the moments that count, int [k, 3, stages of the rank] (``Table.moments``), and the bytes there
+    at least of the transient of the stage that runs and of what reductions of the others leave [k]."""
+    transient, reducing = least_at_ends(units, table.stages)
+    found = []
+    for rank, (wide, begin) in enumerate(table.side_by_side):
+        counts, own = wide.reshape(len(wide), 4, -1), list(table.stages_of(rank))
+        runs = np.searchsorted(begin, np.arange(len(wide)), side="right") - 1
+        bytes_, order = np.unique(counts[:, 3] @ reducing[own] + transient[own][runs], return_inverse=True)
+        most = maximal(np.concatenate([counts[:, :3].reshape(len(wide), -1), order[:, None]], axis=1).astype(np.int64))
+        found.append((most[:, :-1].reshape(len(most), 3, -1), bytes_[most[:, -1]]))
+    return found
 
 
 def _corners(units: Intervals, kinds: np.ndarray, stages: int) -> np.ndarray:
