@@ -156,7 +156,7 @@ def whole_units(
     tail = ranks * (up + float(back.min()))
     spent = [(work + slowed * reduce + optimizer, budget)] + [(work + optimizer, budget - tail)] * (not split)
     bytes_ = state + sum(counts[:, :, at, :, None, None] * each for at, each in enumerate((saved, pending, summed)))
-    room = (capacity - least_transient(units, pp, turns))[:, None] - _reduced_beside(units, name, counts, virtual_stages)
+    room = (capacity - least_transient(units, pp, turns))[:, None] - _beside(units, name, counts, virtual_stages)
     for rank, part, kind in ((0, 0, kinds[0]), (0 if turns else pp - 1, -1, kinds[-1])):
         if kind != common:  # the first unit and the last are where they must be
             room[rank] -= bytes_[rank, :, part, kind].min(axis=-1)
@@ -191,24 +191,33 @@ def least_transient(units: Intervals, pp: int, turns: bool, alone: bool = False)
     return least
 
 
-def least_at_ends(units: Intervals, stages: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of each stage's transient at least, whatever unit it ends with (behind which nothing of it is released), and those
-    that its last reduction leaves, whatever it begins with [stages] each."""
-    peak, left = units.peak.min(axis=0), units.ends[:, 2].min(axis=0)
-    ends, begins = (np.full(stages, each[1:-1].min(initial=math.inf) if stages > 2 else 0.0) for each in (peak, left))
-    ends[0], begins[0] = peak[:-1].min(initial=math.inf), left[0]
-    ends[-1], begins[-1] = peak[-1], left[1:].min(initial=math.inf) if stages > 1 else left[0]
-    return ends, begins
+class Ends(NamedTuple):
+    """Bytes of every stage at least, whatever units it begins and ends with, [stages] each: of its ``transient`` (behind the
+    unit that it ends with nothing of it is released), and those that its last ``reduction`` leaves. What is saved more for what
+    enters a stage and leaves it is not among them: ``in_flight.passed_on``."""
+
+    transient: np.ndarray
+    reduction: np.ndarray
+
+    @classmethod
+    def of(cls, units: Intervals, stages: int) -> Ends:
+        """Of so many stages, 2 or more."""
+        last, left = units.peak.min(axis=0), units.ends[:, 2].min(axis=0)
+        inner = [each[1:-1].min(initial=math.inf) if stages > 2 else 0.0 for each in (last, left)]
+        transient, reduction = (np.full(stages, least) for least in inner)
+        transient[0], transient[-1] = last[:-1].min(), last[-1]
+        reduction[0], reduction[-1] = left[0], left[1:].min()
+        return cls(transient, reduction)
 
 
-def _reduced_beside(units: Intervals, name: str, counts: np.ndarray, virtual_stages: tuple[int, int]) -> np.ndarray:
+def _beside(units: Intervals, name: str, counts: np.ndarray, virtual_stages: tuple[int, int]) -> np.ndarray:
     """Bytes that reductions of other stages than the one that runs leave at least at the moments ``counts`` [pp, k, 3, parts]
     (``in_flight``), of ranks of the fewest stages [pp, k]."""
     pp, fewest = len(counts), virtual_stages[0]
     lies = schedule_of(name).stage_rank(pp, fewest)
-    (_, least), found = least_at_ends(units, len(lies)), np.zeros(counts.shape[:2])
+    left, found = Ends.of(units, len(lies)).reduction, np.zeros(counts.shape[:2])
     for rank in range(pp if virtual_stages[1] > 1 else 0):
-        own = least[[stage for stage, on in enumerate(lies) if on == rank]]
+        own = left[[stage for stage, on in enumerate(lies) if on == rank]]
         bytes_ = np.array([own[0], own[1:-1].sum(), own[-1]])[parts(virtual_stages)]
         found[rank] = np.maximum(counts[rank, :, 2] @ bytes_ - own.max(), 0.0)
     return found
@@ -404,14 +413,14 @@ class _Program(LinearProgram):
         state, saved, pending, summed = self.classes[3:7]
         counted = in_flight(self.name, self.pp, (self.least, self.most), self.microbatches)
         assert counted is not None  # as the schedule has closed forms
-        beside = _reduced_beside(self.units, self.name, counted, (self.least, self.most))
+        beside = _beside(self.units, self.name, counted, (self.least, self.most))
         for rank in range(self.pp):
             moments, first = np.unique(counted[rank], axis=0, return_index=True)
-            for moment, reduced in zip(moments, beside[rank, first] / room[rank], strict=True):
+            for moment, there in zip(moments, beside[rank, first] / room[rank], strict=True):
                 counts = moment[:, :, None, None]
                 bytes_ = (state + counts[0] * saved + counts[1] * pending + counts[2] * summed) / room[rank]
-                if (bytes_.max(axis=(0, 2)) * self.members).sum() > 1.0 - reduced:
-                    self.add([(self.amounts[:, rank], bytes_)], -math.inf, 1.0 - reduced)
+                if (bytes_.max(axis=(0, 2)) * self.members).sum() > 1.0 - there:
+                    self.add([(self.amounts[:, rank], bytes_)], -math.inf, 1.0 - there)
 
     def no_more(self, most: np.ndarray) -> None:
         """Of the most frequent class a rank runs no more than ``most`` units [pp]."""

@@ -11,8 +11,8 @@ other, and what a rank waits for in the middle of its order.
 A cut lies between two *corners*: positions between which units are of one class and crossings cost the same, and the first and
 last that leave a unit to every stage before and behind it. As a mean of corners it says how many units of each class lie before
 it and what crosses it; of real cuts both are exact. Memory is that of every rank at every moment of its order, with units
-recomputed one by one or by parts of them. So it is a relaxation that leaves out only that units are whole and that a cut lies
-in one place.
+recomputed one by one or by parts of them, and what any stage needs beside its units (``stage_bound.Ends``). So it is a
+relaxation that leaves out only that units are whole, what is alive beside some of them, and that a cut lies in one place.
 
 Where a bound is to be sharp, these come by branching (``_branched``): a rank has so many units of a class or fewer, or more; so
 has a stage; and so many of them run in the fastest way; a cut lies at a corner or before it, or at it or behind: as a mean of
@@ -30,7 +30,7 @@ from functools import cached_property
 import numpy as np
 
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
-from meshwright.compiler.pipeline.stage_bound import classes_of, least_at_ends, whole_units
+from meshwright.compiler.pipeline.stage_bound import Ends, classes_of, whole_units
 from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Row, UnsolvedError
 from meshwright.cost.timeline import Times, longest_paths
 from meshwright.ir.schedules import Table, maximal
@@ -433,12 +433,11 @@ class _Program(LinearProgram):
 def _moments(table: Table, units: Intervals) -> list[tuple[np.ndarray, np.ndarray]]:
     """Per rank what it holds at the moments that count, int [k, 3, stages of the rank] (``Table.moments``), and the bytes there
     at least of the transient of the stage that runs and of what reductions of the others leave [k]."""
-    transient, reducing = least_at_ends(units, table.stages)
-    found = []
+    ends, found = Ends.of(units, table.stages), []
     for rank, (wide, begin) in enumerate(table.side_by_side):
         counts, own = wide.reshape(len(wide), 4, -1), list(table.stages_of(rank))
         runs = np.searchsorted(begin, np.arange(len(wide)), side="right") - 1
-        bytes_, order = np.unique(counts[:, 3] @ reducing[own] + transient[own][runs], return_inverse=True)
+        bytes_, order = np.unique(counts[:, 3] @ ends.reduction[own] + ends.transient[own][runs], return_inverse=True)
         most = maximal(np.concatenate([counts[:, :3].reshape(len(wide), -1), order[:, None]], axis=1).astype(np.int64))
         found.append((most[:, :-1].reshape(len(most), 3, -1), bytes_[most[:, -1]]))
     return found
