@@ -180,14 +180,13 @@ def _most(seconds: np.ndarray, budget: np.ndarray, bytes_: np.ndarray, room: np.
     return np.asarray(np.maximum(np.nan_to_num(most, nan=np.inf), 0.0))
 
 
-def least_transient(units: Intervals, pp: int, turns: bool, alone: bool = False) -> np.ndarray:
-    """Bytes of transients that a rank cannot avoid at any moment [pp]: of the least that can end a stage (behind which nothing
-    of the stage is released). ``alone``: of ranks of one stage, where that of the last ends with the last unit."""
+def least_transient(units: Intervals, pp: int, turns: bool) -> np.ndarray:
+    """Bytes of transients that a rank cannot avoid at any moment [pp], whichever of its stages runs (``Ends``)."""
     each = units.peak.min(axis=0)
     least = np.full(pp, each[1:-1].min() if len(each) > 2 else 0.0)
     least[0] = each[:-1].min() if len(each) > 1 else each[0]  # its first unit may be all of a stage
     end = 0 if turns else -1
-    least[end] = max(least[end], each[-1]) if alone else min(least[end], each[-1])
+    least[end] = min(least[end], each[-1])
     return least
 
 
