@@ -35,7 +35,7 @@ from meshwright.compiler.structure.measured import ModuleTimes
 from meshwright.compiler.structure.positions import positions_of
 from meshwright.cost import compute
 from meshwright.cost.compute import Fused, fusion
-from meshwright.cost.memory.saved import not_repeated
+from meshwright.cost.memory.saved import not_repeated, saved_for_backward
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.declared.precision import PRECISIONS
 from meshwright.ir.graph import Op
@@ -159,7 +159,7 @@ class Prices:
         found = dict[str, str]()
         for block in self.graph.blocks:
             ops = self.graph.ops[block.start : block.stop]
-            last, at_end = not_repeated(ops, self.graph, self.facts.rules.operators)
+            last, at_end = not_repeated([saved_for_backward(op, self.graph, self.facts.rules.operators) for op in ops])
             found |= {ops[at].name: ops[last].name for at in at_end}
         return found
 

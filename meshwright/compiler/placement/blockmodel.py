@@ -41,7 +41,7 @@ from meshwright.compiler.structure.activations import local_shapes, operand_shap
 from meshwright.compiler.structure.positions import Place, Position, operands, results
 from meshwright.cost.compute import Fused
 from meshwright.cost.memory.moments import GradientsAlive, gradients_alive
-from meshwright.cost.memory.saved import saved_beside, saved_for_backward
+from meshwright.cost.memory.saved import saved_beside
 from meshwright.cost.memory.working import beside_output, comes_aside, copied, held_outputs, run_as, space
 from meshwright.ir.declared.operator import Operator, Work
 from meshwright.ir.graph import Graph, Op
@@ -196,7 +196,7 @@ class Builder:
         made = [self.tables.shapes[name] for name in op.outputs]
         times = self.schedule.times(op.name)
         operators = self.rules.operators
-        operator, saved = operators[op.target], saved_for_backward(op, self.graph, operators)[1]
+        operator, saved = operators[op.target], self.scope.structure.kept[op.name][1]
         saved = tuple(index for index in saved if op.outputs[index] in self.tables.saved.values)
         flows = any(self.graph.values[name].differentiable for name in op.outputs)
         differentiable = [self.graph.values[name].differentiable for name in op.inputs]

@@ -259,7 +259,8 @@ class Placements:
         rows = chain.time_rows.copy()
         sequence = tuple(chain.sequence[n] for n in self.folded.serves)
         blocks = {k: chain.kinds[k].variants[0] for k in dict.fromkeys(sequence)}
-        least = np.sum([u.min(axis=0) for k in sequence for u in blocks[k].unary], axis=0)
+        each = {k: np.sum([u.min(axis=0) for u in one.unary], axis=0) for k, one in blocks.items()}
+        least = np.sum([each[k] for k in sequence], axis=0)
         most = {k: sum(_most_saved(t) for t in (*one.unary, *(e.table for e in one.edges))) for k, one in blocks.items()}
         saved = sum(most[k] for k in sequence)
         rows[:, SAVED] += _LIGHT * float((rows @ least).max()) / saved if saved else 0.0
@@ -570,10 +571,12 @@ class _Reader:
         stays = self.problem.structure.made_alone
         sampled = {axis for axis in mesh.axes if mesh.size(axis) > 1 and role_of(axis) in SAMPLED}
         part, whole, each = samples / batch_size(graph), 0.0, 0.0
+        staying = [[(i, op) for i, op in enumerate(position.ops(graph)) if not stays.isdisjoint(op.outputs)]
+                   for position in self.problem.positions]
         for n, at in enumerate(self.owner.folded.serves):
-            placed = self.problem.model(at).placed
-            for i, op in enumerate(self.problem.positions[at].ops(graph)):
-                for name, state in zip(op.outputs, placed[i][self.solution.choices[n][i]].results, strict=True):
+            for i, op in staying[at]:
+                placed = self.problem.model(at).placed[i][self.solution.choices[n][i]]
+                for name, state in zip(op.outputs, placed.results, strict=True):
                     if name not in stays:
                         continue
                     axes = set(state.split_axes)

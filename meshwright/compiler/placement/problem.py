@@ -50,7 +50,6 @@ from meshwright.compiler.placement.reachable import reachable
 from meshwright.compiler.placement.tables import Array, ResourceTables
 from meshwright.compiler.solver.chain import BlockModel, Chain, Edge, Kind, Solution
 from meshwright.compiler.structure.positions import alike, renaming, results
-from meshwright.cost.memory.saved import not_repeated
 from meshwright.cost.memory.working import held_outputs
 from meshwright.ir.mesh import TENSOR
 from meshwright.ir.plan import GroupChoice, PlanError, Schedule
@@ -432,10 +431,7 @@ class Problem:
     def _skipped(self, number: int) -> tuple[int, frozenset[int]]:
         """The last operator that keeps anything, and those that recomputation does not come to: what follows it, and itself
         where it keeps operands only (they are there before it runs)."""
-        ops = self.positions[number].ops(self.graph)
-        if self.tables.costs.device.repeats:
-            return -1, frozenset()
-        return not_repeated(ops, self.graph, self.builder.rules.operators)
+        return (-1, frozenset()) if self.tables.costs.device.repeats else self.structure.not_repeated[number]
 
     def _lasting(self, number: int, recompute: str) -> frozenset[int]:
         """Operators whose results are kept under a recomputation instead of being made again."""

@@ -38,11 +38,16 @@ _LEAST = 0.5
 """What one may take where all that there is for layouts is spent (chosen)."""
 BUILT = 0.17
 """Nominal seconds that a problem and its chains take to build: measured, on one core, with the mean of many."""
+WIDEST = 0.0185
+"""The gap with which a search ends that takes long (chosen: certificates are to be no wider than 2 %, and what is found may be
+a little slower once its program was replayed)."""
 TIE = 1e-3
 """A layout is left once it is known that nothing on it is faster than the best plan by more than this part."""
-FAR = 1.15
+FAR = 1.04
 """What is counted so many times above the memory does not fit: no program is made to know (assumed: what is counted and what is
 replayed differ by less)."""
+_USUAL = 1.01
+"""A program is taken to hold so many times what is counted, before one like it was replayed (chosen: most hold less)."""
 
 _NEAR = 0.8
 """Of the memory: micro-batches that are told from larger ones to need at least this part are looked at (chosen)."""
@@ -121,17 +126,36 @@ def solve_layout(
     def unbounded() -> Chain:
         return _chain(limited, task, math.inf, timing)
 
+    share = known.shares.get(microbatches, known.shares.get(layout, _USUAL))
+    wide, looked = capacity / min(share, 1.0), list[float]()  # no plan that fits is taken to count more than ``wide``
+
+    def proven(bound: float, bytes_: float) -> float:
+        """Seconds that nothing within ``wide`` goes below, of what was proven within so many bytes, by their price."""
+        if bytes_ < wide:
+            bound = hint.bound - (wide - bytes_) * hint.at.memory if hint.at is not None else -math.inf
+        return max(floor, bound)
+
+    def no_better(bound: float, bytes_: float) -> Counted:
+        """Raises NoBetterError, unless what is proven within so many bytes says too little of all that fits, and more can."""
+        bound = proven(bound, bytes_)
+        if max(looked) < wide and bound < cutoff * (1.0 - WIDEST):
+            return within(wide)
+        raise NoBetterError(bound, limited=True) from None
+
     def within(bytes_: float) -> Counted:
         chain = unbounded().within(bytes_)
+        looked.append(bytes_)
         try:
-            hopeless = bytes_ * FAR if to_beat < math.inf else math.inf  # as long as none fits, the leanest says what binds
+            hopeless = max(wide, bytes_) if to_beat < math.inf else math.inf  # as long as none fits the leanest says what binds
             found = _solved(chain, task, timing, cutoff, known, hint, hopeless)
         except Beaten as beaten:
-            raise NoBetterError(max(floor, beaten.bound), limited=True) from None
+            return no_better(beaten.bound, bytes_)
         except Infeasible as error:
             if not math.isfinite(error.least):
                 raise _nothing_runs(problem, task) from None
-            if error.solution is None:
+            if to_beat < math.inf and max(looked) < wide and error.bound <= wide:
+                return within(wide)  # what fits may count more
+            if error.solution is None or to_beat < math.inf:
                 raise OutOfMemoryError.of_layout(error.least, {}, problem.mesh, microbatches, task.cluster) from None
             plan, least = _plan(limited, chain, error.solution, task), max(error.least, math.nextafter(bytes_, math.inf))
             return Counted(plan, least, True, floor, "gap", settled=False)
@@ -139,18 +163,14 @@ def solve_layout(
             if hint.at is not None:
                 known.ended[microbatches] = known.ended[layout] = hint.at, limited.kept
         if found.time > cutoff:  # so within less memory it finds nothing faster
-            raise NoBetterError(max(floor, found.bound), limited=True)
-        return Counted(_plan(limited, chain, found, task), bytes_, True, found.bound, found.status, settled=True)
+            return no_better(found.bound, bytes_)
+        plan = _plan(limited, chain, found, task)
+        return Counted(plan, bytes_, True, proven(found.bound, bytes_), found.status, settled=True)
 
-    share = known.shares.get(microbatches, known.shares.get(layout))
-    if first is not None and (share is None or first.limit_bytes * share <= capacity * FAR):
+    if first is not None and first.limit_bytes * min(share, 1.0) <= capacity * FAR:
         return fitted(first, within, judge, task.cluster)
-    share = 1.0 if share is None else share
-    asked = capacity / min(share, 1.0)  # the first is not replayed to learn that it does not fit
-    counted = within(asked)
-    if counted.limit_bytes > asked * FAR and to_beat < math.inf:  # as long as none fits, it is replayed: to say what binds
-        raise OutOfMemoryError.of_layout(counted.limit_bytes * share, {}, problem.mesh, microbatches, task.cluster)
-    return fitted(counted, within, judge, task.cluster, asked)
+    counted = within(capacity / share)  # the first is not replayed to learn that it does not fit
+    return fitted(counted, within, judge, task.cluster, capacity / share)
 
 
 @dataclass(frozen=True)
@@ -302,7 +322,7 @@ def _solved(
 ) -> Solution:
     """The best of a chain. Raises Infeasible; Beaten if nothing is faster than ``cutoff`` seconds by more than the gap."""
     try:
-        return solve(chain, gap=task.gap, limit=known.left, cutoff=cutoff, hint=hint, hopeless=hopeless)
+        return solve(chain, gap=task.gap, limit=known.left, cutoff=cutoff, hint=hint, hopeless=hopeless, widest=WIDEST)
     finally:
         known.spent += hint.pricer.effort.spent if hint.pricer is not None else 0.0
         timing.mark("solve")

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from meshwright.compiler.placement.choices import attended, exchanged, pays_mirrored
-from meshwright.compiler.search.blockwise import TIE, OneDevice
+from meshwright.compiler.search.blockwise import TIE, WIDEST, OneDevice
 from meshwright.compiler.search.bounds import Branch, CandidateBounds, Level
 from meshwright.compiler.search.candidates import Candidate, Layout, candidates, degrees_of
 from meshwright.compiler.search.errors import DoesNotFitError, NoBetterError, OutOfMemoryError
@@ -58,8 +58,6 @@ _REST = 0.2
 """Parts of the limit: that a first look at what has no pipeline may take, and the first dive after it; by which the candidates
 without a pipeline, the second dive (as the look for blocks unlike each other), and everything are done, with what it has at
 least: what is left is for sharper bounds of what was solved."""
-_WIDEST = 0.02
-"""The gap with which a search ends that takes long (chosen: what a certificate should be no wider than)."""
 _SHAPES = 1.0
 """Nominal seconds of layouts within memory up to which further ones are solved whose axes cross nodes and devices (chosen)."""
 _EFFORT: Mapping[str, float] = {
@@ -184,9 +182,9 @@ class Sweep:
     @property
     def _cutoff(self) -> float:
         """Who takes so many seconds is no better than the incumbent by more than the gap: the one that was asked for, and one
-        that widens to ``_WIDEST`` while the second half of what the sweep may take is spent."""
+        that widens to ``WIDEST`` while the second half of what the sweep may take is spent."""
         late = min(1.0, max(0.0, 2.0 * self.effort / (_PROVEN * self.limit) - 1.0))
-        return self._incumbent * (1 - max(self.task.gap, late * _WIDEST))
+        return self._incumbent * (1 - max(self.task.gap, late * WIDEST))
 
     # the way
 

@@ -24,6 +24,11 @@ class Effort:
         """Whether the limit is reached."""
         return self.spent >= self.limit
 
+    @property
+    def part(self) -> float:
+        """The part of the limit that is spent, 0 to 1."""
+        return min(1.0, self.spent / self.limit) if self.limit > 0.0 else 1.0
+
     def nodes(self, columns: int, most: int) -> int:
         """How many nodes an integer program over so many columns may visit with what is left, 1 to ``most``."""
         left = max(0.0, self.limit - self.spent - INTEGER * columns)

@@ -50,6 +50,7 @@ class Search:
     ``cutoff``: time of a solution known elsewhere. ``strict``: end, by ``Beaten``, once nothing here can be faster. ``start``:
     multipliers that are tried at once. ``hopeless``: bytes that to need more of is the end; ``memory_bound``: that any
     assignment needs. ``loose``: columns within the capacity that may disagree on the shared variables, and their time.
+    ``widest``: the gap with which it may end when its effort is spent, if that is wider.
     """
 
     chain: Chain
@@ -71,6 +72,7 @@ class Search:
     lightest: list[Column] | None = None
     memory_bound: float = -np.inf
     hopeless: float = np.inf
+    widest: float = 0.0
     iterations: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -96,7 +98,7 @@ class Search:
     def beaten(self, bound: float, time: float, worth: float = 0.0) -> None:
         """The same, where all choices take at least ``bound`` and the best found takes ``time``. ``worth``: what gains no more
         than this part is left too."""
-        if self.strict and self.cutoff <= time and self.cutoff - bound <= max(self.gap, worth) * abs(self.cutoff):
+        if self.strict and self.cutoff <= time and self.cutoff - bound <= max(self.tolerance, worth) * abs(self.cutoff):
             raise Beaten(bound)
 
     def _check_memory(self) -> None:
@@ -110,16 +112,22 @@ class Search:
         return self.pricer.effort.over
 
     @property
+    def tolerance(self) -> float:
+        """The gap with which it may end: the one that was asked for, and one that widens to ``widest`` as the effort is
+        spent."""
+        return max(self.gap, self.widest * self.pricer.effort.part)
+
+    @property
     def done(self) -> bool:
         """The demanded gap is reached, by a solution known elsewhere (``cutoff``) too. Columns that do not agree count unless
         ``strict``: it may end by what is known elsewhere, and to raise the bound takes less than to branch. They do where they
         are so fast that no bound will rise to that."""
-        hidden = self.strict and self.loose_time >= self.cutoff * (1 - self.gap)
+        hidden = self.strict and self.loose_time >= self.cutoff * (1 - self.tolerance)
         return self.within(min(self.time if hidden else self.loose_time, self.cutoff))
 
     def within(self, time: float) -> bool:
         """Whether nothing is faster than so many seconds by more than the demanded gap."""
-        return time - self.bound <= self.gap * abs(time)
+        return time - self.bound <= self.tolerance * abs(time)
 
     def price(self, at: Multipliers, everyone: bool = False) -> tuple[float, Pricing]:
         """Lower bound at multipliers (of the time for rho 1, of the memory for rho 0), and what pricing found."""

@@ -41,9 +41,11 @@ BRANCHED = 2.0
 class Hint:
     """The best multipliers of a solve, which the next chain like it tries at once: where they are as good there, they prove
     that nothing is faster than its cutoff, and nothing else need be solved. And what a chain was priced with, for one that
-    differs in its capacity alone, with the bytes that any assignment needs as far as they were looked for."""
+    differs in its capacity alone, with the bytes that any assignment needs as far as they were looked for. ``bound``: the time
+    that these multipliers prove."""
 
     at: Multipliers | None = None
+    bound: float = -np.inf
     pricer: Pricer | None = None
     least: float = -np.inf
 
@@ -60,10 +62,10 @@ class Hint:
 
 def solve(
     chain: Chain, *, gap: float = 0.005, limit: float = 30.0, progress: Progress | None = None, cutoff: float = np.inf,
-    hint: Hint | None = None, hopeless: float = np.inf,
+    hint: Hint | None = None, hopeless: float = np.inf, widest: float = 0.0,
 ) -> Solution:
     """The least time of a chain within its capacity, within ``gap`` of the certified bound where ``limit`` (nominal seconds,
-    see effort.py) allows.
+    see effort.py) allows; the gap widens to ``widest``, if that is more, as the limit is spent.
 
     ``progress`` is called with (incumbent time, bound, phase). Deterministic. Raises ``Infeasible`` with the least memory if
     nothing fits, and ``Beaten`` with the bound once it is known that nothing is faster than ``cutoff`` by more than the gap.
@@ -79,7 +81,7 @@ def solve(
     seconds = {"plan": clock.monotonic() - began}
     root = Search(
         chain, pricer, gap, progress, cutoff=cutoff, strict=cutoff < np.inf, start=hint.for_(pricer), seconds=seconds,
-        hopeless=hopeless, memory_bound=hint.least,
+        hopeless=hopeless, memory_bound=hint.least, widest=widest,
     )
     try:
         best, bound = _shared(root.run())
@@ -88,7 +90,7 @@ def solve(
             raise
         return _last_resort(root, error, gap)
     finally:
-        hint.at, hint.least = root.best or hint.at, root.memory_bound
+        hint.at, hint.bound, hint.least = root.best or hint.at, root.bound, root.memory_bound
     assert best.incumbent is not None
     status = "optimal" if best.time - bound <= gap * best.time else "time_limit" if best.late else "gap"
     solution = best.solution(best.incumbent, bound, status)
@@ -123,7 +125,9 @@ def _majority(seen: Counter[int]) -> int:
 def _leaf(root: Search, fixed: Mapping[int, int], cutoff: float) -> Search | Infeasible:
     """The chain with all shared variables fixed; columns of the root that agree are taken over."""
     start = root.best if root.loose is not None else None
-    leaf = Search(root.chain, root.pricer, root.gap, root.progress, dict(fixed), root.scale, cutoff, start=start)
+    leaf = Search(
+        root.chain, root.pricer, root.gap, root.progress, dict(fixed), root.scale, cutoff, start=start, widest=root.widest
+    )
     leaf.seconds = root.seconds
     for key, column in root.columns.items():
         if all(fixed[s] == column.choices[var] for s, var in root.chain.kinds[column.kind].shared):
@@ -155,7 +159,7 @@ def _shared(root: Search) -> tuple[Search, float]:
         floor = max(root.bound, min(closed, bound))
         root.beaten(floor, np.inf if best is None else best.time)
         over = root.late or (root.incumbent is not None and effort.spent > enough)
-        if best is not None and (best.time - floor <= root.gap * best.time or over):
+        if best is not None and (best.time - floor <= root.tolerance * best.time or over):
             return best, floor
         if failures and root.late:
             raise _least(root, failures, root.memory_bound)

@@ -12,7 +12,7 @@ from meshwright.compiler.structure.stacked import StackedExperts
 from meshwright.cost.cluster import Device
 from meshwright.cost.compute import Fused, fusion, started
 from meshwright.cost.memory.replay import passing
-from meshwright.cost.memory.saved import storages
+from meshwright.cost.memory.saved import not_repeated, saved_for_backward, storages
 from meshwright.cost.memory.working import kept_later
 from meshwright.ir.declared.operator import Work
 from meshwright.ir.graph import Graph, Op
@@ -155,6 +155,16 @@ class Structure:
     def saved(self) -> Saved:
         """Values that are kept for the backward."""
         return saved_values(self.graph, self.rules.operators)
+
+    @cached_property
+    def kept(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Of every operator the operands and the results that autograd keeps."""
+        return {op.name: saved_for_backward(op, self.graph, self.rules.operators) for op in self.graph.ops}
+
+    @cached_property
+    def not_repeated(self) -> list[tuple[int, frozenset[int]]]:
+        """Of every position the last operator that keeps anything, and those to which recomputation does not come."""
+        return [not_repeated([self.kept[op.name] for op in position.ops(self.graph)]) for position in self.positions]
 
     @cached_property
     def passed(self) -> dict[str, frozenset[int]]:

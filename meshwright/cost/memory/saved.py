@@ -93,12 +93,11 @@ def _view(operator: Operator, work: Work, result: tuple[int, ...], before: _Layo
     return _Layout(plain, before.contiguous and math.prod(source) == math.prod(result))
 
 
-def not_repeated(ops: Sequence[Op], graph: Graph, operators: Operators) -> tuple[int, frozenset[int]]:
-    """Of a block's operators the last one that keeps anything, and those that recomputation does not come to: what follows it,
-    and itself where it keeps operands only (they are there before it runs)."""
-    saved = [saved_for_backward(op, graph, operators) for op in ops]
+def not_repeated(saved: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[int, frozenset[int]]:
+    """Of a block's operators, by what each keeps (``saved_for_backward``), the last one that keeps anything, and those that
+    recomputation does not come to: what follows it, and itself where it keeps operands only (they are there before it runs)."""
     keeping = [(i, results) for i, (operands, results) in enumerate(saved) if operands or results]
     if not keeping:
         return -1, frozenset()
     last, results = keeping[-1]
-    return last, frozenset(range(last + bool(results), len(ops)))
+    return last, frozenset(range(last + bool(results), len(saved)))
