@@ -485,6 +485,33 @@ def test_where_memory_binds_no_layout_is_solved_without_it_first(monkeypatch: py
     assert solved(second, 2, 10 * whole.seconds)
 
 
+@pytest.mark.parametrize(
+    ("share", "part", "worse"), [(1.02, 0.5, math.inf), (1.1, 0.4, 1.05), (1.1, 0.7, 1.001), (1.02, 0.4, 0.99)]
+)
+def test_what_is_asked_for_less_bounds_all_that_fits(share: float, part: float, worse: float) -> None:
+    """Programs of one layout hold more than is counted; those of another may not, and are no faster than what is proven."""
+    graph, cluster = llama((16, 512), 4, 256, 8), Cluster.parse("h100:1x4")
+    task = Task.of(graph, cluster, rules_of(graph)[0], Pins(), precision="bf16", state_bytes=8.0, gap=0.001)
+    layout = layouts(cluster, Pins())[0]
+    whole = blockwise.solve_layout(task, layout, 2, prediction_of, Timing())
+    tight = replace(task, cluster=cluster.with_memory(int(part * prediction_of(whole.plan).bytes_per_rank)))
+    best = blockwise.solve_layout(tight, layout, 2, prediction_of, Timing())
+
+    def fits(plan: Plan) -> Prediction:
+        counted = prediction_of(plan)
+        return replace(counted, bytes_per_rank=counted.bytes_per_rank * share)
+
+    known = blockwise.LayoutMemory(shares={layout: share})
+    try:
+        made = blockwise.solve_layout(tight, layout, 2, fits, Timing(), worse * best.seconds, known, floor=0.0)
+    except NoBetterError as error:
+        assert error.bound_seconds <= best.seconds
+        assert error.bound_seconds >= min(1.0, worse) * best.seconds * (1 - 0.025)
+        return
+    assert made.bound_seconds <= best.seconds <= made.seconds * (1 + 0.02)
+    assert prediction_of(made.plan).fits
+
+
 def test_logits_of_a_sequence_over_two_axes_are_counted_as_they_are_replayed() -> None:
     """They come back in the caller's order without ever being whole over one of the axes."""
     graph = llama((4, 4096), 2, 64, 4, vocab_size=8192)

@@ -571,20 +571,16 @@ class _Reader:
         stays = self.problem.structure.made_alone
         sampled = {axis for axis in mesh.axes if mesh.size(axis) > 1 and role_of(axis) in SAMPLED}
         part, whole, each = samples / batch_size(graph), 0.0, 0.0
-        staying = [[(i, op) for i, op in enumerate(position.ops(graph)) if not stays.isdisjoint(op.outputs)]
+        staying = [{name: place for name, place in results(position.ops(graph)).items() if name in stays}
                    for position in self.problem.positions]
         for n, at in enumerate(self.owner.folded.serves):
-            for i, op in staying[at]:
-                placed = self.problem.model(at).placed[i][self.solution.choices[n][i]]
-                for name, state in zip(op.outputs, placed.results, strict=True):
-                    if name not in stays:
-                        continue
-                    axes = set(state.split_axes)
-                    bytes_ = graph.values[name].bytes_ / mesh.size(tuple(axes - sampled))
-                    if sampled and sampled <= axes:
-                        each += bytes_ * part
-                    else:
-                        whole += bytes_
+            for name, (i, k) in staying[at].items():
+                axes = set(self.problem.model(at).placed[i][self.solution.choices[n][i]].results[k].split_axes)
+                bytes_ = graph.values[name].bytes_ / mesh.size(tuple(axes - sampled))
+                if sampled and sampled <= axes:
+                    each += bytes_ * part
+                else:
+                    whole += bytes_
         return whole, each
 
     def _handed_back(self, at: int, position: int, chosen: Sequence[int]) -> list[tuple[float, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cached_property
 
 import numpy as np
 
@@ -43,7 +43,7 @@ WIDEST = 0.0185
 a little slower once its program was replayed)."""
 TIE = 1e-3
 """A layout is left once it is known that nothing on it is faster than the best plan by more than this part."""
-FAR = 1.04
+FAR = 1.15
 """What is counted so many times above the memory does not fit: no program is made to know (assumed: what is counted and what is
 replayed differ by less)."""
 _USUAL = 1.01
@@ -120,57 +120,82 @@ def solve_layout(
         limited = problem
 
     before = known.ended.get(microbatches, known.ended.get(layout))
-    hint = Hint(None if before is None else _for_kinds(*before, limited.kept))
-
-    @cache
-    def unbounded() -> Chain:
-        return _chain(limited, task, math.inf, timing)
-
     share = known.shares.get(microbatches, known.shares.get(layout, _USUAL))
-    wide, looked = capacity / min(share, 1.0), list[float]()  # no plan that fits is taken to count more than ``wide``
+    wide, hint = capacity / min(share, 1.0), Hint(None if before is None else _for_kinds(*before, limited.kept))
+    within = _Limited(limited, task, timing, layout, microbatches, known, hint, to_beat, floor, wide)
+    if first is not None and first.limit_bytes <= wide:
+        return fitted(first, within.solve, judge, task.cluster)
+    counted = within.solve(capacity / share)  # the first is not replayed to learn that it does not fit
+    return fitted(counted, within.solve, judge, task.cluster, capacity / share)
 
-    def proven(bound: float, bytes_: float) -> float:
-        """Seconds that nothing within ``wide`` goes below, of what was proven within so many bytes, by their price."""
-        if bytes_ < wide:
-            bound = hint.bound - (wide - bytes_) * hint.at.memory if hint.at is not None else -math.inf
-        return max(floor, bound)
 
-    def no_better(bound: float, bytes_: float) -> Counted:
-        """Raises NoBetterError, unless what is proven within so many bytes says too little of all that fits, and more can."""
-        bound = proven(bound, bytes_)
-        if max(looked) < wide and bound < cutoff * (1.0 - WIDEST):
-            return within(wide)
-        raise NoBetterError(bound, limited=True) from None
+@dataclass
+class _Limited:
+    """Solves a problem within so many counted bytes. Where programs hold more than is counted less is asked for than the device
+    has; what that proves of all that fits, the price of memory says.
 
-    def within(bytes_: float) -> Counted:
-        chain = unbounded().within(bytes_)
-        looked.append(bytes_)
+    to_beat, floor, known: as of ``solve_layout``
+    wide: no plan that fits is taken to count more bytes
+    looked: the most within which it was solved
+    """
+
+    problem: Problem
+    task: Task
+    timing: Timing
+    layout: Layout
+    microbatches: int
+    known: LayoutMemory
+    hint: Hint
+    to_beat: float
+    floor: float
+    wide: float
+    looked: float = 0.0
+
+    @cached_property
+    def _unbounded(self) -> Chain:
+        return _chain(self.problem, self.task, math.inf, self.timing)
+
+    def solve(self, bytes_: float) -> Counted:
+        """The fastest that counts no more; as long as nothing is known elsewhere, the leanest if nothing does, which says what
+        binds. Raises NoBetterError, OutOfMemoryError, PinError, PlanError."""
+        problem, task, rivals, cutoff = self.problem, self.task, self.to_beat < math.inf, self.to_beat * (1.0 - TIE)
+        chain, self.looked = self._unbounded.within(bytes_), max(self.looked, bytes_)
         try:
-            hopeless = max(wide, bytes_) if to_beat < math.inf else math.inf  # as long as none fits the leanest says what binds
-            found = _solved(chain, task, timing, cutoff, known, hint, hopeless)
+            found = _solved(chain, task, self.timing, cutoff, self.known, self.hint,
+                            max(self.wide, bytes_) if rivals else math.inf)
         except Beaten as beaten:
-            return no_better(beaten.bound, bytes_)
+            return self._no_better(beaten.bound, bytes_)
         except Infeasible as error:
             if not math.isfinite(error.least):
                 raise _nothing_runs(problem, task) from None
-            if to_beat < math.inf and max(looked) < wide and error.bound <= wide:
-                return within(wide)  # what fits may count more
-            if error.solution is None or to_beat < math.inf:
-                raise OutOfMemoryError.of_layout(error.least, {}, problem.mesh, microbatches, task.cluster) from None
-            plan, least = _plan(limited, chain, error.solution, task), max(error.least, math.nextafter(bytes_, math.inf))
-            return Counted(plan, least, True, floor, "gap", settled=False)
+            if rivals and self.looked < self.wide and error.bound <= self.wide:
+                return self.solve(self.wide)  # what fits may count more
+            if error.solution is None or rivals:
+                raise OutOfMemoryError.of_layout(error.least, {}, problem.mesh, self.microbatches, task.cluster) from None
+            plan, least = _plan(problem, chain, error.solution, task), max(error.least, math.nextafter(bytes_, math.inf))
+            return Counted(plan, least, True, self.floor, "gap", settled=False)
         finally:
-            if hint.at is not None:
-                known.ended[microbatches] = known.ended[layout] = hint.at, limited.kept
+            if self.hint.at is not None:
+                self.known.ended[self.microbatches] = self.known.ended[self.layout] = self.hint.at, problem.kept
         if found.time > cutoff:  # so within less memory it finds nothing faster
-            return no_better(found.bound, bytes_)
-        plan = _plan(limited, chain, found, task)
-        return Counted(plan, bytes_, True, proven(found.bound, bytes_), found.status, settled=True)
+            return self._no_better(found.bound, bytes_)
+        plan = _plan(problem, chain, found, task)
+        return Counted(plan, bytes_, True, self._proven(found.bound, bytes_), found.status, settled=True)
 
-    if first is not None and first.limit_bytes * min(share, 1.0) <= capacity * FAR:
-        return fitted(first, within, judge, task.cluster)
-    counted = within(capacity / share)  # the first is not replayed to learn that it does not fit
-    return fitted(counted, within, judge, task.cluster, capacity / share)
+    def _proven(self, bound: float, bytes_: float) -> float:
+        """Seconds that nothing within ``wide`` goes below, of what was proven within so many bytes: the bound of the last
+        multipliers, less what their price of memory makes of the bytes between."""
+        if bytes_ < self.wide:
+            at = self.hint.at
+            bound = self.hint.bound - (self.wide - bytes_) * at.memory if at is not None else -math.inf
+        return max(self.floor, bound)
+
+    def _no_better(self, bound: float, bytes_: float) -> Counted:
+        """Raises NoBetterError, unless what is proven within so many bytes says too little of all that fits, and more can."""
+        bound = self._proven(bound, bytes_)
+        if self.looked < self.wide and bound < self.to_beat * (1.0 - TIE) * (1.0 - WIDEST):
+            return self.solve(self.wide)
+        raise NoBetterError(bound, limited=True) from None
 
 
 @dataclass(frozen=True)

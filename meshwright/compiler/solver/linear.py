@@ -168,7 +168,7 @@ class _Growing:
 
 def _read(values: bool) -> mathopt.ModelSolveParameters:
     """No more than what is read, since reading takes a while."""
-    none, every = mathopt.SparseVectorFilter(filtered_items=[]), mathopt.SparseVectorFilter()
+    none, every = mathopt.SparseVectorFilter(filtered_items=[]), mathopt.SparseVectorFilter(skip_zero_values=True)
     return mathopt.ModelSolveParameters(
         variable_values_filter=every if values else none, reduced_costs_filter=none, dual_values_filter=none
     )
