@@ -24,6 +24,7 @@ from meshwright.compiler.placement.placement import TENSOR, Placements
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.placement.rows import DATA
 from meshwright.compiler.search.blockwise import one_device
+from meshwright.compiler.search.blockwise import WIDEST
 from meshwright.compiler.search.bounds import CandidateBounds
 from meshwright.compiler.search.candidates import (
     Candidate,
@@ -411,7 +412,7 @@ def test_the_gap_widens_as_the_limit_is_spent() -> None:
     run = search(graph, "h100:2x8", 77 * GIB)
     run.begin()
     fastest = run.solved[0].seconds
-    for share, gap in ((0.0, 0.005), (0.5, 0.005), (0.75, 0.01), (1.0, 0.02), (3.0, 0.02)):
+    for share, gap in ((0.0, 0.005), (0.5, 0.005), (0.75, WIDEST / 2), (1.0, WIDEST), (3.0, WIDEST)):
         run.limit = run.effort / (0.9 * share) if share else math.inf
         assert run._cutoff == pytest.approx(fastest * (1 - gap))
 
