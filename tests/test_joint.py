@@ -23,8 +23,7 @@ from meshwright.compiler.placement.costs import HOST, HOST_BACK, Costs, Variant
 from meshwright.compiler.placement.placement import TENSOR, Placements
 from meshwright.compiler.placement.problem import Problem
 from meshwright.compiler.placement.rows import DATA
-from meshwright.compiler.search.blockwise import one_device
-from meshwright.compiler.search.blockwise import WIDEST
+from meshwright.compiler.search.blockwise import WIDEST, one_device
 from meshwright.compiler.search.bounds import CandidateBounds
 from meshwright.compiler.search.candidates import (
     Candidate,

