@@ -29,7 +29,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,6 +124,11 @@ class Variant:
     data_axes: tuple[str, ...] = ()
     shard_axes: tuple[str, ...] = ()
     recompute: str = "none"
+
+    @cached_property
+    def plain(self) -> Variant:
+        """The same without recomputation, which is nothing to parameters."""
+        return replace(self, recompute="none")
 
     def of(self, split: Collection[str]) -> Variant:
         """How it keeps a parameter that is split over these axes: over one that may split experts, every rank has others,

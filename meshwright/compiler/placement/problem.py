@@ -148,6 +148,7 @@ class Problem:
                 models[number] = self.builder.build(position, self._alike[number])
         self._models = reachable(models, self._serves)
         self._known_repeats: dict[tuple[int, str], Repeats] = {}
+        self._known_uses: dict[tuple[int, Variant], list[Array]] = {}
 
     def model(self, number: int) -> Model:
         """The model of a position; positions that are alike have the same."""
@@ -317,11 +318,19 @@ class Problem:
     ) -> list[Array]:
         """What every operator of a block costs, with its parameters kept as ``variant`` says; what reads none has the table of
         ``unary``. ``skipped``: where the forward runs again, whether each operator does not."""
-        found, unit = list(unary), self._unit(number)
-        for var, name, needs in model.parameter_uses:
-            costs = self.builder.parameter(model, var, name, needs, variant, unit)
+        found = list(unary)
+        for (var, _, _), costs in zip(model.parameter_uses, self._of_uses(model, number, variant.plain), strict=True):
             found[var] = found[var] + (costs if skipped is None else _again(costs, skipped[var], comes_back=False))
         return found
+
+    def _of_uses(self, model: Model, number: int, variant: Variant) -> list[Array]:
+        """What each use of a parameter of a block costs that keeps them so."""
+        key = number, variant
+        if key not in self._known_uses:
+            unit = self._unit(number)
+            self._known_uses[key] = [self.builder.parameter(model, var, name, needs, variant, unit)
+                                     for var, name, needs in model.parameter_uses]
+        return self._known_uses[key]
 
     def open(self, number: int) -> tuple[Variant, ...]:
         """The ways to keep a position's block: recomputation only where something is saved."""
