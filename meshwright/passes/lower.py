@@ -84,8 +84,10 @@ class _Lowering:
         self.cuts: dict[str, int] = {}
         self.cut_names: dict[tuple[str, Sharding, int], str] = {}
         self.frame = self._frame()
-        self.owner, self.called = _owners(plan), names_of(plan.graph).ops
         self.block_of = {at: i for i, b in enumerate(self.graph.blocks) for at in range(b.start, b.stop)}
+        self.owner, self.called = _owners(plan, self.block_of), names_of(plan.graph).ops
+        self.params = {param.value: param for param in self.graph.params}
+        self.first = {**self.here, TIME: 0}
         self.ports: dict[str, Port] = {}
         self.names: set[str] = set(self.graph.values)
         self.origin: dict[str, str] = {}  # local name -> the graph value it is a form of
@@ -224,7 +226,7 @@ class _Lowering:
             assignment[TIME] = time
         timed = place(rule, assignment, self.timed, (True,) * len(op.inputs))
         local = Local(
-            self.timed, {**self.here, TIME: 0}, assignment, timed,
+            self.timed, self.first, assignment, timed,
             tuple(self.graph.values[name].shape for name in op.inputs),
             tuple(self.graph.values[name].shape for name in op.outputs), name=self.called[op.name],
         )
@@ -424,14 +426,13 @@ class _Lowering:
         read = list(dict.fromkeys(name for op in draft.ops for name in op.inputs if name not in inside))
         owned = [name for name in read if name in self.stored and self._owned_by(name, draft)]
         leaves = [name for op in draft.ops for name in op.outputs if readers.get(name, set()) - {number}]
-        params = {param.value: param for param in self.graph.params}
         group = self.plan.groups[draft.block if draft.block >= 0 else -1]
         values = {name: self.values[name] for name in (*read, *(n for op in draft.ops for n in op.outputs)) if name != SEED}
         if SEED in read:
             values[SEED] = Value(SEED, (SEEDS,), torch.int64)
         graph = Graph(
-            values, tuple(name for name in read if name not in owned), tuple(params[name] for name in owned), tuple(draft.ops),
-            tuple(Ref(name) for name in leaves),
+            values, tuple(name for name in read if name not in owned), tuple(self.params[name] for name in owned),
+            tuple(draft.ops), tuple(Ref(name) for name in leaves),
         )
         graph.verify()
         path = self.graph.blocks[draft.block].path if draft.block >= 0 else ""
@@ -450,15 +451,14 @@ def _split_by_expert(axis: str, tensor: Sharding) -> bool:
     return role_of(axis) in ROUTED and axis in tensor.split_axes
 
 
-def _owners(plan: Plan) -> dict[str, int]:
+def _owners(plan: Plan, block_of: Mapping[int, int]) -> dict[str, int]:
     """{parameter value: index of its group}: the block that alone reads it, else the root."""
     graph, root = plan.graph, len(plan.groups) - 1
     owners: dict[str, int] = {}
     stored = {param.value for param in graph.params}
+    apart = plan.schedule.prologue | plan.schedule.epilogue
     for index, op in enumerate(graph.ops):
-        block = next((i for i, b in enumerate(graph.blocks) if b.start <= index < b.stop), root)
-        if op.name in plan.schedule.prologue | plan.schedule.epilogue:
-            block = root
+        block = root if op.name in apart else block_of.get(index, root)
         for name in op.inputs:
             if name in stored:
                 owners[name] = block if owners.get(name, block) == block else root
