@@ -125,8 +125,11 @@ def solve_layout(
     within = _Limited(limited, task, timing, layout, microbatches, known, hint, to_beat, floor, wide)
     if first is not None and first.limit_bytes <= wide:
         return fitted(first, within.solve, judge, task.cluster)
-    counted = within.solve(capacity / share)  # the first is not replayed to learn that it does not fit
-    return fitted(counted, within.solve, judge, task.cluster, capacity / share)
+    asked = capacity / share
+    counted = within.solve(asked)  # the first is not replayed to learn that it does not fit
+    if within.looked < wide and counted.bound_seconds < prediction_of(counted.plan).step_seconds * (1.0 - WIDEST):
+        counted, asked = within.solve(wide), wide  # what a program holds more of here is dear
+    return fitted(counted, within.solve, judge, task.cluster, asked)
 
 
 @dataclass
