@@ -189,8 +189,9 @@ class Sweep:
     # the way
 
     def free(self) -> None:
-        """Solve the candidates whose axes may split anything. Where memory binds on several nodes, the mesh of nodes and their
-        devices comes first, and others as long as all took less than ``_SHAPES``: each may take seconds."""
+        """Solve the candidates whose axes may split anything. The mesh of nodes and their devices comes first. Where memory then
+        binds on several nodes (one device's program says so, or it kept a layout from being faster), others come as long as all
+        took less than ``_SHAPES``: each may take seconds."""
         self.freed = True
         task, cluster = self.task, self.task.cluster
         try:
@@ -206,7 +207,7 @@ class Sweep:
         first = [node for node in nodes if node.candidate.layout and is_topological(node.candidate.layout, cluster)]
         self._left += self._sweep(first, _INF)
         for node in nodes:
-            binds = self._one_device(node.candidate.microbatches).binds
+            binds = self.limited or self._one_device(node.candidate.microbatches).binds
             if node not in first and (not binds or self._spent() < _SHAPES):
                 self._left += self._sweep([node], _INF)
 
