@@ -189,9 +189,9 @@ class Sweep:
     # the way
 
     def free(self) -> None:
-        """Solve the candidates whose axes may split anything. The mesh of nodes and their devices comes first. Where memory then
-        binds on several nodes (one device's program says so, or it kept a layout from being faster), others come as long as all
-        took less than ``_SHAPES``: each may take seconds."""
+        """Solve the candidates whose axes may split anything. The mesh of nodes and their devices comes first. Where memory
+        binds then (one device's program says so, or it kept a layout from being faster), others come as long as all took less
+        than ``_SHAPES``: each may take seconds."""
         self.freed = True
         task, cluster = self.task, self.task.cluster
         try:
