@@ -486,7 +486,8 @@ def test_where_memory_binds_no_layout_is_solved_without_it_first(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("share", "part", "worse"), [(1.02, 0.5, math.inf), (1.1, 0.4, 1.05), (1.1, 0.7, 1.001), (1.02, 0.4, 0.99)]
+    ("share", "part", "worse"),
+    [(1.14, 0.92, math.inf), (1.14, 0.96, math.inf), (1.1, 0.4, 1.05), (1.1, 0.7, 1.001), (1.02, 0.4, 0.99)],
 )
 def test_what_is_asked_for_less_bounds_all_that_fits(share: float, part: float, worse: float) -> None:
     """Programs of one layout hold more than is counted; those of another may not, and are no faster than what is proven."""

@@ -87,7 +87,7 @@ class _Lowering:
         self.block_of = {at: i for i, b in enumerate(self.graph.blocks) for at in range(b.start, b.stop)}
         self.owner, self.called = _owners(plan, self.block_of), names_of(plan.graph).ops
         self.params = {param.value: param for param in self.graph.params}
-        self.first = {**self.here, TIME: 0}
+        self.at_first = {**self.here, TIME: 0}  # where the rank stands in the first micro-batch
         self.ports: dict[str, Port] = {}
         self.names: set[str] = set(self.graph.values)
         self.origin: dict[str, str] = {}  # local name -> the graph value it is a form of
@@ -226,7 +226,7 @@ class _Lowering:
             assignment[TIME] = time
         timed = place(rule, assignment, self.timed, (True,) * len(op.inputs))
         local = Local(
-            self.timed, self.first, assignment, timed,
+            self.timed, self.at_first, assignment, timed,
             tuple(self.graph.values[name].shape for name in op.inputs),
             tuple(self.graph.values[name].shape for name in op.outputs), name=self.called[op.name],
         )

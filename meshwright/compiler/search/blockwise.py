@@ -122,7 +122,7 @@ def solve_layout(
     before = known.ended.get(microbatches, known.ended.get(layout))
     share = known.shares.get(microbatches, known.shares.get(layout, _USUAL))
     wide, hint = capacity / min(share, 1.0), Hint(None if before is None else _for_kinds(*before, limited.kept))
-    within = _Limited(limited, task, timing, layout, microbatches, known, hint, to_beat, floor, wide)
+    within = _Limited(limited, task, timing, layout, microbatches, known, hint, cutoff, floor, wide)
     if first is not None and first.limit_bytes <= wide:
         return fitted(first, within.solve, judge, task.cluster)
     asked = capacity / share
@@ -137,7 +137,8 @@ class _Limited:
     """Solves a problem within so many counted bytes. Where programs hold more than is counted less is asked for than the device
     has; what that proves of all that fits, the price of memory says.
 
-    to_beat, floor, known: as of ``solve_layout``
+    floor, known: as of ``solve_layout``
+    cutoff: seconds that are to be beaten, inf where nothing is known elsewhere
     wide: no plan that fits is taken to count more bytes
     looked: the most within which it was solved
     """
@@ -149,7 +150,7 @@ class _Limited:
     microbatches: int
     known: LayoutMemory
     hint: Hint
-    to_beat: float
+    cutoff: float
     floor: float
     wide: float
     looked: float = 0.0
@@ -161,11 +162,11 @@ class _Limited:
     def solve(self, bytes_: float) -> Counted:
         """The fastest that counts no more; as long as nothing is known elsewhere, the leanest if nothing does, which says what
         binds. Raises NoBetterError, OutOfMemoryError, PinError, PlanError."""
-        problem, task, rivals, cutoff = self.problem, self.task, self.to_beat < math.inf, self.to_beat * (1.0 - TIE)
+        problem, task, rivals = self.problem, self.task, self.cutoff < math.inf
         chain, self.looked = self._unbounded.within(bytes_), max(self.looked, bytes_)
         try:
-            found = _solved(chain, task, self.timing, cutoff, self.known, self.hint,
-                            max(self.wide, bytes_) if rivals else math.inf)
+            hopeless = max(self.wide, bytes_) if rivals else math.inf
+            found = _solved(chain, task, self.timing, self.cutoff, self.known, self.hint, hopeless)
         except Beaten as beaten:
             return self._no_better(beaten.bound, bytes_)
         except Infeasible as error:
@@ -180,7 +181,7 @@ class _Limited:
         finally:
             if self.hint.at is not None:
                 self.known.ended[self.microbatches] = self.known.ended[self.layout] = self.hint.at, problem.kept
-        if found.time > cutoff:  # so within less memory it finds nothing faster
+        if found.time > self.cutoff:  # so within less memory it finds nothing faster
             return self._no_better(found.bound, bytes_)
         plan = _plan(problem, chain, found, task)
         return Counted(plan, bytes_, True, self._proven(found.bound, bytes_), found.status, settled=True)
@@ -196,7 +197,7 @@ class _Limited:
     def _no_better(self, bound: float, bytes_: float) -> Counted:
         """Raises NoBetterError, unless what is proven within so many bytes says too little of all that fits, and more can."""
         bound = self._proven(bound, bytes_)
-        if self.looked < self.wide and bound < self.to_beat * (1.0 - TIE) * (1.0 - WIDEST):
+        if self.looked < self.wide and bound < self.cutoff * (1.0 - WIDEST):
             return self.solve(self.wide)
         raise NoBetterError(bound, limited=True) from None
 
