@@ -23,6 +23,7 @@ from meshwright.compiler.placement.costs import (
     REDUCE,
     REDUCE_ONCE,
     RESOURCES,
+    SAVED,
     SEND,
     SEND_BACK,
     TRANSIENT,
@@ -174,6 +175,20 @@ def test_recomputation_stops_where_torchs_does(repeats: bool, skipped: int) -> N
     if not repeats:
         assert ops[last].target == "aten.linear.default"
         assert left == {last, len(ops) - 1}
+
+
+@pytest.mark.parametrize("besides", [True, False])
+def test_what_is_moved_between_views_of_a_kept_value_is_kept_too(besides: bool) -> None:
+    """Attention keeps its own result, and a linear what is exchanged of it on its way there; of a product whose heads alone
+    attention keeps, what is exchanged takes the place of what was there."""
+    graph = of_models("llama")
+    built = problem(graph, Mesh.of(x=4))
+    read = {name: op for op in graph.ops for name in op.inputs}
+    attention = next(op for op in graph.ops if op.target == "aten.scaled_dot_product_attention.default")
+    turned = read[attention.outputs[0]].outputs[0] if besides else attention.inputs[2]  # its result, or its values
+    split = [Sharding(tuple(("x",) if at == dim else () for at in range(4))) for dim in (1, 2)]
+    table = built.tables.reshard(turned, (split[0],), (split[1], split[0]), saving=True)
+    assert list(table[0, :, SAVED]) == [built.tables.whole(turned) / 4 * besides, 0.0]
 
 
 @pytest.mark.parametrize("count", [1, 2])

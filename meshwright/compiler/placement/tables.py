@@ -122,8 +122,8 @@ class ResourceTables:
         """
         value = self.graph.values[name]
         kept, shard, by_maker = (name in names for names in (self.saved.values, self.saved.by_linears, self.saved.by_makers))
-        times, view = self.times(name), name in self.saved.by_views
-        is_kept = kept, shard, by_maker, view, saving
+        times, view, besides = self.times(name), name in self.saved.by_views, name in self.saved.besides
+        is_kept = kept, shard, by_maker, view, besides, saving
         key = (self.shapes[name], value.dtype, value.differentiable, is_kept, times, sources, targets)
         if key in self._tables:
             return self._tables[key]
@@ -143,9 +143,10 @@ class ResourceTables:
             again = moves.gathered & (shard and not self.costs.device.keeps_gathered)
             pieces = np.where(again, np.array(parts[0])[:, None], np.array(parts[1])[None, :])
             table[:, :, SAVED] = np.where(moves.same & (not saving or by_maker), 0.0, whole / pieces)
-        if view and saving:  # a gathered one is kept, not the value that it shows
+        if view and saving:  # one that is moved is kept, not the value that it shows, or besides
             split = [np.array([self.mesh.size(one.split_axes) for one in ends]) for ends in (sources, targets)]
-            gathered = np.maximum(0.0, whole / split[1][None, :] - whole / split[0][:, None])
+            instead = np.where(moves.same, np.inf, 0.0) if besides else whole / split[0][:, None]
+            gathered = np.maximum(0.0, whole / split[1][None, :] - instead)
             again = moves.gathered & (shard and not self.costs.device.keeps_gathered)
             table[:, :, SAVED] = np.where(again, 0.0, gathered)
         if shard and not self.costs.device.keeps_gathered and moves.gathered.any():

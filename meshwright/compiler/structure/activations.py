@@ -24,12 +24,14 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True)
 class Saved:
     """Values kept for the backward; those of them that only linears keep, and views by which only linears keep something; those
-    of them that their own maker keeps; views of such values by which they are kept."""
+    of them that their own maker keeps; views through which such values are kept, and those of them whose value is kept in
+    another way as well."""
 
     values: frozenset[str]
     by_linears: frozenset[str]
     by_makers: frozenset[str]
     by_views: frozenset[str] = frozenset()
+    besides: frozenset[str] = frozenset()
 
 
 def body_shapes(graph: Graph, rules: Mapping[str, OpRule], schedule: Schedule) -> dict[str, Shape]:
@@ -67,24 +69,30 @@ def _cut(shape: Shape, dims: tuple[str | None, ...], factor: str, count: int) ->
 
 def saved_values(graph: Graph, operators: Operators) -> Saved:
     """What autograd keeps of a graph, through views; what is made of inputs alone is there anyway."""
-    viewed: dict[str, str] = {}
+    shows: dict[str, tuple[str, ...]] = {}  # of a view, what it is made of: a value, and the views between
     for op in graph.ops:
         if operators[op.target].kind == "view" and op.inputs:
-            viewed.update({name: viewed.get(op.inputs[0], op.inputs[0]) for name in op.outputs})
+            source = op.inputs[0]
+            shows.update({name: (*shows[source], source) if source in shows else (source,) for name in op.outputs})
     outside = {param.value for param in graph.params}.union(graph.inputs, made_alone(graph, operators))
-    saved, other, makers, views, shown = set[str](), set[str](), set[str](), set[str](), set[str]()
+    ways: dict[str, set[tuple[str, ...]]] = {}  # of a value that is kept, the views on the way to each operand that keeps it
+    other, makers, kept, shown = set[str](), set[str](), set[str](), set[str]()
     for op in graph.ops:
         operands, results = saved_for_backward(op, graph, operators)
         makers.update(op.outputs[i] for i in results)
         if not any(graph.values[name].differentiable for name in op.outputs):
             continue
         for name in [op.inputs[i] for i in operands] + [op.outputs[i] for i in results]:
-            if name in outside or viewed.get(name) in outside:
+            of = shows.get(name, (name,))[0]
+            if name in outside or of in outside:
                 continue
-            saved.add(viewed.get(name, name))
-            views.update({name} & viewed.keys())
+            ways.setdefault(of, set()).add((*shows[name][1:], name) if name in shows else ())
+            kept.update({name} & shows.keys())
             shown.update({name} if operators[op.target].linear is None else ())
-            if operators[op.target].linear is None or name in viewed:
-                other.add(viewed.get(name, name))
-    by_linears = (saved - other) | (views - shown)
-    return Saved(frozenset(saved), frozenset(by_linears), frozenset(makers & saved), frozenset(views))
+            if operators[op.target].linear is None or name in shows:
+                other.add(of)
+    saved = frozenset(ways)
+    views = {view: of for of, found in ways.items() for way in found for view in way}
+    besides = (view for view, of in views.items() if any(view not in way for way in ways[of]))
+    by_linears = (saved - other) | (kept - shown)
+    return Saved(saved, by_linears, frozenset(makers & saved), frozenset(views), frozenset(besides))
