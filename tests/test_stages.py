@@ -364,6 +364,30 @@ def test_whole_units_are_bounded_as_such() -> None:
     assert whole.seconds <= cut(units, 2, 2, "interleaved1f1b", m).makespan
 
 
+@pytest.mark.parametrize(("name", "pp", "v", "m", "closer"), [("zbv", 4, 2, 16, 0.7), ("interleaved1f1b", 4, 3, 16, 0.45)])
+@pytest.mark.parametrize("count", [16, 17, 18])
+def test_ranks_have_whole_numbers_of_equal_units(count: int, name: str, pp: int, v: int, m: int, closer: float) -> None:
+    """Between an embedding and a head: asked for what is better than a cut, about half of what divided units leave open, or
+    more, is closed, and what is said is no more than that cut."""
+    units = [Unit(str(n), *[1.0 if 0 < n <= count else 0.1 + 1.1 * (n > 0)] * 3) for n in range(count + 2)]
+    known, nothing = Intervals.of([units], range(count + 3)), OutsideSeconds(*np.zeros((3, count + 2)), 1.0)
+    best, room = cut(units, pp, v, name, m).makespan, np.full(pp, 1e9)
+    divided, whole = (fractional_bound(known, name, pp, (v, v), m, room, nothing, to) for to in (math.inf, best))
+    assert (divided.by, whole.by) == ("divided", "whole")
+    assert divided.seconds + closer * (best - divided.seconds) <= whole.seconds <= best * (1 + 1e-5)
+    several = fractional_bound(known, name, pp, (2, v + 1), m, room, nothing, best).seconds
+    assert several <= whole.seconds * (1 + 1e-5)
+
+
+def test_units_of_one_kind_alone_are_kept_whole() -> None:
+    """Numbers of two kinds add up to almost anything, so asking takes long and says little."""
+    kinds = [Unit("a", 1.0, 1.0, 1.0)] * 8, [Unit("b", 1.3, 1.3, 1.3)] * 8
+    units = [*kinds[0], *kinds[1]]
+    known, nothing = Intervals.of([units], range(17)), OutsideSeconds(*np.zeros((3, 16)), 1.0)
+    found = fractional_bound(known, "interleaved1f1b", 2, (2, 2), 8, np.full(2, 1e9), nothing, 1e9)
+    assert found.by == "divided"
+
+
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s)))
 def test_ranks_are_crowded_only_where_no_cut_is_as_fast(setting: tuple[str, int, int, int]) -> None:
     name, pp, v, m = setting

@@ -289,7 +289,8 @@ class Evaluator:
         bound = stages.step_bound(units, pp, several, schedule, count, room, outside, asked)
         self.work["packing"] += 1
         self.work["ranks alone"] += bound.by == "stages"
-        self.work["rank of divided units"] += pp * (bound.by == "divided")
+        self.work["rank of divided units"] += pp * (bound.by in ("divided", "whole"))
+        self.work["rank of whole units"] += pp * (bound.by == "whole")
         found = bound.seconds * slack
         return max(cutoff, found) if bound.seconds >= asked > 0 else found
 

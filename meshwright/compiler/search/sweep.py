@@ -62,7 +62,8 @@ _SHAPES = 1.0
 """Nominal seconds of layouts within memory up to which further ones are solved whose axes cross nodes and devices (chosen)."""
 _EFFORT: Mapping[str, float] = {
     "placement": 0.02, "choice of a placement": 0.0002, "experts shared out": 0.006, "variant": 0.0003, "alone": 0.001,
-    "packing": 0.001, "ranks alone": 0.018, "rank of divided units": 0.002, "stage to cut": 0.003, "stage cut": 1.2e-7,
+    "packing": 0.001, "ranks alone": 0.018, "rank of divided units": 0.002, "rank of whole units": 0.007,
+    "stage to cut": 0.003, "stage cut": 1.2e-7,
     "action simulated": 2.5e-8, "stage that does not fit": 0.004, "action of divided units": 6e-6,
     "number of divided programs": 7e-7, "stage glanced at": 1.5e-4, "operator of a plan": 3e-4,
 }

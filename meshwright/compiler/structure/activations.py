@@ -73,7 +73,7 @@ def saved_values(graph: Graph, operators: Operators) -> Saved:
     for op in graph.ops:
         if operators[op.target].kind == "view" and op.inputs:
             source = op.inputs[0]
-            shows.update({name: (*shows[source], source) if source in shows else (source,) for name in op.outputs})
+            shows.update(dict.fromkeys(op.outputs, (*shows[source], source) if source in shows else (source,)))
     outside = {param.value for param in graph.params}.union(graph.inputs, made_alone(graph, operators))
     ways: dict[str, set[tuple[str, ...]]] = {}  # of a value that is kept, the views on the way to each operand that keeps it
     other, makers, kept, shown = set[str](), set[str](), set[str](), set[str]()
