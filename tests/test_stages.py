@@ -19,7 +19,7 @@ from meshwright.compiler.pipeline.stage_bound import Bound, cannot_run_in, fract
 from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_bound
 from meshwright.compiler.pipeline.timed_bound import KnownPaths, timed_bound
 from meshwright.compiler.solver import linear
-from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Row
+from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Term
 from meshwright.cost.timeline import simulate
 from meshwright.ir.schedules import ScheduleError, Table, illegal, schedule_of, schedule_table, schedules
 
@@ -878,34 +878,59 @@ def test_of_cuts_whose_bounds_are_alike_the_balanced_are_tried(monkeypatch: pyte
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_program_that_grows_says_what_a_new_one_does(seed: int) -> None:
-    """Rows that stay, and rows of one case alone, some of which nothing is within."""
+    """With more and more rows, and at last one that nothing is within."""
     rng = np.random.default_rng(seed)
-    grown, rows, impossible = LinearProgram(), list[Row](), 0
+    grown, rows = LinearProgram(), list[tuple[list[Term], float]]()
     columns = grown.variables(8)
     grown.add([(columns, 1.0)], 1.0, 1.0)
     for _ in range(6):
         weights = rng.uniform(0.5, 2.0, 8)
-        rows.append(([(np.zeros(1, dtype=np.int64), 1.0), (columns, -weights)], 0.0, math.inf))
+        rows.append(([(np.zeros(1, dtype=np.int64), 1.0), (columns, -weights)], 0.0))
         grown.add(*rows[-1])
-        few = rng.choice(8, 3, replace=False)
-        for case in ((), (([(columns[few], 1.0)], 0.0, 0.0),), (([(columns, 1.0)], 2.0, math.inf),)):
-            new = LinearProgram()
-            new.variables(8)
-            new.add([(columns, 1.0)], 1.0, 1.0)
-            for row in (*rows, *case):
-                new.add(*row)
-            try:
-                least = new.minimum({0: 1.0})
-            except NoSolutionError:
-                impossible += 1
-                with pytest.raises(NoSolutionError):
-                    grown.solution({0: 1.0}, case)
-                continue
-            found, values = grown.solution({0: 1.0}, case)
-            assert found == pytest.approx(least, rel=1e-9)
-            assert values[0] == pytest.approx(least, rel=1e-9)
-            assert all(values[columns] @ row[0][1][1] >= -values[0] * (1 + 1e-9) for row in rows)
-    assert impossible == 6
+        new = LinearProgram()
+        new.variables(8)
+        new.add([(columns, 1.0)], 1.0, 1.0)
+        for row in rows:
+            new.add(*row)
+        found, values = grown.solution({0: 1.0})
+        least = new.minimum({0: 1.0})
+        assert found == pytest.approx(least, rel=1e-9)
+        assert values[0] == pytest.approx(least, rel=1e-9)
+        assert all(values[columns] @ row[0][1][1] >= -values[0] * (1 + 1e-9) for row in rows)
+    for program in (grown, new):
+        program.add([(columns, 1.0)], 2.0)
+    with pytest.raises(NoSolutionError):
+        new.minimum({0: 1.0})
+    with pytest.raises(NoSolutionError):
+        grown.solution({0: 1.0})
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whole_numbers_against_all_of_them(seed: int) -> None:
+    """Seven things on three ranks, some of each of two kinds: the longest rank's seconds, divided and whole, by enumeration."""
+    seconds, counts = np.random.default_rng(seed).uniform(0.5, 2.0, (2, 3)), (4, 3)
+    program = LinearProgram()
+    numbers = program.variables(2, 3)
+    for kind, count in enumerate(counts):
+        program.add([(numbers[kind], 1.0)], count, count)
+    for rank in range(3):
+        program.add([(np.zeros(1, dtype=np.int64), 1.0), (numbers[:, rank], -seconds[:, rank])], 0.0)
+    every = [[each for each in itertools.product(range(count + 1), repeat=3) if sum(each) == count] for count in counts]
+    least = min(float((np.array(both) * seconds).sum(axis=0).max()) for both in itertools.product(*every))
+    divided = program.minimum({0: 1.0})
+    for one in numbers.ravel():
+        program.make_whole([(np.array([one]), 1.0)])
+    found, values = program.whole({0: 1.0}, 1000)
+    assert program.minimum({0: 1.0}) == pytest.approx(divided)
+    assert divided < 0.99 * least
+    assert found == pytest.approx(least, rel=1e-3)
+    assert found <= least * (1 + 1e-6)
+    assert values is not None
+    assert values[numbers] == pytest.approx(np.round(values[numbers]), abs=1e-5)
+    assert values[0] == pytest.approx(least, rel=1e-3)
+    program.add([(numbers[0, :2], 2.0)], 1.0, 1.0)
+    with pytest.raises(NoSolutionError):
+        program.whole({0: 1.0})
 
 
 def test_a_program_that_goes_round_in_circles_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ import numpy as np
 
 from meshwright.compiler.pipeline.in_flight import in_flight, parts
 from meshwright.compiler.pipeline.intervals import Crossings, Intervals, OutsideSeconds
-from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Term
+from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Term, UnsolvedError
 from meshwright.ir.schedules import Left, schedule_of
 
 
@@ -262,11 +262,10 @@ def fractional_bound(
     divided = program.bound(to_beat)
     if divided >= to_beat or not math.isfinite(to_beat) or np.count_nonzero(program.members > 1) != 1:
         return Bound(divided, "divided")
-    program.keep_whole()
-    return Bound(max(divided, program.bound(to_beat)), "whole")
+    return Bound(max(divided, program.whole_bound(to_beat)), "whole")
 
 
-_SAFE = 1 + 1e-6
+_SAFE = 1 + 5e-6
 """More than what the solvers' tolerance can make of a bound."""
 
 
@@ -435,11 +434,6 @@ class _Program(LinearProgram):
         for rank in np.flatnonzero(most < self.members[common]).tolist():
             self.add([(self.amounts[:, rank, common], 1.0)], 0.0, float(most[rank]))
 
-    def keep_whole(self) -> None:
-        """Of every class with several units each rank has a whole number."""
-        for rank, number in itertools.product(range(self.pp), np.flatnonzero(self.members > 1).tolist()):
-            self.make_whole([(self.amounts[:, rank, number], 1.0)])
-
     def limit(self, seconds: float) -> None:
         """The step takes no longer."""
         if math.isfinite(seconds):
@@ -451,6 +445,17 @@ class _Program(LinearProgram):
             return min(most, max(0.0, self.minimum({0: 1.0})) * self.scale / _SAFE)
         except NoSolutionError:
             return most
+
+    def whole_bound(self, most: float) -> float:
+        """The same where every rank has a whole number of every class with several units."""
+        for rank, number in itertools.product(range(self.pp), np.flatnonzero(self.members > 1).tolist()):
+            self.make_whole([(self.amounts[:, rank, number], 1.0)])
+        try:
+            return min(most, max(0.0, self.whole({0: 1.0})[0]) * self.scale / _SAFE)
+        except NoSolutionError:
+            return most
+        except UnsolvedError:
+            return 0.0
 
     def all(self) -> None:
         """Every unit is somewhere."""

@@ -14,24 +14,24 @@ it and what crosses it; of real cuts both are exact. Memory is that of every ran
 recomputed one by one or by parts of them, and what any stage needs beside its units (``stage_bound.Ends``). So it is a
 relaxation that leaves out only that units are whole, what is alive beside some of them, and that a cut lies in one place.
 
-Where a bound is to be sharp, these come by branching (``_branched``): a rank has so many units of a class or fewer, or more; so
-has a stage; and so many of them run in the fastest way; a cut lies at a corner or before it, or at it or behind: as a mean of
-corners of an encoder and of its decoder it would part both. The least bound is parted first.
+Where a bound is to be sharp, units are whole and a cut lies in one place (``_whole``), as a mixed-integer program over the
+paths that are rows by then: a rank has a whole number of units of a class, and so has a stage; so many of them run in the
+fastest way; a cut lies between two corners that are neighbours: as a mean of corners of an encoder and of its decoder it would
+part both.
 """
 
 from __future__ import annotations
 
-import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
 from meshwright.compiler.pipeline.stage_bound import Ends, classes_of, whole_units
-from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Row, UnsolvedError
+from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, UnsolvedError
 from meshwright.cost.timeline import Times, longest_paths
 from meshwright.ir.schedules import Table, maximal
 
@@ -39,13 +39,15 @@ _ROUNDS, _CLOSE = 40, 0.002
 """So many programs are solved at most; a bound that is so close to what was run is not raised."""
 _NUMBERS, _SHARP = 150_000, 1_500_000
 """Programs end when they have had so many numbers: a fifth of a second, and some where a bound is to be sharp."""
-_BRANCHES, _FLAT = 1_000_000, 8
-"""Numbers of the programs after which no bound is parted any more, if it is to be sharp; so many cases that raise it by less
-than ``_MORE`` end it too."""
-_LARGEST = 30_000
-"""Numbers of a program beyond which it is not parted: solving it takes tenths of a second."""
+_CASES, _ROWS = (20, 200), 20_000_000
+"""Where units are whole, so many cases are told apart at most, as many as so many rows x rows: a second."""
+_STEP = 2
+"""Numbers for a row and an iteration where units are whole (seen: 1.4 us)."""
+_LARGEST, _SMALL = 600, 120
+"""Rows of a program beyond which its units are not made whole, for that takes seconds; and if no bound is to be sharp, tenths
+of one."""
 _TURNS = 4
-"""So often is the program of one part solved, with the paths that it taught."""
+"""So often is the program of whole units solved, with the paths that it taught."""
 _STILL, _MORE = 10, 0.0005
 """A bound that so many programs raised by less than this part is left as it is."""
 _SHARES = (1.0, 0.5, 0.2)
@@ -55,10 +57,8 @@ _WORST = 0.97
 """Ranks that end after so much of the step have their paths added."""
 _MISSED = 1e-5
 """By such a part a remembered path must be longer than the step to be added."""
-_SAFE = 1 + 1e-6
+_SAFE = 1 + 5e-6
 """More than what the solver's tolerance can make of a bound."""
-_WHOLE = 1e-4
-"""A number so near to a whole one is one."""
 
 
 @dataclass
@@ -124,37 +124,31 @@ def timed_bound(
         shares = _SHARES if math.isfinite(best.seconds) else _SHARES[:1]
         best = min([best, *program.run([best.toward(point, share) for share in shares])], key=lambda one: one.seconds)
     if not bound >= cutoff > 0:
-        bound = max(bound, _branched(program, bound, cutoff or math.inf, sharp))
+        bound = max(bound, _whole(program, bound, cutoff or math.inf, sharp))
     return bound, program.runs, program.size
 
 
-def _branched(program: _Program, bound: float, cutoff: float, sharp: bool) -> float:
-    """Seconds that no cut can beat, no less than ``bound``, by parting cases (see the head of this file); unless ``sharp`` for
-    a short while, and only where crossings differ by enough to come to the cutoff."""
-    if program.numbers > _LARGEST or (not sharp and program.differs < cutoff - bound):
+def _whole(program: _Program, bound: float, cutoff: float, sharp: bool) -> float:
+    """Seconds that no cut can beat, no less than ``bound``, of whole units (see the head of this file); unless ``sharp`` only
+    where that takes no time, and where crossings differ by enough to come to the cutoff."""
+    if len(program.parts) > (_LARGEST if sharp else _SMALL) or (not sharp and program.differs < cutoff - bound):
         return bound
-    limit, closed, made, before = program.size + (_BRANCHES if sharp else _NUMBERS), cutoff, 0, list[float]()
-    cases: list[tuple[float, int, tuple[Row, ...]]] = [(bound, 0, ())]
-    while cases and cases[0][0] < closed and program.size <= limit:
-        if len(before) >= _FLAT and cases[0][0] <= before[-_FLAT] * (1 + _MORE):
-            break
-        before.append(cases[0][0])
-        least, _, rows = heapq.heappop(cases)
+    program.make_units_whole()
+    for _ in range(_TURNS):
         try:
-            found, point = program.settled(rows, closed)
+            found, point = program.solved_whole()
         except NoSolutionError:
-            continue
+            return cutoff
         except UnsolvedError:
-            closed = least
             break
-        found = max(found, least)
-        parts = program.parted(point) if found < closed else ()
-        if not parts:
-            closed = min(closed, found)
-        for part in parts:
-            made += 1
-            heapq.heappush(cases, (found, made, (*rows, part)))
-    return min(closed, *(case[0] for case in cases[:1]), math.inf)
+        bound = max(bound, min(found, cutoff))
+        if point is None or bound >= cutoff:
+            break
+        if not program.overflows(point) and not program.remembers(point, found):
+            used, ran = len(program.used), program.run([point])[0]
+            if len(program.used) == used or ran.seconds <= found * (1 + _CLOSE):
+                break
+    return bound
 
 
 class _Program(LinearProgram):
@@ -335,11 +329,10 @@ class _Program(LinearProgram):
             self.add([(self.amounts[self.ranks == rank], held / scale)], -math.inf, room / scale)
         return bool(over)
 
-    def solved(self, rows: Sequence[Row] = ()) -> tuple[float, _Point]:
-        """Seconds of the step at least, and a point at which the rows (with some more of one case) say so. Raises
-        NoSolutionError, UnsolvedError."""
+    def solved(self) -> tuple[float, _Point]:
+        """Seconds of the step at least, and a point at which the rows say so. Raises NoSolutionError, UnsolvedError."""
         self.size += self.numbers
-        seconds, values = self.solution({0: 1.0}, rows)
+        seconds, values = self.solution({0: 1.0})
         return max(0.0, seconds) * self.scale / _SAFE, _Point(values[self.amounts], values[self.places])
 
     @property
@@ -347,37 +340,37 @@ class _Program(LinearProgram):
         """Of the program as it is."""
         return sum(len(columns) for columns, _ in self.parts)
 
-    # cases
+    # whole units
 
-    def settled(self, rows: Sequence[Row], enough: float) -> tuple[float, _Point]:
-        """What ``solved`` says when the paths and moments that are longest there are rows, or of ``enough`` seconds."""
-        for turn in range(_TURNS):
-            found, point = self.solved(rows)
-            if found >= enough or turn == _TURNS - 1:
-                break
-            if self.overflows(point) or self.remembers(point, found):
-                continue
-            used = len(self.used)
-            ran = self.run([point])[0]
-            if len(self.used) == used or ran.seconds <= found * (1 + _CLOSE):
-                break
-        return found, point
-
-    @cached_property
-    def whole(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of what every rank and stage has a whole number, as ways [ways, n], and the seconds that one more of it takes or
-        spares [n]: of units of a class, of all classes with several together (one less of one would be one more of another),
-        and, of units that are recomputed as a whole, of those in the fastest way."""
+    def make_units_whole(self) -> None:
+        """Every rank and every stage has a whole number of units of a class, of all classes with several together, and, of
+        those that are recomputed as a whole, in the fastest way. A cut lies between two corners that are neighbours."""
         several, seconds = np.flatnonzero(self.members > 1).tolist(), self.ways[:3].sum(axis=0)
-        units = [np.isin(self.of, several)] * (len(several) > 1) + [self.of == one for one in several]
-        found = [(ways, float(seconds[ways].min())) for ways in units]
+        counted = [np.isin(self.of, several)] * (len(several) > 1) + [self.of == one for one in several]
         for number in several if self.units.apart else ():
             ways = np.flatnonzero(self.of == number)
-            fastest, *others = ways[np.argsort(seconds[ways], kind="stable")].tolist()
-            if others:
-                found.append((np.arange(len(self.of)) == fastest, float(seconds[others[0]] - seconds[fastest])))
-        told = np.array([ways for ways, _ in found], dtype=bool).reshape(len(found), len(self.of)).T
-        return told, np.array([spared for _, spared in found])
+            if len(ways) > 1:
+                counted.append(np.arange(len(self.of)) == ways[seconds[ways].argmin()])
+        for ways, rank in itertools.product(counted, range(self.table.pp)):
+            own = np.flatnonzero(self.ranks == rank)
+            self.make_whole([(self.amounts[np.ix_(own, ways)], 1.0)])
+            for stage in own if len(own) > 1 else ():
+                self.make_whole([(self.amounts[stage, ways], 1.0)])
+        for places, corners in zip(self.places, self.corners, strict=True):
+            last = int(np.searchsorted(corners, corners[-1]))
+            between = self.variables(max(1, last))
+            self.integers += between.tolist()
+            self.add([(between, 1.0)], 1.0, 1.0)
+            for at, place in enumerate(places[:, None]):
+                self.add([(place, -1.0), (between[max(0, at - 1) : at + 1], 1.0)], 0.0)
+
+    def solved_whole(self) -> tuple[float, _Point | None]:
+        """What ``solved`` says of whole units, with a point if one was found."""
+        before, rows = self.steps, len(self.parts)
+        seconds, values = self.whole({0: 1.0}, int(np.clip(_ROWS // rows**2, *_CASES)))
+        self.size += _STEP * rows * (self.steps - before)
+        point = None if values is None else _Point(values[self.amounts], values[self.places])
+        return max(0.0, seconds) * self.scale / _SAFE, point
 
     @property
     def differs(self) -> float:
@@ -387,43 +380,6 @@ class _Program(LinearProgram):
         share = (self.corners - self.corners[:, :1]) / np.maximum(1, np.ptp(self.corners, axis=1))[:, None]
         chord = ends[:, :1] + share * (ends[:, -1:] - ends[:, :1])
         return self.table.microbatches * (crossing + float(np.abs(ends - chord).max()))
-
-    def parted(self, point: _Point) -> tuple[Row, ...]:
-        """Two rows, of which every cut is within one and the point within none: of what may change the step most; none if
-        nothing is told apart."""
-        (by_class, each), own = self.whole, np.arange(self.table.pp)[:, None] == self.ranks
-        stages = point.amounts @ by_class
-        cut, found = self._spread(point), list[tuple[float, np.ndarray, float]]()
-        for whole, times in ((own @ stages, self.table.microbatches), (stages, 1)):
-            off = np.abs(whole - np.round(whole))
-            seconds = np.where(off > _WHOLE, off, 0.0) * each * times
-            if seconds.max(initial=0.0) > 0.0:
-                at, number = np.unravel_index(int(seconds.argmax()), seconds.shape)
-                rows = self.amounts[own[at]] if times > 1 else self.amounts[at : at + 1]
-                found.append((float(seconds.max()), rows[:, by_class[:, number]].ravel(), float(np.floor(whole[at, number]))))
-        best = max(found, key=lambda one: one[0], default=(0.0, np.zeros(0), 0.0))
-        if cut is not None and cut[0] >= best[0]:
-            return ([(cut[1], 1.0)], 0.0, 0.0), ([(cut[2], 1.0)], 0.0, 0.0)
-        _, amounts, below = best
-        return (([(amounts, 1.0)], 0.0, below), ([(amounts, 1.0)], below + 1.0, math.inf)) if len(amounts) else ()
-
-    def _spread(self, point: _Point) -> tuple[float, np.ndarray, np.ndarray] | None:
-        """Of the cut whose corners are not neighbours, where that spares most seconds in all micro-batches, of crossings or of
-        units that it parts but no real cut there does: these seconds, and its corners before and behind one between them."""
-        found = None
-        for number, (places, corners) in enumerate(zip(point.places, self.corners, strict=True)):
-            last = int(np.searchsorted(corners, corners[-1]))
-            at = np.minimum(np.flatnonzero(places > _WHOLE), last)
-            if at[-1] - at[0] < 2:
-                continue
-            mean = float(places @ corners)
-            middle = int(np.clip(np.searchsorted(corners, mean), at[0] + 1, at[-1] - 1))
-            there = self.crossing[number, middle - 1 : middle + 1].sum(axis=1).min()
-            crossed = max(0.0, float(there - (places @ self.crossing[number]).sum()))
-            parted = abs(float(np.interp(mean, np.arange(len(self.ends)), self.ends) - places @ self.ends[corners]))
-            if found is None or crossed + parted > found[0]:
-                found = crossed + parted, self.places[number, :middle], self.places[number, middle + 1 :]
-        return (self.table.microbatches * found[0], *found[1:]) if found is not None else None
 
     def _at(self, places: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """Numbers of corners [stages - 1, corners, any] at cuts."""

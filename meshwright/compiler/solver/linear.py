@@ -18,8 +18,8 @@ from ortools.math_opt.python import mathopt
 
 ITERATIONS = 20_000
 """Limit of one program."""
-_NODES, _CLOSE = 20, 0.001
-"""Where numbers are whole, the cases that are told apart at most; a bound so near to the best that was found is enough."""
+_NEAR = 0.001
+"""Where numbers are whole, a bound so near to the best that was found is enough."""
 _STUCK = 2
 """A program that goes on where it was is stuck after so many iterations a row (seen: one at most where it was not, and 30 s
 where it was)."""
@@ -27,11 +27,8 @@ _NOTHING = 1e-13
 """A weight is nothing beside one of its row that is so many times larger (of sums of one, rounding leaves 1e-16 and more)."""
 Term = tuple[np.ndarray, np.ndarray | float]
 """Variables and their weights."""
-Row = tuple[Sequence[Term], float, float]
-"""The sum of terms is within two limits."""
 _Part = tuple[np.ndarray, np.ndarray]
 """The variables of a row and their weights."""
-_Row = tuple[_Part, float, float]
 _FAILURES = (AttributeError, RuntimeError, ValueError)
 """How a failure of a solver's own shows."""
 _NONE = (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED)
@@ -46,11 +43,13 @@ class UnsolvedError(Exception):
 
 
 class LinearProgram:
-    """Rows over variables that are no less than 0; there is one variable to begin with, number 0."""
+    """Rows over variables that are no less than 0; there is one variable to begin with, number 0. ``steps``: iterations that
+    ``whole`` took."""
 
     def __init__(self) -> None:
         self.count = 1
         self.integers: list[int] = []
+        self.steps = 0
         self.lower: list[float] = []
         self.upper: list[float] = []
         self.parts: list[_Part] = []
@@ -68,7 +67,7 @@ class LinearProgram:
         self.upper.append(upper)
 
     def make_whole(self, terms: Sequence[Term]) -> None:
-        """The sum of weights x variables is a whole number, where ``minimum`` is asked for that."""
+        """The sum of weights x variables is a whole number, where ``whole`` asks."""
         number = self.variables(1)
         self.add([*terms, (number, -1.0)], 0.0, 0.0)
         self.integers.append(int(number[0]))
@@ -80,48 +79,64 @@ class LinearProgram:
             result = self._solved(objective)
         except UnsolvedError:
             return -math.inf
-        proven = self.integers or result.termination.reason == mathopt.TerminationReason.OPTIMAL
-        return float(result.dual_bound()) if proven else -math.inf
+        optimal = result.termination.reason == mathopt.TerminationReason.OPTIMAL
+        return float(result.dual_bound()) if optimal else -math.inf
 
-    def solution(self, objective: Mapping[int, float], rows: Sequence[Row] = ()) -> tuple[float, np.ndarray]:
-        """What ``minimum`` gives, and values of all variables at which it is so, with some more rows. The objective is the same
-        in every call. Raises NoSolutionError, UnsolvedError."""
-        more = [(_part(terms), lower, upper) for terms, lower, upper in rows]
+    def solution(self, objective: Mapping[int, float]) -> tuple[float, np.ndarray]:
+        """What ``minimum`` gives, and values of all variables at which it is so. The objective is the same in every call, and
+        there are no new variables. Raises NoSolutionError, UnsolvedError."""
         if self._growing is None:
             self._growing = _Growing(mathopt.Model.from_model_proto(self._proto(objective)), len(self.parts))
         done = self._growing.count
         for row in zip(self.parts[done:], self.lower[done:], self.upper[done:], strict=True):
             self._growing.add(*row)
-        result = self._growing.solved(more)
+        result = self._growing.solved()
         if result is None:
-            result = self._solved(objective, more, values=True)
+            result = self._solved(objective, values=True)
             if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
                 raise UnsolvedError
+        return float(result.dual_bound()), self._values(result)
+
+    def whole(self, objective: Mapping[int, float], cases: int = 20) -> tuple[float, np.ndarray | None]:
+        """What the sum of weights x variables is at least where all that was made whole is, and values of all variables with
+        the least that was found, if any, when so many ``cases`` were told apart. Raises NoSolutionError, UnsolvedError."""
+        result = self._solved(objective, values=True, cases=cases)
+        self.steps += result.solve_stats.simplex_iterations
+        return float(result.dual_bound()), self._values(result) if result.has_primal_feasible_solution() else None
+
+    def _values(self, result: mathopt.SolveResult) -> np.ndarray:
         found = np.zeros(self.count)
         for variable, value in result.variable_values().items():
             found[variable.id] = value
-        return float(result.dual_bound()), found
+        return found
 
-    def _solved(self, objective: Mapping[int, float], rows: Sequence[_Row] = (), values: bool = False) -> mathopt.SolveResult:
-        """Minimize; ``values``: of the variables too. Raises NoSolutionError, UnsolvedError."""
-        result = self._run(mathopt.Model.from_model_proto(self._proto(objective, rows)), values)
+    def _solved(self, objective: Mapping[int, float], values: bool = False, cases: int = 0) -> mathopt.SolveResult:
+        """Minimize; ``values``: of the variables too; ``cases``: as of ``whole``. Raises NoSolutionError, UnsolvedError."""
+        kind, params = mathopt.SolverType.HIGHS, mathopt.SolveParameters(iteration_limit=ITERATIONS)
+        if cases:
+            kind, params = mathopt.SolverType.GSCIP, mathopt.SolveParameters(
+                node_limit=cases, relative_gap_tolerance=_NEAR, cuts=mathopt.Emphasis.OFF, heuristics=mathopt.Emphasis.OFF,
+            )
+        try:
+            model = mathopt.Model.from_model_proto(self._proto(objective, bool(cases)))
+            result = mathopt.solve(model, kind, params=params, model_params=_read(values))
+        except _FAILURES as error:
+            raise UnsolvedError from error
         if result.termination.reason in _NONE:
             raise NoSolutionError
         return result
 
-    def _proto(self, objective: Mapping[int, float], rows: Sequence[_Row] = ()) -> model_pb2.ModelProto:
-        parts = [*self.parts, *(part for part, _, _ in rows)]
-        proto = model_pb2.ModelProto()
+    def _proto(self, objective: Mapping[int, float], whole: bool = False) -> model_pb2.ModelProto:
+        proto, integers = model_pb2.ModelProto(), set(self.integers if whole else ())
         proto.variables.ids.extend(range(self.count))
         proto.variables.lower_bounds.extend([0.0] * self.count)
         proto.variables.upper_bounds.extend([math.inf] * self.count)
-        whole = set(self.integers)
-        proto.variables.integers.extend([number in whole for number in range(self.count)])
-        proto.linear_constraints.ids.extend(range(len(parts)))
-        proto.linear_constraints.lower_bounds.extend([*self.lower, *(lower for _, lower, _ in rows)])
-        proto.linear_constraints.upper_bounds.extend([*self.upper, *(upper for _, _, upper in rows)])
+        proto.variables.integers.extend([number in integers for number in range(self.count)])
+        proto.linear_constraints.ids.extend(range(len(self.parts)))
+        proto.linear_constraints.lower_bounds.extend(self.lower)
+        proto.linear_constraints.upper_bounds.extend(self.upper)
         matrix = proto.linear_constraint_matrix
-        for row, (columns, weights) in enumerate(parts):
+        for row, (columns, weights) in enumerate(self.parts):
             order = columns.argsort()
             matrix.row_ids.extend([row] * len(columns))
             matrix.column_ids.extend(columns[order].tolist())
@@ -129,17 +144,6 @@ class LinearProgram:
         proto.objective.linear_coefficients.ids.extend(sorted(objective))
         proto.objective.linear_coefficients.values.extend(objective[variable] for variable in sorted(objective))
         return proto
-
-    def _run(self, model: mathopt.Model, values: bool) -> mathopt.SolveResult:
-        kind, params = mathopt.SolverType.HIGHS, mathopt.SolveParameters(iteration_limit=ITERATIONS)
-        if self.integers:
-            kind, params = mathopt.SolverType.GSCIP, mathopt.SolveParameters(
-                node_limit=_NODES, relative_gap_tolerance=_CLOSE, cuts=mathopt.Emphasis.OFF, heuristics=mathopt.Emphasis.OFF,
-            )
-        try:
-            return mathopt.solve(model, kind, params=params, model_params=_read(values))
-        except _FAILURES as error:
-            raise UnsolvedError from error
 
 
 class _Growing:
@@ -151,34 +155,26 @@ class _Growing:
         self._solver: mathopt.IncrementalSolver | None = None
 
     def add(self, part: _Part, lower: float, upper: float) -> None:
-        """A row that stays."""
-        self._add(part, lower, upper)
+        """One more row."""
+        row = self.model.add_linear_constraint(lb=lower, ub=upper)
+        for column, weight in zip(part[0].tolist(), part[1].tolist(), strict=True):
+            row.set_coefficient(self._variables[column], weight)
         self.count += 1
 
-    def solved(self, rows: Sequence[_Row]) -> mathopt.SolveResult | None:
-        """The optimum with some more rows, which do not stay; None if it was not found."""
-        for_now = [self._add(*row) for row in rows]
+    def solved(self) -> mathopt.SolveResult | None:
+        """The optimum; None if it was not found."""
         try:
             if self._solver is None:
                 self._solver = mathopt.IncrementalSolver(self.model, mathopt.SolverType.GLOP)
-            limit = min(ITERATIONS, _STUCK * (self.count + len(rows)) + 100)
+            limit = min(ITERATIONS, _STUCK * self.count + 100)
             params = mathopt.SolveParameters(iteration_limit=limit, presolve=mathopt.Emphasis.OFF)  # it goes on from there
             result = self._solver.solve(params=params, model_params=_read(values=True))
         except _FAILURES:
             self._solver = None
             return None
-        finally:
-            for row in for_now:
-                self.model.delete_linear_constraint(row)
         if result.termination.limit is not None:
             self._solver = None  # from the beginning, if it is asked again
         return result if result.termination.reason == mathopt.TerminationReason.OPTIMAL else None
-
-    def _add(self, part: _Part, lower: float, upper: float) -> mathopt.LinearConstraint:
-        row = self.model.add_linear_constraint(lb=lower, ub=upper)
-        for column, weight in zip(part[0].tolist(), part[1].tolist(), strict=True):
-            row.set_coefficient(self._variables[column], weight)
-        return row
 
 
 def _read(values: bool) -> mathopt.ModelSolveParameters:
