@@ -43,9 +43,9 @@ _CASES, _ROWS = (20, 200), 20_000_000
 """Where units are whole, so many cases are told apart at most, as many as so many rows x rows: a second."""
 _STEP = 2
 """Numbers for a row and an iteration where units are whole (seen: 1.4 us)."""
-_LARGEST, _SMALL = 600, 120
+_LARGEST, _SMALL, _STAGES = 600, 120, 20
 """Rows of a program beyond which its units are not made whole, for that takes seconds; and if no bound is to be sharp, tenths
-of one."""
+of one. So does it with more stages than this (seen: 3 s for 24 of a T5, which said nothing)."""
 _TURNS = 4
 """So often is the program of whole units solved, with the paths that it taught."""
 _STILL, _MORE = 10, 0.0005
@@ -131,7 +131,9 @@ def timed_bound(
 def _whole(program: _Program, bound: float, cutoff: float, sharp: bool) -> float:
     """Seconds that no cut can beat, no less than ``bound``, of whole units (see the head of this file); unless ``sharp`` only
     where that takes no time, and where crossings differ by enough to come to the cutoff."""
-    if len(program.parts) > (_LARGEST if sharp else _SMALL) or (not sharp and program.differs < cutoff - bound):
+    if len(program.parts) > (_LARGEST if sharp else _SMALL) or program.table.stages > _STAGES:
+        return bound
+    if not sharp and program.differs < cutoff - bound:
         return bound
     program.make_units_whole()
     for _ in range(_TURNS):
