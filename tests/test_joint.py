@@ -200,6 +200,8 @@ def test_every_bound_is_below_the_next(name: str, gib: float) -> None:
                 for enough in (0.0, 1.001 * found.seconds):  # the second: what a bound that need not be sharp may not pass
                     relaxed = run.evaluator.relaxed(candidate, degrees, node.zero, placement, cutoff=enough)
                     assert relaxed <= found.seconds * (1 + 1e-9)
+                timed = run.evaluator.timed(candidate, degrees, node.zero, placement, relaxed, enough)
+                assert timed <= found.seconds * (1 + 1e-9)
             assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=1e-6)
             checked += 1
     assert checked > 30 if gib > 1 else crowded
