@@ -930,7 +930,7 @@ def test_whole_numbers_against_all_of_them(seed: int) -> None:
     assert values[0] == pytest.approx(least, rel=1e-3)
     program.add([(numbers[0, :2], 2.0)], 1.0, 1.0)
     with pytest.raises(NoSolutionError):
-        program.whole({0: 1.0})
+        program.whole({0: 1.0}, 1000)
 
 
 def test_a_program_that_goes_round_in_circles_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:

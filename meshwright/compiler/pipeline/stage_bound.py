@@ -17,11 +17,11 @@ them takes no less than their mean. So its size does not grow with the stages of
 their numbers: what grows with it (transfers, a unit in every stage) is counted for the fewest, the mean for the most.
 
 Divided units fit where whole ones do not, so of the most frequent class a rank takes no more than the whole units that fit
-its memory and the seconds to beat (``whole_units``). Where that leaves steps shorter than those, and no other class has several
-units, each rank runs a whole number of them: a mixed-integer program of as many whole numbers as there are ranks (of 80 layers
-on 8 ranks, with a head as long as one, it proves 4% more). Numbers of several classes add up to almost anything: of them it
-says little, and takes long. Of crossings the cheapest are assumed, of transients the least that a rank cannot avoid:
-relaxations.
+its memory and the seconds to beat (``whole_units``). Where that leaves steps shorter than those, and no other class has
+several units, each rank runs a whole number of them: a mixed-integer program of as many whole numbers as there are ranks (of
+Llama-70B on 16,384 H100, 8 ranks and 32 micro-batches, it proves 4% more). Numbers of several classes add up to almost
+anything: of them it says little, and takes long. Of crossings the cheapest are assumed, of transients the least that a rank
+cannot avoid: relaxations.
 """
 
 from __future__ import annotations
@@ -266,7 +266,9 @@ def fractional_bound(
 
 
 _SAFE = 1 + 5e-6
-"""More than what the solvers' tolerance can make of a bound."""
+"""More than what the solvers' tolerances were seen to make of a bound."""
+_CASES = 20
+"""Where units are whole, so many cases are told apart at most."""
 
 
 @dataclass(frozen=True)
@@ -451,7 +453,7 @@ class _Program(LinearProgram):
         for rank, number in itertools.product(range(self.pp), np.flatnonzero(self.members > 1).tolist()):
             self.make_whole([(self.amounts[:, rank, number], 1.0)])
         try:
-            return min(most, max(0.0, self.whole({0: 1.0})[0]) * self.scale / _SAFE)
+            return min(most, max(0.0, self.whole({0: 1.0}, _CASES)[0]) * self.scale / _SAFE)
         except NoSolutionError:
             return most
         except UnsolvedError:

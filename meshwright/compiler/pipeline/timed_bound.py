@@ -43,9 +43,9 @@ _CASES, _ROWS = (20, 200), 20_000_000
 """Where units are whole, so many cases are told apart at most, as many as so many rows x rows: a second."""
 _STEP = 2
 """Numbers for a row and an iteration where units are whole (seen: 1.4 us)."""
-_LARGEST, _SMALL, _STAGES = 600, 120, 20
-"""Rows of a program beyond which its units are not made whole, for that takes seconds; and if no bound is to be sharp, tenths
-of one. So does it with more stages than this (seen: 3 s for 24 of a T5, which said nothing)."""
+_LARGEST, _SMALL = 700, 300
+"""Rows of a program of whole units beyond which it is not solved: it takes a second, or seconds; and where no bound is to be
+sharp."""
 _TURNS = 4
 """So often is the program of whole units solved, with the paths that it taught."""
 _STILL, _MORE = 10, 0.0005
@@ -58,7 +58,7 @@ _WORST = 0.97
 _MISSED = 1e-5
 """By such a part a remembered path must be longer than the step to be added."""
 _SAFE = 1 + 5e-6
-"""More than what the solver's tolerance can make of a bound."""
+"""More than what the solvers' tolerances were seen to make of a bound."""
 
 
 @dataclass
@@ -130,12 +130,12 @@ def timed_bound(
 
 def _whole(program: _Program, bound: float, cutoff: float, sharp: bool) -> float:
     """Seconds that no cut can beat, no less than ``bound``, of whole units (see the head of this file); unless ``sharp`` only
-    where that takes no time, and where crossings differ by enough to come to the cutoff."""
-    if len(program.parts) > (_LARGEST if sharp else _SMALL) or program.table.stages > _STAGES:
-        return bound
+    of small programs, and where crossings differ by enough to come to the cutoff."""
     if not sharp and program.differs < cutoff - bound:
         return bound
     program.make_units_whole()
+    if len(program.parts) > (_LARGEST if sharp else _SMALL):
+        return bound
     for _ in range(_TURNS):
         try:
             found, point = program.solved_whole()
@@ -369,8 +369,10 @@ class _Program(LinearProgram):
     def solved_whole(self) -> tuple[float, _Point | None]:
         """What ``solved`` says of whole units, with a point if one was found."""
         before, rows = self.steps, len(self.parts)
-        seconds, values = self.whole({0: 1.0}, int(np.clip(_ROWS // rows**2, *_CASES)))
-        self.size += _STEP * rows * (self.steps - before)
+        try:
+            seconds, values = self.whole({0: 1.0}, int(np.clip(_ROWS // rows**2, *_CASES)))
+        finally:
+            self.size += _STEP * rows * max(rows, self.steps - before)
         point = None if values is None else _Point(values[self.amounts], values[self.places])
         return max(0.0, seconds) * self.scale / _SAFE, point
 

@@ -5,7 +5,7 @@
     STATE       parameters split as far as they can be                     what keeping them takes, whatever the placement
     PLACEMENT   the placement of (tensor, samples, context)                solved once, serves every pp and schedule
     KEPT        every ZeRO level and shard that none dominates             the parameters' price on this mesh
-    DIVIDED     units divided over a rank's stages, memory and schedule    ``Evaluator.relaxed``
+    DIVIDED     units that may be divided, memory and schedule exact       ``Evaluator.relaxed``
     TIMED       the table run at divided units, memory counted             transfers that wait, where cuts lie, all gathers
 
 Candidates that differ in their stages a rank only are one node until memory counts: a bound for a whole range of them comes

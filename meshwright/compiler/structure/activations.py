@@ -24,14 +24,14 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True)
 class Saved:
     """Values kept for the backward; those of them that only linears keep, and views by which only linears keep something; those
-    of them that their own maker keeps; views through which such values are kept, and those of them whose value is kept in
-    another way as well."""
+    of them that their own maker keeps; views through which such values are kept, and those of them whose value is kept itself
+    as well."""
 
     values: frozenset[str]
     by_linears: frozenset[str]
     by_makers: frozenset[str]
-    by_views: frozenset[str] = frozenset()
-    besides: frozenset[str] = frozenset()
+    by_views: frozenset[str]
+    besides: frozenset[str]
 
 
 def body_shapes(graph: Graph, rules: Mapping[str, OpRule], schedule: Schedule) -> dict[str, Shape]:
@@ -86,13 +86,14 @@ def saved_values(graph: Graph, operators: Operators) -> Saved:
             of = shows.get(name, (name,))[0]
             if name in outside or of in outside:
                 continue
-            ways.setdefault(of, set()).add((*shows[name][1:], name) if name in shows else ())
+            way = (*shows[name][1:], name) if name in shows else ()
+            ways.setdefault(of, set()).add(way)
             kept.update({name} & shows.keys())
-            shown.update({name} if operators[op.target].linear is None else ())
+            shown.update(way if operators[op.target].linear is None else ())
             if operators[op.target].linear is None or name in shows:
                 other.add(of)
     saved = frozenset(ways)
     views = {view: of for of, found in ways.items() for way in found for view in way}
-    besides = (view for view, of in views.items() if any(view not in way for way in ways[of]))
+    besides = (view for view, of in views.items() if () in ways[of])
     by_linears = (saved - other) | (kept - shown)
     return Saved(saved, by_linears, frozenset(makers & saved), frozenset(views), frozenset(besides))
