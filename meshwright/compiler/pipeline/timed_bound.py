@@ -43,9 +43,9 @@ _CASES, _ROWS = (20, 200), 20_000_000
 """Where units are whole, so many cases are told apart at most, as many as so many rows x rows: a second."""
 _STEP = 2
 """Numbers for a row and an iteration where units are whole (seen: 1.4 us)."""
-_LARGEST, _SMALL = 700, 300
-"""Rows of a program of whole units beyond which it is not solved: it takes a second, or seconds; and where no bound is to be
-sharp."""
+_LARGEST, _SMALL, _STAGES = 900, 200, 20
+"""Rows of a program of whole units beyond which it is not solved: it takes seconds; rows where no bound is to be sharp; and the
+most stages (seen: 24 of a T5 took 3 s and said nothing)."""
 _TURNS = 4
 """So often is the program of whole units solved, with the paths that it taught."""
 _STILL, _MORE = 10, 0.0005
@@ -131,7 +131,7 @@ def timed_bound(
 def _whole(program: _Program, bound: float, cutoff: float, sharp: bool) -> float:
     """Seconds that no cut can beat, no less than ``bound``, of whole units (see the head of this file); unless ``sharp`` only
     of small programs, and where crossings differ by enough to come to the cutoff."""
-    if not sharp and program.differs < cutoff - bound:
+    if program.table.stages > _STAGES or (not sharp and program.differs < cutoff - bound):
         return bound
     program.make_units_whole()
     if len(program.parts) > (_LARGEST if sharp else _SMALL):
@@ -372,7 +372,7 @@ class _Program(LinearProgram):
         try:
             seconds, values = self.whole({0: 1.0}, int(np.clip(_ROWS // rows**2, *_CASES)))
         finally:
-            self.size += _STEP * rows * max(rows, self.steps - before)
+            self.size += _STEP * rows * (self.steps - before)
         point = None if values is None else _Point(values[self.amounts], values[self.places])
         return max(0.0, seconds) * self.scale / _SAFE, point
 
