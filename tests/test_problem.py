@@ -191,6 +191,15 @@ def test_what_is_moved_between_views_of_a_kept_value_is_kept_too(besides: bool) 
     assert list(table[0, :, SAVED]) == [built.tables.whole(turned) / 4 * besides, 0.0]
 
 
+def test_what_several_views_keep_is_not_kept_besides() -> None:
+    """Queries, keys and values are slices of one product, of which nothing but they is read: exchanged, they take its place."""
+    graph = of_models("Bloom")
+    tables = problem(graph, Mesh.of(x=4)).tables
+    slices = [op.outputs[0] for op in graph.ops if op.target == "aten.select.int" and op.outputs[0] in tables.saved.by_views]
+    assert len(slices) >= 3
+    assert tables.saved.besides.isdisjoint(slices)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_costs_of_some_choices_are_those_of_the_chain(count: int) -> None:
     graph = of_models("llama")

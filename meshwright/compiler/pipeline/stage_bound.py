@@ -36,7 +36,7 @@ import numpy as np
 
 from meshwright.compiler.pipeline.in_flight import in_flight, parts
 from meshwright.compiler.pipeline.intervals import Crossings, Intervals, OutsideSeconds
-from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Term, UnsolvedError
+from meshwright.compiler.solver.linear import SAFE, LinearProgram, NoSolutionError, Term, UnsolvedError
 from meshwright.ir.schedules import Left, schedule_of
 
 
@@ -265,8 +265,6 @@ def fractional_bound(
     return Bound(max(divided, program.whole_bound(to_beat)), "whole")
 
 
-_SAFE = 1 + 5e-6
-"""More than what the solvers' tolerances were seen to make of a bound."""
 _CASES = 20
 """Where units are whole, so many cases are told apart at most."""
 
@@ -439,21 +437,21 @@ class _Program(LinearProgram):
     def limit(self, seconds: float) -> None:
         """The step takes no longer."""
         if math.isfinite(seconds):
-            self.add([(np.zeros(1, dtype=np.int64), 1.0)], 0.0, seconds * _SAFE / self.scale)
+            self.add([(np.zeros(1, dtype=np.int64), 1.0)], 0.0, seconds * SAFE / self.scale)
 
     def bound(self, most: float = math.inf) -> float:
         """Seconds of the step at least; ``most`` if no step takes less, inf if none is possible."""
         try:
-            return min(most, max(0.0, self.minimum({0: 1.0})) * self.scale / _SAFE)
+            return min(most, max(0.0, self.minimum({0: 1.0})) * self.scale / SAFE)
         except NoSolutionError:
             return most
 
     def whole_bound(self, most: float) -> float:
-        """The same where every rank has a whole number of every class with several units."""
-        for rank, number in itertools.product(range(self.pp), np.flatnonzero(self.members > 1).tolist()):
-            self.make_whole([(self.amounts[:, rank, number], 1.0)])
+        """The same where every rank has a whole number of the most frequent class."""
+        for rank in range(self.pp):
+            self.make_whole([(self.amounts[:, rank, int(self.members.argmax())], 1.0)])
         try:
-            return min(most, max(0.0, self.whole({0: 1.0}, _CASES)[0]) * self.scale / _SAFE)
+            return min(most, max(0.0, self.whole({0: 1.0}, _CASES)[0]) * self.scale / SAFE)
         except NoSolutionError:
             return most
         except UnsolvedError:

@@ -31,7 +31,7 @@ import numpy as np
 
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds
 from meshwright.compiler.pipeline.stage_bound import Ends, classes_of, whole_units
-from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, UnsolvedError
+from meshwright.compiler.solver.linear import SAFE, LinearProgram, NoSolutionError, UnsolvedError
 from meshwright.cost.timeline import Times, longest_paths
 from meshwright.ir.schedules import Table, maximal
 
@@ -57,8 +57,6 @@ _WORST = 0.97
 """Ranks that end after so much of the step have their paths added."""
 _MISSED = 1e-5
 """By such a part a remembered path must be longer than the step to be added."""
-_SAFE = 1 + 5e-6
-"""More than what the solvers' tolerances were seen to make of a bound."""
 
 
 @dataclass
@@ -183,7 +181,7 @@ class _Program(LinearProgram):
                 units, known, table.name, table.pp, (table.stages // table.pp, table.stages // table.pp), table.microbatches,
                 room, outside.slowed, cutoff,
             ))
-            self.add([(np.zeros(1, dtype=np.int64), 1.0)], 0.0, cutoff * _SAFE / self.scale)
+            self.add([(np.zeros(1, dtype=np.int64), 1.0)], 0.0, cutoff * SAFE / self.scale)
 
     def _ways(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Numbers [10, ways] and the class of every way; where memory does not bind every unit runs in the fastest."""
@@ -318,7 +316,7 @@ class _Program(LinearProgram):
             own = self.ranks == rank
             held = sum(moments[:, at, :, None] * each for at, each in enumerate((saved, pending, summed))) + state
             bytes_ = np.einsum("ksw,sw->k", held, point.amounts[own]) + beside
-            if bytes_.max() > self.room[rank] * _SAFE:
+            if bytes_.max() > self.room[rank] * SAFE:
                 at = int(bytes_.argmax())
                 found.append((rank, held[at], float(self.room[rank] - beside[at])))
         return found
@@ -335,7 +333,7 @@ class _Program(LinearProgram):
         """Seconds of the step at least, and a point at which the rows say so. Raises NoSolutionError, UnsolvedError."""
         self.size += self.numbers
         seconds, values = self.solution({0: 1.0})
-        return max(0.0, seconds) * self.scale / _SAFE, _Point(values[self.amounts], values[self.places])
+        return max(0.0, seconds) * self.scale / SAFE, _Point(values[self.amounts], values[self.places])
 
     @property
     def numbers(self) -> int:
@@ -374,7 +372,7 @@ class _Program(LinearProgram):
         finally:
             self.size += _STEP * rows * (self.steps - before)
         point = None if values is None else _Point(values[self.amounts], values[self.places])
-        return max(0.0, seconds) * self.scale / _SAFE, point
+        return max(0.0, seconds) * self.scale / SAFE, point
 
     @property
     def differs(self) -> float:

@@ -18,6 +18,8 @@ from ortools.math_opt.python import mathopt
 
 ITERATIONS = 20_000
 """Limit of one program."""
+SAFE = 1 + 5e-6
+"""More than what the solvers' tolerances were seen to make of a bound."""
 _NEAR = 0.001
 """Where numbers are whole, a bound so near to the best that was found is enough."""
 _STUCK = 2

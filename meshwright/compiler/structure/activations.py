@@ -93,7 +93,8 @@ def saved_values(graph: Graph, operators: Operators) -> Saved:
             if operators[op.target].linear is None or name in shows:
                 other.add(of)
     saved = frozenset(ways)
-    views = {view: of for of, found in ways.items() for way in found for view in way}
-    besides = (view for view, of in views.items() if () in ways[of])
-    by_linears = (saved - other) | (kept - shown)
-    return Saved(saved, by_linears, frozenset(makers & saved), frozenset(views), frozenset(besides))
+    views, besides = (
+        frozenset(view for found in among for way in found for view in way)
+        for among in (ways.values(), [found for found in ways.values() if () in found])
+    )
+    return Saved(saved, (saved - other) | (kept - shown), frozenset(makers & saved), views, besides)
