@@ -17,7 +17,7 @@ from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.refine import _flipped
 from meshwright.compiler.pipeline.stage_bound import Bound, cannot_run_in, fractional_bound, link_bound
 from meshwright.compiler.pipeline.stages import StageError, Unit, cut, step_bound
-from meshwright.compiler.pipeline.timed_bound import KnownPaths, timed_bound
+from meshwright.compiler.pipeline.timed_bound import KnownPaths, Sharp, TimedBound
 from meshwright.compiler.solver import linear
 from meshwright.compiler.solver.linear import LinearProgram, NoSolutionError, Term
 from meshwright.cost.timeline import simulate
@@ -46,6 +46,18 @@ def random_units(n: int, seed: int) -> list[Unit]:
              released=3.0 * ends[0, i] * columns[5, i], entered=ends[1, i], left=ends[2, i], behind=ends[3, i])
         for i in range(n)
     ]
+
+
+def timed_bound(
+    units: Intervals, table: Table, outside: OutsideSeconds, room: np.ndarray, known: float, cutoff: float, paths: KnownPaths,
+    sharp: Sharp = Sharp.STAGES,
+) -> float:
+    """Asked for at once, or for less before, whichever says more."""
+    each = [TimedBound(units, table, outside, room, known, cutoff, paths) for _ in range(2)]
+    before = each[1].sharpen(Sharp.RANKS) if sharp is Sharp.STAGES else 0.0
+    found = [one.sharpen(sharp) for one in each]
+    assert before <= found[1]
+    return max(found)
 
 
 def transient_by_hand(stage: list[Unit]) -> float:
@@ -285,8 +297,8 @@ def test_a_cut_lies_where_its_crossing_is(name: str, quick: float, timed: float)
     bound = step_bound(known, 4, (1, 1), name, 16, room, outside, 1.02 * best).seconds
     assert quick * best <= bound <= best * (1 + 1e-9)
     table = schedule_table(name, 4, 1, 16)
-    for sharp in (False, True):
-        found, *_ = timed_bound(known, table, outside, room, 0.0, 1.02 * best, KnownPaths(), sharp)
+    for sharp in Sharp:
+        found = timed_bound(known, table, outside, room, 0.0, 1.02 * best, KnownPaths(), sharp)
         assert timed * best <= found <= best * (1 + 1e-9)
 
 
@@ -301,7 +313,7 @@ def test_no_stage_is_half_of_the_encoder_and_of_the_decoder(count: int, name: st
     best = brute_force([units], name, pp, virtual, m, math.inf)[0][2]
     known, table = Intervals.of([units], range(count + 1)), schedule_table(name, pp, virtual, m)
     outside, room = OutsideSeconds.nothing(count), np.full(pp, 1e9)
-    found, *_ = timed_bound(known, table, outside, room, 0.0, 1.02 * best, KnownPaths())
+    found = timed_bound(known, table, outside, room, 0.0, 1.02 * best, KnownPaths())
     assert 0.999 * best <= found <= best * (1 + 1e-9)
 
 
@@ -591,11 +603,11 @@ def test_no_choice_unit_by_unit_beats_the_bound(setting: tuple[str, int, int, in
         bound = step_bound(known, pp, (v, v), name, m, np.full(pp, capacity), outside)
         assert bound.seconds <= best * (1 + 1e-6)
         for cutoff in (0.0, 1.01 * best):
-            timed, *_ = timed_bound(known, table, outside, np.full(pp, capacity), 0.0, cutoff, paths)
+            timed = timed_bound(known, table, outside, np.full(pp, capacity), 0.0, cutoff, paths)
             assert timed <= best * (1 + 1e-6)
-            free, *_ = timed_bound(known, table, outside, np.full(pp, math.inf), 0.0, cutoff, paths)
+            free = timed_bound(known, table, outside, np.full(pp, math.inf), 0.0, cutoff, paths)
             assert 0.0 < free <= timed * (1 + 0.005)
-            slow, *_ = timed_bound(known, table, outside, np.full(pp, capacity), 0.0, cutoff, paths, sharp=False)
+            slow = timed_bound(known, table, outside, np.full(pp, capacity), 0.0, cutoff, paths, Sharp.QUICK)
             assert slow <= best * (1 + 1e-6)
         got = cut(ways[0], pp, v, name, m, capacity, options=ways[1:], outside=outside)
         assert got.bound <= best * (1 + 1e-9)
@@ -623,14 +635,14 @@ def test_what_reductions_leave_counts_in_the_bounds(setting: tuple[str, int, int
         assert not cannot_run_in(known, name, pp, (v, v), m, room, outside, best * (1 + 1e-9))
         for cutoff in (0.0, 1.01 * best):
             assert bound_of(units, pp, (v, v), name, m, capacity, outside, cutoff).seconds <= best * (1 + 1e-6)
-            assert timed_bound(known, table, outside, room, 0.0, cutoff, paths)[0] <= best * (1 + 1e-6)
+            assert timed_bound(known, table, outside, room, 0.0, cutoff, paths) <= best * (1 + 1e-6)
         if v > 1:
             wide = bound_of(units, pp, (v, v + 1), name, m, capacity, outside, 1.01 * best)
             assert wide.seconds <= best * (1 + 1e-6)
     if v > 1:
         low, slow = np.full(pp, 0.5 * least), 10.0 * max(seconds for _, seconds in every)
         freed = Intervals.of([[replace(u, behind=0.0) for u in units]], range(10))
-        told, missed = (timed_bound(one, table, outside, low, 0.0, slow, KnownPaths())[0] for one in (known, freed))
+        told, missed = (timed_bound(one, table, outside, low, 0.0, slow, KnownPaths()) for one in (known, freed))
         assert missed < told == slow
 
 
@@ -690,11 +702,29 @@ def test_units_that_are_alike_are_recomputed_as_a_whole(setting: tuple[str, int,
         fitting = sorted((one for one in every if one[0] <= room), key=lambda one: one[1])[:200]
         best = min(step_by_hand(table, parts, crossing, numbers, nothing) for _, _, parts, crossing, numbers in fitting)
         known = Intervals.of([plain, slim], range(8))
-        whole, parted = (timed_bound(units, table, nothing, np.full(pp, room), 0.0, 1.05 * best, KnownPaths())[0]
+        whole, parted = (timed_bound(units, table, nothing, np.full(pp, room), 0.0, 1.05 * best, KnownPaths())
                          for units in (known, replace(known, apart=False)))
         assert whole <= best * (1 + 1e-6)
         higher += whole > parted * (1 + 1e-3)
     assert higher
+
+
+@pytest.mark.parametrize(("count", "name", "pp", "virtual", "m", "ranks", "stages"), [
+    (32, "interleaved1f1b", 6, 3, 8, 0.93, 0.945), (32, "interleaved1f1b", 6, 5, 8, 0.99, 0.999),
+    (44, "zbv", 16, 2, 32, 0.97, 0.97), (19, "1f1b", 4, 1, 8, 0.999, 0.999),
+])
+def test_ranks_and_stages_have_whole_units(
+    count: int, name: str, pp: int, virtual: int, m: int, ranks: float, stages: float
+) -> None:
+    """Blocks and a head that takes as long as three of them. No rank has a part of a block, and no stage, which bounds say up
+    to these parts of the cut that is found, and no more than it takes."""
+    units = [Unit(str(n), *[1.0 + 2.0 * (n == count)] * 3) for n in range(count + 1)]
+    table, nothing, room = schedule_table(name, pp, virtual, m), OutsideSeconds.nothing(count + 1), np.full(pp, 1e9)
+    found = cut(units, pp, virtual, name, m, 1e9, table=table).makespan
+    known = Intervals.of([units], range(count + 2))
+    for sharp, part in ((Sharp.RANKS, ranks), (Sharp.STAGES, stages)):
+        bound = timed_bound(known, table, nothing, room, 0.0, 1.05 * found, KnownPaths(), sharp)
+        assert part * found <= bound <= found * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("setting", [s for s in SETTINGS if s[2] > 1], ids=lambda s: "-".join(map(str, s)))
@@ -711,7 +741,7 @@ def test_what_only_the_last_unit_needs_is_there_while_it_runs(setting: tuple[str
     assert max(found.memory) == pytest.approx(room)
     assert bound_of(units, pp, (v, v), name, m, room, nothing, 1.02 * found.makespan).seconds <= found.makespan * (1 + 1e-9)
     each = Intervals.of([units], range(pp * v + 1))
-    timed, *_ = timed_bound(each, table, nothing, np.full(pp, room), 0.0, 1.02 * found.makespan, KnownPaths())
+    timed = timed_bound(each, table, nothing, np.full(pp, room), 0.0, 1.02 * found.makespan, KnownPaths())
     assert timed <= found.makespan * (1 + 1e-9)
 
 
@@ -748,7 +778,7 @@ def test_a_table_run_at_divided_units_bounds_every_cut(setting: tuple[str, int, 
             numbers = [range(a, b) for a, b in itertools.pairwise((0, *inner, n))]
             crossing = [[getattr(units[i - 1], k) for i in inner] for k in ("value", "gradient")]
             best = min(best, step_by_hand(table, [[units[i] for i in own] for own in numbers], crossing, numbers, outside))
-        found, *_ = timed_bound(Intervals.of([units], range(n + 1)), table, outside, np.full(pp, 1e9), 0.0, 0.0, KnownPaths())
+        found = timed_bound(Intervals.of([units], range(n + 1)), table, outside, np.full(pp, 1e9), 0.0, 0.0, KnownPaths())
         assert found <= best * (1 + 1e-9)
         assert seed > 0 or slow < 1 or found >= 0.98 * best
 
@@ -763,7 +793,7 @@ def test_the_only_cut_there_is_is_bounded_as_it_is(setting: tuple[str, int, int,
     outside = OutsideSeconds(np.full(n, 3.0 * m), np.zeros(n), np.zeros(n), 1.0)
     crossing = [[getattr(u, k) for u in units[:-1]] for k in ("value", "gradient")]
     only = step_by_hand(table, [[u] for u in units], crossing, [range(i, i + 1) for i in range(n)], outside)
-    found, *_ = timed_bound(Intervals.of([units], range(n + 1)), table, outside, np.full(pp, 1e9), 0.0, 0.0, KnownPaths())
+    found = timed_bound(Intervals.of([units], range(n + 1)), table, outside, np.full(pp, 1e9), 0.0, 0.0, KnownPaths())
     assert 0.99 * only <= found <= only * (1 + 1e-9)
 
 
@@ -825,7 +855,7 @@ def test_a_weight_of_the_first_and_the_last_unit_is_there_twice(name: str, virtu
         for share, fits in ((1.0, True), (0.85, False)):
             room = np.full(pp, share * min(held))
             bound = step_bound(each, pp, (virtual, virtual), name, m, room, outside, 1e3).seconds
-            timed = timed_bound(each, table, outside, room, 0.0, 1e3, KnownPaths())[0]
+            timed = timed_bound(each, table, outside, room, 0.0, 1e3, KnownPaths())
             assert (timed < 1e3) == fits
             assert bound < 1e3 or not fits
 

@@ -28,6 +28,7 @@ from functools import cached_property
 
 import numpy as np
 
+from meshwright.compiler.pipeline.timed_bound import Sharp
 from meshwright.compiler.placement.costs import HOST
 from meshwright.compiler.placement.placement import Placements
 from meshwright.compiler.placement.rows import NONE, Placement
@@ -89,8 +90,7 @@ class Branch:
     virtual: stages a rank of all, ascending
     firm: what the bound is without the assumption of the level TENSOR
     zero, shard: how parameters are kept, from the level KEPT on
-    sharp: whether its bound is as sharp as the level TIMED makes it
-    closely: and it was cut for whatever is better than the incumbent
+    sharp: how sharp the level TIMED made its bound
     later: of a free layout, the counts of micro-batches to try after this one
     fewer: of a free layout, the least seconds of the counts before, or what they take at least
     """
@@ -103,8 +103,7 @@ class Branch:
     firm: float = field(compare=False, default=0.0)
     zero: int = field(compare=False, default=0)
     shard: int = field(compare=False, default=1)
-    sharp: bool = field(compare=False, default=False)
-    closely: bool = field(compare=False, default=False)
+    sharp: Sharp = field(compare=False, default=Sharp.QUICK)
     later: tuple[int, ...] = field(compare=False, default=())
     fewer: float = field(compare=False, default=float("inf"))
 
@@ -439,15 +438,14 @@ class CandidateBounds:
             return self.split(node, len(node.virtual) // 2, bound)
         return [node.at(Level.DIVIDED, bound)]
 
-    def time(self, node: Branch, to_beat: float, sharp: bool = False) -> Branch:
-        """At the level TIMED. While there is nothing to beat, and of what is no pipeline, nothing more is said. Unless
-        ``sharp``, a bound that cannot come to ``to_beat`` is left as it is."""
+    def time(self, node: Branch, to_beat: float, sharp: Sharp = Sharp.QUICK) -> Branch:
+        """At the level TIMED. While there is nothing to beat, and of what is no pipeline, nothing more is said."""
         candidate = node.candidate
         if candidate.pp == 1 or to_beat == float("inf"):
-            return replace(node, level=Level.TIMED)
+            return replace(node, level=Level.TIMED, sharp=sharp)
         degrees, placement = degrees_of(candidate, node.shard), self.placement_of(node)
         timed = self.evaluator.timed(candidate, degrees, node.zero, placement, node.bound, to_beat, sharp=sharp)
-        return node.at(Level.TIMED, timed)
+        return replace(node.at(Level.TIMED, timed), sharp=sharp)
 
     def miss(self, node: Branch, least: float) -> None:
         """Keep a node that is proven not to fit, if it is the nearest. ``least``: bytes of its mean rank, or of one of them."""

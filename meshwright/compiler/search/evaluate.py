@@ -32,7 +32,7 @@ from meshwright.compiler.pipeline.in_flight import least_in_flight, passed_on
 from meshwright.compiler.pipeline.intervals import Intervals, OutsideSeconds, Shared, joined, once, transient_of
 from meshwright.compiler.pipeline.lighten import lighten
 from meshwright.compiler.pipeline.stage_bound import link_floor
-from meshwright.compiler.pipeline.timed_bound import KnownPaths, timed_bound
+from meshwright.compiler.pipeline.timed_bound import KnownPaths, Sharp, TimedBound
 from meshwright.compiler.placement.costs import BACKWARD, FORWARD, HOST, HOST_BACK, SEND, SEND_BACK, Variant
 from meshwright.compiler.placement.rows import NONE, Placement
 from meshwright.compiler.search.candidates import Candidate, MicrobatchSeconds
@@ -95,6 +95,7 @@ class Evaluator:
         self._tables: dict[tuple[str, int, int, int], Table] = {}
         self._paths: dict[tuple[str, int, int, int], KnownPaths] = {}
         self._units: dict[tuple[int, Degrees, int, bool, tuple[bool, bool], str], Units] = {}
+        self._timed: dict[tuple[Candidate, Degrees, int, float], TimedBound] = {}
 
     def units(self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, recompute: str) -> Units:
         """The units of a candidate, made once for all that schedules share."""
@@ -161,8 +162,7 @@ class Evaluator:
             self.work["alone"] += 1
             return self._alone(candidate, degrees, zero, placement, capacity)
         variants, marks = self._variants(candidate, degrees, zero, placement)
-        crossing = self._crossing(degrees, placement)
-        table = self.table(candidate)
+        crossing, table = self._crossing(degrees, placement), self.table(candidate)
         twice = self._twice(candidate, degrees, zero, placement)
         shared = self._shared(candidate, degrees, zero, placement)
         cuts = self._cut(candidate, placement, variants, crossing, table, capacity, cutoff, twice, shared)
@@ -249,8 +249,7 @@ class Evaluator:
         if candidate.pp == 1:
             seconds = self._step_alone(candidate, placement, units)
             return self._whole(candidate, degrees, zero, placement, units, plain, marks, seconds, seconds)
-        crossing = self._crossing(degrees, placement)
-        table = self.table(candidate)
+        crossing, table = self._crossing(degrees, placement), self.table(candidate)
         units = units.less(once(self._shared(candidate, degrees, zero, placement), starts, len(marks)))
         cuts = self._as_cut(candidate, placement, units, crossing, table, starts, 0.0)
         return self._result(candidate, degrees, zero, placement, units, plain, marks, cuts, crossing, table)
@@ -280,13 +279,11 @@ class Evaluator:
         capacity = self.capacity if capacity is None else capacity
         units, outside = self._divisible(candidate, degrees, zero, placement)
         several = candidate.virtual_stages, max(candidate.virtual_stages, most)
-        schedule, pp, count = candidate.schedule, candidate.pp, candidate.microbatches
-        slack = placement.slack
+        schedule, pp, count, slack = candidate.schedule, candidate.pp, candidate.microbatches, placement.slack
         boundary = passed_on(schedule, pp, several[0], count) * min(placement.sent[:-1]) + placement.made_alone(count)
         boundary[schedule_of(schedule).stage_rank(pp, several[0])[-1]] += placement.handed_back(count)
         room = np.maximum(capacity - boundary + self._twice(candidate, degrees, zero, placement), 1.0)
-        asked = cutoff / slack
-        bound = stages.step_bound(units, pp, several, schedule, count, room, outside, asked)
+        bound = stages.step_bound(units, pp, several, schedule, count, room, outside, asked := cutoff / slack)
         self.work["packing"] += 1
         self.work["ranks alone"] += bound.by == "stages"
         self.work["rank of divided units"] += pp * (bound.by in ("divided", "whole"))
@@ -296,18 +293,25 @@ class Evaluator:
 
     def timed(
         self, candidate: Candidate, degrees: Degrees, zero: int, placement: Placement, known: float, cutoff: float,
-        capacity: float | None = None, sharp: bool = True,
+        capacity: float | None = None, sharp: Sharp = Sharp.STAGES,
     ) -> float:
         """Seconds that no cut can beat within ``capacity`` bytes, if not the device's, no less than ``known``, by the
-        schedule's own table. ``cutoff``: seconds above which nothing sharper is needed; ``sharp``: as of ``timed_bound``."""
-        units, outside = self._divisible(candidate, degrees, zero, placement)
-        slack, table = placement.slack, self.table(candidate)
-        most = (self.capacity if capacity is None else capacity) + self._twice(candidate, degrees, zero, placement)
-        room = np.maximum(most - self._boundary_bytes(candidate, placement, passed_on=True), 1.0)
-        paths = self._paths.setdefault((table.name, table.pp, table.stages, table.microbatches), KnownPaths())
-        seconds, runs, size = timed_bound(units, table, outside, room, known / slack, cutoff / slack, paths, sharp)
-        self.work["action of divided units"] += runs * candidate.microbatches * candidate.stages
-        self.work["number of divided programs"] += size
+        schedule's own table. ``cutoff``: seconds above which nothing sharper is needed."""
+        slack, table, capacity = placement.slack, self.table(candidate), self.capacity if capacity is None else capacity
+        key = candidate, degrees, zero, capacity
+        bound = self._timed.pop(key, None)
+        runs, numbers = bound.work if bound is not None else (0, 0)
+        if bound is None:
+            units, outside = self._divisible(candidate, degrees, zero, placement)
+            most = capacity + self._twice(candidate, degrees, zero, placement)
+            room = np.maximum(most - self._boundary_bytes(candidate, placement, passed_on=True), 1.0)
+            paths = self._paths.setdefault((table.name, table.pp, table.stages, table.microbatches), KnownPaths())
+            bound = TimedBound(units, table, outside, room, known / slack, cutoff / slack, paths)
+        seconds = bound.sharpen(sharp)
+        if sharp is Sharp.RANKS:
+            self._timed[key] = bound
+        self.work["action of divided units"] += (bound.work[0] - runs) * candidate.microbatches * candidate.stages
+        self.work["number of divided programs"] += bound.work[1] - numbers
         return max(known, seconds * slack)
 
     def _divisible(
@@ -421,9 +425,7 @@ class Evaluator:
 
     def _places(self, crossing: Array) -> Array:
         """The same, inf where no stage can start because others are pinned."""
-        if not self.forced:
-            return crossing
-        return np.where(np.isin(np.arange(len(crossing)) + 1, self.forced), crossing, np.inf)
+        return np.where(np.isin(np.arange(len(crossing)) + 1, self.forced), crossing, np.inf) if self.forced else crossing
 
     def _stage_units(self, units: Units, crossing: Array) -> list[stages.Unit]:
         places = self._places(crossing).tolist()
@@ -458,8 +460,7 @@ class Evaluator:
         parts["compute"] += again * candidate.microbatches / candidate.pp
         parts["outside the schedule"] = max(0.0, seconds - float(ends.max()) - optimizer)  # rounding may be below nothing
         parts["pipeline bubble"] = max(0.0, seconds - sum(parts.values()))
-        boundary = self._boundary_bytes(candidate, placement)
-        twice = self._twice(candidate, degrees, zero, placement)
+        boundary, twice = self._boundary_bytes(candidate, placement), self._twice(candidate, degrees, zero, placement)
         memory = np.array(cuts.memory) + boundary - twice
         fullest = int(np.argmax(memory))
         state, alone = float(per_rank(units.state - units.summed)[fullest]), placement.made_alone(candidate.microbatches)

@@ -261,7 +261,9 @@ def _plan_of(
     def counted(one: Evaluation, limit: float) -> Counted:
         recomputes_nothing, bound = set(one.recompute) == {task.recompute[0]}, one.bound
         wider = [known for capacity, known in proven if capacity >= limit]  # what holds within more memory holds within less
-        if one.run is not None and not wider:
+        if limit <= evaluator.capacity:  # what is proven of it stands in the sweep, which may sharpen it
+            bound = one.seconds
+        elif not wider:
             what = one.candidate, one.degrees, one.zero, one.placement
             bound = max(bound, evaluator.relaxed(*what, capacity=limit))
             bound = evaluator.timed(*what, bound, one.seconds, limit)

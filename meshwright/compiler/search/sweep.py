@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from meshwright.compiler.pipeline.timed_bound import Sharp
 from meshwright.compiler.placement.choices import attended, exchanged, pays_mirrored
 from meshwright.compiler.search.blockwise import TIE, WIDEST, OneDevice
 from meshwright.compiler.search.bounds import Branch, CandidateBounds, Level
@@ -513,12 +514,11 @@ class Sweep:
         while self._cut and self.effort <= self.limit:
             node = self._cut[0]
             others = min([self._closed, self._cutoff, *(other.bound for other in self._left)])
-            if node.bound >= others or node.level is not Level.TIMED or node.closely:
+            if node.bound >= others or node.level is not Level.TIMED or node.sharp is Sharp.STAGES:
                 break
-            closer = replace(node, closely=True) if node.sharp else self.bounds.time(node, self._cutoff, sharp=True)
-            heapq.heapreplace(self._cut, replace(closer, sharp=True))
-            if node.sharp:  # what was no better than the incumbent by enough may be, by a little
+            if node.sharp is Sharp.RANKS:  # before the dearest proof
                 self._solve_closely(node)
+            heapq.heapreplace(self._cut, self.bounds.time(node, self._cutoff, Sharp(node.sharp + 1)))
 
     def _solve_closely(self, node: Branch) -> None:
         """Cut one again that was solved, through whatever is slower than the incumbent to what is better."""

@@ -22,6 +22,8 @@ SAFE = 1 + 5e-6
 """More than what the solvers' tolerances were seen to make of a bound."""
 _NEAR = 0.001
 """Where numbers are whole, a bound so near to the best that was found is enough."""
+_FIRST = 1_000_000
+"""The case of the least bound is looked at first (seen: of 1,000 cases a third to two thirds of what is left of a gap)."""
 _STUCK = 2
 """A program that goes on where it was is stuck after so many iterations a row (seen: one at most where it was not, and 30 s
 where it was)."""
@@ -119,6 +121,7 @@ class LinearProgram:
                 node_limit=cases, relative_gap_tolerance=_NEAR, cuts=mathopt.Emphasis.OFF, heuristics=mathopt.Emphasis.OFF,
             )
             params.gscip.long_params["lp/iterlim"] = ITERATIONS  # of each program on the way
+            params.gscip.int_params["nodeselection/bfs/stdpriority"] = _FIRST
         try:
             model = mathopt.Model.from_model_proto(self._proto(objective, bool(cases)))
             result = mathopt.solve(model, kind, params=params, model_params=_read(values))
