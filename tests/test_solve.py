@@ -128,6 +128,21 @@ def test_infeasible_where_the_usual_choice_is_forbidden():
     assert solve(replace(chain, capacity=27.0)).bytes_ == 27
 
 
+def test_a_choice_that_one_position_forbids_bounds_no_other():
+    """What two positions share is cheapest where one of them cannot be; no memory is asked about, so nothing of it may fit."""
+    forbidden = np.full(RESOURCES, np.inf)
+    states = ([1.0, 4.0, 4.5], [np.inf, 4.0, 3.0])
+    costs = [np.array([forbidden if np.isinf(one) else [one, 0, 0, 0] for one in each]) for each in states]
+    blocks = [BlockModel((1, 1, 3), (np.zeros((1, 4)), np.zeros((1, 4)), each), ()) for each in costs]
+    kinds = tuple(Kind((block,), (np.zeros(RESOURCES),), (0,), (1,), ((0, 2),)) for block in blocks)
+    chain = Chain(kinds, (0, 1), (3,), np.array([[1.0, 1, 0, 0]]), np.array([0, 0, 1.0, 0]), np.zeros(4))
+    found = solve(chain)
+    assert (found.time, found.bound, found.status) == (7.5, pytest.approx(7.5, rel=1e-9), "optimal")
+    with pytest.raises(Beaten) as caught:
+        solve(chain, cutoff=7.4)
+    assert caught.value.bound == pytest.approx(7.5, rel=1e-9)
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10**6), st.booleans(), st.floats(0.0, 1.0), st.floats(0.3, 1.3))
 def test_what_is_known_elsewhere_ends_no_search_that_would_find_better(seed, shared, share, part):

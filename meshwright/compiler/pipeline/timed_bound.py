@@ -49,8 +49,9 @@ _BEGUN, _STEP = 7.0, 0.015
 _LARGEST, _SMALL, _STAGES = 900, 200, 20
 """Rows of a program of whole units beyond which it is not solved: it takes seconds; rows where no bound is to be sharp; and the
 most stages (seen: 24 of a T5 took 3 s and said nothing)."""
-_TURNS = 4
-"""So often is the program of whole units solved, with the paths that it taught."""
+_TURNS, _WAITS = 20, 3
+"""So often is a program of whole units solved at most, with the paths that it taught; so often where it says no more by then,
+or takes long."""
 _STILL, _MORE = 10, 0.0005
 """A bound that so many programs raised by less than this part is left as it is."""
 _SHARES = (1.0, 0.5, 0.2)
@@ -179,8 +180,11 @@ class TimedBound:
 
     def _turn(self, cases: int) -> None:
         """Units are whole as the program says, with the paths that it teaches. So many cases are told apart."""
-        program, before = self._program, 0.0
+        program, before, most = self._program, list[float](), self._program.size + _NUMBERS
         for _ in range(_TURNS if self.seconds < self._cutoff else 0):
+            still = len(before) >= _WAITS and before[-1] <= before[-_WAITS] * (1 + _MORE)
+            if still or (len(before) >= _WAITS and program.size > most):
+                break
             try:
                 found, point = program.solved_whole(cases)
             except NoSolutionError:
@@ -188,10 +192,9 @@ class TimedBound:
                 break
             except UnsolvedError:
                 break
-            self.seconds = max(self.seconds, min(found, self._cutoff))
-            if point is None or self.seconds >= self._cutoff or found <= before * (1 + _MORE):
+            self.seconds, before = max(self.seconds, min(found, self._cutoff)), [*before, found]
+            if point is None or self.seconds >= self._cutoff:
                 break
-            before = found
             if not program.overflows(point) and not program.remembers(point, found):
                 used = len(program.used)
                 self._best, ran = program.toward(self._best, point)

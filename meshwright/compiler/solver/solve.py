@@ -102,7 +102,7 @@ def _last_resort(root: Search, error: Infeasible, gap: float) -> Solution:
 
     The error gets a solution whose positions agree on the shared variables, where the relaxed one's do not.
     """
-    if error.bound <= root.chain.capacity and not root.late and flow_size(root.chain) <= SMALL:
+    if error.bound < np.inf and error.bound <= root.chain.capacity and not root.late and flow_size(root.chain) <= SMALL:
         with suppress(Infeasible):  # nothing found is no proof: the certificate below stays as it is
             found = flow_mip(root.chain, nodes=_nodes(root.chain), precision=gap / 2)
             if found.bytes_ + found.transient <= root.chain.capacity:
@@ -180,7 +180,8 @@ def _shared(root: Search) -> tuple[Search, float]:
         leaf = _leaf(root, fixed, root.cutoff if best is None else min(best.time, root.cutoff))
         if isinstance(leaf, Infeasible):
             failures.append(leaf)
-            closed = min(closed, bound if leaf.bound <= root.chain.capacity else np.inf)
+            fits = leaf.bound < np.inf and leaf.bound <= root.chain.capacity  # as far as its bound tells
+            closed = min(closed, bound if fits else np.inf)
         else:
             closed = min(closed, max(bound, leaf.bound))
             points += [leaf.best] if leaf.best is not None else []
